@@ -1,0 +1,1 @@
+"""Converters: how each system stores bytes (containers) and names slots (layouts)."""

@@ -1,0 +1,1 @@
+"""Containers: one module for each way that arrays and records lie in files."""

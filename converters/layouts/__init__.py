@@ -1,0 +1,1 @@
+"""Layouts: one module for each way that an optimizer implementation names its slots."""

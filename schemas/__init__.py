@@ -1,0 +1,1 @@
+"""Canonical optimizer schemas, as JSON with sources."""

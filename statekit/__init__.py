@@ -1,0 +1,1 @@
+"""statekit moves the optimizer state of a training run between frameworks."""

@@ -1,0 +1,60 @@
+"""A checkpoint as it lies in its files: native names and tensors, nothing said yet about optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from statekit.tensor import Tensor
+from statekit.tree import Tree, tensor_names
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something odd that a reader met and carried on from, such as a chunk that is absent and reads as fill."""
+
+    what: str
+    place: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint. Opening parsed headers only; tensors read when asked.
+
+    Attributes:
+        container: Name of the container that opened it.
+        path: The checkpoint itself (the step's folder, not the run's).
+        tree: Everything in it, with Tensors at the leaves.
+        meta: What the container knows besides: format version, generation, files.
+        step: The step in the folder's name, if the container has one there.
+        manifest: The `statekit.json` found with it, if its sizes and digests fit.
+        findings: What was odd.
+    """
+
+    container: str
+    path: Path
+    tree: Tree
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    step: int | None = None
+    manifest: Mapping[str, Any] | None = None
+    findings: tuple[Finding, ...] = ()
+    on_close: Callable[[], None] = field(default=lambda: None, repr=False)
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by its native name: the keys of its path in the tree, joined with `/`."""
+        return tensor_names(self.tree)
+
+    def close(self) -> None:
+        """Closes the files behind the tensors."""
+        self.on_close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,143 @@
+"""The two contracts of a converter: a container knows bytes, a layout knows names.
+
+n containers and k layouts make n * k formats: everything goes native -> canonical -> native.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from statekit.checkpoint import Checkpoint
+from statekit.commit import Stage
+from statekit.state import TrainState
+from statekit.tree import Tree
+
+
+class Exactness(IntEnum):
+    """How exact a converted tensor is; lower is better."""
+
+    BITWISE = 0
+    """Every bit is kept."""
+    ROUNDING = 1
+    """Equal in real arithmetic: the target continues the same run."""
+    STATISTICS = 2
+    """What the target's rule would hold had it run from the start; but that rule makes another update."""
+    ESTIMATE = 3
+    """The current second-moment estimate is kept, its later evolution isn't."""
+    LOSSY = 4
+    """A best approximation with a measured size."""
+    REFUSED = 5
+    """Can't be done."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Why a format fits. The largest `specificity` wins: 10 a plain file type, 20 a system's own, 30 statekit's."""
+
+    specificity: int
+    because: str
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What the user says about a checkpoint that the checkpoint doesn't say.
+
+    Attributes:
+        hyperparameters: The original system's own names and values.
+        variant: Variant of the schema.
+    """
+
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    variant: str | None = None
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A state in native form.
+
+    Attributes:
+        tree: What the container shall write, Tensors at the leaves.
+        step: The step for containers that name their files by it.
+        exactness: For native tensor names that aren't bitwise: how exact, and why in one sentence.
+        dropped: What the target has no place for: canonical name -> reason.
+    """
+
+    tree: Tree
+    step: int
+    exactness: Mapping[str, tuple[Exactness, str]] = field(default_factory=dict)
+    dropped: Mapping[str, str] = field(default_factory=dict)
+
+
+class Container(Protocol):
+    """How arrays and records lie in files. Knows names, shapes, dtypes and bytes, nothing about optimizers."""
+
+    @property
+    def name(self) -> str:
+        """The name for `--from` and `--to`."""
+
+    @property
+    def title(self) -> str:
+        """One line for people."""
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Suffixes of targets that mean this container, e.g. `.pt`."""
+
+    @property
+    def target_kind(self) -> Literal["file", "folder"] | None:
+        """What `write` makes; None if the container can only be read."""
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Looks at file names and first bytes only; None if it isn't this container."""
+
+    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+        """Parses headers and returns the checkpoint; of a run's folder, the newest step or the given one.
+
+        Raises:
+            NotFoundError: No checkpoint, or no such step.
+            FormatError: The bytes don't follow the format or can't be trusted.
+        """
+
+    def write(self, encoded: Encoded, stage: Stage) -> None:
+        """Writes a tree below `stage.path`, passing every tensor through `stage.stream`."""
+
+
+class Layout(Protocol):
+    """What the names mean for one optimizer implementation. Knows nothing about files."""
+
+    @property
+    def name(self) -> str:
+        """The name for `--layout`."""
+
+    @property
+    def title(self) -> str:
+        """One line for people."""
+
+    @property
+    def optimizers(self) -> tuple[str, ...]:
+        """Schemas whose states it can hold."""
+
+    @property
+    def containers(self) -> tuple[str, ...]:
+        """Containers it is at home in, the usual one first."""
+
+    def detect(self, checkpoint: Checkpoint) -> Evidence | None:
+        """Looks at names and shapes only."""
+
+    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+        """Returns the canonical state; reads no values but scalars such as the step.
+
+        Raises:
+            StateError: Names or shapes break the layout; lists every fault.
+        """
+
+    def encode(self, state: TrainState) -> Encoded:
+        """Returns the native form of a state.
+
+        Raises:
+            InexactError: The layout can't hold it.
+        """

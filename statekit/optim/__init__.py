@@ -1,0 +1,1 @@
+"""The mathematics: one module per optimizer, written once over an array namespace."""

@@ -1,0 +1,98 @@
+"""Names of containers and layouts, each loaded when asked for. Other packages add theirs through entry points."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import cast
+
+from statekit.checkpoint import Checkpoint
+from statekit.errors import NotFoundError, UnknownFormatError
+from statekit.format import Container, Evidence, Layout
+
+CONTAINERS = "statekit.containers"
+LAYOUTS = "statekit.layouts"
+
+
+@cache
+def _points(group: str) -> dict[str, EntryPoint]:
+    return {point.name: point for point in sorted(entry_points(group=group))}
+
+
+def _load(group: str, name: str) -> object:
+    points = _points(group)
+    if name not in points:
+        kind = group.rpartition(".")[2][:-1]
+        raise NotFoundError(f"There is no {kind} of that name.", expected=", ".join(points), found=name)
+    return points[name].load()
+
+
+def container_names() -> list[str]:
+    """Returns the names of all containers, without loading one."""
+    return list(_points(CONTAINERS))
+
+
+def layout_names() -> list[str]:
+    """Returns the names of all layouts, without loading one."""
+    return list(_points(LAYOUTS))
+
+
+def container(name: str) -> Container:
+    """Returns a container by name.
+
+    Raises:
+        NotFoundError: No such container.
+    """
+    return cast(Container, _load(CONTAINERS, name))
+
+
+def layout(name: str) -> Layout:
+    """Returns a layout by name.
+
+    Raises:
+        NotFoundError: No such layout.
+    """
+    return cast(Layout, _load(LAYOUTS, name))
+
+
+def detect_container(path: Path) -> tuple[Container, Evidence]:
+    """Finds the container of a path by its content; the most specific one wins.
+
+    Raises:
+        NotFoundError: Nothing is there.
+        UnknownFormatError: No container fits, or several fit equally well.
+    """
+    if not path.exists():
+        raise NotFoundError("There is no such file or folder.", place=path, remedy="check the path")
+    found = [(c, e) for c in map(container, container_names()) if (e := c.detect(path)) is not None]
+    best = _best([(c.name, e) for c, e in found], f"{path}", "container", "--from")
+    return found[best]
+
+
+def detect_layout(checkpoint: Checkpoint) -> tuple[Layout, Evidence]:
+    """Finds what the names of an opened checkpoint mean; the most specific layout wins.
+
+    Raises:
+        UnknownFormatError: No layout fits, or several fit equally well.
+    """
+    found = [(lay, e) for lay in map(layout, layout_names()) if (e := lay.detect(checkpoint)) is not None]
+    best = _best([(lay.name, e) for lay, e in found], f"{checkpoint.path}", "layout", "--layout")
+    return found[best]
+
+
+def _best(found: list[tuple[str, Evidence]], place: str, kind: str, option: str) -> int:
+    if not found:
+        raise UnknownFormatError(
+            f"No {kind} fits.", place=place, remedy="`statekit formats` lists what statekit reads"
+        )
+    top = max(e.specificity for _, e in found)
+    best = [i for i, (_, e) in enumerate(found) if e.specificity == top]
+    if len(best) > 1:
+        raise UnknownFormatError(
+            f"Several {kind}s fit equally well.",
+            place=place,
+            found="; ".join(f"{found[i][0]} ({found[i][1].because})" for i in best),
+            remedy=f"name one with {option}",
+        )
+    return best[0]

@@ -1,0 +1,255 @@
+"""A tensor that is described before it is read.
+
+Every node knows shape, dtype and where it comes from without reading a value, and can read any block by itself,
+through any chain of operations, so that a tensor larger than memory streams.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from statekit.errors import FormatError, UsageError
+
+Array: TypeAlias = npt.NDArray[Any]
+DType: TypeAlias = np.dtype[Any]
+Index: TypeAlias = tuple[slice, ...]
+Shape: TypeAlias = tuple[int, ...]
+
+BLOCK_BYTES = 32 * 2**20
+"""How much of a tensor is held at once when it streams, in bytes."""
+
+_EXTENSION = {
+    name: np.dtype(getattr(ml_dtypes, name))
+    for name in ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+}
+_NATIVE = {
+    name: np.dtype(name)
+    for name in (
+        "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+        "float16", "float32", "float64", "complex64", "complex128",
+    )
+}  # fmt: skip
+DTYPES: dict[str, DType] = {**_NATIVE, **_EXTENSION}
+"""Every dtype statekit carries, by its name."""
+
+
+def dtype_named(name: str, place: object = None) -> DType:
+    """Returns the dtype of a name such as `float32` or `bfloat16`.
+
+    Raises:
+        FormatError: No such dtype.
+    """
+    try:
+        return DTYPES[name]
+    except (KeyError, TypeError):
+        raise FormatError(
+            "A tensor has a dtype that statekit doesn't carry.",
+            place=place,
+            expected=f"one of {', '.join(DTYPES)}",
+            found=repr(name),
+        ) from None
+
+
+@runtime_checkable
+class Tensor(Protocol):
+    """What a tensor can be asked. Implementations are frozen and final."""
+
+    @property
+    def shape(self) -> Shape:
+        """The shape."""
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype of the values that `read` returns."""
+
+    @property
+    def grain(self) -> Shape:
+        """The block shape (same rank) that is cheapest to read: a chunk where the file has chunks."""
+
+    def read(self, index: Index | None = None) -> Array:
+        """Reads a block: one slice per axis, without steps; the whole tensor if None. Native byte order, C order."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes the tensor as an expression over stored tensors, without reading it."""
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Returns the size of the values in bytes."""
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def whole(shape: Shape) -> Index:
+    """Returns the index that selects everything."""
+    return tuple(slice(0, n) for n in shape)
+
+
+def normal_index(index: Index | None, shape: Shape) -> Index:
+    """Returns `index` with explicit, checked bounds.
+
+    Raises:
+        UsageError: Not one slice per axis, a step, or bounds outside the shape.
+    """
+    if index is None:
+        return whole(shape)
+    bounds = tuple(slice(s.start or 0, n if s.stop is None else s.stop) for s, n in zip(index, shape, strict=False))
+    fits = all(0 <= b.start <= b.stop <= n for b, n in zip(bounds, shape, strict=False))
+    if len(index) != len(shape) or not fits or any(s.step not in (None, 1) for s in index):
+        raise UsageError("A block lies outside its tensor.", expected=f"slices inside {shape}", found=index)
+    return bounds
+
+
+def index_shape(index: Index) -> Shape:
+    """Returns the shape of the block that a normal index selects."""
+    return tuple(s.stop - s.start for s in index)
+
+
+def blocks(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[Index]:
+    """Cuts a tensor into blocks of at most `limit` bytes whose values, one after the other, are the tensor in C order.
+
+    Blocks follow the tensor's grain along the axis they cut, so that chunks are decoded once where they fit.
+    A single element larger than `limit` is still a block.
+    """
+    shape, item = tensor.shape, tensor.dtype.itemsize
+    if math.prod(shape) == 0:
+        return
+    if math.prod(shape) * item <= limit:
+        yield whole(shape)
+        return
+    axis = 0  # the first axis whose single row fits
+    while axis < len(shape) - 1 and math.prod(shape[axis + 1 :]) * item > limit:
+        axis += 1
+    rows = max(1, limit // (math.prod(shape[axis + 1 :]) * item))
+    grain = tensor.grain[axis]
+    if rows > grain:
+        rows -= rows % grain
+    for outer in itertools.product(*(range(n) for n in shape[:axis])):
+        head = tuple(slice(i, i + 1) for i in outer)
+        for start in range(0, shape[axis], rows):
+            cut = slice(start, min(start + rows, shape[axis]))
+            yield (*head, cut, *whole(shape[axis + 1 :]))
+
+
+def chunks(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[Array]:
+    """Reads a tensor block by block, in C order; the blocks joined are `tensor.read()` flattened."""
+    for index in blocks(tensor, limit):
+        yield np.ascontiguousarray(tensor.read(index))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that lies in a file. `fetch` gets a normal index and returns that block."""
+
+    shape: Shape
+    dtype: DType
+    fetch: Callable[[Index], Array] = field(repr=False, compare=False)
+    name: str
+    place: str
+    chunk: Shape | None = None
+    note: str = ""
+
+    @property
+    def grain(self) -> Shape:
+        return self.chunk or self.shape
+
+    def read(self, index: Index | None = None) -> Array:
+        bounds = normal_index(index, self.shape)
+        block = self.fetch(bounds)
+        if block.shape != index_shape(bounds) or block.dtype != self.dtype:
+            raise FormatError(
+                "A reader returned another block than it was asked for.",
+                place=f"{self.name} in {self.place}",
+                expected=f"{self.dtype} {index_shape(bounds)}",
+                found=f"{block.dtype} {block.shape}",
+            )
+        return block
+
+    def to_json(self) -> dict[str, Any]:
+        return {"op": "stored", "name": self.name, **_described(self)}
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A tensor that nobody stored: every value is `value`. `reason` says why it exists."""
+
+    shape: Shape
+    dtype: DType
+    value: float = 0.0
+    reason: str = ""
+
+    @property
+    def grain(self) -> Shape:
+        return self.shape
+
+    def read(self, index: Index | None = None) -> Array:
+        return np.full(index_shape(normal_index(index, self.shape)), self.value, self.dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"op": "filled", "value": self.value, "reason": self.reason, **_described(self)}
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A tensor in another dtype; rounds to nearest even where the target is narrower."""
+
+    source: Tensor
+    dtype: DType
+
+    @property
+    def shape(self) -> Shape:
+        return self.source.shape
+
+    @property
+    def grain(self) -> Shape:
+        return self.source.grain
+
+    def read(self, index: Index | None = None) -> Array:
+        return self.source.read(index).astype(self.dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"op": "cast", "source": self.source.to_json(), **_described(self)}
+
+
+def in_memory(array: Array, name: str = "", place: str = "memory") -> Stored:
+    """Wraps an array as a Tensor; it must not be changed afterwards."""
+    native = np.asarray(array)
+    return Stored(native.shape, native.dtype, lambda index: native[index], name, place)
+
+
+def _described(tensor: Tensor) -> dict[str, Any]:
+    return {"shape": list(tensor.shape), "dtype": tensor.dtype.name}
+
+
+def widens(source: DType, target: DType) -> bool:
+    """Tells whether every value of `source` is a value of `target`."""
+    if source == target:
+        return True
+    if source.name in _EXTENSION or source.kind == "f":
+        if target.kind != "f" and target.name not in _EXTENSION:
+            return False
+        near, far = ml_dtypes.finfo(source), ml_dtypes.finfo(target)
+        return bool(near.nmant <= far.nmant and near.maxexp <= far.maxexp and near.minexp >= far.minexp)
+    return bool(np.can_cast(source, target, "safe"))
+
+
+def same_values(left: Tensor, right: Tensor) -> bool:
+    """Tells whether two tensors of one shape hold equal values (NaN equals NaN), reading both in blocks."""
+    if left.shape != right.shape:
+        return False
+    return all(
+        np.array_equal(_wide(left.read(i)), _wide(right.read(i)), equal_nan=True)
+        for i in blocks(left)
+    )
+
+
+def _wide(block: Array) -> Array:
+    return block.astype(np.float64) if block.dtype.kind in "fV" else block
+
+

@@ -1,0 +1,1 @@
+"""Conformance suites: whoever writes a container, layout or step inherits its tests."""

@@ -1,0 +1,1 @@
+"""Replay, error bounds and verdicts: the proof that updates are equivalent."""
