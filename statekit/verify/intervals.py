@@ -1,0 +1,212 @@
+"""A float64 interval for every element that float32 arithmetic could return: the derived bound of a step.
+
+`IntervalBackend` runs the same text as every other backend, but a value is the pair of the smallest and the largest
+float64 that an implementation in the declared arithmetic can reach. What is declared, per operation (u = 2^-24):
+
+- `+ - * / sqrt` are correctly rounded in float32. Endpoints are computed in float64 and rounded to float32, which is
+  exact (double rounding is innocuous: 53 >= 2*24 + 2 bits; Figueroa 1995). Rounding is monotone, so the rounded
+  endpoints enclose every rounded result. Where an implementation compiles (`contracted`), a product may stay unrounded
+  (fused multiply-add) and a division may be a product with a reciprocal: endpoints are widened by 2u instead.
+- `power` is no IEEE operation: 4 units in the last place, the most that a common libm declares for `powf`
+  (CUDA C++ Programming Guide, appendix on mathematical functions; glibc, SLEEF and XLA on CPUs stay below).
+- a sum of n terms may run in any order: its error is at most gamma * sum|x|, gamma = min((n-1) u, 6 sqrt(n-1) u) / (1 - n u).
+  The first is Higham, Accuracy and Stability, section 4.2; the second holds with probability above 1 - 2 exp(-18)
+  for rounding errors of mean zero (Higham and Mary 2019, theorem 2.4).
+- a result below the normal range may be flushed to zero.
+- `narrow` and `rounded` round to nearest even, so both neighbours are admitted at a tie and only there.
+
+docs/bounds.md has the derivation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from statekit.backends import Value
+from statekit.tensor import DTYPES, Array
+
+UNIT = 2.0**-24
+"""Rounding unit of float32."""
+POWER_ULPS = 4
+CONFIDENCE = 6.0
+"""Standard deviations in the probabilistic bound of a sum."""
+TINY = float(np.finfo(np.float32).tiny)
+
+
+def gamma(terms: int) -> float:
+    """Returns the relative error bound of a float32 sum of `terms` numbers, in any order."""
+    steps = max(terms - 1, 0)
+    return min(steps, CONFIDENCE * math.sqrt(steps)) * UNIT / (1 - min(terms * UNIT, 0.5))
+
+
+@dataclass(frozen=True, eq=False)
+class Interval:
+    """Every value that lies between `low` and `high` (float64 arrays of one shape); NaN where the value is NaN.
+
+    `dtype` is that of the stored value; `contracted` says that the arithmetic may be compiled.
+    """
+
+    low: Array
+    high: Array
+    dtype: str = "float32"
+    contracted: bool = False
+
+    __array_ufunc__ = None
+
+    def __add__(self, other: Any) -> Interval:
+        o = self._other(other)
+        return self._round(self.low + o.low, self.high + o.high)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Interval:
+        o = self._other(other)
+        return self._round(self.low - o.high, self.high - o.low)
+
+    def __rsub__(self, other: Any) -> Interval:
+        return self._other(other) - self
+
+    def __mul__(self, other: Any) -> Interval:
+        o = self._other(other)
+        corners = [self.low * o.low, self.low * o.high, self.high * o.low, self.high * o.high]
+        low, high = np.minimum.reduce(corners), np.maximum.reduce(corners)
+        if o is self:  # a square: its corners would reach below zero
+            low = np.where((self.low < 0) & (self.high > 0), 0.0, np.minimum(corners[0], corners[3]))
+            low = np.where(np.isnan(high), high, low)
+        return self._round(low, high)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Interval:
+        o = self._other(other)
+        corners = [self.low / o.low, self.low / o.high, self.high / o.low, self.high / o.high]
+        return self._round(np.minimum.reduce(corners), np.maximum.reduce(corners), 2)
+
+    def __rtruediv__(self, other: Any) -> Interval:
+        return self._other(other) / self
+
+    def _other(self, other: Any) -> Interval:
+        if isinstance(other, Interval):
+            return other
+        point = np.asarray(float(np.float32(other)), np.float64)
+        return Interval(point, point, "float32", self.contracted)
+
+    def _round(self, low: Array, high: Array, units: int = 1) -> Interval:
+        if self.contracted:
+            return self.widened(low, high, units * UNIT)
+        return Interval(*_flushed(low.astype(np.float32).astype(np.float64), high.astype(np.float32).astype(np.float64)))
+
+    def widened(self, low: Array, high: Array, relative: float | Array) -> Interval:
+        """Returns the interval [low, high] widened by a relative error, and overflowed where float32 would."""
+        low, high = low - np.abs(low) * relative, high + np.abs(high) * relative
+        limit = float(np.finfo(np.float32).max) * (1 + UNIT)
+        low = np.where(np.abs(low) > limit, np.copysign(np.inf, low), low)
+        high = np.where(np.abs(high) > limit, np.copysign(np.inf, high), high)
+        return Interval(*_flushed(low, high), "float32", self.contracted)
+
+
+def _flushed(low: Array, high: Array) -> tuple[Array, Array]:
+    return np.where((low > 0) & (low < TINY), 0.0, low), np.where((high < 0) & (high > -TINY), 0.0, high)
+
+
+@dataclass(frozen=True)
+class IntervalBackend:
+    """Runs a step's text over intervals. Source of the method: Moore, Interval Analysis, 1966."""
+
+    contracted: bool = False
+    name: str = "interval"
+
+    @property
+    def compiles(self) -> bool:
+        return self.contracted
+
+    def asarray(self, array: Array) -> Value:
+        exact = np.asarray(array).astype(np.float64)
+        return Interval(exact, exact, array.dtype.name, self.contracted)
+
+    def numpy(self, value: Value) -> Array:
+        return np.asarray((value.low + value.high) / 2)
+
+    def compile(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with np.errstate(all="ignore"):
+                return step(*args)
+
+        return run
+
+    def widen(self, value: Value) -> Value:
+        if isinstance(value, Interval):
+            return Interval(value.low, value.high, "float32", self.contracted)
+        point = np.asarray(np.float32(value), np.float64)
+        return Interval(point, point, "float32", self.contracted)
+
+    def narrow(self, value: Value, dtype: str) -> Value:
+        kind = DTYPES[dtype]
+        low, high = value.low.astype(kind).astype(np.float64), value.high.astype(kind).astype(np.float64)
+        return Interval(low, high, dtype, self.contracted)
+
+    def rounded(self, value: Value, dtype: str) -> Value:
+        return self.widen(self.narrow(value, dtype))
+
+    def constant(self, value: float, dtype: str = "float32") -> float:
+        return float(np.asarray(value, np.float64).astype(DTYPES[dtype]))
+
+    def shape(self, value: Value) -> tuple[int, ...]:
+        return tuple(value.low.shape)
+
+    def dtype(self, value: Value) -> str:
+        return str(value.dtype)
+
+    def zeros(self, like: Value, shape: tuple[int, ...], dtype: str) -> Value:
+        return Interval(np.zeros(shape), np.zeros(shape), dtype, self.contracted)
+
+    def sum(self, value: Value) -> Value:
+        return self._total(value, tuple(range(value.low.ndim)), False)
+
+    def mean(self, value: Value, axes: tuple[int, ...], keepdims: bool = False) -> Value:
+        if not axes:
+            return value
+        count = math.prod(value.low.shape[axis] for axis in axes)
+        total = self._total(value, axes, keepdims)
+        # XLA divides by a constant as a product with its reciprocal: two roundings.
+        with np.errstate(all="ignore"):
+            return total.widened(total.low / np.float64(count), total.high / np.float64(count), 2 * UNIT)
+
+    def expand(self, value: Value, axes: tuple[int, ...]) -> Value:
+        return Interval(
+            np.expand_dims(value.low, axes), np.expand_dims(value.high, axes), value.dtype, self.contracted
+        )
+
+    def sqrt(self, value: Value) -> Value:
+        return value._round(np.sqrt(value.low), np.sqrt(value.high), 2)
+
+    def power(self, value: Value, exponent: float) -> Value:
+        ends = np.power(value.low, np.float64(exponent)), np.power(value.high, np.float64(exponent))
+        return value.widened(np.minimum(*ends), np.maximum(*ends), 2 * POWER_ULPS * UNIT)
+
+    def maximum(self, left: Value, right: Value) -> Value:
+        other = left._other(right)
+        return self.widen(Interval(np.maximum(left.low, other.low), np.maximum(left.high, other.high)))
+
+    def minimum(self, left: Value, right: Value) -> Value:
+        other = left._other(right)
+        return self.widen(Interval(np.minimum(left.low, other.low), np.minimum(left.high, other.high)))
+
+    def keep_nan(self, new: Value, old: Value) -> Value:
+        absent = np.isnan(new.low) | np.isnan(new.high)
+        return Interval(
+            np.where(absent, old.low, new.low), np.where(absent, old.high, new.high), new.dtype, self.contracted
+        )
+
+    def _total(self, value: Value, axes: tuple[int, ...], keepdims: bool) -> Interval:
+        count = math.prod(value.low.shape[axis] for axis in axes)
+        low, high = value.low.sum(axis=axes, keepdims=keepdims), value.high.sum(axis=axes, keepdims=keepdims)
+        size = np.maximum(np.abs(value.low), np.abs(value.high)).sum(axis=axes, keepdims=keepdims)
+        error = np.where(np.isfinite(size), gamma(count) * size, 0.0)
+        wide: Interval = value.widened(np.asarray(low - error), np.asarray(high + error), 0.0)
+        return wide
