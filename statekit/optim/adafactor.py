@@ -27,7 +27,7 @@ from statekit.state import Axis, Group, Rule
 from statekit.tensor import Shape
 
 Execution: TypeAlias = Literal["op_by_op", "compiled"]
-"""How the original ran: `op_by_op` rounds every bfloat16 intermediate, `compiled` keeps them in float32."""
+"""How the original ran: `op_by_op` rounds every low-precision product, `compiled` keeps products in float32."""
 
 Slots: TypeAlias = Mapping[str, Value]
 
@@ -172,16 +172,16 @@ def clip_by_global_norm(
         return dict(grads)
     squares: list[Value] = []
     for path in sorted(grads, key=lambda p: p.split("/")):
-        low = _rounder(xp, xp.dtype(grads[path]), execution)
         g = xp.widen(grads[path])
-        squares.append(low(xp.sum(low(g * g))))
+        dtype = xp.dtype(grads[path])
+        squares.append(xp.rounded(xp.sum(_rounder(xp, dtype, execution)(g * g)), dtype))
     total = squares[0]
-    dtype = xp.dtype(grads[next(iter(grads))])
-    low = _rounder(xp, dtype, execution)
     for square in squares[1:]:
-        total = low(total + square)
-    norm = low(xp.sqrt(total))
-    factor = low(xp.minimum(low(1.0 / norm), xp.constant(1.0 / threshold, dtype)) * xp.constant(threshold, dtype))
+        total = xp.rounded(total + square, dtype)
+    inverse = xp.rounded(1.0 / xp.rounded(xp.sqrt(total), dtype), dtype)
+    factor = xp.rounded(
+        xp.minimum(inverse, xp.constant(1.0 / threshold, dtype)) * xp.constant(threshold, dtype), dtype
+    )
     return {path: xp.narrow(xp.widen(g) * factor, xp.dtype(g)) for path, g in grads.items()}
 
 
@@ -236,8 +236,11 @@ def _rounder(xp: Backend, dtype: str, execution: Execution) -> Callable[[Value],
 def _parameter_scale(
     xp: Backend, param: Value, averaged: Sequence[int], hyper: Hyperparameters, dtype: str, execution: Execution
 ) -> Value:
-    low = _rounder(xp, dtype, execution)
-    rms = low(xp.sqrt(low(xp.mean(low(param * param), tuple(averaged), keepdims=True))))
+    product = _rounder(xp, dtype, execution)(param * param)
+    # A compiler keeps the product in float32, but what leaves a reduction has the parameter's dtype in both executions
+    # (recorded: golden t5x/bf16_params, trajectory and trajectory_jit).
+    mean = xp.rounded(xp.mean(product, tuple(averaged), keepdims=True), dtype)
+    rms = xp.rounded(xp.sqrt(mean), dtype)
     scale = xp.maximum(rms, xp.constant(hyper.epsilon2, dtype))
     if hyper.max_parameter_scale is not None:
         scale = xp.minimum(scale, xp.constant(hyper.max_parameter_scale, dtype))

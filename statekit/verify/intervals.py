@@ -103,7 +103,8 @@ class Interval:
 
     def widened(self, low: Array, high: Array, relative: float | Array) -> Interval:
         """Returns the interval [low, high] widened by a relative error, and overflowed where float32 would."""
-        low, high = low - np.abs(low) * relative, high + np.abs(high) * relative
+        low = np.where(np.isinf(low), low, low - np.abs(low) * relative)
+        high = np.where(np.isinf(high), high, high + np.abs(high) * relative)
         limit = float(np.finfo(np.float32).max) * (1 + UNIT)
         low = np.where(np.abs(low) > limit, np.copysign(np.inf, low), low)
         high = np.where(np.abs(high) > limit, np.copysign(np.inf, high), high)

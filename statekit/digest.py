@@ -1,0 +1,70 @@
+"""Digests: BLAKE3 of tensors, files and JSON documents.
+
+A tensor's digest covers its values alone: little-endian, C order, without shape or dtype, which stand beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from statekit.tensor import BLOCK_BYTES, Array, Tensor, chunks
+
+_FILE_BLOCK = 2**20
+
+
+def little_endian(block: Array) -> bytes:
+    """Returns the values of a block as bytes: little-endian, C order."""
+    return (block.byteswap() if sys.byteorder == "big" else block).tobytes()
+
+
+def tensor_bytes(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[bytes]:
+    """Yields the values of a tensor, little-endian and in C order, at most `limit` bytes at a time."""
+    return map(little_endian, chunks(tensor, limit))
+
+
+def bytes_digest(data: bytes) -> str:
+    """Returns the BLAKE3 digest of bytes: 64 lowercase hexadecimal digits."""
+    return blake3(data).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Returns the BLAKE3 digest of a file's bytes."""
+    hasher = blake3()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_FILE_BLOCK):
+            hasher.update(block)
+    return hasher.hexdigest()
+
+
+def described(tensor: Tensor, digest: str) -> dict[str, Any]:
+    """Returns a tensor's entry in a manifest: shape, dtype, digest."""
+    return {"shape": list(tensor.shape), "dtype": tensor.dtype.name, "blake3": digest}
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """Reads a tensor block by block and returns the BLAKE3 digest of its values."""
+    hasher = blake3()
+    for block in tensor_bytes(tensor):
+        hasher.update(block)
+    return hasher.hexdigest()
+
+
+def canonical_json(document: Any) -> bytes:
+    """Returns a JSON document as digests see it: sorted keys, no spaces, ASCII, no NaN.
+
+    Raises:
+        ValueError: The document holds NaN or an infinity.
+    """
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return text.encode("ascii")
+
+
+def json_digest(document: Any) -> str:
+    """Returns the BLAKE3 digest of a JSON document in canonical form."""
+    return bytes_digest(canonical_json(document))
