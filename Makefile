@@ -1,0 +1,55 @@
+# Every goal works from a bare clone with only Python >= 3.11, pip and make: the first one fills .venv, later ones need no network.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready-$(shell cat pyproject.toml constraints.txt Makefile | cksum | tr ' ' '-')
+PIP_INSTALL := -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+export JAX_PLATFORMS := cpu
+
+.PHONY: help demo test test-all check format bench clean
+
+help:
+	@echo "make demo      take a checkpoint that T5X wrote and go on in PyTorch"
+	@echo "make test      run the tests, long sweeps as a sample"
+	@echo "make test-all  run all tests in full"
+	@echo "make check     lint, check the layout of the code, type-check"
+	@echo "make format    lay out the code"
+	@echo "make bench     measure memory and speed"
+	@echo "make clean     remove .venv and what the tools left"
+
+# torch goes first: with its version settled, nothing that follows chooses another build of it.
+$(READY):
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "statekit needs Python 3.11 or newer; try make PYTHON=...")'
+	@echo "Setting up $(VENV): torch and JAX are large, this takes a few minutes once."
+	@$(PYTHON) -m venv --without-pip $(VENV)
+	@$(PYTHON) -m pip --disable-pip-version-check --python $(BIN)/python install --quiet pip
+	@rm -f $(VENV)/.ready-*
+	@$(BIN)/python $(PIP_INSTALL) torch
+	@$(BIN)/python $(PIP_INSTALL) --editable '.[torch,jax,dev]'
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/statekit demo
+
+test: $(READY)
+	@$(BIN)/pytest -q -m "not slow"
+
+test-all: $(READY)
+	@$(BIN)/pytest -q
+
+check: $(READY)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/mypy
+
+format: $(READY)
+	@$(BIN)/ruff check --fix --quiet .
+	@$(BIN)/ruff format --quiet .
+
+bench: $(READY)
+	@$(BIN)/python tests/benchmarks/convert.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,56 @@
+"""`statekit formats`: what statekit reads and writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from statekit import registry
+from statekit.cli import output
+from statekit.format import Container, Layout
+
+
+@click.command("formats")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(as_json: bool) -> None:
+    """List the containers and layouts that statekit knows.
+
+    A container is how arrays lie in files; `--from` and `--to` name one. A layout is what the names mean to one
+    optimizer; `--layout` names one.
+    """
+    containers = [_container(registry.container(name)) for name in registry.container_names()]
+    layouts = [_layout(registry.layout(name)) for name in registry.layout_names()]
+    if as_json:
+        output.print_json("formats", {"containers": containers, "layouts": layouts})
+        return
+    stdout = output.console()
+    files = output.table("container", "reads", "writes", "suffixes", "what")
+    for row in containers:
+        writes = f"a {row['writes']}" if row["writes"] else "no"
+        files.add_row(row["name"], "yes", writes, " ".join(row["suffixes"]), row["title"])
+    names = output.table("layout", "optimizers", "containers", "what")
+    for row in layouts:
+        names.add_row(row["name"], " ".join(row["optimizers"]), " ".join(row["containers"]), row["title"])
+    stdout.print(files)
+    stdout.print()
+    stdout.print(names)
+
+
+def _container(container: Container) -> dict[str, Any]:
+    return {
+        "name": container.name,
+        "title": container.title,
+        "reads": True,
+        "writes": container.target_kind,
+        "suffixes": list(container.suffixes),
+    }
+
+
+def _layout(layout: Layout) -> dict[str, Any]:
+    return {
+        "name": layout.name,
+        "title": layout.title,
+        "optimizers": list(layout.optimizers),
+        "containers": list(layout.containers),
+    }

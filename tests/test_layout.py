@@ -1,0 +1,119 @@
+"""The repository's layout: top-level folders that are imported as parts of one package, and stay so when installed."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from goldens import COMPACT, GOLDEN
+
+ROOT = Path(__file__).parents[1]
+HOMES = {"statekit/converters": "converters", "statekit/schemas": "schemas", "statekit/cli": "cli"}
+SHADOWS = {"torch.py", "inspect.py", "json.py", "jax.py", "tensorflow.py", "numpy.py"}
+MODULES = sorted(
+    path
+    for top in ("statekit", "converters", "cli", "schemas", "tests")
+    for path in (ROOT / top).rglob("*.py")
+)
+MAX_LINES = 400
+MAX_GOLDEN_BYTES = 10_000_000
+
+
+def _setuptools() -> dict[str, Any]:
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return dict(project["tool"]["setuptools"])
+
+
+def packages_on_disk(root: Path) -> set[str]:
+    """Returns the dotted name of every folder with an `__init__.py`, as it is imported."""
+    found = {
+        ".".join(init.parent.relative_to(root).parts)
+        for top in ("statekit", *HOMES.values())
+        for init in (root / top).rglob("__init__.py")
+    }
+    return {name if name.partition(".")[0] == "statekit" else f"statekit.{name}" for name in found}
+
+
+def test_every_package_is_declared() -> None:
+    assert set(_setuptools()["packages"]) == packages_on_disk(ROOT)
+
+
+def test_a_package_that_nobody_declared_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "converters" / "new").mkdir(parents=True)
+    (tmp_path / "converters" / "new" / "__init__.py").touch()
+    assert packages_on_disk(tmp_path) == {"statekit.converters.new"}
+
+
+def test_the_map_and_the_links_say_the_same() -> None:
+    mapped = {name.replace(".", "/"): home for name, home in _setuptools()["package-dir"].items()}
+    assert mapped == {"statekit": "statekit", **HOMES}
+    for link, home in HOMES.items():
+        assert (ROOT / link).is_symlink(), f"{link} is no symbolic link; check out with core.symlinks=true"
+        assert os.readlink(ROOT / link) == f"../{home}"
+
+
+@pytest.mark.parametrize("top", sorted(HOMES.values()))
+def test_no_module_shadows_one_that_others_import(top: str) -> None:
+    assert {path.name for path in (ROOT / top).rglob("*.py")} & SHADOWS == set()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_modules_are_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+def test_entry_points_name_modules_that_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    points = [p for group in project["entry-points"].values() for p in group.values()]
+    modules = [p.partition(":")[0] for p in [*points, *project["scripts"].values()]]
+    assert [m for m in modules if not (ROOT / f"{m.replace('.', '/')}.py").is_file()] == []
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel, built from a copy of the sources as they lie in a checkout without symbolic links."""
+    source = tmp_path_factory.mktemp("source")
+    for top in ("statekit", *HOMES.values()):
+        shutil.copytree(
+            ROOT / top,
+            source / top,
+            ignore=lambda folder, names: [
+                n for n in names if n == "__pycache__" or (Path(folder) / n).is_symlink()
+            ],
+        )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    code = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    built = tmp_path_factory.mktemp("wheel")
+    subprocess.run([sys.executable, "-c", code, str(built)], cwd=source, check=True, capture_output=True)
+    return next(built.glob("*.whl"))
+
+
+def test_the_wheel_holds_every_module_and_nothing_at_its_top_but_statekit(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    expected = {
+        str(path.relative_to(ROOT)) if top == "statekit" else f"statekit/{path.relative_to(ROOT)}"
+        for top in ("statekit", *HOMES.values())
+        for path in (ROOT / top).rglob("*")
+        if path.suffix in {".py", ".json"} or path.name == "py.typed"
+    }
+    modules = {name for name in names if ".dist-info/" not in name}
+    assert modules == expected
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"statekit"}
+
+
+def test_the_recordings_are_small_and_unaltered() -> None:
+    files = [path for path in COMPACT.rglob("*") if path.is_file() and path.name != "README.md"]
+    assert sum(path.stat().st_size for path in files) < MAX_GOLDEN_BYTES
+    if GOLDEN != COMPACT:
+        assert [p for p in files if not filecmp.cmp(p, GOLDEN / p.relative_to(COMPACT), shallow=False)] == []
