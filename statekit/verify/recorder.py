@@ -1,0 +1,161 @@
+"""Records a run of anyone's optimizer, so that `statekit replay` can judge a continuation of it.
+
+Example, in any framework whose arrays NumPy understands:
+
+    recorder = Recorder("my_run", system="t5x", hyperparameters={"beta1": 0.9, "min_dim_size_to_factor": 128})
+    recorder.start(params, slots)                       # {path: array}, {path: {slot: array}}
+    for batch in batches:
+        ...
+        recorder.update(grads, params, slots, learning_rate)
+    recorder.close(checkpoint="checkpoints/checkpoint_10", checkpoint_step=10)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from statekit.converters.containers.safetensors_file import write_tensors
+from statekit.errors import TargetExistsError, UsageError
+from statekit.optim.adafactor import Execution
+from statekit.state import TrainState
+from statekit.tensor import Array, Index, Stored, Tensor
+from statekit.verify.recording import DESCRIPTION, GRADS, TRAJECTORY, Phase, Recording, Trajectory, to_json
+
+
+@dataclass
+class Spool:
+    """Tensors put aside on disk until all their names are known, as a safetensors header must."""
+
+    folder: Path
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    _file: BinaryIO | None = None
+
+    def add(self, name: str, array: Array) -> None:
+        """Puts one array aside."""
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(dir=self.folder)
+        native = np.ascontiguousarray(array)
+        descriptor, offset = self._file.fileno(), self._file.seek(0, os.SEEK_END)
+        self._file.write(native.tobytes())
+        self._file.flush()
+
+        def fetch(index: Index) -> Array:
+            stored = os.pread(descriptor, native_bytes, offset)
+            return np.ascontiguousarray(np.frombuffer(stored, dtype).reshape(shape)[index])
+
+        native_bytes, shape, dtype = native.nbytes, native.shape, native.dtype
+        self.tensors[name] = Stored(shape, dtype, fetch, name, "spool")
+
+    def write(self, path: Path) -> None:
+        """Writes everything as one safetensors file."""
+        write_tensors(path, self.tensors)
+        if self._file is not None:
+            self._file.close()
+
+
+class Recorder:
+    """Writes a recording: description, gradients, trajectory.
+
+    Args:
+        folder: A new folder.
+        system: Whose names are used: a module of `statekit.verify.systems`.
+        hyperparameters: In that system's own names.
+        execution: `compiled`, or `op_by_op` if no compiler fuses the original's operations.
+        first: Updates done before the start.
+
+    Raises:
+        TargetExistsError: The folder is there already.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        system: str,
+        hyperparameters: Mapping[str, Any],
+        execution: Execution = "compiled",
+        first: int = 0,
+    ) -> None:
+        self.folder = Path(folder)
+        if self.folder.exists():
+            raise TargetExistsError("A recording needs a new folder.", place=self.folder, remedy="name another")
+        self.folder.mkdir(parents=True)
+        self._system, self._execution = system, execution
+        self._hyperparameters = dict(hyperparameters)
+        self._first = self._step = first
+        self._rates: list[float] = []
+        self._grads, self._states = Spool(self.folder), Spool(self.folder)
+
+    def start(self, params: Mapping[str, Array], slots: Mapping[str, Mapping[str, Array]]) -> None:
+        """Records the state before the first update."""
+        if self._states.tensors:
+            raise UsageError("A recording starts once.", place=self.folder)
+        self._state(params, slots)
+
+    def update(
+        self,
+        grads: Mapping[str, Array],
+        params: Mapping[str, Array],
+        slots: Mapping[str, Mapping[str, Array]],
+        learning_rate: float,
+    ) -> None:
+        """Records one update: its gradients and learning rate, and the state after it."""
+        if not self._states.tensors:
+            raise UsageError("A recording needs the state before its first update.", remedy="call start() first")
+        self._step += 1
+        for path, grad in grads.items():
+            self._grads.add(f"{self._step}/{path}", np.asarray(grad))
+        self._rates.append(float(learning_rate))
+        self._state(params, slots)
+
+    def close(self, checkpoint: str = "", checkpoint_step: int | None = None) -> None:
+        """Writes the files.
+
+        Args:
+            checkpoint: What the original's own save code wrote, relative to the folder.
+            checkpoint_step: Updates done when it was written.
+        """
+        recording = Recording(
+            self.folder,
+            self._system,
+            self._first,
+            self._step,
+            (Phase(self._first + 1, self._step, self._hyperparameters),),
+            tuple(self._rates),
+            (Trajectory(TRAJECTORY, self._execution),),
+            checkpoint,
+            checkpoint_step,
+        )
+        self._grads.write(self.folder / GRADS)
+        self._states.write(self.folder / TRAJECTORY)
+        text = json.dumps(to_json(recording), indent=1, sort_keys=True)
+        (self.folder / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
+
+    def _state(self, params: Mapping[str, Array], slots: Mapping[str, Mapping[str, Array]]) -> None:
+        for path, value in params.items():
+            self._states.add(f"{self._step}/param/{path}", np.asarray(value))
+            for slot, array in slots.get(path, {}).items():
+                self._states.add(f"{self._step}/slot/{path}/{slot}", np.asarray(array))
+
+
+def write_trajectory(path: Path, states: Iterator[TrainState], recording: Recording) -> TrainState:
+    """Writes states under the recording's own names, as one safetensors file, and returns the last of them."""
+    from statekit.verify.recording import system
+
+    spool = Spool(path.parent)
+    last: TrainState | None = None
+    for last in states:
+        for name, tensor in system(recording.system).encode(last).items():
+            spool.add(f"{last.counts.updates}/{name}", tensor.read())
+    if last is None:
+        raise UsageError("There is no state to write.", place=path)
+    spool.write(path)
+    return last

@@ -1,0 +1,242 @@
+"""Recordings: an original optimizer taking real steps, in one documented form.
+
+A recording is a folder:
+
+    recording.json              what ran (schemas/statekit-recording.schema.json; docs/recordings.md)
+    grads.safetensors           "{step}/{param}": the gradient of the update that takes state step-1 to state step
+    trajectory.safetensors      "{step}/param/{param}", "{step}/slot/{param}/{slot}", "{step}/global/{path}"
+    checkpoint/...              optional: what the original's own save code wrote
+
+Folders that hold a `meta.json` instead were recorded by one of the modules in `statekit.verify.systems`, which bring
+it into this form.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from statekit.converters.containers.safetensors_file import open_tensors
+from statekit.errors import FormatError, NotFoundError, UsageError
+from statekit.format import Hints
+from statekit.optim.adafactor import Execution
+from statekit.state import TrainState
+from statekit.tensor import Tensor
+
+FORMAT = "statekit-recording"
+GRADS, TRAJECTORY, DESCRIPTION = "grads.safetensors", "trajectory.safetensors", "recording.json"
+
+
+class System(Protocol):
+    """How one system's recordings are read. One small module each, in `statekit.verify.systems`."""
+
+    def describe(self, folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the content of `recording.json` for a folder that has the system's own `meta.json`."""
+
+    def decode(self, tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState:
+        """Returns the canonical state of one step; names are those of the trajectory without the step."""
+
+    def encode(self, state: TrainState) -> dict[str, Tensor]:
+        """Returns the tensors of a state under the trajectory's names, without the step."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Updates `first` to `last` ran with these hyperparameters, in the system's own names."""
+
+    first: int
+    last: int
+    hyperparameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A file of states, and how the original ran when it was written."""
+
+    file: str
+    execution: Execution
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One recorded run.
+
+    Attributes:
+        folder: Where it lies; all paths below are relative to it.
+        system: Name of the module in `statekit.verify.systems`.
+        first: State with which it begins (updates done before; 0 for a fresh run).
+        last: State with which it ends.
+        phases: Hyperparameters, by ranges of updates.
+        learning_rate: One number for each update from first+1 on.
+        trajectories: The recorded states; the first is the judge of free runs.
+        checkpoint: Native checkpoint, or "" if there is none.
+        checkpoint_step: Updates done when it was written.
+    """
+
+    folder: Path
+    system: str
+    first: int
+    last: int
+    phases: tuple[Phase, ...]
+    learning_rate: tuple[float, ...]
+    trajectories: tuple[Trajectory, ...]
+    checkpoint: str = ""
+    checkpoint_step: int | None = None
+    _opened: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The last two parts of the path: `t5x/momentum_f32`."""
+        return "/".join(self.folder.resolve().parts[-2:])
+
+    @cached_property
+    def grads(self) -> dict[str, Tensor]:
+        """All gradients, by `{step}/{param}`."""
+        return open_tensors(self.folder / GRADS)
+
+    def states(self, trajectory: Trajectory) -> dict[str, Tensor]:
+        """Returns all tensors of a trajectory, by `{step}/...`."""
+        if trajectory.file not in self._opened:
+            self._opened[trajectory.file] = open_tensors(self.folder / trajectory.file)
+        return self._opened[trajectory.file]
+
+    def phase(self, update: int) -> Phase:
+        """Returns the phase of an update (first+1 .. last).
+
+        Raises:
+            FormatError: No phase covers it.
+        """
+        found = next((phase for phase in self.phases if phase.first <= update <= phase.last), None)
+        if found is None:
+            raise FormatError("No phase covers an update.", place=self.folder / DESCRIPTION, found=update)
+        return found
+
+    def hints(self, update: int) -> Hints:
+        """Returns what the recording says about the optimizer, for opening its checkpoint."""
+        return Hints(dict(self.phase(update).hyperparameters))
+
+    def gradients(self, update: int) -> dict[str, Tensor]:
+        """Returns the gradients of one update, by path."""
+        return _below(self.grads, f"{update}/")
+
+    def state(self, step: int, trajectory: Trajectory, update: int) -> TrainState:
+        """Returns a recorded state, with the hyperparameters of an update."""
+        tensors = _below(self.states(trajectory), f"{step}/")
+        if not tensors:
+            raise FormatError("A recording lacks a state.", place=self.folder / trajectory.file, found=f"step {step}")
+        return system(self.system).decode(tensors, step, self.phase(update))
+
+    def rate(self, update: int) -> float:
+        """Returns the learning rate of an update."""
+        return self.learning_rate[update - self.first - 1]
+
+
+def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def system(name: str) -> System:
+    """Returns the module that reads one system's recordings.
+
+    Raises:
+        NotFoundError: No such module.
+    """
+    from statekit.verify.systems import SYSTEMS
+
+    if name not in SYSTEMS:
+        raise NotFoundError(
+            "statekit can't read recordings of this system yet.", expected=", ".join(SYSTEMS), found=name
+        )
+    return SYSTEMS[name]
+
+
+def open_recording(folder: Path) -> Recording:
+    """Opens a recording; reads headers only.
+
+    Raises:
+        NotFoundError: The folder isn't a recording, or its system isn't known.
+        FormatError: Its description breaks the form.
+    """
+    missing = [name for name in (GRADS, TRAJECTORY) if not (folder / name).is_file()]
+    own, foreign = folder / DESCRIPTION, folder / "meta.json"
+    if missing or not (own.is_file() or foreign.is_file()):
+        raise NotFoundError(
+            "The path isn't a recording.",
+            place=folder,
+            expected=f"a folder with {DESCRIPTION} or meta.json, {GRADS} and {TRAJECTORY}",
+            found=f"without {', '.join(missing) or DESCRIPTION}",
+        )
+    if own.is_file():
+        return from_json(folder, _json(own))
+    meta = _json(foreign)
+    return from_json(folder, system(str(meta.get("system"))).describe(folder, meta))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FormatError("A description isn't JSON.", place=path, found=error) from None
+    if not isinstance(data, dict):
+        raise FormatError("A description isn't a JSON object.", place=path, found=type(data).__name__)
+    return data
+
+
+def from_json(folder: Path, data: Mapping[str, Any]) -> Recording:
+    """Builds a recording from the content of `recording.json`.
+
+    Raises:
+        FormatError: The description breaks the form.
+    """
+    try:
+        if data["format"] != FORMAT or data["version"] != 1:
+            raise UsageError(f"{data['format']} version {data['version']}")
+        first, last = data["steps"]
+        checkpoint = data.get("checkpoint") or {}
+        recording = Recording(
+            folder,
+            data["system"],
+            first,
+            last,
+            tuple(Phase(*phase["updates"], phase["hyperparameters"]) for phase in data["phases"]),
+            tuple(float(rate) for rate in data["learning_rate"]),
+            tuple(Trajectory(t["file"], t["execution"]) for t in data["trajectories"]),
+            checkpoint.get("path", ""),
+            checkpoint.get("step"),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(
+            "A recording's description breaks the form.",
+            place=folder / DESCRIPTION,
+            expected="schemas/statekit-recording.schema.json",
+            found=f"{type(error).__name__}: {error}",
+        ) from None
+    if len(recording.learning_rate) != last - first:
+        raise FormatError(
+            "A recording needs one learning rate for each update.",
+            place=folder / DESCRIPTION,
+            expected=last - first,
+            found=len(recording.learning_rate),
+        )
+    return recording
+
+
+def to_json(recording: Recording) -> dict[str, Any]:
+    """Returns the content of `recording.json`."""
+    checkpoint = {"path": recording.checkpoint, "step": recording.checkpoint_step} if recording.checkpoint else None
+    return {
+        "format": FORMAT,
+        "version": 1,
+        "system": recording.system,
+        "steps": [recording.first, recording.last],
+        "phases": [
+            {"updates": [p.first, p.last], "hyperparameters": dict(p.hyperparameters)} for p in recording.phases
+        ],
+        "learning_rate": list(recording.learning_rate),
+        "trajectories": [{"file": t.file, "execution": t.execution} for t in recording.trajectories],
+        "checkpoint": checkpoint,
+    }

@@ -1,0 +1,277 @@
+"""Replay: an original's recorded run, continued by our steps.
+
+Two results. The *free run* goes from the start to the end on the recorded gradients, each step from our own result of
+the one before. The *verdict* goes step by step: from the recorded state of step s-1 one step, compared per element
+with the recorded state of step s, against the interval that the declared arithmetic can reach (statekit.verify.intervals).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from statekit.backends import Backend
+from statekit.convert import open_state
+from statekit.errors import NotFoundError, StateError
+from statekit.format import Hints
+from statekit.optim.adafactor import Execution
+from statekit.optim.run import Live, Move, initial, load, mover, store
+from statekit.state import TrainState
+from statekit.tensor import Tensor, widens
+from statekit.verify.intervals import IntervalBackend
+from statekit.verify.recorder import write_trajectory
+from statekit.verify.recording import Recording, Trajectory
+from statekit.verify.verdict import Row, compare
+
+Start = Literal["checkpoint", "init"]
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The verdict against one trajectory."""
+
+    trajectory: Trajectory
+    rows: tuple[Row, ...]
+
+    @property
+    def outside(self) -> int:
+        """Elements where ours or the recording leaves the bound."""
+        return sum(row.outside for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What replaying one recording with one backend showed.
+
+    Attributes:
+        recording: Name of the recording.
+        backend: Name of the backend.
+        start: `checkpoint` or `init`.
+        decoded: Tensors whose decoded values differ from the recorded state at the start, with how.
+        judged: The verdict, one for each trajectory.
+        free: The free run against the first trajectory, at its last step: path -> largest difference over the
+            largest movement since the start.
+    """
+
+    recording: str
+    backend: str
+    start: Start
+    steps: tuple[int, int]
+    decoded: tuple[str, ...]
+    judged: tuple[Judged, ...]
+    free: Mapping[str, float]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the start was decoded exactly and every element of every step lies within the bound."""
+        return not self.decoded and all(judged.rows and not judged.outside for judged in self.judged)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the result as plain data."""
+        return {
+            "recording": self.recording,
+            "backend": self.backend,
+            "start": self.start,
+            "steps": list(self.steps),
+            "passed": self.passed,
+            "decoded": list(self.decoded),
+            "free_run": dict(self.free),
+            "judged": [
+                {
+                    "trajectory": j.trajectory.file,
+                    "execution": j.trajectory.execution,
+                    "outside": j.outside,
+                    "rows": [row.to_json() for row in j.rows],
+                }
+                for j in self.judged
+            ],
+        }
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is put to the test: a recording, where our side starts, and what our side believes.
+
+    Attributes:
+        recording: The recording.
+        start: From the native checkpoint, or from fresh slots.
+        checkpoint: Another checkpoint to start from; it must hold the same state.
+        changes: Canonical hyperparameters that our side uses instead of the recorded ones.
+    """
+
+    recording: Recording
+    start: Start = "checkpoint"
+    checkpoint: Path | None = None
+    changes: Mapping[str, Any] | None = None
+
+    @property
+    def first(self) -> int:
+        """Updates done at the start."""
+        if self.start == "init":
+            return self.recording.first
+        if self.recording.checkpoint_step is None:
+            raise NotFoundError(
+                "The recording has no checkpoint.", place=self.recording.folder, remedy="--start init"
+            )
+        return self.recording.checkpoint_step
+
+    def state(self) -> TrainState:
+        """Returns our state at the start, with the hyperparameters of the first update after it."""
+        update, judge = self.first + 1, self.recording.trajectories[0]
+        if self.start == "init":
+            return self._changed(initial(self.recording.state(self.first, judge, update)))
+        return self._changed(self._opened(update))
+
+    def belief(self, update: int, recorded: TrainState) -> TrainState:
+        """Returns a recorded state with the rules and hyperparameters that our side uses for an update."""
+        if self.start == "init":
+            return self._changed(recorded)
+        ours = self._opened(update)
+        return self._changed(replace(recorded, optimizer=ours.optimizer, rules=ours.rules))
+
+    def _opened(self, update: int) -> TrainState:
+        # Another system's file speaks for itself; the native one needs what the recording says beside it.
+        path = self.checkpoint or self.recording.folder / self.recording.checkpoint
+        with open_state(path, hints=Hints()) as bare:
+            if bare.layout != self.recording.system:
+                return bare.state
+        with open_state(path, hints=self.recording.hints(update)) as opened:
+            return opened.state
+
+    def _changed(self, state: TrainState) -> TrainState:
+        return state.with_hyperparameters(**self.changes) if self.changes else state
+
+
+def replay(
+    subject: Subject, xp: Backend, trajectory: Path | None = None, on_step: Progress = lambda step: None
+) -> Replay:
+    """Judges one recording with one backend.
+
+    Args:
+        subject: What is put to the test.
+        xp: The backend.
+        trajectory: A file to write the free run to, under the recording's own names.
+        on_step: Called with the update's number after each judged update.
+
+    Raises:
+        UnknownRuleError: A factor rule or a hyperparameter isn't known.
+        StateError: The start doesn't fit the recording.
+    """
+    recording = subject.recording
+    judge = recording.trajectories[0]
+    start = subject.state()
+    decoded = tuple(_differences(start, recording.state(subject.first, judge, subject.first + 1)))
+    states = free_run(subject, xp)
+    last = write_trajectory(trajectory, states, recording) if trajectory else deque(states, maxlen=1)[0]
+    judged = tuple(
+        Judged(recorded, tuple(_verdict(subject, xp, start, recorded, on_step)))
+        for recorded in recording.trajectories
+    )
+    return Replay(
+        recording.name,
+        xp.name,
+        subject.start,
+        (subject.first, recording.last),
+        decoded,
+        judged,
+        _drift(subject, last, judge),
+    )
+
+
+def free_run(subject: Subject, xp: Backend) -> Iterator[TrainState]:
+    """Yields our state at the start and after each update, every step from our own result."""
+    recording = subject.recording
+    step = _Stepper(subject, xp, recording.trajectories[0].execution)
+    state = subject.state()
+    live = load(xp, state)
+    yield state
+    for update in range(subject.first + 1, recording.last + 1):
+        state = subject.belief(update, store(xp, live, state))
+        live = step(state, live, update)
+        yield store(xp, live, state)
+
+
+@dataclass(frozen=True)
+class _Stepper:
+    """Steps of one backend; a step is built once per phase, because a backend may compile it."""
+
+    subject: Subject
+    xp: Backend
+    execution: Execution
+    moves: dict[int, Move] = field(default_factory=dict)
+
+    def __call__(self, state: TrainState, live: Live, update: int) -> Live:
+        recording, xp = self.subject.recording, self.xp
+        phase = recording.phase(update)
+        if phase.first not in self.moves:
+            self.moves[phase.first] = mover(xp, state, self.execution)
+        grads = {path: xp.asarray(tensor.read()) for path, tensor in recording.gradients(update).items()}
+        return self.moves[phase.first](live, grads, xp.widen(recording.rate(update)))
+
+
+def _verdict(
+    subject: Subject, xp: Backend, start: TrainState, trajectory: Trajectory, on_step: Progress
+) -> Iterator[Row]:
+    recording, execution = subject.recording, trajectory.execution
+    bounds = IntervalBackend(xp.compiles or execution == "compiled")
+    step, bounded = _Stepper(subject, xp, execution), _Stepper(subject, bounds, execution)
+    for update in range(subject.first + 1, recording.last + 1):
+        before = recording.state(update - 1, trajectory, update)
+        after = recording.state(update, trajectory, update)
+        first = update == subject.first + 1 and trajectory is recording.trajectories[0]
+        mine = subject.belief(update, before) if not first else start
+        ours = store(xp, step(mine, load(xp, mine), update), mine)
+        bound = bounded(before, load(bounds, before), update)
+        for path, tensor, recorded in _tensors(after):
+            old = before.params[path] if tensor == "param" else before.slots[path][tensor]
+            got = ours.params.get(path) if tensor == "param" else ours.slots.get(path, {}).get(tensor)
+            if got is None:
+                raise StateError("Our state lacks a recorded tensor.", place=f"{path} {tensor}", found=recording.name)
+            interval = bound.params[path] if tensor == "param" else bound.slots[path][tensor]
+            yield compare(update, path, tensor, got.read(), recorded.read(), old.read(), interval)
+        on_step(update)
+
+
+def _tensors(state: TrainState) -> Iterator[tuple[str, str, Tensor]]:
+    for path, tensor in state.params.items():
+        yield path, "param", tensor
+        for slot, value in state.slots.get(path, {}).items():
+            yield path, slot, value
+
+
+def _differences(ours: TrainState, recorded: TrainState) -> Iterator[str]:
+    """Names what isn't equal in value: exactly, or as narrowed where the file's dtype is the narrower one."""
+    if ours.counts.updates != recorded.counts.updates:
+        yield f"step: recorded {recorded.counts.updates}, decoded {ours.counts.updates}"
+    mine = {(path, name): tensor for path, name, tensor in _tensors(ours)}
+    theirs = {(path, name): tensor for path, name, tensor in _tensors(recorded)}
+    for path, name in sorted(mine.keys() ^ theirs.keys()):
+        yield f"{path} {name}: only {'decoded' if (path, name) in mine else 'recorded'}"
+    for key in sorted(mine.keys() & theirs.keys()):
+        got, want = mine[key].read(), theirs[key].read()
+        if not widens(want.dtype, got.dtype):
+            want = want.astype(got.dtype)
+        if got.shape != want.shape:
+            yield f"{key[0]} {key[1]}: recorded shape {want.shape}, decoded {got.shape}"
+        elif not np.array_equal(got.astype(np.float64), want.astype(np.float64), equal_nan=True):
+            unequal = int(np.sum(got.astype(np.float64) != want.astype(np.float64)))
+            yield f"{key[0]} {key[1]}: {unequal} of {got.size} values differ"
+
+
+def _drift(subject: Subject, last: TrainState, judge: Trajectory) -> dict[str, float]:
+    recording = subject.recording
+    begun = recording.state(subject.first, judge, recording.last)
+    ended = recording.state(recording.last, judge, recording.last)
+    drift = {}
+    for path, tensor in ended.params.items():
+        theirs, old = tensor.read().astype(np.float64), begun.params[path].read().astype(np.float64)
+        gap = np.abs(last.params[path].read().astype(np.float64) - theirs)
+        moved = float(np.nanmax(np.abs(theirs - old), initial=0.0))
+        drift[path] = float(np.nanmax(gap, initial=0.0)) / moved if moved else 0.0
+    return drift

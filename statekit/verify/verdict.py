@@ -1,0 +1,119 @@
+"""How far a step of ours is from the recorded one: in ULP, relative to the recorded update, and to the bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from statekit.tensor import Array, DType
+from statekit.verify.intervals import Interval
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor after one update.
+
+    Attributes:
+        step: Updates done after it.
+        path: The parameter.
+        tensor: `param` or the slot's canonical name.
+        ulps: Largest difference, in units in the last place of the recorded value's dtype.
+        relative: Largest difference over the largest recorded movement of the tensor in this update.
+        ratio: Largest difference over the width of the bound; 0 where both are 0.
+        width: Largest relative width of the bound over the tensor.
+        outside: Elements where ours or the recording leaves the bound.
+        size: Elements.
+        example: For the worst such element: its index, what was recorded, what we got, the bound.
+    """
+
+    step: int
+    path: str
+    tensor: str
+    ulps: float
+    relative: float
+    ratio: float
+    width: float
+    outside: int
+    size: int
+    example: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the row as plain data; what isn't finite becomes a string."""
+        return {
+            key: str(value) if isinstance(value, float) and not np.isfinite(value) else value
+            for key, value in asdict(self).items()
+        }
+
+
+def compare(
+    step: int, path: str, tensor: str, ours: Array, recorded: Array, before: Array, bound: Interval
+) -> Row:
+    """Compares one tensor element by element.
+
+    Args:
+        step: Updates done.
+        path: The parameter.
+        tensor: `param` or a slot's name.
+        ours: What our step gave.
+        recorded: What the original gave; its dtype sets the ULP.
+        before: What was recorded before the update.
+        bound: What arithmetic of the declared kind can give.
+    """
+    if ours.shape != recorded.shape or recorded.size == 0:
+        return Row(step, path, tensor, 0.0, 0.0, 0.0, 0.0, int(ours.shape != recorded.shape), recorded.size, "shape")
+    mine, theirs, old = (x.astype(np.float64) for x in (ours, recorded, before))
+    with np.errstate(all="ignore"):
+        outside = ~(_inside(mine, bound) & _inside(theirs, bound))
+        gap = _gap(mine, theirs)
+        moved = float(np.max(np.nan_to_num(np.abs(theirs - old), nan=0.0, posinf=0.0)))
+        width = np.nan_to_num(bound.high - bound.low, nan=0.0, posinf=0.0)
+        size = np.nan_to_num(np.maximum(np.abs(bound.low), np.abs(bound.high)), nan=0.0, posinf=0.0)
+        return Row(
+            step,
+            path,
+            tensor,
+            float(np.max(_over(gap, _ulp(theirs, recorded.dtype)))),
+            float(_over(np.max(gap), np.asarray(moved))),
+            float(np.max(_over(gap, width))),
+            float(np.max(_over(width, size))),
+            int(outside.sum()),
+            recorded.size,
+            _example(outside, mine, theirs, bound) if outside.any() else "",
+        )
+
+
+def _inside(value: Array, bound: Interval) -> Array:
+    absent = np.isnan(bound.low) | np.isnan(bound.high)
+    return np.where(absent, np.isnan(value), (value >= bound.low) & (value <= bound.high))
+
+
+def _gap(mine: Array, theirs: Array) -> Array:
+    same = (mine == theirs) | (np.isnan(mine) & np.isnan(theirs))
+    gap = np.where(same, 0.0, np.abs(mine - theirs))
+    return np.where(np.isnan(gap), np.inf, gap)
+
+
+def _over(top: Array, bottom: Array) -> Array:
+    return np.where(top == 0, 0.0, top / bottom)
+
+
+def _ulp(value: Array, dtype: DType) -> Array:
+    info = ml_dtypes.finfo(dtype)
+    magnitude = np.nan_to_num(np.abs(value), nan=0.0, posinf=float(info.max))
+    exponent = np.floor(np.log2(np.maximum(magnitude, float(info.smallest_normal))))
+    return np.asarray(np.exp2(exponent - info.nmant))
+
+
+def _example(outside: Array, mine: Array, theirs: Array, bound: Interval) -> str:
+    at = tuple(int(i) for i in np.argwhere(outside)[0])
+    low, high = (np.broadcast_to(end, mine.shape)[at] for end in (bound.low, bound.high))
+    return f"{list(at)}: recorded {theirs[at]:.9g}, got {mine[at]:.9g}, bound [{low:.9g}, {high:.9g}]"
+
+
+def worst(rows: Iterator[Row] | list[Row]) -> Row | None:
+    """Returns the row that speaks most against equivalence: elements outside, then the ratio to the bound."""
+    return max(rows, key=lambda row: (row.outside > 0, row.ratio, row.ulps), default=None)
