@@ -1,30 +1,378 @@
-"""Atomic, synced, verified writing: a target is complete and checked, or it isn't there."""
+"""Atomic, synced, verified writing: a target is complete and checked, or it isn't there.
+
+    with staged(target, "folder") as stage:   # <parent>/.statekit-tmp-<uuid>/<name>
+        container.write(encoded, stage)       # every file synced, every tensor digested
+        stage.commit(container.open)          # read again, compared, renamed, synced
+
+Leaving the block without `commit`, or with an error, removes what was written.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+import errno
+import io
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeAlias, cast
 
+from blake3 import blake3
+
+from statekit.checkpoint import Checkpoint
+from statekit.digest import tensor_bytes, tensor_digest
+from statekit.errors import (
+    CommitError,
+    NotFoundError,
+    StatekitError,
+    TargetExistsError,
+    UsageError,
+    fault_list,
+)
+from statekit.leftovers import make_temporary, sweep
+from statekit.manifest import (
+    FILE,
+    file_entry,
+    files_below,
+    inside,
+    sealed,
+    tensor_entry,
+    tensor_faults,
+    to_text,
+)
+from statekit.rename import exchange, rename_new, sync_folder
 from statekit.tensor import Tensor
 
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
-class Stage(Protocol):
-    """Where a container writes: a file or folder beside the target that takes its name when all is checked."""
+Kind: TypeAlias = Literal["file", "folder"]
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
-    @property
-    def path(self) -> Path:
-        """The file (target_kind `file`) or existing empty folder (`folder`) to write."""
 
-    def file(self, relative: str = "") -> AbstractContextManager[BinaryIO]:
+@dataclass(frozen=True)
+class Progress:
+    """How far a conversion is.
+
+    Attributes:
+        phase: `check` (source tensors read only to prove them), `write`, or `verify` (read again and compared).
+        name: The tensor at hand.
+        done: Bytes of tensors done in this phase.
+        total: Bytes of tensors in this phase; 0 if unknown.
+    """
+
+    phase: Literal["check", "write", "verify"]
+    name: str
+    done: int
+    total: int
+
+
+OnProgress: TypeAlias = Callable[[Progress], object]
+Entries: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""Name -> entry, as a manifest has them for its tensors and files."""
+Fields: TypeAlias = Callable[[Entries], Mapping[str, Any]]
+"""Gives the caller's fields of the manifest, from the entries of the tensors streamed so far."""
+
+
+def silent(progress: Progress) -> None:
+    """Tells nobody about progress."""
+
+
+def unknown_fields(tensors: Entries) -> Mapping[str, Any]:
+    """Gives the fields of a manifest about whose origin nothing is known."""
+    nothing = {"container": None, "layout": None, "step": None}
+    return {
+        "target": nothing,
+        "source": {**nothing, "digest": None},
+        "plan": None,
+        "options": {},
+        "state": {},
+    }
+
+
+@dataclass
+class Stage:
+    """Where a container writes: a file or folder beside the target that takes its name when all is checked.
+
+    Attributes:
+        path: The file (kind `file`, not there yet) or existing empty folder (kind `folder`) to write. Its last part
+            is the target's, so that a container that reads meaning in a name sees the final one.
+        target: The final path.
+        kind: What is written.
+        tensors: Name -> manifest entry of every tensor streamed so far.
+    """
+
+    path: Path
+    target: Path
+    kind: Kind
+    _replace: bool = False
+    _total: int = 0
+    _fields: Fields = unknown_fields
+    _on_progress: OnProgress = silent
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _kept: dict[str, Any] = field(default_factory=dict)
+    _done: int = 0
+
+    @contextmanager
+    def file(self, relative: str = "") -> Iterator[BinaryIO]:
         """Opens one new file for writing (seekable, exclusive, below `path`; `path` itself for `""`).
 
-        Leaving the context flushes, syncs and closes it.
+        Leaving the context syncs and closes it. Writes go straight to the system: hand over large blocks.
+
+        Raises:
+            UsageError: The name leaves the folder, or is the manifest's.
+            CommitError: Making, writing, syncing or closing the file failed.
         """
+        if (
+            (self.kind == "file") != (relative == "")
+            or relative == FILE
+            or (relative and not inside(relative))
+        ):
+            raise UsageError(
+                "A file of a target has an unusable name.",
+                place=self.target,
+                expected="a relative name below the folder" if self.kind == "folder" else "no name",
+                found=repr(relative),
+            )
+        with _new_file(self.path / relative if relative else self.path) as output:
+            yield output
 
     def stream(self, name: str, tensor: Tensor) -> Iterator[bytes]:
-        """Yields the bytes of a tensor in C order, little-endian, block by block, and digests them under its name."""
+        """Yields the bytes of a tensor in C order, little-endian, block by block, and digests them under its name.
+
+        Raises:
+            UsageError: A tensor of this name was streamed already.
+        """
+        if name in self.tensors:
+            raise UsageError("A tensor is written twice.", place=name)
+        hasher = blake3()
+        for block in tensor_bytes(tensor):
+            hasher.update(block)
+            yield block
+            self._done += len(block)
+            self._on_progress(Progress("write", name, self._done, self._total))
+        self.tensors[name] = tensor_entry(tensor, hasher.hexdigest())
+
+    def keep(self, key: str, value: Any) -> None:
+        """Adds a field of the container's own, plain JSON, to the manifest."""
+        self._kept[key] = value
 
     def manifest(self) -> dict[str, Any]:
         """Returns the manifest of what was streamed so far, for containers that keep it inside their file."""
+        return self._manifest({})
+
+    def commit(self, reopen: Callable[[Path], Checkpoint]) -> Entries:
+        """Proves what was written, gives it the target's name, and syncs.
+
+        Args:
+            reopen: Opens the written checkpoint; every tensor is read again and compared with what was streamed.
+
+        Returns:
+            Size and digest of every file written.
+
+        Raises:
+            CommitError: What was written can't be read, isn't what was meant, or can't be synced or renamed.
+            TargetExistsError: The target came into being meanwhile.
+        """
+        with _writing(self.target):
+            files = self._file_entries()
+            if self.kind == "folder":
+                with _new_file(self.path / FILE) as output:
+                    output.write(to_text(self._manifest(files)).encode("ascii"))
+                files[FILE] = file_entry(self.path / FILE)
+                for folder, _, _ in os.walk(self.path, topdown=False):
+                    sync_folder(Path(folder))
+            self._verify(reopen)
+            sync_folder(self.path.parent)
+            self._take_name()
+        return files
+
+    def _manifest(self, files: Entries) -> dict[str, Any]:
+        return sealed({**self._fields(self.tensors), **self._kept, "tensors": self.tensors, "files": files})
+
+    def _file_entries(self) -> dict[str, dict[str, Any]]:
+        if self.kind == "file":
+            return {self.path.name: file_entry(self.path)}
+        return {name: file_entry(self.path / name) for name in files_below(self.path)}
+
+    def _verify(self, reopen: Callable[[Path], Checkpoint]) -> None:
+        try:
+            with reopen(self.path) as written:
+                faults = tensor_faults({"tensors": self.tensors}, written.tensors)
+                faults += self._value_faults(written.tensors) if not faults else []
+        except (StatekitError, OSError) as error:
+            raise CommitError(
+                "What was written can't be read again.", place=self.target, found=error, remedy=_REPORT
+            ) from error
+        if faults:
+            raise CommitError(
+                f"What was written isn't what was meant: {len(faults)} faults.",
+                place=self.target,
+                found=fault_list(faults),
+                remedy=_REPORT,
+            )
+
+    def _value_faults(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+        done = 0
+        for name, tensor in tensors.items():
+
+            def tell(size: int, name: str = name) -> None:
+                nonlocal done
+                done += size
+                self._on_progress(Progress("verify", name, done, self._done))
+
+            if tensor_digest(tensor, tell) != self.tensors[name]["blake3"]:
+                yield "reads back with other values than were written", name
+
+    def _take_name(self) -> None:
+        replaced = self._replace and os.path.lexists(self.target)
+        if replaced:
+            old = exchange(self.path, self.target)
+        else:
+            try:
+                rename_new(self.path, self.target)
+            except FileExistsError:
+                raise _exists(self.target) from None
+        try:
+            sync_folder(self.target.parent)
+        except OSError:  # not durable, so not done: the name goes back to what had it
+            if replaced:
+                exchange(old, self.target)
+            else:
+                rename_new(self.target, self.path)
+            raise
+        if replaced and old != self.path:
+            remove(old)
+
+
+_REPORT = "nothing was left at the target; if the disk is sound, please report this as a defect of statekit"
+
+
+@contextmanager
+def staged(
+    target: Path,
+    kind: Kind,
+    *,
+    replace: bool = False,
+    on_progress: OnProgress | None = None,
+    fields: Fields = unknown_fields,
+    total: int = 0,
+) -> Iterator[Stage]:
+    """Prepares to write a target; what is written gets the target's name only through `Stage.commit`.
+
+    Args:
+        target: Where the checkpoint shall be; its parent must exist.
+        kind: Whether a file or a folder is written.
+        replace: Whether an existing target may be replaced; it stays until the new one is proven and synced.
+        on_progress: Told about every block.
+        fields: Gives the manifest's fields that the stage can't know.
+        total: Bytes of all tensors that will be written; 0 if unknown.
+
+    Raises:
+        TargetExistsError: The target exists and mustn't be replaced.
+        NotFoundError: The target's parent isn't there.
+        UsageError: The target's name isn't usable.
+        CommitError: The disk lacks space, or the temporary folder can't be made.
+    """
+    target = Path(os.path.abspath(target))
+    check_target(target, replace=replace, total=total)
+    sweep(target.parent)
+    with _writing(target):
+        temporary = make_temporary(target.parent)
+    try:
+        path = temporary / target.name
+        if kind == "folder":
+            with _writing(target):
+                path.mkdir()  # ordinary permissions: the folder around it lets nobody in until the rename
+        yield Stage(path, target, kind, replace, total, fields, on_progress or silent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_target(target: Path, *, replace: bool, total: int = 0) -> None:
+    """Refuses a target that can't be written, before any work. Raises as `staged` does."""
+    if target.name.startswith(".statekit-") or not target.name:
+        raise UsageError("A target can't have this name.", place=target, expected="another than .statekit-*")
+    if not target.parent.is_dir():
+        raise NotFoundError(
+            "The target's folder isn't there.", place=target.parent, remedy=f"mkdir -p {target.parent}"
+        )
+    if os.path.lexists(target) and not replace:
+        raise _exists(target)
+    disk = os.statvfs(target.parent)
+    free = disk.f_bavail * disk.f_frsize
+    if disk.f_blocks and free < total:  # some network file systems report nothing at all
+        raise CommitError(
+            "The target's disk lacks space.",
+            place=target,
+            expected=f"{total} bytes free",
+            found=f"{free} bytes free",
+            remedy="free some space, or choose a target on another disk",
+        )
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a link or a whole folder."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+class _Output(io.FileIO):
+    """An unbuffered file that writes all it is given, or says as a CommitError why it can't."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        view = memoryview(data).cast("B")
+        done = 0
+        with _writing(self.name):
+            while done < len(view):
+                done += os.write(self.fileno(), view[done:])
+        return done
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[BinaryIO]:
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        output = _Output(path, "wb", opener=lambda name, _: os.open(name, _NEW, 0o666))
+    try:
+        yield cast(BinaryIO, output)
+        with _writing(path):
+            os.fsync(output.fileno())
+    finally:
+        with _writing(path):
+            output.close()
+
+
+@contextmanager
+def _writing(place: object) -> Iterator[None]:
+    try:
+        yield
+    except StatekitError:
+        raise
+    except OSError as error:
+        raise CommitError(
+            f"Writing failed: {error.strerror or error}.",
+            place=place,
+            found=errno.errorcode.get(error.errno or 0, type(error).__name__),
+            remedy=_REMEDIES.get(error.errno or 0, "check the target's disk; nothing was left at the target"),
+        ) from error
+
+
+_SPACE = "free some space, or choose a target on another disk"
+_ACCESS = "choose a target that you may write to"
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _SPACE),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _ACCESS),
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
+
+
+def _exists(target: Path) -> TargetExistsError:
+    return TargetExistsError(
+        "The target exists.", place=target, remedy="choose another name, or pass --replace"
+    )

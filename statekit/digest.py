@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +42,18 @@ def file_digest(path: Path) -> str:
     return hasher.hexdigest()
 
 
-def described(tensor: Tensor, digest: str) -> dict[str, Any]:
-    """Returns a tensor's entry in a manifest: shape, dtype, digest."""
-    return {"shape": list(tensor.shape), "dtype": tensor.dtype.name, "blake3": digest}
+def tensor_digest(tensor: Tensor, on_block: Callable[[int], object] | None = None) -> str:
+    """Reads a tensor block by block and returns the BLAKE3 digest of its values.
 
-
-def tensor_digest(tensor: Tensor) -> str:
-    """Reads a tensor block by block and returns the BLAKE3 digest of its values."""
+    Args:
+        tensor: What to read.
+        on_block: Told the number of bytes of each block.
+    """
     hasher = blake3()
     for block in tensor_bytes(tensor):
         hasher.update(block)
+        if on_block is not None:
+            on_block(len(block))
     return hasher.hexdigest()
 
 

@@ -1,0 +1,264 @@
+"""The manifest: what a target holds, digest by digest, and when a reader may trust it.
+
+A folder holds it as `statekit.json`; a file keeps the same document inside. docs/format.md defines every field.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from statekit.checkpoint import Finding
+from statekit.digest import file_digest, json_digest
+from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, fault_list
+from statekit.tensor import Tensor
+
+FILE = "statekit.json"
+FORMAT = "statekit-manifest"
+VERSION = 1
+MAX_BYTES = 100_000_000
+"""The largest manifest that is read, in bytes."""
+SMALL_BYTES = 2**20
+"""Files up to this size, in bytes, are digested when a checkpoint is opened; the digests of tensors cover the rest."""
+
+
+def sealed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a manifest with its heading and, last, the digest of its own canonical JSON."""
+    document = {"format": FORMAT, "version": VERSION, "tool": f"statekit {version('statekit')}", **fields}
+    return {**document, "digest": json_digest(document)}
+
+
+def to_text(manifest: Mapping[str, Any]) -> str:
+    """Returns a manifest as the text of `statekit.json`: JSON in ASCII, one top-level field a line."""
+    rows = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in manifest.items())
+    return "{\n" + ",\n".join(rows) + "\n}\n"
+
+
+def parse(text: bytes | str, place: object) -> dict[str, Any]:
+    """Parses a manifest and proves that it says what its writer wrote.
+
+    Raises:
+        FormatError: Not a manifest of this format, or of a newer version.
+        CorruptError: The manifest was changed after it was written.
+    """
+    document = strict_json(text, place)
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise FormatError("This isn't a statekit manifest.", place=place, expected=f'"format": "{FORMAT}"')
+    if document.get("version") != VERSION:
+        raise FormatError(
+            "The manifest has another version than this statekit reads.",
+            place=place,
+            expected=f"version {VERSION}",
+            found=repr(document.get("version")),
+            remedy="read it with the statekit that wrote it, or a newer one",
+        )
+    digest = json_digest({key: value for key, value in document.items() if key != "digest"})
+    if document.get("digest") != digest:
+        raise CorruptError(
+            "The manifest was changed after it was written.",
+            place=place,
+            expected=f"digest {digest}",
+            found=repr(document.get("digest")),
+            remedy="restore the checkpoint from a copy",
+        )
+    faults = list(_shape_faults(document))
+    if faults:
+        raise FormatError("The manifest doesn't follow its format.", place=place, found=fault_list(faults))
+    return document
+
+
+def strict_json(text: bytes | str, place: object) -> Any:
+    """Parses JSON; refuses duplicate keys, NaN and infinities, numbers that overflow, and absurd sizes or nesting.
+
+    Raises:
+        FormatError: The text isn't JSON of that kind.
+    """
+    if len(text) > MAX_BYTES:
+        raise RefusedError(
+            "A JSON header is too large.",
+            place=place,
+            expected=f"at most {MAX_BYTES} bytes",
+            found=f"{len(text)}",
+        )
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise FormatError("This isn't valid JSON.", place=place, found=str(error)) from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise ValueError(f"the key {twice!r} stands twice")
+    return record
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} isn't JSON")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"the number {digits[:40]} overflows")
+    return value
+
+
+def _shape_faults(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    faults = [("isn't an object", key) for key in _OBJECTS if not isinstance(document.get(key), dict)]
+    for key, fields in (("files", _FILE_FIELDS), ("tensors", _TENSOR_FIELDS)):
+        entries = document.get(key)
+        for name, entry in entries.items() if isinstance(entries, dict) else ():
+            if not isinstance(entry, dict) or any(
+                type(entry.get(f)) is not kind for f, kind in fields.items()
+            ):
+                faults.append((f"doesn't have {', '.join(fields)}", f"{key}/{name}"))
+    return faults
+
+
+_OBJECTS = ("target", "source", "state", "options", "files", "tensors")
+_FILE_FIELDS = {"bytes": int, "blake3": str}
+_TENSOR_FIELDS = {"shape": list, "dtype": str, "blake3": str}
+
+
+def require_manifest(folder: Path) -> dict[str, Any]:
+    """Reads the manifest of a folder that must have one, and checks the folder's files against it.
+
+    Raises:
+        NotFoundError: No manifest.
+        FormatError: Not a manifest, or one that names files outside the folder.
+        CorruptError: A file is missing, has another size, or (up to 1 MiB) another digest.
+    """
+    path = folder / FILE
+    manifest = parse(read_small(path), path)
+    faults = list(_file_faults(folder, manifest["files"]))
+    if faults:
+        raise CorruptError(
+            f"The files of a checkpoint aren't those that were written: {len(faults)} faults.",
+            place=folder,
+            found=fault_list(faults),
+            remedy="restore the checkpoint from a copy",
+        )
+    return manifest
+
+
+def find_manifest(folder: Path) -> tuple[dict[str, Any] | None, tuple[Finding, ...]]:
+    """Reads the manifest that a folder of another format may hold.
+
+    Returns:
+        The manifest if there is one and it fits its files; what was odd about it or about the files it doesn't name.
+    """
+    if not (folder / FILE).exists():
+        return None, ()
+    try:
+        manifest = require_manifest(folder)
+    except FormatError as error:
+        why = " ".join(str(error).split())
+        return None, (Finding(f"the manifest isn't trusted: {why}", str(folder / FILE)),)
+    return manifest, tuple(
+        Finding("the manifest doesn't name this file", str(folder / name))
+        for name in unnamed_files(folder, manifest)
+    )
+
+
+def tensor_faults(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    """Compares names, shapes and dtypes with a manifest, without reading; returns what differs, as what and where."""
+    stated = manifest["tensors"]
+    faults = [("the manifest doesn't name this tensor", name) for name in tensors if name not in stated]
+    faults += [
+        ("the manifest names a tensor that isn't there", name) for name in stated if name not in tensors
+    ]
+    for name, tensor in tensors.items():
+        entry = stated.get(name, {"shape": list(tensor.shape), "dtype": tensor.dtype.name})
+        if entry["shape"] != list(tensor.shape) or entry["dtype"] != tensor.dtype.name:
+            stands = f"{tensor.dtype.name} {list(tensor.shape)}"
+            faults.append((f"is {stands}, in the manifest {entry['dtype']} {entry['shape']}", name))
+    return faults
+
+
+def tensor_entry(tensor: Tensor, digest: str) -> dict[str, Any]:
+    """Returns a tensor's entry in a manifest."""
+    return {"shape": list(tensor.shape), "dtype": tensor.dtype.name, "blake3": digest}
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    """Returns a file's entry in a manifest."""
+    return {"bytes": path.stat().st_size, "blake3": file_digest(path)}
+
+
+def read_small(path: Path) -> bytes:
+    """Reads a regular file of at most 100 MB.
+
+    Raises:
+        NotFoundError: No such file.
+        RefusedError: Not a regular file, or a larger one.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise NotFoundError("A file of the checkpoint is missing.", place=path) from None
+    with os.fdopen(file, "rb") as stream:
+        facts = os.fstat(file)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_BYTES:
+            raise RefusedError(
+                "A file of the checkpoint can't be read.",
+                place=path,
+                expected=f"a regular file of at most {MAX_BYTES} bytes",
+                found=f"mode {stat.filemode(facts.st_mode)}, {facts.st_size} bytes",
+            )
+        return stream.read(MAX_BYTES)
+
+
+def unnamed_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """Returns the files below a folder, by relative name, that its manifest doesn't name."""
+    names = files_below(folder)
+    return [name for name in names if name not in manifest["files"] and name != FILE]
+
+
+def files_below(folder: Path) -> list[str]:
+    """Returns the relative names of everything below a folder that isn't itself a folder, sorted."""
+    return sorted(
+        (Path(top) / name).relative_to(folder).as_posix()
+        for top, folders, files in os.walk(folder)
+        for name in [*files, *(f for f in folders if (Path(top) / f).is_symlink())]
+    )
+
+
+def inside(relative: str) -> bool:
+    """Tells whether a relative name stays below its folder, on every system."""
+    parts = relative.split("/")
+    return not any(part in ("", ".", "..") for part in parts) and not any(c in relative for c in "\\\0:")
+
+
+def _file_faults(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
+    foreign = [name for name in files if not inside(name)]
+    if foreign:
+        raise RefusedError(
+            "A manifest names files outside its folder.",
+            place=folder / FILE,
+            found=", ".join(map(repr, foreign)),
+        )
+    found = ((_file_fault(folder / name, entry), name) for name, entry in files.items())
+    return [(fault, name) for fault, name in found if fault]
+
+
+def _file_fault(path: Path, entry: Mapping[str, Any]) -> str:
+    try:
+        facts = path.stat()
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"can't be read: {error.strerror}"
+    if not stat.S_ISREG(facts.st_mode):
+        return "isn't a regular file"
+    if facts.st_size != entry["bytes"]:
+        return f"has {facts.st_size} bytes, expected {entry['bytes']}"
+    if facts.st_size <= SMALL_BYTES and file_digest(path) != entry["blake3"]:
+        return f"was changed: it isn't the file with BLAKE3 {entry['blake3'][:16]}..."
+    return ""
