@@ -19,11 +19,30 @@ from statekit.verify.verdict import worst
 
 @click.command("replay")
 @click.argument("bundles", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-@click.option("--backend", "names", multiple=True, type=click.Choice(BACKEND_NAMES), help="Default: numpy. May be repeated.")
+@click.option(
+    "--backend",
+    "names",
+    multiple=True,
+    type=click.Choice(BACKEND_NAMES),
+    help="Default: numpy. May be repeated.",
+)
 @click.option("--start", type=click.Choice(["checkpoint", "init"]), default="checkpoint", show_default=True)
-@click.option("--checkpoint", type=click.Path(exists=True, path_type=Path), help="Start from this checkpoint instead of the recorded one.")
-@click.option("--hparams", multiple=True, metavar="FILE|KEY=VALUE", help="Canonical hyperparameters that our side uses instead.")
-@click.option("--trajectory", type=click.Path(file_okay=False, path_type=Path), help="Write each free run to DIR/<system>__<case>.safetensors.")
+@click.option(
+    "--checkpoint",
+    type=click.Path(exists=True, path_type=Path),
+    help="Start from this checkpoint instead of the recorded one.",
+)
+@click.option(
+    "--hparams",
+    multiple=True,
+    metavar="FILE|KEY=VALUE",
+    help="Canonical hyperparameters that our side uses instead.",
+)
+@click.option(
+    "--trajectory",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write each free run to DIR/<system>__<case>.safetensors.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print every compared tensor as JSON.")
 def command(
     bundles: tuple[Path, ...],
@@ -41,7 +60,9 @@ def command(
     declared kind can reach (docs/bounds.md). Exit code 1 if one lies outside.
     """
     if checkpoint and len(bundles) > 1:
-        raise UsageError("--checkpoint is the start of one recording.", expected="one BUNDLE", found=len(bundles))
+        raise UsageError(
+            "--checkpoint is the start of one recording.", expected="one BUNDLE", found=len(bundles)
+        )
     changes = parse_hparams(hparams)
     recordings, skipped = _open(bundles)
     if trajectory:
@@ -53,12 +74,18 @@ def command(
             for name in names or ("numpy",):
                 results.append(_replay(subject, name, trajectory, bar))
     if as_json:
-        data = {"results": [r.to_json() for r in results], "skipped": skipped, "passed": all(r.passed for r in results)}
+        data = {
+            "results": [r.to_json() for r in results],
+            "skipped": skipped,
+            "passed": all(r.passed for r in results),
+        }
         print_json("replay", data)
     else:
         _show(results, skipped)
     if not results:
-        raise NotFoundError("None of the paths is a recording that statekit can replay.", found=", ".join(skipped))
+        raise NotFoundError(
+            "None of the paths is a recording that statekit can replay.", found=", ".join(skipped)
+        )
     return 0 if all(result.passed for result in results) else 1
 
 

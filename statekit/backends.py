@@ -126,7 +126,7 @@ class NumpyBackend:
         return np.asarray(value).astype(DTYPES[dtype])
 
     def rounded(self, value: Value, dtype: str) -> Value:
-        if dtype == self.compute or self.compute == "float64":
+        if self.compute in (dtype, "float64"):
             return value
         return np.asarray(value).astype(DTYPES[dtype]).astype(self.compute)
 

@@ -1,18 +1,18 @@
 """The errors that statekit raises.
 
-    StatekitError
-    ├── UsageError          (ValueError)         a call or an option makes no sense
-    ├── NotFoundError       (FileNotFoundError)  a path, step, tensor or name isn't there
-    ├── FormatError         (ValueError)         bytes that don't follow their format, or can't be trusted
-    │   ├── CorruptError                         a checksum, digest or size disagrees with the data
-    │   ├── RefusedError                         input that asks for code, foreign files or absurd memory
-    │   └── UnknownFormatError                   no format fits, or several fit equally well
-    ├── StateError          (ValueError)         a train state breaks its schema; lists every fault
-    ├── InexactError        (ValueError)         a conversion would be less exact than required
-    ├── UnknownRuleError    (LookupError)        a step needs a rule or hyperparameter nobody has given
-    ├── TargetExistsError   (FileExistsError)    the target is there already
-    ├── CommitError         (OSError)            writing failed; nothing was left at the target's name
-    └── MissingExtraError   (ImportError)        an optional framework isn't installed
+StatekitError
+├── UsageError          (ValueError)         a call or an option makes no sense
+├── NotFoundError       (FileNotFoundError)  a path, step, tensor or name isn't there
+├── FormatError         (ValueError)         bytes that don't follow their format, or can't be trusted
+│   ├── CorruptError                         a checksum, digest or size disagrees with the data
+│   ├── RefusedError                         input that asks for code, foreign files or absurd memory
+│   └── UnknownFormatError                   no format fits, or several fit equally well
+├── StateError          (ValueError)         a train state breaks its schema; lists every fault
+├── InexactError        (ValueError)         a conversion would be less exact than required
+├── UnknownRuleError    (LookupError)        a step needs a rule or hyperparameter nobody has given
+├── TargetExistsError   (FileExistsError)    the target is there already
+├── CommitError         (OSError)            writing failed; nothing was left at the target's name
+└── MissingExtraError   (ImportError)        an optional framework isn't installed
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ class StatekitError(Exception):
     """
 
     def __init__(
-        self, subject: str, *, place: object = None, expected: object = None, found: object = None, remedy: str = ""
+        self,
+        subject: str,
+        *,
+        place: object = None,
+        expected: object = None,
+        found: object = None,
+        remedy: str = "",
     ) -> None:
         self.subject = subject
         self.place = place
@@ -40,7 +46,9 @@ class StatekitError(Exception):
         self.found = found
         self.remedy = remedy
         rows = [("at", place), ("expected", expected), ("found", found), ("do", remedy or None)]
-        super().__init__("\n".join([subject, *(f"  {name}: {value}" for name, value in rows if value is not None)]))
+        super().__init__(
+            "\n".join([subject, *(f"  {name}: {value}" for name, value in rows if value is not None)])
+        )
 
     def __str__(self) -> str:  # OSError and KeyError subclasses would format their arguments otherwise
         return str(self.args[0])

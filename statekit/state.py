@@ -150,7 +150,9 @@ class TrainState:
             if path in self.params:
                 yield from self._slot_faults(schema, path, slots)
 
-    def _slot_faults(self, schema: OptimizerSchema, path: str, slots: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    def _slot_faults(
+        self, schema: OptimizerSchema, path: str, slots: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, str]]:
         shape, rule = self.params[path].shape, self.rules.get(path)
         for name, tensor in slots.items():
             if name not in schema.slots:
@@ -158,7 +160,7 @@ class TrainState:
                 continue
             kind = schema.slots[name].shape
             expected = shape
-            if kind == "row" or kind == "column":
+            if kind in ("row", "column"):
                 if rule is None or not rule.factored or len(rule.axes) != len(shape):
                     yield f"has slot {name} but no rule that factors it", path
                     continue
@@ -191,7 +193,11 @@ class TrainState:
             "variant": self.optimizer.variant,
             "counts": {"updates": self.counts.updates, "schedule": self.counts.schedule},
             "groups": [
-                {"paths": list(g.paths), "hyperparameters": dict(g.hyperparameters), "known_from": dict(g.known_from)}
+                {
+                    "paths": list(g.paths),
+                    "hyperparameters": dict(g.hyperparameters),
+                    "known_from": dict(g.known_from),
+                }
                 for g in self.optimizer.groups
             ],
             "rules": {path: rule.to_json() for path, rule in self.rules.items()},

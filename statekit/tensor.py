@@ -99,7 +99,9 @@ def normal_index(index: Index | None, shape: Shape) -> Index:
     """
     if index is None:
         return whole(shape)
-    bounds = tuple(slice(s.start or 0, n if s.stop is None else s.stop) for s, n in zip(index, shape, strict=False))
+    bounds = tuple(
+        slice(s.start or 0, n if s.stop is None else s.stop) for s, n in zip(index, shape, strict=False)
+    )
     fits = all(0 <= b.start <= b.stop <= n for b, n in zip(bounds, shape, strict=False))
     if len(index) != len(shape) or not fits or any(s.step not in (None, 1) for s in index):
         raise UsageError("A block lies outside its tensor.", expected=f"slices inside {shape}", found=index)
@@ -227,6 +229,11 @@ def _described(tensor: Tensor) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": tensor.dtype.name}
 
 
+def float_info(dtype: DType) -> Any:
+    """Returns what NumPy's finfo says, for the low-precision dtypes too."""
+    return ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+
+
 def widens(source: DType, target: DType) -> bool:
     """Tells whether every value of `source` is a value of `target`."""
     if source == target:
@@ -234,7 +241,7 @@ def widens(source: DType, target: DType) -> bool:
     if source.name in _EXTENSION or source.kind == "f":
         if target.kind != "f" and target.name not in _EXTENSION:
             return False
-        near, far = ml_dtypes.finfo(source), ml_dtypes.finfo(target)
+        near, far = float_info(source), float_info(target)
         return bool(near.nmant <= far.nmant and near.maxexp <= far.maxexp and near.minexp >= far.minexp)
     return bool(np.can_cast(source, target, "safe"))
 
@@ -244,12 +251,9 @@ def same_values(left: Tensor, right: Tensor) -> bool:
     if left.shape != right.shape:
         return False
     return all(
-        np.array_equal(_wide(left.read(i)), _wide(right.read(i)), equal_nan=True)
-        for i in blocks(left)
+        np.array_equal(_wide(left.read(i)), _wide(right.read(i)), equal_nan=True) for i in blocks(left)
     )
 
 
 def _wide(block: Array) -> Array:
     return block.astype(np.float64) if block.dtype.kind in "fV" else block
-
-

@@ -16,6 +16,7 @@ A is every axis that isn't BATCH. Source: google-research/t5x, t5x/adafactor.py,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
@@ -97,7 +98,9 @@ def check_rule(rule: Rule | None, path: str, rank: int) -> Rule:
 
 def slot_shapes(rule: Rule, shape: Shape, momentum: bool) -> dict[str, Shape]:
     """Returns the shapes of the slots that a parameter has."""
-    second = {name: rule.slot_shape(name, shape) for name in ("v_row", "v_col")} if rule.factored else {"v": shape}
+    second = (
+        {name: rule.slot_shape(name, shape) for name in ("v_row", "v_col")} if rule.factored else {"v": shape}
+    )
     return {**second, **({"m": shape} if momentum else {})}
 
 
@@ -197,7 +200,9 @@ def group_update(
     execution: Execution = "compiled",
 ) -> tuple[dict[str, Value], dict[str, dict[str, Value]]]:
     """Updates every parameter of a group that has a gradient; the global norm is taken over the group."""
-    clipped = clip_by_global_norm(xp, grads, group.hyperparameters.get("global_norm_clip_threshold"), execution)
+    clipped = clip_by_global_norm(
+        xp, grads, group.hyperparameters.get("global_norm_clip_threshold"), execution
+    )
     new_params, new_slots = dict(params), {path: dict(s) for path, s in slots.items()}
     for path, grad in clipped.items():
         new_params[path], new_slots[path] = update(
@@ -219,7 +224,7 @@ def next_decay(step: int, step_offset: int, decay_rate: float) -> float:
             expected=f"step_offset <= {step}",
             found=step_offset,
         )
-    return 1.0 - float(step - step_offset + 1) ** -decay_rate
+    return 1.0 - math.pow(step - step_offset + 1, -decay_rate)
 
 
 def _decay(xp: Backend, step: Value, hyper: Hyperparameters) -> Value:
@@ -234,7 +239,12 @@ def _rounder(xp: Backend, dtype: str, execution: Execution) -> Callable[[Value],
 
 
 def _parameter_scale(
-    xp: Backend, param: Value, averaged: Sequence[int], hyper: Hyperparameters, dtype: str, execution: Execution
+    xp: Backend,
+    param: Value,
+    averaged: Sequence[int],
+    hyper: Hyperparameters,
+    dtype: str,
+    execution: Execution,
 ) -> Value:
     product = _rounder(xp, dtype, execution)(param * param)
     # A compiler keeps the product in float32, but what leaves a reduction has the parameter's dtype in both executions

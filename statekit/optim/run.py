@@ -30,7 +30,10 @@ def load(xp: Backend, state: TrainState) -> Live:
     """Reads a state into a backend."""
     return Live(
         {path: xp.asarray(tensor.read()) for path, tensor in state.params.items()},
-        {path: {name: xp.asarray(t.read()) for name, t in slots.items()} for path, slots in state.slots.items()},
+        {
+            path: {name: xp.asarray(t.read()) for name, t in slots.items()}
+            for path, slots in state.slots.items()
+        },
         state.counts.updates,
     )
 
@@ -56,7 +59,10 @@ def initial(state: TrainState) -> TrainState:
         path: {
             name: in_memory(xp.numpy(value), f"{path}/{name}")
             for name, value in module.init(
-                xp, xp.asarray(state.params[path].read()), state.rules[path], module.hyperparameters(group, path)
+                xp,
+                xp.asarray(state.params[path].read()),
+                state.rules[path],
+                module.hyperparameters(group, path),
             ).items()
         }
         for group in state.optimizer.groups

@@ -9,7 +9,8 @@ float64 that an implementation in the declared arithmetic can reach. What is dec
   (fused multiply-add) and a division may be a product with a reciprocal: endpoints are widened by 2u instead.
 - `power` is no IEEE operation: 4 units in the last place, the most that a common libm declares for `powf`
   (CUDA C++ Programming Guide, appendix on mathematical functions; glibc, SLEEF and XLA on CPUs stay below).
-- a sum of n terms may run in any order: its error is at most gamma * sum|x|, gamma = min((n-1) u, 6 sqrt(n-1) u) / (1 - n u).
+- a sum of n terms may run in any order: its error is at most gamma * sum|x|,
+  gamma = min((n-1) u, 6 sqrt(n-1) u) / (1 - n u).
   The first is Higham, Accuracy and Stability, section 4.2; the second holds with probability above 1 - 2 exp(-18)
   for rounding errors of mean zero (Higham and Mary 2019, theorem 2.4).
 - a result below the normal range may be flushed to zero.
@@ -99,7 +100,9 @@ class Interval:
     def _round(self, low: Array, high: Array, units: int = 1) -> Interval:
         if self.contracted:
             return self.widened(low, high, units * UNIT)
-        return Interval(*_flushed(low.astype(np.float32).astype(np.float64), high.astype(np.float32).astype(np.float64)))
+        return Interval(
+            *_flushed(low.astype(np.float32).astype(np.float64), high.astype(np.float32).astype(np.float64))
+        )
 
     def widened(self, low: Array, high: Array, relative: float | Array) -> Interval:
         """Returns the interval [low, high] widened by a relative error, and overflowed where float32 would."""
@@ -201,7 +204,10 @@ class IntervalBackend:
     def keep_nan(self, new: Value, old: Value) -> Value:
         absent = np.isnan(new.low) | np.isnan(new.high)
         return Interval(
-            np.where(absent, old.low, new.low), np.where(absent, old.high, new.high), new.dtype, self.contracted
+            np.where(absent, old.low, new.low),
+            np.where(absent, old.high, new.high),
+            new.dtype,
+            self.contracted,
         )
 
     def _total(self, value: Value, axes: tuple[int, ...], keepdims: bool) -> Interval:

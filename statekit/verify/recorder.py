@@ -41,7 +41,7 @@ class Spool:
     def add(self, name: str, array: Array) -> None:
         """Puts one array aside."""
         if self._file is None:
-            self._file = tempfile.TemporaryFile(dir=self.folder)
+            self._file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115  (lives as long as the spool)
         native = np.ascontiguousarray(array)
         descriptor, offset = self._file.fileno(), self._file.seek(0, os.SEEK_END)
         self._file.write(native.tobytes())
@@ -86,7 +86,9 @@ class Recorder:
     ) -> None:
         self.folder = Path(folder)
         if self.folder.exists():
-            raise TargetExistsError("A recording needs a new folder.", place=self.folder, remedy="name another")
+            raise TargetExistsError(
+                "A recording needs a new folder.", place=self.folder, remedy="name another"
+            )
         self.folder.mkdir(parents=True)
         self._system, self._execution = system, execution
         self._hyperparameters = dict(hyperparameters)
@@ -109,7 +111,9 @@ class Recorder:
     ) -> None:
         """Records one update: its gradients and learning rate, and the state after it."""
         if not self._states.tensors:
-            raise UsageError("A recording needs the state before its first update.", remedy="call start() first")
+            raise UsageError(
+                "A recording needs the state before its first update.", remedy="call start() first"
+            )
         self._step += 1
         for path, grad in grads.items():
             self._grads.add(f"{self._step}/{path}", np.asarray(grad))

@@ -127,7 +127,9 @@ class Recording:
         """Returns a recorded state, with the hyperparameters of an update."""
         tensors = _below(self.states(trajectory), f"{step}/")
         if not tensors:
-            raise FormatError("A recording lacks a state.", place=self.folder / trajectory.file, found=f"step {step}")
+            raise FormatError(
+                "A recording lacks a state.", place=self.folder / trajectory.file, found=f"step {step}"
+            )
         return system(self.system).decode(tensors, step, self.phase(update))
 
     def rate(self, update: int) -> float:
@@ -227,14 +229,17 @@ def from_json(folder: Path, data: Mapping[str, Any]) -> Recording:
 
 def to_json(recording: Recording) -> dict[str, Any]:
     """Returns the content of `recording.json`."""
-    checkpoint = {"path": recording.checkpoint, "step": recording.checkpoint_step} if recording.checkpoint else None
+    checkpoint = (
+        {"path": recording.checkpoint, "step": recording.checkpoint_step} if recording.checkpoint else None
+    )
     return {
         "format": FORMAT,
         "version": 1,
         "system": recording.system,
         "steps": [recording.first, recording.last],
         "phases": [
-            {"updates": [p.first, p.last], "hyperparameters": dict(p.hyperparameters)} for p in recording.phases
+            {"updates": [p.first, p.last], "hyperparameters": dict(p.hyperparameters)}
+            for p in recording.phases
         ],
         "learning_rate": list(recording.learning_rate),
         "trajectories": [{"file": t.file, "execution": t.execution} for t in recording.trajectories],

@@ -2,7 +2,8 @@
 
 Two results. The *free run* goes from the start to the end on the recorded gradients, each step from our own result of
 the one before. The *verdict* goes step by step: from the recorded state of step s-1 one step, compared per element
-with the recorded state of step s, against the interval that the declared arithmetic can reach (statekit.verify.intervals).
+with the recorded state of step s, against the interval that the declared arithmetic can reach
+(statekit.verify.intervals).
 """
 
 from __future__ import annotations
@@ -232,7 +233,9 @@ def _verdict(
             old = before.params[path] if tensor == "param" else before.slots[path][tensor]
             got = ours.params.get(path) if tensor == "param" else ours.slots.get(path, {}).get(tensor)
             if got is None:
-                raise StateError("Our state lacks a recorded tensor.", place=f"{path} {tensor}", found=recording.name)
+                raise StateError(
+                    "Our state lacks a recorded tensor.", place=f"{path} {tensor}", found=recording.name
+                )
             interval = bound.params[path] if tensor == "param" else bound.slots[path][tensor]
             yield compare(update, path, tensor, got.read(), recorded.read(), old.read(), interval)
         on_step(update)

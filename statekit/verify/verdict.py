@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from statekit.tensor import Array, DType
+from statekit.tensor import Array, DType, float_info
 from statekit.verify.intervals import Interval
 
 
@@ -64,7 +63,9 @@ def compare(
         bound: What arithmetic of the declared kind can give.
     """
     if ours.shape != recorded.shape or recorded.size == 0:
-        return Row(step, path, tensor, 0.0, 0.0, 0.0, 0.0, int(ours.shape != recorded.shape), recorded.size, "shape")
+        return Row(
+            step, path, tensor, 0.0, 0.0, 0.0, 0.0, int(ours.shape != recorded.shape), recorded.size, "shape"
+        )
     mine, theirs, old = (x.astype(np.float64) for x in (ours, recorded, before))
     with np.errstate(all="ignore"):
         outside = ~(_inside(mine, bound) & _inside(theirs, bound))
@@ -102,7 +103,7 @@ def _over(top: Array, bottom: Array) -> Array:
 
 
 def _ulp(value: Array, dtype: DType) -> Array:
-    info = ml_dtypes.finfo(dtype)
+    info = float_info(dtype)
     magnitude = np.nan_to_num(np.abs(value), nan=0.0, posinf=float(info.max))
     exponent = np.floor(np.log2(np.maximum(magnitude, float(info.smallest_normal))))
     return np.asarray(np.exp2(exponent - info.nmant))

@@ -45,7 +45,10 @@ class T5X:
             "phases": [
                 {
                     "updates": list(phase["steps"]),
-                    "hyperparameters": {**phase["hyperparameters"], "logical_axes": extra.get("logical_axes")},
+                    "hyperparameters": {
+                        **phase["hyperparameters"],
+                        "logical_axes": extra.get("logical_axes"),
+                    },
                 }
                 for phase in phases
             ],
@@ -63,7 +66,10 @@ class T5X:
             _put(target if kind == "param" else states, rest, tensor)
             if kind == "param" and not any(n.startswith(f"slot/{rest}/") for n in tensors):
                 _put(states, rest, None)
-        tree = {"target": target, "state": {"step": in_memory(np.int32(step), "state/step"), "param_states": states}}
+        tree = {
+            "target": target,
+            "state": {"step": in_memory(np.int32(step), "state/step"), "param_states": states},
+        }
         checkpoint = Checkpoint("t5x", Path(f"step {step}"), tree, step=step)
         return layout("t5x").decode(checkpoint, Hints(dict(phase.hyperparameters)))
 
