@@ -68,11 +68,13 @@ class Group:
         paths: The parameters, in the source's order.
         hyperparameters: Canonical names and values; a name that is missing is unknown.
         known_from: For each hyperparameter: `file`, `given` or `assumed`.
+        slots: State of the group as a whole, by canonical slot name, e.g. ScaledAdam's `model_norms`.
     """
 
     paths: tuple[str, ...]
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     known_from: Mapping[str, KnownFrom] = field(default_factory=dict)
+    slots: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

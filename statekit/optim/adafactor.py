@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeAlias
 from statekit.backends import Backend, Value
 from statekit.errors import UnknownRuleError, UsageError
 from statekit.schema import load_schema
-from statekit.state import Axis, Group, Rule
+from statekit.state import Axis, Group, Rule, TrainState
 from statekit.tensor import Shape
 
 Execution: TypeAlias = Literal["op_by_op", "compiled"]
@@ -292,3 +292,38 @@ def _decayed(
     if rate is None:
         return param
     return _rounder(xp, dtype, execution)(param * xp.constant(1.0 - rate, dtype))
+
+
+VARIANTS = ("t5x",)
+
+
+def check(state: TrainState, group: Group) -> None:
+    """Raises UnknownRuleError if a rule or hyperparameter of a group is unknown."""
+    for path in group.paths:
+        check_rule(state.rules.get(path), path, len(state.params[path].shape))
+        hyperparameters(group, path)
+
+
+def start(
+    xp: Backend, params: Mapping[str, Value], rules: Mapping[str, Rule], group: Group, variant: str
+) -> tuple[dict[str, dict[str, Value]], dict[str, Value]]:
+    """Returns the slots of every parameter of a group before its first update."""
+    return {p: init(xp, params[p], rules[p], hyperparameters(group, p)) for p in group.paths}, {}
+
+
+def move(
+    xp: Backend,
+    params: Mapping[str, Value],
+    grads: Mapping[str, Value],
+    slots: Mapping[str, Slots],
+    shared: Slots,
+    rules: Mapping[str, Rule],
+    group: Group,
+    variant: str,
+    learning_rate: Value,
+    step: Value,
+    execution: Execution,
+) -> tuple[dict[str, Value], dict[str, dict[str, Value]], Slots]:
+    """Returns a group's parameters and slots after one update."""
+    moved, kept = group_update(xp, params, grads, slots, rules, group, learning_rate, step, execution)
+    return moved, kept, shared

@@ -4,114 +4,167 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from importlib import import_module
+from typing import Any, Protocol, TypeAlias, cast
 
 from statekit.backends import Backend, NumpyBackend, Value
 from statekit.errors import StateError
-from statekit.optim import adafactor
 from statekit.optim.adafactor import Execution
-from statekit.state import Counts, TrainState
-from statekit.tensor import in_memory
+from statekit.state import Counts, Group, Rule, TrainState
+from statekit.tensor import Tensor, in_memory
 
-Grads: TypeAlias = Mapping[str, Value]
-Move: TypeAlias = Callable[["Live", Grads, Value], "Live"]
+Arrays: TypeAlias = Mapping[str, Value]
+Slots: TypeAlias = Mapping[str, Arrays]
+Move: TypeAlias = Callable[["Live", Arrays, Value], "Live"]
+
+
+class Steps(Protocol):
+    """What a module of `statekit.optim` offers for its schema. All functions are pure."""
+
+    VARIANTS: tuple[str, ...]
+    """The variants that it steps."""
+
+    def check(self, state: TrainState, group: Group) -> None:
+        """Raises UnknownRuleError if a rule or a hyperparameter that the step needs is unknown."""
+
+    def start(
+        self, xp: Backend, params: Arrays, rules: Mapping[str, Rule], group: Group, variant: str
+    ) -> tuple[Slots, Arrays]:
+        """Returns the slots of a group's parameters, and those of the group as a whole, before the first update."""
+
+    def move(
+        self,
+        xp: Backend,
+        params: Arrays,
+        grads: Arrays,
+        slots: Slots,
+        shared: Arrays,
+        rules: Mapping[str, Rule],
+        group: Group,
+        variant: str,
+        learning_rate: Value,
+        step: Value,
+        execution: Execution,
+    ) -> tuple[Arrays, Slots, Arrays]:
+        """Returns parameters, slots and the group's own slots after one update; `step` updates were done before."""
 
 
 @dataclass(frozen=True)
 class Live:
-    """Parameters and slots as a backend's arrays, by path and slot name, and the number of updates done."""
+    """A run's arrays in a backend.
 
-    params: Mapping[str, Value]
-    slots: Mapping[str, Mapping[str, Value]]
+    Attributes:
+        params: Parameter by path.
+        slots: Slots by path and name.
+        shared: Slots of each group as a whole.
+        updates: Updates done.
+    """
+
+    params: Arrays
+    slots: Slots
+    shared: tuple[Arrays, ...]
     updates: int
 
 
 def load(xp: Backend, state: TrainState) -> Live:
     """Reads a state into a backend."""
     return Live(
-        {path: xp.asarray(tensor.read()) for path, tensor in state.params.items()},
-        {
-            path: {name: xp.asarray(t.read()) for name, t in slots.items()}
-            for path, slots in state.slots.items()
-        },
+        _read(xp, state.params),
+        {path: _read(xp, slots) for path, slots in state.slots.items()},
+        tuple(_read(xp, group.slots) for group in state.optimizer.groups),
         state.counts.updates,
     )
 
 
 def store(xp: Backend, live: Live, state: TrainState) -> TrainState:
     """Returns `state` with the arrays and the count of a run."""
+    groups = tuple(
+        replace(group, slots=_written(xp, shared, f"groups/{i}/"))
+        for i, (group, shared) in enumerate(zip(state.optimizer.groups, live.shared, strict=True))
+    )
     return replace(
         state,
-        params={path: in_memory(xp.numpy(value), path) for path, value in live.params.items()},
-        slots={
-            path: {name: in_memory(xp.numpy(value), f"{path}/{name}") for name, value in slots.items()}
-            for path, slots in live.slots.items()
-        },
+        params=_written(xp, live.params, ""),
+        slots={path: _written(xp, slots, f"{path}/") for path, slots in live.slots.items()},
+        optimizer=replace(state.optimizer, groups=groups),
         counts=Counts(live.updates, state.counts.schedule + live.updates - state.counts.updates),
     )
 
 
 def initial(state: TrainState) -> TrainState:
     """Returns `state` with the slots that its optimizer begins with."""
-    module = _module(state)
-    xp = NumpyBackend()
-    slots = {
-        path: {
-            name: in_memory(xp.numpy(value), f"{path}/{name}")
-            for name, value in module.init(
-                xp,
-                xp.asarray(state.params[path].read()),
-                state.rules[path],
-                module.hyperparameters(group, path),
-            ).items()
-        }
-        for group in state.optimizer.groups
-        for path in group.paths
-    }
-    return replace(state, slots=slots)
+    steps, xp = steps_of(state), NumpyBackend()
+    slots: dict[str, Arrays] = {}
+    shared = []
+    for group in state.optimizer.groups:
+        params = _read(xp, {path: state.params[path] for path in group.paths})
+        own, whole = steps.start(xp, params, state.rules, group, str(state.optimizer.variant))
+        slots.update(own)
+        shared.append(whole)
+    return store(xp, Live(_read(xp, state.params), slots, tuple(shared), state.counts.updates), state)
 
 
 def mover(xp: Backend, state: TrainState, execution: Execution = "compiled") -> Move:
     """Returns the step of a state's optimizer: (live, gradients, learning rate) -> live.
 
     Raises:
+        StateError: statekit has no step for the optimizer.
         UnknownRuleError: A factor rule or a hyperparameter is unknown.
     """
-    module = _module(state)
-    groups = state.optimizer.groups
+    steps, groups, variant = steps_of(state), state.optimizer.groups, str(state.optimizer.variant)
     for group in groups:
-        for path in group.paths:
-            module.check_rule(state.rules.get(path), path, len(state.params[path].shape))
-            module.hyperparameters(group, path)
+        steps.check(state, group)
 
     def step(live: dict[str, Any], grads: dict[str, Value], rate: Value, count: Value) -> dict[str, Any]:
-        params, slots = dict(live["params"]), dict(live["slots"])
-        for group in groups:
-            new_params, new_slots = module.group_update(
+        params, slots, shared = dict(live["params"]), dict(live["slots"]), []
+        for group, whole in zip(groups, live["shared"], strict=True):
+            new_params, new_slots, new_whole = steps.move(
                 xp,
                 {path: params[path] for path in group.paths},
                 {path: grads[path] for path in group.paths if path in grads},
                 {path: slots[path] for path in group.paths},
-                state.rules, group, rate, count, execution,
+                whole, state.rules, group, variant, rate, count, execution,
             )  # fmt: skip
             params.update(new_params)
             slots.update(new_slots)
-        return {"params": params, "slots": slots}
+            shared.append(new_whole)
+        return {"params": params, "slots": slots, "shared": tuple(shared)}
 
     compiled = xp.compile(step)
 
-    def move(live: Live, grads: Grads, rate: Value) -> Live:
-        moved = compiled({"params": live.params, "slots": live.slots}, dict(grads), rate, live.updates)
-        return Live(moved["params"], moved["slots"], live.updates + 1)
+    def move(live: Live, grads: Arrays, rate: Value) -> Live:
+        before = {"params": live.params, "slots": live.slots, "shared": live.shared}
+        after = compiled(before, dict(grads), rate, live.updates)
+        return Live(after["params"], after["slots"], after["shared"], live.updates + 1)
 
     return move
 
 
-def _module(state: TrainState) -> Any:
-    if (state.optimizer.schema, state.optimizer.variant) != ("adafactor", "t5x"):
+def steps_of(state: TrainState) -> Steps:
+    """Returns the module that steps a state's optimizer.
+
+    Raises:
+        StateError: There is none for the schema or the variant.
+    """
+    schema, variant = state.optimizer.schema, state.optimizer.variant
+    steps = cast(Steps, import_module(f"statekit.optim.{schema}")) if schema in STEPPED else None
+    if steps is None or variant not in steps.VARIANTS:
         raise StateError(
-            "statekit can't step this optimizer yet.",
-            expected="adafactor, variant t5x",
-            found=f"{state.optimizer.schema}, variant {state.optimizer.variant}",
+            "statekit can't step this optimizer.",
+            expected=f"variant {', '.join(steps.VARIANTS)}" if steps else f"one of {', '.join(STEPPED)}",
+            found=f"{schema}, variant {variant or 'unknown'}",
+            remedy="name the variant" if variant is None else "",
         )
-    return adafactor
+    return steps
+
+
+STEPPED = ("adafactor",)
+"""Schemas that have a module of steps."""
+
+
+def _read(xp: Backend, tensors: Mapping[str, Tensor]) -> dict[str, Value]:
+    return {name: xp.asarray(tensor.read()) for name, tensor in tensors.items()}
+
+
+def _written(xp: Backend, values: Arrays, prefix: str) -> dict[str, Tensor]:
+    return {name: in_memory(xp.numpy(value), f"{prefix}{name}") for name, value in values.items()}
