@@ -14,7 +14,7 @@ from statekit.format import Container, Layout
 @click.command("formats")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(as_json: bool) -> None:
-    """List the containers and layouts that statekit knows.
+    """Lists the containers and layouts that statekit knows.
 
     A container is how arrays lie in files; `--from` and `--to` name one. A layout is what the names mean to one
     optimizer; `--layout` names one.
@@ -32,9 +32,9 @@ def command(as_json: bool) -> None:
     names = output.table("layout", "optimizers", "containers", "what")
     for row in layouts:
         names.add_row(row["name"], " ".join(row["optimizers"]), " ".join(row["containers"]), row["title"])
-    stdout.print(files)
+    output.show(stdout, files)
     stdout.print()
-    stdout.print(names)
+    output.show(stdout, names)
 
 
 def _container(container: Container) -> dict[str, Any]:

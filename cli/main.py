@@ -24,12 +24,12 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "inspect": Verb("statekit.cli.inspect_command", "Show what a checkpoint holds."),
-    "convert": Verb("statekit.cli.convert_command", "Convert a checkpoint to another system."),
-    "replay": Verb("statekit.cli.replay_command", "Replay recordings of an original optimizer and compare."),
-    "formats": Verb("statekit.cli.formats_command", "List the containers and layouts that statekit knows."),
-    "schemas": Verb("statekit.cli.schemas_command", "Show what each optimizer keeps, in canonical form."),
-    "demo": Verb("statekit.cli.demo_command", "Go on in PyTorch from a checkpoint that T5X wrote."),
+    "inspect": Verb("statekit.cli.inspect_command", "Shows what a checkpoint holds."),
+    "convert": Verb("statekit.cli.convert_command", "Converts a checkpoint to another system."),
+    "replay": Verb("statekit.cli.replay_command", "Replays recordings of an original optimizer with our steps."),
+    "formats": Verb("statekit.cli.formats_command", "Lists the containers and layouts that statekit knows."),
+    "schemas": Verb("statekit.cli.schemas_command", "Shows what each optimizer keeps, in canonical form."),
+    "demo": Verb("statekit.cli.demo_command", "Goes on in PyTorch from a checkpoint that T5X wrote."),
 }
 
 

@@ -43,6 +43,16 @@ def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     return grid
 
 
+def show(stdout: Console, grid: Table) -> None:
+    """Prints a table; without the blanks that fill its last column, where that isn't a terminal."""
+    if stdout.is_terminal:
+        stdout.print(grid)
+        return
+    with stdout.capture() as captured:
+        stdout.print(grid)
+    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
 def progress(unit: str = "bytes") -> Progress:
     """Returns a progress bar on stderr, silent where that is no terminal. Use it as a context manager."""
     stderr = Console(stderr=True, markup=False, emoji=False, highlight=False)

@@ -1,0 +1,226 @@
+"""`statekit inspect`: what a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from statekit.cli import output
+from statekit.cli.arguments import hints_option, source_path
+from statekit.cli.module_tree import Row, module_tree, rows
+from statekit.format import Hints
+from statekit.inspection import (
+    Inspection,
+    ParameterSummary,
+    Request,
+    TensorSummary,
+    inspect,
+    unknown_hyperparameters,
+)
+from statekit.stats import Stats, total
+
+MAX_ROWS = 150
+"""More rows than this are folded into modules, unless --filter asks for them."""
+MAX_FINDINGS = 20
+STATS = ("norm", "rms", "min", "max", "zeros", "NaN", "Inf")
+
+
+@click.command("inspect")
+@click.argument("checkpoint", type=click.Path())
+@click.option("--from", "container", metavar="CONTAINER", help="What the file is, if it can't be told.")
+@click.option("--layout", metavar="LAYOUT", help="What its names mean, if it can't be told.")
+@click.option("--step", type=int, metavar="N", help="The step of a run's folder. Default: the newest.")
+@hints_option
+@click.option(
+    "--filter", "pattern", metavar="GLOB", help="List only, but in full, parameters whose path matches."
+)
+@click.option("--slots", "with_slots", is_flag=True, help="Give every slot its own row.")
+@click.option("--stats", is_flag=True, help="Read all values: norm, rms, min, max, zeros, NaN, Inf.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    checkpoint: str,
+    container: str | None,
+    layout: str | None,
+    step: int | None,
+    hparams: Hints,
+    pattern: str | None,
+    with_slots: bool,
+    stats: bool,
+    as_json: bool,
+) -> None:
+    """Shows what a checkpoint holds.
+
+    CHECKPOINT is a file or folder of any system that `statekit formats` lists, or a run's folder with several steps.
+    Only headers are read, except with --stats. Where no layout fits, the tensors are listed by their own names.
+    """
+    request = Request(container, layout, step, hparams, pattern or "*", stats)
+    with output.progress() as bar:
+        task = bar.add_task("reading", total=None, visible=stats)
+        found = inspect(
+            source_path(checkpoint), request, lambda done, all_: bar.update(task, completed=done, total=all_)
+        )
+    if as_json:
+        output.print_json("inspect", found.to_json())
+        return
+    stdout = output.console()
+    show = _Show(stdout, limit=MAX_ROWS if pattern is None else len(found.parameters) * 100 + 1, stats=stats)
+    _summary(stdout, found)
+    if found.parameters:
+        show.parameters(found.parameters, with_slots)
+    if found.others:
+        show.others(found.others)
+    _closing(stdout, found)
+
+
+def _summary(stdout: Console, found: Inspection) -> None:
+    lines = [("checkpoint", str(found.path))]
+    for what, choice in (("container", found.container), ("layout", found.layout)):
+        lines.append((what, f"{choice.name}: {choice.title} ({choice.because})" if choice else "none fits"))
+    lines += [
+        (str(key), str(value)) for key, value in found.meta.items() if isinstance(value, (str, int, float))
+    ]
+    if found.optimizer and found.counts:
+        lines.append(
+            ("optimizer", f"{found.optimizer.schema}, variant {found.optimizer.variant or 'unknown'}")
+        )
+        lines.append(("step", f"{found.counts.updates} updates done, schedule at {found.counts.schedule}"))
+        for i, group in enumerate(found.optimizer.groups):
+            lines.append((f"group {i}", f"{len(group.paths)} parameters"))
+            for source in ("file", "given", "assumed"):
+                known = [
+                    f"{k}={v!r}"
+                    for k, v in group.hyperparameters.items()
+                    if group.known_from.get(k) == source
+                ]
+                lines += [(f"  {source}", "  ".join(known))] if known else []
+            unknown = unknown_hyperparameters(found.optimizer, group)
+            lines += [("  unknown", "  ".join(unknown))] if unknown else []
+    elif found.step is not None:
+        lines.append(("step", str(found.step)))
+    head = output.table("", "")
+    head.show_header = False
+    for key, value in lines:
+        head.add_row(Text(output.printable(key), style="bold"), output.printable(value))
+    output.show(stdout, head)
+
+
+@dataclass(frozen=True)
+class _Show:
+    stdout: Console
+    limit: int
+    stats: bool
+
+    def table(self, *columns: str) -> Table:
+        right = {"bytes", "slot bytes", *STATS}
+        return output.table(*columns, *(STATS if self.stats else ()), right=tuple(right))
+
+    def parameters(self, parameters: Sequence[ParameterSummary], with_slots: bool) -> None:
+        lines, folded = rows(module_tree(parameters), self.limit)
+        with_slots = (with_slots or self.stats) and not folded
+        grid = self.table(
+            "parameter", "shape", "dtype", "bytes", *(() if with_slots else ("slot bytes", "slots"))
+        )
+        for row in lines:
+            if row.module:
+                self.module(grid, row, with_slots)
+            elif with_slots:
+                self.with_slots(grid, row)
+            else:
+                self.parameter(grid, row)
+        self.stdout.print()
+        output.show(self.stdout, grid)
+        if folded:
+            self.stdout.print(f"{len(parameters)} parameters, folded into modules; --filter GLOB lists them.")
+
+    def module(self, grid: Table, row: Row, with_slots: bool) -> None:
+        inside = [p.tensor for p in row.parameters]
+        slots = [slot for p in row.parameters for slot in p.slots]
+        label = Text(f"{'  ' * row.depth}{output.printable(row.label)}/", style="bold")
+        count = f"{len(inside)} parameter{'s' if len(inside) > 1 else ''}"
+        cells = [output.size(_bytes(inside))]
+        cells += [] if with_slots else [output.size(_bytes(slots)), _slot_counts(slots)]
+        grid.add_row(label, Text(count, style="dim"), "", *cells, *self.cells(_together([*inside, *slots])))
+
+    def parameter(self, grid: Table, row: Row) -> None:
+        (parameter,) = row.parameters
+        slots = ", ".join(
+            f"{s.name} {list(s.shape)}" + ("" if s.dtype == parameter.tensor.dtype else f" {s.dtype}")
+            for s in parameter.slots
+        )
+        label = f"{'  ' * row.depth}{output.printable(row.label)}"
+        grid.add_row(label, *_described(parameter.tensor), output.size(_bytes(parameter.slots)), slots)
+
+    def with_slots(self, grid: Table, row: Row) -> None:
+        (parameter,) = row.parameters
+        label = f"{'  ' * row.depth}{output.printable(row.label)}"
+        grid.add_row(label, *_described(parameter.tensor), *self.cells(parameter.tensor.stats))
+        for slot in parameter.slots:
+            name = Text(f"{'  ' * (row.depth + 1)}{slot.name}", style="dim")
+            grid.add_row(name, *_described(slot), *self.cells(slot.stats))
+
+    def others(self, others: Sequence[TensorSummary]) -> None:
+        grid = self.table("tensor", "shape", "dtype", "bytes")
+        for other in others[: self.limit]:
+            grid.add_row(output.printable(other.name), *_described(other), *self.cells(other.stats))
+        self.stdout.print()
+        output.show(self.stdout, grid)
+        if len(others) > self.limit:
+            self.stdout.print(f"and {len(others) - self.limit} more; --filter GLOB lists them.")
+
+    def cells(self, stats: Stats | None) -> list[str]:
+        if not self.stats or stats is None:
+            return []
+        numbers = (stats.norm, stats.rms, stats.minimum, stats.maximum)
+        return [
+            *("-" if n is None else f"{n:.4g}" for n in numbers),
+            *map(str, (stats.zeros, stats.nans, stats.infs)),
+        ]
+
+
+def _described(tensor: TensorSummary) -> tuple[str, str, str]:
+    return str(list(tensor.shape)), tensor.dtype, output.size(tensor.nbytes)
+
+
+def _bytes(tensors: Iterable[TensorSummary]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _together(tensors: Iterable[TensorSummary]) -> Stats:
+    return total(tensor.stats for tensor in tensors if tensor.stats)
+
+
+def _slot_counts(slots: Iterable[TensorSummary]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in Counter(slot.name for slot in slots).items())
+
+
+def _closing(stdout: Console, found: Inspection) -> None:
+    totals: dict[str, Any] = found.totals()
+    kinds = ("parameter", "slot", "other")
+    counted = [
+        f"{totals[f'{kind}s']} {name} ({output.size(totals[f'{kind}_bytes'])})"
+        for kind, name in zip(kinds, ("parameters", "slots", "other tensors"), strict=True)
+        if totals[f"{kind}s"]
+    ]
+    dtypes = ", ".join(f"{name} {output.size(count)}" for name, count in totals["bytes_by_dtype"].items())
+    stdout.print(
+        f"\nIn all: {', '.join(counted) or 'nothing'}; {totals['elements']} parameter values; {dtypes}."
+    )
+    if found.extra:
+        stdout.print(f"Also there: {output.printable(', '.join(found.extra))}.")
+    if found.assumptions:
+        stdout.print("\nAssumed, because the checkpoint doesn't say:")
+        for assumption in found.assumptions:
+            stdout.print(f"  {output.printable(assumption)}")
+    if found.findings:
+        stdout.print("\nMissing or odd:", style="bold")
+        for finding in found.findings[:MAX_FINDINGS]:
+            stdout.print(f"  {output.printable(f'{finding.what} @ {finding.place}', keep=chr(10))}")
+        if len(found.findings) > MAX_FINDINGS:
+            stdout.print(f"  and {len(found.findings) - MAX_FINDINGS} more; --json lists them.")

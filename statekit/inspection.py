@@ -1,0 +1,330 @@
+"""inspect: what a checkpoint holds, as data, without reading more than its headers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from statekit import registry
+from statekit.checkpoint import Checkpoint, Finding
+from statekit.errors import StateError, StatekitError, UnknownFormatError
+from statekit.format import Hints, Layout
+from statekit.schema import load_schema
+from statekit.state import Counts, Group, Optimizer, Rule, TrainState
+from statekit.stats import Stats, measure
+from statekit.tensor import DTYPES, Shape, Tensor, nbytes
+from statekit.tree import tensor_names, to_json
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A container or layout, and why it is this one."""
+
+    name: str
+    title: str
+    because: str
+
+
+@dataclass(frozen=True)
+class TensorSummary:
+    """One tensor: its name, shape, dtype, bytes and, where they were asked for, statistics."""
+
+    name: str
+    shape: Shape
+    dtype: str
+    nbytes: int
+    stats: Stats | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the summary as plain data, without the name."""
+        plain = {"shape": list(self.shape), "dtype": self.dtype, "bytes": self.nbytes}
+        return plain if self.stats is None else {**plain, "stats": self.stats.to_json()}
+
+
+@dataclass(frozen=True)
+class ParameterSummary:
+    """One parameter with its slots.
+
+    Attributes:
+        tensor: The parameter; its name is the path.
+        slots: Its slots, named canonically.
+        group: Index of the parameter group that moves it, or None if it is frozen.
+        rule: How it is factored, where the optimizer factors.
+    """
+
+    tensor: TensorSummary
+    slots: tuple[TensorSummary, ...]
+    group: int | None
+    rule: Rule | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the summary as plain data."""
+        return {
+            "path": self.tensor.name,
+            **self.tensor.to_json(),
+            "group": self.group,
+            "rule": self.rule.to_json() if self.rule else None,
+            "slots": {slot.name: slot.to_json() for slot in self.slots},
+        }
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a checkpoint holds.
+
+    Attributes:
+        path: The checkpoint that was opened: of a run's folder, the step's.
+        container: How its arrays lie in files.
+        layout: What its names mean, or None where no layout fits.
+        step: The step in its name, if it has one there.
+        meta: What the container knows besides.
+        optimizer: Which update rule, or None without a layout.
+        counts: The steps, or None without a layout.
+        parameters: The parameters that match the filter.
+        others: Further tensors that match: what belongs to no parameter; without a layout, all of them.
+        extra: Names of what else there is.
+        assumptions: What was assumed because the checkpoint doesn't say.
+        findings: What is missing or odd.
+    """
+
+    path: Path
+    container: Choice
+    layout: Choice | None
+    step: int | None
+    meta: Mapping[str, Any]
+    optimizer: Optimizer | None = None
+    counts: Counts | None = None
+    parameters: tuple[ParameterSummary, ...] = ()
+    others: tuple[TensorSummary, ...] = ()
+    extra: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def tensors(self) -> Iterator[TensorSummary]:
+        """Every tensor listed: each parameter followed by its slots, then the others."""
+        for parameter in self.parameters:
+            yield parameter.tensor
+            yield from parameter.slots
+        yield from self.others
+
+    def totals(self) -> dict[str, Any]:
+        """Returns counts and bytes of what is listed."""
+        slots = [slot for parameter in self.parameters for slot in parameter.slots]
+        dtypes: dict[str, int] = {}
+        for tensor in self.tensors:
+            dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.nbytes
+        return {
+            "parameters": len(self.parameters),
+            "elements": sum(math.prod(p.tensor.shape) for p in self.parameters),
+            "parameter_bytes": sum(p.tensor.nbytes for p in self.parameters),
+            "slots": len(slots),
+            "slot_bytes": sum(slot.nbytes for slot in slots),
+            "others": len(self.others),
+            "other_bytes": sum(other.nbytes for other in self.others),
+            "bytes_by_dtype": dtypes,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns everything as plain data."""
+        return {
+            "path": str(self.path),
+            "container": vars(self.container),
+            "layout": vars(self.layout) if self.layout else None,
+            "step": self.step,
+            "meta": to_json(dict(self.meta)),
+            "optimizer": _optimizer_json(self.optimizer, self.counts),
+            "parameters": [parameter.to_json() for parameter in self.parameters],
+            "others": [{"name": other.name, **other.to_json()} for other in self.others],
+            "extra": list(self.extra),
+            "totals": self.totals(),
+            "assumptions": list(self.assumptions),
+            "findings": [vars(finding) for finding in self.findings],
+        }
+
+
+def unknown_hyperparameters(optimizer: Optimizer, group: Group) -> list[str]:
+    """Returns the hyperparameters of the variant (of the whole schema, if that isn't known) that a group lacks."""
+    schema = load_schema(optimizer.schema)
+    variant = schema.variants.get(optimizer.variant or "", {})
+    return [name for name in variant.get("defaults", schema.hyperparameters) if name not in group.hyperparameters]
+
+
+def _optimizer_json(optimizer: Optimizer | None, counts: Counts | None) -> dict[str, Any] | None:
+    if optimizer is None or counts is None:
+        return None
+    groups = [
+        {
+            "parameters": len(group.paths),
+            "hyperparameters": to_json(dict(group.hyperparameters)),
+            "known_from": dict(group.known_from),
+            "unknown": unknown_hyperparameters(optimizer, group),
+        }
+        for group in optimizer.groups
+    ]
+    return {
+        "schema": optimizer.schema,
+        "variant": optimizer.variant,
+        "updates": counts.updates,
+        "schedule": counts.schedule,
+        "groups": groups,
+    }
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to inspect, and how.
+
+    Attributes:
+        container: Name of the container; found out if None.
+        layout: Name of the layout; found out if None.
+        step: Which step of a run's folder; the newest if None.
+        hints: What the checkpoint doesn't say.
+        pattern: Glob for parameter paths and names of other tensors; `*` also matches `/`.
+        stats: Whether to read all values and add statistics.
+    """
+
+    container: str | None = None
+    layout: str | None = None
+    step: int | None = None
+    hints: Hints = field(default_factory=Hints)
+    pattern: str = "*"
+    stats: bool = False
+
+
+OnProgress = Callable[[int, int], object]
+"""Gets bytes read so far and bytes to read."""
+
+
+def inspect(
+    path: Path, request: Request = Request(), on_progress: OnProgress = lambda done, all_: None
+) -> Inspection:
+    """Opens a checkpoint and says what it holds, whether or not a layout fits.
+
+    Raises:
+        NotFoundError: Nothing is there, or no such step, container or layout.
+        FormatError: The bytes don't follow their format or can't be trusted.
+    """
+    if request.container:
+        chosen = registry.container(request.container)
+        container = Choice(chosen.name, chosen.title, "it was named")
+    else:
+        chosen, evidence = registry.detect_container(path)
+        container = Choice(chosen.name, chosen.title, evidence.because)
+    with chosen.open(path, request.step) as checkpoint:
+        opened = Inspection(checkpoint.path, container, None, checkpoint.step, checkpoint.meta)
+        opened = replace(opened, findings=tuple(checkpoint.findings))
+        try:
+            layout, because = _layout(checkpoint, request.layout)
+            state = layout.decode(checkpoint, request.hints)
+        except (UnknownFormatError, StateError) as error:
+            if request.layout or request.hints != Hints():
+                raise
+            return _native(opened, checkpoint, error, request, on_progress)
+        named = replace(opened, layout=Choice(layout.name, layout.title, because))
+        return _canonical(named, state, request, on_progress)
+
+
+def _layout(checkpoint: Checkpoint, name: str | None) -> tuple[Layout, str]:
+    if name:
+        return registry.layout(name), "it was named"
+    layout, evidence = registry.detect_layout(checkpoint)
+    return layout, evidence.because
+
+
+def _native(
+    opened: Inspection,
+    checkpoint: Checkpoint,
+    error: StatekitError,
+    request: Request,
+    on_progress: OnProgress,
+) -> Inspection:
+    chosen = {name: t for name, t in checkpoint.tensors.items() if fnmatchcase(name, request.pattern)}
+    describe = _describer(chosen.values(), request.stats, on_progress)
+    others = tuple(describe(name, tensor) for name, tensor in chosen.items())
+    why = Finding(f"its tensors are listed by their own names: {error}", str(checkpoint.path))
+    seen = replace(opened, others=others)
+    return replace(seen, findings=(*seen.findings, why, *_bad_values(seen)))
+
+
+def _canonical(
+    opened: Inspection, state: TrainState, request: Request, on_progress: OnProgress
+) -> Inspection:
+    params = {path: t for path, t in state.params.items() if fnmatchcase(path, request.pattern)}
+    extra = {
+        name: t for name, t in tensor_names(dict(state.extra)).items() if fnmatchcase(name, request.pattern)
+    }
+    slots = {path: state.slots.get(path, {}) for path in params}
+    read = [*params.values(), *(t for named in slots.values() for t in named.values()), *extra.values()]
+    describe = _describer(read, request.stats, on_progress)
+    groups = {path: i for i, group in enumerate(state.optimizer.groups) for path in group.paths}
+    parameters = tuple(
+        ParameterSummary(
+            describe(path, tensor),
+            tuple(describe(name, slot) for name, slot in slots[path].items()),
+            groups.get(path),
+            state.rules.get(path),
+        )
+        for path, tensor in params.items()
+    )
+    seen = replace(
+        opened,
+        optimizer=state.optimizer,
+        counts=state.counts,
+        parameters=parameters,
+        others=tuple(describe(name, tensor) for name, tensor in extra.items()),
+        extra=tuple(state.extra),
+        assumptions=state.assumptions,
+    )
+    return replace(seen, findings=(*seen.findings, *_odd(state, parameters), *_bad_values(seen)))
+
+
+def _describer(
+    tensors: Iterable[Tensor], with_stats: bool, on_progress: OnProgress
+) -> Callable[[str, Tensor], TensorSummary]:
+    to_read = sum(map(nbytes, tensors)) if with_stats else 0
+    done = 0
+
+    def on_read(count: int) -> None:
+        nonlocal done
+        done += count
+        on_progress(done, to_read)
+
+    def describe(name: str, tensor: Tensor) -> TensorSummary:
+        stats = measure(tensor, on_read) if with_stats else None
+        return TensorSummary(name, tensor.shape, tensor.dtype.name, nbytes(tensor), stats)
+
+    return describe
+
+
+def _odd(state: TrainState, parameters: Iterable[ParameterSummary]) -> Iterator[Finding]:
+    schema = load_schema(state.optimizer.schema)
+    for parameter in parameters:
+        path = parameter.tensor.name
+        if parameter.group is None:
+            yield Finding("is in no parameter group: frozen", path)
+        elif not parameter.slots and state.counts.updates:
+            yield Finding(f"has no slots after {state.counts.updates} updates", path)
+        for slot in parameter.slots:
+            usual = schema.slots[slot.name].dtype
+            if usual in DTYPES and slot.dtype != usual:
+                yield Finding(f"slot {slot.name} is {slot.dtype}, usually {usual}", path)
+            if (
+                slot.stats
+                and state.counts.updates
+                and slot.stats.finite
+                and slot.stats.zeros == math.prod(slot.shape)
+            ):
+                yield Finding(f"slot {slot.name} is all zeros after {state.counts.updates} updates", path)
+
+
+def _bad_values(seen: Inspection) -> Iterator[Finding]:
+    slots = [(f"{p.tensor.name}/{slot.name}", slot) for p in seen.parameters for slot in p.slots]
+    tensors = [(tensor.name, tensor) for tensor in (*(p.tensor for p in seen.parameters), *seen.others)]
+    for place, tensor in (*tensors, *slots):
+        if tensor.stats and (tensor.stats.nans or tensor.stats.infs):
+            yield Finding(f"holds {tensor.stats.nans} NaN and {tensor.stats.infs} infinite values", place)

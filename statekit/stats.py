@@ -1,0 +1,108 @@
+"""Statistics of tensors, streamed block by block into float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from statekit.tensor import Array, Tensor, chunks
+
+BLOCK_BYTES = 4 * 2**20
+"""Bytes of a tensor held at once, small because a block widens up to eightfold (float8 to float64)."""
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What the values of one or more tensors are like. Complex values count by their magnitude.
+
+    Attributes:
+        finite: Number of finite values; all that follows but `nans` and `infs` is about these.
+        squares: Sum of their squares, in float64.
+        minimum: The smallest, or None if there is none.
+        maximum: The largest, or None if there is none.
+        zeros: How many are zero.
+        nans: Number of NaNs.
+        infs: Number of infinities, of either sign.
+    """
+
+    finite: int = 0
+    squares: float = 0.0
+    minimum: float | None = None
+    maximum: float | None = None
+    zeros: int = 0
+    nans: int = 0
+    infs: int = 0
+
+    @property
+    def norm(self) -> float:
+        """The Euclidean norm."""
+        return math.sqrt(self.squares)
+
+    @property
+    def rms(self) -> float | None:
+        """The root of the mean square, or None without values."""
+        return math.sqrt(self.squares / self.finite) if self.finite else None
+
+    def __add__(self, other: Stats) -> Stats:
+        return Stats(
+            self.finite + other.finite,
+            self.squares + other.squares,
+            min((x for x in (self.minimum, other.minimum) if x is not None), default=None),
+            max((x for x in (self.maximum, other.maximum) if x is not None), default=None),
+            self.zeros + other.zeros,
+            self.nans + other.nans,
+            self.infs + other.infs,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the statistics as plain data."""
+        return {
+            "norm": self.norm,
+            "rms": self.rms,
+            "min": self.minimum,
+            "max": self.maximum,
+            "zeros": self.zeros,
+            "nan": self.nans,
+            "inf": self.infs,
+        }
+
+
+def total(parts: Iterable[Stats]) -> Stats:
+    """Returns the statistics of all values together."""
+    return reduce(Stats.__add__, parts, Stats())
+
+
+def measure(tensor: Tensor, on_read: Callable[[int], object] = lambda nbytes: None) -> Stats:
+    """Reads a tensor once, block by block, and returns its statistics.
+
+    Args:
+        tensor: What to read.
+        on_read: Gets the number of bytes of each block that was read.
+    """
+    found = Stats()
+    for block in chunks(tensor, BLOCK_BYTES):
+        found += _of_block(block)
+        on_read(block.nbytes)
+    return found
+
+
+def _of_block(block: Array) -> Stats:
+    values = np.abs(block).astype(np.float64) if block.dtype.kind == "c" else block.astype(np.float64)
+    good = np.isfinite(values)
+    finite = int(np.count_nonzero(good))
+    nans = int(np.count_nonzero(np.isnan(values)))
+    kept = values[good] if finite < values.size else values.ravel()
+    return Stats(
+        finite,
+        float(np.sum(kept * kept)),
+        float(kept.min()) if finite else None,
+        float(kept.max()) if finite else None,
+        finite - int(np.count_nonzero(kept)),
+        nans,
+        values.size - finite - nans,
+    )
