@@ -9,20 +9,19 @@ Leaving the block without `commit`, or with an error, removes what was written.
 
 from __future__ import annotations
 
-import errno
-import io
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeAlias, cast
+from typing import Any, BinaryIO, Literal, TypeAlias
 
 from blake3 import blake3
 
 from statekit.checkpoint import Checkpoint
 from statekit.digest import tensor_bytes, tensor_digest
+from statekit.durable import new_file, writing
 from statekit.errors import (
     CommitError,
     NotFoundError,
@@ -37,19 +36,18 @@ from statekit.manifest import (
     file_entry,
     files_below,
     inside,
+    parse,
+    read_small,
     sealed,
     tensor_entry,
     tensor_faults,
     to_text,
+    unnamed_files,
 )
 from statekit.rename import exchange, rename_new, sync_folder
 from statekit.tensor import Tensor
 
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
-
 Kind: TypeAlias = Literal["file", "folder"]
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ class Stage:
                 expected="a relative name below the folder" if self.kind == "folder" else "no name",
                 found=repr(relative),
             )
-        with _new_file(self.path / relative if relative else self.path) as output:
+        with new_file(self.path / relative if relative else self.path) as output:
             yield output
 
     def stream(self, name: str, tensor: Tensor) -> Iterator[bytes]:
@@ -176,10 +174,10 @@ class Stage:
             CommitError: What was written can't be read, isn't what was meant, or can't be synced or renamed.
             TargetExistsError: The target came into being meanwhile.
         """
-        with _writing(self.target):
+        with writing(self.target):
             files = self._file_entries()
             if self.kind == "folder":
-                with _new_file(self.path / FILE) as output:
+                with new_file(self.path / FILE) as output:
                     output.write(to_text(self._manifest(files)).encode("ascii"))
                 files[FILE] = file_entry(self.path / FILE)
                 for folder, _, _ in os.walk(self.path, topdown=False):
@@ -239,12 +237,12 @@ class Stage:
             sync_folder(self.target.parent)
         except OSError:  # not durable, so not done: the name goes back to what had it
             if replaced:
-                exchange(old, self.target)
+                _remove(exchange(old, self.target))
             else:
                 rename_new(self.target, self.path)
             raise
-        if replaced and old != self.path:
-            remove(old)
+        if replaced:
+            _remove(old)
 
 
 _REPORT = "nothing was left at the target; if the disk is sound, please report this as a defect of statekit"
@@ -277,21 +275,22 @@ def staged(
         CommitError: The disk lacks space, or the temporary folder can't be made.
     """
     target = Path(os.path.abspath(target))
-    check_target(target, replace=replace, total=total)
+    check_target(target, replace=replace)
     sweep(target.parent)
-    with _writing(target):
+    _check_space(target, total)
+    with writing(target):
         temporary = make_temporary(target.parent)
     try:
         path = temporary / target.name
         if kind == "folder":
-            with _writing(target):
+            with writing(target):
                 path.mkdir()  # ordinary permissions: the folder around it lets nobody in until the rename
         yield Stage(path, target, kind, replace, total, fields, on_progress or silent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def check_target(target: Path, *, replace: bool, total: int = 0) -> None:
+def check_target(target: Path, *, replace: bool) -> None:
     """Refuses a target that can't be written, before any work. Raises as `staged` does."""
     if target.name.startswith(".statekit-") or not target.name:
         raise UsageError("A target can't have this name.", place=target, expected="another than .statekit-*")
@@ -299,8 +298,13 @@ def check_target(target: Path, *, replace: bool, total: int = 0) -> None:
         raise NotFoundError(
             "The target's folder isn't there.", place=target.parent, remedy=f"mkdir -p {target.parent}"
         )
-    if os.path.lexists(target) and not replace:
-        raise _exists(target)
+    if os.path.lexists(target):
+        if not replace:
+            raise _exists(target)
+        _check_ours(target)
+
+
+def _check_space(target: Path, total: int) -> None:
     disk = os.statvfs(target.parent)
     free = disk.f_bavail * disk.f_frsize
     if disk.f_blocks and free < total:  # some network file systems report nothing at all
@@ -313,63 +317,30 @@ def check_target(target: Path, *, replace: bool, total: int = 0) -> None:
         )
 
 
-def remove(path: Path) -> None:
-    """Removes a file, a link or a whole folder."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
-class _Output(io.FileIO):
-    """An unbuffered file that writes all it is given, or says as a CommitError why it can't."""
-
-    def write(self, data: ReadableBuffer, /) -> int:
-        view = memoryview(data).cast("B")
-        done = 0
-        with _writing(self.name):
-            while done < len(view):
-                done += os.write(self.fileno(), view[done:])
-        return done
-
-
-@contextmanager
-def _new_file(path: Path) -> Iterator[BinaryIO]:
-    with _writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        output = _Output(path, "wb", opener=lambda name, _: os.open(name, _NEW, 0o666))
+def _check_ours(target: Path) -> None:
+    """Refuses to replace a folder with anything in it that statekit didn't write there."""
+    if target.is_symlink() or not target.is_dir() or not files_below(target):
+        return
     try:
-        yield cast(BinaryIO, output)
-        with _writing(path):
-            os.fsync(output.fileno())
-    finally:
-        with _writing(path):
-            output.close()
-
-
-@contextmanager
-def _writing(place: object) -> Iterator[None]:
-    try:
-        yield
+        foreign = unnamed_files(target, parse(read_small(target / FILE), target / FILE))
     except StatekitError:
-        raise
-    except OSError as error:
-        raise CommitError(
-            f"Writing failed: {error.strerror or error}.",
-            place=place,
-            found=errno.errorcode.get(error.errno or 0, type(error).__name__),
-            remedy=_REMEDIES.get(error.errno or 0, "check the target's disk; nothing was left at the target"),
-        ) from error
+        foreign = files_below(target)
+    if foreign:
+        raise TargetExistsError(
+            "The target is a folder with files that statekit didn't write; replacing it would delete them.",
+            place=target,
+            found=", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""),
+            remedy="choose another name, or move the folder away",
+        )
 
 
-_SPACE = "free some space, or choose a target on another disk"
-_ACCESS = "choose a target that you may write to"
-_REMEDIES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _SPACE),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _ACCESS),
-    errno.EMFILE: "raise the limit on open files (ulimit -n)",
-    errno.ENAMETOOLONG: "choose a shorter name",
-}
+def _remove(path: Path) -> None:
+    """Removes a file, a link or a folder as far as it may; the target is done, so this can't fail any more."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def _exists(target: Path) -> TargetExistsError:

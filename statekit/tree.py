@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -90,45 +90,55 @@ def tensor_names(tree: Tree) -> dict[str, Tensor]:
     return named
 
 
-def to_json(tree: Tree) -> Any:
-    """Returns a JSON view of a tree: readable, with tensors described and what JSON lacks tagged by a `$` key."""
+def to_json(tree: Tree, path: Path = ()) -> Any:
+    """Returns a JSON view of a tree: readable, with what JSON lacks tagged by a key that begins with `$`.
+
+    A tensor is described and named by its path, as `tensor_names` does.
+    """
     if isinstance(tree, Mapping):
-        if all(isinstance(key, str) for key in tree):
-            return {key: to_json(value) for key, value in tree.items()}
-        return {"$dict": [[to_json(key), to_json(value)] for key, value in tree.items()]}
+        if all(isinstance(key, str) and not key.startswith("$") for key in tree):
+            return {key: to_json(value, (*path, key)) for key, value in tree.items()}
+        return {"$dict": [[to_json(key), to_json(value, (*path, key))] for key, value in tree.items()]}
     if isinstance(tree, tuple):
-        return {"$tuple": [to_json(item) for item in tree]}
+        return {"$tuple": [to_json(item, (*path, i)) for i, item in enumerate(tree)]}
     if isinstance(tree, list):
-        return [to_json(item) for item in tree]
+        return [to_json(item, (*path, i)) for i, item in enumerate(tree)]
     if isinstance(tree, Record):
-        return {"$record": tree.name, "args": to_json(list(tree.args)), "state": to_json(tree.state)}
+        args, state = to_json(list(tree.args), (*path, "args")), to_json(tree.state, (*path, "state"))
+        return {"$record": tree.name, "args": args, "state": state}
     if isinstance(tree, bytes):
         return {"$bytes": base64.b64encode(tree).decode("ascii")}
     if isinstance(tree, float) and not math.isfinite(tree):
         return {"$float": repr(tree)}
     if isinstance(tree, Tensor):
-        return {"$tensor": {"shape": list(tree.shape), "dtype": tree.dtype.name}}
+        name = "/".join(map(str, path))
+        return {"$tensor": {"name": name, "shape": list(tree.shape), "dtype": tree.dtype.name}}
     return tree
 
 
-def from_json(view: Any) -> Tree:
-    """Returns the tree of a JSON view. Tensors can't be restored from a view; they stay descriptions."""
+def from_json(view: Any, tensor: Callable[[Any], Tensor] | None = None) -> Tree:
+    """Returns the tree of a JSON view.
+
+    Args:
+        view: What `to_json` returned.
+        tensor: Gives the tensor of a description; without it, tensors stay descriptions.
+    """
     if isinstance(view, list):
-        return [from_json(item) for item in view]
+        return [from_json(item, tensor) for item in view]
     if not isinstance(view, dict):
         return view
     if "$dict" in view:
-        return {_hashable(from_json(key)): from_json(value) for key, value in view["$dict"]}
+        return {from_json(key): from_json(value, tensor) for key, value in view["$dict"]}
     if "$tuple" in view:
-        return tuple(from_json(item) for item in view["$tuple"])
+        return tuple(from_json(item, tensor) for item in view["$tuple"])
     if "$record" in view:
-        return Record(view["$record"], tuple(from_json(view["args"])), from_json(view["state"]))
+        return Record(
+            view["$record"], tuple(from_json(view["args"], tensor)), from_json(view["state"], tensor)
+        )
     if "$bytes" in view:
-        return base64.b64decode(view["$bytes"])
+        return base64.b64decode(view["$bytes"], validate=True)
     if "$float" in view:
         return float(view["$float"])
-    return {key: from_json(value) for key, value in view.items()}
-
-
-def _hashable(key: Any) -> Any:
-    return tuple(key) if isinstance(key, list) else key
+    if "$tensor" in view and tensor is not None:
+        return tensor(view["$tensor"])
+    return {key: from_json(value, tensor) for key, value in view.items()}

@@ -1,0 +1,292 @@
+"""The safetensors file format: a proven header, tensors read block by block, and a streaming writer.
+
+A file is: the header's length as 8 bytes little-endian; the header, a JSON object in UTF-8; the tensors' bytes,
+little-endian, in C order, one after the other.
+Source: safetensors, README.md section "Format", and `safetensors/src/tensor.rs`.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+import os
+import stat
+import struct
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from statekit.digest import bytes_digest
+from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, fault_list
+from statekit.manifest import strict_json
+from statekit.tensor import DTYPES, Array, DType, Index, Shape, Stored, Tensor, index_shape, nbytes
+from statekit.tree import MAX_NAME_BYTES
+
+MAX_HEADER_BYTES = 100_000_000
+"""The largest header, in bytes. Source: safetensors, `MAX_HEADER_SIZE`."""
+MAX_TENSORS = 1_000_000
+MAX_RANK = 64
+
+_NAMES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
+    "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}  # fmt: skip
+_DTYPES = {theirs: DTYPES[ours] for ours, theirs in _NAMES.items()}
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """An opened safetensors file.
+
+    Attributes:
+        tensors: Tensor by name, in the header's order.
+        metadata: The header's `__metadata__`.
+        header_digest: BLAKE3 of everything before the tensors' bytes.
+        close: Closes the file; the tensors can't be read from then on.
+    """
+
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+    header_digest: str
+    close: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class _Extent:
+    shape: Shape
+    dtype: DType
+    start: int
+    stop: int
+
+
+def open_safetensors(path: Path) -> OpenFile:
+    """Opens a file and proves its header, by our own rules and by the safetensors library.
+
+    Raises:
+        NotFoundError: No such file.
+        FormatError: The header breaks the format.
+        CorruptError: The file is truncated or longer than its header says.
+        RefusedError: Not a regular file, or a header beyond the limits.
+    """
+    try:
+        file = io.FileIO(
+            path, "rb", opener=lambda name, _: os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        )
+    except FileNotFoundError:
+        raise NotFoundError("A file of the checkpoint is missing.", place=path) from None
+    try:
+        head, data_bytes = _head(file, path)
+        document = strict_json(head[8:], path)
+        metadata, extents = _parsed(document, data_bytes, path)
+        _proven_by_library(path)
+    except BaseException:
+        file.close()
+        raise
+    tensors = {name: _stored(file, path, name, extent, len(head)) for name, extent in extents.items()}
+    return OpenFile(tensors, metadata, bytes_digest(head), file.close)
+
+
+def save_safetensors(
+    tensors: Mapping[str, Tensor],
+    output: BinaryIO,
+    stream: Callable[[str, Tensor], Iterable[bytes]],
+    metadata: Mapping[str, str],
+) -> str:
+    """Writes a file, holding one block in memory at a time, and returns the digest of its header.
+
+    Tensors stand by falling size of an element, then as given, so that each is aligned for readers that map the file.
+
+    Args:
+        tensors: Tensor by name.
+        output: The new file.
+        stream: Gives a tensor's bytes: little-endian, C order.
+        metadata: For the header's `__metadata__`.
+
+    Raises:
+        FormatError: A name or dtype that the format can't hold.
+    """
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+    head = _header(ordered, metadata)
+    output.write(head)
+    for name, tensor in ordered.items():
+        for block in stream(name, tensor):
+            output.write(block)
+    return bytes_digest(head)
+
+
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    faults = [(fault, name) for name, tensor in tensors.items() if (fault := _unwritable(name, tensor))]
+    if faults:
+        raise FormatError("A safetensors file can't hold these tensors.", found=fault_list(faults))
+    document: dict[str, Any] = {"__metadata__": dict(metadata)}
+    start = 0
+    for name, tensor in tensors.items():
+        stop = start + nbytes(tensor)
+        theirs = _NAMES[tensor.dtype.name]
+        document[name] = {"dtype": theirs, "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise FormatError(
+            "A safetensors header would be too long.", expected=MAX_HEADER_BYTES, found=len(text)
+        )
+    return struct.pack("<Q", len(text)) + text
+
+
+def _unwritable(name: str, tensor: Tensor) -> str:
+    if tensor.dtype.name not in _NAMES:
+        return f"has dtype {tensor.dtype.name}, which the format lacks"
+    return _name_fault(name)
+
+
+def _name_fault(name: str) -> str:
+    if name == "__metadata__" or any(ord(c) < 32 or ord(c) == 127 for c in name):
+        return f"has an unusable name, {name!r}"
+    try:
+        size = len(name.encode("utf-8"))
+    except UnicodeEncodeError:
+        return f"has a name that isn't Unicode, {name!r}"
+    return f"has a name of {size} bytes, more than {MAX_NAME_BYTES}" if size > MAX_NAME_BYTES else ""
+
+
+def _head(file: io.FileIO, path: Path) -> tuple[bytes, int]:
+    facts = os.fstat(file.fileno())
+    if not stat.S_ISREG(facts.st_mode):
+        raise RefusedError("This isn't a regular file.", place=path, found=stat.filemode(facts.st_mode))
+    length = struct.unpack("<Q", os.pread(file.fileno(), 8, 0))[0] if facts.st_size >= 8 else None
+    if length is None or length > facts.st_size - 8:
+        found = f"{facts.st_size} bytes, of which the header is said to have {length}"
+        raise CorruptError("A safetensors file is truncated.", place=path, found=found)
+    if length > MAX_HEADER_BYTES:
+        found = f"{length} bytes"
+        raise RefusedError(
+            "A header is too long.", place=path, expected=f"at most {MAX_HEADER_BYTES}", found=found
+        )
+    head = bytearray(8 + length)
+    _read_into(file, memoryview(head), 0, str(path))
+    return bytes(head), facts.st_size - len(head)
+
+
+def _parsed(document: Any, data_bytes: int, path: Path) -> tuple[dict[str, str], dict[str, _Extent]]:
+    if not isinstance(document, dict) or len(document) > MAX_TENSORS:
+        raise FormatError(
+            "A header isn't a JSON object of tensors.", place=path, expected=f"at most {MAX_TENSORS}"
+        )
+    metadata = document.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise FormatError("A header's __metadata__ isn't a map from string to string.", place=path)
+    extents, faults = {}, []
+    for name, entry in document.items():
+        fault = _name_fault(name) or _entry_fault(entry)
+        if fault:
+            faults.append((fault, name))
+        else:
+            start, stop = entry["data_offsets"]
+            extents[name] = _Extent(tuple(entry["shape"]), _DTYPES[entry["dtype"]], start, stop)
+    faults = faults or list(_cover_faults(extents, data_bytes))
+    if faults:
+        raise FormatError(
+            f"A safetensors header has {len(faults)} faults.", place=path, found=fault_list(faults)
+        )
+    return metadata, extents
+
+
+def _entry_fault(entry: Any) -> str:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        return "doesn't have exactly dtype, shape and data_offsets"
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in _DTYPES:
+        return f"has dtype {entry['dtype']!r}; statekit reads {', '.join(_DTYPES)}"
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not _naturals(shape) or len(shape) > MAX_RANK or not _naturals(offsets) or len(offsets) != 2:
+        return "has a shape or data_offsets that aren't lists of natural numbers"
+    item = _DTYPES[entry["dtype"]].itemsize
+    if math.prod(max(n, 1) for n in shape) * item >= 2**63:
+        return f"has an absurd shape, {shape}"
+    if offsets[1] - offsets[0] != math.prod(shape) * item:
+        return f"needs {math.prod(shape) * item} bytes for shape {shape}, its data_offsets are {offsets}"
+    return ""
+
+
+def _naturals(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+
+
+def _cover_faults(extents: Mapping[str, _Extent], data_bytes: int) -> Iterator[tuple[str, str]]:
+    """Yields where the tensors don't lie one after the other, or leave bytes over."""
+    position = 0
+    for name, extent in sorted(extents.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if extent.start != position:
+            kind = "a hole before it" if extent.start > position else "an overlap with another tensor"
+            yield f"has {kind}: it starts at {extent.start}, expected {position}", name
+        position = extent.stop
+    if position != data_bytes:
+        yield f"the tensors end at {position}, the data at {data_bytes}", "the end of the file"
+
+
+def _proven_by_library(path: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise FormatError("The safetensors library refuses a file.", place=path, found=error) from None
+
+
+def _stored(file: io.FileIO, path: Path, name: str, extent: _Extent, data_start: int) -> Stored:
+    place = f"{name} in {path}"
+
+    def fetch(index: Index) -> Array:
+        block = np.empty(index_shape(index), extent.dtype)
+        into = block.reshape(-1).view(np.uint8).data
+        for offset, run in _runs(extent, index):
+            _read_into(file, into[:run], data_start + extent.start + offset, place)
+            into = into[run:]
+        if extent.dtype == np.bool_ and block.view(np.uint8).max(initial=0) > 1:
+            raise CorruptError("A bool tensor holds a byte that is neither 0 nor 1.", place=place)
+        return block.byteswap() if sys.byteorder == "big" else block
+
+    return Stored(extent.shape, extent.dtype, fetch, name, str(path))
+
+
+def _runs(extent: _Extent, index: Index) -> Iterator[tuple[int, int]]:
+    """Yields offset and length, in bytes, of the contiguous pieces of a block, in C order."""
+    shape, item = extent.shape, extent.dtype.itemsize
+    cut = len(shape)  # axes from here on are taken whole
+    while cut and index[cut - 1] == slice(0, shape[cut - 1]):
+        cut -= 1
+    strides = [math.prod(shape[axis + 1 :]) * item for axis in range(len(shape))]
+    if math.prod(index_shape(index)) == 0:
+        return
+    if cut == 0:
+        yield 0, math.prod(shape) * item
+        return
+    inner = index[cut - 1]
+    for outer in itertools.product(*(range(s.start, s.stop) for s in index[: cut - 1])):
+        start = (
+            sum(i * stride for i, stride in zip(outer, strides, strict=False))
+            + inner.start * strides[cut - 1]
+        )
+        yield start, (inner.stop - inner.start) * strides[cut - 1]
+
+
+def _read_into(file: io.FileIO, into: memoryview, offset: int, place: str) -> None:
+    while into:
+        try:
+            got = os.preadv(file.fileno(), [into], offset)
+        except OSError as error:
+            raise CorruptError("A file can't be read.", place=place, found=error) from error
+        if got == 0:
+            raise CorruptError(
+                "A file ends in the middle of its data.", place=place, found=f"its end at byte {offset}"
+            )
+        into, offset = into[got:], offset + got

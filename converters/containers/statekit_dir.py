@@ -1,0 +1,161 @@
+"""The neutral container `statekit`: safetensors shards and `statekit.json`. docs/format.md defines every byte."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+from statekit.checkpoint import Checkpoint, Finding
+from statekit.commit import Stage
+from statekit.converters.containers.safetensors_file import open_safetensors, save_safetensors
+from statekit.errors import CorruptError, FormatError, NotFoundError, StatekitError, fault_list
+from statekit.format import Encoded, Evidence
+from statekit.manifest import FILE, read_small, require_manifest, strict_json, tensor_faults, unnamed_files
+from statekit.tensor import Tensor, nbytes
+from statekit.tree import Tree, from_json, tensor_names, to_json
+
+SHARD_BYTES = 4 * 2**30
+"""How many bytes of tensors a shard holds at most; a larger tensor has a shard to itself."""
+_SHARD = re.compile(r"tensors-\d{5,}-of-\d{5,}\.safetensors")
+
+
+class StatekitDirectory:
+    """The container `statekit`."""
+
+    name = "statekit"
+    title = "statekit's neutral folder: safetensors shards and statekit.json"
+    suffixes = (".statekit",)
+    target_kind: Literal["folder"] = "folder"
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Looks for the shards' names, else into the manifest: other containers' folders have one too."""
+        if not (path / FILE).is_file():
+            return None
+        if any(_SHARD.fullmatch(entry.name) for entry in path.iterdir()):
+            return Evidence(30, f"a folder with {FILE} and tensors-*.safetensors")
+        return Evidence(30, f"{FILE} says so") if _claims(path / FILE) else None
+
+    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+        """Parses the manifest and the shards' headers, and proves that they fit each other.
+
+        Raises:
+            NotFoundError: No manifest, or another step than asked for.
+            FormatError: Manifest, tree or shards break the format.
+            CorruptError: Files or tensors aren't those that were written.
+        """
+        manifest = require_manifest(path)
+        found = manifest["target"].get("step")
+        if step is not None and step != found:
+            raise NotFoundError("The checkpoint has another step.", place=path, expected=step, found=found)
+        with ExitStack() as opened:
+            tensors = _open_shards(path, manifest, opened)
+            tree = _restore(manifest, tensors, path / FILE)
+            close = opened.pop_all().close
+        findings = tuple(
+            Finding("the manifest doesn't name this file", str(path / name))
+            for name in unnamed_files(path, manifest)
+        )
+        meta = {
+            "version": manifest["version"],
+            "tool": manifest.get("tool"),
+            "files": len(manifest["files"]) + 1,
+        }
+        return Checkpoint(self.name, path, tree, meta, found, manifest, findings, close)
+
+    def write(self, encoded: Encoded, stage: Stage) -> None:
+        """Writes the shards; the rest of the tree goes into the manifest.
+
+        Raises:
+            FormatError: A name or dtype that safetensors can't hold.
+        """
+        shards = list(_sharded(tensor_names(encoded.tree)))
+        headers = {}
+        for i, tensors in enumerate(shards, 1):
+            name = f"tensors-{i:05}-of-{len(shards):05}.safetensors"
+            with stage.file(name) as output:
+                headers[name] = save_safetensors(
+                    tensors, output, stage.stream, {"format": "statekit", "version": "1"}
+                )
+        view, stated = to_json(encoded.tree), stage.manifest()
+        stage.keep("headers", headers)
+        stage.keep("tree", {key: _reference(key, part, stated) for key, part in view.items()})
+
+
+def _reference(key: str, part: Any, stated: Mapping[str, Any]) -> Any:
+    """Replaces a part of the tree that the manifest states already, such as `state`, by a reference to it."""
+    return {"$manifest": key} if part and stated.get(key) == part else part
+
+
+def _claims(path: Path) -> bool:
+    try:
+        document = strict_json(read_small(path), path)
+    except StatekitError:
+        return False
+    target = document.get("target") if isinstance(document, dict) else None
+    return isinstance(target, dict) and target.get("container") == "statekit"
+
+
+def _sharded(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        if shard and size + nbytes(tensor) > SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += nbytes(tensor)
+    if shard:
+        yield shard
+
+
+def _open_shards(path: Path, manifest: Mapping[str, Any], opened: ExitStack) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    faults: list[tuple[str, str]] = []
+    headers = manifest.get("headers")
+    for name in (n for n in manifest["files"] if n.endswith(".safetensors")):
+        shard = open_safetensors(path / name)
+        opened.callback(shard.close)
+        if not isinstance(headers, dict) or headers.get(name) != shard.header_digest:
+            faults.append(("its header isn't the one that was written", name))
+        faults += [("stands in two shards", tensor) for tensor in shard.tensors if tensor in tensors]
+        tensors.update(shard.tensors)
+    faults += tensor_faults(manifest, tensors)
+    if faults:
+        raise CorruptError(
+            f"The shards don't hold what the manifest says: {len(faults)} faults.",
+            place=path,
+            found=fault_list(faults),
+            remedy="restore the checkpoint from a copy",
+        )
+    return tensors
+
+
+def _restore(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], place: Path) -> Tree:
+    try:
+        parts = {
+            key: manifest[view["$manifest"]] if isinstance(view, dict) and "$manifest" in view else view
+            for key, view in manifest["tree"].items()
+        }
+        tree = {
+            key: from_json(view, lambda described: tensors[described["name"]]) for key, view in parts.items()
+        }
+        named = tensor_names(tree)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise FormatError(
+            "The manifest's tree doesn't follow its format.", place=place, found=found
+        ) from None
+    lost = [
+        ("isn't at its place in the tree", name) for name in tensors if named.get(name) is not tensors[name]
+    ]
+    if lost:
+        raise FormatError(
+            "The manifest's tree doesn't hold the tensors.", place=place, found=fault_list(lost)
+        )
+    return tree
+
+
+CONTAINER = StatekitDirectory()

@@ -1,0 +1,258 @@
+"""What a conversion will do, tensor by tensor, said before a single value is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from statekit.checkpoint import Checkpoint, Finding
+from statekit.digest import json_digest
+from statekit.errors import InexactError, fault_list
+from statekit.format import Encoded, Exactness, Hints
+from statekit.state import TrainState
+from statekit.tensor import Shape, Tensor, nbytes
+from statekit.tree import tensor_names, to_json
+
+FORMAT = "statekit-plan"
+VERSION = 1
+Origin: TypeAlias = Literal["kept", "derived", "synthesised"]
+NO_HINTS = Hints()
+StepOffset: TypeAlias = Literal["keep", "reset"] | int
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for; with it a plan can be carried out. Not part of the plan's digest.
+
+    Attributes:
+        source: The checkpoint, or a run's folder.
+        target: Where the result shall be.
+        from_: Container of the source, if given.
+        to: Container of the target, or a shorthand such as `t5x-orbax`, if given.
+        layout: Layout of the target, if given.
+        step: Step of the source, if given.
+        hints: What the user says about the source.
+        step_offset: `keep`, `reset` (to the number of updates done) or a number.
+        require: The worst exactness allowed.
+    """
+
+    source: Path
+    target: Path
+    from_: str | None = None
+    to: str | None = None
+    layout: str | None = None
+    step: int | None = None
+    hints: Hints = NO_HINTS
+    step_offset: StepOffset = "keep"
+    require: Exactness = Exactness.ROUNDING
+
+
+@dataclass(frozen=True)
+class Side:
+    """A source or target: its container, its layout, its step."""
+
+    container: str
+    layout: str
+    step: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the side as it stands in a plan and in a manifest."""
+        return {"container": self.container, "layout": self.layout, "step": self.step}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the target.
+
+    Attributes:
+        name: Native name in the target.
+        expression: The source tensors it is made of, and how.
+        shape: Shape in the target.
+        dtype: Name of the dtype in the target.
+        bytes: Size of the values.
+        exactness: How exact the result is.
+        reason: Why it isn't bitwise; empty if it is.
+        origin: `kept` as it is, `derived` from source tensors, or `synthesised` without one.
+    """
+
+    name: str
+    expression: Mapping[str, Any]
+    shape: Shape
+    dtype: str
+    bytes: int
+    exactness: Exactness
+    reason: str
+    origin: Origin
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the entry as it stands in a plan."""
+        return {
+            "name": self.name,
+            "expression": dict(self.expression),
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "bytes": self.bytes,
+            "exactness": self.exactness.name.lower(),
+            "reason": self.reason,
+            "origin": self.origin,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a conversion will do.
+
+    Attributes:
+        source: What is read.
+        target: What is written.
+        entries: Every tensor of the target, in its order.
+        dropped: What the target has no place for: canonical name -> reason.
+        assumptions: What was assumed because the source doesn't say.
+        options: What was asked for that changes the result.
+        state: Schema, variant, steps, groups, rules: the state without its tensors.
+        findings: What was odd about the source; not part of the digest, as it names places on this machine.
+        request: What was asked for, with paths; not part of the digest.
+    """
+
+    source: Side
+    target: Side
+    entries: tuple[Entry, ...]
+    dropped: Mapping[str, str]
+    assumptions: tuple[str, ...]
+    options: Mapping[str, Any]
+    state: Mapping[str, Any]
+    findings: tuple[Finding, ...]
+    request: Request
+
+    @property
+    def bytes(self) -> int:
+        """Size of all values that will be written."""
+        return sum(entry.bytes for entry in self.entries)
+
+    @property
+    def exactness(self) -> Exactness:
+        """The exactness of the least exact tensor; what is dropped of the training state counts as `lossy`."""
+        dropped = [Exactness.LOSSY for _ in _lost(self.dropped)]
+        return max([Exactness.BITWISE, *dropped, *(entry.exactness for entry in self.entries)])
+
+    @cached_property
+    def digest(self) -> str:
+        """The BLAKE3 digest of `to_json`, the same on every machine."""
+        return json_digest(self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the plan as plain JSON, without a path of this machine."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "source": self.source.to_json(),
+            "target": self.target.to_json(),
+            "bytes": self.bytes,
+            "exactness": self.exactness.name.lower(),
+            "options": dict(self.options),
+            "assumptions": list(self.assumptions),
+            "dropped": dict(self.dropped),
+            "state": dict(self.state),
+            "tensors": [entry.to_json() for entry in self.entries],
+        }
+
+    def check(self) -> None:
+        """Refuses a plan that is less exact than was required.
+
+        Raises:
+            InexactError: Lists every tensor that is.
+        """
+        allowed = self.request.require
+        faults = [
+            (f"{entry.exactness.name.lower()}: {entry.reason}", entry.name)
+            for entry in self.entries
+            if entry.exactness > allowed
+        ]
+        if allowed < Exactness.LOSSY:
+            faults += [(f"dropped: {self.dropped[name]}", name) for name in _lost(self.dropped)]
+        if faults:
+            raise InexactError(
+                f"The conversion would be less exact than required for {len(faults)} tensors.",
+                place=self.request.target,
+                expected=f"{allowed.name.lower()} or better",
+                found=fault_list(faults),
+                remedy=f"allow it with --require {self.exactness.name.lower()}, or choose another layout",
+            )
+
+
+def build_plan(
+    checkpoint: Checkpoint,
+    layout: str,
+    state: TrainState,
+    encoded: Encoded,
+    target: Side,
+    options: Mapping[str, Any],
+    request: Request,
+) -> Plan:
+    """Builds the plan of a conversion from names, shapes and dtypes alone.
+
+    Args:
+        checkpoint: The opened source.
+        layout: Its layout.
+        state: What it decodes to, with the options applied.
+        encoded: What the state encodes to.
+        target: What will be written.
+        options: What was asked for that changes the result.
+        request: What was asked for.
+    """
+    sources = {name for tensor in checkpoint.tensors.values() for name in _stored_names(tensor.to_json())}
+    names = tensor_names(encoded.tree)
+    step = checkpoint.step if checkpoint.step is not None else state.counts.updates
+    return Plan(
+        source=Side(checkpoint.container, layout, step),
+        target=target,
+        entries=tuple(_entry(name, tensor, encoded, sources) for name, tensor in names.items()),
+        dropped=dict(encoded.dropped),
+        assumptions=state.assumptions,
+        options=to_json(options),
+        state=to_json(state.to_json()),
+        findings=checkpoint.findings,
+        request=request,
+    )
+
+
+def _entry(name: str, tensor: Tensor, encoded: Encoded, sources: set[str]) -> Entry:
+    expression = tensor.to_json()
+    exactness, reason = encoded.exactness.get(name, (Exactness.BITWISE, ""))
+    return Entry(
+        name=name,
+        expression=to_json(expression),
+        shape=tensor.shape,
+        dtype=tensor.dtype.name,
+        bytes=nbytes(tensor),
+        exactness=exactness,
+        reason=reason,
+        origin=_origin(expression, sources),
+    )
+
+
+def _origin(expression: Mapping[str, Any], sources: set[str]) -> Origin:
+    used = [name for name in _stored_names(expression) if name in sources]
+    if not used:
+        return "synthesised"
+    return "kept" if expression.get("op") == "stored" else "derived"
+
+
+def _stored_names(expression: Any) -> Iterator[str]:
+    """Yields the names of the stored tensors in an expression."""
+    if isinstance(expression, Mapping):
+        if expression.get("op") == "stored":
+            yield str(expression["name"])
+        for part in expression.values():
+            yield from _stored_names(part)
+    elif isinstance(expression, (list, tuple)):
+        for part in expression:
+            yield from _stored_names(part)
+
+
+def _lost(dropped: Mapping[str, str]) -> list[str]:
+    """Returns what of the dropped belongs to the training state: without it the run doesn't go on as it was."""
+    return [name for name in dropped if name.startswith(("params/", "slots/", "groups/"))]

@@ -1,0 +1,172 @@
+"""Which container and layout a target gets, and whether it may stand where it is asked for."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from statekit import registry
+from statekit.errors import NotFoundError, UsageError
+from statekit.format import Container, Layout
+
+
+def choose_container(target: Path, to: str | None) -> tuple[Container, str | None]:
+    """Chooses the container of a target: by `to`, else by its suffix, else by a word in its name.
+
+    Args:
+        target: Where the result shall be.
+        to: A container's name, or `<layout>-<container>`, such as `t5x-orbax`; None to go by the target's name.
+
+    Returns:
+        The container, and the layout if the name says one.
+
+    Raises:
+        UsageError: No name fits, several do, or the container can't be written.
+    """
+    if to is not None:
+        return _writable(*_named(to, "--to"))
+    by_suffix = [c for c in map(registry.container, registry.container_names()) if _has_suffix(target, c)]
+    if len(by_suffix) == 1:
+        return _writable(by_suffix[0], None)
+    words = _words(target.name)
+    names = {"-".join(_words(name)): name for name in [*registry.container_names(), *_shorthands()]}
+    found = [name for name in names if _holds(words, _words(name))]
+    longest = [
+        name
+        for name in found
+        if not any(name != other and _holds(_words(other), _words(name)) for other in found)
+    ]
+    if len(longest) != 1:
+        raise UsageError(
+            "The target's name doesn't say what to write.",
+            place=target,
+            expected=f"one of {', '.join(_choices())} as a word of the name, a suffix such as .pt, or --to",
+            found=" and ".join(longest) or "none",
+            remedy="name the container with --to",
+        )
+    return _writable(*_named(names[longest[0]], "the target's name"))
+
+
+def source_container(name: str) -> tuple[Container, str | None]:
+    """Returns the container, and the layout if the name says one, of a source that the user named.
+
+    Raises:
+        UsageError: No such container.
+    """
+    return _named(name, "--from")
+
+
+def choose_layout(container: Container, schema: str, name: str | None) -> Layout:
+    """Chooses the layout of a target: the one named, else the first that is at home in the container.
+
+    Args:
+        container: The target's container.
+        schema: The optimizer of the state.
+        name: The layout's name, if one was given.
+
+    Raises:
+        UsageError: No such layout, or none that holds the optimizer.
+    """
+    if name is not None:
+        try:
+            layout = registry.layout(name)
+        except NotFoundError as error:
+            raise UsageError(error.subject, place="--layout", expected=error.expected, found=name) from None
+        if schema not in layout.optimizers:
+            raise UsageError(
+                f"The layout {name} can't hold the state of {schema}.",
+                place="--layout",
+                expected=f"a layout of {schema}: {', '.join(_layouts_of(schema)) or 'there is none'}",
+                found=f"{name}, which holds {', '.join(layout.optimizers)}",
+            )
+        return layout
+    layouts = [registry.layout(one) for one in _layouts_of(schema)]
+    homes = [layout for layout in layouts if container.name in layout.containers]
+    if not homes:
+        raise UsageError(
+            f"No layout of the container {container.name} holds the state of {schema}.",
+            place="--to",
+            expected=f"a layout of {schema}: {', '.join(layout.name for layout in layouts) or 'there is none'}",
+            remedy="name one with --layout, or choose another container with --to",
+        )
+    return min(homes, key=lambda layout: layout.containers.index(container.name))
+
+
+def check_apart(source: Path, target: Path) -> None:
+    """Refuses a target that is the source, inside it or around it, by whatever links it is reached.
+
+    Raises:
+        UsageError: The two aren't apart.
+    """
+    origin, place = Path(os.path.realpath(source)), Path(os.path.realpath(target))
+    if not origin.exists():
+        return
+    ways = (("the source itself", _same(origin, place)), ("inside the source", _within(place, origin)))
+    for how, true in (*ways, ("a folder around the source", _within(origin, place))):
+        if true:
+            raise UsageError(
+                f"The target is {how}.",
+                place=target,
+                found=f"source {source}",
+                remedy="choose another target",
+            )
+
+
+def _within(path: Path, folder: Path) -> bool:
+    return any(_same(parent, folder) for parent in path.parents)
+
+
+def _same(left: Path, right: Path) -> bool:
+    try:
+        return left == right or left.samefile(right)
+    except OSError:  # one isn't there
+        return False
+
+
+def _named(name: str, option: str) -> tuple[Container, str | None]:
+    if name in registry.container_names():
+        return registry.container(name), None
+    layout, container = _shorthands().get(name, ("", ""))
+    if not container:
+        choices = ", ".join(_choices())
+        raise UsageError("There is no container of that name.", place=option, expected=choices, found=name)
+    return registry.container(container), layout
+
+
+def _shorthands() -> dict[str, tuple[str, str]]:
+    """Returns `<layout>-<container>` -> layout and container, for every container that a layout is at home in."""
+    layouts = [registry.layout(name) for name in registry.layout_names()]
+    pairs = {f"{lay.name}-{con}": (lay.name, con) for lay in layouts for con in lay.containers if lay.name != con}
+    return {name: pair for name, pair in pairs.items() if name not in registry.container_names()}
+
+
+def _choices() -> list[str]:
+    return [c.name for c in map(registry.container, registry.container_names()) if c.target_kind is not None]
+
+
+def _writable(container: Container, layout: str | None) -> tuple[Container, str | None]:
+    if container.target_kind is None:
+        raise UsageError(
+            "This container can only be read.",
+            place="--to",
+            expected=", ".join(_choices()),
+            found=container.name,
+        )
+    return container, layout
+
+
+def _layouts_of(schema: str) -> list[str]:
+    return [name for name in registry.layout_names() if schema in registry.layout(name).optimizers]
+
+
+def _has_suffix(target: Path, container: Container) -> bool:
+    return container.target_kind is not None and target.name.lower().endswith(tuple(container.suffixes))
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[-_.]+", name.lower()) if word]
+
+
+def _holds(words: list[str], part: list[str]) -> bool:
+    return any(words[i : i + len(part)] == part for i in range(len(words) - len(part) + 1))
