@@ -10,7 +10,7 @@ import click
 
 from statekit.backends import BACKEND_NAMES, backend
 from statekit.cli.output import console, print_json, printable, progress, table
-from statekit.converters.hparams import parse_hparams
+from statekit.converters.hparams import read_hparams
 from statekit.errors import NotFoundError, UsageError
 from statekit.verify.recording import Recording, open_recording
 from statekit.verify.replay import Replay, Subject, replay
@@ -63,7 +63,7 @@ def command(
         raise UsageError(
             "--checkpoint is the start of one recording.", expected="one BUNDLE", found=len(bundles)
         )
-    changes = parse_hparams(hparams)
+    changes = read_hparams(hparams).values
     recordings, skipped = _open(bundles)
     if trajectory:
         trajectory.mkdir(parents=True, exist_ok=True)

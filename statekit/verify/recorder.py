@@ -22,7 +22,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from statekit.converters.containers.safetensors_file import write_tensors
+from statekit.converters.containers.safetensors_file import save_safetensors
+from statekit.digest import tensor_bytes
 from statekit.errors import TargetExistsError, UsageError
 from statekit.optim.adafactor import Execution
 from statekit.state import TrainState
@@ -56,7 +57,10 @@ class Spool:
 
     def write(self, path: Path) -> None:
         """Writes everything as one safetensors file."""
-        write_tensors(path, self.tensors)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        with unfinished.open("xb") as output:
+            save_safetensors(self.tensors, output, lambda _, tensor: tensor_bytes(tensor), {})
+        unfinished.replace(path)
         if self._file is not None:
             self._file.close()
 

@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from statekit.converters.containers.safetensors_file import open_tensors
+from statekit.converters.containers.safetensors_file import open_safetensors
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.format import Hints
 from statekit.optim.adafactor import Execution
@@ -96,12 +96,12 @@ class Recording:
     @cached_property
     def grads(self) -> dict[str, Tensor]:
         """All gradients, by `{step}/{param}`."""
-        return open_tensors(self.folder / GRADS)
+        return dict(open_safetensors(self.folder / GRADS).tensors)
 
     def states(self, trajectory: Trajectory) -> dict[str, Tensor]:
         """Returns all tensors of a trajectory, by `{step}/...`."""
         if trajectory.file not in self._opened:
-            self._opened[trajectory.file] = open_tensors(self.folder / trajectory.file)
+            self._opened[trajectory.file] = dict(open_safetensors(self.folder / trajectory.file).tensors)
         return self._opened[trajectory.file]
 
     def phase(self, update: int) -> Phase:

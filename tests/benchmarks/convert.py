@@ -1,0 +1,109 @@
+"""`make bench`: memory and speed of converting, against `cp` of the same bytes in the same run.
+
+    python tests/benchmarks/convert.py [--gigabytes 4]
+
+Peak memory is the resident set of a whole process (VmHWM), less that of a process that has only imported the same
+modules. Throughput counts the source's tensor bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from rich.console import Console
+from rich.table import Table
+from synthetic import state, write_t5x
+
+MIB, GB = 2**20, 1e9
+
+
+def run(*command: str) -> tuple[float, float]:
+    """Runs a process; returns its wall time in seconds and its peak resident set in MiB."""
+    start = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status != 0:
+        raise SystemExit(f"{' '.join(command)} failed with status {status}")
+    return time.perf_counter() - start, usage.ru_maxrss / 1024
+
+
+def statekit(*arguments: str) -> tuple[float, float]:
+    """Runs the command line in a process of its own."""
+    return run(str(Path(sys.executable).with_name("statekit")), *arguments)
+
+
+def folder_bytes(path: Path) -> int:
+    """Returns the bytes of a file, or of all files below a folder."""
+    files = [path] if path.is_file() else path.rglob("*")
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def conversions(work: Path, gigabytes: float, out: Console) -> None:
+    """Measures conversions of a large T5X checkpoint."""
+    matrices = max(1, round(gigabytes * GB / (2 * 4 * 4096 * 4096)))
+    tensor_bytes = matrices * 4 * (2 * 4096 * 4096 + 2 * 4096)
+    source = work / "t5x-source"
+    out.print(f"making a T5X checkpoint of {tensor_bytes / GB:.2f} GB in {4 * matrices} tensors ...")
+    write_t5x(source, state(matrices, 4096, 4096))
+    _, idle = run(
+        sys.executable, "-c", "import statekit.convert, tensorstore, rich, click, msgpack, safetensors"
+    )
+    table = Table("operation", "seconds", "GB/s", "of cp", "peak MiB above imports")
+    copied, _ = run("cp", "-r", str(source), str(work / "copy"))
+    stored = folder_bytes(source)
+    copy_speed = stored / GB / copied
+    table.add_row("cp -r of the source", f"{copied:.1f}", f"{copy_speed:.2f}", "1", "")
+    shutil.rmtree(work / "copy")
+    for name, begin, target, options in (
+        ("T5X to torch", source, work / "out.pt", ()),
+        ("T5X to statekit", source, work / "out-statekit", ("--to", "statekit")),
+        ("torch to statekit", work / "out.pt", work / "again-statekit", ("--to", "statekit")),
+        ("torch to T5X", work / "out.pt", work / "again-t5x", ("--to", "t5x")),
+    ):
+        seconds, peak = statekit("convert", str(begin), str(target), *options)
+        speed = tensor_bytes / GB / seconds
+        table.add_row(
+            name, f"{seconds:.1f}", f"{speed:.2f}", f"{speed / copy_speed:.2f}", f"{peak - idle:.0f}"
+        )
+        if target.name.startswith("again") or target.name == "out-statekit":
+            shutil.rmtree(target)
+    out.print(table)
+
+
+def inspections(work: Path, out: Console) -> None:
+    """Measures how soon a checkpoint of 10 000 tensors is inspected."""
+    source = work / "many"
+    write_t5x(source, state(2500, 8, 8))
+    table = Table("inspect", "seconds", "peak MiB")
+    for label, options in (("10 000 tensors, T5X", ()), ("the same, --json", ("--json",))):
+        seconds, peak = statekit("inspect", str(source), *options)
+        table.add_row(label, f"{seconds:.2f}", f"{peak:.0f}")
+    statekit("convert", str(source), str(work / "many.pt"))
+    seconds, peak = statekit("inspect", str(work / "many.pt"))
+    table.add_row("10 000 tensors, torch", f"{seconds:.2f}", f"{peak:.0f}")
+    out.print(table)
+
+
+def main() -> None:
+    """Runs all measurements."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gigabytes", type=float, default=4.0)
+    parser.add_argument("--folder", help="where to put the files (default: a temporary folder)")
+    arguments = parser.parse_args()
+    out = Console()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        inspections(Path(folder), out)
+        conversions(Path(folder), arguments.gigabytes, out)
+
+
+if __name__ == "__main__":
+    main()

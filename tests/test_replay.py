@@ -1,0 +1,137 @@
+"""Our steps against T5X's own: every recording, every backend, from the native checkpoint and from init."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+from goldens import GOLDEN, bundles
+
+from statekit.backends import backend
+from statekit.converters.containers.safetensors_file import open_safetensors
+from statekit.errors import FormatError, NotFoundError
+from statekit.verify.recorder import Recorder
+from statekit.verify.recording import Recording, from_json, open_recording, to_json
+from statekit.verify.replay import Start, Subject, replay
+
+T5X = [pytest.param(path, id=path.name) for path in bundles("t5x")]
+BACKENDS = [
+    "numpy",
+    "float64",
+    pytest.param("torch", marks=pytest.mark.torch),
+    pytest.param("jax", marks=pytest.mark.jax),
+]
+
+
+def test_there_are_recordings() -> None:
+    assert len(T5X) >= 14
+
+
+@pytest.mark.parametrize("path", T5X)
+@pytest.mark.parametrize("start", ["checkpoint", "init"])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_element_of_every_step_lies_in_the_bound(path: Path, start: Start, name: str) -> None:
+    recording = open_recording(path)
+    result = replay(Subject(recording, start), backend(name))
+    assert not result.decoded
+    assert [row for judged in result.judged for row in judged.rows if row.outside] == []
+    assert result.passed
+    first = recording.checkpoint_step if start == "checkpoint" else 0
+    assert result.steps == (first, recording.last)
+    rows = result.judged[0].rows
+    assert {row.step for row in rows} == set(range(result.steps[0] + 1, recording.last + 1))
+    assert sum(row.size for row in rows) > 1000
+
+
+@pytest.mark.parametrize("path", T5X)
+def test_the_orbax_generation_starts_the_same_run(path: Path) -> None:
+    recording = open_recording(path)
+    orbax = path / "checkpoint_orbax" / f"checkpoint_{recording.checkpoint_step}"
+    assert replay(Subject(recording, checkpoint=orbax), backend("numpy")).passed
+
+
+@pytest.mark.parametrize("path", T5X)
+def test_a_recording_is_described_in_the_documented_form(path: Path) -> None:
+    schema = json.loads((Path(__file__).parents[1] / "schemas/statekit-recording.schema.json").read_text())
+    recording = open_recording(path)
+    described = to_json(recording)
+    jsonschema.Draft202012Validator(schema).validate(described)
+    assert from_json(path, json.loads(json.dumps(described))) == recording
+
+
+def test_a_compiled_trajectory_is_judged_as_compiled() -> None:
+    recording = open_recording(GOLDEN / "t5x" / "momentum_bf16_wd")
+    assert [t.execution for t in recording.trajectories] == ["op_by_op", "compiled"]
+
+
+def test_rounding_op_by_op_is_told_from_compiled() -> None:
+    recording = open_recording(GOLDEN / "t5x" / "bf16_params")
+    data = to_json(recording)
+    data["trajectories"] = [{"file": "trajectory_jit.safetensors", "execution": "op_by_op"}]
+    mistaken = from_json(recording.folder, data)
+    assert not replay(Subject(mistaken, "init"), backend("numpy")).passed
+
+
+def test_the_free_run_is_written_under_the_recordings_own_names(tmp_path: Path) -> None:
+    recording = open_recording(GOLDEN / "t5x" / "finetune_step_offset")
+    file = tmp_path / "free.safetensors"
+    replay(Subject(recording), backend("numpy"), file)
+    ours = open_safetensors(file).tensors
+    theirs = recording.states(recording.trajectories[0])
+    assert recording.checkpoint_step == 4
+    assert set(ours) == {name for name in theirs if int(name.split("/")[0]) >= 4}
+    for name, tensor in ours.items():
+        recorded = theirs[name].read()
+        assert (tensor.shape, tensor.dtype) == (recorded.shape, recorded.dtype)
+        scale = float(np.max(np.abs(recorded))) or 1.0
+        assert float(np.max(np.abs(tensor.read() - recorded))) <= 1e-5 * scale
+
+
+def test_a_recorded_run_of_ones_own_is_judged(tmp_path: Path) -> None:
+    original = open_recording(GOLDEN / "t5x" / "momentum_f32")
+    copy = record_again(original, tmp_path / "mine")
+    assert replay(Subject(copy, "init"), backend("numpy")).passed
+    with pytest.raises(NotFoundError, match="no checkpoint"):
+        replay(Subject(copy), backend("numpy"))
+
+
+def record_again(original: Recording, folder: Path) -> Recording:
+    """Records a run from what another recording holds, through the public recorder."""
+    states = original.states(original.trajectories[0])
+
+    def at(step: int) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
+        params: dict[str, object] = {}
+        slots: dict[str, dict[str, object]] = {}
+        for name, tensor in states.items():
+            number, kind, path = name.split("/", 2)
+            if int(number) == step and kind == "param":
+                params[path] = tensor.read()
+            elif int(number) == step:
+                parent, _, slot = path.rpartition("/")
+                slots.setdefault(parent, {})[slot] = tensor.read()
+        return params, slots
+
+    phase = original.phases[0]
+    recorder = Recorder(folder, system="t5x", hyperparameters=phase.hyperparameters, execution="op_by_op")
+    recorder.start(*at(0))  # type: ignore[arg-type]
+    for update in range(1, original.last + 1):
+        grads = {path: tensor.read() for path, tensor in original.gradients(update).items()}
+        recorder.update(grads, *at(update), original.rate(update))  # type: ignore[arg-type]
+    recorder.close()
+    return open_recording(folder)
+
+
+def test_what_is_no_recording_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"isn't a recording(.|\n)*grads.safetensors"):
+        open_recording(tmp_path)
+    (tmp_path / "recording.json").write_text('{"format": "statekit-recording", "version": 2}')
+    for name in ("grads.safetensors", "trajectory.safetensors"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(FormatError, match="breaks the form"):
+        open_recording(tmp_path)
+    (tmp_path / "recording.json").write_text("[")
+    with pytest.raises(FormatError, match="isn't JSON"):
+        open_recording(tmp_path)
