@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(shell cat pyproject.toml constraints.txt Makefile | cksum | tr ' ' '-')
-PIP_INSTALL := -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP_INSTALL := -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
 export JAX_PLATFORMS := cpu
 
@@ -24,7 +24,7 @@ $(READY):
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "statekit needs Python 3.11 or newer; try make PYTHON=...")'
 	@echo "Setting up $(VENV): torch and JAX are large, this takes a few minutes once."
 	@$(PYTHON) -m venv --without-pip $(VENV)
-	@$(PYTHON) -m pip --disable-pip-version-check --python $(BIN)/python install --quiet pip
+	@$(PYTHON) -m pip --disable-pip-version-check --python $(BIN)/python install -qq pip
 	@rm -f $(VENV)/.ready-*
 	@$(BIN)/python $(PIP_INSTALL) torch
 	@$(BIN)/python $(PIP_INSTALL) --editable '.[torch,jax,dev]'

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
+from statekit.cli.output import printable
 from statekit.format import Hints
 
 
 def _hints(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> Hints:
     if not values:
         return Hints()
-    from statekit.converters.hparams import parse_hparams
+    from statekit.converters.hparams import read_hparams
 
-    return Hints(parse_hparams(values))
+    settings = read_hparams(values)
+    for note in settings.left_out:
+        click.echo(f"Note: {printable(note)}", err=True)
+    return Hints(settings.values)
 
 
 hints_option = click.option(
     "--hparams",
+    "hints",
     multiple=True,
     metavar="FILE|KEY=VALUE",
     callback=_hints,
-    help="Hyperparameters that the checkpoint doesn't hold, by the original's names; may be repeated.",
+    help="What the checkpoint doesn't say, by the original's own names: decay_rate=0.8, or a .gin or .json file. "
+    "May be repeated.",
 )
-"""The `--hparams` option; the command gets `Hints`."""
-
-
-def source_path(argument: str) -> Path:
-    """Returns the path of a source.
-
-    Raises:
-        UsageError: It is the address of a remote folder, which statekit doesn't read.
-    """
-    return Path(argument)
+"""The `--hparams` option; the command gets `hints`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -13,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from statekit.cli import output
-from statekit.cli.arguments import hints_option, source_path
+from statekit.cli.arguments import hints_option
 from statekit.cli.module_tree import Row, module_tree, rows
 from statekit.format import Hints
 from statekit.inspection import (
@@ -33,7 +34,7 @@ STATS = ("norm", "rms", "min", "max", "zeros", "NaN", "Inf")
 
 
 @click.command("inspect")
-@click.argument("checkpoint", type=click.Path())
+@click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--from", "container", metavar="CONTAINER", help="What the file is, if it can't be told.")
 @click.option("--layout", metavar="LAYOUT", help="What its names mean, if it can't be told.")
 @click.option("--step", type=int, metavar="N", help="The step of a run's folder. Default: the newest.")
@@ -45,11 +46,11 @@ STATS = ("norm", "rms", "min", "max", "zeros", "NaN", "Inf")
 @click.option("--stats", is_flag=True, help="Read all values: norm, rms, min, max, zeros, NaN, Inf.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
-    checkpoint: str,
+    checkpoint: Path,
     container: str | None,
     layout: str | None,
     step: int | None,
-    hparams: Hints,
+    hints: Hints,
     pattern: str | None,
     with_slots: bool,
     stats: bool,
@@ -60,12 +61,10 @@ def command(
     CHECKPOINT is a file or folder of any system that `statekit formats` lists, or a run's folder with several steps.
     Only headers are read, except with --stats. Where no layout fits, the tensors are listed by their own names.
     """
-    request = Request(container, layout, step, hparams, pattern or "*", stats)
+    request = Request(container, layout, step, hints, pattern or "*", stats)
     with output.progress() as bar:
         task = bar.add_task("reading", total=None, visible=stats)
-        found = inspect(
-            source_path(checkpoint), request, lambda done, all_: bar.update(task, completed=done, total=all_)
-        )
+        found = inspect(checkpoint, request, lambda done, all_: bar.update(task, completed=done, total=all_))
     if as_json:
         output.print_json("inspect", found.to_json())
         return

@@ -26,7 +26,9 @@ class Verb(NamedTuple):
 VERBS = {
     "inspect": Verb("statekit.cli.inspect_command", "Shows what a checkpoint holds."),
     "convert": Verb("statekit.cli.convert_command", "Converts a checkpoint to another system."),
-    "replay": Verb("statekit.cli.replay_command", "Replays recordings of an original optimizer with our steps."),
+    "replay": Verb(
+        "statekit.cli.replay_command", "Replays recordings of an original optimizer with our steps."
+    ),
     "formats": Verb("statekit.cli.formats_command", "Lists the containers and layouts that statekit knows."),
     "schemas": Verb("statekit.cli.schemas_command", "Shows what each optimizer keeps, in canonical form."),
     "demo": Verb("statekit.cli.demo_command", "Goes on in PyTorch from a checkpoint that T5X wrote."),

@@ -13,11 +13,15 @@ from statekit import registry
 from statekit.checkpoint import Checkpoint, Finding
 from statekit.errors import StateError, StatekitError, UnknownFormatError
 from statekit.format import Hints, Layout
+from statekit.manifest import tensor_faults
 from statekit.schema import load_schema
 from statekit.state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.stats import Stats, measure
+from statekit.targets import source_container
 from statekit.tensor import DTYPES, Shape, Tensor, nbytes
 from statekit.tree import tensor_names, to_json
+
+NAMED = "it was named"
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,9 @@ def unknown_hyperparameters(optimizer: Optimizer, group: Group) -> list[str]:
     """Returns the hyperparameters of the variant (of the whole schema, if that isn't known) that a group lacks."""
     schema = load_schema(optimizer.schema)
     variant = schema.variants.get(optimizer.variant or "", {})
-    return [name for name in variant.get("defaults", schema.hyperparameters) if name not in group.hyperparameters]
+    return [
+        name for name in variant.get("defaults", schema.hyperparameters) if name not in group.hyperparameters
+    ]
 
 
 def _optimizer_json(optimizer: Optimizer | None, counts: Counts | None) -> dict[str, Any] | None:
@@ -210,14 +216,15 @@ def inspect(
         FormatError: The bytes don't follow their format or can't be trusted.
     """
     if request.container:
-        chosen = registry.container(request.container)
-        container = Choice(chosen.name, chosen.title, "it was named")
+        chosen, implied = source_container(request.container)
+        container = Choice(chosen.name, chosen.title, NAMED)
+        request = replace(request, layout=request.layout or implied)
     else:
         chosen, evidence = registry.detect_container(path)
         container = Choice(chosen.name, chosen.title, evidence.because)
     with chosen.open(path, request.step) as checkpoint:
         opened = Inspection(checkpoint.path, container, None, checkpoint.step, checkpoint.meta)
-        opened = replace(opened, findings=tuple(checkpoint.findings))
+        opened = replace(opened, findings=(*checkpoint.findings, *_manifest_faults(checkpoint)))
         try:
             layout, because = _layout(checkpoint, request.layout)
             state = layout.decode(checkpoint, request.hints)
@@ -231,9 +238,14 @@ def inspect(
 
 def _layout(checkpoint: Checkpoint, name: str | None) -> tuple[Layout, str]:
     if name:
-        return registry.layout(name), "it was named"
+        return registry.layout(name), NAMED
     layout, evidence = registry.detect_layout(checkpoint)
     return layout, evidence.because
+
+
+def _manifest_faults(checkpoint: Checkpoint) -> Iterator[Finding]:
+    for what, name in tensor_faults(checkpoint.manifest, checkpoint.tensors) if checkpoint.manifest else ():
+        yield Finding(what, name)
 
 
 def _native(

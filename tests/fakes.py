@@ -87,6 +87,7 @@ class Fake:
             registry, "detect_container", lambda path: (self, Evidence(20, "a test put it there"))
         )
         monkeypatch.setattr(registry, "detect_layout", self.detect_layout)
+        monkeypatch.setattr(registry, "container_names", lambda: ["fake"])
         monkeypatch.setattr(registry, "container", lambda name: self)
         monkeypatch.setattr(registry, "layout", lambda name: self)
         return self

@@ -1,0 +1,153 @@
+"""`statekit convert`: a checkpoint of one system becomes one of another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from statekit.cli import output
+from statekit.cli.arguments import hints_option
+from statekit.cli.plan_view import show_plan
+from statekit.cli.resume import next_update, resume_lines
+from statekit.commit import Progress
+from statekit.convert import Report, convert, plan
+from statekit.format import Exactness, Hints
+from statekit.plan import Plan, StepOffset
+
+PHASES = {"check": "checking the source", "write": "writing", "verify": "reading again"}
+
+
+class _StepOffset(click.ParamType[StepOffset]):
+    name = "keep|reset|N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> StepOffset:
+        if value in ("keep", "reset"):
+            return value  # type: ignore[no-any-return]
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither keep, reset nor a number.", param, ctx)
+
+
+@click.command("convert")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--from", "from_", metavar="CONTAINER", help="What the source is, if it can't be told.")
+@click.option("--to", metavar="CONTAINER", help="What to write, if the target's name doesn't say it.")
+@click.option("--layout", metavar="LAYOUT", help="How the target's optimizer wants its slots.")
+@click.option("--step", type=int, metavar="N", help="The step of a run's folder. Default: the newest.")
+@hints_option
+@click.option(
+    "--step-offset",
+    type=_StepOffset(),
+    default="keep",
+    show_default=True,
+    help="Where the decay of the second moment starts; reset: now, for finetuning.",
+)
+@click.option(
+    "--require",
+    type=click.Choice([e.name.lower() for e in Exactness if e < Exactness.REFUSED]),
+    default=Exactness.ROUNDING.name.lower(),
+    show_default=True,
+    help="The least exactness allowed.",
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Say what would be done, tensor by tensor; read and write no values."
+)
+@click.option("--replace", is_flag=True, help="Put the result in the place of what is there.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    source: Path,
+    target: Path,
+    from_: str | None,
+    to: str | None,
+    layout: str | None,
+    step: int | None,
+    hints: Hints,
+    step_offset: StepOffset,
+    require: str,
+    dry_run: bool,
+    replace: bool,
+    as_json: bool,
+) -> None:
+    """Converts a checkpoint to another system.
+
+    SOURCE is a checkpoint of any system, or a run's folder. What TARGET becomes is said by --to, by its suffix (.pt),
+    or by a word in its name (torch-ckpt, t5x-ckpt). It takes its name when all is written, read again and compared.
+    """
+    planned = plan(
+        source,
+        target,
+        from_=from_,
+        to=to,
+        layout=layout,
+        step=step,
+        hints=hints,
+        step_offset=step_offset,
+        require=Exactness[require.upper()],
+    )
+    report = None if dry_run else _carry_out(planned, replace)
+    if as_json:
+        output.print_json("convert", _as_json(planned, report))
+        return
+    stdout = output.console()
+    show_plan(stdout, planned, tensors=dry_run)
+    _show_next(stdout, planned)
+    if report:
+        _show_report(stdout, report)
+
+
+def _carry_out(planned: Plan, replace: bool) -> Report:
+    with output.progress() as bar:
+        task = bar.add_task("", total=None)
+
+        def tell(progress: Progress) -> None:
+            bar.update(
+                task,
+                description=PHASES[progress.phase],
+                completed=progress.done,
+                total=progress.total or None,
+            )
+
+        return convert(planned, replace=replace, on_progress=tell)
+
+
+def _as_json(planned: Plan, report: Report | None) -> dict[str, Any]:
+    target = report.target if report else planned.request.target
+    return {
+        "plan": planned.to_json(),
+        "plan_digest": planned.digest,
+        "findings": [vars(finding) for finding in planned.findings],
+        "report": report.to_json() if report else None,
+        "next_update": next_update(planned.state),
+        "resume": resume_lines(planned, target),
+    }
+
+
+def _show_next(stdout: Console, planned: Plan) -> None:
+    groups = next_update(planned.state)
+    stdout.print("\nThe next update will use:", style="bold")
+    for i, group in enumerate(groups):
+        rate = group["learning_rate"]
+        parts = [
+            f"learning rate {rate}" if rate is not None else "the learning rate you give",
+            f"update {group['update']} (counted from 0), schedule at {group['schedule']}",
+        ]
+        if group.get("decay") is not None:
+            parts.append(f"second-moment decay {group['decay']:.6g} (step_offset {group['step_offset']})")
+        label = f"group {i}, {group['parameters']} parameters: " if len(groups) > 1 else ""
+        stdout.print(f"  {label}{', '.join(parts)}")
+
+
+def _show_report(stdout: Console, report: Report) -> None:
+    speed = output.size(round(report.plan.bytes / report.seconds)) if report.seconds else "-"
+    stdout.print(
+        f"\nWrote {report.target}: {output.size(report.bytes)} in {report.seconds:.1f} s ({speed}/s); "
+        f"{report.verified} tensors read again and found as meant."
+    )
+    stdout.print("\nTo go on from here:", style="bold")
+    for line in resume_lines(report.plan, report.target):
+        stdout.print(f"  {output.printable(line)}", soft_wrap=True)

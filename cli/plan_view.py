@@ -1,0 +1,126 @@
+"""A plan and a report as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from statekit.cli import output
+from statekit.format import Exactness
+from statekit.plan import Entry, Plan
+
+MAX_ROWS = 150
+"""More tensors than this aren't listed one by one."""
+MAX_NAMES = 3
+
+
+def show_plan(stdout: Console, plan: Plan, tensors: bool) -> None:
+    """Prints what a conversion does; with `tensors`, one row for each tensor of the target too."""
+    head = output.table("", "")
+    head.show_header = False
+    for side, name, path in (
+        (plan.source, "from", plan.request.source),
+        (plan.target, "to", plan.request.target),
+    ):
+        head.add_row(name, output.printable(str(path)))
+        head.add_row("", f"container {side.container}, layout {side.layout}, step {side.step}")
+    head.add_row("tensors", f"{len(plan.entries)}, {output.size(plan.bytes)}")
+    head.add_row("exactness", "; ".join(_counts(plan)))
+    for option, value in _options(plan):
+        head.add_row(option, value)
+    output.show(stdout, head)
+    if tensors and len(plan.entries) <= MAX_ROWS:
+        stdout.print()
+        output.show(stdout, _tensors(plan))
+    elif tensors:
+        stdout.print(f"More than {MAX_ROWS} tensors: --json lists them.")
+    for title, lines in (
+        ("Not bitwise:", _inexact(plan)),
+        ("Made without a source:", _synthesised(plan)),
+        ("Left behind:", (f"{name}: {reason}" for name, reason in plan.dropped.items())),
+        ("Assumed, because the source doesn't say:", iter(plan.assumptions)),
+        ("Odd about the source:", (f"{finding.what} @ {finding.place}" for finding in plan.findings)),
+    ):
+        show_list(stdout, title, lines)
+
+
+def show_list(stdout: Console, title: str, lines: Iterator[str]) -> None:
+    """Prints a titled list, or nothing if it is empty."""
+    kept = list(lines)
+    if kept:
+        stdout.print(f"\n{title}", style="bold")
+        for line in kept:
+            stdout.print(f"  {output.printable(line)}")
+
+
+def _counts(plan: Plan) -> Iterator[str]:
+    for exactness in Exactness:
+        count = sum(entry.exactness == exactness for entry in plan.entries)
+        if count:
+            yield f"{count} {exactness.name.lower()}"
+
+
+def _options(plan: Plan) -> Iterator[tuple[str, str]]:
+    asked = plan.options.get("step_offset", {})
+    if asked.get("value") is not None:
+        yield "step_offset", f"{asked['value']} (asked for: {asked['asked']})"
+
+
+def _inexact(plan: Plan) -> Iterator[str]:
+    kinds: dict[tuple[Exactness, str], list[str]] = {}
+    for entry in plan.entries:
+        if entry.exactness > Exactness.BITWISE:
+            kinds.setdefault((entry.exactness, entry.reason), []).append(entry.name)
+    for (exactness, reason), names in kinds.items():
+        yield f"{exactness.name.lower()}: {reason} ({_some(names)})"
+
+
+def _synthesised(plan: Plan) -> Iterator[str]:
+    kinds: dict[str, list[str]] = {}
+    for entry in plan.entries:
+        if entry.origin == "synthesised":
+            kinds.setdefault(source_text(entry.expression), []).append(entry.name)
+    for what, names in kinds.items():
+        yield f"{what} ({_some(names)})"
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
+
+
+def _tensors(plan: Plan) -> Table:
+    grid = output.table("tensor", "made of", "shape", "dtype", "bytes", "exactness", right=("bytes",))
+    for entry in plan.entries:
+        grid.add_row(*map(output.printable, _row(entry)))
+    return grid
+
+
+def _row(entry: Entry) -> tuple[str, ...]:
+    made_of = "the same" if entry.expression.get("name") == entry.name else source_text(entry.expression)
+    size = output.size(entry.bytes)
+    return entry.name, made_of, str(list(entry.shape)), entry.dtype, size, entry.exactness.name.lower()
+
+
+def source_text(expression: Mapping[str, Any]) -> str:
+    """Returns a tensor's expression for people.
+
+    Example:
+        >>> source_text({"op": "cast", "source": {"op": "stored", "name": "a"}, "shape": [2], "dtype": "float32"})
+        'cast(a)'
+    """
+    if expression["op"] == "stored":
+        return str(expression["name"])
+    if expression["op"] == "filled":
+        reason = f": {expression['reason']}" if expression.get("reason") else ""
+        return f"filled with {expression['value']:g}{reason}"
+    return f"{expression['op']}({', '.join(map(source_text, _sources(expression)))})"
+
+
+def _sources(expression: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for part in expression.values():
+        parts = part if isinstance(part, (list, tuple)) else [part]
+        yield from (p for p in parts if isinstance(p, Mapping) and "op" in p)

@@ -1,0 +1,72 @@
+"""How to go on from the result of a conversion: the lines to write, and what the next update will use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from statekit.optim.adafactor import next_decay
+from statekit.plan import Plan
+
+T5X_LAYOUT = "t5x"
+
+
+def resume_lines(plan: Plan, target: Path) -> list[str]:
+    """Returns the lines that go on from a conversion's result: gin for T5X, Python for all else."""
+    groups = plan.state["groups"]
+    if plan.target.layout == T5X_LAYOUT:
+        offsets = {group["hyperparameters"].get("step_offset") or 0 for group in groups}
+        return [
+            f"utils.RestoreCheckpointConfig.path = {json.dumps(str(_step_folder(plan, target)))}",
+            'utils.RestoreCheckpointConfig.mode = "specific"',
+            *(f"adafactor.Adafactor.step_offset = {offset}" for offset in offsets if offset),
+        ]
+    rate_known = all(group["hyperparameters"].get("learning_rate") is not None for group in groups)
+    rate = "" if rate_known else ", lr=..."
+    return [
+        "import statekit.torch",
+        f"statekit.torch.load_params({json.dumps(str(target))}, model)",
+        f"optimizer = statekit.torch.load_optimizer({json.dumps(str(target))}, model.named_parameters(){rate})",
+    ]
+
+
+def _step_folder(plan: Plan, target: Path) -> Path:
+    folder = f"checkpoint_{plan.target.step}"
+    return (target if target.name == folder else target / folder).absolute()
+
+
+def next_update(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns what the next update of each group will use, as far as the state says.
+
+    Args:
+        state: A state without its tensors, as `TrainState.to_json` gives it.
+
+    Returns:
+        For each group: its parameters; `learning_rate` (None where whoever steps must give it); `update`, the number
+        of updates done; `schedule`, the argument of a learning-rate schedule; and for Adafactor `step_offset` and
+        `decay`, the second moment's.
+    """
+    counts = state["counts"]
+    rows = []
+    for group in state["groups"]:
+        known = group["hyperparameters"]
+        row: dict[str, Any] = {
+            "parameters": len(group["paths"]),
+            "learning_rate": known.get("learning_rate"),
+            "update": counts["updates"],
+            "schedule": counts["schedule"],
+        }
+        if state["schema"] == "adafactor":
+            row["step_offset"] = known.get("step_offset")
+            row["decay"] = _decay(state["variant"], counts["updates"], known)
+        rows.append(row)
+    return rows
+
+
+def _decay(variant: str | None, updates: int, known: Mapping[str, Any]) -> float | None:
+    offset, rate = known.get("step_offset"), known.get("decay_rate")
+    if variant != "t5x" or offset is None or rate is None or updates < offset:
+        return None
+    return next_decay(updates, offset, rate)
