@@ -20,18 +20,19 @@ class SlotSchema:
         name: Canonical name, e.g. `v_row`.
         symbol: How papers write it.
         shape: Shape rule: `parameter`, `row` (parameter's axes minus COLUMN), `column` (minus ROW),
-            `scalar_per_parameter` ((1,)*rank), `group`, ...
-        dtype: `float32`, `parameter` or the name of a hyperparameter that says it.
-        init: Initial value.
+            `scalar_per_parameter` ((1,)*rank), `scale_history`, `group`, `group_history`. `optimizer.schema.json`
+            says what each means.
+        dtype: A dtype, `parameter`, or the name of the hyperparameter or difference that says it.
+        init: Initial value: a number, a formula, or None where the slot first exists with the value of its recurrence.
         recurrence: Its update, in plain mathematics.
-        aliases: Implementation -> native name.
+        aliases: Variant -> native name.
     """
 
     name: str
     symbol: str
     shape: str
     dtype: str
-    init: float
+    init: float | str | None
     recurrence: str
     aliases: Mapping[str, str]
 
@@ -46,11 +47,42 @@ class OptimizerSchema:
     variants: Mapping[str, Mapping[str, Any]]
     data: Mapping[str, Any]
 
+    def variant(self, name: str) -> Mapping[str, Any]:
+        """Returns one variant: its constants, defaults, notes and sources.
+
+        Raises:
+            NotFoundError: No variant of that name.
+        """
+        if name not in self.variants:
+            known = ", ".join(self.variants)
+            raise NotFoundError(f"{self.name} has no such variant.", expected=known, found=name)
+        return self.variants[name]
+
+    def settings(self, variant: str) -> dict[str, Any]:
+        """Returns every hyperparameter as a variant has it unless told otherwise.
+
+        One that the variant doesn't offer has the value that describes what the variant does.
+
+        Raises:
+            NotFoundError: No variant of that name.
+
+        Example:
+            >>> load_schema("adafactor").settings("torch")["multiply_by_parameter_scale"]
+            True
+        """
+        own = {**self.variant(variant)["fixed"], **self.variant(variant)["defaults"]}
+        return {
+            name: own[name] if name in own else spec["if_absent"]
+            for name, spec in self.hyperparameters.items()
+        }
+
 
 def schema_names() -> list[str]:
     """Returns the names of all schemas."""
     files = resources.files("statekit.schemas").iterdir()
-    return sorted(f.name[:-5] for f in files if f.name.endswith(".json") and not f.name.endswith(".schema.json"))
+    return sorted(
+        f.name[:-5] for f in files if f.name.endswith(".json") and not f.name.endswith(".schema.json")
+    )
 
 
 @cache
@@ -61,13 +93,13 @@ def load_schema(name: str) -> OptimizerSchema:
         NotFoundError: No schema of that name.
     """
     if name not in schema_names():
-        raise NotFoundError("There is no such optimizer schema.", expected=", ".join(schema_names()), found=name)
+        raise NotFoundError(
+            "There is no such optimizer schema.", expected=", ".join(schema_names()), found=name
+        )
     text = resources.files("statekit.schemas").joinpath(f"{name}.json").read_text(encoding="utf-8")
     data = json.loads(text)
     slots = {
-        slot: SlotSchema(
-            slot, s["symbol"], s["shape"], s["dtype"], float(s["init"]), s["recurrence"], s.get("aliases", {})
-        )
+        slot: SlotSchema(slot, s["symbol"], s["shape"], s["dtype"], s["init"], s["recurrence"], s["aliases"])
         for slot, s in data["slots"].items()
     }
     return OptimizerSchema(name, slots, data["hyperparameters"], data["variants"], data)
