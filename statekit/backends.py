@@ -88,6 +88,30 @@ class Backend(Protocol):
     def keep_nan(self, new: Value, old: Value) -> Value:
         """Returns `new`, but `old` where `new` is NaN."""
 
+    def exponential(self, base: float, exponent: Value) -> Value:
+        """Returns a number raised to a value."""
+
+    def lerp(self, old: Value, new: Value, weight: Value) -> Value:
+        """Returns old + weight * (new - old), or the same from the other end."""
+
+    def absolute(self, value: Value) -> Value:
+        """Returns the absolute value."""
+
+    def sign(self, value: Value) -> Value:
+        """Returns -1, 0 or 1."""
+
+    def floor(self, value: Value) -> Value:
+        """Returns the largest integer that isn't larger."""
+
+    def largest(self, value: Value, axis: int) -> Value:
+        """Returns the largest value along an axis, which stays with length 1."""
+
+    def if_greater(self, left: Value, right: Value, then: Value, otherwise: Value) -> Value:
+        """Returns `then` where left > right, else `otherwise`."""
+
+    def sequential_sum(self, value: Value, dtype: str) -> Value:
+        """Returns the sum over all axes in C order, rounded to a dtype after every addition; 0-d."""
+
 
 def _round_number(value: float, dtype: str) -> float:
     return float(np.asarray(value, np.float64).astype(DTYPES[dtype]))
@@ -168,6 +192,33 @@ class NumpyBackend:
 
     def keep_nan(self, new: Value, old: Value) -> Value:
         return np.where(np.isnan(new), old, new)
+
+    def exponential(self, base: float, exponent: Value) -> Value:
+        return np.power(np.asarray(base, self.compute), exponent)
+
+    def lerp(self, old: Value, new: Value, weight: Value) -> Value:
+        return old + weight * (new - old)
+
+    def absolute(self, value: Value) -> Value:
+        return np.abs(value)
+
+    def sign(self, value: Value) -> Value:
+        return np.sign(value)
+
+    def floor(self, value: Value) -> Value:
+        return np.floor(value)
+
+    def largest(self, value: Value, axis: int) -> Value:
+        return np.max(value, axis=axis, keepdims=True)
+
+    def if_greater(self, left: Value, right: Value, then: Value, otherwise: Value) -> Value:
+        return np.where(left > right, then, otherwise)
+
+    def sequential_sum(self, value: Value, dtype: str) -> Value:
+        total = np.zeros((), self.compute)
+        for term in np.ravel(value):
+            total = self.rounded(total + term, dtype)
+        return total
 
 
 class TorchBackend:
@@ -253,6 +304,33 @@ class TorchBackend:
     def keep_nan(self, new: Value, old: Value) -> Value:
         return self._torch.where(new.isnan(), old, new)
 
+    def exponential(self, base: float, exponent: Value) -> Value:
+        return self._torch.pow(base, exponent)
+
+    def lerp(self, old: Value, new: Value, weight: Value) -> Value:
+        return self._torch.lerp(old, new, weight.to(old.device))
+
+    def absolute(self, value: Value) -> Value:
+        return value.abs()
+
+    def sign(self, value: Value) -> Value:
+        return value.sign()
+
+    def floor(self, value: Value) -> Value:
+        return value.floor()
+
+    def largest(self, value: Value, axis: int) -> Value:
+        return value.amax(axis, keepdim=True)
+
+    def if_greater(self, left: Value, right: Value, then: Value, otherwise: Value) -> Value:
+        return self._torch.where(left > right, then, otherwise)
+
+    def sequential_sum(self, value: Value, dtype: str) -> Value:
+        total = value.new_zeros(())
+        for term in value.reshape(-1):
+            total = self.rounded(total + term, dtype)
+        return total
+
     def _like(self, left: Value, right: Value) -> Value:
         return right if isinstance(right, self._torch.Tensor) else left.new_full((), right)
 
@@ -326,6 +404,33 @@ class JaxBackend:
 
     def keep_nan(self, new: Value, old: Value) -> Value:
         return self._jnp.where(self._jnp.isnan(new), old, new)
+
+    def exponential(self, base: float, exponent: Value) -> Value:
+        return self._jnp.power(self._jnp.float32(base), exponent)
+
+    def lerp(self, old: Value, new: Value, weight: Value) -> Value:
+        return old + weight * (new - old)
+
+    def absolute(self, value: Value) -> Value:
+        return self._jnp.abs(value)
+
+    def sign(self, value: Value) -> Value:
+        return self._jnp.sign(value)
+
+    def floor(self, value: Value) -> Value:
+        return self._jnp.floor(value)
+
+    def largest(self, value: Value, axis: int) -> Value:
+        return self._jnp.max(value, axis=axis, keepdims=True)
+
+    def if_greater(self, left: Value, right: Value, then: Value, otherwise: Value) -> Value:
+        return self._jnp.where(left > right, then, otherwise)
+
+    def sequential_sum(self, value: Value, dtype: str) -> Value:
+        def add(total: Value, term: Value) -> tuple[Value, None]:
+            return self.rounded(total + term, dtype), None
+
+        return self._jax.lax.scan(add, self._jnp.zeros((), self._jnp.float32), value.reshape(-1))[0]
 
 
 ORACLE = NumpyBackend("float64", "float64")

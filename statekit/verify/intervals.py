@@ -210,6 +210,50 @@ class IntervalBackend:
             self.contracted,
         )
 
+    def exponential(self, base: float, exponent: Value) -> Value:
+        ends = np.power(np.float64(base), exponent.low), np.power(np.float64(base), exponent.high)
+        return exponent.widened(np.minimum(*ends), np.maximum(*ends), 2 * POWER_ULPS * UNIT)
+
+    def lerp(self, old: Value, new: Value, weight: Value) -> Value:
+        return self._hull(old + weight * (new - old), new - (new - old) * (1.0 - weight))
+
+    def absolute(self, value: Value) -> Value:
+        low = np.where(
+            (value.low < 0) & (value.high > 0), 0.0, np.minimum(np.abs(value.low), np.abs(value.high))
+        )
+        return self.widen(Interval(low, np.maximum(np.abs(value.low), np.abs(value.high))))
+
+    def sign(self, value: Value) -> Value:
+        return self.widen(Interval(np.sign(value.low), np.sign(value.high)))
+
+    def floor(self, value: Value) -> Value:
+        return self.widen(Interval(np.floor(value.low), np.floor(value.high)))
+
+    def largest(self, value: Value, axis: int) -> Value:
+        return self.widen(
+            Interval(value.low.max(axis=axis, keepdims=True), value.high.max(axis=axis, keepdims=True))
+        )
+
+    def if_greater(self, left: Value, right: Value, then: Value, otherwise: Value) -> Value:
+        other = left._other(right)
+        yes, no = left._other(then), left._other(otherwise)
+        surely, never = left.low > other.high, left.high <= other.low
+        either = self._hull(yes, no)
+        low = np.where(surely, yes.low, np.where(never, no.low, either.low))
+        high = np.where(surely, yes.high, np.where(never, no.high, either.high))
+        return self.widen(Interval(low, high))
+
+    def sequential_sum(self, value: Value, dtype: str) -> Value:
+        total = self.widen(0.0)
+        for low, high in zip(np.ravel(value.low), np.ravel(value.high), strict=True):
+            total = self.rounded(
+                total + Interval(np.asarray(low), np.asarray(high), "float32", self.contracted), dtype
+            )
+        return total
+
+    def _hull(self, one: Interval, other: Interval) -> Interval:
+        return self.widen(Interval(np.minimum(one.low, other.low), np.maximum(one.high, other.high)))
+
     def _total(self, value: Value, axes: tuple[int, ...], keepdims: bool) -> Interval:
         count = math.prod(value.low.shape[axis] for axis in axes)
         low, high = value.low.sum(axis=axes, keepdims=keepdims), value.high.sum(axis=axes, keepdims=keepdims)
