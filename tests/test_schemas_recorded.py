@@ -81,30 +81,31 @@ def judged(
 def mistakes(bundle: Path, variant: str, constants: Mapping[str, Any]) -> list[str]:
     """Slots that aren't, after the first update, what the constants say."""
     meta = json.loads((bundle / "meta.json").read_text(encoding="utf-8"))
-    after, grads = (
-        safe_open(bundle / f"{name}.safetensors", framework="numpy") for name in ("trajectory", "grads")
-    )
-    stored = {(path, slot.rpartition(".")[2]): key for key in after.keys() for path, slot in _slot_keys(key)}  # noqa: SIM118
-    found = []
-    for path, axes in judged(meta, variant, constants):
-        square = grads.get_tensor(f"1/{path}").astype(np.float64) ** 2
-        for i, slot in enumerate(("v_row", "v_col")):
-            key = stored.get((path, load_schema("adafactor").slots[slot].aliases[variant]))
-            value = np.zeros(1) if key is None else after.get_tensor(key)
-            if axes is None:
-                right = value.size <= 1  # nothing, or a placeholder
-            else:
-                mean = square.mean(axis=axes[i], keepdims=constants["reduced_axis"] == "kept")
-                right = value.shape == mean.shape and np.allclose(value, mean, rtol=1e-5, atol=1e-12)
-            if not right:
-                found.append(f"{path} {slot}")
+    axes = dict(judged(meta, variant, constants))
+    with safe_open(bundle / "grads.safetensors", framework="numpy") as file:
+        squares = {path: file.get_tensor(f"1/{path}").astype(np.float64) ** 2 for path in axes}
+    slots = load_schema("adafactor").slots
+    canonical = {slots[name].aliases[variant]: name for name in ("v_row", "v_col")}
+    with safe_open(bundle / "trajectory.safetensors", framework="numpy") as file:
+        keys = [key for key in file.keys() if key.startswith("1/slot/")]  # noqa: SIM118 - not a dict
+        parts = {key: key.removeprefix("1/slot/").rpartition("/") for key in keys}
+        stored = {
+            (path, canonical.get(slot.rpartition(".")[2])): key for key, (path, _, slot) in parts.items()
+        }
+        found = []
+        for path, averaged_axes in axes.items():
+            for i, slot in enumerate(("v_row", "v_col")):
+                value = file.get_tensor(stored[path, slot]) if (path, slot) in stored else np.zeros(1)
+                if averaged_axes is None:
+                    right = value.size <= 1  # nothing, or a placeholder
+                else:
+                    mean = squares[path].mean(
+                        axis=averaged_axes[i], keepdims=constants["reduced_axis"] == "kept"
+                    )
+                    right = value.shape == mean.shape and np.allclose(value, mean, rtol=1e-5, atol=1e-12)
+                if not right:
+                    found.append(f"{path} {slot}")
     return found
-
-
-def _slot_keys(key: str) -> Iterator[tuple[str, str]]:
-    if key.startswith("1/slot/"):
-        path, _, slot = key.removeprefix("1/slot/").rpartition("/")
-        yield path, slot
 
 
 RECORDINGS = _recordings()
