@@ -86,7 +86,8 @@ def strict_json(text: bytes | str, place: object) -> Any:
             found=f"{len(text)}",
         )
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+        unicode = text.decode("utf-8") if isinstance(text, bytes) else text
+        return json.loads(unicode, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise FormatError("This isn't valid JSON.", place=place, found=str(error)) from None
 

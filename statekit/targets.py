@@ -137,7 +137,9 @@ def _named(name: str, option: str) -> tuple[Container, str | None]:
 def _shorthands() -> dict[str, tuple[str, str]]:
     """Returns `<layout>-<container>` -> layout and container, for every container that a layout is at home in."""
     layouts = [registry.layout(name) for name in registry.layout_names()]
-    pairs = {f"{lay.name}-{con}": (lay.name, con) for lay in layouts for con in lay.containers if lay.name != con}
+    pairs = {
+        f"{lay.name}-{con}": (lay.name, con) for lay in layouts for con in lay.containers if lay.name != con
+    }
     return {name: pair for name, pair in pairs.items() if name not in registry.container_names()}
 
 

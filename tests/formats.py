@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from statekit import registry
-from statekit.commit import staged
+from statekit.commit import staged, unknown_fields
 from statekit.converters.containers.statekit_dir import CONTAINER
 from statekit.converters.layouts.canonical import LAYOUT
 from statekit.format import Container, Layout
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensor import Array, Tensor, in_memory
+from statekit.tree import to_json
 
 FACTORED = Rule((Axis.ROW, Axis.COLUMN), "file")
 
@@ -85,7 +86,9 @@ def small_state(seed: int = 0, updates: int = 7, **hyperparameters: Any) -> Trai
 
 def save(state: TrainState, target: Path) -> Path:
     """Writes a state as a `statekit` folder and returns it."""
-    with staged(target, "folder") as stage:
+    side = {"container": "statekit", "layout": "statekit", "step": state.counts.updates}
+    fields = {**unknown_fields({}), "target": side, "state": to_json(state.to_json())}
+    with staged(target, "folder", fields=lambda tensors: fields) as stage:
         CONTAINER.write(LAYOUT.encode(state), stage)
         stage.commit(CONTAINER.open)
     return target

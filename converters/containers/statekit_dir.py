@@ -79,14 +79,25 @@ class StatekitDirectory:
                 headers[name] = save_safetensors(
                     tensors, output, stage.stream, {"format": "statekit", "version": "1"}
                 )
-        view, stated = to_json(encoded.tree), stage.manifest()
         stage.keep("headers", headers)
-        stage.keep("tree", {key: _reference(key, part, stated) for key, part in view.items()})
+        stage.keep("tree", _with_references(to_json(encoded.tree), stage.manifest()))
 
 
-def _reference(key: str, part: Any, stated: Mapping[str, Any]) -> Any:
-    """Replaces a part of the tree that the manifest states already, such as `state`, by a reference to it."""
-    return {"$manifest": key} if part and stated.get(key) == part else part
+def _with_references(view: Any, manifest: Mapping[str, Any]) -> Any:
+    """Replaces parts of a tree's view that the manifest states already, such as `state`, by references to it."""
+    if not isinstance(view, dict):
+        return view
+    stated = {key for key, part in view.items() if part and manifest.get(key) == part}
+    return {key: {"$manifest": key} if key in stated else part for key, part in view.items()}
+
+
+def _without_references(view: Any, manifest: Mapping[str, Any]) -> Any:
+    if not isinstance(view, dict):
+        return view
+    return {
+        key: manifest[part["$manifest"]] if isinstance(part, dict) and "$manifest" in part else part
+        for key, part in view.items()
+    }
 
 
 def _claims(path: Path) -> bool:
@@ -135,13 +146,8 @@ def _open_shards(path: Path, manifest: Mapping[str, Any], opened: ExitStack) -> 
 
 def _restore(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], place: Path) -> Tree:
     try:
-        parts = {
-            key: manifest[view["$manifest"]] if isinstance(view, dict) and "$manifest" in view else view
-            for key, view in manifest["tree"].items()
-        }
-        tree = {
-            key: from_json(view, lambda described: tensors[described["name"]]) for key, view in parts.items()
-        }
+        view = _without_references(manifest["tree"], manifest)
+        tree = from_json(view, lambda described: tensors[described["name"]])
         named = tensor_names(tree)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         found = f"{type(error).__name__}: {error}"
