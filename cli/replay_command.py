@@ -71,8 +71,8 @@ def command(
     with progress("updates") as bar:
         for recording in recordings:
             subject = Subject(recording, start, checkpoint, changes)
-            for name in names or ("numpy",):
-                results.append(_replay(subject, name, trajectory, bar))
+            with recording:
+                results += [_replay(subject, name, trajectory, bar) for name in names or ("numpy",)]
     if as_json:
         data = {
             "results": [r.to_json() for r in results],

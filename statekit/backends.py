@@ -438,7 +438,6 @@ ORACLE = NumpyBackend("float64", "float64")
 
 _BACKENDS: dict[str, Callable[[], Backend]] = {
     "numpy": NumpyBackend,
-    "float64": lambda: ORACLE,
     "torch": TorchBackend,
     "jax": JaxBackend,
 }

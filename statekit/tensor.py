@@ -222,7 +222,7 @@ class Cast:
 def in_memory(array: Array, name: str = "", place: str = "memory") -> Stored:
     """Wraps an array as a Tensor; it must not be changed afterwards."""
     native = np.asarray(array)
-    return Stored(native.shape, native.dtype, lambda index: native[index], name, place)
+    return Stored(native.shape, native.dtype, lambda index: np.asarray(native[index]), name, place)
 
 
 def _described(tensor: Tensor) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from statekit.backends import BACKEND_NAMES, Backend, backend
+from statekit.backends import BACKEND_NAMES, ORACLE, Backend, backend
 from statekit.errors import UnknownRuleError, UsageError
 from statekit.optim import adafactor
 from statekit.optim.adafactor import Hyperparameters
@@ -22,11 +22,11 @@ VECTOR = Rule((N,), "given")
 @pytest.fixture(
     params=[
         pytest.param(name, marks=getattr(pytest.mark, name) if name in ("torch", "jax") else ())
-        for name in BACKEND_NAMES
+        for name in ("float64", *BACKEND_NAMES)
     ]
 )
 def xp(request: pytest.FixtureRequest) -> Backend:
-    return backend(request.param)
+    return ORACLE if request.param == "float64" else backend(request.param)
 
 
 def hyper(**changes: Any) -> Hyperparameters:

@@ -80,7 +80,8 @@ FAULTS = {"row and column swapped": swapped_square, "slots permuted": permuted, 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_an_unbroken_copy_passes(tmp_path: Path, name: str, to: str) -> None:
     copy = rewritten(tmp_path, same, to)
-    assert replay(Subject(open_recording(CASE), checkpoint=copy), backend(name)).passed
+    with open_recording(CASE) as recording:
+        assert replay(Subject(recording, checkpoint=copy), backend(name)).passed
 
 
 @pytest.mark.parametrize("to", ["t5x", "torch"])
@@ -90,7 +91,8 @@ def test_a_broken_checkpoint_is_noticed_at_once_and_in_the_next_update(
     tmp_path: Path, name: str, fault: str, to: str
 ) -> None:
     broken = rewritten(tmp_path, FAULTS[fault], to)
-    result = replay(Subject(open_recording(CASE), checkpoint=broken), backend(name))
+    with open_recording(CASE) as recording:
+        result = replay(Subject(recording, checkpoint=broken), backend(name))
     assert not result.passed
     assert result.decoded
     outside = [row for row in result.judged[0].rows if row.outside]
@@ -120,14 +122,13 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("fault", CHANGES)
 def test_a_moved_hyperparameter_leaves_the_bound(fault: str, name: str) -> None:
     case, changes = CHANGES[fault]
-    recording = open_recording(GOLDEN / "t5x" / case)
-    assert replay(Subject(recording, "init"), backend("numpy")).passed
-    assert not replay(Subject(recording, "init", changes=changes), backend(name)).passed
+    with open_recording(GOLDEN / "t5x" / case) as recording:
+        assert replay(Subject(recording, "init"), backend("numpy")).passed
+        assert not replay(Subject(recording, "init", changes=changes), backend(name)).passed
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_wrong_step_base_leaves_the_bound(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = open_recording(CASE)
     xp = backend(name)
 
     def late(xp: Any, step: Any, hyper: Any) -> Any:
@@ -137,5 +138,6 @@ def test_a_wrong_step_base_leaves_the_bound(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(
         adafactor, "_decay", lambda x, step, hyper: (late if x is xp else original)(x, step, hyper)
     )
-    result = replay(Subject(recording), xp)
+    with open_recording(CASE) as recording:
+        result = replay(Subject(recording), xp)
     assert not result.decoded and not result.passed

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
-from statekit.converters.containers.safetensors_file import open_safetensors
+from statekit.converters.containers.safetensors_file import OpenFile, open_safetensors
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.format import Hints
 from statekit.optim.adafactor import Execution
@@ -62,8 +63,8 @@ class Trajectory:
 
 
 @dataclass(frozen=True)
-class Recording:
-    """One recorded run.
+class Recording(AbstractContextManager["Recording"]):
+    """One recorded run. Its files are opened when asked for, and closed when the context is left.
 
     Attributes:
         folder: Where it lies; all paths below are relative to it.
@@ -86,23 +87,28 @@ class Recording:
     trajectories: tuple[Trajectory, ...]
     checkpoint: str = ""
     checkpoint_step: int | None = None
-    _opened: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False, compare=False)
+    _opened: dict[str, OpenFile] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def name(self) -> str:
         """The last two parts of the path: `t5x/momentum_f32`."""
         return "/".join(self.folder.resolve().parts[-2:])
 
-    @cached_property
-    def grads(self) -> dict[str, Tensor]:
-        """All gradients, by `{step}/{param}`."""
-        return dict(open_safetensors(self.folder / GRADS).tensors)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for opened in self._opened.values():
+            opened.close()
+        self._opened.clear()
 
-    def states(self, trajectory: Trajectory) -> dict[str, Tensor]:
+    def states(self, trajectory: Trajectory) -> Mapping[str, Tensor]:
         """Returns all tensors of a trajectory, by `{step}/...`."""
-        if trajectory.file not in self._opened:
-            self._opened[trajectory.file] = dict(open_safetensors(self.folder / trajectory.file).tensors)
-        return self._opened[trajectory.file]
+        return self._tensors(trajectory.file)
+
+    def _tensors(self, file: str) -> Mapping[str, Tensor]:
+        if file not in self._opened:
+            self._opened[file] = open_safetensors(self.folder / file)
+        return self._opened[file].tensors
 
     def phase(self, update: int) -> Phase:
         """Returns the phase of an update (first+1 .. last).
@@ -121,7 +127,7 @@ class Recording:
 
     def gradients(self, update: int) -> dict[str, Tensor]:
         """Returns the gradients of one update, by path."""
-        return _below(self.grads, f"{update}/")
+        return _below(self._tensors(GRADS), f"{update}/")
 
     def state(self, step: int, trajectory: Trajectory, update: int) -> TrainState:
         """Returns a recorded state, with the hyperparameters of an update."""
