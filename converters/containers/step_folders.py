@@ -1,0 +1,157 @@
+"""Finds the checkpoint of one step: in its own folder, or among the steps of a run's folder.
+
+Source: T5X t5x/checkpoints.py, `get_local_data`, `latest_step`; orbax/checkpoint/path/step.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from statekit.checkpoint import Finding
+from statekit.errors import FormatError, NotFoundError
+
+Kind: TypeAlias = Literal["legacy", "orbax"]
+"""Which generation of T5X's code wrote a folder: msgpack with zarr folders, or Orbax."""
+
+INDEX = "checkpoint"
+"""The msgpack file of a legacy checkpoint, and of Orbax items before OCDBT."""
+METADATA = "_METADATA"
+STEP_METADATA = "_CHECKPOINT_METADATA"
+DATABASE = "manifest.ocdbt"
+STATE = "state"
+"""The item in which T5X keeps a train state."""
+
+_STEP = re.compile(r"(?:.*_)?(\d+)", re.DOTALL)
+_UNFINISHED = re.compile(r".*\.(tmp-|orbax-checkpoint-tmp).*", re.DOTALL)
+_HEAD = 2**16
+_LEGACY_KEYS = (b"version", b"optimizer")
+_PLACEHOLDERS = (b"PLACEHOLDER://", b"AGGREGATED://")
+
+
+@dataclass(frozen=True)
+class StepFolder:
+    """One step's checkpoint.
+
+    Attributes:
+        path: Its folder, or the file where the checkpoint is a single one.
+        kind: Who wrote it.
+        step: The number in its name, if it has one.
+        findings: Newer steps that were passed over.
+    """
+
+    path: Path
+    kind: Kind
+    step: int | None
+    findings: tuple[Finding, ...] = ()
+
+
+def locate(path: Path, step: int | None = None) -> StepFolder | None:
+    """Finds the checkpoint at a path: itself, or of a run's folder the newest step or the given one.
+
+    Returns:
+        None if there is nothing of the kind.
+
+    Raises:
+        NotFoundError: The given step isn't there, or isn't finished.
+    """
+    path = Path(os.path.abspath(path))
+    if _UNFINISHED.fullmatch(path.name):
+        raise FormatError(
+            "This checkpoint wasn't finished.",
+            place=path,
+            expected="a folder that was renamed when all was written",
+            remedy="take an older step; rename it only if you know that it is complete",
+        )
+    kind = kind_of(path)
+    if kind is not None:
+        number = step_number(path)
+        if step is not None and step != number:
+            raise NotFoundError(
+                "This is the checkpoint of one step, and of another.", place=path, expected=step, found=number
+            )
+        return StepFolder(path, kind, number)
+    return _among(path, step) if path.is_dir() else None
+
+
+def _among(run: Path, step: int | None) -> StepFolder | None:
+    found = {n: entry for entry in sorted(run.iterdir()) if (n := step_number(entry)) is not None}
+    passed: list[Finding] = []
+    for number in sorted(found, reverse=True) if step is None else [step]:
+        kind = kind_of(found[number]) if number in found else None
+        if kind is not None:
+            return StepFolder(found[number], kind, number, tuple(passed))
+        if step is not None:
+            kinds = [str(n) for n in sorted(found) if kind_of(found[n]) is not None]
+            raise NotFoundError(
+                "There is no such step.", place=run, expected=step, found=", ".join(kinds) or "no step at all"
+            )
+        passed.append(Finding("holds no checkpoint, passed over", str(found[number])))
+    return None
+
+
+def step_number(path: Path) -> int | None:
+    """Returns the step in a folder's name, such as 1000 of `checkpoint_1000`; None if it has none or isn't finished."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match and len(match[1]) < 20 else None
+
+
+def kind_of(path: Path) -> Kind | None:
+    """Looks at names and first bytes to tell who wrote a step's folder or file; None if it isn't T5X or Orbax."""
+    if path.is_file():
+        return "legacy" if _is_legacy(_head(path)) else None
+    if not path.is_dir():
+        return None
+    if is_item(path):
+        return "orbax"
+    if _is_legacy(_head(path / INDEX)):
+        return "legacy"
+    return "orbax" if (path / STEP_METADATA).is_file() or items(path) else None
+
+
+def is_item(folder: Path) -> bool:
+    """Tells whether a folder is an Orbax item: a tree of arrays."""
+    if any((folder / name).is_file() for name in (METADATA, DATABASE)):
+        return True
+    head = _head(folder / INDEX)
+    return _is_map(head) and any(mark in head for mark in _PLACEHOLDERS)
+
+
+def items(step: Path) -> list[Path]:
+    """Returns the folders of the Orbax items in a step's folder."""
+    with os.scandir(step) as entries:
+        folders = sorted(Path(entry.path) for entry in entries if entry.is_dir())
+    named = [f for f in folders if step_number(f) is None and not _UNFINISHED.fullmatch(f.name)]
+    return [f for f in named if is_item(f) or (f.name == STATE and _is_map(_head(f / INDEX)))]
+
+
+def says_t5x(item: Path) -> bool:
+    """Tells whether an Orbax item's tree is a T5X train state, by the names at its beginning."""
+    return any(
+        mark in _head(item / name) for name in (METADATA, INDEX) for mark in (b"param_states", b"_optimizer")
+    )
+
+
+def _head(path: Path) -> bytes:
+    if not path.is_file():
+        return b""
+    try:
+        with path.open("rb") as file:
+            return file.read(_HEAD)
+    except OSError:
+        return b""
+
+
+def _is_map(head: bytes) -> bool:
+    """Tells whether bytes begin a msgpack map with entries; TensorFlow's file of the same name is text."""
+    return bool(head) and (0x81 <= head[0] <= 0x8F or head[0] in (0xDE, 0xDF))
+
+
+def _is_legacy(head: bytes) -> bool:
+    if not _is_map(head):
+        return False
+    start = {0xDE: 3, 0xDF: 5}.get(head[0], 1)
+    return any(head[start + 1 :].startswith(key) and head[start] == 0xA0 + len(key) for key in _LEGACY_KEYS)

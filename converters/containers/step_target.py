@@ -1,0 +1,56 @@
+"""Where a step is written below a target, and under which array names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from statekit.commit import Stage
+from statekit.converters.containers.step_folders import step_number
+from statekit.errors import FormatError, UsageError, fault_list
+
+_MAX_FILE_NAME = 255
+
+
+def step_prefix(stage: Stage, step: int) -> str:
+    """Returns the folder of a step below the target, with its `/`; empty if the target is itself named for a step.
+
+    Raises:
+        UsageError: The target is named for another step.
+    """
+    number = step_number(stage.target) if stage.target.name.startswith("checkpoint_") else None
+    if number is None:
+        return f"checkpoint_{step}/"
+    if number != step:
+        raise UsageError(
+            "The target is named for another step than the state has.",
+            place=stage.target,
+            expected=f"checkpoint_{step}",
+            remedy=f"name it checkpoint_{step}, or name the folder that shall hold it",
+        )
+    return ""
+
+
+def check_names(names: Iterable[str]) -> dict[str, str]:
+    """Returns for each tensor the name of its array in the store: its path joined with `.`, as T5X and Orbax do.
+
+    Raises:
+        FormatError: Names coincide, or can't be those of folders; lists every one.
+    """
+    arrays: dict[str, str] = {}
+    owners: dict[str, str] = {}
+    faults = []
+    for name in names:
+        array = name.replace("/", ".")
+        if array in owners:
+            faults.append((f"would lie in the same folder as {owners[array]}", name))
+        if not array.strip(".") or "\0" in array or "\\" in array or len(array.encode()) > _MAX_FILE_NAME:
+            faults.append(("has a name that no folder can have", name))
+        arrays[name] = array
+        owners[array] = name
+    if faults:
+        raise FormatError(
+            f"{len(faults)} tensors can't be written under their names.",
+            found=fault_list(faults),
+            remedy="rename the parameters; T5X and Orbax join a path with '.', and nothing tells a.b from a/b then",
+        )
+    return arrays

@@ -1,0 +1,186 @@
+"""Turns the leaves of a msgpack index into tensors: arrays inside the file, TensorStore specs, Orbax placeholders.
+
+A spec inside a checkpoint is foreign text that could name any driver and any place. Only its relative path is taken,
+and shape, dtype and chunks where the array's own header is lost; everything else is checked and thrown away.
+Source: T5X t5x/checkpoints.py, `_read_ts`, `_maybe_update_ts_from_file_to_gcs`; google/orbax
+orbax/checkpoint/_src/serialization, `PLACEHOLDER_PREFIX`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from statekit.checkpoint import Finding
+from statekit.converters.containers.kv_stores import Store, checked_key
+from statekit.converters.containers.msgpack_index import Inline
+from statekit.converters.containers.zarr2 import (
+    Header,
+    absent_chunks,
+    checked_header,
+    checked_shape,
+    open_array,
+    parse_compressor,
+    parse_header,
+    stored_dtype,
+)
+from statekit.errors import CorruptError, FormatError, RefusedError, fault_list
+from statekit.tensor import DTYPES, DType, Stored, dtype_named
+from statekit.tree import MAX_DEPTH, Tree
+
+_DRIVERS = ("file", "gfile", "gcs")
+_SPEC_KEYS = {"driver", "kvstore", "metadata"}
+_PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")
+_NAMED_FAULTS = 20
+
+
+@dataclass(frozen=True)
+class ArrayPlace:
+    """Where an array of a tree lies in a store.
+
+    Attributes:
+        name: Its native name.
+        prefix: The start of its keys.
+        header: What the index says of it, in case its own header is lost.
+    """
+
+    name: str
+    prefix: str
+    header: Header | None = None
+
+
+def with_tensors(
+    tree: Tree, store: Store, *, bf16_as_uint16: bool = False
+) -> tuple[Tree, tuple[Finding, ...], set[str]]:
+    """Replaces what `msgpack_index.parse` left at the leaves by tensors, in place.
+
+    Args:
+        tree: A dict.
+        store: Where arrays outside the index lie.
+        bf16_as_uint16: Whether uint16 arrays hold the bits of bfloat16, as T5X wrote them before June 2021.
+
+    Returns:
+        The tree; what was odd; the prefixes of all arrays in the store.
+
+    Raises:
+        RefusedError: A spec leads out of the checkpoint, or to another driver than local zarr.
+        CorruptError: Headers are missing, or disagree with the index.
+    """
+    places, holders = [], []
+    for holder, key, path in _leaves(tree):
+        leaf, name = holder[key], "/".join(map(str, path))
+        if isinstance(leaf, Inline):
+            holder[key] = _reread(leaf, bf16_as_uint16).tensor(name)
+        elif (place := array_place(leaf, name, store.place)) is not None:
+            places.append(place)
+            holders.append((holder, key))
+    tensors, findings = open_arrays(places, store, bf16_as_uint16=bf16_as_uint16)
+    for (holder, key), place in zip(holders, places, strict=True):
+        holder[key] = tensors[place.name]
+    return tree, findings, {place.prefix for place in places}
+
+
+def open_arrays(
+    places: list[ArrayPlace], store: Store, *, bf16_as_uint16: bool = False
+) -> tuple[dict[str, Stored], tuple[Finding, ...]]:
+    """Reads the headers of arrays and returns them as tensors by name, with what was odd.
+
+    Raises:
+        CorruptError: Headers are missing, or disagree with the index; lists every one.
+    """
+    found = store.headers([f"{place.prefix}/.zarray" for place in places])
+    tensors: dict[str, Stored] = {}
+    findings: list[Finding] = []
+    faults: list[tuple[str, str]] = []
+    parsed: dict[bytes, Header] = {}  # layers repeat, so most headers do
+    for place, data in zip(places, found, strict=True):
+        where = f"{store.place}/{place.prefix}"
+        if data is not None and data not in parsed:
+            parsed[data] = parse_header(data, f"{where}/.zarray")
+        header = place.header if data is None else parsed[data]
+        if header is None:
+            faults.append((".zarray is missing, and nothing else says shape and dtype", place.prefix))
+            continue
+        if data is None:
+            findings.append(
+                Finding(".zarray is missing; shape, dtype and chunks are taken from the index", where)
+            )
+        elif place.header is not None and place.header.shape != header.shape:
+            faults.append((f"has shape {header.shape}, in the index {place.header.shape}", place.prefix))
+        absent = absent_chunks(store, place.prefix, header)
+        findings += [Finding("absent, read as fill", f"{where}/{key}") for key in absent]
+        tensors[place.name] = open_array(store, place.prefix, _reread(header, bf16_as_uint16), place.name)
+    if faults:
+        raise CorruptError(
+            f"The checkpoint's arrays have {len(faults)} faults.",
+            place=store.place,
+            found=fault_list(faults[:_NAMED_FAULTS]),
+            remedy="copy the checkpoint again with its dotfiles: a glob such as * leaves .zarray out",
+        )
+    return tensors, tuple(findings)
+
+
+def array_place(leaf: Any, name: str, store: str) -> ArrayPlace | None:
+    """Returns where a leaf of an index says its array lies, or None if it isn't about an array."""
+    if is_spec(leaf):
+        return ArrayPlace(name, *_checked_spec(leaf, f"{name} in {store}"))
+    if isinstance(leaf, str) and leaf.startswith(_PLACEHOLDERS):
+        prefix = leaf.partition("://")[2].rstrip("/")
+        checked_key(prefix, f"{name} in {store}")
+        return ArrayPlace(name, prefix)
+    return None
+
+
+def is_spec(node: Any) -> bool:
+    """Tells whether a node of an index is a TensorStore spec, the way T5X does."""
+    return isinstance(node, Mapping) and node.keys() >= _SPEC_KEYS
+
+
+def _checked_spec(spec: Mapping[str, Any], place: str) -> tuple[str, Header | None]:
+    """Returns prefix and header of a spec."""
+    kvstore, metadata = spec["kvstore"], spec["metadata"]
+    if not isinstance(kvstore, Mapping) or not isinstance(metadata, Mapping):
+        raise FormatError("A TensorStore spec has another form than T5X gives it.", place=place)
+    driver, path = kvstore.get("driver"), spec.get("path", kvstore.get("path"))
+    if spec["driver"] != "zarr" or driver not in _DRIVERS or not isinstance(path, str):
+        raise RefusedError(
+            "A checkpoint asks to read an array in a way that isn't allowed.",
+            place=place,
+            expected=f"driver zarr over {', '.join(_DRIVERS)}, with a relative path",
+            found=f"driver {spec['driver']!r} over {driver!r}, path {path!r}"[:300],
+            remedy="don't use this checkpoint unless you know who made it",
+        )
+    prefix = path.rstrip("/")
+    checked_key(prefix, place)
+    return prefix, _spec_header(spec, metadata, place)
+
+
+def _spec_header(spec: Mapping[str, Any], metadata: Mapping[str, Any], place: str) -> Header | None:
+    shape, chunks = metadata.get("shape"), metadata.get("chunks")
+    name = spec.get("dtype", metadata.get("dtype"))
+    if shape is None or chunks is None or name is None or "compressor" not in metadata:
+        return None
+    dtype = dtype_named(name, place) if name in DTYPES else stored_dtype(name, place)
+    compressor, level = parse_compressor(metadata["compressor"], place)
+    return checked_header(list(checked_shape(shape, place)), chunks, dtype, place, compressor, level)
+
+
+def _reread(array: Any, bf16_as_uint16: bool) -> Any:
+    """Returns an Inline or Header whose uint16 bits are read as bfloat16, where that is what they are."""
+    as_bf16: dict[DType, DType] = {DTYPES["uint16"]: DTYPES["bfloat16"]} if bf16_as_uint16 else {}
+    return replace(array, dtype=as_bf16.get(array.dtype, array.dtype))
+
+
+def _leaves(tree: Tree) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
+    """Yields holder, key and path of every leaf; a spec is one. The holder's value may be replaced."""
+    stack: list[tuple[Any, tuple[Any, ...]]] = [(tree, ())]
+    while stack:
+        holder, path = stack.pop()
+        children = list(holder.items()) if isinstance(holder, dict) else list(enumerate(holder))
+        for key, child in reversed(children):
+            if len(path) < MAX_DEPTH and isinstance(child, (dict, list)) and not is_spec(child):
+                stack.append((child, (*path, key)))
+        for key, child in children:
+            if not isinstance(child, (dict, list)) or is_spec(child):
+                yield holder, key, (*path, key)

@@ -1,0 +1,182 @@
+"""Container `t5x`: T5X's own checkpoints from before Orbax, one msgpack index and a zarr folder per partitioned array.
+
+    <run>/checkpoint_<step>/checkpoint                  msgpack {version, optimizer: {target, state, ...}}
+    <run>/checkpoint_<step>/<dotted path>/.zarray, 0.0  arrays that were partitioned
+
+Source: T5X t5x/checkpoints.py, `Checkpointer`, `VERSION`; t5x/partitioning.py for what is partitioned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgpack
+
+from statekit.checkpoint import Checkpoint, Finding
+from statekit.commit import Stage
+from statekit.converters.containers.kv_stores import FolderStore
+from statekit.converters.containers.msgpack_index import parse
+from statekit.converters.containers.step_files import files_beside, gin_settings, trusted_manifest
+from statekit.converters.containers.step_folders import INDEX, StepFolder, locate
+from statekit.converters.containers.step_target import check_names, step_prefix
+from statekit.converters.containers.stored_leaves import with_tensors
+from statekit.converters.containers.zarr2_write import encoded_chunks, header_bytes, header_for
+from statekit.errors import FormatError, NotFoundError, UsageError
+from statekit.format import Encoded, Evidence
+from statekit.tensor import Tensor, nbytes
+from statekit.tree import Tree, tensor_names
+
+VERSION = 3
+_FIRST_VERSION = 2
+_MAX_INLINE = 2**30
+"""The largest array that msgpack can hold at once. Source: flax/serialization.py, `MAX_CHUNK_SIZE`."""
+
+
+@dataclass(frozen=True)
+class T5XFolder:
+    """T5X checkpoints of the legacy generation."""
+
+    name: str = "t5x"
+    title: str = "T5X checkpoint_<step> folders: msgpack index and zarr arrays (versions 2 and 3)"
+    suffixes: tuple[str, ...] = ()
+    target_kind: Literal["file", "folder"] | None = "folder"
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Looks at file names and first bytes only."""
+        try:
+            found = locate(path)
+        except FormatError:
+            return None
+        if found is None or found.kind != "legacy":
+            return None
+        where = found.path if found.path.is_file() else found.path / INDEX
+        return Evidence(20, f"{where} is a msgpack map that begins as T5X's does")
+
+    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+        """Parses the index and the arrays' headers.
+
+        Raises:
+            NotFoundError: No checkpoint, or no such step.
+            FormatError: Index or headers don't follow the format or can't be trusted.
+        """
+        found = locate(path, step)
+        if found is None or found.kind != "legacy":
+            raise NotFoundError(
+                "There is no T5X checkpoint of the legacy generation.",
+                place=path if found is None else found.path,
+                found=None if found is None else "an Orbax checkpoint",
+                remedy="" if found is None else "read it with --from orbax",
+            )
+        index = found.path if found.path.is_file() else found.path / INDEX
+        store = FolderStore.of(index.parent)
+        value = store.value(index.name)
+        if value is None:
+            raise NotFoundError("The checkpoint's index is gone.", place=index)
+        wrapper = parse(value)
+        version = _version(wrapper, index)
+        tree, findings, prefixes = with_tensors(wrapper["optimizer"], store, bf16_as_uint16=version < VERSION)
+        unread = [key for key in wrapper if key not in ("version", "optimizer")]
+        findings += tuple(
+            Finding(f"the index also holds {key!r}, which isn't read", str(index)) for key in unread
+        )
+        return _checkpoint(self.name, found, tree, version, findings, prefixes)
+
+    def write(self, encoded: Encoded, stage: Stage) -> None:
+        """Writes `checkpoint_<step>/`, arrays first and the index last.
+
+        Raises:
+            UsageError: The target is named for another step, or the tree holds what T5X can't.
+            FormatError: Two names give the same folder.
+        """
+        prefix = step_prefix(stage, encoded.step)
+        folders = check_names(tensor_names(encoded.tree))
+        packed = _packed({"version": VERSION, "optimizer": encoded.tree}, ("",), stage, prefix, folders)
+        with stage.file(f"{prefix}{INDEX}") as output:
+            output.write(packed)
+
+
+def _version(wrapper: Any, index: Path) -> int:
+    version = wrapper.get("version") if isinstance(wrapper, dict) else None
+    if (
+        not isinstance(wrapper, dict)
+        or not isinstance(wrapper.get("optimizer"), dict)
+        or type(version) is not int
+    ):
+        raise FormatError(
+            "The index isn't that of a T5X checkpoint.",
+            place=index,
+            expected="a map with version and optimizer",
+            found=", ".join(map(str, list(wrapper)[:10]))
+            if isinstance(wrapper, dict)
+            else type(wrapper).__name__,
+        )
+    if not _FIRST_VERSION <= version <= VERSION:
+        raise FormatError(
+            "The checkpoint has a version that no T5X reads.",
+            place=index,
+            expected=f"{_FIRST_VERSION} or {VERSION}",
+            found=version,
+        )
+    return version
+
+
+def _checkpoint(
+    name: str, found: StepFolder, tree: Tree, version: int, findings: tuple[Finding, ...], prefixes: set[str]
+) -> Checkpoint:
+    gin, gin_findings = gin_settings(found.path)
+    beside = []
+    if found.path.is_dir():
+        beside = files_beside(found.path, {INDEX} | {prefix.partition("/")[0] for prefix in prefixes})
+    manifest, manifest_findings = trusted_manifest(found.path, found.step, tree)
+    meta = {"generation": "legacy", "version": version, "files_beside": beside, "gin": gin}
+    findings = (*found.findings, *findings, *gin_findings, *manifest_findings)
+    return Checkpoint(name, found.path, tree, meta, found.step, manifest, findings)
+
+
+def _partitioned(path: tuple[str, ...], tensor: Tensor) -> bool:
+    """Tells whether T5X keeps an array in zarr: parameters always, `v` and `m` unless they are placeholders."""
+    slot = path[0] == "state" and path[-1] in ("v", "m") and tensor.shape != (1,)
+    return path[0] == "target" or slot or nbytes(tensor) > _MAX_INLINE
+
+
+def _packed(node: Any, path: tuple[str, ...], stage: Stage, prefix: str, folders: Mapping[str, str]) -> bytes:
+    """Returns a tree as msgpack, writing the arrays it only refers to. `path` begins with the index's own levels."""
+    if isinstance(node, Mapping):
+        parts = [msgpack.Packer().pack_map_header(len(node))]
+        for key, child in node.items():
+            parts += [msgpack.packb(key), _packed(child, (*path, key), stage, prefix, folders)]
+        return b"".join(parts)
+    if not isinstance(node, Tensor):
+        if node is None or isinstance(node, (bool, int, float, str, bytes)):
+            return bytes(msgpack.packb(node))
+        raise UsageError("T5X can't hold this value.", place="/".join(path[2:]), found=type(node).__name__)
+    native = path[2:]
+    name = "/".join(native)
+    if _partitioned(native, node):
+        return bytes(msgpack.packb(_write_zarr(stage, prefix + folders[name], folders[name], name, node)))
+    data = b"".join(stage.stream(name, node))
+    array = msgpack.packb([list(node.shape), node.dtype.name, data])
+    return bytes(msgpack.packb(msgpack.ExtType(1, array)))
+
+
+def _write_zarr(stage: Stage, folder: str, path: str, name: str, tensor: Tensor) -> dict[str, Any]:
+    """Writes an array and returns the spec that the index holds of it."""
+    header = header_for(tensor, "gzip")
+    stated = header.to_json()
+    with stage.file(f"{folder}/.zarray") as output:
+        output.write(header_bytes(header))
+    for key, data in encoded_chunks(stage, name, tensor, header):
+        with stage.file(f"{folder}/{key}") as output:
+            output.write(data)
+    return {
+        "driver": "zarr",
+        "dtype": tensor.dtype.name,
+        "kvstore": {"driver": "file", "path": f"{path}/"},
+        "metadata": {name: stated[name] for name in ("chunks", "compressor", "shape")},
+    }
+
+
+CONTAINER = T5XFolder()

@@ -1,0 +1,92 @@
+"""Writes zarr arrays of format 2 in the bytes T5X and Orbax would write, one chunk in memory."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from typing import Literal
+
+from statekit.commit import Stage
+from statekit.converters.containers.zarr2 import Header
+from statekit.digest import little_endian
+from statekit.tensor import Index, Shape, Tensor
+
+CHUNK_BYTES = 64 * 2**20
+"""The size above which T5X cuts an array. Source: T5X t5x/checkpoints.py, `_DESIRED_CHUNK_SIZE_BYTES`."""
+
+
+def chunk_shape(shape: Shape, itemsize: int, limit: int = CHUNK_BYTES) -> Shape:
+    """Returns the chunk shape T5X chooses: the largest axis steps down its divisors until a chunk fits.
+
+    Source: T5X t5x/checkpoints.py, `_choose_chunk_shape`.
+    """
+    chunk = [max(1, n) for n in shape]
+    while math.prod(chunk) > max(1, limit // itemsize):
+        axis = chunk.index(max(chunk))
+        chunk[axis] = _next_divisor(chunk[axis])
+    return tuple(chunk)
+
+
+def _next_divisor(n: int) -> int:
+    return next(n // d for d in range(2, n + 1) if n % d == 0)
+
+
+def header_for(tensor: Tensor, compressor: Literal["gzip", "zstd"]) -> Header:
+    """Returns the header under which a tensor is written: level 1, no fill value."""
+    return Header(tensor.shape, chunk_shape(tensor.shape, tensor.dtype.itemsize), tensor.dtype, compressor)
+
+
+def header_bytes(header: Header) -> bytes:
+    """Returns the content of `.zarray`."""
+    return json.dumps(header.to_json(), sort_keys=True, separators=(",", ":")).encode()
+
+
+def encoded_chunks(stage: Stage, name: str, tensor: Tensor, header: Header) -> Iterator[tuple[str, bytes]]:
+    """Yields key and stored bytes of every chunk, and digests the tensor under its name."""
+    stream = stage.stream(name, tensor)
+    in_order = _in_order(header)
+    pieces = _pieces(stream, header.chunk_bytes())
+    for position in itertools.product(*map(range, header.grid())):
+        chunk = next(pieces) if in_order else iter([little_endian(tensor.read(_index(header, position)))])
+        yield header.chunk_key(position), _compressed(chunk, header)
+    for _ in stream:  # chunks that aren't in C order were read by themselves
+        pass
+
+
+def _in_order(header: Header) -> bool:
+    """Tells whether the chunks, one after the other, are the array in C order."""
+    cut = [i for i, count in enumerate(header.grid()) if count > 1]
+    return not cut or all(n == 1 for n in header.chunks[: cut[-1]])
+
+
+def _index(header: Header, position: tuple[int, ...]) -> Index:
+    return tuple(slice(i * c, (i + 1) * c) for i, c in zip(position, header.chunks, strict=True))
+
+
+def _pieces(stream: Iterator[bytes], size: int) -> Iterator[Iterator[memoryview]]:
+    """Cuts a stream into chunks of `size` bytes, each a run of views of the stream's blocks."""
+    held = memoryview(b"")
+
+    def chunk() -> Iterator[memoryview]:
+        nonlocal held
+        wanted = size
+        while wanted:
+            held = held if len(held) else memoryview(next(stream))
+            yield held[:wanted]
+            wanted, held = wanted - len(held[:wanted]), held[wanted:]
+
+    while True:
+        yield chunk()
+
+
+def _compressed(chunk: Iterator[bytes | memoryview], header: Header) -> bytes:
+    if header.compressor == "zstd":
+        import zstandard
+
+        zstd = zstandard.ZstdCompressor(level=header.level).compressobj(size=header.chunk_bytes())
+        return b"".join([*map(zstd.compress, chunk), zstd.flush()])
+    gzip = zlib.compressobj(header.level, zlib.DEFLATED, 31)  # its header names no time
+    return b"".join([*map(gzip.compress, chunk), gzip.flush()])

@@ -1,0 +1,242 @@
+"""Reads hyperparameters as people write them: KEY=VALUE, JSON files, gin files. Nothing is evaluated.
+
+Of gin, literals and plain macros are read (`X = 3`, `%X`, `adafactor.Adafactor.decay_rate = 0.8`, indented blocks).
+References (`@f`) and what hangs on them are left out and named.
+Source: google/gin-config, gin/config_parser.py, docs/index.md ("Syntax quick reference").
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import tokenize
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from statekit.errors import FormatError, NotFoundError, UsageError
+
+MAX_BYTES = 2**20
+"""The largest file or value that is read, in bytes."""
+
+_CONSTANTS = {"null": None, "true": True, "false": False}
+_WORD = re.compile(r"[\w./:+-]+")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_SKIPPED = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING)
+_MAX_MACROS = 100
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Hyperparameters that were read.
+
+    Attributes:
+        values: Value by name, in the original system's own names.
+        references: Name -> text, such as `@adafactor.standard_logical_factor_rules()`, of what isn't a literal.
+        left_out: What couldn't be read, one sentence each.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    references: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+
+def read_hparams(arguments: Sequence[str], configurable: str = "Adafactor") -> Settings:
+    """Reads the values of `--hparams`; later ones win.
+
+    Args:
+        arguments: Each a `KEY=VALUE`, or the path of a `.json` or `.gin` file.
+        configurable: Whose bindings count in a gin file.
+
+    Raises:
+        UsageError: An argument is neither, or its value isn't a literal.
+        NotFoundError: No such file.
+        FormatError: A file doesn't follow its format.
+    """
+    values: dict[str, Any] = {}
+    references: dict[str, str] = {}
+    left_out: list[str] = []
+    for argument in arguments:
+        read = _file_settings(Path(argument), configurable) if _is_file(argument) else _pair(argument)
+        references = {k: v for k, v in {**references, **read.references}.items() if k not in read.values}
+        values.update(read.values)
+        left_out += read.left_out
+    return Settings(values, references, tuple(left_out))
+
+
+def parse_value(text: str) -> Any:
+    """Returns the value of a Python, JSON or gin literal; a bare word is a string.
+
+    Example:
+        >>> parse_value("[null, true, ROW, 1e-3]")
+        [None, True, 'ROW', 0.001]
+
+    Raises:
+        UsageError: It isn't a literal.
+    """
+    try:
+        if len(text) > MAX_BYTES:
+            raise ValueError(f"{len(text)} characters")
+        tree = _Words().visit(ast.parse(text.strip(), mode="eval"))
+        return _plain(ast.literal_eval(tree))
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        if _WORD.fullmatch(text.strip()):
+            return text.strip()
+        raise UsageError(
+            "A value isn't a literal.",
+            expected="a number, string, list, {...}, true, false or null",
+            found=text[:200],
+            remedy='quote strings, and the whole argument for the shell: --hparams \'factor_map={"kernel": ["ROW"]}\'',
+        ) from error
+
+
+class _Words(ast.NodeTransformer):
+    """Turns bare words into what they mean in JSON, or into strings."""
+
+    def visit_Name(self, node: ast.Name) -> ast.Constant:
+        return ast.Constant(_CONSTANTS.get(node.id, node.id))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _plain(item) for key, item in value.items()}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise ValueError(f"a value of type {type(value).__name__}")
+
+
+def _is_file(argument: str) -> bool:
+    return argument.endswith((".json", ".gin")) and "=" not in Path(argument).name
+
+
+def _pair(argument: str) -> Settings:
+    key, separator, text = argument.partition("=")
+    name = key.strip().rpartition(".")[2]
+    if not separator or not _NAME.fullmatch(name):
+        raise UsageError(
+            "A hyperparameter isn't given as KEY=VALUE, nor as a .json or .gin file.",
+            place="--hparams",
+            found=argument[:200],
+        )
+    return Settings({name: parse_value(text)})
+
+
+def _file_settings(path: Path, configurable: str) -> Settings:
+    text = read_text(path)
+    if path.suffix == ".gin":
+        return read_gin(text, path, configurable)
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FormatError("A file of hyperparameters isn't JSON.", place=path, found=str(error)) from error
+    if not isinstance(values, dict):
+        raise FormatError(
+            "A file of hyperparameters isn't a JSON object.", place=path, found=type(values).__name__
+        )
+    return Settings(values)
+
+
+def read_text(path: Path) -> str:
+    """Reads a small text file.
+
+    Raises:
+        NotFoundError: No such file.
+        FormatError: It is larger than 1 MiB, or not UTF-8.
+    """
+    if not path.is_file():
+        raise NotFoundError("There is no such file.", place=path)
+    with path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    try:
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"more than {MAX_BYTES} bytes")
+        return data.decode()
+    except ValueError as error:
+        raise FormatError("A text file can't be read.", place=path, found=str(error)) from error
+
+
+def read_gin(text: str, place: object, configurable: str = "Adafactor") -> Settings:
+    """Reads the bindings of one configurable from a gin file.
+
+    Raises:
+        FormatError: The text isn't gin.
+    """
+    lines = list(_bindings(text, place))
+    macros = {name: tokens for name, tokens in lines if "." not in name}
+    found: dict[str, dict[str, list[str]]] = {}
+    for selector, tokens in lines:
+        scope, _, path = selector.rpartition("/")
+        parts = path.split(".")
+        if len(parts) >= 2 and parts[-2] == configurable:
+            found.setdefault(parts[-1], {})[scope] = tokens
+    values: dict[str, Any] = {}
+    references: dict[str, str] = {}
+    left_out = []
+    for name, scopes in found.items():
+        chosen = [scopes[""]] if "" in scopes else list(scopes.values())
+        texts = {_expanded(tokens, macros) for tokens in chosen}
+        if len(texts) > 1:
+            left_out.append(
+                f"{name} differs between the scopes {', '.join(scopes)} of {place}, so none is taken."
+            )
+            continue
+        value = texts.pop()
+        try:
+            values[name] = _plain(ast.literal_eval(value))
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            references[name] = value.replace(" ", "")
+            left_out.append(
+                f"{configurable}.{name} is {references[name][:200]} in {place}, which isn't a literal."
+            )
+    return Settings(values, references, tuple(left_out))
+
+
+def _expanded(tokens: Sequence[str], macros: Mapping[str, Sequence[str]], depth: int = 0) -> str:
+    """Returns a value's text with macros put in; an unknown or endless one stays as it is, and so is no literal."""
+    parts: list[str] = []
+    size = 0
+    for before, word in zip(("", *tokens), tokens, strict=False):
+        if before == "%" and word in macros and depth < _MAX_MACROS and size < MAX_BYTES:
+            parts[-1] = _expanded(macros[word], macros, depth + 1)
+        else:
+            parts.append(word)
+        size += len(parts[-1])
+    return " ".join(parts)
+
+
+def _bindings(text: str, place: object) -> Iterator[tuple[str, list[str]]]:
+    """Yields selector and value tokens of every binding; imports and includes are passed over."""
+    prefix = ""
+    words: list[str] = []
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.DEDENT:
+                prefix = ""
+            elif token.type == tokenize.NEWLINE:
+                if words[-1:] == [":"] and "=" not in words:
+                    prefix = "".join(words[:-1]) + "."
+                elif "=" in words:
+                    at = words.index("=")
+                    yield prefix + "".join(words[:at]), words[at + 1 :]
+                words = []
+            elif token.type not in (*_SKIPPED, tokenize.INDENT, tokenize.ENDMARKER):
+                words.append(token.string)
+    except (tokenize.TokenError, SyntaxError) as error:
+        raise FormatError("A gin file can't be read.", place=place, found=str(error)) from error
+
+
+def find_gin(folders: Sequence[Path]) -> Path | None:
+    """Returns the gin file that configured a run: an operative one first, then `config.gin`, then the only other."""
+    for folder in folders:
+        files = sorted(folder.glob("*.gin"))
+        operative = [f for f in files if f.name.startswith("operative_config")]
+        plain = [f for f in files if f.name == "config.gin"]
+        for choice in (operative[-1:], plain, files if len(files) == 1 else []):
+            if choice:
+                return choice[0]
+    return None

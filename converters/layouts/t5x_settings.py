@@ -1,0 +1,241 @@
+"""The hyperparameters of a T5X run: given, found in a gin file or manifest, inferred from the slots, or assumed.
+
+T5X stores none of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from statekit.converters.layouts.t5x_rules import hparam_map
+from statekit.converters.layouts.t5x_tree import Held
+from statekit.errors import UsageError
+from statekit.schema import load_schema
+from statekit.state import KnownFrom
+from statekit.tensor import Shape
+
+RULES = ("factor_map", "logical_factor_rules", "logical_axes")
+"""Hyperparameters that say how parameters are factored; they become rules."""
+
+_TRAVERSALS = "traversals_and_optimizers"
+_KINDS: dict[str, tuple[type, ...]] = {
+    "number": (int, float), "integer": (int,), "boolean": (bool,), "string": (str,),
+    "null": (type(None),), "array": (list, tuple), "object": (dict,),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Hyperparameters of one optimizer, each with where it is known from."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    known_from: Mapping[str, KnownFrom] = field(default_factory=dict)
+
+    def over(self, values: Mapping[str, Any], known: KnownFrom) -> Settings:
+        """Returns the settings with other values that outweigh them."""
+        return Settings({**self.values, **values}, {**self.known_from, **dict.fromkeys(values, known)})
+
+    def is_told(self, name: str) -> bool:
+        """Tells whether a hyperparameter was given, or stands in a file, and isn't merely assumed."""
+        return self.known_from.get(name, "assumed") != "assumed"
+
+    def tells_rules(self) -> bool:
+        """Tells whether anything is known about factor rules."""
+        return any(self.is_told(name) for name in RULES)
+
+
+@dataclass(frozen=True)
+class Member:
+    """Parameters that one optimizer moves, with what was told about it."""
+
+    paths: tuple[str, ...]
+    told: Settings
+
+
+def defaults() -> dict[str, Any]:
+    """Returns T5X's defaults. Source: T5X t5x/adafactor.py, `Adafactor.__init__`."""
+    return dict(load_schema("adafactor").variants["t5x"]["defaults"])
+
+
+def check_names(values: Mapping[str, Any]) -> None:
+    """Checks hyperparameters against the schema.
+
+    Raises:
+        UsageError: A name that T5X's Adafactor doesn't have, or a value it can't take; lists every one.
+    """
+    allowed = [*defaults(), "logical_axes", _TRAVERSALS]
+    unknown = [name for name in values if name not in allowed]
+    if unknown:
+        raise UsageError(
+            "T5X's Adafactor has no such hyperparameter.",
+            expected=", ".join(allowed),
+            found=", ".join(unknown),
+        )
+    wrong = [
+        f"{name}={value!r} ({fault})" for name, value in values.items() if (fault := _fault(name, value))
+    ]
+    if wrong:
+        raise UsageError("Hyperparameters have values they can't have.", found=", ".join(wrong)[:1000])
+
+
+def _fault(name: str, value: Any) -> str:
+    known = load_schema("adafactor").hyperparameters
+    if (
+        name in RULES
+        or name not in known
+        or (name == "multiply_by_parameter_scale" and isinstance(value, dict))
+    ):
+        return ""
+    kinds, limits = known[name]["type"], known[name].get("range", {})
+    if not any(
+        isinstance(value, _KINDS[kind]) and (type(value) is not bool or kind == "boolean") for kind in kinds
+    ):
+        return f"expected {' or '.join(kinds)}"
+    if "values" in limits and value not in limits["values"]:
+        return f"expected one of {', '.join(limits['values'])}"
+    if not isinstance(value, (int, float)):
+        return ""
+    low, above = limits.get("minimum", value), limits.get("exclusive_minimum", value - 1)
+    return (
+        ""
+        if low <= value and above < value < limits.get("exclusive_maximum", value + 1)
+        else f"expected {limits}"
+    )
+
+
+def members(hints: Mapping[str, Any], told: Settings, held: Mapping[str, Held | None]) -> list[Member]:
+    """Sorts the moved parameters by optimizer: as the traversals say, else by whether they have momentum.
+
+    Args:
+        hints: What the user gave.
+        told: What is known of every optimizer, the user's hints included.
+        held: Slots by path.
+
+    Raises:
+        UsageError: The traversals don't select exactly the parameters that have slots; lists every one.
+    """
+    traversals = hints.get(_TRAVERSALS)
+    if traversals is not None:
+        return _traversed(traversals, told, held)
+    moved = {path: own.momentum for path, own in held.items() if own is not None}
+    if {True, False} <= set(moved.values()):
+        on = [path for path, momentum in moved.items() if momentum]
+        return [Member(tuple(on), told), Member(tuple(path for path in moved if not moved[path]), told)]
+    return [Member(tuple(moved), told)] if moved else []
+
+
+def _traversed(traversals: Any, told: Settings, held: Mapping[str, Held | None]) -> list[Member]:
+    entries = list(_entries(traversals))
+    owners = {path: [i for i, (regex, _) in enumerate(entries) if re.search(regex, path)] for path in held}
+    faults = [f"{path} is selected {len(own)} times" for path, own in owners.items() if len(own) > 1]
+    faults += [
+        f"{path} is selected but has no slots" for path, own in owners.items() if own and held[path] is None
+    ]
+    faults += [
+        f"{path} has slots but isn't selected" for path, own in owners.items() if not own and held[path]
+    ]
+    if faults:
+        raise UsageError(f"{_TRAVERSALS} doesn't fit the checkpoint.", found="; ".join(faults)[:2000])
+    return [
+        Member(tuple(path for path, own in owners.items() if own == [i]), told.over(values, "given"))
+        for i, (_, values) in enumerate(entries)
+    ]
+
+
+def _entries(traversals: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    for entry in traversals if isinstance(traversals, Sequence) else [traversals]:
+        fields: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {}
+        regex, values = fields.get("path_regex_search"), fields.get("hyperparameters", {})
+        try:
+            if not isinstance(regex, str):
+                raise TypeError
+            re.compile(regex)
+        except (re.error, TypeError, RecursionError) as error:
+            raise UsageError(
+                f"{_TRAVERSALS} has another form.",
+                expected='[{"path_regex_search": "kernel$", "hyperparameters": {...}}, ...]',
+                found=repr(entry)[:200],
+            ) from error
+        if not isinstance(values, dict):
+            raise UsageError(
+                f"{_TRAVERSALS} has hyperparameters that aren't a map.", found=repr(values)[:200]
+            )
+        check_names(values)
+        yield regex, values
+
+
+def inferred(held: Sequence[Held], by_size: Sequence[Held], told: Settings) -> tuple[Settings, list[str]]:
+    """Returns T5X's defaults as corrected by what the slots of one optimizer's parameters prove, and says what is open.
+
+    Args:
+        held: Slots of all its parameters.
+        by_size: Of them the matrices that have no rule of their own.
+        told: What is known already.
+    """
+    notes = []
+    found = Settings().over(defaults(), "assumed")
+    full = [own for own in held if own.momentum]
+    if full:
+        found = found.over({"dtype_momentum": full[0].momentum_dtype.name}, "file")
+        if not told.is_told("beta1"):
+            notes.append("beta1 isn't stored: m is in use, so momentum was on; a step needs its value.")
+    elif any(own.momentum is False for own in held):
+        found = found.over({"beta1": None}, "file")
+    if any(own.factored for own in held):
+        found = found.over({"factored": True}, "file")
+    elif not told.tells_rules() and any(_factors(own.shape, found.values) for own in held):
+        found = found.over({"factored": False}, "assumed")
+    if found.values["factored"] and not told.is_told("min_dim_size_to_factor"):
+        found, note = _minimum(found, by_size)
+        notes += note
+    values = dict(found.values)
+    if full:
+        del values["beta1"]
+    return Settings(values, {name: found.known_from[name] for name in values}), notes
+
+
+def _factors(shape: Shape, values: Mapping[str, Any]) -> bool:
+    """Tells whether T5X, left to its defaults, would have factored a parameter, or stopped at it."""
+    return len(shape) > 2 or (len(shape) == 2 and min(shape) >= values["min_dim_size_to_factor"])
+
+
+def _minimum(found: Settings, matrices: Sequence[Held]) -> tuple[Settings, list[str]]:
+    """Bounds min_dim_size_to_factor by the matrices that are factored and those that aren't."""
+    name = "min_dim_size_to_factor"
+    yes = [min(own.shape) for own in matrices if own.factored]
+    no = [min(own.shape) for own in matrices if not own.factored]
+    low, high = max(no, default=-1) + 1, min(yes, default=None)
+    if low <= found.values[name] and (high is None or found.values[name] <= high):
+        return found, []
+    if high is None:
+        return found.over({name: low}, "assumed"), [f"{name} is at least {low}; {low} is assumed."]
+    if low == high:
+        return found.over({name: high}, "file"), []
+    if low < high:
+        return found.over({name: high}, "assumed"), [f"{name} is from {low} to {high}; {high} is assumed."]
+    return found, [
+        f"{name} is open: a matrix with {high} rows or columns is factored, one with {low - 1} isn't."
+    ]
+
+
+def scale_by_path(value: Any, paths: Sequence[str], faults: list[tuple[str, str]]) -> Any:
+    """Resolves multiply_by_parameter_scale to a bool, or to one for each path."""
+    if isinstance(value, bool):
+        return value
+    entries = hparam_map(value, "multiply_by_parameter_scale")
+    found: dict[str, bool] = {}
+    for path in paths:
+        hits = (
+            flag
+            for pattern, is_regex, flag in entries
+            if (re.search(pattern, path) if is_regex else pattern == path)
+        )
+        flag = next(hits, None)
+        if not isinstance(flag, bool):
+            faults.append(("multiply_by_parameter_scale has no true or false for it", path))
+        else:
+            found[path] = flag
+    return found

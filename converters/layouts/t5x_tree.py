@@ -1,0 +1,175 @@
+"""The names of a T5X train state: `target/<path>`, `state/step`, `state/param_states/<path>/{v_row,v_col,v,m}`.
+
+Every moved parameter has all four slots; one that isn't in use is a placeholder of shape (1,). A parameter that no
+optimizer of a MultiOptimizer moves has None instead.
+Source: T5X t5x/adafactor.py, `init_param_state`; t5x/optimizers.py, `MultiOptimizer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from statekit.checkpoint import Checkpoint
+from statekit.errors import StateError, fault_list
+from statekit.tensor import DType, Shape, Stored, Tensor
+from statekit.tree import Tree, walk
+
+SLOTS = ("v_row", "v_col", "v", "m")
+PLACEHOLDER: Shape = (1,)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the slots of one parameter prove.
+
+    Attributes:
+        shape: The parameter's.
+        slots: The four native slots.
+        factored: Whether `v_row` and `v_col` are in use, and not `v`.
+        momentum: Whether `m` is in use; None where the parameter's own shape is (1,) and `m` is zero.
+    """
+
+    shape: Shape
+    slots: Mapping[str, Tensor]
+    factored: bool
+    momentum: bool | None
+
+    @property
+    def momentum_dtype(self) -> DType:
+        """The dtype of `m`."""
+        return self.slots["m"].dtype
+
+
+@dataclass(frozen=True)
+class Native:
+    """A T5X train state, sorted.
+
+    Attributes:
+        params: Parameter by path.
+        held: Slots by path; None where no optimizer moves the parameter. Empty if the file has no optimizer state.
+        step: `state/step`.
+        extra: Everything else.
+    """
+
+    params: Mapping[str, Tensor]
+    held: Mapping[str, Held | None]
+    step: int
+    extra: Mapping[str, Tree]
+
+
+def looks_native(checkpoint: Checkpoint) -> str | None:
+    """Returns why a checkpoint is a T5X train state with Adafactor's slots; None if it isn't."""
+    tree = checkpoint.tree
+    if not isinstance(tree, Mapping) or not isinstance(tree.get("target"), Mapping):
+        return None
+    state = tree.get("state")
+    if not isinstance(state, Mapping) or "step" not in state:
+        return None
+    slots = [name for name in checkpoint.tensors if name.startswith("state/param_states/")]
+    if not slots:
+        return "it has target and state/step, and no slots"
+    if all(name.rpartition("/")[2] in SLOTS for name in slots) and any(
+        name.endswith("/v_row") for name in slots
+    ):
+        return f"it has target, state/step and {slots[0]}"
+    return None
+
+
+def read_native(checkpoint: Checkpoint) -> Native:
+    """Sorts a tree into parameters, slots, step and the rest.
+
+    Raises:
+        StateError: Names or shapes aren't those of T5X's Adafactor; lists every fault.
+    """
+    tree: Mapping[str, Any] = checkpoint.tree
+    state: Mapping[str, Any] = tree["state"]
+    faults: list[tuple[str, str]] = []
+    params = {}
+    for path, leaf in walk(tree["target"]):
+        if isinstance(leaf, (Stored, Tensor)):  # the concrete class first: a protocol is slow to check
+            params["/".join(map(str, path))] = leaf
+        elif leaf not in (None, {}):
+            faults.append((f"is no tensor but {type(leaf).__name__}", "/".join(map(str, ("target", *path)))))
+    slots = dict(_slots(state.get("param_states"), faults))
+    held: dict[str, Held | None] = {}
+    for name, own in slots.items():
+        if name not in params:
+            faults.append(("has slots but no parameter", name))
+        elif own is None:
+            held[name] = None
+        elif (found := _held(name, params[name].shape, own, faults)) is not None:
+            held[name] = found
+    if slots:
+        faults += [("has no slots, and no None in their place", name) for name in params if name not in slots]
+    step = _step(state["step"], faults)
+    if faults:
+        raise StateError(
+            f"The checkpoint isn't a state of T5X's Adafactor: {len(faults)} faults.",
+            place=checkpoint.path,
+            found=fault_list(faults),
+            remedy="a checkpoint of another optimizer needs that optimizer's layout",
+        )
+    return Native(params, held, step, _rest(tree, checkpoint.meta))
+
+
+def _slots(states: Any, faults: list[tuple[str, str]]) -> Iterator[tuple[str, dict[str, Tensor] | None]]:
+    found: dict[str, dict[str, Tensor]] = {}
+    for path, leaf in walk(states) if states else ():
+        parent = "/".join(map(str, path[:-1]))
+        if isinstance(leaf, (Stored, Tensor)):  # the concrete class first: a protocol is slow to check
+            found.setdefault(parent, {})[str(path[-1])] = leaf
+        elif leaf is None and parent not in found:
+            yield "/".join(map(str, path)), None
+        elif leaf != {}:
+            faults.append((f"is no slot but {type(leaf).__name__}", "/".join(map(str, path))))
+    yield from found.items()
+
+
+def _held(path: str, shape: Shape, slots: Mapping[str, Tensor], faults: list[tuple[str, str]]) -> Held | None:
+    """Sorts four slots by the parameter's shape, not by theirs: one of shape (1,) has real slots of that shape."""
+    wrong = [f"has no slot {name}" for name in SLOTS if name not in slots]
+    wrong += [f"has an unknown slot {name}" for name in slots if name not in SLOTS]
+    if not wrong:
+        v, m = slots["v"].shape, slots["m"].shape
+        wrong += [
+            f"slot {name} has shape {found}, expected {shape}, or {PLACEHOLDER} if not in use"
+            for name, found in (("v", v), ("m", m))
+            if found not in (shape, PLACEHOLDER)
+        ]
+        if v == shape and (slots["v_row"].shape, slots["v_col"].shape) != (PLACEHOLDER, PLACEHOLDER):
+            wrong.append(f"has a full v beside v_row {slots['v_row'].shape} and v_col {slots['v_col'].shape}")
+    faults += [(fault, path) for fault in wrong]
+    if wrong:
+        return None
+    momentum = m == shape
+    if shape == PLACEHOLDER and not np.any(slots["m"].read()):
+        return Held(shape, slots, v != shape, None)
+    return Held(shape, slots, v != shape, momentum)
+
+
+def _step(leaf: Any, faults: list[tuple[str, str]]) -> int:
+    scalar = (
+        leaf.read() if isinstance(leaf, Tensor) and leaf.shape == () and leaf.dtype.kind in "iu" else leaf
+    )
+    if isinstance(scalar, Tensor) or not isinstance(scalar, (int, np.ndarray)) or isinstance(scalar, bool):
+        found = f"{leaf.dtype} {leaf.shape}" if isinstance(leaf, Tensor) else type(leaf).__name__
+        faults.append((f"is no integer scalar but {found}", "state/step"))
+        return 0
+    return int(scalar)
+
+
+def _rest(tree: Mapping[str, Any], meta: Mapping[str, Any]) -> dict[str, Tree]:
+    """Returns what is neither parameter nor slot nor step."""
+    state = {key: value for key, value in tree["state"].items() if key not in ("step", "param_states")}
+    other = {key: value for key, value in tree.items() if key not in ("target", "state", "flax_mutables")}
+    rest = {**other, **({"state": state} if state else {})}
+    parts = {
+        "flax_mutables": tree.get("flax_mutables"),
+        "t5x": rest,
+        "files_beside": list(meta.get("files_beside", ())),
+    }
+    return {key: value for key, value in parts.items() if value}
