@@ -5,6 +5,7 @@ A tensor's digest covers its values alone: little-endian, C order, without shape
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -35,10 +36,15 @@ def bytes_digest(data: bytes) -> str:
 
 def file_digest(path: Path) -> str:
     """Returns the BLAKE3 digest of a file's bytes."""
-    hasher = blake3()
     with path.open("rb", buffering=0) as file:
-        while block := file.read(_FILE_BLOCK):
-            hasher.update(block)
+        return stream_digest(file)
+
+
+def stream_digest(file: io.FileIO) -> str:
+    """Returns the BLAKE3 digest of what is left to read of a file."""
+    hasher = blake3()
+    while block := file.read(_FILE_BLOCK):
+        hasher.update(block)
     return hasher.hexdigest()
 
 

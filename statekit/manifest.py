@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from statekit.checkpoint import Finding
-from statekit.digest import file_digest, json_digest
+from statekit.digest import file_digest, json_digest, stream_digest
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, fault_list
+from statekit.reading import open_regular, reading
 from statekit.tensor import Tensor
 
 FILE = "statekit.json"
@@ -87,7 +87,9 @@ def strict_json(text: bytes | str, place: object) -> Any:
         )
     try:
         unicode = text.decode("utf-8") if isinstance(text, bytes) else text
-        return json.loads(unicode, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+        return json.loads(
+            unicode, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
+        )
     except (ValueError, RecursionError) as error:
         raise FormatError("This isn't valid JSON.", place=place, found=str(error)) from None
 
@@ -198,22 +200,17 @@ def read_small(path: Path) -> bytes:
 
     Raises:
         NotFoundError: No such file.
+        FormatError: It can't be read.
         RefusedError: Not a regular file, or a larger one.
     """
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise NotFoundError("A file of the checkpoint is missing.", place=path) from None
-    with os.fdopen(file, "rb") as stream:
-        facts = os.fstat(file)
-        if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_BYTES:
+    with open_regular(path) as file, reading(path):
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_BYTES:
+            found = f"{size} bytes"
             raise RefusedError(
-                "A file of the checkpoint can't be read.",
-                place=path,
-                expected=f"a regular file of at most {MAX_BYTES} bytes",
-                found=f"mode {stat.filemode(facts.st_mode)}, {facts.st_size} bytes",
+                "A file is too large.", place=path, expected=f"at most {MAX_BYTES}", found=found
             )
-        return stream.read(MAX_BYTES)
+        return file.read(MAX_BYTES)
 
 
 def unnamed_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
@@ -251,15 +248,12 @@ def _file_faults(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> list[t
 
 def _file_fault(path: Path, entry: Mapping[str, Any]) -> str:
     try:
-        facts = path.stat()
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as error:
-        return f"can't be read: {error.strerror}"
-    if not stat.S_ISREG(facts.st_mode):
-        return "isn't a regular file"
-    if facts.st_size != entry["bytes"]:
-        return f"has {facts.st_size} bytes, expected {entry['bytes']}"
-    if facts.st_size <= SMALL_BYTES and file_digest(path) != entry["blake3"]:
-        return f"was changed: it isn't the file with BLAKE3 {entry['blake3'][:16]}..."
+        with open_regular(path) as file, reading(path):
+            size = os.fstat(file.fileno()).st_size
+            if size != entry["bytes"]:
+                return f"has {size} bytes, expected {entry['bytes']}"
+            if size <= SMALL_BYTES and stream_digest(file) != entry["blake3"]:
+                return f"was changed: it isn't the file with BLAKE3 {entry['blake3'][:16]}..."
+    except (NotFoundError, FormatError) as error:
+        return error.subject
     return ""

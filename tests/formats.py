@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from statekit import registry
-from statekit.commit import staged, unknown_fields
+from statekit.checkpoint import Checkpoint
+from statekit.commit import Stage, staged, unknown_fields
 from statekit.converters.containers.statekit_dir import CONTAINER
 from statekit.converters.layouts.canonical import LAYOUT
-from statekit.format import Container, Layout
+from statekit.errors import FormatError
+from statekit.format import Container, Encoded, Evidence, Exactness, Hints, Layout
+from statekit.manifest import parse
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensor import Array, Tensor, in_memory
-from statekit.tree import to_json
+from statekit.tensor import Array, Tensor, dtype_named, in_memory
+from statekit.tree import from_json, tensor_names, to_json
 
 FACTORED = Rule((Axis.ROW, Axis.COLUMN), "file")
 
@@ -104,3 +110,77 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
     return {
         p.relative_to(folder).as_posix(): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")
     }
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A container of one file: values, then a record of names and the manifest. `spoil` changes the bytes it writes."""
+
+    name: str = "packed"
+    suffixes: tuple[str, ...] = (".packed",)
+    target_kind: Literal["file", "folder"] | None = "file"
+    title: str = "one file, for tests"
+    spoil: Callable[[str, bytes], bytes] = field(default=lambda name, block: block)
+    skip: tuple[str, ...] = ()
+
+    def detect(self, path: Path) -> Evidence | None:
+        return (
+            Evidence(20, "its last bytes")
+            if path.is_file() and path.read_bytes()[-8:] == b"packed\r\n"
+            else None
+        )
+
+    def write(self, encoded: Encoded, stage: Stage) -> None:
+        spans, position = {}, 0
+        with stage.file() as output:
+            for name, tensor in tensor_names(encoded.tree).items():
+                start = position
+                for block in stage.stream(name, tensor) if name not in self.skip else ():
+                    position += output.write(self.spoil(name, block))
+                spans[name] = [start, position]
+            view = to_json(encoded.tree)
+            record = json.dumps({"tree": view, "spans": spans, "manifest": stage.manifest()}).encode()
+            output.write(record + struct.pack("<Q", len(record)) + b"packed\r\n")
+
+    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+        data = path.read_bytes()
+        size = struct.unpack("<Q", data[-16:-8])[0]
+        record = json.loads(data[-16 - size : -16])
+
+        def tensor(described: Any) -> Tensor:
+            start, stop = record["spans"][described["name"]]
+            dtype = dtype_named(described["dtype"])
+            if stop - start != dtype.itemsize * math.prod(described["shape"]):
+                raise FormatError("A tensor has too few bytes.", place=path)
+            array = np.frombuffer(data[start:stop], dtype).reshape(described["shape"])
+            return in_memory(array, described["name"], str(path))
+
+        stated = parse(json.dumps(record["manifest"]), path)
+        return Checkpoint(self.name, path, from_json(record["tree"], tensor), step=step, manifest=stated)
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A layout with names of its own; `change` is applied to each of its tensors by name."""
+
+    name: str = "renamed"
+    containers: tuple[str, ...] = ("packed",)
+    optimizers: tuple[str, ...] = ("adafactor",)
+    title: str = "other names, for tests"
+    change: Callable[[str, Tensor], Tensor] = field(default=lambda name, tensor: tensor)
+    exactness: Mapping[str, tuple[Exactness, str]] = field(default_factory=dict)
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    lost_steps: int = 0
+
+    def detect(self, checkpoint: Checkpoint) -> Evidence | None:
+        return Evidence(20, "its names") if "model" in checkpoint.tree else None
+
+    def encode(self, state: TrainState) -> Encoded:
+        tree = LAYOUT.encode(state).tree
+        model = {path: self.change(path, tensor) for path, tensor in tree.pop("params").items()}
+        return Encoded({"model": model, **tree}, state.counts.updates, self.exactness, self.dropped)
+
+    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+        tree = dict(checkpoint.tree)
+        state = LAYOUT.decode(replace(checkpoint, tree={"params": tree.pop("model"), **tree}), hints)
+        return replace(state, counts=replace(state.counts, updates=state.counts.updates - self.lost_steps))

@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import os
-import stat
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,8 +22,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from statekit.digest import bytes_digest
-from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, fault_list
+from statekit.errors import CorruptError, FormatError, RefusedError, fault_list
 from statekit.manifest import strict_json
+from statekit.reading import open_regular, reading
 from statekit.tensor import DTYPES, Array, DType, Index, Shape, Stored, Tensor, index_shape, nbytes
 from statekit.tree import MAX_NAME_BYTES
 
@@ -72,16 +72,11 @@ def open_safetensors(path: Path) -> OpenFile:
 
     Raises:
         NotFoundError: No such file.
-        FormatError: The header breaks the format.
+        FormatError: The header breaks the format, or the file can't be read.
         CorruptError: The file is truncated or longer than its header says.
         RefusedError: Not a regular file, or a header beyond the limits.
     """
-    try:
-        file = io.FileIO(
-            path, "rb", opener=lambda name, _: os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        )
-    except FileNotFoundError:
-        raise NotFoundError("A file of the checkpoint is missing.", place=path) from None
+    file = open_regular(path)
     try:
         head, data_bytes = _head(file, path)
         document = strict_json(head[8:], path)
@@ -159,12 +154,11 @@ def _name_fault(name: str) -> str:
 
 
 def _head(file: io.FileIO, path: Path) -> tuple[bytes, int]:
-    facts = os.fstat(file.fileno())
-    if not stat.S_ISREG(facts.st_mode):
-        raise RefusedError("This isn't a regular file.", place=path, found=stat.filemode(facts.st_mode))
-    length = struct.unpack("<Q", os.pread(file.fileno(), 8, 0))[0] if facts.st_size >= 8 else None
-    if length is None or length > facts.st_size - 8:
-        found = f"{facts.st_size} bytes, of which the header is said to have {length}"
+    with reading(path):
+        size = os.fstat(file.fileno()).st_size
+        length = struct.unpack("<Q", os.pread(file.fileno(), 8, 0))[0] if size >= 8 else None
+    if length is None or length > size - 8:
+        found = f"{size} bytes, of which the header is said to have {length}"
         raise CorruptError("A safetensors file is truncated.", place=path, found=found)
     if length > MAX_HEADER_BYTES:
         found = f"{length} bytes"
@@ -173,7 +167,7 @@ def _head(file: io.FileIO, path: Path) -> tuple[bytes, int]:
         )
     head = bytearray(8 + length)
     _read_into(file, memoryview(head), 0, str(path))
-    return bytes(head), facts.st_size - len(head)
+    return bytes(head), size - len(head)
 
 
 def _parsed(document: Any, data_bytes: int, path: Path) -> tuple[dict[str, str], dict[str, _Extent]]:
@@ -281,10 +275,8 @@ def _runs(extent: _Extent, index: Index) -> Iterator[tuple[int, int]]:
 
 def _read_into(file: io.FileIO, into: memoryview, offset: int, place: str) -> None:
     while into:
-        try:
+        with reading(place):
             got = os.preadv(file.fileno(), [into], offset)
-        except OSError as error:
-            raise CorruptError("A file can't be read.", place=place, found=error) from error
         if got == 0:
             raise CorruptError(
                 "A file ends in the middle of its data.", place=place, found=f"its end at byte {offset}"
