@@ -15,7 +15,9 @@ from statekit.tensor import Tensor, in_memory
 
 Arrays: TypeAlias = Mapping[str, Value]
 Slots: TypeAlias = Mapping[str, Arrays]
-Move: TypeAlias = Callable[["Live", Arrays, Value], "Live"]
+Rates: TypeAlias = Value | tuple[Value, ...]
+"""A learning rate, or one for each parameter group; a number stays one, as precise as it is."""
+Move: TypeAlias = Callable[["Live", Arrays, Rates], "Live"]
 
 
 class Steps(Protocol):
@@ -105,7 +107,7 @@ def initial(state: TrainState) -> TrainState:
 
 
 def mover(xp: Backend, state: TrainState, execution: Execution = "compiled") -> Move:
-    """Returns the step of a state's optimizer: (live, gradients, learning rate) -> live.
+    """Returns the step of a state's optimizer: (live, gradients, learning rates) -> live.
 
     Raises:
         StateError: statekit has no step for the optimizer.
@@ -115,9 +117,10 @@ def mover(xp: Backend, state: TrainState, execution: Execution = "compiled") -> 
     for group in groups:
         steps.check(state, group)
 
-    def step(live: dict[str, Any], grads: dict[str, Value], rate: Value, count: Value) -> dict[str, Any]:
+    def step(live: dict[str, Any], grads: dict[str, Value], rates: Rates, count: Value) -> dict[str, Any]:
         params, slots, shared = dict(live["params"]), dict(live["slots"]), []
-        for group, whole in zip(groups, live["shared"], strict=True):
+        by_group = rates if isinstance(rates, tuple) else (rates,) * len(groups)
+        for group, whole, rate in zip(groups, live["shared"], by_group, strict=True):
             new_params, new_slots, new_whole = steps.move(
                 xp,
                 {path: params[path] for path in group.paths},
@@ -132,9 +135,9 @@ def mover(xp: Backend, state: TrainState, execution: Execution = "compiled") -> 
 
     compiled = xp.compile(step)
 
-    def move(live: Live, grads: Arrays, rate: Value) -> Live:
+    def move(live: Live, grads: Arrays, rates: Rates) -> Live:
         before = {"params": live.params, "slots": live.slots, "shared": live.shared}
-        after = compiled(before, dict(grads), rate, live.updates)
+        after = compiled(before, dict(grads), rates, live.updates)
         return Live(after["params"], after["slots"], after["shared"], live.updates + 1)
 
     return move

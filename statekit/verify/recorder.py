@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,7 +28,16 @@ from statekit.errors import TargetExistsError, UsageError
 from statekit.optim.adafactor import Execution
 from statekit.state import TrainState
 from statekit.tensor import Array, Index, Stored, Tensor
-from statekit.verify.recording import DESCRIPTION, GRADS, TRAJECTORY, Phase, Recording, Trajectory, to_json
+from statekit.verify.recording import (
+    DESCRIPTION,
+    GRADS,
+    TRAJECTORY,
+    Phase,
+    Rate,
+    Recording,
+    Trajectory,
+    to_json,
+)
 
 
 @dataclass
@@ -97,7 +106,7 @@ class Recorder:
         self._system, self._execution = system, execution
         self._hyperparameters = dict(hyperparameters)
         self._first = self._step = first
-        self._rates: list[float] = []
+        self._rates: list[Rate] = []
         self._grads, self._states = Spool(self.folder), Spool(self.folder)
 
     def start(self, params: Mapping[str, Array], slots: Mapping[str, Mapping[str, Array]]) -> None:
@@ -111,9 +120,9 @@ class Recorder:
         grads: Mapping[str, Array],
         params: Mapping[str, Array],
         slots: Mapping[str, Mapping[str, Array]],
-        learning_rate: float,
+        learning_rate: float | Sequence[float],
     ) -> None:
-        """Records one update: its gradients and learning rate, and the state after it."""
+        """Records one update: its gradients, the learning rate (of each group), and the state after it."""
         if not self._states.tensors:
             raise UsageError(
                 "A recording needs the state before its first update.", remedy="call start() first"
@@ -121,7 +130,9 @@ class Recorder:
         self._step += 1
         for path, grad in grads.items():
             self._grads.add(f"{self._step}/{path}", np.asarray(grad))
-        self._rates.append(float(learning_rate))
+        self._rates.append(
+            tuple(map(float, learning_rate)) if isinstance(learning_rate, Sequence) else float(learning_rate)
+        )
         self._state(params, slots)
 
     def close(self, checkpoint: str = "", checkpoint_step: int | None = None) -> None:
@@ -138,7 +149,7 @@ class Recorder:
             self._step,
             (Phase(self._first + 1, self._step, self._hyperparameters),),
             tuple(self._rates),
-            (Trajectory(TRAJECTORY, self._execution),),
+            (Trajectory(TRAJECTORY, self._execution, self._first),),
             checkpoint,
             checkpoint_step,
         )

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from statekit.converters.containers.safetensors_file import OpenFile, open_safetensors
 from statekit.errors import FormatError, NotFoundError, UsageError
@@ -54,12 +54,17 @@ class Phase:
     hyperparameters: Mapping[str, Any]
 
 
+Rate: TypeAlias = float | tuple[float, ...]
+"""The learning rate of one update: a number, or one for each parameter group."""
+
+
 @dataclass(frozen=True)
 class Trajectory:
-    """A file of states, and how the original ran when it was written."""
+    """A file of states, how the original ran when it was written, and the step of its first state."""
 
     file: str
     execution: Execution
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class Recording(AbstractContextManager["Recording"]):
         first: State with which it begins (updates done before; 0 for a fresh run).
         last: State with which it ends.
         phases: Hyperparameters, by ranges of updates.
-        learning_rate: One number for each update from first+1 on.
+        learning_rate: For each update from first+1 on: a number, or one for each parameter group.
         trajectories: The recorded states; the first is the judge of free runs.
         checkpoint: Native checkpoint, or "" if there is none.
         checkpoint_step: Updates done when it was written.
@@ -83,7 +88,7 @@ class Recording(AbstractContextManager["Recording"]):
     first: int
     last: int
     phases: tuple[Phase, ...]
-    learning_rate: tuple[float, ...]
+    learning_rate: tuple[Rate, ...]
     trajectories: tuple[Trajectory, ...]
     checkpoint: str = ""
     checkpoint_step: int | None = None
@@ -138,7 +143,7 @@ class Recording(AbstractContextManager["Recording"]):
             )
         return system(self.system).decode(tensors, step, self.phase(update))
 
-    def rate(self, update: int) -> float:
+    def rate(self, update: int) -> Rate:
         """Returns the learning rate of an update."""
         return self.learning_rate[update - self.first - 1]
 
@@ -211,8 +216,8 @@ def from_json(folder: Path, data: Mapping[str, Any]) -> Recording:
             first,
             last,
             tuple(Phase(*phase["updates"], phase["hyperparameters"]) for phase in data["phases"]),
-            tuple(float(rate) for rate in data["learning_rate"]),
-            tuple(Trajectory(t["file"], t["execution"]) for t in data["trajectories"]),
+            tuple(_rate(rate) for rate in data["learning_rate"]),
+            tuple(Trajectory(t["file"], t["execution"], t.get("first", first)) for t in data["trajectories"]),
             checkpoint.get("path", ""),
             checkpoint.get("step"),
         )
@@ -233,6 +238,10 @@ def from_json(folder: Path, data: Mapping[str, Any]) -> Recording:
     return recording
 
 
+def _rate(rate: Any) -> Rate:
+    return tuple(float(one) for one in rate) if isinstance(rate, (list, tuple)) else float(rate)
+
+
 def to_json(recording: Recording) -> dict[str, Any]:
     """Returns the content of `recording.json`."""
     checkpoint = (
@@ -247,7 +256,11 @@ def to_json(recording: Recording) -> dict[str, Any]:
             {"updates": [p.first, p.last], "hyperparameters": dict(p.hyperparameters)}
             for p in recording.phases
         ],
-        "learning_rate": list(recording.learning_rate),
-        "trajectories": [{"file": t.file, "execution": t.execution} for t in recording.trajectories],
+        "learning_rate": [
+            list(rate) if isinstance(rate, tuple) else rate for rate in recording.learning_rate
+        ],
+        "trajectories": [
+            {"file": t.file, "execution": t.execution, "first": t.first} for t in recording.trajectories
+        ],
         "checkpoint": checkpoint,
     }

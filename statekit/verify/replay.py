@@ -9,7 +9,7 @@ with the recorded state of step s, against the interval that the declared arithm
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -213,7 +213,7 @@ class _Stepper:
         if phase.first not in self.moves:
             self.moves[phase.first] = mover(xp, state, self.execution)
         grads = {path: xp.asarray(tensor.read()) for path, tensor in recording.gradients(update).items()}
-        return self.moves[phase.first](live, grads, xp.widen(recording.rate(update)))
+        return self.moves[phase.first](live, grads, recording.rate(update))
 
 
 def _verdict(
@@ -222,38 +222,48 @@ def _verdict(
     recording, execution = subject.recording, trajectory.execution
     bounds = IntervalBackend(xp.compiles or execution == "compiled")
     step, bounded = _Stepper(subject, xp, execution), _Stepper(subject, bounds, execution)
-    for update in range(subject.first + 1, recording.last + 1):
+    for update in range(max(subject.first, trajectory.first) + 1, recording.last + 1):
         before = recording.state(update - 1, trajectory, update)
         after = recording.state(update, trajectory, update)
         first = update == subject.first + 1 and trajectory is recording.trajectories[0]
         mine = subject.belief(update, before) if not first else start
         ours = store(xp, step(mine, load(xp, mine), update), mine)
         bound = bounded(before, load(bounds, before), update)
-        for path, tensor, recorded in _tensors(after):
-            old = before.params[path] if tensor == "param" else before.slots[path][tensor]
-            got = ours.params.get(path) if tensor == "param" else ours.slots.get(path, {}).get(tensor)
-            if got is None:
+        old, got, interval = _tensors(before), _tensors(ours), _named(bound.params, bound.slots, bound.shared)
+        for (path, name), recorded in _tensors(after).items():
+            if (path, name) not in got:
                 raise StateError(
-                    "Our state lacks a recorded tensor.", place=f"{path} {tensor}", found=recording.name
+                    "Our state lacks a recorded tensor.", place=f"{path} {name}", found=recording.name
                 )
-            interval = bound.params[path] if tensor == "param" else bound.slots[path][tensor]
-            yield compare(update, path, tensor, got.read(), recorded.read(), old.read(), interval)
+            yield compare(
+                update,
+                path,
+                name,
+                got[path, name].read(),
+                recorded.read(),
+                old[path, name].read(),
+                interval[path, name],
+            )
         on_step(update)
 
 
-def _tensors(state: TrainState) -> Iterator[tuple[str, str, Tensor]]:
-    for path, tensor in state.params.items():
-        yield path, "param", tensor
-        for slot, value in state.slots.get(path, {}).items():
-            yield path, slot, value
+def _tensors(state: TrainState) -> dict[tuple[str, str], Tensor]:
+    return _named(state.params, state.slots, [group.slots for group in state.optimizer.groups])
+
+
+def _named(
+    params: Mapping[str, Any], slots: Mapping[str, Mapping[str, Any]], shared: Sequence[Mapping[str, Any]]
+) -> dict[tuple[str, str], Any]:
+    named = {(path, "param"): value for path, value in params.items()}
+    owners = [*slots.items(), *((f"groups/{i}", own) for i, own in enumerate(shared))]
+    return named | {(owner, name): value for owner, own in owners for name, value in own.items()}
 
 
 def _differences(ours: TrainState, recorded: TrainState) -> Iterator[str]:
     """Names what isn't equal in value: exactly, or as narrowed where the file's dtype is the narrower one."""
     if ours.counts.updates != recorded.counts.updates:
         yield f"step: recorded {recorded.counts.updates}, decoded {ours.counts.updates}"
-    mine = {(path, name): tensor for path, name, tensor in _tensors(ours)}
-    theirs = {(path, name): tensor for path, name, tensor in _tensors(recorded)}
+    mine, theirs = _tensors(ours), _tensors(recorded)
     for path, name in sorted(mine.keys() ^ theirs.keys()):
         yield f"{path} {name}: only {'decoded' if (path, name) in mine else 'recorded'}"
     for key in sorted(mine.keys() & theirs.keys()):

@@ -18,7 +18,7 @@ class Row:
 
     Attributes:
         step: Updates done after it.
-        path: The parameter.
+        path: The parameter, or `groups/<i>` for the slots of a group as a whole.
         tensor: `param` or the slot's canonical name.
         ulps: Largest difference, in units in the last place of the recorded value's dtype.
         relative: Largest difference over the largest recorded movement of the tensor in this update.
@@ -103,6 +103,8 @@ def _over(top: Array, bottom: Array) -> Array:
 
 
 def _ulp(value: Array, dtype: DType) -> Array:
+    if dtype.kind in "iu":
+        return np.ones_like(value)
     info = float_info(dtype)
     magnitude = np.nan_to_num(np.abs(value), nan=0.0, posinf=float(info.max))
     exponent = np.floor(np.log2(np.maximum(magnitude, float(info.smallest_normal))))
