@@ -17,51 +17,43 @@ A is every axis that isn't BATCH. Source: google-research/t5x, t5x/adafactor.py,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache
+from typing import Any, TypeAlias
 
 from statekit.backends import Backend, Value
 from statekit.errors import UnknownRuleError, UsageError
+from statekit.optim import adafactor_forms as forms
+from statekit.optim.adafactor_forms import Execution as Execution  # noqa: PLC0414  (part of this module's face)
+from statekit.optim.adafactor_forms import Hyperparameters, Setting
+from statekit.optim.adafactor_storage import STORAGE
 from statekit.schema import load_schema
 from statekit.state import Axis, Group, Rule, TrainState
 from statekit.tensor import Shape
 
-Execution: TypeAlias = Literal["op_by_op", "compiled"]
-"""How the original ran: `op_by_op` rounds every low-precision product, `compiled` keeps products in float32."""
-
 Slots: TypeAlias = Mapping[str, Value]
 
-
-@dataclass(frozen=True)
-class Hyperparameters:
-    """What one parameter's update needs, in T5X's names. `schemas/adafactor.json` explains each."""
-
-    beta1: float | None
-    decay_rate: float
-    step_offset: int
-    clipping_threshold: float | None
-    weight_decay_rate: float | None
-    weight_decay_rate_lr_exponent: float | None
-    multiply_by_parameter_scale: bool
-    epsilon1: float
-    epsilon2: float
-    dtype_momentum: str
-    max_parameter_scale: float | None
-    skip_nan_updates: bool
+VARIANTS = ("t5x", "t2t_early", "t2t_late", "mesh_tf", "hf", "torch", "optax", "keras")
+"""Every variant of the schema but fairseq, whose learning rate compounds over the parameters of a step."""
 
 
-_NEEDED = tuple(field.name for field in fields(Hyperparameters))
+@cache
+def _settings(variant: str) -> tuple[dict[str, Any], frozenset[str]]:
+    """Returns what a variant has for every hyperparameter, and which of them somebody must say."""
+    schema = load_schema("adafactor")
+    return schema.settings(variant), frozenset(schema.variant(variant)["defaults"])
 
 
-def hyperparameters(group: Group, path: str) -> Hyperparameters:
+def hyperparameters(group: Group, path: str, variant: str = "t5x") -> Hyperparameters:
     """Returns what a parameter's update needs from its group.
 
     Raises:
-        UnknownRuleError: A hyperparameter is unknown; lists all that are.
+        UnknownRuleError: A hyperparameter that the variant offers is unknown; lists all that are.
     """
-    values = dict(group.hyperparameters)
-    missing = [name for name in _NEEDED if name not in values]
+    settled, offered = _settings(variant)
+    needed = [field.name for field in fields(Hyperparameters) if field.name != "own_rate_scaled"]
+    missing = [name for name in needed if name in offered and name not in group.hyperparameters]
     if missing:
         raise UnknownRuleError(
             "The step needs hyperparameters that the checkpoint doesn't say.",
@@ -69,14 +61,15 @@ def hyperparameters(group: Group, path: str) -> Hyperparameters:
             expected=", ".join(missing),
             remedy=f"give them: --hparams {missing[0]}=VALUE, or load_optimizer(..., {missing[0]}=VALUE)",
         )
+    values = {**settled, **group.hyperparameters}
     scale = values["multiply_by_parameter_scale"]
     values["multiply_by_parameter_scale"] = scale[path] if isinstance(scale, Mapping) else scale
-    return Hyperparameters(**{name: values[name] for name in _NEEDED})
+    return Hyperparameters(**{name: values[name] for name in needed}, own_rate_scaled=scale is not False)
 
 
-def defaults() -> dict[str, Any]:
-    """Returns T5X's defaults for every hyperparameter, from the schema."""
-    return dict(load_schema("adafactor").variants["t5x"]["defaults"])
+def defaults(variant: str = "t5x") -> dict[str, Any]:
+    """Returns a variant's defaults for the hyperparameters it offers, from the schema."""
+    return dict(load_schema("adafactor").variant(variant)["defaults"])
 
 
 def check_rule(rule: Rule | None, path: str, rank: int) -> Rule:
@@ -104,12 +97,28 @@ def slot_shapes(rule: Rule, shape: Shape, momentum: bool) -> dict[str, Shape]:
     return {**second, **({"m": shape} if momentum else {})}
 
 
-def init(xp: Backend, param: Value, rule: Rule, hyper: Hyperparameters) -> dict[str, Value]:
-    """Returns the slots of a parameter before its first update: zeros; float32, `m` in `dtype_momentum`."""
-    shapes = slot_shapes(rule, xp.shape(param), hyper.beta1 is not None)
+def setting(
+    xp: Backend,
+    param: Value,
+    rule: Rule,
+    hyper: Hyperparameters,
+    variant: str,
+    execution: Execution = "compiled",
+) -> Setting:
+    """Returns where a parameter's update runs."""
+    return Setting(
+        xp, load_schema("adafactor").variant(variant)["constants"], hyper, rule, xp.dtype(param), execution
+    )
+
+
+def init(
+    xp: Backend, param: Value, rule: Rule, hyper: Hyperparameters, variant: str = "t5x"
+) -> dict[str, Value]:
+    """Returns the slots of a parameter before its first update: zeros, in the dtypes that the variant gives them."""
+    s = setting(xp, param, rule, hyper, variant)
     return {
-        name: xp.zeros(param, shape, hyper.dtype_momentum if name == "m" else "float32")
-        for name, shape in shapes.items()
+        name: xp.zeros(param, shape, s.momentum_dtype if name == "m" else s.second_moment_dtype)
+        for name, shape in slot_shapes(rule, xp.shape(param), s.momentum).items()
     }
 
 
@@ -120,9 +129,10 @@ def update(
     slots: Slots,
     rule: Rule,
     hyper: Hyperparameters,
-    learning_rate: Value,
+    learning_rate: Value | None,
     step: Value,
     execution: Execution = "compiled",
+    variant: str = "t5x",
 ) -> tuple[Value, dict[str, Value]]:
     """Returns the parameter and its slots after one update.
 
@@ -133,30 +143,41 @@ def update(
         slots: The slots that `init` names, before the update.
         rule: How the parameter is factored.
         hyper: Hyperparameters.
-        learning_rate: Number or 0-d array, used as float32; before parameter scale.
+        learning_rate: Number or 0-d array, used as float32, before parameter scale; None where the variant has its own.
         step: Updates done so far (int, or 0-d integer array).
         execution: Which roundings of low precision the original makes.
+        variant: Whose rule.
 
-    Source: T5X t5x/adafactor.py, `apply_param_gradient`.
+    Source: `schemas/adafactor.json`, `steps` and each variant's `sources`.
     """
-    dtype = xp.dtype(param)
-    averaged = rule.dims(Axis.ROW, Axis.COLUMN, Axis.NONE)
-    old, g, lr = xp.widen(param), xp.widen(grad), xp.widen(learning_rate)
-    decay = _decay(xp, step, hyper)
-    scale = lr
-    if hyper.multiply_by_parameter_scale:
-        scale = lr * _parameter_scale(xp, old, averaged, hyper, dtype, execution)
-    new, y = _second_moment(xp, g, slots, rule, decay, hyper)
+    s = setting(xp, param, rule, hyper, variant, execution)
+    storage = STORAGE[s.form["parameter_storage"]]
+    old, g = storage.decode(s, param), xp.widen(grad)
+    if hyper.maximize:
+        g = -g
+    decay, mix = forms.DECAY[hyper.decay_type](s, step)
+    given = None if learning_rate is None else xp.widen(learning_rate)
+    rate = forms.LEARNING_RATE[s.form["lr_source"]](s, given, step)
+    place = s.form["weight_decay_place"]
+    early = forms.weight_decay(s, given, rate) if place in ("first", "after_scale") else None
+    base = forms.DECAYED[s.form["weight_decay_expression"]](s, old, early) if early is not None else old
+    scale = forms.parameter_scale(s, base if place == "first" else old)
+    step_size = rate if scale is None else rate * scale
+    if s.form["xla_perturbation"]:
+        tiny = xp.mean(g * g + s.epsilon1, tuple(range(len(xp.shape(g))))) * xp.constant(1e-30)
+        decay, mix, step_size = decay + tiny, 1.0 - (decay + tiny), step_size + tiny
+    new, y = _second_moment(s, g, slots, decay, mix)
+    u = step_size * y
     if hyper.clipping_threshold is not None:
-        rms = xp.sqrt(xp.mean(y * y, averaged, keepdims=True))
-        y = y / xp.maximum(rms / xp.constant(hyper.clipping_threshold), 1.0)
-    u = scale * y
-    if hyper.beta1 is not None:
-        u = _momentum(xp, u, slots["m"], hyper, execution)
-        new["m"] = u
-    after = _decayed(xp, old, lr, hyper, dtype, execution) - u
+        rms = xp.sqrt(s.mean_over(y * y, s.form["clipping_over"]))
+        factor = xp.maximum(rms / xp.constant(hyper.clipping_threshold), 1.0)
+        u = forms.CLIP[s.form["clipping_applies_to"]](s, step_size, y, factor)
+    if s.momentum:
+        u = new["m"] = _momentum(s, u, slots["m"])
+    late = forms.weight_decay(s, given, step_size) if place == "last" else None
+    after = forms.applied(s, base, u, late)
     stored = {name: xp.narrow(value, xp.dtype(slots[name])) for name, value in new.items()}
-    param_after = xp.narrow(after, dtype)
+    param_after = storage.encode(s, after, step)
     if hyper.skip_nan_updates:
         stored = {name: xp.keep_nan(value, slots[name]) for name, value in stored.items()}
         param_after = xp.keep_nan(param_after, param)
@@ -177,7 +198,8 @@ def clip_by_global_norm(
     for path in sorted(grads, key=lambda p: p.split("/")):
         g = xp.widen(grads[path])
         dtype = xp.dtype(grads[path])
-        squares.append(xp.rounded(xp.sum(_rounder(xp, dtype, execution)(g * g)), dtype))
+        square = g * g if execution == "compiled" else xp.rounded(g * g, dtype)
+        squares.append(xp.rounded(xp.sum(square), dtype))
     total = squares[0]
     for square in squares[1:]:
         total = xp.rounded(total + square, dtype)
@@ -195,9 +217,10 @@ def group_update(
     slots: Mapping[str, Slots],
     rules: Mapping[str, Rule],
     group: Group,
-    learning_rate: Value,
+    learning_rate: Value | None,
     step: Value,
     execution: Execution = "compiled",
+    variant: str = "t5x",
 ) -> tuple[dict[str, Value], dict[str, dict[str, Value]]]:
     """Updates every parameter of a group that has a gradient; the global norm is taken over the group."""
     clipped = clip_by_global_norm(
@@ -206,8 +229,8 @@ def group_update(
     new_params, new_slots = dict(params), {path: dict(s) for path, s in slots.items()}
     for path, grad in clipped.items():
         new_params[path], new_slots[path] = update(
-            xp, params[path], grad, slots[path], rules[path], hyperparameters(group, path),
-            learning_rate, step, execution,
+            xp, params[path], grad, slots[path], rules[path], hyperparameters(group, path, variant),
+            learning_rate, step, execution, variant,
         )  # fmt: skip
     return new_params, new_slots
 
@@ -227,88 +250,56 @@ def next_decay(step: int, step_offset: int, decay_rate: float) -> float:
     return 1.0 - math.pow(step - step_offset + 1, -decay_rate)
 
 
-def _decay(xp: Backend, step: Value, hyper: Hyperparameters) -> Value:
-    t = xp.widen(step - hyper.step_offset) + 1.0
-    return 1.0 - xp.power(t, xp.constant(-hyper.decay_rate))
-
-
-def _rounder(xp: Backend, dtype: str, execution: Execution) -> Callable[[Value], Value]:
-    if execution == "compiled" or dtype == "float32":
-        return lambda value: value
-    return lambda value: xp.rounded(value, dtype)
-
-
-def _parameter_scale(
-    xp: Backend,
-    param: Value,
-    averaged: Sequence[int],
-    hyper: Hyperparameters,
-    dtype: str,
-    execution: Execution,
-) -> Value:
-    product = _rounder(xp, dtype, execution)(param * param)
-    # A compiler keeps the product in float32, but what leaves a reduction has the parameter's dtype in both executions
-    # (recorded: golden t5x/bf16_params, trajectory and trajectory_jit).
-    mean = xp.rounded(xp.mean(product, tuple(averaged), keepdims=True), dtype)
-    rms = xp.rounded(xp.sqrt(mean), dtype)
-    scale = xp.maximum(rms, xp.constant(hyper.epsilon2, dtype))
-    if hyper.max_parameter_scale is not None:
-        scale = xp.minimum(scale, xp.constant(hyper.max_parameter_scale, dtype))
-    return scale
-
-
 def _second_moment(
-    xp: Backend, g: Value, slots: Slots, rule: Rule, decay: Value, hyper: Hyperparameters
+    s: Setting, g: Value, slots: Slots, decay: Value, mix: Value
 ) -> tuple[dict[str, Value], Value]:
-    q = g * g + xp.constant(hyper.epsilon1)
-    mix = 1.0 - decay
+    """Returns the new second moment, and the gradient divided by its root."""
+    xp, rule = s.xp, s.rule
+    q = forms.SQUARE[s.form["epsilon1_place"]](s, g)
+    blend, form = forms.BLEND[s.form["second_moment_update"]], s.form["precondition_form"]
     if not rule.factored:
-        v = decay * xp.widen(slots["v"]) + mix * q
-        return {"v": v}, g * xp.power(v, -0.5)
+        v = blend(s, xp.widen(slots["v"]), q, decay, mix)
+        return {"v": v}, forms.UNFACTORED[form](s, g, v)
     rows, columns = rule.dims(Axis.ROW), rule.dims(Axis.COLUMN)
-    v_row = decay * xp.widen(slots["v_row"]) + mix * xp.mean(q, columns)
-    v_col = decay * xp.widen(slots["v_col"]) + mix * xp.mean(q, rows)
+    v_row = blend(s, xp.widen(slots["v_row"]), xp.mean(q, columns), decay, mix)
+    v_col = blend(s, xp.widen(slots["v_col"]), xp.mean(q, rows), decay, mix)
     left = tuple(row - sum(column < row for column in columns) for row in rows)
-    row_factor = xp.power(v_row / xp.mean(v_row, left, keepdims=True), -0.5)
-    col_factor = xp.power(v_col, -0.5)
-    return {"v_row": v_row, "v_col": v_col}, g * xp.expand(row_factor, columns) * xp.expand(col_factor, rows)
+    mean = forms.NORMALISER[s.form["normaliser"]](s, xp.mean(v_row, left, keepdims=True))
+    row, col = xp.expand(v_row, columns), xp.expand(v_col, rows)
+    return {"v_row": v_row, "v_col": v_col}, forms.FACTORED[form](s, g, row, col, xp.expand(mean, columns))
 
 
-def _momentum(xp: Backend, u: Value, m: Value, hyper: Hyperparameters, execution: Execution) -> Value:
-    beta1 = hyper.beta1
+def _momentum(s: Setting, u: Value, m: Value) -> Value:
+    beta1 = s.hyper.beta1
     assert beta1 is not None
-    dtype = xp.dtype(m)
-    kept = _rounder(xp, dtype, execution)(xp.widen(m) * xp.constant(beta1, dtype))
-    return kept + u * xp.constant(1.0 - beta1)
-
-
-def _decayed(
-    xp: Backend, param: Value, lr: Value, hyper: Hyperparameters, dtype: str, execution: Execution
-) -> Value:
-    rate, exponent = hyper.weight_decay_rate, hyper.weight_decay_rate_lr_exponent
-    if exponent:  # T5X tests for truth: a rate of 0 counts as 1 here, and an exponent of 0 as none
-        decay = xp.power(lr, xp.constant(exponent)) * xp.constant(rate or 1.0)
-        return (1.0 - decay) * param
-    if rate is None:
-        return param
-    return _rounder(xp, dtype, execution)(param * xp.constant(1.0 - rate, dtype))
-
-
-VARIANTS = ("t5x",)
+    held = "float32" if s.form["momentum_constant"] == "exact" else s.momentum_dtype
+    kept = forms.MOMENTUM_PRODUCT[s.form["momentum_product"]](s, s.xp.widen(m) * s.xp.constant(beta1, held))
+    return kept + u * s.xp.constant(1.0 - beta1)
 
 
 def check(state: TrainState, group: Group) -> None:
     """Raises UnknownRuleError if a rule or hyperparameter of a group is unknown."""
+    form = load_schema("adafactor").variant(str(state.optimizer.variant))["constants"]
     for path in group.paths:
+        dtype = state.params[path].dtype.name
+        if form["compute_dtype"] != "float32" and dtype != "float32":
+            raise UnknownRuleError(
+                "This variant rounds every operation of low precision, and that isn't reproduced yet.",
+                place=path,
+                expected="float32",
+                found=dtype,
+            )
         check_rule(state.rules.get(path), path, len(state.params[path].shape))
-        hyperparameters(group, path)
+        hyperparameters(group, path, str(state.optimizer.variant))
 
 
 def start(
     xp: Backend, params: Mapping[str, Value], rules: Mapping[str, Rule], group: Group, variant: str
 ) -> tuple[dict[str, dict[str, Value]], dict[str, Value]]:
     """Returns the slots of every parameter of a group before its first update."""
-    return {p: init(xp, params[p], rules[p], hyperparameters(group, p)) for p in group.paths}, {}
+    return {
+        p: init(xp, params[p], rules[p], hyperparameters(group, p, variant), variant) for p in group.paths
+    }, {}
 
 
 def move(
@@ -320,10 +311,12 @@ def move(
     rules: Mapping[str, Rule],
     group: Group,
     variant: str,
-    learning_rate: Value,
+    learning_rate: Value | None,
     step: Value,
     execution: Execution,
 ) -> tuple[dict[str, Value], dict[str, dict[str, Value]], Slots]:
     """Returns a group's parameters and slots after one update."""
-    moved, kept = group_update(xp, params, grads, slots, rules, group, learning_rate, step, execution)
+    moved, kept = group_update(
+        xp, params, grads, slots, rules, group, learning_rate, step, execution, variant
+    )
     return moved, kept, shared

@@ -59,6 +59,9 @@ class Interval:
 
     __array_ufunc__ = None
 
+    def __neg__(self) -> Interval:
+        return Interval(-self.high, -self.low, self.dtype, self.contracted)
+
     def __add__(self, other: Any) -> Interval:
         o = self._other(other)
         return self._round(self.low + o.low, self.high + o.high)
@@ -246,13 +249,13 @@ class IntervalBackend:
     def sequential_sum(self, value: Value, dtype: str) -> Value:
         total = self.widen(0.0)
         for low, high in zip(np.ravel(value.low), np.ravel(value.high), strict=True):
-            total = self.rounded(
-                total + Interval(np.asarray(low), np.asarray(high), "float32", self.contracted), dtype
-            )
+            term = Interval(np.asarray(low), np.asarray(high), "float32", self.contracted)
+            total = self.rounded(total + term, dtype)
         return total
 
     def _hull(self, one: Interval, other: Interval) -> Interval:
-        return self.widen(Interval(np.minimum(one.low, other.low), np.maximum(one.high, other.high)))
+        low, high = np.minimum(one.low, other.low), np.maximum(one.high, other.high)
+        return Interval(low, high, "float32", self.contracted)
 
     def _total(self, value: Value, axes: tuple[int, ...], keepdims: bool) -> Interval:
         count = math.prod(value.low.shape[axis] for axis in axes)

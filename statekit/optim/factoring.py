@@ -1,0 +1,141 @@
+"""T5X's factor rules: which axes of a parameter Adafactor averages away, by its path and its shape.
+
+Source: T5X t5x/adafactor.py, `factor_name_to_factordim`, `HParamMap`, `Adafactor._parse_rule`, `_factored_dims`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from statekit.errors import UsageError
+from statekit.state import Axis
+from statekit.tensor import Shape
+
+HEURISTIC = "HEURISTIC"
+"""The value of a factor map's entry that leaves a parameter to its shape."""
+
+_LABELS = {
+    "row": Axis.ROW, "col": Axis.COLUMN, "column": Axis.COLUMN, "batch": Axis.BATCH,
+    "none": Axis.NONE, "unfactorized": Axis.NONE,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a map from parameters to values: a regex searched in the path, or the path itself."""
+
+    pattern: str
+    is_regex: bool
+    value: Any
+
+    def fits(self, path: str) -> bool:
+        """Tells whether the line is about a parameter."""
+        return re.search(self.pattern, path) is not None if self.is_regex else self.pattern == path
+
+
+def map_entries(value: Any, name: str) -> tuple[Entry, ...]:
+    """Reads a map from parameters to values: `[[regex, value], ...]` as T5X's HParamMap, or `{path: value}`.
+
+    Args:
+        value: The map; `{"HParamMap": [...]}` is the list.
+        name: What it is called, for errors.
+
+    Raises:
+        UsageError: It has another form, or a regex that can't be read.
+    """
+    pairs = value.get("HParamMap") if isinstance(value, Mapping) else value
+    if pairs is None:
+        return tuple(Entry(str(path), False, entry) for path, entry in value.items())
+    if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not all(map(_is_pair, pairs)):
+        raise UsageError(
+            f"{name} isn't a list of pairs.",
+            expected="[[regex, value], ...] or {path: value, ...}",
+            found=repr(value)[:200],
+        )
+    for pattern, _ in pairs:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError, RecursionError) as error:
+            raise UsageError(
+                f"{name} has a regex that can't be read.", expected=str(error), found=repr(pattern)[:200]
+            ) from error
+    return tuple(Entry(pattern, True, entry) for pattern, entry in pairs)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
+
+
+def first_entry(entries: Iterable[Entry], *paths: str) -> Entry | None:
+    """Returns the first line about a parameter, under any of its spellings."""
+    return next((entry for entry in entries if any(map(entry.fits, paths))), None)
+
+
+def labels(value: Any) -> tuple[Axis, ...] | None:
+    """Reads a factor rule in any of T5X's spellings; None is the heuristic.
+
+    Raises:
+        UsageError: It isn't a list of labels.
+    """
+    if value is None or value == HEURISTIC:
+        return None
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise UsageError(
+            "A factor rule isn't a list.", expected="[ROW, COLUMN, ...] or HEURISTIC", found=repr(value)[:200]
+        )
+    return tuple(map(label, value))
+
+
+def label(value: Any) -> Axis:
+    """Reads one label.
+
+    Raises:
+        UsageError: There is no such label.
+    """
+    name = value.value if isinstance(value, Axis) else str(value).rpartition(".")[2]
+    try:
+        return _LABELS[name.lower()]
+    except KeyError:
+        raise UsageError(
+            "A factor rule has an unknown label.", expected=", ".join(_LABELS), found=repr(value)[:80]
+        ) from None
+
+
+def effective(
+    rule: tuple[Axis, ...] | None, shape: Shape, factored: bool, min_dim_size_to_factor: int
+) -> tuple[Axis, ...] | None:
+    """Returns what T5X does with a parameter, as labels; None if it has no rule for it and stops.
+
+    A rule without BATCH is ignored for rank 0 to 2.
+
+    Args:
+        rule: Its entry in the factor rules; None for the heuristic.
+        shape: Its shape.
+        factored: The hyperparameter.
+        min_dim_size_to_factor: The smallest second-largest axis that the heuristic factors.
+    """
+    if not factored:
+        return (Axis.NONE,) * len(shape)
+    if rule is not None and (len(shape) > 2 or Axis.BATCH in rule):
+        return rule
+    if len(shape) > 2:
+        return None
+    large = len(shape) == 2 and min(shape) >= min_dim_size_to_factor
+    return by_size(shape) if large else (Axis.NONE,) * len(shape)
+
+
+def by_size(shape: Shape) -> tuple[Axis, ...]:
+    """Returns the labels of a matrix that is factored by its size: the larger axis is COLUMN, the second of equals.
+
+    Example:
+        >>> [axis.value for axis in by_size((512, 64))]
+        ['COLUMN', 'ROW']
+    """
+    found = [Axis.ROW, Axis.ROW]
+    found[int(np.argsort(shape, kind="stable")[-1])] = Axis.COLUMN
+    return tuple(found)
