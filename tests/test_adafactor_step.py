@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from statekit.backends import BACKEND_NAMES, ORACLE, Backend, backend
+from statekit.backend_numpy import ORACLE
+from statekit.backends import BACKEND_NAMES, Backend, backend
 from statekit.errors import UnknownRuleError, UsageError
 from statekit.optim import adafactor
 from statekit.optim.adafactor import Hyperparameters

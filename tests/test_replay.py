@@ -8,9 +8,10 @@ from pathlib import Path
 import jsonschema
 import numpy as np
 import pytest
-from goldens import GOLDEN, bundles
 
-from statekit.backends import ORACLE, backend
+from goldens import GOLDEN, bundles
+from statekit.backend_numpy import ORACLE
+from statekit.backends import backend
 from statekit.converters.containers.safetensors_file import open_safetensors
 from statekit.errors import FormatError, NotFoundError
 from statekit.verify.recorder import Recorder
@@ -66,7 +67,9 @@ def test_a_compiled_trajectory_is_judged_as_compiled() -> None:
     assert [t.execution for t in recording.trajectories] == ["op_by_op", "compiled"]
 
 
-@pytest.mark.parametrize("case", ["default_heuristics", "factor_map_rank34", "momentum_f32", "small_factor_shapes"])
+@pytest.mark.parametrize(
+    "case", ["default_heuristics", "factor_map_rank34", "momentum_f32", "small_factor_shapes"]
+)
 def test_the_float64_oracle_lies_in_the_bound_of_compiled_float32(case: str) -> None:
     """The interval must enclose exact arithmetic too, or it isn't centred on the rule."""
     recording = open_recording(GOLDEN / "t5x" / case)

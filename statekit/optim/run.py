@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Protocol, TypeAlias, cast
 
-from statekit.backends import Backend, NumpyBackend, Value
+from statekit.backend_numpy import NumpyBackend
+from statekit.backends import Backend, Value
 from statekit.errors import StateError
 from statekit.optim.adafactor import Execution
 from statekit.state import Counts, Group, Rule, TrainState

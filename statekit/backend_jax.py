@@ -1,0 +1,109 @@
+"""The array namespace of JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from statekit.backends import Value, expanded_shape, round_number
+from statekit.tensor import Array
+
+
+class JaxBackend:
+    """JAX, one jitted computation per step."""
+
+    name = "jax"
+    compiles = True
+
+    def __init__(self) -> None:
+        import jax
+        import jax.numpy as jnp
+
+        self._jax, self._jnp = jax, jnp
+
+    def asarray(self, array: Array) -> Value:
+        return self._jnp.asarray(array)
+
+    def numpy(self, value: Value) -> Array:
+        return np.asarray(value)
+
+    def compile(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        return self._jax.jit(step)  # type: ignore[no-any-return]
+
+    def widen(self, value: Value) -> Value:
+        return self._jnp.asarray(value).astype(self._jnp.float32)
+
+    def narrow(self, value: Value, dtype: str) -> Value:
+        return self.rounded(value, dtype).astype(dtype)
+
+    def rounded(self, value: Value, dtype: str) -> Value:
+        if dtype == "float32":
+            return value
+        # XLA may drop a pair of casts; it never drops reduce_precision.
+        info = self._jnp.finfo(dtype)
+        return self._jax.lax.reduce_precision(value, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+
+    def constant(self, value: float, dtype: str = "float32") -> float:
+        return round_number(value, dtype)
+
+    def shape(self, value: Value) -> tuple[int, ...]:
+        return tuple(value.shape)
+
+    def dtype(self, value: Value) -> str:
+        return str(value.dtype.name)
+
+    def zeros(self, like: Value, shape: tuple[int, ...], dtype: str) -> Value:
+        return self._jnp.zeros(shape, dtype)
+
+    def sum(self, value: Value) -> Value:
+        return self._jnp.sum(value)
+
+    def mean(self, value: Value, axes: tuple[int, ...], keepdims: bool = False) -> Value:
+        return self._jnp.mean(value, axis=axes, keepdims=keepdims) if axes else value
+
+    def expand(self, value: Value, axes: tuple[int, ...]) -> Value:
+        return value.reshape(expanded_shape(tuple(value.shape), axes))
+
+    def sqrt(self, value: Value) -> Value:
+        return self._jnp.sqrt(value)
+
+    def power(self, value: Value, exponent: float) -> Value:
+        return self._jnp.power(value, self._jnp.float32(exponent))
+
+    def maximum(self, left: Value, right: Value) -> Value:
+        return self._jnp.maximum(left, right)
+
+    def minimum(self, left: Value, right: Value) -> Value:
+        return self._jnp.minimum(left, right)
+
+    def keep_nan(self, new: Value, old: Value) -> Value:
+        return self._jnp.where(self._jnp.isnan(new), old, new)
+
+    def exponential(self, base: float, exponent: Value) -> Value:
+        return self._jnp.power(self._jnp.float32(base), exponent)
+
+    def lerp(self, old: Value, new: Value, weight: Value) -> Value:
+        return old + weight * (new - old)
+
+    def absolute(self, value: Value) -> Value:
+        return self._jnp.abs(value)
+
+    def sign(self, value: Value) -> Value:
+        return self._jnp.sign(value)
+
+    def floor(self, value: Value) -> Value:
+        return self._jnp.floor(value)
+
+    def largest(self, value: Value, axis: int) -> Value:
+        return self._jnp.max(value, axis=axis, keepdims=True)
+
+    def if_greater(self, left: Value, right: Value, then: Value, otherwise: Value) -> Value:
+        return self._jnp.where(left > right, then, otherwise)
+
+    def sequential_sum(self, value: Value, dtype: str) -> Value:
+        def add(total: Value, term: Value) -> tuple[Value, None]:
+            return self.rounded(total + term, dtype), None
+
+        return self._jax.lax.scan(add, self._jnp.zeros((), self._jnp.float32), value.reshape(-1))[0]

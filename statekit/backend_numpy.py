@@ -1,0 +1,116 @@
+"""The array namespace of NumPy: the plain one, and the float64 oracle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from statekit.backends import Value, expanded_shape, round_number
+from statekit.tensor import DTYPES, Array
+
+
+@dataclass(frozen=True)
+class NumpyBackend:
+    """NumPy on the CPU; with `compute=float64` the oracle, which also rounds nothing on the way."""
+
+    compute: str = "float32"
+    name: str = "numpy"
+    compiles: bool = False
+
+    def asarray(self, array: Array) -> Value:
+        return array
+
+    def numpy(self, value: Value) -> Array:
+        return np.asarray(value)
+
+    def compile(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with np.errstate(all="ignore"):  # a NaN or Inf gradient is data here, as in every other backend
+                return step(*args)
+
+        return run
+
+    def widen(self, value: Value) -> Value:
+        return np.asarray(value).astype(self.compute)
+
+    def narrow(self, value: Value, dtype: str) -> Value:
+        return np.asarray(value).astype(DTYPES[dtype])
+
+    def rounded(self, value: Value, dtype: str) -> Value:
+        if self.compute in (dtype, "float64"):
+            return value
+        return np.asarray(value).astype(DTYPES[dtype]).astype(self.compute)
+
+    def constant(self, value: float, dtype: str = "float32") -> float:
+        return round_number(value, dtype)
+
+    def shape(self, value: Value) -> tuple[int, ...]:
+        return tuple(value.shape)
+
+    def dtype(self, value: Value) -> str:
+        return str(value.dtype.name)
+
+    def zeros(self, like: Value, shape: tuple[int, ...], dtype: str) -> Value:
+        return np.zeros(shape, DTYPES[dtype])
+
+    def sum(self, value: Value) -> Value:
+        return np.asarray(np.sum(value, dtype=self.compute))
+
+    def mean(self, value: Value, axes: tuple[int, ...], keepdims: bool = False) -> Value:
+        if not axes:
+            return value
+        count = math.prod(value.shape[axis] for axis in axes)
+        return np.asarray(np.sum(value, axis=axes, keepdims=keepdims, dtype=self.compute) / np.float32(count))
+
+    def expand(self, value: Value, axes: tuple[int, ...]) -> Value:
+        return value.reshape(expanded_shape(value.shape, axes))
+
+    def sqrt(self, value: Value) -> Value:
+        return np.sqrt(value)
+
+    def power(self, value: Value, exponent: float) -> Value:
+        return np.power(value, np.asarray(exponent, self.compute))
+
+    def maximum(self, left: Value, right: Value) -> Value:
+        return np.maximum(left, right)
+
+    def minimum(self, left: Value, right: Value) -> Value:
+        return np.minimum(left, right)
+
+    def keep_nan(self, new: Value, old: Value) -> Value:
+        return np.where(np.isnan(new), old, new)
+
+    def exponential(self, base: float, exponent: Value) -> Value:
+        return np.power(np.asarray(base, self.compute), exponent)
+
+    def lerp(self, old: Value, new: Value, weight: Value) -> Value:
+        return old + weight * (new - old)
+
+    def absolute(self, value: Value) -> Value:
+        return np.abs(value)
+
+    def sign(self, value: Value) -> Value:
+        return np.sign(value)
+
+    def floor(self, value: Value) -> Value:
+        return np.floor(value)
+
+    def largest(self, value: Value, axis: int) -> Value:
+        return np.max(value, axis=axis, keepdims=True)
+
+    def if_greater(self, left: Value, right: Value, then: Value, otherwise: Value) -> Value:
+        return np.where(left > right, then, otherwise)
+
+    def sequential_sum(self, value: Value, dtype: str) -> Value:
+        total = np.zeros((), self.compute)
+        for term in np.ravel(value):
+            total = self.rounded(total + term, dtype)
+        return total
+
+
+ORACLE = NumpyBackend("float64", "float64")
+"""The same mathematics in float64, without the roundings on the way."""

@@ -1,0 +1,126 @@
+"""The array namespace of PyTorch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from statekit.backends import Value, expanded_shape, round_number
+from statekit.tensor import DTYPES, Array
+
+
+class TorchBackend:
+    """PyTorch, eager, on whatever device the tensors live."""
+
+    name = "torch"
+    compiles = False
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        self._dtypes = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
+        self._names = {dtype: name for name, dtype in self._dtypes.items()}
+
+    def asarray(self, array: Array) -> Value:
+        bits = {"bfloat16": "int16", "float8_e4m3fn": "int8", "float8_e5m2": "int8"}.get(array.dtype.name)
+        if bits is None:
+            return self._torch.from_numpy(np.array(array))
+        return self._torch.from_numpy(np.array(array.view(bits))).view(self._dtypes[array.dtype.name])
+
+    def numpy(self, value: Value) -> Array:
+        cpu = value.detach().cpu()
+        if self.dtype(value) == "bfloat16":
+            return np.asarray(cpu.view(self._torch.int16).numpy()).view(DTYPES["bfloat16"])
+        return np.asarray(cpu.numpy())
+
+    def compile(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with self._torch.no_grad():
+                return step(*args)
+
+        return run
+
+    def widen(self, value: Value) -> Value:
+        if isinstance(value, self._torch.Tensor):
+            return value.to(self._torch.float32)
+        return self._torch.tensor(value, dtype=self._torch.float32)
+
+    def narrow(self, value: Value, dtype: str) -> Value:
+        return value.to(self._dtypes[dtype])
+
+    def rounded(self, value: Value, dtype: str) -> Value:
+        return value if dtype == "float32" else value.to(self._dtypes[dtype]).to(self._torch.float32)
+
+    def constant(self, value: float, dtype: str = "float32") -> float:
+        return round_number(value, dtype)
+
+    def shape(self, value: Value) -> tuple[int, ...]:
+        return tuple(value.shape)
+
+    def dtype(self, value: Value) -> str:
+        return str(self._names[value.dtype])
+
+    def zeros(self, like: Value, shape: tuple[int, ...], dtype: str) -> Value:
+        return self._torch.zeros(shape, dtype=self._dtypes[dtype], device=like.device)
+
+    def sum(self, value: Value) -> Value:
+        return value.sum()
+
+    def mean(self, value: Value, axes: tuple[int, ...], keepdims: bool = False) -> Value:
+        if not axes:
+            return value
+        count = math.prod(value.shape[axis] for axis in axes)
+        # A tensor as divisor: CUDA multiplies by the reciprocal of a Python number.
+        return value.sum(axes, keepdim=keepdims) / value.new_full((), count)
+
+    def expand(self, value: Value, axes: tuple[int, ...]) -> Value:
+        return value.reshape(expanded_shape(tuple(value.shape), axes))
+
+    def sqrt(self, value: Value) -> Value:
+        return value.sqrt()
+
+    def power(self, value: Value, exponent: float) -> Value:
+        return value.pow(exponent)
+
+    def maximum(self, left: Value, right: Value) -> Value:
+        return self._torch.maximum(left, self._like(left, right))
+
+    def minimum(self, left: Value, right: Value) -> Value:
+        return self._torch.minimum(left, self._like(left, right))
+
+    def keep_nan(self, new: Value, old: Value) -> Value:
+        return self._torch.where(new.isnan(), old, new)
+
+    def exponential(self, base: float, exponent: Value) -> Value:
+        return self._torch.pow(base, exponent)
+
+    def lerp(self, old: Value, new: Value, weight: Value) -> Value:
+        return self._torch.lerp(old, new, weight.to(old.device))
+
+    def absolute(self, value: Value) -> Value:
+        return value.abs()
+
+    def sign(self, value: Value) -> Value:
+        return value.sign()
+
+    def floor(self, value: Value) -> Value:
+        return value.floor()
+
+    def largest(self, value: Value, axis: int) -> Value:
+        return value.amax(axis, keepdim=True)
+
+    def if_greater(self, left: Value, right: Value, then: Value, otherwise: Value) -> Value:
+        return self._torch.where(left > right, then, otherwise)
+
+    def sequential_sum(self, value: Value, dtype: str) -> Value:
+        total = value.new_zeros(())
+        for term in value.reshape(-1):
+            total = self.rounded(total + term, dtype)
+        return total
+
+    def _like(self, left: Value, right: Value) -> Value:
+        return right if isinstance(right, self._torch.Tensor) else left.new_full((), right)
