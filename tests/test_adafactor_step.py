@@ -11,7 +11,7 @@ from statekit.backend_numpy import ORACLE
 from statekit.backends import BACKEND_NAMES, Backend, backend
 from statekit.errors import UnknownRuleError, UsageError
 from statekit.optim import adafactor
-from statekit.optim.adafactor import Hyperparameters
+from statekit.optim.adafactor_forms import Hyperparameters
 from statekit.state import Axis, Group, Rule
 from statekit.tensor import DTYPES, Array
 

@@ -68,7 +68,7 @@ class T5X:
                 _put(states, rest, None)
         tree = {
             "target": target,
-            "state": {"step": in_memory(np.int32(step), "state/step"), "param_states": states},
+            "state": {"step": in_memory(np.asarray(step, np.int32), "state/step"), "param_states": states},
         }
         checkpoint = Checkpoint("t5x", Path(f"step {step}"), tree, step=step)
         return layout("t5x").decode(checkpoint, Hints(dict(phase.hyperparameters)))
