@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,9 @@ class JaxBackend:
         return self._jnp.asarray(value).astype(self._jnp.float32)
 
     def narrow(self, value: Value, dtype: str) -> Value:
-        return self.rounded(value, dtype).astype(dtype)
+        held = self._jax.dtypes.canonicalize_dtype(dtype)  # without x64, float64 is held as float32
+        floating = self._jnp.issubdtype(held, self._jnp.floating)
+        return (self.rounded(value, held.name) if floating else value).astype(held)
 
     def rounded(self, value: Value, dtype: str) -> Value:
         if dtype == "float32":
@@ -48,6 +51,9 @@ class JaxBackend:
     def constant(self, value: float, dtype: str = "float32") -> float:
         return round_number(value, dtype)
 
+    def number(self, value: Value) -> Value:
+        return float(value) if isinstance(value, (int, float)) else self.widen(value)
+
     def shape(self, value: Value) -> tuple[int, ...]:
         return tuple(value.shape)
 
@@ -55,10 +61,10 @@ class JaxBackend:
         return str(value.dtype.name)
 
     def zeros(self, like: Value, shape: tuple[int, ...], dtype: str) -> Value:
-        return self._jnp.zeros(shape, dtype)
+        return self._jnp.zeros(shape, self._jax.dtypes.canonicalize_dtype(dtype))
 
-    def sum(self, value: Value) -> Value:
-        return self._jnp.sum(value)
+    def sum(self, *values: Value) -> Value:
+        return sum(self._jnp.sum(value) for value in values)
 
     def mean(self, value: Value, axes: tuple[int, ...], keepdims: bool = False) -> Value:
         return self._jnp.mean(value, axis=axes, keepdims=keepdims) if axes else value
@@ -67,7 +73,7 @@ class JaxBackend:
         return value.reshape(expanded_shape(tuple(value.shape), axes))
 
     def sqrt(self, value: Value) -> Value:
-        return self._jnp.sqrt(value)
+        return math.sqrt(value) if isinstance(value, float) else self._jnp.sqrt(value)
 
     def power(self, value: Value, exponent: float) -> Value:
         return self._jnp.power(value, self._jnp.float32(exponent))
@@ -107,3 +113,17 @@ class JaxBackend:
             return self.rounded(total + term, dtype), None
 
         return self._jax.lax.scan(add, self._jnp.zeros((), self._jnp.float32), value.reshape(-1))[0]
+
+    def one_minus_power(self, base: float, exponent: Value) -> Value:
+        if isinstance(exponent, int):
+            return 1.0 - base**exponent
+        return -self._jnp.expm1(self.widen(exponent) * math.log(base))
+
+    def where(self, condition: Value, then: Value, otherwise: Value) -> Value:
+        return self._jnp.where(condition, then, otherwise)
+
+    def set_row(self, value: Value, row: Value, new: Value) -> Value:
+        return value.at[row].set(new)
+
+    def order_statistic(self, value: Value, place: int) -> Value:
+        return self._jnp.sort(value)[place]

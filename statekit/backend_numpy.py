@@ -48,6 +48,9 @@ class NumpyBackend:
     def constant(self, value: float, dtype: str = "float32") -> float:
         return round_number(value, dtype)
 
+    def number(self, value: Value) -> Value:
+        return float(value) if isinstance(value, (int, float)) else self.widen(value)
+
     def shape(self, value: Value) -> tuple[int, ...]:
         return tuple(value.shape)
 
@@ -57,8 +60,8 @@ class NumpyBackend:
     def zeros(self, like: Value, shape: tuple[int, ...], dtype: str) -> Value:
         return np.zeros(shape, DTYPES[dtype])
 
-    def sum(self, value: Value) -> Value:
-        return np.asarray(np.sum(value, dtype=self.compute))
+    def sum(self, *values: Value) -> Value:
+        return np.asarray(sum(np.sum(value, dtype=self.compute) for value in values))
 
     def mean(self, value: Value, axes: tuple[int, ...], keepdims: bool = False) -> Value:
         if not axes:
@@ -70,7 +73,7 @@ class NumpyBackend:
         return value.reshape(expanded_shape(value.shape, axes))
 
     def sqrt(self, value: Value) -> Value:
-        return np.sqrt(value)
+        return math.sqrt(value) if type(value) is float else np.sqrt(value)
 
     def power(self, value: Value, exponent: float) -> Value:
         return np.power(value, np.asarray(exponent, self.compute))
@@ -110,6 +113,22 @@ class NumpyBackend:
         for term in np.ravel(value):
             total = self.rounded(total + term, dtype)
         return total
+
+    def one_minus_power(self, base: float, exponent: Value) -> Value:
+        if isinstance(exponent, int):
+            return 1.0 - base**exponent
+        return -np.expm1(self.widen(exponent) * np.asarray(math.log(base), self.compute))
+
+    def where(self, condition: Value, then: Value, otherwise: Value) -> Value:
+        return then if condition else otherwise
+
+    def set_row(self, value: Value, row: Value, new: Value) -> Value:
+        changed = value.copy()
+        changed[row] = new
+        return changed
+
+    def order_statistic(self, value: Value, place: int) -> Value:
+        return np.asarray(np.sort(value)[place])
 
 
 ORACLE = NumpyBackend("float64", "float64")

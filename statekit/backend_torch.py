@@ -58,6 +58,9 @@ class TorchBackend:
     def constant(self, value: float, dtype: str = "float32") -> float:
         return round_number(value, dtype)
 
+    def number(self, value: Value) -> Value:
+        return float(value) if isinstance(value, (int, float)) else self.widen(value)
+
     def shape(self, value: Value) -> tuple[int, ...]:
         return tuple(value.shape)
 
@@ -67,8 +70,8 @@ class TorchBackend:
     def zeros(self, like: Value, shape: tuple[int, ...], dtype: str) -> Value:
         return self._torch.zeros(shape, dtype=self._dtypes[dtype], device=like.device)
 
-    def sum(self, value: Value) -> Value:
-        return value.sum()
+    def sum(self, *values: Value) -> Value:
+        return sum(value.sum() for value in values)
 
     def mean(self, value: Value, axes: tuple[int, ...], keepdims: bool = False) -> Value:
         if not axes:
@@ -81,7 +84,7 @@ class TorchBackend:
         return value.reshape(expanded_shape(tuple(value.shape), axes))
 
     def sqrt(self, value: Value) -> Value:
-        return value.sqrt()
+        return math.sqrt(value) if isinstance(value, float) else value.sqrt()
 
     def power(self, value: Value, exponent: float) -> Value:
         return value.pow(exponent)
@@ -121,6 +124,24 @@ class TorchBackend:
         for term in value.reshape(-1):
             total = self.rounded(total + term, dtype)
         return total
+
+    def one_minus_power(self, base: float, exponent: Value) -> Value:
+        if isinstance(exponent, int):
+            return 1.0 - base**exponent
+        return -self._torch.expm1(self.widen(exponent) * math.log(base))
+
+    def where(self, condition: Value, then: Value, otherwise: Value) -> Value:
+        if isinstance(condition, bool):
+            return then if condition else otherwise
+        return self._torch.where(condition, then, otherwise)
+
+    def set_row(self, value: Value, row: Value, new: Value) -> Value:
+        changed = value.clone()
+        changed[row] = new
+        return changed
+
+    def order_statistic(self, value: Value, place: int) -> Value:
+        return value.sort().values[place]
 
     def _like(self, left: Value, right: Value) -> Value:
         return right if isinstance(right, self._torch.Tensor) else left.new_full((), right)

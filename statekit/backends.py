@@ -53,6 +53,9 @@ class Backend(Protocol):
     def constant(self, value: float, dtype: str = "float32") -> float:
         """Returns a number as the original holds it: rounded to a dtype."""
 
+    def number(self, value: Value) -> Value:
+        """Returns a scalar as precise as it is at hand: a Python number stays one (float64)."""
+
     def shape(self, value: Value) -> tuple[int, ...]:
         """Returns the shape."""
 
@@ -62,8 +65,8 @@ class Backend(Protocol):
     def zeros(self, like: Value, shape: tuple[int, ...], dtype: str) -> Value:
         """Returns zeros where `like` lives."""
 
-    def sum(self, value: Value) -> Value:
-        """Returns the sum over all axes, 0-d."""
+    def sum(self, *values: Value) -> Value:
+        """Returns the sum of all elements of some arrays, 0-d."""
 
     def mean(self, value: Value, axes: tuple[int, ...], keepdims: bool = False) -> Value:
         """Returns the mean over some axes; over none, the value itself."""
@@ -72,7 +75,7 @@ class Backend(Protocol):
         """Inserts axes of length 1 at these positions of the result."""
 
     def sqrt(self, value: Value) -> Value:
-        """Returns the square root."""
+        """Returns the square root; of a number, a number."""
 
     def power(self, value: Value, exponent: float) -> Value:
         """Returns the value raised to a number."""
@@ -109,6 +112,18 @@ class Backend(Protocol):
 
     def sequential_sum(self, value: Value, dtype: str) -> Value:
         """Returns the sum over all axes in C order, rounded to a dtype after every addition; 0-d."""
+
+    def one_minus_power(self, base: float, exponent: Value) -> Value:
+        """Returns 1 - base**exponent without cancellation, as a number if the exponent is one; 0 < base < 1."""
+
+    def where(self, condition: Value, then: Value, otherwise: Value) -> Value:
+        """Returns `then` if a bool (or 0-d boolean array) is true, else `otherwise`."""
+
+    def set_row(self, value: Value, row: Value, new: Value) -> Value:
+        """Returns the array with one row of its first axis replaced."""
+
+    def order_statistic(self, value: Value, place: int) -> Value:
+        """Returns what stands at a place once a 1-d array is sorted; NaN stands last."""
 
 
 def round_number(value: float, dtype: str) -> float:

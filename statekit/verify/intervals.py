@@ -34,6 +34,8 @@ from statekit.tensor import DTYPES, Array
 UNIT = 2.0**-24
 """Rounding unit of float32."""
 POWER_ULPS = 4
+DECAY_UNITS = 2 * POWER_ULPS + 2
+"""Relative error of 1 - b^n, in units: -expm1(n log b) rounds log b and the product, then `expm1` itself."""
 CONFIDENCE = 6.0
 """Standard deviations in the probabilistic bound of a sum."""
 TINY = float(np.finfo(np.float32).tiny)
@@ -158,10 +160,18 @@ class IntervalBackend:
         return Interval(low, high, dtype, self.contracted)
 
     def rounded(self, value: Value, dtype: str) -> Value:
-        return self.widen(self.narrow(value, dtype))
+        # To float32 nothing is rounded that an operation didn't round: a contracted product stays as it is.
+        return value if dtype == "float32" else self.widen(self.narrow(value, dtype))
 
     def constant(self, value: float, dtype: str = "float32") -> float:
         return float(np.asarray(value, np.float64).astype(DTYPES[dtype]))
+
+    def number(self, value: Value) -> Value:
+        if isinstance(value, Interval):
+            return value
+        # On the host it may be float64, in a compiled step float32; what is computed from it alike.
+        ends = float(value), float(np.float32(value))
+        return Interval(np.asarray(min(ends)), np.asarray(max(ends)), "float32", True)
 
     def shape(self, value: Value) -> tuple[int, ...]:
         return tuple(value.low.shape)
@@ -172,8 +182,14 @@ class IntervalBackend:
     def zeros(self, like: Value, shape: tuple[int, ...], dtype: str) -> Value:
         return Interval(np.zeros(shape), np.zeros(shape), dtype, self.contracted)
 
-    def sum(self, value: Value) -> Value:
-        return self._total(value, tuple(range(value.low.ndim)), False)
+    def sum(self, *values: Value) -> Value:
+        flat = Interval(
+            np.concatenate([np.ravel(value.low) for value in values]),
+            np.concatenate([np.ravel(value.high) for value in values]),
+            "float32",
+            self.contracted,
+        )
+        return self._total(flat, (0,), False)
 
     def mean(self, value: Value, axes: tuple[int, ...], keepdims: bool = False) -> Value:
         if not axes:
@@ -240,7 +256,8 @@ class IntervalBackend:
     def if_greater(self, left: Value, right: Value, then: Value, otherwise: Value) -> Value:
         other = left._other(right)
         yes, no = left._other(then), left._other(otherwise)
-        surely, never = left.low > other.high, left.high <= other.low
+        absent = np.isnan(left.low) | np.isnan(left.high) | np.isnan(other.low) | np.isnan(other.high)
+        surely, never = left.low > other.high, (left.high <= other.low) | absent
         either = self._hull(yes, no)
         low = np.where(surely, yes.low, np.where(never, no.low, either.low))
         high = np.where(surely, yes.high, np.where(never, no.high, either.high))
@@ -252,6 +269,26 @@ class IntervalBackend:
             term = Interval(np.asarray(low), np.asarray(high), "float32", self.contracted)
             total = self.rounded(total + term, dtype)
         return total
+
+    def one_minus_power(self, base: float, exponent: Value) -> Value:
+        exact = np.asarray(-math.expm1(exponent * math.log(base)))
+        return Interval(exact, exact, "float32", True).widened(exact, exact, DECAY_UNITS * UNIT)
+
+    def where(self, condition: Value, then: Value, otherwise: Value) -> Value:
+        return then if condition else otherwise
+
+    def set_row(self, value: Value, row: Value, new: Value) -> Value:
+        low, high = value.low.copy(), value.high.copy()
+        low[row], high[row] = new.low, new.high
+        return Interval(low, high, value.dtype, self.contracted)
+
+    def order_statistic(self, value: Value, place: int) -> Value:
+        return Interval(
+            np.asarray(np.sort(value.low)[place]),
+            np.asarray(np.sort(value.high)[place]),
+            value.dtype,
+            self.contracted,
+        )
 
     def _hull(self, one: Interval, other: Interval) -> Interval:
         low, high = np.minimum(one.low, other.low), np.maximum(one.high, other.high)
