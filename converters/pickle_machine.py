@@ -110,14 +110,28 @@ class Machine:
                     remedy="if you trust its origin, open it with the program that wrote it and save plain data",
                 )
             self.calls[name] = make
-        return make(args)
+        return self._make(make, args)
 
     def new(self, cls: Any, args: Any) -> Any:
         """Returns the inert value of an object made without calling its class."""
         if cls.__class__ is not Record or args.__class__ is not tuple:
             raise self.broken("an object of something that isn't a class")
         make = self.calls.get(cls.name)
-        return make(args) if make else Record(cls.name, args)
+        return self._make(make, args) if make else Record(cls.name, args)
+
+    def _make(self, make: Call, args: tuple[Any, ...]) -> Any:
+        try:
+            return make(args)
+        except FormatError as error:
+            if error.place is not None:
+                raise
+            raise type(error)(
+                error.subject,
+                place=self.where(),
+                expected=error.expected,
+                found=error.found,
+                remedy=error.remedy,
+            ) from None
 
     def become(self, new: Any) -> None:
         """Puts a more complete form of the object in place of the one on top of the stack."""

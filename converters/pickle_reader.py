@@ -23,8 +23,11 @@ Vocabulary: TypeAlias = Callable[[Callable[[str], None]], Mapping[str, Call]]
 
 BATCH = 4096
 """Opcodes between two checks of the budgets."""
+MIN_OPCODES = 1_000_000
 MAX_OPCODES = 50_000_000
+"""A tensor of an optimizer takes about 22 opcodes in 70 bytes, so the budget grows with the pickle up to this."""
 MAX_STACK = 1_000_000
+"""Values at once: a tuple lies there whole before it is made, lists and dicts come in thousands."""
 MAX_MARKS = 10_000
 
 
@@ -83,7 +86,7 @@ def read_pickle(
 def _run(m: Machine) -> None:
     """Runs to the STOP opcode, whose value is then on top of the stack."""
     try:
-        limit = min(max(1_000_000, len(m.data) // 2), MAX_OPCODES)
+        limit = min(max(MIN_OPCODES, len(m.data) // 2), MAX_OPCODES)
         for _ in range(limit // BATCH + 1):
             if _batch(m):
                 return

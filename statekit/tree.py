@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from statekit.errors import FormatError
-from statekit.tensor import Tensor
+from statekit.tensor import Stored, Tensor
 
 Tree: TypeAlias = Any
 Path: TypeAlias = tuple[Any, ...]
@@ -21,6 +21,7 @@ Path: TypeAlias = tuple[Any, ...]
 MAX_DEPTH = 512
 MAX_NODES = 2_000_000
 MAX_NAME_BYTES = 4096
+_PLAIN = (str, int, float, bytes, type(None), dict, list, tuple)
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,11 @@ def tensor_names(tree: Tree) -> dict[str, Tensor]:
     """
     named: dict[str, Tensor] = {}
     for path, leaf in walk(tree):
-        if not isinstance(leaf, Tensor):
+        # Asking a value whether it follows a Protocol takes microseconds, so plain values and `Stored` come first.
+        if isinstance(leaf, _PLAIN) or not isinstance(leaf, (Stored, Tensor)):
             continue
         name = "/".join(map(str, path))
-        if name in named or len(name.encode("utf-8", "surrogateescape")) > MAX_NAME_BYTES:
+        if name in named or len(name.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
             raise FormatError(
                 "The name of a tensor is not usable.",
                 place=name[:200],

@@ -1,0 +1,215 @@
+"""Tensors over storages: a flat run of bytes in a file, and the windows that PyTorch tensors are of it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, UsageError
+from statekit.tensor import BLOCK_BYTES, Array, DType, Index, Shape, Stored, index_shape
+
+MAX_EXPANDED = 16 * 2**20
+"""Elements of a tensor that shows the same stored values again and again."""
+MAX_RANK = 64
+SMALL_READ = 64 * 2**10
+"""Bytes that cost about as much to read as none."""
+SPARSE = 8
+"""How many times more bytes than wanted may be read to read them at once."""
+
+
+class SourceFile:
+    """A file opened for reading at any place. Never mapped: a file that shrinks is an error, not a signal."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._stream = path.open("rb", buffering=0)
+        except FileNotFoundError:
+            raise NotFoundError("There is no such file.", place=path, remedy="check the path") from None
+        self.path = path
+        self.size = os.fstat(self._stream.fileno()).st_size
+
+    def read(self, start: int, count: int) -> Array:
+        """Reads `count` bytes from byte `start` on: (count,) uint8, writable.
+
+        Raises:
+            CorruptError: The file ends before.
+            UsageError: The file has been closed.
+        """
+        if self._stream.closed:
+            raise UsageError("A tensor is read after its checkpoint was closed.", place=self.path)
+        if start < 0 or count < 0 or start + count > self.size:
+            raise self.short(start, count)
+        whole = np.empty(count, np.uint8)
+        done = 0
+        while done < count:
+            got = os.preadv(self._stream.fileno(), [whole.data[done:]], start + done)
+            if not got:
+                raise self.short(start, count)
+            done += got
+        return whole
+
+    def short(self, start: int, count: int) -> CorruptError:
+        """Makes the error for bytes that the file doesn't have."""
+        return CorruptError(
+            "A file ends before the data it declares.",
+            place=self.path,
+            expected=f"{count} bytes at byte {start}",
+            found=f"{self.size} bytes in all",
+        )
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._stream.close()
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A flat run of values in a file, which tensors are windows of.
+
+    Attributes:
+        name: Name in the file, such as `data/3`.
+        place: The file.
+        dtype: Type of the values.
+        nbytes: Size in bytes.
+        fetch: Reads bytes: (first byte, count) -> (count,) uint8.
+        swapped: Whether the bytes are in the other order than this machine's.
+        windows: The tensors made so far: what reads the same bytes is one tensor, so that sharing is seen.
+    """
+
+    name: str
+    place: str
+    dtype: DType
+    nbytes: int
+    fetch: Callable[[int, int], Array] = field(repr=False, compare=False)
+    swapped: bool = False
+    windows: dict[tuple[Any, ...], Stored] = field(default_factory=dict, repr=False, compare=False)
+
+    def whole(self) -> Stored:
+        """Returns all of it as a tensor of rank 1."""
+        return window(self, 0, (self.nbytes // self.dtype.itemsize,), (1,), self.dtype)
+
+
+@dataclass(frozen=True)
+class _Window:
+    """What a tensor is of its storage: offset and strides, in elements of `dtype`."""
+
+    storage: Storage
+    dtype: DType
+    offset: int
+    stride: Shape
+    conjugate: bool
+    negative: bool
+
+    def read(self, index: Index) -> Array:
+        shape = index_shape(index)
+        if 0 in shape:
+            return np.empty(shape, self.dtype)
+        first = self.offset + sum(s.start * step for s, step in zip(index, self.stride, strict=True))
+        if _dense(shape, self.stride):
+            block = self._run(first, math.prod(shape)).reshape(shape)
+        else:
+            block = np.empty(shape, self.dtype)
+            self._gather(block, first)
+        if self.conjugate:
+            block = block.conj()
+        return -block if self.negative else block
+
+    def _gather(self, out: Array, first: int) -> None:
+        """Fills a block by runs: whole where the wanted values lie close together, by halves where they don't."""
+        extents = [(n - 1) * step for n, step in zip(out.shape, self.stride, strict=True)]
+        span = sum(extents) + 1
+        item = self.dtype.itemsize
+        if span * item <= SMALL_READ or (span <= SPARSE * out.size and span * item <= BLOCK_BYTES):
+            run = self._run(first, span)
+            steps = tuple(step * item for step in self.stride)
+            out[...] = np.lib.stride_tricks.as_strided(run, out.shape, steps, writeable=False)
+            return
+        axis = max(range(out.ndim), key=extents.__getitem__)
+        half = out.shape[axis] // 2
+        low, high = np.split(out, [half], axis)
+        self._gather(low, first)
+        self._gather(high, first + half * self.stride[axis])
+
+    def _run(self, first: int, count: int) -> Array:
+        item = self.dtype.itemsize
+        raw = self.storage.fetch(first * item, count * item)
+        if self.storage.swapped:
+            part = item // 2 if self.dtype.kind == "c" else item
+            raw = raw.view(f"u{part}").byteswap().view(np.uint8)
+        # A byte that is neither 0 nor 1 is no value of NumPy's bool.
+        return raw != 0 if self.dtype.kind == "b" else raw.view(self.dtype)
+
+
+def _dense(shape: Shape, stride: Shape) -> bool:
+    expected = 1
+    for n, step in zip(reversed(shape), reversed(stride), strict=True):
+        if n != 1 and step != expected:
+            return False
+        expected *= n
+    return True
+
+
+def window(
+    storage: Storage,
+    offset: int,
+    shape: Shape,
+    stride: Shape,
+    dtype: DType,
+    conjugate: bool = False,
+    negative: bool = False,
+) -> Stored:
+    """Returns a tensor over a storage, after checking that the storage holds every element of it.
+
+    Args:
+        storage: Where the values are.
+        offset: First element, counted in elements of `dtype`.
+        shape: Shape of the tensor.
+        stride: Elements from one index to the next, per axis.
+        dtype: Type of the values.
+        conjugate: Whether the tensor is the complex conjugate of what is stored.
+        negative: Whether the tensor is the negative of what is stored.
+
+    Raises:
+        FormatError: Offset, shape or strides aren't those of a tensor.
+        CorruptError: An element lies outside the storage.
+        RefusedError: The same stored values are shown more than 16 Mi times.
+    """
+    place = f"{storage.name} in {storage.place}"
+    numbers = (offset, *shape, *stride)
+    plain = all(type(n) is int and 0 <= n < 2**62 for n in numbers)
+    if not plain or len(shape) != len(stride) or len(shape) > MAX_RANK:
+        raise FormatError(
+            "Offset, shape or strides of a tensor are not possible.",
+            place=place,
+            expected=f"non-negative integers for at most {MAX_RANK} axes",
+            found=f"{len(shape)} axes, {len(stride)} strides",
+        )
+    size = math.prod(shape)
+    last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if size else offset - 1
+    stored = storage.nbytes // dtype.itemsize
+    if last >= stored:
+        raise CorruptError(
+            "A tensor reaches beyond its storage.",
+            place=place,
+            expected=f"an offset of at most {stored} elements, all elements within them",
+            found=f"offset {offset}, last element {last}",
+        )
+    if size > stored and size > MAX_EXPANDED:
+        raise RefusedError(
+            "A tensor shows few stored values very many times.",
+            place=place,
+            expected=f"at most {MAX_EXPANDED} elements, or as many as are stored ({stored})",
+            found=f"{size} elements",
+            remedy="make it contiguous before saving",
+        )
+    key = (offset, shape, stride, dtype, conjugate, negative)
+    if key not in storage.windows:
+        part = _Window(storage, dtype, offset, stride, conjugate, negative)
+        storage.windows[key] = Stored(shape, dtype, part.read, storage.name, storage.place)
+    return storage.windows[key]
