@@ -6,9 +6,8 @@ through any chain of operations, so that a tensor larger than memory streams.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -113,6 +112,19 @@ def index_shape(index: Index) -> Shape:
     return tuple(s.stop - s.start for s in index)
 
 
+def positions(ranges: Sequence[range]) -> Iterator[tuple[int, ...]]:
+    """Yields one number of each range, in every combination, the last fastest.
+
+    Holds none of the ranges, as `itertools.product` would: a hostile header may declare 2^40 blocks.
+    """
+    if not ranges:
+        yield ()
+        return
+    for first in ranges[0]:
+        for rest in positions(ranges[1:]):
+            yield (first, *rest)
+
+
 def blocks(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[Index]:
     """Cuts a tensor into blocks of at most `limit` bytes whose values, one after the other, are the tensor in C order.
 
@@ -132,7 +144,7 @@ def blocks(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[Index]:
     grain = tensor.grain[axis]
     if rows > grain:
         rows -= rows % grain
-    for outer in itertools.product(*(range(n) for n in shape[:axis])):
+    for outer in positions([range(n) for n in shape[:axis]]):
         head = tuple(slice(i, i + 1) for i in outer)
         for start in range(0, shape[axis], rows):
             cut = slice(start, min(start + rows, shape[axis]))

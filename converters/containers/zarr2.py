@@ -6,7 +6,6 @@ Source: zarr-specs, "Zarr storage specification version 2"; the `"bfloat16"` dat
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import math
 import os
@@ -28,7 +27,7 @@ from statekit.converters.containers.chunk_stream import (
 )
 from statekit.converters.containers.kv_stores import Store, Value
 from statekit.errors import CorruptError, FormatError, RefusedError
-from statekit.tensor import DTYPES, Array, DType, Index, Shape, Stored, index_shape
+from statekit.tensor import DTYPES, Array, DType, Index, Shape, Stored, index_shape, positions
 
 COMPRESSORS = ("gzip", "zlib", "zstd")
 _MAX_RANK = 64
@@ -253,7 +252,7 @@ def absent_chunks(store: Store, prefix: str, header: Header) -> list[str]:
     place = f"{store.place}/{prefix}"
     if math.prod(header.grid()) > _MAX_LOOKED_FOR:
         raise RefusedError("An array has an absurd number of chunks.", place=place, found=f"{header}")
-    keys = [header.chunk_key(position) for position in itertools.product(*map(range, header.grid()))]
+    keys = [header.chunk_key(position) for position in positions([range(n) for n in header.grid()])]
     absent = [key for key in keys if store.value(f"{prefix}/{key}") is None]
     if len(absent) * header.chunk_bytes() > _MAX_FILLED:
         raise RefusedError(
@@ -332,7 +331,7 @@ def _touched(header: Header, index: Index) -> Iterator[tuple[str, Index, Index]]
     if any(cut.start == cut.stop for cut in index):
         return
     axes = list(zip(index, header.chunks, strict=True))
-    for position in itertools.product(*(range(cut.start // c, -(-cut.stop // c)) for cut, c in axes)):
+    for position in positions([range(cut.start // c, -(-cut.stop // c)) for cut, c in axes]):
         inner, outer = [], []
         for i, (cut, c) in zip(position, axes, strict=True):
             low, high = max(cut.start, i * c), min(cut.stop, (i + 1) * c)

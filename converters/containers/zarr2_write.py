@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import zlib
@@ -12,7 +11,7 @@ from typing import Literal
 from statekit.commit import Stage
 from statekit.converters.containers.zarr2 import Header
 from statekit.digest import little_endian
-from statekit.tensor import Index, Shape, Tensor
+from statekit.tensor import Index, Shape, Tensor, positions
 
 CHUNK_BYTES = 64 * 2**20
 """The size above which T5X cuts an array. Source: T5X t5x/checkpoints.py, `_DESIRED_CHUNK_SIZE_BYTES`."""
@@ -49,7 +48,7 @@ def encoded_chunks(stage: Stage, name: str, tensor: Tensor, header: Header) -> I
     stream = stage.stream(name, tensor)
     in_order = _in_order(header)
     pieces = _pieces(stream, header.chunk_bytes())
-    for position in itertools.product(*map(range, header.grid())):
+    for position in positions([range(n) for n in header.grid()]):
         chunk = next(pieces) if in_order else iter([little_endian(tensor.read(_index(header, position)))])
         yield header.chunk_key(position), _compressed(chunk, header)
     for _ in stream:  # chunks that aren't in C order were read by themselves

@@ -26,8 +26,8 @@ from statekit.converters.layouts.t5x_settings import (
     RULES,
     Member,
     Settings,
-    check_names,
     inferred,
+    manifest_state,
     members,
     scale_by_path,
 )
@@ -66,14 +66,15 @@ class T5XAdafactor:
             StateError: Names or shapes break the layout, or contradict what was told; lists every fault.
             UsageError: A hint has a name or value that T5X's Adafactor doesn't take.
         """
-        check_names(hints.hyperparameters)
         native = read_native(checkpoint)
-        known = _manifest_state(checkpoint)
+        known = manifest_state(checkpoint)
+        sorted_members, notes = members(checkpoint, hints, known, native.held)
         faults: list[tuple[str, str]] = []
-        notes: list[str] = []
         groups, rules = [], {}
-        for member in _members(checkpoint, hints, known, native):
-            group, own_rules = _group(member, native, known, faults, notes)
+        stated = {} if known is None or hints.hyperparameters.keys() & set(RULES) else known.rules
+        for member in sorted_members:
+            held = {path: own for path in member.paths if (own := native.held[path]) is not None}
+            group, own_rules = _group(member, held, stated, faults, notes)
             groups.append(group)
             rules.update(own_rules)
         if faults:
@@ -86,21 +87,13 @@ class T5XAdafactor:
         if not native.held:
             notes.append("The checkpoint holds no optimizer state, only parameters.")
             groups = [Group(tuple(native.params))]
-        elif (
-            None in native.held.values()
-            and known is None
-            and "traversals_and_optimizers" not in hints.hyperparameters
-        ):
-            notes.append(
-                "Which optimizer of a MultiOptimizer moved a parameter isn't stored; all are taken to share one."
-            )
         momentum = _with_momentum(native, groups)
         slots = {path: _canonical(own, path in momentum) for path, own in native.held.items() if own}
-        count = native.step
-        schedule = count if known is None else int(known["counts"]["schedule"])
-        optimizer = Optimizer("adafactor", hints.variant or "t5x", tuple(groups))
-        said = (*notes, *_rule_notes(rules))
-        return TrainState(native.params, slots, optimizer, Counts(count, schedule), rules, native.extra, said)
+        variant = hints.variant or (known.variant if known else "t5x")
+        counts = Counts(native.step, known.schedule if known else native.step)
+        said = (*notes, *_rule_notes(rules)) if known is None or hints.hyperparameters else known.assumptions
+        optimizer = Optimizer("adafactor", variant, tuple(groups))
+        return TrainState(native.params, slots, optimizer, counts, rules, native.extra, said)
 
     def encode(self, state: TrainState) -> Encoded:
         """Returns T5X's tree.
@@ -144,61 +137,30 @@ class T5XAdafactor:
         return Encoded(tree, state.counts.updates, dropped=_dropped(state))
 
 
-def _manifest_state(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """Returns what a conversion's manifest says of the state, if it is one of Adafactor."""
-    state = (checkpoint.manifest or {}).get("state")
-    return state if isinstance(state, Mapping) and state.get("schema") == "adafactor" else None
-
-
-def _members(
-    checkpoint: Checkpoint, hints: Hints, known: Mapping[str, Any] | None, native: Native
-) -> list[Member]:
-    gin = checkpoint.meta.get("gin") or {}
-    found = {**gin.get("values", {})}
-    for name in RULES:
-        if name in gin.get("references", {}):
-            found[name] = gin["references"][name]
-    check_names({name: value for name, value in found.items() if name not in RULES})
-    given = {
-        name: value for name, value in hints.hyperparameters.items() if name != "traversals_and_optimizers"
-    }
-    from_gin = Settings().over(found, "file")
-    if known is None or "traversals_and_optimizers" in hints.hyperparameters:
-        return members(hints.hyperparameters, from_gin.over(given, "given"), native.held)
-    return [
-        Member(
-            tuple(path for path in group["paths"] if native.held.get(path) is not None),
-            Settings(
-                {**from_gin.values, **group["hyperparameters"]},
-                {**from_gin.known_from, **group["known_from"]},
-            ).over(given, "given"),
-        )
-        for group in known["groups"]
-    ]
-
-
 def _group(
     member: Member,
-    native: Native,
-    known: Mapping[str, Any] | None,
+    held: Mapping[str, Held],
+    stated: Mapping[str, Any],
     faults: list[tuple[str, str]],
     notes: list[str],
 ) -> tuple[Group, dict[str, Rule]]:
-    """Settles hyperparameters and rules of the parameters that one optimizer moves."""
+    """Settles hyperparameters and rules of the parameters that one optimizer moves.
+
+    Args:
+        member: The parameters, and what was told about their optimizer.
+        held: Their slots.
+        stated: Rules that a manifest states.
+        faults: Where told and held contradict each other; added to.
+        notes: What is open or assumed; added to.
+    """
     told = member.told
-    held = {path: own for path in member.paths if (own := native.held.get(path)) is not None}
     rules = _told_rules(told)
     by_shape = [
         own for path, own in held.items() if len(own.shape) == 2 and not _has_batch(rules.find(path)[1])
     ]
-    found, open_points = inferred(list(held.values()), by_shape, told)
-    settled = Settings({**found.values, **told.values}, {**found.known_from, **told.known_from})
-    values = dict(settled.values)
+    found, open_points = (Settings(), []) if member.settled else inferred(list(held.values()), by_shape, told)
+    settled = found.under(told)
     faults += _contradictions(held, told)
-    values["multiply_by_parameter_scale"] = scale_by_path(
-        values["multiply_by_parameter_scale"], member.paths, faults
-    )
-    stated = {} if known is None or told.known_from.keys() & set(RULES) else known["rules"]
     own_rules = {}
     for path, own in held.items():
         rule = Rule.from_json(stated[path]) if path in stated else _rule(path, own, rules, settled)
@@ -206,11 +168,13 @@ def _group(
             faults.append((fault, path))
         elif rule is not None:
             own_rules[path] = rule
-    kept = {
-        name: value
-        for name, value in values.items()
-        if name not in RULES and (name, value) != ("learning_rate", None)
-    }
+    kept = {name: value for name, value in settled.values.items() if name not in RULES}
+    if kept.get("learning_rate") is None:
+        kept.pop("learning_rate", None)
+    if (scale := kept.get("multiply_by_parameter_scale")) is not None:
+        kept["multiply_by_parameter_scale"] = scale_by_path(scale, member.paths, faults)
+    if "beta1" not in kept and any(own.momentum for own in held.values()):
+        notes.append("beta1 isn't stored: m is in use, so momentum was on; a step needs its value.")
     notes += [*_default_notes(kept, settled), *open_points]
     return Group(member.paths, kept, {name: settled.known_from[name] for name in kept}), own_rules
 
@@ -237,21 +201,18 @@ def _contradictions(held: Mapping[str, Held], told: Settings) -> Iterator[tuple[
 def _rule(path: str, own: Held, rules: GivenRules, settled: Settings) -> Rule | None:
     """Returns how a parameter is factored: as told, else as its slots show. None if T5X would stop there."""
     values = settled.values
-    stated, labels = rules.find(path)
-    source = next((name for name in RULES if settled.is_told(name)), "factored")
-    known = settled.known_from[source]
+    factored, minimum = values.get("factored", True), values.get("min_dim_size_to_factor", 0)
     logical = values.get("logical_factor_rules") is not None
-    whole = (
+    by_map = (
         settled.is_told("factor_map") and not logical
-    )  # then it has an entry for every path, or is None: the heuristic
-    if (
-        stated
-        or (whole and values["factor_map"] is None)
-        or (settled.is_told("factored") and not values["factored"])
-    ):
-        axes = effective(labels, own.shape, bool(values["factored"]), int(values["min_dim_size_to_factor"]))
-        return None if axes is None else Rule(axes, known)
-    if whole:
+    )  # then every path has an entry; None is the heuristic
+    stated, labels = rules.find(path)
+    unfactored = settled.is_told("factored") and not factored
+    if stated or unfactored or (by_map and values["factor_map"] is None):
+        axes = effective(labels, own.shape, factored, minimum)
+        source = next((name for name in RULES if settled.is_told(name)), "factored")
+        return None if axes is None else Rule(axes, settled.known_from[source])
+    if by_map:
         return None
     if own.factored:
         return from_slots(own.shape, own.slots["v_row"].shape, own.slots["v_col"].shape, logical)

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from statekit.converters.layouts.t5x_rules import hparam_map
+from statekit.checkpoint import Checkpoint
+from statekit.converters.layouts.t5x_rules import STANDARD, hparam_map
 from statekit.converters.layouts.t5x_tree import Held
-from statekit.errors import UsageError
+from statekit.errors import StateError, UsageError
+from statekit.format import Hints
 from statekit.schema import load_schema
 from statekit.state import KnownFrom
 from statekit.tensor import Shape
+from statekit.tree import from_json
 
 RULES = ("factor_map", "logical_factor_rules", "logical_axes")
 """Hyperparameters that say how parameters are factored; they become rules."""
 
+_STANDARD = "standard_logical_factor_rules()"
 _TRAVERSALS = "traversals_and_optimizers"
 _KINDS: dict[str, tuple[type, ...]] = {
     "number": (int, float), "integer": (int,), "boolean": (bool,), "string": (str,),
@@ -38,6 +42,10 @@ class Settings:
         """Returns the settings with other values that outweigh them."""
         return Settings({**self.values, **values}, {**self.known_from, **dict.fromkeys(values, known)})
 
+    def under(self, stronger: Settings) -> Settings:
+        """Returns the settings with others that outweigh them."""
+        return Settings({**self.values, **stronger.values}, {**self.known_from, **stronger.known_from})
+
     def is_told(self, name: str) -> bool:
         """Tells whether a hyperparameter was given, or stands in a file, and isn't merely assumed."""
         return self.known_from.get(name, "assumed") != "assumed"
@@ -49,10 +57,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class Member:
-    """Parameters that one optimizer moves, with what was told about it."""
+    """Parameters that one optimizer moves.
+
+    Attributes:
+        paths: The parameters.
+        told: What was told about the optimizer.
+        settled: Whether that is all that was ever known, so that nothing shall be assumed besides.
+    """
 
     paths: tuple[str, ...]
     told: Settings
+    settled: bool = False
 
 
 def defaults() -> dict[str, Any]:
@@ -60,34 +75,34 @@ def defaults() -> dict[str, Any]:
     return dict(load_schema("adafactor").variants["t5x"]["defaults"])
 
 
-def check_names(values: Mapping[str, Any]) -> None:
-    """Checks hyperparameters against the schema.
+def value_faults(values: Mapping[str, Any]) -> dict[str, str]:
+    """Returns for each hyperparameter that T5X's Adafactor doesn't have, or that can't have its value, why."""
+    names = {*defaults(), "logical_axes", _TRAVERSALS}
+    return {
+        name: fault
+        for name, value in values.items()
+        if (fault := _fault(name, value) if name in names else "there is no such hyperparameter")
+    }
+
+
+def check_values(values: Mapping[str, Any]) -> None:
+    """Checks hyperparameters that a user gave.
 
     Raises:
-        UsageError: A name that T5X's Adafactor doesn't have, or a value it can't take; lists every one.
+        UsageError: Lists every name and value that can't be.
     """
-    allowed = [*defaults(), "logical_axes", _TRAVERSALS]
-    unknown = [name for name in values if name not in allowed]
-    if unknown:
+    if faults := value_faults(values):
         raise UsageError(
-            "T5X's Adafactor has no such hyperparameter.",
-            expected=", ".join(allowed),
-            found=", ".join(unknown),
+            "T5X's Adafactor doesn't take these hyperparameters.",
+            expected=", ".join([*defaults(), "logical_axes", _TRAVERSALS]),
+            found="; ".join(f"{name}={values[name]!r}: {fault}" for name, fault in faults.items())[:2000],
         )
-    wrong = [
-        f"{name}={value!r} ({fault})" for name, value in values.items() if (fault := _fault(name, value))
-    ]
-    if wrong:
-        raise UsageError("Hyperparameters have values they can't have.", found=", ".join(wrong)[:1000])
 
 
 def _fault(name: str, value: Any) -> str:
     known = load_schema("adafactor").hyperparameters
-    if (
-        name in RULES
-        or name not in known
-        or (name == "multiply_by_parameter_scale" and isinstance(value, dict))
-    ):
+    by_path = name == "multiply_by_parameter_scale" and isinstance(value, dict)
+    if name in (*RULES, _TRAVERSALS) or name not in known or by_path:
         return ""
     kinds, limits = known[name]["type"], known[name].get("range", {})
     if not any(
@@ -106,25 +121,89 @@ def _fault(name: str, value: Any) -> str:
     )
 
 
-def members(hints: Mapping[str, Any], told: Settings, held: Mapping[str, Held | None]) -> list[Member]:
-    """Sorts the moved parameters by optimizer: as the traversals say, else by whether they have momentum.
+@dataclass(frozen=True)
+class Known:
+    """What the manifest of a conversion says of its state."""
 
-    Args:
-        hints: What the user gave.
-        told: What is known of every optimizer, the user's hints included.
-        held: Slots by path.
+    variant: str | None
+    schedule: int
+    groups: tuple[Member, ...]
+    rules: Mapping[str, Any]
+    assumptions: tuple[str, ...]
+
+
+def manifest_state(checkpoint: Checkpoint) -> Known | None:
+    """Reads what a conversion's manifest says of the state, if it is one of Adafactor.
 
     Raises:
-        UsageError: The traversals don't select exactly the parameters that have slots; lists every one.
+        StateError: The manifest's record is incomplete.
     """
-    traversals = hints.get(_TRAVERSALS)
-    if traversals is not None:
-        return _traversed(traversals, told, held)
-    moved = {path: own.momentum for path, own in held.items() if own is not None}
-    if {True, False} <= set(moved.values()):
-        on = [path for path, momentum in moved.items() if momentum]
-        return [Member(tuple(on), told), Member(tuple(path for path in moved if not moved[path]), told)]
-    return [Member(tuple(moved), told)] if moved else []
+    state = from_json((checkpoint.manifest or {}).get("state"))
+    if not isinstance(state, Mapping) or state.get("schema") != "adafactor":
+        return None
+    try:
+        groups = tuple(
+            Member(tuple(g["paths"]), Settings({**g["hyperparameters"]}, {**g["known_from"]}), settled=True)
+            for g in state["groups"]
+        )
+        schedule = int(state["counts"]["schedule"])
+        return Known(state["variant"], schedule, groups, {**state["rules"]}, tuple(state["assumptions"]))
+    except (KeyError, TypeError, ValueError) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise StateError(
+            "The manifest's record of the state is incomplete.", place=checkpoint.path, found=found
+        ) from error
+
+
+def members(
+    checkpoint: Checkpoint, hints: Hints, known: Known | None, held: Mapping[str, Held | None]
+) -> tuple[list[Member], list[str]]:
+    """Sorts the moved parameters by optimizer: as traversals or the manifest say, else by whether they have momentum.
+
+    Returns:
+        The members, each with what is told about it: by the user, by the manifest, by a gin file. What is open.
+
+    Raises:
+        UsageError: The user's hyperparameters can't be, or the traversals don't select exactly the parameters that
+            have slots; lists every one.
+    """
+    check_values(hints.hyperparameters)
+    given = {name: value for name, value in hints.hyperparameters.items() if name != _TRAVERSALS}
+    gin, notes = _from_gin(checkpoint)
+    if _TRAVERSALS in hints.hyperparameters:
+        return _traversed(hints.hyperparameters[_TRAVERSALS], gin.over(given, "given"), held), notes
+    if known is not None:
+        moved = [replace(g, paths=tuple(p for p in g.paths if held.get(p) is not None)) for g in known.groups]
+        return [replace(g, told=gin.under(g.told).over(given, "given")) for g in moved], notes
+    told = gin.over(given, "given")
+    momentum = {path: own.momentum for path, own in held.items() if own is not None}
+    parts = [tuple(momentum)]
+    if {True, False} <= set(momentum.values()):
+        parts = [tuple(p for p in momentum if momentum[p]), tuple(p for p in momentum if not momentum[p])]
+        notes.append(
+            "Some parameters have momentum and others don't: they are taken for two optimizers' parameters."
+        )
+    elif None in held.values():
+        notes.append(
+            "Which optimizer moved a parameter isn't stored; all that have slots are taken to share one."
+        )
+    return [Member(paths, told) for paths in parts if paths], notes
+
+
+def _from_gin(checkpoint: Checkpoint) -> tuple[Settings, list[str]]:
+    """Returns what the run's gin file says, and what of it can't be used."""
+    gin = checkpoint.meta.get("gin") or {}
+    values, references = dict(gin.get("values", {})), gin.get("references", {})
+    notes = [note for note in gin.get("left_out", ()) if _STANDARD not in note]
+    if _STANDARD in references.get("logical_factor_rules", ""):
+        values["logical_factor_rules"] = STANDARD
+    faults = value_faults(values)
+    notes += [
+        f"{name}={values[name]!r} in {gin['file']} isn't used: {fault}." for name, fault in faults.items()
+    ]
+    return Settings().over(
+        {name: value for name, value in values.items() if name not in faults}, "file"
+    ), notes
 
 
 def _traversed(traversals: Any, told: Settings, held: Mapping[str, Held | None]) -> list[Member]:
@@ -163,12 +242,12 @@ def _entries(traversals: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             raise UsageError(
                 f"{_TRAVERSALS} has hyperparameters that aren't a map.", found=repr(values)[:200]
             )
-        check_names(values)
+        check_values(values)
         yield regex, values
 
 
 def inferred(held: Sequence[Held], by_size: Sequence[Held], told: Settings) -> tuple[Settings, list[str]]:
-    """Returns T5X's defaults as corrected by what the slots of one optimizer's parameters prove, and says what is open.
+    """Returns T5X's defaults as corrected by what the slots of one optimizer's parameters prove, and what is open.
 
     Args:
         held: Slots of all its parameters.
@@ -180,8 +259,6 @@ def inferred(held: Sequence[Held], by_size: Sequence[Held], told: Settings) -> t
     full = [own for own in held if own.momentum]
     if full:
         found = found.over({"dtype_momentum": full[0].momentum_dtype.name}, "file")
-        if not told.is_told("beta1"):
-            notes.append("beta1 isn't stored: m is in use, so momentum was on; a step needs its value.")
     elif any(own.momentum is False for own in held):
         found = found.over({"beta1": None}, "file")
     if any(own.factored for own in held):

@@ -1,0 +1,448 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from zarr_files import ENCODERS, header, plain_stage, write_array
+
+from statekit.converters.containers import chunk_stream, zarr2
+from statekit.converters.containers.kv_stores import FolderStore, OcdbtStore, local_path, open_store
+from statekit.converters.containers.zarr2 import Header, absent_chunks, open_array, parse_header
+from statekit.converters.containers.zarr2_write import chunk_shape, encoded_chunks, header_bytes, header_for
+from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError, UsageError
+from statekit.tensor import DTYPES, Array, Stored, chunks, in_memory
+
+RANDOM = np.random.default_rng(3)
+
+
+def opened(folder: Path, **changes: Any) -> Stored:
+    """Opens an array through its own header, some of it changed."""
+    store = FolderStore.of(folder.parent)
+    [data] = store.headers([f"{folder.name}/.zarray"])
+    assert data is not None
+    parsed = parse_header(json.dumps(json.loads(data) | changes).encode(), "here")
+    return open_array(store, folder.name, parsed, "tensor")
+
+
+def array(*shape: int) -> Array:
+    return RANDOM.standard_normal(shape).astype(np.float32)
+
+
+@pytest.fixture
+def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes every chunk a large one, so that blocks are cut out of streams."""
+    monkeypatch.setattr(chunk_stream, "SLAB", 64)
+    monkeypatch.setattr(zarr2, "SLAB", 64)
+    monkeypatch.setattr(chunk_stream, "PIECE", 100)
+
+
+@pytest.mark.parametrize("compressor", ENCODERS)
+@pytest.mark.parametrize(
+    ("shape", "chunk"),
+    [
+        ((), ()),
+        ((1,), (1,)),
+        ((7,), (3,)),
+        ((9, 10), (4, 10)),
+        ((9, 10), (4, 3)),
+        ((3, 4, 5), (2, 2, 2)),
+        ((0, 3), (1, 3)),
+    ],
+)
+def test_whole_arrays_and_edges(
+    tmp_path: Path, compressor: str | None, shape: tuple[int, ...], chunk: tuple[int, ...]
+) -> None:
+    values = array(*shape)
+    tensor = opened(write_array(tmp_path / "a", values, chunk, compressor))
+    assert tensor.shape == shape
+    assert np.array_equal(tensor.read(), values)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+@pytest.mark.parametrize("compressor", ["gzip", "zstd", None])
+def test_any_block_in_any_order(
+    tmp_path_factory: pytest.TempPathFactory, small_slabs: None, compressor: str | None, data: st.DataObject
+) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
+    chunk = tuple(data.draw(st.integers(1, n)) for n in shape)
+    values = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    folder = write_array(tmp_path_factory.mktemp("z") / "a", values, chunk, compressor)
+    tensor = opened(folder)
+    for _ in range(4):
+        bounds = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
+        index = tuple(slice(low, high) for low, high in bounds)
+        assert np.array_equal(tensor.read(index), values[index])
+
+
+def test_streaming_decodes_a_large_chunk_once(
+    tmp_path: Path, small_slabs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = array(64, 32)
+    tensor = opened(write_array(tmp_path / "a", values, (64, 32)))
+    opens: list[object] = []
+
+    def counted(*arguments: Any) -> Any:
+        opens.append(arguments)
+        return chunk_stream.open_stream(*arguments)
+
+    monkeypatch.setattr(zarr2, "open_stream", counted)
+    blocks = list(chunks(tensor, 256))
+    assert np.array_equal(np.concatenate(blocks), values)
+    assert (len(blocks), len(opens)) == (32, 1)
+
+
+def test_a_block_of_a_large_chunk_needs_little_memory(tmp_path: Path) -> None:
+    values = np.zeros((4096, 4096), np.float32)  # one chunk of 64 MiB
+    folder = write_array(tmp_path / "a", values, (4096, 4096))
+    tensor = opened(folder)
+    del values
+    tracemalloc.start()
+    for index in ((slice(0, 64), slice(0, 4096)), (slice(0, 4096), slice(100, 110))):
+        tensor.read(index)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 24 * 2**20
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in DTYPES if n.startswith(("bf", "int", "uint", "float", "bool", "comp"))]
+)
+def test_dtypes_round_trip(tmp_path: Path, name: str) -> None:
+    values = (RANDOM.standard_normal((5, 3)) * 3).astype(DTYPES[name])
+    tensor = in_memory(values)
+    stated = header_for(tensor, "zstd")
+    again = parse_header(header_bytes(stated), "here")
+    assert (again.dtype, again.shape) == (values.dtype, (5, 3))
+    stage = plain_stage(tmp_path)
+    for key, data in encoded_chunks(stage, "t", tensor, stated):
+        with stage.file(f"a/{key}") as output:
+            output.write(data)
+    back = open_array(FolderStore.of(tmp_path), "a", again, "t").read()
+    assert back.dtype == values.dtype
+    assert back.tobytes() == values.tobytes() == stage.streamed["t"]
+
+
+def test_separator_and_missing_separator(tmp_path: Path) -> None:
+    values = array(4, 4)
+    assert np.array_equal(opened(write_array(tmp_path / "a", values, (2, 2), separator="/")).read(), values)
+    document = header((4, 4), (2, 2))
+    del document["dimension_separator"]
+    assert parse_header(json.dumps(document).encode(), "here").separator == "."
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"zarr_format": 3}, {"order": "F"}, {"filters": [{"id": "delta"}]}, {"compressor": {"id": "blosc"}},
+        {"compressor": "gzip"}, {"dtype": ">f4"}, {"dtype": "|O"}, {"dtype": [["a", "<f4"]]}, {"dtype": None},
+        {"shape": [4, -1]}, {"shape": [4, 4.0]}, {"shape": [True, 4]}, {"shape": "44"}, {"shape": [4]},
+        {"chunks": [0, 4]}, {"chunks": [4]}, {"chunks": None}, {"dimension_separator": ""}, {"fill_value": "x"},
+        {"shape": [1] * 65, "chunks": [1] * 65},
+    ],
+)  # fmt: skip
+def test_headers_that_are_not_read(change: dict[str, Any]) -> None:
+    with pytest.raises(FormatError):
+        parse_header(json.dumps(header((4, 4), (4, 4)) | change).encode(), "here")
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 30000])
+def test_headers_that_are_not_json_objects(data: bytes) -> None:
+    with pytest.raises(FormatError):
+        parse_header(data, "here")
+
+
+def test_a_header_of_absurd_size_is_refused(tmp_path: Path) -> None:
+    folder = write_array(tmp_path / "a", array(2), (2,))
+    (folder / ".zarray").write_bytes(b" " * 2**17)
+    with pytest.raises(RefusedError, match="header"):
+        FolderStore.of(tmp_path).headers(["a/.zarray"])
+
+
+@pytest.mark.parametrize("shape", [[2**40, 2**40], [2**61]])
+def test_a_shape_beyond_any_array_is_refused(shape: list[int]) -> None:
+    with pytest.raises(RefusedError):
+        parse_header(json.dumps(header((), ()) | {"shape": shape, "chunks": shape}).encode(), "here")
+
+
+@pytest.mark.parametrize("compressor", ["gzip", "zlib", "zstd", None])
+@pytest.mark.parametrize(
+    ("shape", "chunk"), [((2**40,), (2**40,)), ((2**40,), (4,)), ((2**20, 2**20), (2**20, 4))]
+)
+def test_a_lying_shape_allocates_nothing(
+    tmp_path: Path, compressor: str | None, shape: tuple[int, ...], chunk: tuple[int, ...]
+) -> None:
+    folder = write_array(tmp_path / "a", array(4), (4,), compressor)
+    (folder / "0").rename(folder / ".".join("0" * len(shape)))
+    tensor = opened(folder, shape=list(shape), chunks=list(chunk))
+    tracemalloc.start()
+    with pytest.raises(FormatError):
+        tensor.read()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**22
+
+
+@pytest.mark.parametrize("compressor", ["gzip", "zlib", "zstd", None])
+@pytest.mark.parametrize("bytes_off", [1, 5, 60])
+def test_a_truncated_chunk(tmp_path: Path, compressor: str | None, bytes_off: int) -> None:
+    folder = write_array(tmp_path / "a", array(8, 8), (8, 8), compressor)
+    chunk = folder / "0.0"
+    chunk.write_bytes(chunk.read_bytes()[:-bytes_off])
+    with pytest.raises(CorruptError):
+        opened(folder).read()
+
+
+@pytest.mark.parametrize("compressor", ["gzip", "zlib", "zstd", None])
+def test_a_chunk_with_bytes_behind_it(tmp_path: Path, compressor: str | None) -> None:
+    folder = write_array(tmp_path / "a", array(8, 8), (8, 8), compressor)
+    chunk = folder / "0.0"
+    chunk.write_bytes(chunk.read_bytes() + b"more")
+    if compressor != "zstd":  # a zstd frame says itself where it ends
+        with pytest.raises(CorruptError):
+            opened(folder).read()
+
+
+@pytest.mark.parametrize("compressor", ["gzip", "zlib"])
+def test_every_flipped_bit_of_a_checksummed_chunk_is_seen(tmp_path: Path, compressor: str) -> None:
+    values = array(4, 4)
+    folder = write_array(tmp_path / "a", values, (4, 4), compressor)
+    chunk, seen = folder / "0.0", 0
+    good = chunk.read_bytes()
+    for position in range(8 * len(good)):
+        bad = bytearray(good)
+        bad[position // 8] ^= 1 << position % 8
+        chunk.write_bytes(bad)
+        try:
+            read = opened(folder).read()
+        except CorruptError:
+            seen += 1
+        else:  # some bits mean nothing: the time and system in gzip's header, padding
+            assert np.array_equal(read, values)
+    assert seen > 0.9 * 8 * (len(good) - 10)
+
+
+@pytest.mark.parametrize("size", [40, 1000])
+def test_a_chunk_of_another_size_than_declared(tmp_path: Path, size: int) -> None:
+    folder = write_array(tmp_path / "a", array(100), (100,))
+    with pytest.raises(CorruptError):
+        opened(folder, shape=[size], chunks=[size]).read()
+
+
+def test_a_gzip_bomb_is_refused_before_it_goes_off(tmp_path: Path) -> None:
+    folder = write_array(tmp_path / "a", np.zeros(4, np.float32), (4,))
+    encoder = zlib.compressobj(9, zlib.DEFLATED, 31)
+    bomb = b"".join(encoder.compress(bytes(2**20)) for _ in range(64)) + encoder.flush()
+    (folder / "0").write_bytes(bomb)
+    tracemalloc.start()
+    with pytest.raises(CorruptError, match="longer"):
+        opened(folder).read()
+    with pytest.raises(RefusedError, match="more values than its bytes can hold"):
+        opened(folder, shape=[2**30], chunks=[2**30]).read()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**23
+
+
+def test_an_absent_chunk_without_fill_is_damage(tmp_path: Path) -> None:
+    folder = write_array(tmp_path / "a", array(4, 4), (2, 4))
+    (folder / "1.0").unlink()
+    tensor = opened(folder)
+    with pytest.raises(CorruptError, match="absent"):
+        tensor.read()
+    assert tensor.read((slice(0, 2), slice(0, 4))).shape == (2, 4)
+
+
+def test_an_absent_chunk_with_fill_is_told(tmp_path: Path) -> None:
+    values = array(4, 4)
+    folder = write_array(tmp_path / "a", values, (2, 4))
+    (folder / "1.0").unlink()
+    tensor = opened(folder, fill_value=2.5)
+    assert np.array_equal(tensor.read(), np.concatenate([values[:2], np.full((2, 4), 2.5, np.float32)]))
+    stated = parse_header(json.dumps(header((4, 4), (2, 4)) | {"fill_value": 2.5}).encode(), "here")
+    assert absent_chunks(FolderStore.of(tmp_path), "a", stated) == ["1.0"]
+    nan = parse_header(json.dumps(header((4, 4), (2, 4)) | {"fill_value": "NaN"}).encode(), "here")
+    assert nan.fill is not None
+    assert math.isnan(nan.fill)
+
+
+@pytest.mark.parametrize(("shape", "chunk"), [((2**30,), (1,)), ((2**30,), (2**30,))])
+def test_absurd_fill_is_refused(tmp_path: Path, shape: tuple[int, ...], chunk: tuple[int, ...]) -> None:
+    stated = Header(shape, chunk, DTYPES["float32"], "gzip", fill=0.0)
+    with pytest.raises(RefusedError):
+        absent_chunks(FolderStore.of(tmp_path), "a", stated)
+
+
+def test_links_that_lead_out_are_refused(tmp_path: Path) -> None:
+    outside = write_array(tmp_path / "outside" / "a", array(4), (4,))
+    inside = tmp_path / "checkpoint"
+    inside.mkdir()
+    (inside / "folder").symlink_to(outside, target_is_directory=True)
+    own = write_array(inside / "own", array(4), (4,))
+    (own / "0").unlink()
+    (own / "0").symlink_to(outside / "0")
+    store = FolderStore.of(inside)
+    for key in ("folder/.zarray", "folder/0", "own/0"):
+        with pytest.raises(RefusedError, match="leads out"):
+            store.value(key)
+    with pytest.raises(RefusedError, match="leads out"):
+        opened(own).read()
+
+
+def test_links_that_stay_inside_are_followed(tmp_path: Path) -> None:
+    values = array(4)
+    folder = write_array(tmp_path / "a", values, (4,))
+    (folder / "0").rename(tmp_path / "blob")
+    (folder / "0").symlink_to("../blob")
+    (tmp_path / "run").symlink_to(".", target_is_directory=True)
+    assert np.array_equal(opened(folder).read(), values)
+    assert FolderStore.of(tmp_path / "run").value("a/0") is not None
+
+
+@pytest.mark.parametrize(
+    "key", ["../a", "/etc/passwd", "a/../../b", "a//b", "", "a/.", "a\0b", "..\\a", "x" * 5000]
+)
+def test_keys_that_leave_the_store(tmp_path: Path, key: str) -> None:
+    with pytest.raises(RefusedError):
+        FolderStore.of(tmp_path).value(key)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(RefusedError):
+        FolderStore.of(tmp_path).value("pipe")
+    assert FolderStore.of(tmp_path).value("gone/0") is None
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+    folder = write_array(tmp_path / "a", array(4), (4,), None)
+    value = FolderStore.of(tmp_path).value("a/0")
+    assert value is not None
+    (folder / "0").write_bytes(b"")
+    with pytest.raises(CorruptError, match="too early"):
+        value.read_at(0, 16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "itemsize", "expected"),
+    [
+        ((512, 512), 4, (512, 512)),
+        ((32128, 1024), 4, (16064, 1024)),
+        ((1024, 24, 2816), 4, (512, 24, 704)),
+        ((8192, 8192), 4, (4096, 4096)),
+        ((3, 2**26), 2, (3, 2**23)),
+        ((2**26 + 3,), 1, (9586981,)),
+        ((), 4, ()),
+        ((0, 5), 4, (1, 5)),
+    ],
+)
+def test_chunks_as_t5x_cuts_them(shape: tuple[int, ...], itemsize: int, expected: tuple[int, ...]) -> None:
+    found = chunk_shape(shape, itemsize)
+    assert math.prod(found) * itemsize <= 64 * 2**20
+    assert all(n % c == 0 for n, c in zip(shape, found, strict=True))
+    assert found == expected
+
+
+@pytest.mark.parametrize("limit", [8, 24, 64, 200, 1000])
+@pytest.mark.parametrize("shape", [(12, 10), (2, 3, 8), (30,), (7, 5), ()])
+@pytest.mark.parametrize("compressor", ["gzip", "zstd"])
+def test_chunked_writing_is_read_by_tensorstore(
+    tmp_path: Path, shape: tuple[int, ...], limit: int, compressor: str
+) -> None:
+    import tensorstore as ts
+
+    values = RANDOM.standard_normal(shape).astype(ml_dtypes.bfloat16)
+    stated = Header(shape, chunk_shape(shape, 2, limit), values.dtype, compressor)
+    stage = plain_stage(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / ".zarray").write_bytes(header_bytes(stated))
+    for key, data in encoded_chunks(stage, "t", in_memory(values), stated):
+        (tmp_path / "a" / key).write_bytes(data)
+    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{tmp_path}/a/"}}
+    theirs = ts.open(spec).result().read().result()
+    assert stage.streamed["t"] == values.tobytes()
+    assert theirs.tobytes() == values.tobytes()
+    assert open_array(FolderStore.of(tmp_path), "a", stated, "t").read().tobytes() == values.tobytes()
+
+
+def test_writing_is_deterministic(tmp_path: Path) -> None:
+    tensor = in_memory(array(20, 20))
+    stated = header_for(tensor, "gzip")
+    first, second = (list(encoded_chunks(plain_stage(tmp_path / n), "t", tensor, stated)) for n in "ab")
+    assert first == second
+    assert first[0][1][:8] == b"\x1f\x8b\x08\x00\x00\x00\x00\x00"  # no name, no time
+
+
+def ocdbt(folder: Path, values: dict[str, bytes]) -> Path:
+    import tensorstore as ts
+
+    folder.mkdir()
+    database = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}).result()
+    for key, value in values.items():
+        database.write(key, value).result()
+    return folder
+
+
+def test_an_ocdbt_database_gives_values_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("statekit.converters.containers.kv_stores._PROBE", 1000)
+    values = {f"a/{n}": RANDOM.bytes(n) for n in (0, 1, 999, 1000, 1001, 1999, 2000, 2001, 70_001)}
+    store = open_store(ocdbt(tmp_path / "db", values))
+    assert isinstance(store, OcdbtStore)
+    assert store.keys() == sorted(values)
+    assert store.value("a/none") is None
+    assert store.headers(["a/none", "a/1"]) == [None, values["a/1"]]
+    for key, data in values.items():
+        value = store.value(key)
+        assert value is not None
+        assert (value.size, value.read_at(0, len(data))) == (len(data), data)
+        assert value.read_at(len(data) // 3, len(data) // 2) == data[len(data) // 3 :][: len(data) // 2]
+
+
+def damaged_manifest(folder: Path) -> None:
+    (folder / "manifest.ocdbt").write_bytes(b"\x0c\xdb")
+
+
+def absent_data(folder: Path) -> None:
+    for path in (folder / "d").iterdir():
+        path.unlink()
+
+
+@pytest.mark.parametrize("harm", [damaged_manifest, absent_data])
+def test_a_damaged_database(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    folder = ocdbt(tmp_path / "db", {f"a/{i}": bytes(2000) for i in range(5)})
+    harm(folder)
+    with pytest.raises(CorruptError):
+        OcdbtStore.of(folder).value("a/1")
+    with pytest.raises(CorruptError):
+        OcdbtStore.of(folder).headers(["a/1"])
+
+
+def test_a_database_with_links_out_is_refused(tmp_path: Path) -> None:
+    folder = ocdbt(tmp_path / "db", {"a": bytes(2000)})
+    [data] = (folder / "d").iterdir()
+    data.rename(tmp_path / "elsewhere")
+    data.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RefusedError, match="leads out"):
+        open_store(folder)
+
+
+def test_addresses_are_refused_with_a_remedy() -> None:
+    assert local_path("run/checkpoint_5") == Path("run/checkpoint_5")
+    assert local_path("file:///tmp/run") == Path("/tmp/run")
+    with pytest.raises(UsageError, match="gcloud storage cp -r gs://bucket/run"):
+        local_path("gs://bucket/run")
+    with pytest.raises(UsageError, match="aws s3 cp --recursive s3://bucket/run"):
+        local_path("s3://bucket/run")
+    with pytest.raises(StatekitError):
+        local_path("https://example.org/run")
