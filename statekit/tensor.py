@@ -22,8 +22,11 @@ DType: TypeAlias = np.dtype[Any]
 Index: TypeAlias = tuple[slice, ...]
 Shape: TypeAlias = tuple[int, ...]
 
-BLOCK_BYTES = 32 * 2**20
-"""How much of a tensor is held at once when it streams, in bytes."""
+BLOCK_BYTES = 8 * 2**20
+"""How much of a tensor is held at once when it streams, in bytes.
+
+From 32 MiB on, the C library maps each block anew, and filling fresh pages takes longer than reading the file.
+"""
 
 _EXTENSION = {
     name: np.dtype(getattr(ml_dtypes, name))
