@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,12 +23,13 @@ SHARD_BYTES = 4 * 2**30
 _SHARD = re.compile(r"tensors-\d{5,}-of-\d{5,}\.safetensors")
 
 
-class StatekitDirectory:
-    """The container `statekit`."""
+@dataclass(frozen=True)
+class StatekitFolder:
+    """statekit's neutral folder."""
 
-    name = "statekit"
-    title = "statekit's neutral folder: safetensors shards and statekit.json"
-    suffixes = (".statekit",)
+    name: str = "statekit"
+    title: str = "statekit's neutral folder: safetensors shards and statekit.json"
+    suffixes: tuple[str, ...] = (".statekit",)
     target_kind: Literal["folder"] = "folder"
 
     def detect(self, path: Path) -> Evidence | None:
@@ -164,4 +166,4 @@ def _restore(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], place: 
     return tree
 
 
-CONTAINER = StatekitDirectory()
+CONTAINER = StatekitFolder()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from statekit.checkpoint import Checkpoint
@@ -14,17 +14,14 @@ from statekit.state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensor import Tensor
 
 
+@dataclass(frozen=True)
 class Canonical:
-    """The layout `statekit`: tensors by their canonical names, and `state`, which says all the rest."""
+    """The canonical names, for every optimizer that has a schema."""
 
-    name = "statekit"
-    title = "canonical names: params, slots, groups, extra, state"
-    containers = ("statekit",)
-
-    @property
-    def optimizers(self) -> tuple[str, ...]:
-        """Every schema."""
-        return tuple(schema_names())
+    name: str = "statekit"
+    title: str = "canonical names: params, slots, groups, extra, state"
+    optimizers: tuple[str, ...] = field(default_factory=lambda: tuple(schema_names()))
+    containers: tuple[str, ...] = ("statekit",)
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for the five parts."""
