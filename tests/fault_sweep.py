@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from formats import register, save, small_state, values
 
+from formats import register, save, small_state, values
 from statekit import rename
 from statekit.convert import convert, open_state, plan
 from statekit.digest import tensor_digest

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from formats import Packed, Renamed, arrays, register, save, small_state, snapshot, values
 
+from formats import Packed, Renamed, arrays, register, save, small_state, snapshot, values
 from statekit import manifest
 from statekit.commit import Progress
 from statekit.convert import convert, open_state, plan

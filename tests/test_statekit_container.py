@@ -17,9 +17,9 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from formats import FACTORED, save, small_state, snapshot, values
 from safetensors import safe_open
 
+from formats import FACTORED, save, small_state, snapshot, values
 from statekit import manifest
 from statekit.checkpoint import Checkpoint
 from statekit.commit import staged
