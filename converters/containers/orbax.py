@@ -186,7 +186,7 @@ def _entries(document: Any, place: str) -> list[tuple[tuple[str | int, ...], str
             path = tuple(int(k["key"]) if k["key_type"] == _SEQUENCE else str(k["key"]) for k in keys)
             value = entry["value_metadata"]
             kind = value["value_type"] if value.get("skip_deserialize") else None
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FormatError(
                 "An entry of an Orbax tree can't be read.", place=place, found=text[:200]
             ) from error
