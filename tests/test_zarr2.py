@@ -396,7 +396,7 @@ def ocdbt(folder: Path, values: dict[str, bytes]) -> Path:
 
 def test_an_ocdbt_database_gives_values_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("statekit.converters.containers.kv_stores._PROBE", 1000)
-    values = {f"a/{n}": RANDOM.bytes(n) for n in (0, 1, 999, 1000, 1001, 1999, 2000, 2001, 70_001)}
+    values = {f"a/{n}": RANDOM.bytes(n) for n in (1, 2, 999, 1000, 1001, 1999, 2000, 2001, 70_001)}
     store = open_store(ocdbt(tmp_path / "db", values))
     assert isinstance(store, OcdbtStore)
     assert store.keys() == sorted(values)

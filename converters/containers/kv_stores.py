@@ -248,18 +248,16 @@ class OcdbtStore:
         checked_key(key, self.place)
         place = f"{key} in {self.place}"
         try:
-            large = self._has_byte(key, _PROBE)
-            if not large:
-                found = self.database.read(key).result()
-                data = bytes(found.value)
-                return (
-                    None
-                    if found.state == "missing"
-                    else Value(len(data), lambda o, n: data[o : o + n], place)
-                )
+            if self._has_byte(key, _PROBE):
+                size = self._size(key)
+                return Value(size, lambda offset, count: self._span(key, offset, count), place)
+            found = self.database.read(key).result()
+            data = bytes(found.value)
+            if found.state != "missing" and not data:  # so reads a value whose data file is gone
+                raise ValueError("The value is empty, or the file it lies in is missing.")
         except (ValueError, OSError) as error:
             raise _damaged(place, error) from error
-        return Value(self._size(key), lambda offset, count: self._span(key, offset, count), place)
+        return None if not data else Value(len(data), lambda o, n: data[o : o + n], place)
 
     def headers(self, keys: Sequence[str]) -> list[bytes | None]:
         for key in keys:
