@@ -300,7 +300,10 @@ class OcdbtStore:
 
     def _span(self, key: str, offset: int, count: int) -> bytes:
         try:
-            return bytes(self.database.read(key, byte_range=slice(offset, offset + count)).result().value)
+            data = bytes(self.database.read(key, byte_range=slice(offset, offset + count)).result().value)
+            if len(data) != count:
+                raise ValueError(f"{len(data)} of {count} bytes at {offset}")
+            return data
         except (ValueError, OSError) as error:
             raise _damaged(f"{key} in {self.place}", error) from error
 

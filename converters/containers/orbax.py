@@ -36,7 +36,7 @@ from statekit.converters.containers.step_folders import (
     locate,
     says_t5x,
 )
-from statekit.converters.containers.step_target import check_names, step_prefix
+from statekit.converters.containers.step_target import array_names, step_prefix
 from statekit.converters.containers.stored_leaves import ArrayPlace, open_arrays, with_tensors
 from statekit.converters.containers.zarr2_write import encoded_chunks, header_bytes, header_for
 from statekit.errors import FormatError, NotFoundError, UsageError
@@ -123,7 +123,7 @@ class OrbaxFolder:
             FormatError: Two names give the same array.
         """
         prefix = step_prefix(stage, encoded.step)
-        arrays = check_names(tensor_names(encoded.tree))
+        arrays = array_names(encoded.tree)
         begun = time.time_ns()
         metadata = _tree_metadata(encoded.tree)
         _write_database(stage, f"{prefix}{STATE}", tensor_names(encoded.tree), arrays)

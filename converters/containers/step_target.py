@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from statekit.commit import Stage
 from statekit.converters.containers.step_folders import step_number
 from statekit.errors import FormatError, UsageError, fault_list
+from statekit.tensor import Stored, Tensor
+from statekit.tree import Tree, walk
 
 _MAX_FILE_NAME = 255
 
@@ -30,7 +30,7 @@ def step_prefix(stage: Stage, step: int) -> str:
     return ""
 
 
-def check_names(names: Iterable[str]) -> dict[str, str]:
+def array_names(tree: Tree) -> dict[str, str]:
     """Returns for each tensor the name of its array in the store: its path joined with `.`, as T5X and Orbax do.
 
     Raises:
@@ -39,11 +39,11 @@ def check_names(names: Iterable[str]) -> dict[str, str]:
     arrays: dict[str, str] = {}
     owners: dict[str, str] = {}
     faults = []
-    for name in names:
-        array = name.replace("/", ".")
+    for path in (path for path, leaf in walk(tree) if isinstance(leaf, (Stored, Tensor))):
+        name, array = "/".join(map(str, path)), ".".join(map(str, path))
         if array in owners:
             faults.append((f"would lie in the same folder as {owners[array]}", name))
-        if not array.strip(".") or "\0" in array or "\\" in array or len(array.encode()) > _MAX_FILE_NAME:
+        if not array.strip(".") or any(c in array for c in "/\\\0") or len(array.encode()) > _MAX_FILE_NAME:
             faults.append(("has a name that no folder can have", name))
         arrays[name] = array
         owners[array] = name

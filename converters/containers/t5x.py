@@ -21,13 +21,13 @@ from statekit.converters.containers.kv_stores import FolderStore
 from statekit.converters.containers.msgpack_index import parse
 from statekit.converters.containers.step_files import files_beside, gin_settings, trusted_manifest
 from statekit.converters.containers.step_folders import INDEX, StepFolder, locate
-from statekit.converters.containers.step_target import check_names, step_prefix
+from statekit.converters.containers.step_target import array_names, step_prefix
 from statekit.converters.containers.stored_leaves import with_tensors
 from statekit.converters.containers.zarr2_write import encoded_chunks, header_bytes, header_for
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.format import Encoded, Evidence
 from statekit.tensor import Tensor, nbytes
-from statekit.tree import Tree, tensor_names
+from statekit.tree import Tree
 
 VERSION = 3
 _FIRST_VERSION = 2
@@ -92,7 +92,7 @@ class T5XFolder:
             FormatError: Two names give the same folder.
         """
         prefix = step_prefix(stage, encoded.step)
-        folders = check_names(tensor_names(encoded.tree))
+        folders = array_names(encoded.tree)
         packed = _packed({"version": VERSION, "optimizer": encoded.tree}, ("",), stage, prefix, folders)
         with stage.file(f"{prefix}{INDEX}") as output:
             output.write(packed)
