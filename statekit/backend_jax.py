@@ -114,6 +114,9 @@ class JaxBackend:
 
         return self._jax.lax.scan(add, self._jnp.zeros((), self._jnp.float32), value.reshape(-1))[0]
 
+    def add_product(self, value: Value, left: Value, right: Value, dtype: str) -> Value:
+        return value + left * right
+
     def one_minus_power(self, base: float, exponent: Value) -> Value:
         if isinstance(exponent, int):
             return 1.0 - base**exponent

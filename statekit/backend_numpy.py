@@ -114,6 +114,9 @@ class NumpyBackend:
             total = self.rounded(total + term, dtype)
         return total
 
+    def add_product(self, value: Value, left: Value, right: Value, dtype: str) -> Value:
+        return value + left * right
+
     def one_minus_power(self, base: float, exponent: Value) -> Value:
         if isinstance(exponent, int):
             return 1.0 - base**exponent

@@ -134,9 +134,7 @@ def _sized(
     rms = xp.where(s.period_ends | (step == 0), refreshed, slots["param_rms"])
     base = s.hyper.betas[1] ** period
     mean = s.kept(xp.mean(s.kept(history * history, state), (0,)), state)
-    moment = s.kept(
-        s.kept(slots["scale_exp_avg_sq"] * base, state) + s.added(1.0 - base, state) * mean, state
-    )
+    moment = s.plus(s.kept(slots["scale_exp_avg_sq"] * base, state), 1.0 - base, mean, state)
     moment = xp.where(s.size_due, moment, slots["scale_exp_avg_sq"])
     total = xp.expand(s.kept(xp.sum(history), state), axes)
     slope = -s.scalar_rate * xp.sqrt(xp.one_minus_power(base, (step + 1) // period))

@@ -93,9 +93,20 @@ class Setting:
         """Returns a number as PyTorch adds it, or a multiple of it, to arrays of these dtypes.
 
         Its CPU kernels round such a number to the arrays' dtype, where those that multiply or divide keep it float32.
-        Source: seen in torch 2.13 on bfloat16, and in the recording zipformer2025_bf16, resumed_trajectory.
+        Source: torch 2.13 on bfloat16, and the recording zipformer2025_bf16, resumed_trajectory.
         """
         return number if promoted(*dtypes) == "float32" else self.kept(self.xp.widen(number), *dtypes)
+
+    def plus(self, value: Value, number: Value, other: Value, *dtypes: str) -> Value:
+        """Returns value + number * other, rounded, as PyTorch's `add` with alpha on arrays of these dtypes.
+
+        Its CPU kernel rounds the product where an element lies outside of whole vectors, and only there.
+        Source: as for `added`.
+        """
+        dtype, weight = promoted(*dtypes), self.added(number, *dtypes)
+        if dtype == "float32":
+            return value + weight * other
+        return self.kept(self.xp.add_product(value, weight, other, dtype), dtype)
 
 
 def promoted(*dtypes: str) -> str:
@@ -146,11 +157,11 @@ def _accumulate(s: Setting, m: Moving, x: Value) -> Value:
     delta = s.kept(m.slots["delta"] * beta1, state)
     if x is not None:
         grown = s.kept(m.param * x, p_dtype, state)
-        sized = s.kept(delta + s.added(1.0 - beta1, p_dtype, state) * grown, state)
+        sized = s.kept(s.plus(delta, 1.0 - beta1, grown, p_dtype, state), state)
         delta = s.xp.where(s.size_due, sized, delta)
     direction = s.kept(m.grad / root(s, m), g_dtype, state)
     if m.one:
-        return s.kept(delta + s.added(-s.scalar_rate * rest, g_dtype, state) * direction, state)
+        return s.kept(s.plus(delta, -s.scalar_rate * rest, direction, g_dtype, state), state)
     scale = s.kept((-s.rate * rest) * at_least(s, m.slots["param_rms"], state), state)
     return s.kept(delta + s.kept(direction * scale, g_dtype, state), state)
 
@@ -164,7 +175,7 @@ def _blend(s: Setting, m: Moving, x: Value) -> Value:
         y = s.kept(y * at_least(s, m.slots["param_rms"], state), *both)
     if x is not None:
         y = s.xp.where(s.size_due, s.kept(y + s.kept(m.param * x, p_dtype, state), *both), y)
-    return s.kept(s.kept(m.slots["delta"] * beta1, state) + s.added(1.0 - beta1, *both) * y, state)
+    return s.kept(s.plus(s.kept(m.slots["delta"] * beta1, state), 1.0 - beta1, y, *both), state)
 
 
 MOMENTUM: Mapping[str, Callable[[Setting, Moving, Value], Value]] = {

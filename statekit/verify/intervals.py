@@ -156,6 +156,8 @@ class IntervalBackend:
 
     def narrow(self, value: Value, dtype: str) -> Value:
         kind = DTYPES[dtype]
+        if kind.kind in "iu":  # counts are whole numbers, and exact in float32
+            return Interval(np.rint(value.low), np.rint(value.high), dtype, self.contracted)
         low, high = value.low.astype(kind).astype(np.float64), value.high.astype(kind).astype(np.float64)
         return Interval(low, high, dtype, self.contracted)
 
@@ -269,6 +271,10 @@ class IntervalBackend:
             term = Interval(np.asarray(low), np.asarray(high), "float32", self.contracted)
             total = self.rounded(total + term, dtype)
         return total
+
+    def add_product(self, value: Value, left: Value, right: Value, dtype: str) -> Value:
+        product = left * right
+        return self._hull(value + product, value + self.rounded(product, dtype))
 
     def one_minus_power(self, base: float, exponent: Value) -> Value:
         exact = np.asarray(-math.expm1(exponent * math.log(base)))

@@ -215,7 +215,9 @@ def from_json(folder: Path, data: Mapping[str, Any]) -> Recording:
             data["system"],
             first,
             last,
-            tuple(Phase(*phase["updates"], phase["hyperparameters"]) for phase in data["phases"]),
+            tuple(
+                Phase(*phase["updates"], hyperparameters=phase["hyperparameters"]) for phase in data["phases"]
+            ),
             tuple(_rate(rate) for rate in data["learning_rate"]),
             tuple(Trajectory(t["file"], t["execution"], t.get("first", first)) for t in data["trajectories"]),
             checkpoint.get("path", ""),

@@ -37,7 +37,7 @@ class ScaledAdam:
     def describe(self, folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the content of `recording.json` for a ScaledAdam `meta.json`."""
         extra, steps, saved = meta["extra"], int(meta["steps"]), int(meta["checkpoint_step"])
-        trajectories = [{"file": TRAJECTORY, "execution": "compiled"}]
+        trajectories: list[dict[str, Any]] = [{"file": TRAJECTORY, "execution": "compiled"}]
         if (folder / RESUMED).is_file():
             trajectories.append({"file": RESUMED, "execution": "compiled", "first": saved})
         return {
