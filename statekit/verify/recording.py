@@ -216,7 +216,9 @@ def from_json(folder: Path, data: Mapping[str, Any]) -> Recording:
             first,
             last,
             tuple(
-                Phase(*phase["updates"], hyperparameters=phase["hyperparameters"]) for phase in data["phases"]
+                Phase(start, end, phase["hyperparameters"])
+                for phase in data["phases"]
+                for start, end in [phase["updates"]]
             ),
             tuple(_rate(rate) for rate in data["learning_rate"]),
             tuple(Trajectory(t["file"], t["execution"], t.get("first", first)) for t in data["trajectories"]),
