@@ -23,10 +23,11 @@ MAX_BYTES = 2**20
 """The largest file or value that is read, in bytes."""
 
 _CONSTANTS = {"null": None, "true": True, "false": False}
-_WORD = re.compile(r"[\w./:+-]+")
+_WORD = re.compile(r"[A-Za-z_][\w./:-]*")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _SKIPPED = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING)
 _MAX_MACROS = 100
+_MAX_EXPANDED = 2**16
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,7 @@ def parse_value(text: str) -> Any:
     try:
         if len(text) > MAX_BYTES:
             raise ValueError(f"{len(text)} characters")
-        tree = _Words().visit(ast.parse(text.strip(), mode="eval"))
-        return _plain(ast.literal_eval(tree))
+        return _plain(_literal(text.strip()))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
         if _WORD.fullmatch(text.strip()):
             return text.strip()
@@ -91,6 +91,17 @@ def parse_value(text: str) -> Any:
             found=text[:200],
             remedy='quote strings, and the whole argument for the shell: --hparams \'factor_map={"kernel": ["ROW"]}\'',
         ) from error
+
+
+def _literal(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return ast.literal_eval(_Words().visit(ast.parse(text, mode="eval")))
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no literal")
 
 
 class _Words(ast.NodeTransformer):
@@ -201,7 +212,7 @@ def _expanded(tokens: Sequence[str], macros: Mapping[str, Sequence[str]], depth:
     parts: list[str] = []
     size = 0
     for before, word in zip(("", *tokens), tokens, strict=False):
-        if before == "%" and word in macros and depth < _MAX_MACROS and size < MAX_BYTES:
+        if before == "%" and word in macros and depth < _MAX_MACROS and size < _MAX_EXPANDED:
             parts[-1] = _expanded(macros[word], macros, depth + 1)
         else:
             parts.append(word)
