@@ -7,17 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from goldens import GOLDEN
 
 from statekit.backends import backend
 from statekit.commit import staged
 from statekit.convert import open_state
-from statekit.optim import adafactor
+from statekit.optim import adafactor_forms as forms
 from statekit.registry import container, layout
 from statekit.state import Counts, TrainState
-from statekit.tensor import Tensor, in_memory
+from statekit.tensor import Tensor
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay
 
@@ -55,14 +54,11 @@ def swapped_square(state: TrainState) -> TrainState:
 
 
 def permuted(state: TrainState) -> TrainState:
-    """Exchanges the slots of two parameters of one shape, as a load by position does."""
-    shape = state.params[SQUARE].shape
-    slots = state.slots[SQUARE]
-    turned = {
-        name: in_memory(np.ascontiguousarray(tensor.read()[::-1]), name) for name, tensor in slots.items()
-    }
-    assert all(tensor.shape == slots[name].shape for name, tensor in turned.items()) and len(shape) == 2
-    return with_slots(state, SQUARE, turned)
+    """Exchanges the second moments of two parameters whose slots have the same shapes, as a load by position does."""
+    one, other = ("encoder/layers_0/mlp/wi_0/kernel", "encoder/layers_0/mlp/wo/kernel")
+    first, second = ({name: state.slots[path][name] for name in ("v_row", "v_col")} for path in (one, other))
+    assert all(first[name].shape == second[name].shape for name in first)
+    return with_slots(with_slots(state, one, second), other, first)
 
 
 def one_step_late(state: TrainState) -> TrainState:
@@ -129,15 +125,8 @@ def test_a_moved_hyperparameter_leaves_the_bound(fault: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_wrong_step_base_leaves_the_bound(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    xp = backend(name)
-
-    def late(xp: Any, step: Any, hyper: Any) -> Any:
-        return 1.0 - xp.power(xp.widen(step - hyper.step_offset) + 2.0, xp.constant(-hyper.decay_rate))
-
-    original = adafactor._decay
-    monkeypatch.setattr(
-        adafactor, "_decay", lambda x, step, hyper: (late if x is xp else original)(x, step, hyper)
-    )
+    xp, right = backend(name), forms.DECAY["pow"]
+    monkeypatch.setattr(forms, "DECAY", {"pow": lambda s, step: right(s, step + 1 if s.xp is xp else step)})
     with open_recording(CASE) as recording:
         result = replay(Subject(recording), xp)
     assert not result.decoded and not result.passed
