@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from goldens import GOLDEN
 
+from goldens import GOLDEN
 from statekit.backends import backend
 from statekit.commit import staged
 from statekit.convert import open_state
