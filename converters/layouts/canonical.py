@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from statekit.checkpoint import Checkpoint
-from statekit.errors import StateError, UsageError
+from statekit.errors import StateError
 from statekit.format import Encoded, Evidence, Hints
-from statekit.schema import load_schema, schema_names
+from statekit.schema import schema_names
 from statekit.state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensor import Tensor
 
@@ -50,7 +50,7 @@ class Canonical:
             raise StateError(
                 "The record of a state is incomplete.", place=checkpoint.path, found=found
             ) from None
-        return _hinted(state, hints)
+        return hints.applied(state)
 
     def encode(self, state: TrainState) -> Encoded:
         """Returns the five parts; every tensor as it is."""
@@ -93,24 +93,6 @@ def _tensors(part: Mapping[str, Any]) -> Mapping[str, Tensor]:
         if not isinstance(leaf, Tensor):
             raise TypeError(f"{name} isn't a tensor")
     return part
-
-
-def _hinted(state: TrainState, hints: Hints) -> TrainState:
-    schema = load_schema(state.optimizer.schema)
-    unknown = [name for name in hints.hyperparameters if name not in schema.hyperparameters]
-    if unknown:
-        known = ", ".join(schema.hyperparameters)
-        raise UsageError(
-            f"{schema.name} has no such hyperparameters.",
-            place="hparams",
-            expected=known,
-            found=", ".join(unknown),
-        )
-    if hints.hyperparameters:
-        state = state.with_hyperparameters(**hints.hyperparameters)
-    return (
-        replace(state, optimizer=replace(state.optimizer, variant=hints.variant)) if hints.variant else state
-    )
 
 
 LAYOUT = Canonical()

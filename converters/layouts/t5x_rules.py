@@ -194,15 +194,16 @@ def from_slots(shape: Shape, row: Shape, column: Shape, by_logical_axes: bool) -
     """Finds the rule of a factored parameter from the shapes of its slots; None if no rule gives them.
 
     A matrix with vectors for slots was factored by its size; nothing else does that. It counts as proven unless it is
-    square. Otherwise every labelling is tried, and axes that both slots keep are taken for BATCH. That is proven only
-    where labels come from logical axes, which allow no NONE beside ROW and COLUMN.
+    square. Otherwise every labelling that T5X takes is tried, and axes that both slots keep are taken for BATCH. That
+    is proven only where labels come from logical axes, which allow no NONE beside ROW and COLUMN.
     """
     if len(shape) == 2 and fits(by_size(shape), shape, row, column):
         return Rule(by_size(shape), "assumed" if shape[0] == shape[1] else "file")
     if len(shape) > _MAX_RANK:
         return None
     labellings = itertools.product((Axis.ROW, Axis.COLUMN, Axis.BATCH), repeat=len(shape))
-    found = [labels for labels in labellings if fits(labels, shape, row, column)]
+    taken = (labels for labels in labellings if len(shape) > 2 or Axis.BATCH in labels)
+    found = [labels for labels in taken if fits(labels, shape, row, column)]
     if not found:
         return None
     proven = len(found) == 1 and (by_logical_axes or Axis.BATCH not in found[0])
