@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import click
 
 from statekit.cli.output import printable
@@ -29,3 +32,14 @@ hints_option = click.option(
     "May be repeated.",
 )
 """The `--hparams` option; the command gets `hints`."""
+
+
+class LocalPath(click.ParamType[Path]):
+    """A file or folder of this machine. An address such as gs://bucket/run is refused with what to do instead."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        from statekit.converters.containers.kv_stores import local_path
+
+        return value if isinstance(value, Path) else local_path(str(value))

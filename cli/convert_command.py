@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from statekit.cli import output
-from statekit.cli.arguments import hints_option
+from statekit.cli.arguments import LocalPath, hints_option
 from statekit.cli.plan_view import show_plan
 from statekit.cli.resume import next_update, resume_lines
 from statekit.commit import Progress
@@ -33,8 +33,8 @@ class _StepOffset(click.ParamType[StepOffset]):
 
 
 @click.command("convert")
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("source", type=LocalPath())
+@click.argument("target", type=LocalPath())
 @click.option("--from", "from_", metavar="CONTAINER", help="What the source is, if it can't be told.")
 @click.option("--to", metavar="CONTAINER", help="What to write, if the target's name doesn't say it.")
 @click.option("--layout", metavar="LAYOUT", help="How the target's optimizer wants its slots.")
@@ -116,14 +116,13 @@ def _carry_out(planned: Plan, replace: bool) -> Report:
 
 
 def _as_json(planned: Plan, report: Report | None) -> dict[str, Any]:
-    target = report.target if report else planned.request.target
     return {
         "plan": planned.to_json(),
         "plan_digest": planned.digest,
         "findings": [vars(finding) for finding in planned.findings],
         "report": report.to_json() if report else None,
         "next_update": next_update(planned.state),
-        "resume": resume_lines(planned, target),
+        "resume": resume_lines(planned),
     }
 
 
@@ -145,9 +144,9 @@ def _show_next(stdout: Console, planned: Plan) -> None:
 def _show_report(stdout: Console, report: Report) -> None:
     speed = output.size(round(report.plan.bytes / report.seconds)) if report.seconds else "-"
     stdout.print(
-        f"\nWrote {report.target}: {output.size(report.bytes)} in {report.seconds:.1f} s ({speed}/s); "
+        f"\nWrote {report.plan.request.target}: {output.size(report.bytes)} in {report.seconds:.1f} s ({speed}/s); "
         f"{report.verified} tensors read again and found as meant."
     )
     stdout.print("\nTo go on from here:", style="bold")
-    for line in resume_lines(report.plan, report.target):
+    for line in resume_lines(report.plan):
         stdout.print(f"  {output.printable(line)}", soft_wrap=True)

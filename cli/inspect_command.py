@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from statekit.cli import output
-from statekit.cli.arguments import hints_option
+from statekit.cli.arguments import LocalPath, hints_option
 from statekit.cli.module_tree import Row, module_tree, rows
 from statekit.format import Hints
 from statekit.inspection import (
@@ -34,7 +34,7 @@ STATS = ("norm", "rms", "min", "max", "zeros", "NaN", "Inf")
 
 
 @click.command("inspect")
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("checkpoint", type=LocalPath())
 @click.option("--from", "container", metavar="CONTAINER", help="What the file is, if it can't be told.")
 @click.option("--layout", metavar="LAYOUT", help="What its names mean, if it can't be told.")
 @click.option("--step", type=int, metavar="N", help="The step of a run's folder. Default: the newest.")
@@ -79,9 +79,10 @@ def command(
 
 
 def _summary(stdout: Console, found: Inspection) -> None:
-    lines = [("checkpoint", str(found.path))]
+    lines = [("checkpoint", _shown(found.path))]
     for what, choice in (("container", found.container), ("layout", found.layout)):
-        lines.append((what, f"{choice.name}: {choice.title} ({choice.because})" if choice else "none fits"))
+        lines.append((what, f"{choice.name}: {choice.title}" if choice else "none fits"))
+        lines += [("", f"because {_told(choice.because, found.path)}")] if choice else []
     lines += [
         (str(key), str(value)) for key, value in found.meta.items() if isinstance(value, (str, int, float))
     ]
@@ -91,7 +92,7 @@ def _summary(stdout: Console, found: Inspection) -> None:
         )
         lines.append(("step", f"{found.counts.updates} updates done, schedule at {found.counts.schedule}"))
         for i, group in enumerate(found.optimizer.groups):
-            lines.append((f"group {i}", f"{len(group.paths)} parameters"))
+            lines.append((f"group {i}", output.plural(len(group.paths), "parameter")))
             for source in ("file", "given", "assumed"):
                 known = [
                     f"{k}={v!r}"
@@ -108,6 +109,14 @@ def _summary(stdout: Console, found: Inspection) -> None:
     for key, value in lines:
         head.add_row(Text(output.printable(key), style="bold"), output.printable(value))
     output.show(stdout, head)
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _told(because: str, path: Path) -> str:
+    return because.replace(f"{path}/", "").replace(str(path), path.name)
 
 
 @dataclass(frozen=True)
@@ -142,7 +151,7 @@ class _Show:
         inside = [p.tensor for p in row.parameters]
         slots = [slot for p in row.parameters for slot in p.slots]
         label = Text(f"{'  ' * row.depth}{output.printable(row.label)}/", style="bold")
-        count = f"{len(inside)} parameter{'s' if len(inside) > 1 else ''}"
+        count = output.plural(len(inside), "parameter")
         cells = [output.size(_bytes(inside))]
         cells += [] if with_slots else [output.size(_bytes(slots)), _slot_counts(slots)]
         grid.add_row(label, Text(count, style="dim"), "", *cells, *self.cells(_together([*inside, *slots])))
@@ -203,8 +212,8 @@ def _closing(stdout: Console, found: Inspection) -> None:
     totals: dict[str, Any] = found.totals()
     kinds = ("parameter", "slot", "other")
     counted = [
-        f"{totals[f'{kind}s']} {name} ({output.size(totals[f'{kind}_bytes'])})"
-        for kind, name in zip(kinds, ("parameters", "slots", "other tensors"), strict=True)
+        f"{output.plural(totals[f'{kind}s'], name)} ({output.size(totals[f'{kind}_bytes'])})"
+        for kind, name in zip(kinds, ("parameter", "slot", "other tensor"), strict=True)
         if totals[f"{kind}s"]
     ]
     dtypes = ", ".join(f"{name} {output.size(count)}" for name, count in totals["bytes_by_dtype"].items())
@@ -213,13 +222,9 @@ def _closing(stdout: Console, found: Inspection) -> None:
     )
     if found.extra:
         stdout.print(f"Also there: {output.printable(', '.join(found.extra))}.")
-    if found.assumptions:
-        stdout.print("\nAssumed, because the checkpoint doesn't say:")
-        for assumption in found.assumptions:
-            stdout.print(f"  {output.printable(assumption)}")
-    if found.findings:
-        stdout.print("\nMissing or odd:", style="bold")
-        for finding in found.findings[:MAX_FINDINGS]:
-            stdout.print(f"  {output.printable(f'{finding.what} @ {finding.place}', keep=chr(10))}")
-        if len(found.findings) > MAX_FINDINGS:
-            stdout.print(f"  and {len(found.findings) - MAX_FINDINGS} more; --json lists them.")
+    output.show_list(stdout, "Assumed, because the checkpoint doesn't say:", found.assumptions)
+    findings = [f"{finding.what} @ {finding.place}" for finding in found.findings[:MAX_FINDINGS]]
+    more = len(found.findings) - len(findings)
+    output.show_list(
+        stdout, "Missing or odd:", [*findings, *([f"and {more} more; --json lists them"] if more else [])]
+    )

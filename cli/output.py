@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import click
@@ -51,6 +52,28 @@ def show(stdout: Console, grid: Table) -> None:
     with stdout.capture() as captured:
         stdout.print(grid)
     click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def show_list(stdout: Console, title: str, lines: Iterable[str]) -> None:
+    """Prints a titled list, or nothing if it is empty. Lines that wrap stay indented."""
+    kept = [printable(line, keep="\n") for line in lines]
+    if not kept:
+        return
+    grid = Table(box=None, show_header=False, padding=(0, 0, 0, 2))
+    for line in kept:
+        grid.add_row(Text(line))
+    stdout.print(f"\n{title}", style="bold")
+    show(stdout, grid)
+
+
+def plural(count: int, name: str) -> str:
+    """Returns a number of things.
+
+    Example:
+        >>> plural(1, "slot"), plural(2, "slot")
+        ('1 slot', '2 slots')
+    """
+    return f"{count} {name}" if count == 1 else f"{count} {name}s"
 
 
 def progress(unit: str = "bytes") -> Progress:

@@ -41,19 +41,10 @@ def show_plan(stdout: Console, plan: Plan, tensors: bool) -> None:
         ("Not bitwise:", _inexact(plan)),
         ("Made without a source:", _synthesised(plan)),
         ("Left behind:", (f"{name}: {reason}" for name, reason in plan.dropped.items())),
-        ("Assumed, because the source doesn't say:", iter(plan.assumptions)),
+        ("Assumed, because the source doesn't say:", plan.assumptions),
         ("Odd about the source:", (f"{finding.what} @ {finding.place}" for finding in plan.findings)),
     ):
-        show_list(stdout, title, lines)
-
-
-def show_list(stdout: Console, title: str, lines: Iterator[str]) -> None:
-    """Prints a titled list, or nothing if it is empty."""
-    kept = list(lines)
-    if kept:
-        stdout.print(f"\n{title}", style="bold")
-        for line in kept:
-            stdout.print(f"  {output.printable(line)}")
+        output.show_list(stdout, title, lines)
 
 
 def _counts(plan: Plan) -> Iterator[str]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from statekit.optim.adafactor import next_decay
+from statekit.optim.adafactor import defaults, next_decay
+from statekit.optim.adafactor_forms import Hyperparameters
 from statekit.plan import Plan
 
 T5X_LAYOUT = "t5x"
 
 
-def resume_lines(plan: Plan, target: Path) -> list[str]:
+def resume_lines(plan: Plan) -> list[str]:
     """Returns the lines that go on from a conversion's result: gin for T5X, Python for all else."""
-    groups = plan.state["groups"]
+    groups, target = plan.state["groups"], plan.request.target
     if plan.target.layout == T5X_LAYOUT:
         offsets = {group["hyperparameters"].get("step_offset") or 0 for group in groups}
         return [
@@ -23,13 +25,25 @@ def resume_lines(plan: Plan, target: Path) -> list[str]:
             'utils.RestoreCheckpointConfig.mode = "specific"',
             *(f"adafactor.Adafactor.step_offset = {offset}" for offset in offsets if offset),
         ]
-    rate_known = all(group["hyperparameters"].get("learning_rate") is not None for group in groups)
-    rate = "" if rate_known else ", lr=..."
+    missing = dict.fromkeys(name for group in groups for name in _missing(plan.state, group))
+    name = json.dumps(str(target))
     return [
         "import statekit.torch",
-        f"statekit.torch.load_params({json.dumps(str(target))}, model)",
-        f"optimizer = statekit.torch.load_optimizer({json.dumps(str(target))}, model.named_parameters(){rate})",
+        f"statekit.torch.load_params({name}, model)",
+        f"optimizer = statekit.torch.load_optimizer({', '.join([name, 'model.named_parameters()', *missing])})",
     ]
+
+
+def _missing(state: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[str]:
+    """Yields arguments for what a step needs and nobody has said."""
+    known = group["hyperparameters"]
+    if known.get("learning_rate") is None:
+        yield "lr=..."
+    if state["schema"] == "adafactor" and state["variant"]:
+        needed = {field.name for field in fields(Hyperparameters)}
+        for name in defaults(state["variant"]):
+            if name in needed and name not in known:
+                yield f"{name}=..."
 
 
 def _step_folder(plan: Plan, target: Path) -> Path:

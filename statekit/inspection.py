@@ -22,6 +22,7 @@ from statekit.tensor import DTYPES, Shape, Tensor, nbytes
 from statekit.tree import tensor_names, to_json
 
 NAMED = "it was named"
+FACTORING = frozenset({"factor_map", "logical_factor_rules"})
 
 
 @dataclass(frozen=True)
@@ -152,12 +153,13 @@ class Inspection:
 
 
 def unknown_hyperparameters(optimizer: Optimizer, group: Group) -> list[str]:
-    """Returns the hyperparameters of the variant (of the whole schema, if that isn't known) that a group lacks."""
+    """Returns the hyperparameters of the variant (of the whole schema, if that isn't known) that a group lacks.
+
+    What says how parameters are factored isn't among them: each parameter has its rule.
+    """
     schema = load_schema(optimizer.schema)
-    variant = schema.variants.get(optimizer.variant or "", {})
-    return [
-        name for name in variant.get("defaults", schema.hyperparameters) if name not in group.hyperparameters
-    ]
+    names = schema.variant(optimizer.variant)["defaults"] if optimizer.variant else schema.hyperparameters
+    return [name for name in names if name not in group.hyperparameters and name not in FACTORING]
 
 
 def _optimizer_json(optimizer: Optimizer | None, counts: Counts | None) -> dict[str, Any] | None:
@@ -267,9 +269,13 @@ def _canonical(
     opened: Inspection, state: TrainState, request: Request, on_progress: OnProgress
 ) -> Inspection:
     params = {path: t for path, t in state.params.items() if fnmatchcase(path, request.pattern)}
-    extra = {
-        name: t for name, t in tensor_names(dict(state.extra)).items() if fnmatchcase(name, request.pattern)
+    of_groups = {
+        f"groups/{i}/{name}": tensor
+        for i, group in enumerate(state.optimizer.groups)
+        for name, tensor in group.slots.items()
     }
+    rest = {**of_groups, **tensor_names(dict(state.extra))}
+    extra = {name: tensor for name, tensor in rest.items() if fnmatchcase(name, request.pattern)}
     slots = {path: state.slots.get(path, {}) for path in params}
     read = [*params.values(), *(t for named in slots.values() for t in named.values()), *extra.values()]
     describe = _describer(read, request.stats, on_progress)

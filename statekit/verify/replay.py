@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from statekit.backend_numpy import NumpyBackend
 from statekit.backends import Backend
 from statekit.convert import open_state
 from statekit.errors import NotFoundError, StateError
@@ -127,23 +129,29 @@ class Subject:
         update, judge = self.first + 1, self.recording.trajectories[0]
         if self.start == "init":
             return self._changed(initial(self.recording.state(self.first, judge, update)))
-        return self._changed(self._opened(update))
+        with self._opened(update) as ours:
+            xp = NumpyBackend()
+            return self._changed(
+                store(xp, load(xp, ours), ours)
+            )  # in memory: the file is closed from here on
 
     def belief(self, update: int, recorded: TrainState) -> TrainState:
         """Returns a recorded state with the rules and hyperparameters that our side uses for an update."""
         if self.start == "init":
             return self._changed(recorded)
-        ours = self._opened(update)
-        return self._changed(replace(recorded, optimizer=ours.optimizer, rules=ours.rules))
+        with self._opened(update) as ours:
+            return self._changed(replace(recorded, optimizer=ours.optimizer, rules=ours.rules))
 
-    def _opened(self, update: int) -> TrainState:
+    @contextmanager
+    def _opened(self, update: int) -> Iterator[TrainState]:
         # Another system's file speaks for itself; the native one needs what the recording says beside it.
         path = self.checkpoint or self.recording.folder / self.recording.checkpoint
         with open_state(path, hints=Hints()) as bare:
             if bare.layout != self.recording.system:
-                return bare.state
+                yield bare.state
+                return
         with open_state(path, hints=self.recording.hints(update)) as opened:
-            return opened.state
+            yield opened.state
 
     def _changed(self, state: TrainState) -> TrainState:
         return state.with_hyperparameters(**self.changes) if self.changes else state

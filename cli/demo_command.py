@@ -1,0 +1,220 @@
+"""`statekit demo`: a T5X run goes on in PyTorch, beside what T5X itself did next."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import click
+import numpy as np
+from rich.console import Console
+
+import statekit
+from statekit.backends import backend
+from statekit.cli import convert_command, inspect_command, output
+from statekit.cli.arguments import LocalPath
+from statekit.errors import MissingExtraError, NotFoundError
+from statekit.optim.adafactor import defaults
+from statekit.state import TrainState
+from statekit.tensor import Array, Tensor
+from statekit.verify.intervals import Interval
+from statekit.verify.recording import Recording, open_recording
+from statekit.verify.replay import Replay, Subject, free_run, replay
+from statekit.verify.verdict import Row, compare
+
+if TYPE_CHECKING:
+    import torch
+
+BUNDLE = Path("tests", "golden", "t5x", "momentum_f32")
+WEIGHTS = "param"
+EVERYTHING = Interval(np.array(-np.inf), np.array(np.inf))
+Values: TypeAlias = Mapping[str, Mapping[str, Array]]
+"""For each parameter: `param` and each slot."""
+
+
+@click.command("demo")
+@click.argument("bundle", required=False, type=LocalPath())
+@click.option(
+    "--out",
+    type=LocalPath(),
+    default=Path("demo-out"),
+    show_default=True,
+    help="Where the PyTorch checkpoint shall be.",
+)
+def command(bundle: Path | None, out: Path) -> int:
+    """Goes on in PyTorch from a checkpoint that T5X wrote.
+
+    Inspects the checkpoint of BUNDLE, a recording of T5X; converts it; resumes it in statekit.torch.Adafactor on the
+    gradients that T5X had; and compares weights and slots after every step with what T5X recorded. Exit code 1 if
+    one element lies outside the bound of float32 arithmetic.
+    """
+    stdout = output.console()
+    target = out / "torch-ckpt.pt"
+    out.mkdir(parents=True, exist_ok=True)
+    with open_recording(bundle or _default_bundle()) as recording:
+        start = recording.checkpoint_step
+        if start is None:
+            raise NotFoundError("The recording has no checkpoint.", place=recording.folder)
+        source = recording.folder / recording.checkpoint
+        told = _hyperparameters(recording, start + 1)
+        stdout.print("1. What T5X wrote\n", style="bold")
+        _run(stdout, inspect_command.command, [str(source), *told])
+        stdout.print("\n2. As a PyTorch checkpoint\n", style="bold")
+        _run(stdout, convert_command.command, [str(source), str(target), *told, "--replace"])
+        stdout.print(f"\n3. Updates {start + 1} to {recording.last} in PyTorch\n", style="bold")
+        run = list(resume(recording, target))
+        judged = _judge(recording, target)
+        same = _steps_as_replay_does(run, recording, target)
+        _show(stdout, recording, list(_differences(recording, run)), judged)
+    stdout.print(*_verdict(judged, same), style="bold")
+    return 0 if judged.passed and same else 1
+
+
+def _default_bundle() -> Path:
+    for root in (Path(), Path(statekit.__file__).resolve().parents[1]):
+        if (root / BUNDLE).is_dir():
+            return root / BUNDLE
+    raise NotFoundError(
+        "The recordings of T5X aren't here.",
+        expected=BUNDLE,
+        remedy="run it in a checkout of statekit, or name a recording: statekit demo BUNDLE",
+    )
+
+
+def _hyperparameters(recording: Recording, update: int) -> list[str]:
+    """Returns --hparams for what T5X was configured with and doesn't store."""
+    usual = defaults()
+    told = recording.hints(update).hyperparameters
+    unusual = {name: value for name, value in told.items() if name not in usual or usual[name] != value}
+    if not told.get("logical_factor_rules"):  # without them, nothing uses the axes' names
+        unusual.pop("logical_axes", None)
+    return [part for name, value in unusual.items() for part in ("--hparams", f"{name}={json.dumps(value)}")]
+
+
+def _run(stdout: Console, verb: click.Command, arguments: Sequence[str]) -> None:
+    stdout.print(f"$ {shlex.join(['statekit', str(verb.name), *arguments])}", soft_wrap=True)
+    verb.main(args=list(arguments), prog_name=f"statekit {verb.name}", standalone_mode=False)
+
+
+def resume(recording: Recording, checkpoint: Path) -> Iterator[Values]:
+    """Goes on from a checkpoint with `statekit.torch` on the recorded gradients and learning rates.
+
+    Yields:
+        After each update, for each parameter, its value and its slots'. The run is free: each update starts from our
+        own result of the one before.
+    """
+    try:
+        import statekit.torch
+    except ImportError as error:
+        raise MissingExtraError("The demo needs PyTorch.", remedy="pip install 'statekit[torch]'") from error
+    xp = backend("torch")
+    first = (recording.checkpoint_step or 0) + 1
+    model = _model(recording.state(first - 1, recording.trajectories[0], first))
+    statekit.torch.load_params(checkpoint, model)
+    optimizer = statekit.torch.load_optimizer(checkpoint, model.named_parameters())
+    params = {name.replace(".", "/"): param for name, param in model.named_parameters()}
+    with output.progress("updates") as bar:
+        for update in bar.track(range(first, recording.last + 1), description="training"):
+            rates = np.broadcast_to(recording.rate(update), len(optimizer.param_groups))
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = float(rate)
+            for path, grad in recording.gradients(update).items():
+                params[path].grad = xp.asarray(grad.read()).to(params[path].dtype)
+            optimizer.step()
+            yield {
+                path: {n: xp.numpy(v).copy() for n, v in {WEIGHTS: param, **optimizer.state[param]}.items()}
+                for path, param in params.items()
+            }
+
+
+def _model(state: TrainState) -> torch.nn.Module:
+    """Returns empty modules with a state's parameters; `encoder/norm/scale` is `encoder.norm.scale`."""
+    import torch
+
+    root = torch.nn.Module()
+    for path, tensor in state.params.items():
+        *modules, leaf = path.split("/")
+        node = root
+        for name in modules:
+            if name not in dict(node.named_children()):
+                node.add_module(name, torch.nn.Module())
+            node = node.get_submodule(name)
+        empty = torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype.name))
+        node.register_parameter(leaf, torch.nn.Parameter(empty))
+    return root
+
+
+def _differences(recording: Recording, run: Sequence[Values]) -> Iterator[Row]:
+    """Yields how far each parameter and slot is, after each update, from what T5X recorded."""
+    judge, first = recording.trajectories[0], (recording.checkpoint_step or 0) + 1
+    before = recording.state(first - 1, judge, first)
+    for update, ours in enumerate(run, first):
+        recorded = recording.state(update, judge, update)
+        for path, values in ours.items():
+            old, new = _named(before, path), _named(recorded, path)
+            for name, tensor in new.items():
+                yield compare(update, path, name, values[name], tensor.read(), old[name].read(), EVERYTHING)
+        before = recorded
+
+
+def _named(state: TrainState, path: str) -> dict[str, Tensor]:
+    return {WEIGHTS: state.params[path], **state.slots.get(path, {})}
+
+
+def _steps_as_replay_does(run: Sequence[Values], recording: Recording, checkpoint: Path) -> bool:
+    """Tells whether the optimizer class gave, bit for bit, what the replayed steps give: then their verdict is its."""
+    judge = replace(recording.trajectories[0], execution="compiled")  # as the optimizer rounds bfloat16
+    subject = Subject(replace(recording, trajectories=(judge,)), "checkpoint", checkpoint)
+    replayed = list(free_run(subject, backend("torch")))[1:]
+    return len(run) == len(replayed) and all(
+        values[name].tobytes() == tensor.read().tobytes()
+        for ours, state in zip(run, replayed, strict=True)
+        for path, values in ours.items()
+        for name, tensor in _named(state, path).items()
+    )
+
+
+def _judge(recording: Recording, checkpoint: Path) -> Replay:
+    """Judges every update by itself, each from the recorded state before it, against the derived bound."""
+    with output.progress("updates") as bar:
+        task = bar.add_task("comparing", total=recording.last - (recording.checkpoint_step or 0))
+        subject = Subject(recording, "checkpoint", checkpoint)
+        return replay(subject, backend("torch"), None, lambda step: bar.advance(task))
+
+
+def _show(stdout: Console, recording: Recording, rows: Sequence[Row], judged: Replay) -> None:
+    verdict = judged.judged[0].rows
+    grid = output.table(
+        "parameter", "shape", "weights, ULP", "of update", "slots, of update", "of bound",
+        right=("weights, ULP", "of update", "slots, of update", "of bound"),
+    )  # fmt: skip
+    state = recording.state(recording.last, recording.trajectories[0], recording.last)
+    for path, tensor in state.params.items():
+        weights = [row for row in rows if row.path == path and row.tensor == WEIGHTS]
+        slots = [row for row in rows if row.path == path and row.tensor != WEIGHTS]
+        grid.add_row(
+            output.printable(path),
+            str(list(tensor.shape)),
+            f"{max(row.ulps for row in weights):.3g}",
+            f"{max(row.relative for row in weights):.1e}",
+            f"{max((row.relative for row in slots), default=0):.1e}",
+            f"{max((row.ratio for row in verdict if row.path == path), default=0):.2g}",
+        )
+    output.show(stdout, grid)
+    stdout.print(
+        "\nThe largest difference from T5X's own recording over the whole run: of weights in units in the last place,"
+        "\nand relative to T5X's update; of slots relative to theirs. Of bound: each update by itself, relative to what"
+        "\nthe arithmetic allows (docs/bounds.md)."
+    )
+
+
+def _verdict(judged: Replay, same: bool) -> Iterator[str]:
+    elements = sum(row.size for j in judged.judged for row in j.rows)
+    yield f"{elements - sum(j.outside for j in judged.judged)} of {elements} elements lie within the bound:"
+    yield "PyTorch goes on as T5X did." if judged.passed else "PyTorch does NOT go on as T5X did."
+    if not same:
+        yield "But statekit.torch.Adafactor does NOT step as replay does."
