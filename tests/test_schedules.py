@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from goldens import GOLDEN, bundles
 
+from goldens import GOLDEN, bundles
 from statekit.optim import schedules
 
 UNIT = 2.0**-24

@@ -38,7 +38,7 @@ def eden(
         >>> round(eden(0.045, 500, 0, lr_batches=7500, lr_epochs=3.5, warmup_start=0.1), 11)
         0.04495013843
     """
-    factor = _fall(batch, lr_batches) ** -0.25 * _fall(epoch, lr_epochs) ** -0.25
+    factor = math.pow(_fall(batch, lr_batches), -0.25) * math.pow(_fall(epoch, lr_epochs), -0.25)
     return base * factor * _warmup(batch, warmup_batches, warmup_start)
 
 
@@ -54,7 +54,7 @@ def eden2(
 
     Source: k2-fsa/icefall, egs/librispeech/ASR/zipformer/optim.py, `Eden2.get_lr`.
     """
-    return base * _fall(batch, lr_batches) ** -0.5 * _warmup(batch, warmup_batches, warmup_start)
+    return base * math.pow(_fall(batch, lr_batches), -0.5) * _warmup(batch, warmup_batches, warmup_start)
 
 
 def _fall(done: float, scale: float) -> float:
