@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from statekit.converters.containers.chunk_stream import (
-    SLAB,
     DecodedStream,
     RawStream,
     check_size,
@@ -320,7 +319,7 @@ class _Reader:
             stream = open_stream(value, header.compressor, size)
         copy_block(stream, header.chunks, index, out)
         if isinstance(stream, DecodedStream):
-            if size - stream.position <= SLAB:
+            if stream.position == size:
                 stream.finish()
             elif len(self._open) < _MAX_OPEN:
                 self._open[key] = stream

@@ -9,7 +9,6 @@ modules. Throughput counts the source's tensor bytes.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
@@ -26,19 +25,33 @@ from synthetic import state, write_t5x
 MIB, GB = 2**20, 1e9
 
 
-def run(*command: str) -> tuple[float, float]:
-    """Runs a process; returns its wall time in seconds and its peak resident set in MiB."""
+MEASURED = """
+import pathlib, re, sys
+report, *arguments = sys.argv[1:]
+{body}
+status = pathlib.Path("/proc/self/status").read_text()
+pathlib.Path(report).write_text(re.search(r"VmHWM:\\s+(\\d+)", status)[1])
+"""
+"""Runs something and leaves the process's own peak; that of a child also counts its parent's pages at the fork."""
+
+
+def run(*command: str) -> float:
+    """Runs a process and returns its wall time in seconds."""
     start = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status != 0:
-        raise SystemExit(f"{' '.join(command)} failed with status {status}")
-    return time.perf_counter() - start, usage.ru_maxrss / 1024
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+    return time.perf_counter() - start
+
+
+def measured(body: str, *arguments: str) -> tuple[float, float]:
+    """Runs Python in a process of its own; returns its wall time in seconds and its peak resident set in MiB."""
+    with tempfile.NamedTemporaryFile("r") as report:
+        seconds = run(sys.executable, "-c", MEASURED.format(body=body), report.name, *arguments)
+        return seconds, int(report.read()) / 1024
 
 
 def statekit(*arguments: str) -> tuple[float, float]:
     """Runs the command line in a process of its own."""
-    return run(str(Path(sys.executable).with_name("statekit")), *arguments)
+    return measured("from statekit.cli.main import main\nassert main(arguments) == 0", *arguments)
 
 
 def folder_bytes(path: Path) -> int:
@@ -58,10 +71,10 @@ def conversions(work: Path, gigabytes: float, out: Console) -> None:
         sys.executable, "-c", "import statekit.convert, tensorstore, rich, click, msgpack, safetensors"
     )
     table = Table("operation", "seconds", "GB/s", "of cp", "peak MiB above imports")
-    copied, _ = run("cp", "-r", str(source), str(work / "copy"))
+    copied = run("cp", "-r", str(source), str(work / "copy")) + run("sync")
     stored = folder_bytes(source)
     copy_speed = stored / GB / copied
-    table.add_row("cp -r of the source", f"{copied:.1f}", f"{copy_speed:.2f}", "1", "")
+    table.add_row("cp -r of the source, and sync", f"{copied:.1f}", f"{copy_speed:.2f}", "1", "")
     shutil.rmtree(work / "copy")
     for name, begin, target, options in (
         ("T5X to torch", source, work / "out.pt", ()),
