@@ -176,10 +176,11 @@ def replay(
     judge = recording.trajectories[0]
     start = subject.state()
     decoded = tuple(_differences(start, recording.state(subject.first, judge, subject.first + 1)))
-    states = free_run(subject, xp)
+    steps = {t.execution: _Stepper(subject, xp, t.execution) for t in recording.trajectories}
+    states = _run(steps[judge.execution])
     last = write_trajectory(trajectory, states, recording) if trajectory else deque(states, maxlen=1)[0]
     judged = tuple(
-        Judged(recorded, tuple(_verdict(subject, xp, start, recorded, on_step)))
+        Judged(recorded, tuple(_verdict(steps[recorded.execution], start, recorded, on_step)))
         for recorded in recording.trajectories
     )
     return Replay(
@@ -195,8 +196,11 @@ def replay(
 
 def free_run(subject: Subject, xp: Backend) -> Iterator[TrainState]:
     """Yields our state at the start and after each update, every step from our own result."""
-    recording = subject.recording
-    step = _Stepper(subject, xp, recording.trajectories[0].execution)
+    return _run(_Stepper(subject, xp, subject.recording.trajectories[0].execution))
+
+
+def _run(step: _Stepper) -> Iterator[TrainState]:
+    subject, recording, xp = step.subject, step.subject.recording, step.xp
     state = subject.state()
     live = load(xp, state)
     yield state
@@ -224,12 +228,10 @@ class _Stepper:
         return self.moves[phase.first](live, grads, recording.rate(update))
 
 
-def _verdict(
-    subject: Subject, xp: Backend, start: TrainState, trajectory: Trajectory, on_step: Progress
-) -> Iterator[Row]:
-    recording, execution = subject.recording, trajectory.execution
-    bounds = IntervalBackend(xp.compiles or execution == "compiled")
-    step, bounded = _Stepper(subject, xp, execution), _Stepper(subject, bounds, execution)
+def _verdict(step: _Stepper, start: TrainState, trajectory: Trajectory, on_step: Progress) -> Iterator[Row]:
+    subject, xp, recording = step.subject, step.xp, step.subject.recording
+    bounds = IntervalBackend(xp.compiles or step.execution == "compiled")
+    bounded = _Stepper(subject, bounds, step.execution)
     for update in range(max(subject.first, trajectory.first) + 1, recording.last + 1):
         before = recording.state(update - 1, trajectory, update)
         after = recording.state(update, trajectory, update)
