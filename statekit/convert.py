@@ -275,7 +275,7 @@ def _prepared(request: Request) -> Iterator[_Prepared]:
     with open_state(
         request.source, container=request.from_, step=request.step, hints=request.hints
     ) as opened:
-        state, offset = _with_offset(opened.state, request.step_offset)
+        state, offset = with_offset(opened.state, request.step_offset)
         layout = choose_layout(container, state.optimizer.schema, request.layout or implied)
         encoded = layout.encode(state)
         options = {
@@ -290,8 +290,12 @@ def _prepared(request: Request) -> Iterator[_Prepared]:
         yield _Prepared(opened, container, layout, encoded, built)
 
 
-def _with_offset(state: TrainState, asked: StepOffset) -> tuple[TrainState, int | None]:
-    """Returns the state with its `step_offset` as asked for, and the new value; None where it stays."""
+def with_offset(state: TrainState, asked: StepOffset) -> tuple[TrainState, int | None]:
+    """Returns the state with its `step_offset` as asked for, and the new value; None where it stays.
+
+    Raises:
+        UsageError: The optimizer has none, or the offset lies beyond the step.
+    """
     if asked == "keep":
         return state, None
     updates = state.counts.updates

@@ -6,13 +6,15 @@ n containers and k layouts make n * k formats: everything goes native -> canonic
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from statekit.checkpoint import Checkpoint
 from statekit.commit import Stage
+from statekit.errors import UsageError
+from statekit.schema import load_schema
 from statekit.state import TrainState
 from statekit.tree import Tree
 
@@ -53,6 +55,27 @@ class Hints:
 
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     variant: str | None = None
+
+    def applied(self, state: TrainState) -> TrainState:
+        """Returns a state with the hints in force, for layouts whose own names are the canonical ones.
+
+        Raises:
+            UsageError: The schema has no hyperparameter of that name.
+        """
+        schema = load_schema(state.optimizer.schema)
+        unknown = [name for name in self.hyperparameters if name not in schema.hyperparameters]
+        if unknown:
+            raise UsageError(
+                f"{schema.name} has no such hyperparameters.",
+                place="hparams",
+                expected=", ".join(schema.hyperparameters),
+                found=", ".join(unknown),
+            )
+        if self.hyperparameters:
+            state = state.with_hyperparameters(**self.hyperparameters)
+        if self.variant is None:
+            return state
+        return replace(state, optimizer=replace(state.optimizer, variant=self.variant))
 
 
 @dataclass(frozen=True)

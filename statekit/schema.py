@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -75,6 +76,36 @@ class OptimizerSchema:
             name: own[name] if name in own else spec["if_absent"]
             for name, spec in self.hyperparameters.items()
         }
+
+    def fault(self, name: str, value: Any) -> str:
+        """Returns what is wrong with a hyperparameter's value, by its type and range; "" if nothing is.
+
+        Example:
+            >>> load_schema("adafactor").fault("decay_rate", "0.8")
+            'expected number'
+        """
+        if name not in self.hyperparameters:
+            return f"{self.name} has no such hyperparameter"
+        kinds, limits = self.hyperparameters[name]["type"], self.hyperparameters[name].get("range", {})
+        is_bool = isinstance(value, bool)
+        if not any(isinstance(value, _KINDS[kind]) and is_bool == (kind == "boolean") for kind in kinds):
+            return f"expected {' or '.join(kinds)}"
+        if "values" in limits and value not in limits["values"]:
+            return f"expected one of {', '.join(map(str, limits['values']))}"
+        if is_bool or not isinstance(value, (int, float)):
+            return ""
+        inside = (
+            limits.get("minimum", value) <= value <= limits.get("maximum", value)
+            and value > limits.get("exclusive_minimum", -math.inf)
+            and value < limits.get("exclusive_maximum", math.inf)
+        )
+        return "" if inside else f"expected {', '.join(f'{k} {v}' for k, v in limits.items())}"
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "number": (int, float), "integer": (int,), "boolean": (bool,), "string": (str,),
+    "null": (type(None),), "array": (list, tuple), "object": (dict,),
+}  # fmt: skip
 
 
 def schema_names() -> list[str]:

@@ -1,0 +1,268 @@
+"""Resuming in PyTorch from any checkpoint that statekit reads, without a converted file in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from statekit.convert import open_state, with_offset
+from statekit.errors import StateError, UsageError, fault_list
+from statekit.format import Hints
+from statekit.optim.adafactor import defaults
+from statekit.registry import layout
+from statekit.schema import OptimizerSchema, load_schema
+from statekit.state import Axis, Rule, TrainState
+from statekit.tensor import DTYPES, Cast, Filled, Tensor, widens
+from statekit.torch.adafactor import Adafactor
+from statekit.torch.groups import SCALE, path_of, scale_of
+from statekit.torch.loading import copy_into, dtype_of
+
+NamedParameters: TypeAlias = Iterable[tuple[str, torch.Tensor]]
+
+LAYOUT = "statekit-torch"
+OPTIMIZERS: Mapping[tuple[str, str | None], type[Adafactor]] = {("adafactor", "t5x"): Adafactor}
+"""Schema and variant -> the class that goes on with it."""
+
+_SHOWN = 40
+_FIXED = ("factored", "min_dim_size_to_factor", "factor_map", "logical_factor_rules")
+_REMEDY = (
+    "names must be those of the checkpoint, with dots or slashes; of a wrapped model pass the inner module"
+)
+
+
+def load_optimizer(
+    path: str | PathLike[str],
+    named_parameters: NamedParameters,
+    *,
+    lr: float | torch.Tensor | None = None,
+    step: int | None = None,
+    hparams: Mapping[str, Any] | None = None,
+    **overrides: Any,
+) -> torch.optim.Optimizer:
+    """Builds the optimizer that a checkpoint records, and loads its state by parameter name.
+
+    Names fit as they are, or with dots for the slashes of the checkpoint's paths; order and shape of the model's
+    modules don't matter. Parameters that the recorded run kept frozen are left out, whether they are passed or not.
+
+    Args:
+        path: Anything statekit reads: a T5X run or step folder, a torch file, a statekit folder.
+        named_parameters: `model.named_parameters()`.
+        lr: Learning rate of every group, before parameter scale; as the checkpoint has it if None. T5X stores none.
+            A scheduler goes on where the run stood with `last_epoch=optimizer.param_groups[0]["step"] - 1`.
+        step: Which step of a run's folder; the newest if None.
+        hparams: What the checkpoint doesn't say, in the original system's names, as in its configuration.
+        **overrides: Canonical hyperparameters for every group, e.g. `clipping_threshold=None`; `step_offset="reset"`
+            lets the second moment's decay start anew, as finetuning does.
+
+    Returns:
+        The optimizer. What a step needs and nobody knows doesn't stop the loading, but the first step.
+
+    Raises:
+        StateError: Parameters are missing, unknown, or of other shapes; or no optimizer here follows the recorded
+            rule; lists every fault.
+        UsageError: An override that doesn't exist or can't be made.
+        NotFoundError: Nothing is there.
+        FormatError: The bytes can't be trusted, or no format fits.
+    """
+    with open_state(Path(path), step=step, hints=Hints(dict(hparams or {}))) as opened:
+        state = _rules_completed(_overridden(opened.state, overrides))
+        kind = OPTIMIZERS.get((state.optimizer.schema, state.optimizer.variant))
+        if kind is None:
+            raise StateError(
+                "statekit.torch has no optimizer that goes on with this state.",
+                place=path,
+                expected=", ".join(f"{schema}, variant {variant}" for schema, variant in OPTIMIZERS),
+                found=f"{state.optimizer.schema}, variant {state.optimizer.variant or 'unknown'}",
+            )
+        groups = _grouped(state, named_parameters, path)
+        saved = layout(LAYOUT).encode(state).tree["optimizer"]
+        saved["param_groups"] = [group for group in saved["param_groups"] if group["params"]]
+        optimizer = kind([{"params": pairs, "rules": _named_rules(state, pairs)} for pairs in groups])
+        for group, stored in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+            for name in load_schema(state.optimizer.schema).hyperparameters:
+                if name not in stored:
+                    group.pop(name, None)
+        optimizer.load_state_dict(saved)
+    if lr is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+            group["initial_lr"] = lr.clone() if isinstance(lr, torch.Tensor) else lr
+    return optimizer
+
+
+def load_params(
+    path: str | PathLike[str],
+    model: torch.nn.Module,
+    *,
+    step: int | None = None,
+    hparams: Mapping[str, Any] | None = None,
+) -> None:
+    """Copies a checkpoint's parameters into a model, by name, in place; nothing is copied unless all fit.
+
+    Values are widened where the model's dtype is wider, never narrowed. Buffers are copied where the checkpoint has
+    them.
+
+    Args:
+        path: Anything statekit reads: a T5X run or step folder, a torch file, a statekit folder.
+        model: The module.
+        step: Which step of a run's folder; the newest if None.
+        hparams: What the checkpoint doesn't say, in the original system's names.
+
+    Raises:
+        StateError: Parameters are missing on either side, or of other shapes or narrower dtypes; lists every one.
+        NotFoundError: Nothing is there.
+        FormatError: The bytes can't be trusted, or no format fits.
+    """
+    with open_state(Path(path), step=step, hints=Hints(dict(hparams or {}))) as opened:
+        for target, source in _fitted(opened.state, model, path):
+            copy_into(target, source)
+
+
+def _fitted(state: TrainState, model: torch.nn.Module, place: object) -> list[tuple[torch.Tensor, Tensor]]:
+    """Returns each tensor of a model with what is copied into it."""
+    buffers: Mapping[str, Tensor] = state.extra.get("buffers", {})
+    stored = [*state.params.items(), *buffers.items()]
+    sources = {path_of(name): (name, tensor) for name, tensor in stored}
+    held = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    targets = {path_of(name): tensor for name, tensor in held.items()}
+    required = held if buffers else dict(model.named_parameters())
+    covered = {id(targets[key]) for key in sources if key in targets}
+    faults = [
+        ("has the torch name of another parameter", name)
+        for name, tensor in stored
+        if sources[path_of(name)] != (name, tensor)
+    ]
+    faults += [("isn't in the checkpoint", name) for name, t in required.items() if id(t) not in covered]
+    pairs = []
+    for key, (name, tensor) in sources.items():
+        if (target := targets.get(key)) is None:
+            faults.append(("isn't in the model", name))
+            continue
+        if tuple(target.shape) != tensor.shape:
+            faults.append((f"has shape {tensor.shape}, in the model {tuple(target.shape)}", name))
+        elif not widens(tensor.dtype, dtype_of(target)):
+            faults.append(
+                (f"is {tensor.dtype} and would be narrowed to the model's {dtype_of(target)}", name)
+            )
+        elif target.is_meta:
+            faults.append(("has no storage in the model: it is on the meta device", name))
+        pairs.append((target, tensor))
+    _refuse("The checkpoint's parameters don't fit the model", faults, place)
+    return pairs
+
+
+def _grouped(
+    state: TrainState, named_parameters: NamedParameters, place: object
+) -> list[list[tuple[str, torch.Tensor]]]:
+    """Sorts a model's parameters into the groups of a state, in the state's order."""
+    pairs = list(named_parameters)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise UsageError(
+            "load_optimizer needs the parameters' names.",
+            expected="model.named_parameters()",
+            found="parameters",
+        )
+    given = {path_of(name): (name, param) for name, param in pairs}
+    recorded = {path_of(path): tensor for path, tensor in state.params.items()}
+    moved = {path_of(path): path for group in state.optimizer.groups for path in group.paths}
+    faults = [("stands twice among the parameters", n) for n, p in pairs if given[path_of(n)] != (n, p)]
+    faults += [
+        ("is in the checkpoint, but not among the parameters", p) for k, p in moved.items() if k not in given
+    ]
+    for key, (name, param) in given.items():
+        if key not in recorded:
+            if param.requires_grad:
+                faults.append(("isn't in the checkpoint", name))
+        elif tuple(param.shape) != recorded[key].shape:
+            faults.append((f"has shape {tuple(param.shape)}, in the checkpoint {recorded[key].shape}", name))
+    if not moved:
+        faults.append(("holds no parameter that its optimizer moves", str(place)))
+    _refuse("The checkpoint doesn't fit the parameters", faults, place)
+    return [[given[path_of(p)] for p in group.paths] for group in state.optimizer.groups if group.paths]
+
+
+def _refuse(subject: str, faults: Sequence[tuple[str, str]], place: object) -> None:
+    if faults:
+        more = f"\n    and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        raise StateError(
+            f"{subject}: {len(faults)} faults.",
+            place=place,
+            found=fault_list(faults[:_SHOWN]) + more,
+            remedy=_REMEDY,
+        )
+
+
+def _named_rules(state: TrainState, pairs: Sequence[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    rules = {path_of(path): rule.to_json() for path, rule in state.rules.items()}
+    return {name: rules[path_of(name)] for name, _ in pairs}
+
+
+def _rules_completed(state: TrainState) -> TrainState:
+    """Returns a state in which every moved parameter has a rule; one that nobody knows is assumed to be NONE."""
+    moved = [path for group in state.optimizer.groups for path in group.paths]
+    assumed = {path: Rule((Axis.NONE,) * len(state.params[path].shape), "assumed") for path in moved}
+    return replace(state, rules={**assumed, **state.rules})
+
+
+def _overridden(state: TrainState, overrides: Mapping[str, Any]) -> TrainState:
+    """Returns a state with hyperparameters as asked for, and momentum to fit them."""
+    offered = [name for name in defaults() if name not in (*_FIXED, "learning_rate")]
+    schema = load_schema("adafactor")
+    faults = [
+        (fault, f"{name}={value!r}")
+        for name, value in overrides.items()
+        if (fault := _override_fault(name, value, offered, schema))
+    ]
+    if faults:
+        raise UsageError(
+            f"Overrides can't be made: {len(faults)}.",
+            found=fault_list(faults),
+            remedy="what the run was configured with goes into hparams={...}, the learning rate into lr=...",
+        )
+    changes = dict(overrides)
+    offset = changes.pop("step_offset", "keep")
+    if SCALE in changes:
+        changes[SCALE] = _scale_by_path(changes[SCALE], state)
+    state = with_offset(state.with_hyperparameters(**changes), offset)[0]
+    return _momentum_fitted(state) if {"beta1", "dtype_momentum"} & changes.keys() else state
+
+
+def _override_fault(name: str, value: Any, offered: Sequence[str], schema: OptimizerSchema) -> str:
+    if name not in offered:
+        fixed = name in _FIXED
+        return "would change which slots there are" if fixed else f"expected one of {', '.join(offered)}"
+    if name == SCALE or (name == "step_offset" and value in ("keep", "reset")):
+        return ""
+    return schema.fault(name, value)
+
+
+def _scale_by_path(value: Any, state: TrainState) -> bool | dict[str, bool]:
+    paths = [path for group in state.optimizer.groups for path in group.paths]
+    faults: list[tuple[str, str]] = []
+    scale = scale_of(value, paths, faults)
+    if faults:
+        raise UsageError("Overrides can't be made.", found=fault_list(faults))
+    return scale
+
+
+def _momentum_fitted(state: TrainState) -> TrainState:
+    """Returns a state that has `m` exactly where beta1 is on: new ones are zeros, as T5X begins."""
+    slots = dict(state.slots)
+    for group in state.optimizer.groups:
+        beta1, dtype = (
+            group.hyperparameters.get("beta1"),
+            group.hyperparameters.get("dtype_momentum", "float32"),
+        )
+        for path in group.paths:
+            own = {slot: tensor for slot, tensor in slots.get(path, {}).items() if slot != "m"}
+            if beta1 is not None:
+                old = slots.get(path, {}).get("m")
+                new = Filled(state.params[path].shape, DTYPES[dtype], 0.0, "momentum begins here")
+                own["m"] = new if old is None else old if old.dtype == new.dtype else Cast(old, new.dtype)
+            slots[path] = own
+    return replace(state, slots=slots)
