@@ -30,7 +30,9 @@ VERBS = {
         "statekit.cli.replay_command", "Replays recordings of an original optimizer with our steps."
     ),
     "formats": Verb("statekit.cli.formats_command", "Lists the containers and layouts that statekit knows."),
-    "schemas": Verb("statekit.cli.schemas_command", "Shows what each optimizer keeps, in canonical form."),
+    "schemas": Verb(
+        "statekit.cli.schemas_command", "Shows what each optimizer keeps, in every implementation."
+    ),
     "demo": Verb("statekit.cli.demo_command", "Goes on in PyTorch from a checkpoint that T5X wrote."),
 }
 

@@ -26,7 +26,13 @@ from statekit.verify.verdict import worst
     type=click.Choice(BACKEND_NAMES),
     help="Default: numpy. May be repeated.",
 )
-@click.option("--start", type=click.Choice(["checkpoint", "init"]), default="checkpoint", show_default=True)
+@click.option(
+    "--start",
+    type=click.Choice(["checkpoint", "init"]),
+    default="checkpoint",
+    show_default=True,
+    help="Where our side starts: the native checkpoint, or fresh slots.",
+)
 @click.option(
     "--checkpoint",
     type=click.Path(exists=True, path_type=Path),

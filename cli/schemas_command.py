@@ -23,7 +23,7 @@ SIDE_BY_SIDE = 3
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: of one schema, its file.")
 def command(name: str | None, variants: tuple[str, ...], as_json: bool) -> None:
-    """Show what each optimizer keeps, in canonical form, and how its implementations differ.
+    """Shows what each optimizer keeps, in every implementation.
 
     Without NAME: all schemas, one line each. With NAME: slots, hyperparameters, one update, the differences between
     the implementations (up to three side by side, e.g. --variant t5x --variant hf), and where all this is known from.

@@ -21,7 +21,7 @@ HOMES = {"statekit/converters": "converters", "statekit/schemas": "schemas", "st
 SHADOWS = {"torch.py", "inspect.py", "json.py", "jax.py", "tensorflow.py", "numpy.py"}
 MODULES = sorted(
     path
-    for top in ("statekit", "converters", "cli", "schemas", "tests")
+    for top in ("statekit", "converters", "cli", "schemas")
     for path in (ROOT / top).rglob("*.py")
 )
 MAX_LINES = 400

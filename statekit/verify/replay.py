@@ -130,10 +130,8 @@ class Subject:
         if self.start == "init":
             return self._changed(initial(self.recording.state(self.first, judge, update)))
         with self._opened(update) as ours:
-            xp = NumpyBackend()
-            return self._changed(
-                store(xp, load(xp, ours), ours)
-            )  # in memory: the file is closed from here on
+            xp = NumpyBackend()  # the file is closed from here on, so the state moves into memory
+            return self._changed(store(xp, load(xp, ours), ours))
 
     def belief(self, update: int, recorded: TrainState) -> TrainState:
         """Returns a recorded state with the rules and hyperparameters that our side uses for an update."""

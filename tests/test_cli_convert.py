@@ -1,0 +1,160 @@
+"""`statekit convert`: what it says, what it writes, and how to go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from goldens import GOLDEN
+from statekit.cli.main import DONE, FAILED, USAGE, main
+from statekit.cli.resume import next_update
+
+RUN = GOLDEN / "t5x" / "momentum_f32" / "checkpoint"
+TOLD = ("--hparams", "beta1=0.9", "--hparams", "min_dim_size_to_factor=8")
+
+
+def converted(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    capsys.readouterr()
+    assert main(["convert", *map(str, arguments)]) == DONE, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    return json.loads(converted(capsys, *arguments, "--json"))
+
+
+def test_the_users_own_line_works_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t5x-ckpt").symlink_to(RUN)
+    monkeypatch.chdir(tmp_path)
+    shown = converted(capsys, "t5x-ckpt", "torch-ckpt")
+    assert Path("torch-ckpt").is_file()
+    assert "container t5x, layout t5x, step 4" in shown
+    assert "container torch, layout statekit-torch, step 4" in shown
+    assert "22 bitwise" in shown
+    assert "Assumed, because the source doesn't say:" in shown
+    assert "22 tensors read again and found as meant" in shown
+
+
+def test_says_how_to_go_on_in_pytorch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "state.pt"
+    lines = as_json(capsys, RUN, target)["resume"]
+    assert lines[1] == f'statekit.torch.load_params("{target}", model)'
+    assert lines[2].endswith("model.named_parameters(), lr=..., beta1=...)")
+    told = as_json(capsys, RUN, target, *TOLD, "--replace")["resume"]
+    assert told[2].endswith("model.named_parameters(), lr=...)")
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "decay"), [("keep", 0, 1 - 5**-0.8), ("reset", 4, 0.0), ("3", 3, 1 - 2**-0.8)]
+)
+def test_says_what_the_next_update_uses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], offset: str, value: int, decay: float
+) -> None:
+    data = as_json(capsys, RUN, tmp_path / "state.pt", *TOLD, "--step-offset", offset)
+    (group,) = data["next_update"]
+    assert (group["parameters"], group["learning_rate"], group["update"], group["schedule"]) == (
+        6,
+        None,
+        4,
+        4,
+    )
+    assert (group["step_offset"], group["decay"]) == (value, pytest.approx(decay))
+
+
+def test_says_how_to_go_on_in_t5x_with_what_t5x_does_not_store(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = as_json(capsys, RUN, tmp_path / "t5x-out", "--step-offset", "reset")
+    assert data["resume"] == [
+        f'utils.RestoreCheckpointConfig.path = "{tmp_path / "t5x-out" / "checkpoint_4"}"',
+        'utils.RestoreCheckpointConfig.mode = "specific"',
+        "adafactor.Adafactor.step_offset = 4",
+    ]
+    assert (tmp_path / "t5x-out" / "checkpoint_4" / "checkpoint").is_file()
+
+
+def test_a_decay_is_only_said_where_it_is_known() -> None:
+    group = {"paths": ["a"], "hyperparameters": {"step_offset": 0}}
+    state = {
+        "schema": "adafactor",
+        "variant": "t5x",
+        "counts": {"updates": 1, "schedule": 1},
+        "groups": [group],
+    }
+    assert next_update(state)[0]["decay"] is None
+    assert "decay" not in next_update({**state, "schema": "adamw"})[0]
+
+
+def test_a_dry_run_lists_every_tensor_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = converted(capsys, RUN, tmp_path / "state", "--to", "statekit", "--dry-run")
+    assert "slots/token_embedder/embedding/v_row" in shown
+    assert "state/param_states/token_embedder/embedding/v_row" in shown
+    assert "Wrote" not in shown
+    data = as_json(capsys, RUN, tmp_path / "state", "--to", "statekit", "--dry-run")
+    assert data["report"] is None
+    assert len(data["plan"]["tensors"]) == 22
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_envelope_is_stable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = as_json(capsys, RUN, tmp_path / "state.pt")
+    assert list(data) == ["format", "plan", "plan_digest", "findings", "report", "next_update", "resume"]
+    assert data["format"] == "statekit.convert/1"
+    assert data["report"]["verified"] == 22
+    assert data["report"]["plan"] == data["plan_digest"]
+
+
+def test_what_a_target_has_no_place_for_or_makes_up_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    converted(capsys, RUN, tmp_path / "state", "--to", "statekit")
+    shown = converted(capsys, tmp_path / "state", tmp_path / "t5x-out")
+    assert "Made without a source:" in shown
+    assert "filled with 0" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["result"], USAGE, "doesn't say what to write"),
+        (["x.pt", "--to", "nosuch"], USAGE, "no container of that name"),
+        (["x.pt", "--layout", "nosuch"], USAGE, "nosuch"),
+        (["x.pt", "--step-offset", "soon"], USAGE, "neither keep, reset nor a number"),
+        (["x.pt", "--step-offset", "5"], USAGE, "from 0 to the step, 4"),
+        (["x.pt", "--require", "perfect"], USAGE, "'perfect' is not one of"),
+        (["x.pt", "--hparams", "beta3=1"], USAGE, "no such hyperparameter"),
+        (["x.pt", "--step", "7"], FAILED, "step"),
+        (["gs://bucket/x.pt"], USAGE, "gcloud storage cp"),
+    ],
+)
+def test_errors_say_what_is_wrong_and_leave_nothing(
+    options: list[str],
+    code: int,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["convert", str(RUN), *options]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert words in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_target_stays_unless_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "state.pt"
+    target.write_text("mine", encoding="utf-8")
+    assert main(["convert", str(RUN), str(target)]) == FAILED
+    assert "--replace" in capsys.readouterr().err
+    assert target.read_text(encoding="utf-8") == "mine"
+    converted(capsys, RUN, target, "--replace")
+    assert target.stat().st_size > 10_000
