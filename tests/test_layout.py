@@ -20,9 +20,7 @@ ROOT = Path(__file__).parents[1]
 HOMES = {"statekit/converters": "converters", "statekit/schemas": "schemas", "statekit/cli": "cli"}
 SHADOWS = {"torch.py", "inspect.py", "json.py", "jax.py", "tensorflow.py", "numpy.py"}
 MODULES = sorted(
-    path
-    for top in ("statekit", "converters", "cli", "schemas")
-    for path in (ROOT / top).rglob("*.py")
+    path for top in ("statekit", "converters", "cli", "schemas") for path in (ROOT / top).rglob("*.py")
 )
 MAX_LINES = 400
 MAX_GOLDEN_BYTES = 10_000_000
