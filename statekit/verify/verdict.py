@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -117,6 +117,6 @@ def _example(outside: Array, mine: Array, theirs: Array, bound: Interval) -> str
     return f"{list(at)}: recorded {theirs[at]:.9g}, got {mine[at]:.9g}, bound [{low:.9g}, {high:.9g}]"
 
 
-def worst(rows: Iterator[Row] | list[Row]) -> Row | None:
+def worst(rows: Iterable[Row]) -> Row | None:
     """Returns the row that speaks most against equivalence: elements outside, then the ratio to the bound."""
     return max(rows, key=lambda row: (row.outside > 0, row.ratio, row.ulps), default=None)
