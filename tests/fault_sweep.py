@@ -1,8 +1,10 @@
 """Kills a conversion, or fails its system calls, at every point in turn; run as a script, prints a summary as JSON.
 
-    python fault_sweep.py kill|EIO|ENOSPC|... SOURCE PARENT [replace] [persistent] [plain]
+    python fault_sweep.py kill|EIO|ENOSPC|... SOURCE PARENT NAME [replace] [persistent] [plain] [sample] [careless]
 
-`persistent` faults fail every call from the point on; `plain` does without renameat2.
+The target is called NAME, which says its container; `replace` needs the `statekit` one.
+`persistent` faults fail every call from the point on; `plain` does without renameat2; `sample` takes every fifth
+point; `careless` writes the final folder file by file, to show that the sweep notices.
 
 Each point is a fork of one process, so that a sweep costs milliseconds a point.
 """
@@ -22,15 +24,21 @@ from typing import Any
 
 import pytest
 
-from formats import register, save, small_state, values
-from statekit import rename
+from formats import plain_state, register, save, values
+from statekit import commit, rename
 from statekit.convert import convert, open_state, plan
+from statekit.converters.containers.orbax import CONTAINER as ORBAX
+from statekit.converters.containers.t5x import CONTAINER as T5X
+from statekit.converters.containers.torch_file import CONTAINER as TORCH
+from statekit.converters.layouts.statekit_torch import LAYOUT as TORCH_LAYOUT
+from statekit.converters.layouts.t5x_adafactor import LAYOUT as T5X_LAYOUT
 from statekit.digest import tensor_digest
 from statekit.errors import StatekitError
 
 CALLS = ("open", "write", "fsync", "mkdir", "rmdir", "unlink", "link", "rename")
 DONE, REFUSED, CRASHED, UNTOUCHED = 0, 3, 4, 5
 OLD_UPDATES = 3
+MOST_POINTS = 1000
 
 
 def injected(fault: Callable[[], None], at: int, persistent: bool) -> list[int]:
@@ -54,12 +62,12 @@ def injected(fault: Callable[[], None], at: int, persistent: bool) -> list[int]:
 
 def attempt(source: Path, target: Path, options: list[str], fault: Callable[[], None], at: int) -> int:
     """Converts in a forked child with a fault at one call; returns how the child ended, negative for a signal."""
-    work = plan(source, target)
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     code = CRASHED
     try:
+        work = plan(source, target)
         seen = injected(fault, at, "persistent" in options)
         convert(work, replace="replace" in options)
         code = UNTOUCHED if seen[0] < at else DONE
@@ -78,40 +86,77 @@ def found(target: Path) -> str:
             stated = (opened.checkpoint.manifest or {})["tensors"]
             whole = all(tensor_digest(t) == stated[n]["blake3"] for n, t in opened.checkpoint.tensors.items())
             updates = opened.state.counts.updates
-            fits = values(opened.state.params) == values(small_state(seed=0 if updates == 7 else 1).params)
+            fits = values(opened.state.params) == values(plain_state(seed=0 if updates == 7 else 1).params)
             return ("old" if updates == OLD_UPDATES else "new") if whole and fits else "torn"
     except StatekitError:
         return "torn"
 
 
-def sweep(fault: Callable[[], None], source: Path, parent: Path, options: list[str]) -> dict[str, Any]:
-    replace = "replace" in options
+def point(
+    source: Path, target: Path, options: list[str], fault: Callable[[], None], at: int
+) -> dict[str, Any]:
+    """Converts with a fault at one call, then again without; returns how it ended and what was wrong."""
+    folder, replace, bad = target.parent, "replace" in options, []
+    if replace:
+        save(plain_state(seed=1, updates=OLD_UPDATES), target)
+    code = attempt(source, target, options, fault, at)
+    state, left = found(target), sorted(set(os.listdir(folder)) - {target.name})
+    if code not in (DONE, REFUSED, UNTOUCHED, -signal.SIGKILL):
+        bad.append(f"ended with {code}")
+    if state == "torn" or (replace and state == "absent"):
+        bad.append(f"target {state}")
+    if code in (DONE, UNTOUCHED) and state != "new":
+        bad.append("success without a new target")
+    if len(left) > 1 or any(not name.startswith(".statekit-tmp-") for name in left):
+        bad.append(f"left {left}")
+    convert(plan(source, target), replace=True)
+    kept = [name for name in os.listdir(folder) if name != target.name and name not in _kept(folder)]
+    if found(target) != "new" or kept:
+        bad.append(f"the next conversion left {kept}, target {found(target)}")
+    return {"code": code, "state": state, "bad": [f"point {at}: {what}" for what in bad]}
+
+
+def apart(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Runs work in a forked child, so that this process never starts a thread, which a fork would lose."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(write, json.dumps(work()).encode())
+        except BaseException as error:
+            os.write(write, json.dumps({"code": CRASHED, "state": "", "bad": [repr(error)]}).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as answer:
+        result: dict[str, Any] = json.loads(answer.read())
+    os.waitpid(child, 0)
+    return result
+
+
+def sweep(
+    fault: Callable[[], None], source: Path, parent: Path, name: str, options: list[str]
+) -> dict[str, Any]:
     outcomes: Counter[str] = Counter()
-    bad: list[str] = []
-    at, code = 0, DONE
-    while code != UNTOUCHED and not bad:
-        at += 1
+    points = range(1, MOST_POINTS, 5 if "sample" in options else 1)
+    for at in points:
         folder = parent / str(at)
         folder.mkdir()
-        target = folder / "target.statekit"
-        if replace:
-            save(small_state(seed=1, updates=OLD_UPDATES), target)
-        code = attempt(source, target, options, fault, at)
-        outcomes[f"{code}: {found(target)}"] += 1
-        left = sorted(set(os.listdir(folder)) - {target.name})
-        if code == CRASHED or found(target) == "torn" or (replace and found(target) == "absent"):
-            bad.append(f"point {at}: ended with {code}, target {found(target)}")
-        if code in (DONE, UNTOUCHED) and found(target) != "new":
-            bad.append(f"point {at}: success without a new target")
-        if len(left) > 1 or any(not name.startswith(".statekit-tmp-") for name in left):
-            bad.append(f"point {at}: left {left}")
-        convert(plan(source, target), replace=True)
-        if found(target) != "new" or [
-            n for n in os.listdir(folder) if n != target.name and n not in _kept(folder)
-        ]:
-            bad.append(f"point {at}: the next conversion left {os.listdir(folder)}")
+        result = apart(lambda at=at, folder=folder: point(source, folder / name, options, fault, at))  # type: ignore[misc]
+        outcomes[f"{result['code']}: {result['state']}"] += 1
+        if result["bad"] or result["code"] == UNTOUCHED:
+            return {"points": points.index(at), "outcomes": dict(outcomes), "bad": result["bad"]}
         shutil.rmtree(folder)
-    return {"points": at - 1, "outcomes": dict(outcomes), "bad": bad}
+    return {"points": MOST_POINTS, "outcomes": dict(outcomes), "bad": ["the sweep doesn't end"]}
+
+
+def carelessly(source: Path, target: Path) -> None:
+    """Gives a folder its name the way a plain copy does."""
+    os.mkdir(target)
+    for path in source.iterdir():
+        file = os.open(target / path.name, os.O_WRONLY | os.O_CREAT)
+        os.write(file, path.read_bytes())
+        os.close(file)
 
 
 def _kept(folder: Path) -> list[str]:
@@ -123,18 +168,21 @@ def _kept(folder: Path) -> list[str]:
     ]
 
 
-def main(how: str, source: Path, parent: Path, options: list[str]) -> None:
+def main(how: str, source: Path, parent: Path, name: str, options: list[str]) -> None:
     def fault() -> None:
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         code = getattr(errno, how)
         raise OSError(code, os.strerror(code))
 
-    register(pytest.MonkeyPatch())
+    register(pytest.MonkeyPatch(), T5X, ORBAX, TORCH, T5X_LAYOUT, TORCH_LAYOUT)
+    convert(plan(source, parent / "warm.statekit"))  # imports what every child would; starts no thread
     if "plain" in options:
         rename._renameat2 = lambda *_: False
-    print(json.dumps(sweep(fault, source, parent, options)))
+    if "careless" in options:
+        setattr(commit, "rename_new", carelessly)  # noqa: B010
+    print(json.dumps(sweep(fault, source, parent, name, options)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], sys.argv[5:])

@@ -61,6 +61,16 @@ def arrays(seed: int = 0) -> dict[str, Array]:
     }
 
 
+def plain_state(seed: int = 0, updates: int = 7) -> TrainState:
+    """Returns an Adafactor state that every system can hold, factored as T5X does: v_row averages the longer axis."""
+    state = small_state(seed, updates)
+    params = {path: tensor for path, tensor in state.params.items() if path != "dense.kernel"}
+    old = state.slots["dense/kernel"]
+    slots = {**state.slots, "dense/kernel": {"v_row": old["v_col"], "v_col": old["v_row"]}}
+    rules = {"dense/kernel": Rule((Axis.COLUMN, Axis.ROW), "file")}
+    return replace(state, params=params, slots=slots, rules=rules, extra={})
+
+
 def small_state(seed: int = 0, updates: int = 7, **hyperparameters: Any) -> TrainState:
     """Returns an Adafactor state with names that collide in other systems, and an extra of every kind."""
     params: Mapping[str, Tensor] = {path: in_memory(array) for path, array in arrays(seed).items()}
