@@ -327,3 +327,14 @@ def test_a_group_without_parameters_is_kept() -> None:
     groups = (*state.optimizer.groups, Group((), {"decay_rate": 0.5}, {"decay_rate": "file"}))
     state = replace(state, optimizer=replace(state.optimizer, groups=groups))
     assert decoded(LAYOUT.encode(state).tree) == state
+
+
+def test_counts_and_rates_may_be_tensors() -> None:
+    state = without_collision()
+    tree = LAYOUT.encode(state).tree
+    group = tree["optimizer"]["param_groups"][0]
+    group["step"], group["lr"] = in_memory(np.asarray(7, np.int64)), in_memory(np.asarray(0.5, np.float32))
+    found = decoded(tree)
+    assert found.counts == state.counts
+    assert found.optimizer.groups[0].hyperparameters["learning_rate"] == 0.5
+    assert found.optimizer.groups[0].known_from["learning_rate"] == "file"

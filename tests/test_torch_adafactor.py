@@ -535,3 +535,50 @@ def test_loading_runs_the_hooks() -> None:
     other.load_state_dict(optimizer.state_dict())
     assert other.param_groups[0]["lr"] == 0.125
     assert seen == [other]
+
+
+def test_groups_may_be_empty_and_names_may_lie_beside_the_parameters() -> None:
+    named = parameters()
+    groups: list[dict[str, Any]] = [
+        {"params": list(named.values()), "param_names": list(named)},
+        {"params": []},
+    ]
+    optimizer = Adafactor(groups, lr=0.05, min_dim_size_to_factor=8)
+    train(optimizer, named, 1)
+    twin = parameters()
+    other = make(twin)
+    other.load_state_dict(optimizer.state_dict())
+    assert [group["step"] for group in other.param_groups] == [1]
+    optimizer.load_state_dict(other.state_dict())
+    assert [group["param_names"] for group in optimizer.param_groups] == [list(named), []]
+
+
+def test_a_state_with_unusable_names_or_rules_is_refused() -> None:
+    named = parameters(a=(8, 8), b=(8, 8))
+    state = make(named).state_dict()
+    state["param_groups"][0]["param_names"] = ["a", "a"]
+    with pytest.raises(StateError) as caught:
+        make(named).load_state_dict(state)
+    assert "stands in the state twice @ a" in str(caught.value)
+    assert "isn't in the state @ b" in str(caught.value)
+    state = copy.deepcopy(make(named).state_dict())
+    state["param_groups"][0]["rules"] = {"a": {"axes": ["DIAGONAL", "ROW"], "known_from": "file"}}
+    with pytest.raises(StateError) as caught:
+        make(named).load_state_dict(state)
+    assert "has no factor rule in the state @ a" in str(caught.value)
+    assert "has no factor rule in the state @ b" in str(caught.value)
+
+
+def test_pytorchs_distributed_checkpoints_take_it() -> None:
+    from torch.distributed.checkpoint import state_dict as distributed
+
+    models = [torch.nn.Sequential(torch.nn.Linear(9, 8), torch.nn.Linear(8, 9)) for _ in range(2)]
+    one, other = (Adafactor(m.named_parameters(), lr=0.1, min_dim_size_to_factor=8) for m in models)
+    for param in models[0].parameters():
+        param.grad = torch.ones_like(param)
+    one.step()
+    state = distributed.get_optimizer_state_dict(models[0], one)
+    distributed.set_optimizer_state_dict(models[1], other, state)
+    for left, right in zip(one.state.values(), other.state.values(), strict=True):
+        assert all(torch.equal(left[slot], right[slot]) for slot in left)
+    assert other.param_groups[0]["step"] == 1

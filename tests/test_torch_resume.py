@@ -332,6 +332,11 @@ def test_every_parameter_that_doesnt_fit_is_named() -> None:
     assert f"is in the checkpoint, but not among the parameters @ {lost.replace('.', '/')}" in text
     assert f"has shape (3, 5), in the checkpoint {tuple(named[bent].shape)} @ {bent}" in text
     assert "isn't in the checkpoint @ head.new" in text
+    twice = [*named.items(), (bent.replace(".", "/"), torch.nn.Parameter(torch.zeros(2)))]
+    with pytest.raises(StateError, match=f"stands twice among the parameters @ {bent}"):
+        load_optimizer(source, twice)
+    with pytest.raises(UsageError, match="learning rate"):
+        load_optimizer(source, named.items(), lr=-1.0)
     with pytest.raises(UsageError, match="names"):
         load_optimizer(source, model.parameters())  # type: ignore[arg-type]
     wrapped = [(f"module.{name}", param) for name, param in named.items()]
@@ -460,3 +465,17 @@ def test_a_rule_that_was_given_reaches_the_optimizer() -> None:
         _, optimizer = resumed(recording)
         rule = optimizer.param_groups[0]["rules"]["encoder.attention.query.kernel"]
         assert rule == {"axes": [Axis.ROW.value, Axis.COLUMN.value, Axis.COLUMN.value], "known_from": "given"}
+
+
+def test_names_that_torch_cant_tell_apart_are_refused(tmp_path: Path) -> None:
+    source = save(small_state(), tmp_path / "statekit")
+    with pytest.raises(StateError) as caught:
+        load_params(source, torch.nn.Module())
+    assert "has the torch name of another parameter @ dense/kernel" in str(caught.value)
+
+
+def test_weights_alone_are_no_state_to_go_on_with(tmp_path: Path) -> None:
+    state = small_state()
+    bare = replace(state, slots={}, rules={})
+    with pytest.raises(StateError, match="no optimizer state"):
+        load_optimizer(save(bare, tmp_path / "statekit"), [])

@@ -115,7 +115,7 @@ def _option_faults(group: ParamGroup) -> Iterator[tuple[str, str]]:
             yield f"is {group[name]!r}, {fault}", name
     if group.get("dtype_momentum", "float32") not in DTYPES:
         yield f"is {group['dtype_momentum']!r}, expected a dtype", "dtype_momentum"
-    if not _is_rate(group["lr"]):
+    if not is_rate(group["lr"]):
         yield f"is {group['lr']!r}, expected a number from 0 on, a 0-d tensor or None", "lr"
     if not isinstance(group["step"], int) or group["step"] < 0:
         yield f"is {group['step']!r}, expected the number of updates done", "step"
@@ -126,7 +126,8 @@ def _option_faults(group: ParamGroup) -> Iterator[tuple[str, str]]:
                 yield f"is another optimizer's name for {canonical}", native
 
 
-def _is_rate(lr: Any) -> bool:
+def is_rate(lr: Any) -> bool:
+    """Tells whether a value can be a group's learning rate."""
     if isinstance(lr, torch.Tensor):
         return lr.dim() == 0
     return lr is None or (isinstance(lr, (int, float)) and not isinstance(lr, bool) and 0 <= lr < math.inf)

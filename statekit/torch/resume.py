@@ -19,7 +19,7 @@ from statekit.schema import OptimizerSchema, load_schema
 from statekit.state import Axis, Rule, TrainState
 from statekit.tensor import DTYPES, Cast, Filled, Tensor, widens
 from statekit.torch.adafactor import Adafactor
-from statekit.torch.groups import SCALE, path_of, scale_of
+from statekit.torch.groups import SCALE, is_rate, path_of, scale_of
 from statekit.torch.loading import copy_into, dtype_of
 
 NamedParameters: TypeAlias = Iterable[tuple[str, torch.Tensor]]
@@ -46,8 +46,8 @@ def load_optimizer(
 ) -> torch.optim.Optimizer:
     """Builds the optimizer that a checkpoint records, and loads its state by parameter name.
 
-    Names fit as they are, or with dots for the slashes of the checkpoint's paths; order and shape of the model's
-    modules don't matter. Parameters that the recorded run kept frozen are left out, whether they are passed or not.
+    Names fit as they are, or with dots for the slashes of the checkpoint's paths; the order of parameters doesn't
+    matter. Those that the recorded run kept frozen are left out, whether they are passed or not.
 
     Args:
         path: Anything statekit reads: a T5X run or step folder, a torch file, a statekit folder.
@@ -69,29 +69,51 @@ def load_optimizer(
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
+    if not is_rate(lr):
+        raise UsageError(
+            "This can't be a learning rate.", place="lr", expected="a number or 0-d tensor", found=repr(lr)
+        )
     with open_state(Path(path), step=step, hints=Hints(dict(hparams or {}))) as opened:
+        kind = _class_of(opened.state, path)
         state = _rules_completed(_overridden(opened.state, overrides))
-        kind = OPTIMIZERS.get((state.optimizer.schema, state.optimizer.variant))
-        if kind is None:
-            raise StateError(
-                "statekit.torch has no optimizer that goes on with this state.",
-                place=path,
-                expected=", ".join(f"{schema}, variant {variant}" for schema, variant in OPTIMIZERS),
-                found=f"{state.optimizer.schema}, variant {state.optimizer.variant or 'unknown'}",
-            )
-        groups = _grouped(state, named_parameters, path)
-        saved = layout(LAYOUT).encode(state).tree["optimizer"]
-        saved["param_groups"] = [group for group in saved["param_groups"] if group["params"]]
-        optimizer = kind([{"params": pairs, "rules": _named_rules(state, pairs)} for pairs in groups])
-        for group, stored in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-            for name in load_schema(state.optimizer.schema).hyperparameters:
-                if name not in stored:
-                    group.pop(name, None)
-        optimizer.load_state_dict(saved)
+        optimizer = _built(kind, state, _grouped(state, named_parameters, path))
     if lr is not None:
         for group in optimizer.param_groups:
             group["lr"] = lr
             group["initial_lr"] = lr.clone() if isinstance(lr, torch.Tensor) else lr
+    return optimizer
+
+
+def _class_of(state: TrainState, place: object) -> type[Adafactor]:
+    kind = OPTIMIZERS.get((state.optimizer.schema, state.optimizer.variant))
+    if kind is None:
+        raise StateError(
+            "statekit.torch has no optimizer that goes on with this state.",
+            place=place,
+            expected=", ".join(f"{schema}, variant {variant}" for schema, variant in OPTIMIZERS),
+            found=f"{state.optimizer.schema}, variant {state.optimizer.variant or 'unknown'}",
+        )
+    if not state.slots:
+        raise StateError(
+            "The checkpoint holds parameters, but no optimizer state.",
+            place=place,
+            remedy="load_params reads it; begin with a new statekit.torch.Adafactor",
+        )
+    return kind
+
+
+def _built(
+    kind: type[Adafactor], state: TrainState, groups: Sequence[Sequence[tuple[str, torch.Tensor]]]
+) -> torch.optim.Optimizer:
+    """Returns an optimizer of these groups, loaded; a hyperparameter that the state leaves unknown is missing in it."""
+    saved = layout(LAYOUT).encode(state).tree["optimizer"]
+    saved["param_groups"] = [group for group in saved["param_groups"] if group["params"]]
+    optimizer = kind([{"params": pairs, "rules": _named_rules(state, pairs)} for pairs in groups])
+    for group, stored in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        for name in load_schema(state.optimizer.schema).hyperparameters:
+            if name not in stored:
+                group.pop(name, None)
+    optimizer.load_state_dict(saved)
     return optimizer
 
 
@@ -180,8 +202,6 @@ def _grouped(
                 faults.append(("isn't in the checkpoint", name))
         elif tuple(param.shape) != recorded[key].shape:
             faults.append((f"has shape {tuple(param.shape)}, in the checkpoint {recorded[key].shape}", name))
-    if not moved:
-        faults.append(("holds no parameter that its optimizer moves", str(place)))
     _refuse("The checkpoint doesn't fit the parameters", faults, place)
     return [[given[path_of(p)] for p in group.paths] for group in state.optimizer.groups if group.paths]
 
