@@ -18,6 +18,7 @@ from typing import Any
 from statekit import registry
 from statekit.checkpoint import Checkpoint
 from statekit.commit import Entries, Kind, OnProgress, Stage, check_target, silent, staged
+from statekit.durable import writing
 from statekit.errors import CommitError, CorruptError, StateError, UsageError, fault_list
 from statekit.format import Container, Encoded, Evidence, Exactness, Hints, Layout
 from statekit.lineage import content_digest, digest_rest, passed_through, prove, source_digests
@@ -217,7 +218,8 @@ def convert(plan: Plan, *, replace: bool = False, on_progress: OnProgress | None
         ) as stage:
             rest.update(digest_rest(checkpoint, passed, tell))
             prove(checkpoint, rest)
-            prepared.container.write(prepared.encoded, stage)
+            with writing(stage.target):  # a container may make files by other means than the stage's
+                prepared.container.write(prepared.encoded, stage)
             _check_streamed(plan, stage)
             digests = source_digests(rest, passed, stage.tensors)
             proven = prove(checkpoint, digests)

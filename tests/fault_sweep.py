@@ -17,6 +17,7 @@ import os
 import shutil
 import signal
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,8 @@ def attempt(source: Path, target: Path, options: list[str], fault: Callable[[], 
         code = UNTOUCHED if seen[0] < at else DONE
     except StatekitError:
         code = REFUSED
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(code)
 

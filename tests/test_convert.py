@@ -538,6 +538,7 @@ def swept(folder: Path, how: str, *options: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     assert snapshot(source) == before
     summary: dict[str, Any] = json.loads(done.stdout)
+    print(done.stderr)  # what a child that ended otherwise had to say
     return summary
 
 
