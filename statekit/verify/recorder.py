@@ -52,14 +52,14 @@ class Spool:
         """Puts one array aside."""
         if self._file is None:
             self._file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115  (lives as long as the spool)
-        native = np.ascontiguousarray(array)
+        native = np.asarray(array, order="C")  # ascontiguousarray would give a 0-d array an axis
         descriptor, offset = self._file.fileno(), self._file.seek(0, os.SEEK_END)
         self._file.write(native.tobytes())
         self._file.flush()
 
         def fetch(index: Index) -> Array:
             stored = os.pread(descriptor, native_bytes, offset)
-            return np.ascontiguousarray(np.frombuffer(stored, dtype).reshape(shape)[index])
+            return np.array(np.frombuffer(stored, dtype).reshape(shape)[index])
 
         native_bytes, shape, dtype = native.nbytes, native.shape, native.dtype
         self.tensors[name] = Stored(shape, dtype, fetch, name, "spool")
