@@ -133,7 +133,8 @@ def tree(**target: Any) -> Encoded:
 def test_arrays_in_several_chunks(
     container: Container, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zarr2_write.chunk_shape, "__defaults__", (256,))
+    monkeypatch.setattr(zarr2_write.header_for, "__defaults__", (256,))
+    monkeypatch.setattr("statekit.converters.containers.orbax._CHUNK_BYTES", 256)
     random = np.random.default_rng(5)
     arrays = {
         "rows": random.standard_normal((40, 8)).astype(np.float32),

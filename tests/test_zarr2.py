@@ -126,9 +126,9 @@ def test_dtypes_round_trip(tmp_path: Path, name: str) -> None:
     again = parse_header(header_bytes(stated), "here")
     assert (again.dtype, again.shape) == (values.dtype, (5, 3))
     stage = plain_stage(tmp_path)
-    for key, data in encoded_chunks(stage, "t", tensor, stated):
+    for key, pieces in encoded_chunks(stage, "t", tensor, stated):
         with stage.file(f"a/{key}") as output:
-            output.write(data)
+            output.writelines(pieces)
     back = open_array(FolderStore.of(tmp_path), "a", again, "t").read()
     assert back.dtype == values.dtype
     assert back.tobytes() == values.tobytes() == stage.streamed["t"]
@@ -367,8 +367,8 @@ def test_chunked_writing_is_read_by_tensorstore(
     stage = plain_stage(tmp_path)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / ".zarray").write_bytes(header_bytes(stated))
-    for key, data in encoded_chunks(stage, "t", in_memory(values), stated):
-        (tmp_path / "a" / key).write_bytes(data)
+    for key, pieces in encoded_chunks(stage, "t", in_memory(values), stated):
+        (tmp_path / "a" / key).write_bytes(b"".join(pieces))
     spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{tmp_path}/a/"}}
     theirs = ts.open(spec).result().read().result()
     assert stage.streamed["t"] == values.tobytes()
@@ -376,12 +376,24 @@ def test_chunked_writing_is_read_by_tensorstore(
     assert open_array(FolderStore.of(tmp_path), "a", stated, "t").read().tobytes() == values.tobytes()
 
 
+def test_a_part_of_a_small_chunk_is_checked_to_its_end(tmp_path: Path) -> None:
+    folder = write_array(tmp_path / "a", array(8, 8), (8, 8))
+    chunk = bytearray((folder / "0.0").read_bytes())
+    chunk[-6] ^= 1  # in the checksum
+    (folder / "0.0").write_bytes(chunk)
+    with pytest.raises(CorruptError):
+        opened(folder).read((slice(0, 1), slice(0, 1)))
+
+
 def test_writing_is_deterministic(tmp_path: Path) -> None:
     tensor = in_memory(array(20, 20))
     stated = header_for(tensor, "gzip")
-    first, second = (list(encoded_chunks(plain_stage(tmp_path / n), "t", tensor, stated)) for n in "ab")
+    first, second = (
+        [b"".join(pieces) for _, pieces in encoded_chunks(plain_stage(tmp_path / n), "t", tensor, stated)]
+        for n in "ab"
+    )
     assert first == second
-    assert first[0][1][:8] == b"\x1f\x8b\x08\x00\x00\x00\x00\x00"  # no name, no time
+    assert first[0][:8] == b"\x1f\x8b\x08\x00\x00\x00\x00\x00"  # no name, no time
 
 
 def ocdbt(folder: Path, values: dict[str, bytes]) -> Path:

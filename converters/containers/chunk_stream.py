@@ -20,7 +20,7 @@ PIECE = 2**20
 """How much is read from a file, and decoded, at a time. In bytes."""
 
 SLAB = 8 * 2**20
-"""How much of a chunk is held to cut a block out of it, and is read on to reach the chunk's checksum. In bytes."""
+"""How much of a chunk is held to cut a block out of it, in bytes. A chunk up to this size is always read to its end."""
 
 _WBITS = {"gzip": 31, "zlib": 15}
 _RATIO = {"gzip": 1032, "zlib": 1032, "zstd": 2**15}

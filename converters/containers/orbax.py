@@ -12,7 +12,7 @@ T5X t5x/checkpoints.py, `OrbaxCheckpointManagerInterface`.
 
 from __future__ import annotations
 
-import itertools
+import io
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -46,7 +46,9 @@ from statekit.tensor import Tensor
 from statekit.tree import MAX_DEPTH, MAX_NODES, Tree, tensor_names, walk
 
 _MAX_METADATA = 100_000_000
-_COMMIT_BYTES = 16 * 2**20
+_CHUNK_BYTES = 16 * 2**20
+"""The size above which an array is cut. Orbax takes a device's shard, however large; tensorstore holds one whole."""
+_COMMIT_BYTES = 32 * 2**20
 _SEQUENCE, _DICT = 1, 2
 _EMPTY: dict[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": ()}
 _OWN_FILES = {
@@ -313,32 +315,24 @@ def _write_database(
     root.mkdir(parents=True)
     spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{root}/"}}
     database = ts.KvStore.open(spec).result()
-    values = itertools.chain.from_iterable(
-        _values(stage, name, tensor, arrays[name]) for name, tensor in tensors.items()
-    )
-    for batch in _batches(values):
-        with ts.Transaction() as transaction:  # one version of the database per batch
-            for key, value in batch:
-                database.with_transaction(transaction).write(key, value).result()
+    transaction, size = ts.Transaction(), 0
+    for name, tensor in tensors.items():
+        for key, value in _values(stage, name, tensor, arrays[name]):
+            database.with_transaction(transaction).write(key, value).result()
+            size += len(value)
+            if size >= _COMMIT_BYTES:  # each commit is a version of the database, and frees what it held
+                transaction.commit_sync()
+                transaction, size = ts.Transaction(), 0
+    transaction.commit_sync()
 
 
 def _values(stage: Stage, name: str, tensor: Tensor, array: str) -> Iterator[tuple[str, bytes]]:
-    header = header_for(tensor, "zstd")
+    header = header_for(tensor, "zstd", _CHUNK_BYTES)
     yield f"{array}/.zarray", header_bytes(header)
-    for key, data in encoded_chunks(stage, name, tensor, header):
-        yield f"{array}/{key}", data
-
-
-def _batches(values: Iterator[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:
-    batch, size = [], 0
-    for key, value in values:
-        batch.append((key, value))
-        size += len(value)
-        if size >= _COMMIT_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+    for key, pieces in encoded_chunks(stage, name, tensor, header):
+        whole = io.BytesIO()
+        whole.writelines(pieces)
+        yield f"{array}/{key}", whole.getvalue()
 
 
 CONTAINER = OrbaxFolder()

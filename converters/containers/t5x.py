@@ -168,9 +168,9 @@ def _write_zarr(stage: Stage, folder: str, path: str, name: str, tensor: Tensor)
     stated = header.to_json()
     with stage.file(f"{folder}/.zarray") as output:
         output.write(header_bytes(header))
-    for key, data in encoded_chunks(stage, name, tensor, header):
+    for key, pieces in encoded_chunks(stage, name, tensor, header):
         with stage.file(f"{folder}/{key}") as output:
-            output.write(data)
+            output.writelines(pieces)
     return {
         "driver": "zarr",
         "dtype": tensor.dtype.name,

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from statekit.converters.containers.chunk_stream import (
+    SLAB,
     DecodedStream,
     RawStream,
     check_size,
@@ -319,7 +320,7 @@ class _Reader:
             stream = open_stream(value, header.compressor, size)
         copy_block(stream, header.chunks, index, out)
         if isinstance(stream, DecodedStream):
-            if stream.position == size:
+            if stream.position == size or size <= SLAB:  # a small chunk is always checked to its end
                 stream.finish()
             elif len(self._open) < _MAX_OPEN:
                 self._open[key] = stream

@@ -6,15 +6,17 @@ import json
 import math
 import zlib
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from statekit.commit import Stage
 from statekit.converters.containers.zarr2 import Header
 from statekit.digest import little_endian
-from statekit.tensor import Index, Shape, Tensor, positions
+from statekit.tensor import Filled, Shape, Tensor, blocks, positions
 
 CHUNK_BYTES = 64 * 2**20
 """The size above which T5X cuts an array. Source: T5X t5x/checkpoints.py, `_DESIRED_CHUNK_SIZE_BYTES`."""
+
+_PART_BYTES = 16 * 2**20
 
 
 def chunk_shape(shape: Shape, itemsize: int, limit: int = CHUNK_BYTES) -> Shape:
@@ -33,9 +35,11 @@ def _next_divisor(n: int) -> int:
     return next(n // d for d in range(2, n + 1) if n % d == 0)
 
 
-def header_for(tensor: Tensor, compressor: Literal["gzip", "zstd"]) -> Header:
-    """Returns the header under which a tensor is written: level 1, no fill value."""
-    return Header(tensor.shape, chunk_shape(tensor.shape, tensor.dtype.itemsize), tensor.dtype, compressor)
+def header_for(tensor: Tensor, compressor: Literal["gzip", "zstd"], limit: int = CHUNK_BYTES) -> Header:
+    """Returns the header under which a tensor is written: level 1, no fill value, chunks of at most `limit` bytes."""
+    return Header(
+        tensor.shape, chunk_shape(tensor.shape, tensor.dtype.itemsize, limit), tensor.dtype, compressor
+    )
 
 
 def header_bytes(header: Header) -> bytes:
@@ -43,13 +47,18 @@ def header_bytes(header: Header) -> bytes:
     return json.dumps(header.to_json(), sort_keys=True, separators=(",", ":")).encode()
 
 
-def encoded_chunks(stage: Stage, name: str, tensor: Tensor, header: Header) -> Iterator[tuple[str, bytes]]:
-    """Yields key and stored bytes of every chunk, and digests the tensor under its name."""
+def encoded_chunks(
+    stage: Stage, name: str, tensor: Tensor, header: Header
+) -> Iterator[tuple[str, Iterator[bytes]]]:
+    """Yields key and stored bytes of every chunk, and digests the tensor under its name.
+
+    The bytes come in pieces, which must be taken before the next chunk is asked for.
+    """
     stream = stage.stream(name, tensor)
     in_order = _in_order(header)
     pieces = _pieces(stream, header.chunk_bytes())
     for position in positions([range(n) for n in header.grid()]):
-        chunk = next(pieces) if in_order else iter([little_endian(tensor.read(_index(header, position)))])
+        chunk = next(pieces) if in_order else _read_chunk(tensor, header, position)
         yield header.chunk_key(position), _compressed(chunk, header)
     for _ in stream:  # chunks that aren't in C order were read by themselves
         pass
@@ -61,8 +70,12 @@ def _in_order(header: Header) -> bool:
     return not cut or all(n == 1 for n in header.chunks[: cut[-1]])
 
 
-def _index(header: Header, position: tuple[int, ...]) -> Index:
-    return tuple(slice(i * c, (i + 1) * c) for i, c in zip(position, header.chunks, strict=True))
+def _read_chunk(tensor: Tensor, header: Header, position: tuple[int, ...]) -> Iterator[bytes]:
+    """Reads a chunk by itself, in parts."""
+    for part in blocks(Filled(header.chunks, header.dtype), _PART_BYTES):
+        starts = [i * c for i, c in zip(position, header.chunks, strict=True)]
+        index = tuple(slice(n + s.start, n + s.stop) for n, s in zip(starts, part, strict=True))
+        yield little_endian(tensor.read(index))
 
 
 def _pieces(stream: Iterator[bytes], size: int) -> Iterator[Iterator[memoryview]]:
@@ -81,11 +94,14 @@ def _pieces(stream: Iterator[bytes], size: int) -> Iterator[Iterator[memoryview]
         yield chunk()
 
 
-def _compressed(chunk: Iterator[bytes | memoryview], header: Header) -> bytes:
+def _compressed(chunk: Iterator[bytes] | Iterator[memoryview], header: Header) -> Iterator[bytes]:
+    encoder: Any
     if header.compressor == "zstd":
         import zstandard
 
-        zstd = zstandard.ZstdCompressor(level=header.level).compressobj(size=header.chunk_bytes())
-        return b"".join([*map(zstd.compress, chunk), zstd.flush()])
-    gzip = zlib.compressobj(header.level, zlib.DEFLATED, 31)  # its header names no time
-    return b"".join([*map(gzip.compress, chunk), gzip.flush()])
+        encoder = zstandard.ZstdCompressor(level=header.level).compressobj(size=header.chunk_bytes())
+    else:
+        encoder = zlib.compressobj(header.level, zlib.DEFLATED, 31)  # its header names no time
+    for piece in chunk:
+        yield encoder.compress(piece)
+    yield encoder.flush()
