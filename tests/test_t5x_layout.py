@@ -16,9 +16,10 @@ from statekit.checkpoint import Checkpoint
 from statekit.commit import staged, unknown_fields
 from statekit.converters.containers.t5x import CONTAINER as T5X
 from statekit.converters.layouts.t5x_adafactor import LAYOUT
-from statekit.converters.layouts.t5x_rules import STANDARD, by_size, effective, from_slots
+from statekit.converters.layouts.t5x_rules import STANDARD, from_slots
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.format import Hints
+from statekit.optim.factoring import by_size, effective
 from statekit.state import Axis, Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensor import Array, in_memory
 from statekit.tree import tensor_names

@@ -16,8 +16,6 @@ import numpy as np
 from statekit.checkpoint import Checkpoint
 from statekit.converters.layouts.t5x_rules import (
     GivenRules,
-    by_size,
-    effective,
     fits,
     from_slots,
     given_rules,
@@ -34,6 +32,7 @@ from statekit.converters.layouts.t5x_settings import (
 from statekit.converters.layouts.t5x_tree import PLACEHOLDER, SLOTS, Held, Native, looks_native, read_native
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.format import Encoded, Evidence, Hints
+from statekit.optim.factoring import by_size, effective
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensor import DTYPES, Filled, Tensor, in_memory
 from statekit.tree import Tree, tensor_names

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from statekit.checkpoint import Checkpoint
-from statekit.converters.layouts.t5x_rules import STANDARD, hparam_map
+from statekit.converters.layouts.t5x_rules import STANDARD
 from statekit.converters.layouts.t5x_tree import Held
 from statekit.errors import StateError, UsageError
 from statekit.format import Hints
+from statekit.optim.factoring import first_entry, map_entries
 from statekit.schema import load_schema
 from statekit.state import KnownFrom
 from statekit.tensor import Shape
@@ -25,10 +26,6 @@ RULES = ("factor_map", "logical_factor_rules", "logical_axes")
 
 _STANDARD = "standard_logical_factor_rules()"
 _TRAVERSALS = "traversals_and_optimizers"
-_KINDS: dict[str, tuple[type, ...]] = {
-    "number": (int, float), "integer": (int,), "boolean": (bool,), "string": (str,),
-    "null": (type(None),), "array": (list, tuple), "object": (dict,),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -100,25 +97,11 @@ def check_values(values: Mapping[str, Any]) -> None:
 
 
 def _fault(name: str, value: Any) -> str:
-    known = load_schema("adafactor").hyperparameters
+    schema = load_schema("adafactor")
     by_path = name == "multiply_by_parameter_scale" and isinstance(value, dict)
-    if name in (*RULES, _TRAVERSALS) or name not in known or by_path:
+    if name in (*RULES, _TRAVERSALS) or name not in schema.hyperparameters or by_path:
         return ""
-    kinds, limits = known[name]["type"], known[name].get("range", {})
-    if not any(
-        isinstance(value, _KINDS[kind]) and (type(value) is not bool or kind == "boolean") for kind in kinds
-    ):
-        return f"expected {' or '.join(kinds)}"
-    if "values" in limits and value not in limits["values"]:
-        return f"expected one of {', '.join(limits['values'])}"
-    if not isinstance(value, (int, float)):
-        return ""
-    low, above = limits.get("minimum", value), limits.get("exclusive_minimum", value - 1)
-    return (
-        ""
-        if low <= value and above < value < limits.get("exclusive_maximum", value + 1)
-        else f"expected {limits}"
-    )
+    return schema.fault(name, value)
 
 
 @dataclass(frozen=True)
@@ -302,17 +285,12 @@ def scale_by_path(value: Any, paths: Sequence[str], faults: list[tuple[str, str]
     """Resolves multiply_by_parameter_scale to a bool, or to one for each path."""
     if isinstance(value, bool):
         return value
-    entries = hparam_map(value, "multiply_by_parameter_scale")
+    entries = map_entries(value, "multiply_by_parameter_scale")
     found: dict[str, bool] = {}
     for path in paths:
-        hits = (
-            flag
-            for pattern, is_regex, flag in entries
-            if (re.search(pattern, path) if is_regex else pattern == path)
-        )
-        flag = next(hits, None)
-        if not isinstance(flag, bool):
+        entry = first_entry(entries, path)
+        if entry is None or not isinstance(entry.value, bool):
             faults.append(("multiply_by_parameter_scale has no true or false for it", path))
         else:
-            found[path] = flag
+            found[path] = entry.value
     return found
