@@ -16,7 +16,7 @@ from statekit.converters.containers import zarr2_write
 from statekit.converters.containers.orbax import CONTAINER as ORBAX
 from statekit.converters.containers.t5x import CONTAINER as T5X
 from statekit.converters.layouts.t5x_adafactor import LAYOUT
-from statekit.errors import FormatError, UsageError
+from statekit.errors import CommitError, FormatError, UsageError
 from statekit.format import Container, Encoded, Hints
 from statekit.tensor import Array, in_memory
 
@@ -222,3 +222,25 @@ def test_what_is_partitioned_is_in_zarr_and_the_rest_inline(tmp_path: Path) -> N
         "state.param_states.encoder.gate.v" not in folders
     )  # a real v of shape (1,) is inline, as T5X has it
     assert not any(name.endswith(("v_row", "v_col", ".m", "step")) for name in folders)
+
+
+def test_a_database_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tensorstore as ts
+
+    class Full:
+        def with_transaction(self, transaction: object) -> Full:
+            return self
+
+        def write(self, key: str, value: bytes) -> object:
+            raise ValueError("RESOURCE_EXHAUSTED: No space left on device")
+
+        def result(self) -> Full:
+            return self
+
+    class Store:
+        open = staticmethod(lambda spec: Full())
+
+    monkeypatch.setattr(ts, "KvStore", Store)
+    with pytest.raises(CommitError, match="No space left"):
+        write(ORBAX, tree(a=1.0), tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []

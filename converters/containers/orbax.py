@@ -12,10 +12,12 @@ T5X t5x/checkpoints.py, `OrbaxCheckpointManagerInterface`.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +41,7 @@ from statekit.converters.containers.step_folders import (
 from statekit.converters.containers.step_target import array_names, step_prefix
 from statekit.converters.containers.stored_leaves import ArrayPlace, open_arrays, with_tensors
 from statekit.converters.containers.zarr2_write import encoded_chunks, header_bytes, header_for
+from statekit.durable import writing
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.format import Encoded, Evidence
 from statekit.manifest import strict_json
@@ -312,18 +315,31 @@ def _write_database(
     import tensorstore as ts
 
     root = stage.path / folder
-    root.mkdir(parents=True)
-    spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{root}/"}}
-    database = ts.KvStore.open(spec).result()
+    with _told(root):
+        root.mkdir(parents=True)
+        spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{root}/"}}
+        database = ts.KvStore.open(spec).result()
     transaction, size = ts.Transaction(), 0
     for name, tensor in tensors.items():
         for key, value in _values(stage, name, tensor, arrays[name]):
-            database.with_transaction(transaction).write(key, value).result()
-            size += len(value)
-            if size >= _COMMIT_BYTES:  # each commit is a version of the database, and frees what it held
-                transaction.commit_sync()
-                transaction, size = ts.Transaction(), 0
-    transaction.commit_sync()
+            with _told(root):
+                database.with_transaction(transaction).write(key, value).result()
+                size += len(value)
+                if size >= _COMMIT_BYTES:  # each commit is a version of the database, and frees what it held
+                    transaction.commit_sync()
+                    transaction, size = ts.Transaction(), 0
+    with _told(root):
+        transaction.commit_sync()
+
+
+@contextmanager
+def _told(root: Path) -> Iterator[None]:
+    """Turns what tensorstore says of a failed write, which may be a ValueError, into a CommitError."""
+    with writing(root):
+        try:
+            yield
+        except ValueError as error:
+            raise OSError(errno.EIO, str(error).splitlines()[0][:400]) from error
 
 
 def _values(stage: Stage, name: str, tensor: Tensor, array: str) -> Iterator[tuple[str, bytes]]:
