@@ -9,12 +9,13 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
-from statekit.tensor import BLOCK_BYTES, Array, Tensor, chunks
+from statekit.tensor import BLOCK_BYTES, Array, Tensor, chunks, nbytes
 
 _FILE_BLOCK = 2**20
 
@@ -25,8 +26,20 @@ def little_endian(block: Array) -> bytes:
 
 
 def tensor_bytes(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[bytes]:
-    """Yields the values of a tensor, little-endian and in C order, at most `limit` bytes at a time."""
-    return map(little_endian, chunks(tensor, limit))
+    """Yields the values of a tensor, little-endian and in C order, at most `limit` bytes at a time.
+
+    The next block is read (and inflated) by another thread while the caller is busy with the last one.
+    """
+    read = map(little_endian, chunks(tensor, limit))
+    return _ahead(read) if nbytes(tensor) > limit else read
+
+
+def _ahead(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    with ThreadPoolExecutor(1, "statekit-read-ahead") as reader:
+        coming = reader.submit(next, blocks, b"")
+        while block := coming.result():
+            coming = reader.submit(next, blocks, b"")
+            yield block
 
 
 def bytes_digest(data: bytes) -> str:
