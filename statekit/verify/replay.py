@@ -133,12 +133,13 @@ class Subject:
             xp = NumpyBackend()  # the file is closed from here on, so the state moves into memory
             return self._changed(store(xp, load(xp, ours), ours))
 
-    def belief(self, update: int, recorded: TrainState) -> TrainState:
-        """Returns a recorded state with the rules and hyperparameters that our side uses for an update."""
+    def belief(self, update: int, state: TrainState) -> TrainState:
+        """Returns a state with the rules and hyperparameters that our side uses for an update."""
         if self.start == "init":
-            return self._changed(recorded)
+            said = self.recording.state(update - 1, self.recording.trajectories[0], update)
+            return self._changed(_told(state, said))
         with self._opened(update) as ours:
-            return self._changed(replace(recorded, optimizer=ours.optimizer, rules=ours.rules))
+            return self._changed(_told(state, ours))
 
     @contextmanager
     def _opened(self, update: int) -> Iterator[TrainState]:
@@ -153,6 +154,16 @@ class Subject:
 
     def _changed(self, state: TrainState) -> TrainState:
         return state.with_hyperparameters(**self.changes) if self.changes else state
+
+
+def _told(state: TrainState, other: TrainState) -> TrainState:
+    """Returns a state that is moved as another one says; what its groups hold stays its own."""
+    groups = other.optimizer.groups
+    if any(own.slots for own in state.optimizer.groups):
+        groups = tuple(
+            replace(said, slots=own.slots) for said, own in zip(groups, state.optimizer.groups, strict=True)
+        )
+    return replace(state, optimizer=replace(other.optimizer, groups=groups), rules=other.rules)
 
 
 def replay(
