@@ -82,11 +82,8 @@ def update(
     """
     xp, shape = s.xp, s.xp.shape(param)
     one = math.prod(shape) == 1
-    p, g, dtypes = (
-        xp.widen(param),
-        xp.widen(grad),
-        (xp.dtype(param), xp.dtype(grad), xp.dtype(slots["delta"])),
-    )
+    p, g = xp.widen(param), xp.widen(grad)
+    dtypes = xp.dtype(param), xp.dtype(grad), xp.dtype(slots["delta"])
     short = g if factor is None else scaled_adam_clip.reached(s, grad, factor)
     used = short if s.form["clip_reaches"] == "everything" else g
     wide = {name: xp.widen(value) for name, value in slots.items()}
@@ -210,7 +207,8 @@ def move(
     }
     factor = None
     if s.hyper.clipping_scale is not None and params:
-        shared, factor = scaled_adam_clip.clip(s, params, full, slots, shared)
+        own = shared or scaled_adam_clip.init(xp, next(iter(params.values())), s.hyper)
+        shared, factor = scaled_adam_clip.clip(s, params, full, slots, own)
     moved = {path: update(s, params[path], full[path], slots[path], factor) for path in params}
     return (
         {path: p for path, (p, _) in moved.items()},

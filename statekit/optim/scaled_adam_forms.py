@@ -90,7 +90,7 @@ class Setting:
         return value if dtype == "float32" else self.xp.rounded(value, dtype)
 
     def added(self, number: Value, *dtypes: str) -> Value:
-        """Returns a number as PyTorch adds it, or a multiple of it, to arrays of these dtypes.
+        """Returns a number as PyTorch adds it, or a multiple of it, to arrays of these dtypes, or fills them with it.
 
         Its CPU kernels round such a number to the arrays' dtype, where those that multiply or divide keep it float32.
         Source: torch 2.13 on bfloat16, and the recording zipformer2025_bf16, resumed_trajectory.
@@ -155,7 +155,7 @@ def _accumulate(s: Setting, m: Moving, x: Value) -> Value:
     beta1 = s.hyper.betas[0]
     rest = s.xp.number(1.0 - beta1)
     delta = s.kept(m.slots["delta"] * beta1, state)
-    if x is not None:
+    if not m.one:
         grown = s.kept(m.param * x, p_dtype, state)
         sized = s.kept(s.plus(delta, 1.0 - beta1, grown, p_dtype, state), state)
         delta = s.xp.where(s.size_due, sized, delta)
@@ -173,7 +173,6 @@ def _blend(s: Setting, m: Moving, x: Value) -> Value:
     y = s.kept(s.kept(-rate * m.grad, g_dtype) / root(s, m), *both)
     if not m.one:
         y = s.kept(y * at_least(s, m.slots["param_rms"], state), *both)
-    if x is not None:
         y = s.xp.where(s.size_due, s.kept(y + s.kept(m.param * x, p_dtype, state), *both), y)
     return s.kept(s.plus(s.kept(m.slots["delta"] * beta1, state), 1.0 - beta1, y, *both), state)
 
@@ -190,7 +189,7 @@ def at_least(s: Setting, rms: Value, dtype: str) -> Value:
 
 
 def _replace(s: Setting, x: Value, rms: Value, dtype: str) -> Value:
-    largest = s.kept(-s.scalar_rate * s.xp.number(s.hyper.size_update_period), dtype)
+    largest = s.added(-s.scalar_rate * s.xp.number(s.hyper.size_update_period), dtype)
     return s.xp.if_greater(rms, s.xp.constant(s.hyper.param_max_rms, dtype), largest, x)
 
 
