@@ -244,7 +244,7 @@ def _bindings(text: str, place: object) -> Iterator[tuple[str, list[str]]]:
 def find_gin(folders: Sequence[Path]) -> Path | None:
     """Returns the gin file that configured a run: an operative one first, then `config.gin`, then the only other."""
     for folder in folders:
-        files = sorted(folder.glob("*.gin"))
+        files = sorted(path for path in folder.glob("*.gin") if path.is_file())
         operative = [f for f in files if f.name.startswith("operative_config")]
         plain = [f for f in files if f.name == "config.gin"]
         for choice in (operative[-1:], plain, files if len(files) == 1 else []):

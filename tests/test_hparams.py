@@ -186,6 +186,7 @@ def test_any_text_is_survived(text: str) -> None:
 def test_which_gin_file(tmp_path: Path) -> None:
     step = tmp_path / "checkpoint_5"
     step.mkdir()
+    (tmp_path / "folder.gin").mkdir()
     assert find_gin([step, tmp_path]) is None
     (tmp_path / "model.gin").touch()
     assert find_gin([step, tmp_path]) == tmp_path / "model.gin"

@@ -43,7 +43,7 @@ def gin_settings(step: Path) -> tuple[dict[str, Any], tuple[Finding, ...]]:
         return {}, ()
     try:
         settings = read_gin(read_text(path), path)
-    except FormatError as error:
+    except (FormatError, OSError) as error:
         return {}, (Finding(f"the gin file can't be read: {' '.join(str(error).split())}", str(path)),)
     return {
         "file": str(path),
