@@ -66,6 +66,11 @@ class JaxBackend:
     def sum(self, *values: Value) -> Value:
         return sum(self._jnp.sum(value) for value in values)
 
+    def norm(self, value: Value) -> Value:
+        peak = self._jnp.max(self._jnp.abs(value), initial=0.0)
+        scaled = value / self._jnp.where(peak > 0, peak, 1.0)
+        return self._jnp.where(peak < math.inf, peak * self._jnp.sqrt(self._jnp.sum(scaled * scaled)), peak)
+
     def mean(self, value: Value, axes: tuple[int, ...], keepdims: bool = False) -> Value:
         return self._jnp.mean(value, axis=axes, keepdims=keepdims) if axes else value
 

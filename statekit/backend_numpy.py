@@ -63,6 +63,11 @@ class NumpyBackend:
     def sum(self, *values: Value) -> Value:
         return np.asarray(sum(np.sum(value, dtype=self.compute) for value in values))
 
+    def norm(self, value: Value) -> Value:
+        peak = np.max(np.abs(value), initial=0.0)
+        scaled = value / np.where(peak > 0, peak, 1.0)
+        return np.where(peak < np.inf, peak * np.sqrt(np.sum(scaled * scaled, dtype=self.compute)), peak)
+
     def mean(self, value: Value, axes: tuple[int, ...], keepdims: bool = False) -> Value:
         if not axes:
             return value

@@ -73,6 +73,11 @@ class TorchBackend:
     def sum(self, *values: Value) -> Value:
         return sum(value.sum() for value in values)
 
+    def norm(self, value: Value) -> Value:
+        peak = value.abs().max() if value.numel() else value.new_zeros(())
+        scaled = value / self._torch.where(peak > 0, peak, 1.0)
+        return self._torch.where(peak < math.inf, peak * (scaled * scaled).sum().sqrt(), peak)
+
     def mean(self, value: Value, axes: tuple[int, ...], keepdims: bool = False) -> Value:
         if not axes:
             return value

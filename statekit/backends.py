@@ -68,6 +68,9 @@ class Backend(Protocol):
     def sum(self, *values: Value) -> Value:
         """Returns the sum of all elements of some arrays, 0-d."""
 
+    def norm(self, value: Value) -> Value:
+        """Returns the root of the sum of squares of all elements, 0-d; no square over- or underflows on the way."""
+
     def mean(self, value: Value, axes: tuple[int, ...], keepdims: bool = False) -> Value:
         """Returns the mean over some axes; over none, the value itself."""
 

@@ -47,6 +47,17 @@ def gamma(terms: int) -> float:
     return min(steps, CONFIDENCE * math.sqrt(steps)) * UNIT / (1 - min(terms * UNIT, 0.5))
 
 
+def scaled_norm_error(sizes: Array) -> float:
+    """Returns the relative error bound of a float32 norm of elements of these sizes that scales on the way.
+
+    Squares are taken of x / s and summed, s being the largest size, or the largest so far: then the sum is multiplied
+    by (s / s')^2 whenever s rises to s' (MXNet's `nrm2`; LAPACK's `slassq`). Roundings: 3 in each square, 4 for each
+    rise, n - 1 in the sum; half of all that in its root, and 2 for root and last product.
+    """
+    rises = int(np.sum(np.diff(np.maximum.accumulate(sizes), prepend=0.0) > 0)) if sizes.size else 0
+    return gamma(sizes.size) / 2 + (3 + 4 * rises) * UNIT / 2 + 2 * UNIT
+
+
 @dataclass(frozen=True, eq=False)
 class Interval:
     """Every value that lies between `low` and `high` (float64 arrays of one shape); NaN where the value is NaN.
@@ -125,10 +136,14 @@ def _flushed(low: Array, high: Array) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class IntervalBackend:
-    """Runs a step's text over intervals. Source of the method: Moore, Interval Analysis, 1966."""
+    """Runs a step's text over intervals. Source of the method: Moore, Interval Analysis, 1966.
+
+    `sqrt_units` is how far a square root may be from the exact one, in units of 2^-24, if it isn't correctly rounded.
+    """
 
     contracted: bool = False
     name: str = "interval"
+    sqrt_units: float = 0.0
 
     @property
     def compiles(self) -> bool:
@@ -193,6 +208,11 @@ class IntervalBackend:
         )
         return self._total(flat, (0,), False)
 
+    def norm(self, value: Value) -> Value:
+        size = self.absolute(value)
+        low, high = (np.asarray(np.sqrt(np.sum(np.square(end)))) for end in (size.low, size.high))
+        return size.widened(low, high, scaled_norm_error(np.ravel(size.high)))
+
     def mean(self, value: Value, axes: tuple[int, ...], keepdims: bool = False) -> Value:
         if not axes:
             return value
@@ -208,7 +228,10 @@ class IntervalBackend:
         )
 
     def sqrt(self, value: Value) -> Value:
-        return value._round(np.sqrt(value.low), np.sqrt(value.high), 2)
+        ends = np.sqrt(value.low), np.sqrt(value.high)
+        if self.sqrt_units:
+            return value.widened(*ends, max(self.sqrt_units, 2) * UNIT)
+        return value._round(*ends, 2)
 
     def power(self, value: Value, exponent: float) -> Value:
         ends = np.power(value.low, np.float64(exponent)), np.power(value.high, np.float64(exponent))
@@ -233,7 +256,10 @@ class IntervalBackend:
 
     def exponential(self, base: float, exponent: Value) -> Value:
         ends = np.power(np.float64(base), exponent.low), np.power(np.float64(base), exponent.high)
-        return exponent.widened(np.minimum(*ends), np.maximum(*ends), 2 * POWER_ULPS * UNIT)
+        low, high = np.minimum(*ends), np.maximum(*ends)
+        # An ULP is 2u of a power of two, but hardly more than u just below it, where Adam's powers are.
+        fraction = np.maximum(np.minimum(np.frexp(low)[0], np.frexp(high)[0]), 0.5)
+        return exponent.widened(low, high, POWER_ULPS * UNIT / fraction)
 
     def lerp(self, old: Value, new: Value, weight: Value) -> Value:
         return self._hull(old + weight * (new - old), new - (new - old) * (1.0 - weight))

@@ -172,7 +172,8 @@ def write_trajectory(path: Path, states: Iterator[TrainState], recording: Record
     spool = Spool(path.parent)
     last: TrainState | None = None
     for last in states:
-        for name, tensor in system(recording.system).encode(last).items():
+        phase = recording.phase(max(last.counts.updates, recording.first + 1))
+        for name, tensor in system(recording.system).encode(last, phase).items():
             spool.add(f"{last.counts.updates}/{name}", tensor.read())
     if last is None:
         raise UsageError("There is no state to write.", place=path)

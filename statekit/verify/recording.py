@@ -41,8 +41,8 @@ class System(Protocol):
     def decode(self, tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState:
         """Returns the canonical state of one step; names are those of the trajectory without the step."""
 
-    def encode(self, state: TrainState) -> dict[str, Tensor]:
-        """Returns the tensors of a state under the trajectory's names, without the step."""
+    def encode(self, state: TrainState, phase: Phase) -> dict[str, Tensor]:
+        """Returns the tensors of a state under the trajectory's names, without the step; undoes `decode`."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,20 @@ Rate: TypeAlias = float | tuple[float, ...]
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A file of states, how the original ran when it was written, and the step of its first state."""
+    """A file of states, and how the original ran when it was written.
+
+    Attributes:
+        file: Its name.
+        execution: Whether every operation rounded by itself.
+        first: The step of its first state.
+        sqrt_units: How far the original's square roots may be from the exact ones, in units of 2^-24 of the value;
+            0 where they are correctly rounded.
+    """
 
     file: str
     execution: Execution
     first: int = 0
+    sqrt_units: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -221,7 +230,10 @@ def from_json(folder: Path, data: Mapping[str, Any]) -> Recording:
                 for start, end in [phase["updates"]]
             ),
             tuple(_rate(rate) for rate in data["learning_rate"]),
-            tuple(Trajectory(t["file"], t["execution"], t.get("first", first)) for t in data["trajectories"]),
+            tuple(
+                Trajectory(t["file"], t["execution"], t.get("first", first), t.get("sqrt_units", 0.0))
+                for t in data["trajectories"]
+            ),
             checkpoint.get("path", ""),
             checkpoint.get("step"),
         )
@@ -264,7 +276,8 @@ def to_json(recording: Recording) -> dict[str, Any]:
             list(rate) if isinstance(rate, tuple) else rate for rate in recording.learning_rate
         ],
         "trajectories": [
-            {"file": t.file, "execution": t.execution, "first": t.first} for t in recording.trajectories
+            {"file": t.file, "execution": t.execution, "first": t.first, "sqrt_units": t.sqrt_units}
+            for t in recording.trajectories
         ],
         "checkpoint": checkpoint,
     }

@@ -74,7 +74,7 @@ class ScaledAdam:
         arrays = {name[len("slot/") :]: t.read() for name, t in tensors.items() if name.startswith("slot/")}
         return _filled(fresh, arrays)
 
-    def encode(self, state: TrainState) -> dict[str, Tensor]:
+    def encode(self, state: TrainState, phase: Phase) -> dict[str, Tensor]:
         """Returns the tensors of a state under the trajectory's names, members stacked into batches."""
         named = {f"param/{path}": tensor for path, tensor in state.params.items()}
         if state.counts.updates == 0:  # the originals make their slots in the first update
@@ -103,9 +103,7 @@ def _group(options: Mapping[str, Any]) -> Group:
 
 
 def _batches(state: TrainState, group: Group) -> tuple[tuple[str, ...], ...]:
-    return batches(
-        {path: (state.params[path].dtype.name, *state.params[path].shape) for path in group.paths}
-    )
+    return batches({path: (state.params[path].dtype.name, *state.params[path].shape) for path in group.paths})
 
 
 def _filled(state: TrainState, arrays: Mapping[str, Array]) -> TrainState:

@@ -73,7 +73,7 @@ class T5X:
         checkpoint = Checkpoint("t5x", Path(f"step {step}"), tree, step=step)
         return layout("t5x").decode(checkpoint, Hints(dict(phase.hyperparameters)))
 
-    def encode(self, state: TrainState) -> dict[str, Tensor]:
+    def encode(self, state: TrainState, phase: Phase) -> dict[str, Tensor]:
         """Returns the tensors of a state under the trajectory's names, through T5X's layout."""
         native = tensor_names(layout("t5x").encode(state).tree)
         params = {f"param/{n[len(TARGET) :]}": t for n, t in native.items() if n.startswith(TARGET)}

@@ -1,0 +1,288 @@
+"""AdamW (Kingma and Ba 2014, arXiv 1412.6980; Loshchilov and Hutter 2017, arXiv 1711.05101).
+
+One parameter p with gradient g, learning rate a and weight decay w, at the t-th update:
+
+    p = p (1 - a w)                                       (torch, Keras; elsewhere w p joins the direction)
+    m = beta1 m + (1-beta1) g,  v = beta2 v + (1-beta2) g^2
+    v_max = max(v_max, v), and v_max divides              (with amsgrad)
+    D = sqrt(v / (1 - beta2^t)) + epsilon
+    p = p - a (m / (1 - beta1^t)) / D
+
+Mesh-TF and GPT-Neo leave both corrections out; Keras moves them into the learning rate, so that epsilon stands beside
+the uncorrected root. Where implementations differ, `schemas/adamw.json` has the name of the form as a constant.
+
+Source: pytorch/pytorch, torch/optim/adam.py, `_single_tensor_adam`; the other variants' `sources` in the schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from statekit.backends import Backend, Value
+from statekit.errors import UnknownRuleError
+from statekit.optim.adafactor import Execution
+from statekit.optim.adam_moments import CORRECTION, FIRST, RATE, SECOND, decay, slots_like
+from statekit.optim.gradient_clipping import CLIP
+from statekit.optim.keras_averages import follow_averages
+from statekit.optim.settings import (
+    EXCLUDED,
+    Exclusion,
+    form,
+    require_float32,
+    require_gradients,
+    require_whole_updates,
+    settled,
+)
+from statekit.state import Group, Rule, TrainState
+
+Slots: TypeAlias = Mapping[str, Value]
+VARIANTS = ("torch", "optax", "keras", "mesh_tf", "gpt_neo")
+"""Every variant of the schema but tf1, of which there is no recording."""
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What a group's update needs, in canonical names. `schemas/adamw.json` explains each."""
+
+    beta1: float
+    beta2: float
+    epsilon: float
+    epsilon_root: float
+    weight_decay_rate: float | None
+    exclude_from_weight_decay: Exclusion
+    decoupled_weight_decay: bool
+    amsgrad: bool
+    nesterov: bool
+    maximize: bool
+    dtype_momentum: str | None
+    global_norm_clip_threshold: float | None
+    clipnorm: float | None
+    clipvalue: float | None
+    loss_scale_factor: float | None
+    use_ema: bool
+    ema_momentum: float | None
+    ema_overwrite_frequency: int | None
+    gradient_accumulation_steps: int | None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a group's update runs.
+
+    Attributes:
+        xp: The array namespace.
+        form: The variant's constants: difference -> name of its form.
+        hyper: Hyperparameters.
+        rate: Learning rate, as the original holds it.
+        step: Updates done so far (int, or 0-d integer array).
+        execution: Which roundings of low precision the original makes.
+    """
+
+    xp: Backend
+    form: Mapping[str, Any]
+    hyper: Hyperparameters
+    rate: Value
+    step: Value
+    execution: Execution
+
+    def correction(self, beta: float, ahead: int = 1) -> Value:
+        """Returns 1 - beta^t, t being this update's number (or one further on)."""
+        return CORRECTION[self.form["bias_correction_precision"]](self.xp, beta, self.step + ahead)
+
+    @cached_property
+    def corrections(self) -> tuple[Value, Value]:
+        """The corrections of both moments."""
+        return self.correction(self.hyper.beta1), self.correction(self.hyper.beta2)
+
+
+@dataclass(frozen=True)
+class Moving:
+    """One parameter in the middle of its update: p, g, new moments, v or what takes its place, weight decay or None."""
+
+    p: Value
+    g: Value
+    m: Value
+    v: Value
+    decay: float | None
+
+
+def _denominator(s: Setting, v: Value) -> Value:
+    return DENOMINATOR[s.form["denominator_form"]](s, v) + s.xp.constant(s.hyper.epsilon)
+
+
+def _root_over_root(s: Setting, v: Value) -> Value:
+    return s.xp.sqrt(v) / s.xp.sqrt(s.corrections[1])
+
+
+def _root_of_quotient(s: Setting, v: Value) -> Value:
+    corrected = v if s.hyper.amsgrad and s.form["amsgrad_of"] == "corrected" else v / s.corrections[1]
+    return s.xp.sqrt(corrected + s.xp.constant(s.hyper.epsilon_root))
+
+
+DENOMINATOR: Mapping[str, Callable[[Setting, Value], Value]] = {
+    "root_over_root": _root_over_root,
+    "root_of_quotient": _root_of_quotient,
+    "root": lambda s, v: s.xp.sqrt(v),
+}
+
+
+def _step_size(s: Setting, x: Moving) -> Value:
+    return x.p - ((s.rate / s.corrections[0]) * x.m) / _denominator(s, x.v)
+
+
+def _direction(s: Setting, x: Moving) -> Value:
+    m = x.m / s.corrections[0]
+    if s.hyper.nesterov:
+        beta1 = s.hyper.beta1
+        ahead = x.m / s.correction(beta1, 2)
+        m = s.xp.constant(beta1) * ahead + s.xp.constant(1.0 - beta1) * (x.g / s.corrections[0])
+    return x.p - s.rate * _decayed(s, x, m / _denominator(s, x.v))
+
+
+def _reciprocal(s: Setting, x: Moving) -> Value:
+    return x.p - s.rate * _decayed(s, x, x.m * (1.0 / _denominator(s, x.v)))
+
+
+def _scaled_moment(s: Setting, x: Moving) -> Value:
+    alpha = s.rate * s.xp.sqrt(s.corrections[1]) / s.corrections[0]
+    return x.p - x.m * alpha / _denominator(s, x.v)
+
+
+def _decayed(s: Setting, x: Moving, direction: Value) -> Value:
+    if x.decay is None or s.form["weight_decay_expression"] != "in_update":
+        return direction
+    return direction + s.xp.constant(x.decay) * x.p
+
+
+UPDATE: Mapping[str, Callable[[Setting, Moving], Value]] = {
+    "step_size": _step_size,
+    "direction": _direction,
+    "reciprocal": _reciprocal,
+    "scaled_moment": _scaled_moment,
+}
+"""The parameter after an update."""
+
+DECAYED_FIRST: Mapping[str, Callable[[Setting, Value, float], Value]] = {
+    "product_first": lambda s, p, w: p * (1.0 - s.rate * w),
+    "subtract_first": lambda s, p, w: p - p * s.xp.constant(w) * s.rate,
+    "in_update": lambda s, p, w: p,
+}
+"""The parameter before the update of the moments."""
+
+
+def momentum_dtype(form: Mapping[str, Any], hyper: Hyperparameters, param_dtype: str) -> str:
+    """Returns the dtype in which m is stored."""
+    named = {"parameter": param_dtype, "dtype_momentum": hyper.dtype_momentum or param_dtype}
+    return named.get(form["first_moment_dtype"], "float32")
+
+
+def init(xp: Backend, param: Value, hyper: Hyperparameters, form: Mapping[str, Any]) -> dict[str, Value]:
+    """Returns the slots of a parameter before its first update: zeros."""
+    dtype = xp.dtype(param)
+    second = dtype if form["moment_dtype"] == "parameter" else "float32"
+    names = {"m": momentum_dtype(form, hyper, dtype), "v": second}
+    names |= {"v_max": second} if hyper.amsgrad else {}
+    return slots_like(xp, param, names | ({"average": dtype} if hyper.use_ema else {}))
+
+
+def update(
+    s: Setting, param: Value, grad: Value, slots: Slots, decayed: bool
+) -> tuple[Value, dict[str, Value]]:
+    """Returns a parameter and its slots after one update.
+
+    Args:
+        s: Where the update runs.
+        param: The parameter, float32.
+        grad: Its gradient, same shape, in the compute dtype, clipped.
+        slots: The slots that `init` names, before the update.
+        decayed: Whether weight decay isn't kept from this parameter.
+    """
+    xp, hyper = s.xp, s.hyper
+    p, g = xp.widen(param), -grad if hyper.maximize else grad
+    w = (hyper.weight_decay_rate or None) if decayed else None
+    if w is not None:
+        p = DECAYED_FIRST[s.form["weight_decay_expression"]](s, p, w)
+    new = dict(zip(("m", "v"), _moments(s, slots, g), strict=True))
+    used = new["v"]
+    if hyper.amsgrad:
+        uncorrected = s.form["amsgrad_of"] == "uncorrected"
+        used = xp.maximum(xp.widen(slots["v_max"]), used if uncorrected else used / s.corrections[1])
+        new["v_max"] = used
+    p = UPDATE[s.form["update_form"]](s, Moving(p, g, new["m"], used, w))
+    return xp.narrow(p, xp.dtype(param)), {
+        name: xp.narrow(value, xp.dtype(slots[name])) for name, value in new.items()
+    }
+
+
+def _moments(s: Setting, slots: Slots, g: Value) -> tuple[Value, Value]:
+    xp, stored = s.xp, s.xp.dtype(slots["m"])
+    low = s.form["momentum_read"] == "unrounded" and stored != "float32"
+    weights = decay(xp, s.hyper.beta1, stored if low else "float32")
+    m = xp.widen(slots["m"])
+    if low and s.execution == "op_by_op":
+        m = xp.rounded(weights.old * m, stored) + weights.new * g
+    else:
+        m = FIRST[s.form["first_moment_update"]](xp, m, g, weights)
+    v = SECOND[s.form["second_moment_update"]](xp, xp.widen(slots["v"]), g, decay(xp, s.hyper.beta2))
+    return m, v
+
+
+def hyperparameters(group: Group, variant: str) -> Hyperparameters:
+    """Returns what a group's update needs.
+
+    Raises:
+        UnknownRuleError: A hyperparameter that the variant offers is unknown; lists all that are.
+    """
+    return settled(Hyperparameters, "adamw", variant, group)
+
+
+def check(state: TrainState, group: Group) -> None:
+    """Raises UnknownRuleError where the step can't go on as the original would."""
+    hyper = hyperparameters(group, str(state.optimizer.variant))
+    for path in group.paths:
+        require_float32(state, path)
+    require_whole_updates(hyper.gradient_accumulation_steps)
+    if hyper.weight_decay_rate and not hyper.decoupled_weight_decay:
+        raise UnknownRuleError(
+            "Adam with weight decay in the gradient isn't AdamW; the step doesn't do it.",
+            expected="decoupled_weight_decay true",
+        )
+
+
+def start(
+    xp: Backend, params: Slots, rules: Mapping[str, Rule], group: Group, variant: str
+) -> tuple[dict[str, dict[str, Value]], dict[str, Value]]:
+    """Returns the slots of every parameter of a group before its first update."""
+    hyper, constants = hyperparameters(group, variant), form("adamw", variant)
+    return {path: init(xp, params[path], hyper, constants) for path in group.paths}, {}
+
+
+def move(
+    xp: Backend,
+    params: Slots,
+    grads: Slots,
+    slots: Mapping[str, Slots],
+    shared: Slots,
+    rules: Mapping[str, Rule],
+    group: Group,
+    variant: str,
+    learning_rate: Value,
+    step: Value,
+    execution: Execution,
+) -> tuple[dict[str, Value], dict[str, dict[str, Value]], Slots]:
+    """Returns a group's parameters and slots after one update; the global norm is taken over the group."""
+    hyper, constants = hyperparameters(group, variant), form("adamw", variant)
+    require_gradients(group.paths, grads, constants["step_scope"])
+    rate = RATE[constants["lr_precision"]](xp, learning_rate)
+    s = Setting(xp, constants, hyper, rate, step, execution)
+    wide = {path: xp.widen(grad) for path, grad in grads.items()}
+    excluded = EXCLUDED[constants["decay_exclusions"]]
+    new_params, new_slots = dict(params), {path: dict(own) for path, own in slots.items()}
+    for path, g in CLIP[constants["gradient_clipping"]](xp, wide, hyper).items():
+        decayed = not excluded(path, hyper.exclude_from_weight_decay)
+        new_params[path], moved = update(s, params[path], g, slots[path], decayed)
+        new_slots[path].update(moved)
+    return *follow_averages(xp, new_params, new_slots, hyper, step), shared

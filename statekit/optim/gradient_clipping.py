@@ -1,0 +1,93 @@
+"""Clipping of raw gradients, as each system computes it. All take and return gradients in the compute dtype."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeAlias
+
+from statekit.backends import Backend, Value
+from statekit.errors import UnknownRuleError
+
+Grads: TypeAlias = dict[str, Value]
+
+
+class Clipping(Protocol):
+    """What limits gradients; `schemas/adamw.json` explains each. 0 counts as off."""
+
+    @property
+    def global_norm_clip_threshold(self) -> float | None:
+        """Largest norm of all gradients together."""
+
+    @property
+    def clipnorm(self) -> float | None:
+        """Largest norm of each gradient."""
+
+    @property
+    def clipvalue(self) -> float | None:
+        """Largest absolute value of each element."""
+
+    @property
+    def loss_scale_factor(self) -> float | None:
+        """What gradients are divided by first."""
+
+
+def _none(xp: Backend, grads: Grads, limits: Clipping) -> Grads:
+    return grads
+
+
+def _global_norm(xp: Backend, grads: Grads) -> Value:
+    return xp.sqrt(xp.sum(*(g * g for g in grads.values())))
+
+
+def _elements(xp: Backend, grads: Grads, limit: float) -> Grads:
+    edge = xp.constant(limit)
+    return {path: xp.minimum(xp.maximum(g, -edge), edge) for path, g in grads.items()}
+
+
+def _keras(xp: Backend, grads: Grads, limits: Clipping) -> Grads:
+    """Source: keras-team/keras, keras/src/optimizers/base_optimizer.py, `_clip_gradients`, `clip_by_global_norm`."""
+    if limits.loss_scale_factor is not None:
+        scale = xp.constant(limits.loss_scale_factor)
+        grads = {path: g / scale for path, g in grads.items()}
+    if limits.clipnorm:
+        edge = xp.constant(limits.clipnorm)
+        return {p: g * edge / xp.maximum(xp.sqrt(xp.sum(g * g)), edge) for p, g in grads.items()}
+    if limits.global_norm_clip_threshold:
+        edge, norm = xp.constant(limits.global_norm_clip_threshold), _global_norm(xp, grads)
+        factor = edge * xp.minimum(1.0 / norm, xp.constant(1.0 / limits.global_norm_clip_threshold))
+        factor = xp.if_greater(-norm, -math.inf, factor, math.nan)
+        return {path: g * factor for path, g in grads.items()}
+    return _elements(xp, grads, limits.clipvalue) if limits.clipvalue else grads
+
+
+def _optax(xp: Backend, grads: Grads, limits: Clipping) -> Grads:
+    """Source: google-deepmind/optax, optax/transforms/_clipping.py, `clip`, `clip_by_global_norm`."""
+    if limits.clipvalue is not None and limits.global_norm_clip_threshold is not None:
+        raise UnknownRuleError(
+            "Nobody says which of two clipping links comes first.", expected="clip or clip_by_global_norm"
+        )
+    if limits.clipvalue is not None:
+        return _elements(xp, grads, limits.clipvalue)
+    if limits.global_norm_clip_threshold is None:
+        return grads
+    edge, norm = xp.constant(limits.global_norm_clip_threshold), _global_norm(xp, grads)
+    return {path: xp.if_greater(-norm, -edge, g, g / norm * edge) for path, g in grads.items()}
+
+
+def _gpt_neo(xp: Backend, grads: Grads, limits: Clipping) -> Grads:
+    """Source: EleutherAI/gpt-neo, optimizers.py, `clip_by_global_norm`; Mesh-TF divides by way of a reciprocal."""
+    if limits.global_norm_clip_threshold is None:
+        return grads
+    edge = xp.constant(limits.global_norm_clip_threshold)
+    factor = edge * (1.0 / xp.maximum(_global_norm(xp, grads), edge))
+    return {path: g * factor for path, g in grads.items()}
+
+
+CLIP: Mapping[str, Callable[[Backend, Grads, Clipping], Grads]] = {
+    "none": _none,
+    "base_class": _keras,
+    "chain": _optax,
+    "global_norm": _gpt_neo,
+}
+"""By `gradient_clipping`."""

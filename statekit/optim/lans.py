@@ -1,0 +1,275 @@
+"""LANS (Zheng et al. 2020, arXiv 2006.13484): LAMB with Nesterov's momentum, as MXNet, the paper and Apex have it.
+
+One parameter p with gradient g, learning rate lr and weight decay w, at the t-th update, norms over the tensor:
+
+    g = g / ||g||                                                    (and clipped by element)
+    m = beta1 m + (1-beta1) g,  v = beta2 v + (1-beta2) g^2
+    D = sqrt(v / (1 - beta2^t)) + epsilon
+    a = (m / (1 - beta1^t)) / D + w p,  b = g / D + w p
+    p = p - lr (beta1 r / ||a|| a + (1-beta1) r / ||b|| b),  r = min(max(||p||, lower_bound), upper_bound)
+
+A float16 parameter has a float32 master, which is what moves. MXNet's two paths differ: the Python one takes the weight
+decay of b from the parameter that the first half has moved already. `schemas/lans.json` has the name of each form.
+
+Source: apache/mxnet, src/operator/contrib/multi_lans.cc, `MultiLANSKernelStep1`, `MultiLANSKernelStep2`;
+python/mxnet/optimizer/lans.py, `LANS.step`; szhengac/apex, csrc/multi_tensor_lans.cu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from statekit.backends import Backend, Value
+from statekit.optim.adafactor import Execution
+from statekit.optim.adam_moments import (
+    CORRECTION,
+    FIRST,
+    RATE,
+    SECOND,
+    Decay,
+    decay,
+    decay_float32,
+    slots_like,
+)
+from statekit.optim.settings import form, require_float32, require_gradients, settled
+from statekit.optim.trust_ratio import NORM, RATIO
+from statekit.state import Group, Rule, TrainState
+
+Slots: TypeAlias = Mapping[str, Value]
+VARIANTS = ("mxnet_fused", "mxnet_unfused", "mxnet_gpu", "paper", "apex_fused")
+"""Every variant of the schema whose rule is known in full."""
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What a group's update needs, in canonical names. `schemas/lans.json` explains each."""
+
+    beta1: float
+    beta2: float
+    epsilon: float
+    wd: float
+    lower_bound: float | None
+    upper_bound: float | None
+    clip_gradient: float | None
+    rescale_grad: float
+    lr_mult: Mapping[str, float]
+    wd_mult: Mapping[str, float]
+    begin_num_update: int
+    bias_correction: bool
+    grad_averaging: bool
+    normalize_grad: bool
+    adam_w_mode: bool
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where one parameter's update runs.
+
+    Attributes:
+        xp: The array namespace.
+        form: The variant's constants: difference -> name of its form.
+        hyper: Hyperparameters.
+        rate: The parameter's own learning rate, as the original holds it.
+        wd: The parameter's own weight decay.
+        count: The parameter's updates done so far, as the original counts them.
+    """
+
+    xp: Backend
+    form: Mapping[str, Any]
+    hyper: Hyperparameters
+    rate: Value
+    wd: float
+    count: Value
+
+    @cached_property
+    def first(self) -> Decay:
+        """Weights of the first moment, and of the two halves of the update."""
+        weights = DECAY[self.form["constants_precision"]](self.xp, self.hyper.beta1)
+        return weights if self.hyper.grad_averaging else Decay(weights.old, 1.0)
+
+    @cached_property
+    def second(self) -> Decay:
+        """Weights of the second moment."""
+        return DECAY[self.form["constants_precision"]](self.xp, self.hyper.beta2)
+
+    def corrected(self, moment: Value, beta: float) -> Value:
+        """Returns a moment, corrected for its zero start."""
+        if not self.hyper.bias_correction:
+            return moment
+        return moment / CORRECTION[self.form["constants_precision"]](self.xp, beta, self.count + 1)
+
+    def norm(self, value: Value) -> Value:
+        """Returns the norm of a tensor."""
+        return NORM[self.form["norm_accumulation"]](self.xp, value)
+
+    def ratio(self, top: Value, bottom: Value, otherwise: Value) -> Value:
+        """Returns top / bottom, or a fallback where there is no ratio."""
+        return RATIO[self.form["trust_ratio_fallback"]](self.xp, top, bottom, otherwise)
+
+
+DECAY: Mapping[str, Callable[[Backend, float], Decay]] = {
+    "float32": decay_float32,
+    "float64_on_float32": decay_float32,
+    "float64_rounded": decay,
+    "unspecified": decay,
+}
+
+
+SECOND_SHARE: Mapping[str, Callable[[Setting], Value]] = {
+    "float64_product": lambda s: s.xp.number(1.0 - s.xp.constant(s.hyper.beta1)),
+    "float32": lambda s: s.first.new,
+    "unspecified": lambda s: s.first.new,
+}
+"""The weight of the second half of the update."""
+
+
+def _over_norm_and_epsilon(s: Setting, g: Value) -> Value:
+    norm = s.norm(g)
+    return g / s.xp.if_greater(norm, 0.0, norm + s.xp.constant(s.hyper.epsilon), 1.0 + norm)
+
+
+NORMALISED: Mapping[str, Callable[[Setting, Value], Value]] = {
+    "norm": lambda s, g: g / s.norm(g),
+    "norm_plus_epsilon": _over_norm_and_epsilon,
+}
+
+
+def _clamp(s: Setting, g: Value, edge: float) -> Value:
+    return s.xp.minimum(s.xp.maximum(g, -edge), edge)
+
+
+def _clamp_nan_too(s: Setting, g: Value, edge: float) -> Value:
+    g = s.xp.if_greater(-g, -edge, g, edge)  # CUDA's min and max prefer the number to NaN
+    return s.xp.if_greater(g, -edge, g, -edge)
+
+
+CLAMPED: Mapping[str, Callable[[Setting, Value, float], Value]] = {
+    "nan": _clamp,
+    "nan_unless_clipped": _clamp_nan_too,
+}
+
+
+def _limit(s: Setting, limit: float | None) -> float | None:
+    """Returns a limit; None where it is off. 0.0 counts as off or not, by `false_bounds`."""
+    off = limit is None or (s.form["false_bounds"] == "ignored" and limit <= 0)
+    return None if off else limit
+
+
+def _bounded(s: Setting, norm: Value) -> Value:
+    lower, upper = _limit(s, s.hyper.lower_bound), _limit(s, s.hyper.upper_bound)
+    if lower is not None:
+        norm = s.xp.maximum(norm, s.xp.constant(lower))
+    return norm if upper is None else s.xp.minimum(norm, s.xp.constant(upper))
+
+
+def _coefficient(s: Setting, weight: Value, direction: Value, share: Value) -> Value:
+    """Returns learning rate * ratio * share of one half of the update."""
+    norm = s.norm(direction)
+    if s.form["rate_product"] == "norm_first":
+        return s.ratio(s.rate * weight, norm, s.rate) * share
+    ratio = s.ratio(weight, norm, 1.0)
+    return s.rate * (ratio * share) if s.form["rate_product"] == "ratio_first" else s.rate * ratio * share
+
+
+def update(s: Setting, param: Value, grad: Value, slots: Slots) -> tuple[Value, dict[str, Value]]:
+    """Returns a parameter and its slots after one update.
+
+    Args:
+        s: Where the update runs.
+        param: The parameter: float32, or float16 beside a slot `master`.
+        grad: Its gradient, same shape.
+        slots: m, v and perhaps master, before the update.
+    """
+    xp, hyper = s.xp, s.hyper
+    p = xp.widen(slots.get("master", param))
+    g = _gradient(s, p, xp.widen(grad))
+    m = FIRST["weighted_sum"](xp, xp.widen(slots["m"]), g, s.first)
+    v = SECOND[s.form["second_moment_update"]](xp, xp.widen(slots["v"]), g, s.second)
+    root = xp.sqrt(s.corrected(v, hyper.beta2)) + xp.constant(hyper.epsilon)
+    weight = _bounded(s, s.norm(xp.widen(param) if s.form["weight_norm_of"] == "stored" else p))
+    a = _decayed(s, s.corrected(m, hyper.beta1) / root, p)
+    first = _coefficient(s, weight, a, s.first.old) * a
+    b = _decayed(s, g / root, p - first if s.form["second_half_weight"] == "moved" else p)
+    second = _coefficient(s, weight, b, SECOND_SHARE[s.form["second_half_factor"]](s)) * b
+    p = p - (first + second) if s.form["application"] == "once" else p - first - second
+    new = {"m": m, "v": v, "master": p}
+    return xp.narrow(p, xp.dtype(param)), {
+        name: xp.narrow(new[name], xp.dtype(value)) for name, value in slots.items()
+    }
+
+
+def _gradient(s: Setting, p: Value, g: Value) -> Value:
+    """Returns the gradient that the moments see."""
+    g = g * s.xp.constant(s.hyper.rescale_grad)
+    if s.hyper.normalize_grad:
+        g = NORMALISED[s.form["gradient_normalisation"]](s, g)
+    edge = _limit(s, s.hyper.clip_gradient)
+    if edge is not None:
+        g = CLAMPED[s.form["zero_gradient"]](s, g, s.xp.constant(edge))
+    return g if s.hyper.adam_w_mode else g + s.xp.constant(s.wd) * p
+
+
+def _decayed(s: Setting, direction: Value, p: Value) -> Value:
+    return direction + s.xp.constant(s.wd) * p if s.hyper.adam_w_mode else direction
+
+
+def hyperparameters(group: Group, variant: str) -> Hyperparameters:
+    """Returns what a group's update needs.
+
+    Raises:
+        UnknownRuleError: A hyperparameter that the variant offers is unknown; lists all that are.
+    """
+    return settled(Hyperparameters, "lans", variant, group)
+
+
+def check(state: TrainState, group: Group) -> None:
+    """Raises UnknownRuleError where the step can't go on as the original would."""
+    hyperparameters(group, str(state.optimizer.variant))
+    for path in group.paths:
+        dtype = state.params[path].dtype.name
+        if dtype != "float16" or "master" not in state.slots.get(path, {}):
+            require_float32(state, path)
+
+
+def start(
+    xp: Backend, params: Slots, rules: Mapping[str, Rule], group: Group, variant: str
+) -> tuple[dict[str, dict[str, Value]], dict[str, Value]]:
+    """Returns the slots of every parameter of a group before its first update: zeros, and masters of float16."""
+    hyperparameters(group, variant)
+    mixed = group.hyperparameters.get("multi_precision", False)
+    slots = {}
+    for path in group.paths:
+        own = slots_like(xp, params[path], {"m": "float32", "v": "float32"})
+        if mixed and xp.dtype(params[path]) == "float16":
+            own["master"] = xp.narrow(xp.widen(params[path]), "float32")
+        slots[path] = own
+    return slots, {}
+
+
+def move(
+    xp: Backend,
+    params: Slots,
+    grads: Slots,
+    slots: Mapping[str, Slots],
+    shared: Slots,
+    rules: Mapping[str, Rule],
+    group: Group,
+    variant: str,
+    learning_rate: Value,
+    step: Value,
+    execution: Execution,
+) -> tuple[dict[str, Value], dict[str, dict[str, Value]], Slots]:
+    """Returns a group's parameters and slots after one update."""
+    hyper, constants = hyperparameters(group, variant), form("lans", variant)
+    require_gradients(group.paths, grads, constants["step_scope"])
+    rate, count = RATE[constants["lr_precision"]](xp, learning_rate), step + hyper.begin_num_update
+    new_params, new_slots = dict(params), {path: dict(own) for path, own in slots.items()}
+    for path, grad in grads.items():
+        own_rate = rate * hyper.lr_mult.get(path, 1.0)
+        wd = hyper.wd * hyper.wd_mult.get(path, 1.0)
+        s = Setting(xp, constants, hyper, own_rate, wd, count)
+        new_params[path], new_slots[path] = update(s, params[path], grad, slots[path])
+    return new_params, new_slots, shared

@@ -1,0 +1,123 @@
+"""What one update needs to know of its group: hyperparameters, settled by the variant where nobody can set them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from statekit.errors import StateError, UnknownRuleError
+from statekit.schema import load_schema
+from statekit.state import Group, TrainState
+
+T = TypeVar("T")
+
+
+def settled(kind: type[T], schema: str, variant: str, group: Group) -> T:
+    """Returns a group's hyperparameters as a record; what the variant doesn't offer has the value that describes it.
+
+    Args:
+        kind: A dataclass whose fields are canonical names. A field of type `float` may not be None.
+        schema: Name of the schema.
+        variant: Name of the variant in it.
+        group: The group.
+
+    Raises:
+        UnknownRuleError: A hyperparameter that the variant offers is unknown; lists all that are.
+    """
+    rules, given = load_schema(schema), group.hyperparameters
+    offered, values = rules.variant(variant)["defaults"], {**rules.settings(variant), **given}
+    missing = [
+        field.name
+        for field in fields(kind)  # type: ignore[arg-type]
+        if (field.name in offered and field.name not in given)
+        or (field.type == "float" and values[field.name] is None)
+    ]
+    if missing:
+        raise UnknownRuleError(
+            "The step needs hyperparameters that the checkpoint doesn't say.",
+            place=next(iter(group.paths), None),
+            expected=", ".join(missing),
+            remedy=f"give them: --hparams {missing[0]}=VALUE, or load_optimizer(..., {missing[0]}=VALUE)",
+        )
+    return kind(**{field.name: values[field.name] for field in fields(kind)})  # type: ignore[arg-type]
+
+
+def form(schema: str, variant: str) -> Mapping[str, Any]:
+    """Returns a variant's constants: difference -> name of its form."""
+    constants: Mapping[str, Any] = load_schema(schema).variant(variant)["constants"]
+    return constants
+
+
+Exclusion = Sequence[str] | Mapping[str, bool] | None
+
+
+def _by_name(path: str, excluded: Exclusion) -> bool:
+    return any(re.search(pattern, path) for pattern in excluded or ())
+
+
+def _by_last_name(path: str, excluded: Exclusion) -> bool:
+    return _by_name(path.rpartition("/")[2], excluded)
+
+
+def _by_mask(path: str, excluded: Exclusion) -> bool:
+    return isinstance(excluded, Mapping) and excluded[path]
+
+
+EXCLUDED: Mapping[str, Callable[[str, Exclusion], bool]] = {
+    "name_regex": _by_name,
+    "last_name_regex": _by_last_name,
+    "mask": _by_mask,
+    "groups": lambda path, excluded: False,
+}
+"""Whether a parameter is kept from weight decay, by `decay_exclusions` and `exclude_from_weight_decay`."""
+
+
+OWN_COUNTS = ("per_parameter", "per_index_and_device")
+"""Values of `step_scope` with a count for each parameter; statekit steps them while all counts are equal."""
+
+
+def require_gradients(paths: Sequence[str], grads: Mapping[str, Any], scope: str) -> None:
+    """Refuses an update in which a parameter without a gradient would fall behind by its own count.
+
+    Args:
+        paths: The parameters of a group.
+        grads: Gradient by path.
+        scope: The variant's `step_scope`.
+
+    Raises:
+        StateError: The variant counts each parameter's updates by itself, and one has no gradient.
+    """
+    missing = [path for path in paths if path not in grads]
+    if missing and scope in OWN_COUNTS:
+        raise StateError(
+            "A parameter has no gradient in this update; its own count would fall behind the run's.",
+            place=missing[0],
+            expected="a gradient for every parameter: this variant counts the updates of each by itself",
+            remedy="leave parameters that aren't trained out of every group",
+        )
+
+
+def require_float32(state: TrainState, path: str) -> None:
+    """Raises UnknownRuleError if a parameter isn't float32."""
+    dtype = state.params[path].dtype.name
+    if dtype != "float32":
+        raise UnknownRuleError(
+            "The step doesn't reproduce this variant's rounding in other dtypes than float32 yet.",
+            place=path,
+            expected="float32",
+            found=dtype,
+            remedy="step the float32 masters, if the run kept them",
+        )
+
+
+def require_whole_updates(micro_batches: int | None) -> None:
+    """Raises UnknownRuleError if the optimizer accumulates gradients over several calls."""
+    if micro_batches:
+        raise UnknownRuleError(
+            "The step updates with every gradient; it doesn't accumulate them.",
+            expected="gradient_accumulation_steps null",
+            found=micro_batches,
+            remedy="give it the mean of the accumulated gradients",
+        )
