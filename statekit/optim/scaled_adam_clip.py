@@ -68,9 +68,9 @@ def clip(
     norm = xp.sqrt(_square(s, params, grads, slots))
     old = shared["model_norms"]
     norms = xp.where(step > 0, xp.set_row(old, step % period, xp.narrow(norm, xp.dtype(old))), old)
-    due, threshold = _threshold(s, norms, xp.widen(shared["model_norm_threshold"]))
+    due, threshold = _threshold(s, norms, shared["model_norm_threshold"])
     # PyTorch divides a number by a tensor as a product with the tensor's reciprocal.
-    ratio = threshold * (1.0 / (norm + 1e-20))
+    ratio = xp.widen(threshold) * (1.0 / (norm + 1e-20))
     factor = xp.if_greater(-ratio, -1.0, ratio, 1.0)  # Python's min(1.0, ratio): 1 for NaN
     if s.form["threshold_used"] == "from_period":
         factor = xp.where(step >= period, factor, xp.widen(1.0))
@@ -109,15 +109,19 @@ def _square(
 
 
 def _threshold(s: Setting, norms: Value, old: Value) -> tuple[Value, Value]:
-    """Returns whether the threshold is estimated in this update, and the threshold."""
+    """Returns whether the threshold is estimated in this update, and the threshold in its own dtype."""
     xp, step, period = s.xp, s.step, s.hyper.clipping_update_period
     assert s.hyper.clipping_scale is not None
     scale = xp.number(s.hyper.clipping_scale)
+
+    def held(place: int) -> Value:
+        return xp.narrow(xp.order_statistic(norms, place), xp.dtype(old))
+
     due = (step % period == 0) & (step > 0)
-    threshold = xp.where(due, scale * xp.order_statistic(norms, _median(period)), old)
+    threshold = xp.where(due, scale * held(_median(period)), old)
     for early in EARLY[s.form["early_estimates"]]:
         if early < period:  # over the `early` largest entries: the others are still zero
-            estimate = scale * xp.order_statistic(norms, period - early + _median(early))
+            estimate = scale * held(period - early + _median(early))
             threshold = xp.where(step == early, estimate * s.form["early_estimate_factor"], threshold)
             due = due | (step == early)
     return due, threshold
