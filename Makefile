@@ -22,12 +22,12 @@ help:
 # torch goes first: with its version settled, nothing that follows chooses another build of it.
 $(READY):
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "statekit needs Python 3.11 or newer; try make PYTHON=...")'
-	@echo "Setting up $(VENV): torch and JAX are large, this takes a few minutes once."
+	@echo "Setting up $(VENV): torch, JAX and TensorFlow are large, this takes a few minutes once."
 	@$(PYTHON) -m venv --without-pip $(VENV)
 	@$(PYTHON) -m pip --disable-pip-version-check --python $(BIN)/python install -qq pip
 	@rm -f $(VENV)/.ready-*
 	@$(BIN)/python $(PIP_INSTALL) torch
-	@$(BIN)/python $(PIP_INSTALL) --editable '.[torch,jax,dev]'
+	@$(BIN)/python $(PIP_INSTALL) --editable '.[torch,jax,tensorflow,dev]'
 	@touch $@
 
 demo: $(READY)

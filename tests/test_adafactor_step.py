@@ -22,7 +22,7 @@ VECTOR = Rule((N,), "given")
 
 @pytest.fixture(
     params=[
-        pytest.param(name, marks=getattr(pytest.mark, name) if name in ("torch", "jax") else ())
+        pytest.param(name, marks=getattr(pytest.mark, name) if name in ("torch", "jax", "tensorflow") else ())
         for name in ("float64", *BACKEND_NAMES)
     ]
 )

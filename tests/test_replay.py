@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 
 from goldens import GOLDEN, bundles
 from statekit.backend_numpy import ORACLE
-from statekit.backends import backend
+from statekit.backends import Backend, backend
 from statekit.converters.containers.safetensors_file import open_safetensors
 from statekit.errors import FormatError, NotFoundError
 from statekit.verify.recorder import Recorder
@@ -34,8 +36,39 @@ def test_there_are_recordings() -> None:
 @pytest.mark.parametrize("start", ["checkpoint", "init"])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_every_element_of_every_step_lies_in_the_bound(path: Path, start: Start, name: str) -> None:
+    assert_within(path, start, backend(name))
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("path", T5X)
+def test_every_element_lies_in_the_bound_in_tensorflow(path: Path) -> None:
+    assert_within(path, "init", backend("tensorflow"))
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("case", ["bf16_params", "momentum_f32"])
+def test_tensorflow_goes_on_from_a_checkpoint(case: str) -> None:
+    """Two are enough: reading is the same in every backend, and XLA compiles each run anew."""
+    assert_within(GOLDEN / "t5x" / case, "checkpoint", backend("tensorflow"))
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("case", ["bf16_params", "momentum_bf16_wd", "skip_nan"])
+def test_tensorflow_run_eagerly_lies_in_the_bound_of_uncompiled_arithmetic(case: str) -> None:
+    from statekit.backend_tensorflow import TensorFlowBackend
+
+    class Eager(TensorFlowBackend):
+        compiles = False
+
+        def compile(self, step: Callable[..., Any]) -> Callable[..., Any]:
+            return step
+
+    assert_within(GOLDEN / "t5x" / case, "init", Eager())
+
+
+def assert_within(path: Path, start: Start, xp: Backend) -> None:
     with open_recording(path) as recording:
-        result = replay(Subject(recording, start), backend(name))
+        result = replay(Subject(recording, start), xp)
     assert not result.decoded
     assert [row for judged in result.judged for row in judged.rows if row.outside] == []
     assert result.passed

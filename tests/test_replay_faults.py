@@ -24,6 +24,7 @@ BACKENDS = [
     "numpy",
     pytest.param("torch", marks=pytest.mark.torch),
     pytest.param("jax", marks=pytest.mark.jax),
+    pytest.param("tensorflow", marks=pytest.mark.tensorflow),
 ]
 CASE = GOLDEN / "t5x" / "momentum_f32"
 SQUARE = "encoder/layers_0/attention/query/kernel"

@@ -32,6 +32,7 @@ BACKENDS = [
     "numpy",
     pytest.param("torch", marks=pytest.mark.torch),
     pytest.param("jax", marks=pytest.mark.jax),
+    pytest.param("tensorflow", marks=pytest.mark.tensorflow),
 ]
 BASIC, GROUPS, LATER = (
     GOLDEN / "scaled_adam" / case

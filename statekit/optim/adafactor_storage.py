@@ -80,7 +80,7 @@ def noise(s: Setting, step: Value) -> Value:
     total = s.xp.widen(0.0)
     for bit in range(_BITS):
         fraction = float(np.float32(math.fmod(_PHI * 2.0**bit, 1.0)))
-        total = total + s.xp.widen(((step + 1) >> bit) & 1) * fraction
+        total = total + s.xp.widen((step + 1) // 2**bit % 2) * fraction
     return total - s.xp.floor(total)
 
 
