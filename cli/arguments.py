@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -34,12 +33,14 @@ hints_option = click.option(
 """The `--hparams` option; the command gets `hints`."""
 
 
-class LocalPath(click.ParamType[Path]):
-    """A file or folder of this machine. An address such as gs://bucket/run is refused with what to do instead."""
+def local_file(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
+    """Turns an argument into a path of this machine; a callback for click.
 
-    name = "path"
+    Raises:
+        UsageError: It is an address such as gs://bucket/run; says what to do instead.
+    """
+    if value is None:
+        return None
+    from statekit.converters.containers.kv_stores import local_path
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        from statekit.converters.containers.kv_stores import local_path
-
-        return value if isinstance(value, Path) else local_path(str(value))
+    return local_path(value)

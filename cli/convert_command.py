@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from statekit.cli import output
-from statekit.cli.arguments import LocalPath, hints_option
+from statekit.cli.arguments import hints_option, local_file
 from statekit.cli.plan_view import show_plan
 from statekit.cli.resume import next_update, resume_lines
 from statekit.commit import Progress
@@ -17,24 +17,22 @@ from statekit.convert import Report, convert, plan
 from statekit.format import Exactness, Hints
 from statekit.plan import Plan, StepOffset
 
+OFFSETS: dict[str, StepOffset] = {"keep": "keep", "reset": "reset"}
 PHASES = {"check": "checking the source", "write": "writing", "verify": "reading again"}
 
 
-class _StepOffset(click.ParamType[StepOffset]):
-    name = "keep|reset|N"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> StepOffset:
-        if value in ("keep", "reset"):
-            return value  # type: ignore[no-any-return]
-        try:
-            return int(value)
-        except ValueError:
-            self.fail(f"{value!r} is neither keep, reset nor a number.", param, ctx)
+def _step_offset(ctx: click.Context, param: click.Parameter, value: str) -> StepOffset:
+    if value in OFFSETS:
+        return OFFSETS[value]
+    try:
+        return int(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither keep, reset nor a number.") from None
 
 
 @click.command("convert")
-@click.argument("source", type=LocalPath())
-@click.argument("target", type=LocalPath())
+@click.argument("source", callback=local_file)
+@click.argument("target", callback=local_file)
 @click.option("--from", "from_", metavar="CONTAINER", help="What the source is, if it can't be told.")
 @click.option("--to", metavar="CONTAINER", help="What to write, if the target's name doesn't say it.")
 @click.option("--layout", metavar="LAYOUT", help="How the target's optimizer wants its slots.")
@@ -42,7 +40,8 @@ class _StepOffset(click.ParamType[StepOffset]):
 @hints_option
 @click.option(
     "--step-offset",
-    type=_StepOffset(),
+    metavar="keep|reset|N",
+    callback=_step_offset,
     default="keep",
     show_default=True,
     help="Where the decay of the second moment starts; reset: now, for finetuning.",

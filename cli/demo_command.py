@@ -16,7 +16,7 @@ from rich.console import Console
 import statekit
 from statekit.backends import backend
 from statekit.cli import convert_command, inspect_command, output
-from statekit.cli.arguments import LocalPath
+from statekit.cli.arguments import local_file
 from statekit.errors import MissingExtraError, NotFoundError
 from statekit.optim.adafactor import defaults
 from statekit.state import TrainState
@@ -37,11 +37,12 @@ Values: TypeAlias = Mapping[str, Mapping[str, Array]]
 
 
 @click.command("demo")
-@click.argument("bundle", required=False, type=LocalPath())
+@click.argument("bundle", required=False, callback=local_file)
 @click.option(
     "--out",
-    type=LocalPath(),
-    default=Path("demo-out"),
+    callback=local_file,
+    metavar="DIR",
+    default="demo-out",
     show_default=True,
     help="Where the PyTorch checkpoint shall be.",
 )

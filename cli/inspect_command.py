@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from statekit.cli import output
-from statekit.cli.arguments import LocalPath, hints_option
+from statekit.cli.arguments import hints_option, local_file
 from statekit.cli.module_tree import Row, module_tree, rows
 from statekit.format import Hints
 from statekit.inspection import (
@@ -34,7 +34,7 @@ STATS = ("norm", "rms", "min", "max", "zeros", "NaN", "Inf")
 
 
 @click.command("inspect")
-@click.argument("checkpoint", type=LocalPath())
+@click.argument("checkpoint", callback=local_file)
 @click.option("--from", "container", metavar="CONTAINER", help="What the file is, if it can't be told.")
 @click.option("--layout", metavar="LAYOUT", help="What its names mean, if it can't be told.")
 @click.option("--step", type=int, metavar="N", help="The step of a run's folder. Default: the newest.")
