@@ -95,7 +95,9 @@ def test_batches_split_into_members_and_stack_back_bit_for_bit(path: Path) -> No
             for step in range(trajectory.first, recording.last + 1):
                 prefix = f"{step}/"
                 native = {name[len(prefix) :]: t for name, t in states.items() if name.startswith(prefix)}
-                again = own.encode(recording.state(step, trajectory, max(step, 1)), recording.phase(max(step, 1)))
+                again = own.encode(
+                    recording.state(step, trajectory, max(step, 1)), recording.phase(max(step, 1))
+                )
                 assert set(again) == set(native)
                 for name, tensor in native.items():
                     assert_same(again[name], tensor)
