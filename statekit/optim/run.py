@@ -162,7 +162,7 @@ def steps_of(state: TrainState) -> Steps:
     return steps
 
 
-STEPPED = ("adafactor", "scaled_adam")
+STEPPED = ("adafactor", "adamw", "lamb", "lans", "scaled_adam")
 """Schemas that have a module of steps."""
 
 

@@ -1,7 +1,19 @@
 """One small module for each system whose recordings statekit reads."""
 
 from statekit.verify.recording import System
+from statekit.verify.systems import keras, mesh_tf, mxnet, optax
+from statekit.verify.systems.aliased import Aliased
 from statekit.verify.systems.scaled_adam import ScaledAdam
 from statekit.verify.systems.t5x import T5X
+from statekit.verify.systems.torch_optim import TorchOptim
 
-SYSTEMS: dict[str, System] = {"scaled_adam": ScaledAdam(), "t5x": T5X()}
+SYSTEMS: dict[str, System] = {
+    "keras": Aliased(keras.describe),
+    "mesh_tf": Aliased(mesh_tf.describe),
+    "mxnet_lans": Aliased(mxnet.describe),
+    "optax_adafactor": Aliased(optax.describe),
+    "scaled_adam": ScaledAdam(),
+    "t5x": T5X(),
+    "torch_adafactor": TorchOptim(),
+    "torch_formats": TorchOptim(),
+}

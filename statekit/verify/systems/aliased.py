@@ -1,0 +1,212 @@
+"""What most systems' recordings have in common: each slot is one tensor of its own, under a name that the schema gives.
+
+A phase's hyperparameters then are, beside the system's own arguments in `groups`:
+
+    schema, variant     which rule ran
+    groups              [{"params": [path, ...], <argument>: <value>, ...}, ...]
+    slots               canonical slot -> its name in the recording, where that isn't just the schema's alias
+    counts              {"slots": [name, ...], "globals": [name, ...], "dtype": dtype}: what holds the count of updates
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from statekit.errors import FormatError, NotFoundError, StateError, fault_list
+from statekit.optim.adafactor import Execution
+from statekit.optim.run import initial
+from statekit.schema import OptimizerSchema, load_schema
+from statekit.state import Counts, Group, Optimizer, TrainState
+from statekit.tensor import DTYPES, Tensor, in_memory
+from statekit.verify.recording import FORMAT, TRAJECTORY, Phase
+
+
+def kind(meta: Mapping[str, Any], kinds: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
+    """Returns schema and variant of a recorded optimizer, by a word in its name.
+
+    Raises:
+        NotFoundError: No word of `kinds` is in it.
+    """
+    found = next((names for word, names in kinds.items() if word in str(meta["optimizer"])), None)
+    if found is None:
+        raise NotFoundError(
+            "statekit can't replay this system's optimizer yet.",
+            expected=", ".join(kinds),
+            found=meta["optimizer"],
+        )
+    return found
+
+
+def described(
+    meta: Mapping[str, Any],
+    phases: Sequence[tuple[int, int, Mapping[str, Any]]],
+    checkpoint: str,
+    execution: Execution,
+    sqrt_units: float = 0.0,
+) -> dict[str, Any]:
+    """Returns the content of `recording.json` for a system's `meta.json`.
+
+    Args:
+        meta: The content of `meta.json`.
+        phases: First update, last update, hyperparameters.
+        checkpoint: The native checkpoint, relative to the folder.
+        execution: How the original ran.
+        sqrt_units: How exact its square roots are, as `Trajectory` has it.
+    """
+    trajectory = {"file": TRAJECTORY, "execution": execution, "sqrt_units": sqrt_units}
+    return {
+        "format": FORMAT,
+        "version": 1,
+        "system": meta["system"],
+        "steps": [0, int(meta["steps"])],
+        "phases": [{"updates": [first, last], "hyperparameters": dict(told)} for first, last, told in phases],
+        "learning_rate": list(meta["learning_rate"]),
+        "trajectories": [trajectory],
+        "checkpoint": {"path": checkpoint, "step": int(meta["checkpoint_step"])},
+    }
+
+
+def canonical(schema: OptimizerSchema, variant: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns hyperparameters in canonical names, from a system's own arguments or from canonical ones.
+
+    Example:
+        >>> canonical(load_schema("adamw"), "torch", {"betas": [0.9, 0.95], "eps": 1e-08, "foreach": None})
+        {'beta1': 0.9, 'beta2': 0.95, 'epsilon': 1e-08}
+    """
+    found = {}
+    for name in schema.variant(variant)["defaults"]:
+        spelling = schema.hyperparameters[name]["native"].get(variant, {})
+        own = name if "note" in spelling else str(spelling.get("name", name))
+        argument, _, index = own.rstrip("]").partition("[")
+        if argument in arguments:
+            value = arguments[argument][int(index)] if index else arguments[argument]
+            found[name] = -value if "sign" in spelling and value is not None else value
+    return found
+
+
+def aliases(schema: OptimizerSchema, variant: str, names: Mapping[str, str]) -> dict[str, str]:
+    """Returns canonical slot -> name in the recording."""
+    known = {name: slot.aliases[variant] for name, slot in schema.slots.items() if variant in slot.aliases}
+    return {**known, **names}
+
+
+def decode(tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState:
+    """Returns the canonical state of one step.
+
+    Raises:
+        FormatError: A tensor has no place in it.
+        StateError: Parameters don't all count the same updates.
+    """
+    told = phase.hyperparameters
+    schema, variant, counts = load_schema(told["schema"]), told["variant"], told.get("counts", {})
+    canonical_of = {native: name for name, native in aliases(schema, variant, told.get("slots", {})).items()}
+    groups = tuple(_group(schema, variant, group) for group in told["groups"])
+    params = {name[len("param/") :]: t for name, t in tensors.items() if name.startswith("param/")}
+    ordered = {path: params[path] for group in groups for path in group.paths}
+    slots: dict[str, dict[str, Tensor]] = {path: {} for path in {**ordered, **params}}
+    faults = []
+    for name, tensor in tensors.items():
+        path, _, native = name.removeprefix("slot/").rpartition("/")
+        if not name.startswith("slot/") or native in counts.get("slots", ()):
+            continue
+        if path in slots and native in canonical_of:
+            slots[path][canonical_of[native]] = tensor
+        else:
+            faults.append(("has no place in a canonical state", name))
+    if faults:
+        raise FormatError(f"A recording of {schema.name} has unknown tensors.", found=fault_list(faults))
+    _check_counts(tensors, counts, step, _base(groups))
+    state = TrainState(
+        {**ordered, **params}, slots, Optimizer(schema.name, variant, groups), Counts(step, step)
+    )
+    # Where slots are born in the first update, state 0 has none: they begin as they would.
+    return initial(state) if _unborn(state) else state
+
+
+def _group(schema: OptimizerSchema, variant: str, arguments: Mapping[str, Any]) -> Group:
+    values = canonical(schema, variant, arguments)
+    return Group(tuple(arguments["params"]), values, dict.fromkeys(values, "file"))
+
+
+def _unborn(state: TrainState) -> bool:
+    return state.counts.updates == 0 and _constants(state).get("slots_created") == "first_gradient"
+
+
+def _constants(state: TrainState) -> Mapping[str, Any]:
+    schema = load_schema(state.optimizer.schema)
+    constants: Mapping[str, Any] = schema.variant(str(state.optimizer.variant))["constants"]
+    return constants
+
+
+def _base(groups: Sequence[Group]) -> int:
+    return int(groups[0].hyperparameters.get("begin_num_update", 0)) if groups else 0
+
+
+def _check_counts(tensors: Mapping[str, Tensor], counts: Mapping[str, Any], step: int, base: int) -> None:
+    names = {f"global/{name}" for name in counts.get("globals", ())}
+    held = {
+        name: int(tensor.read())
+        for name, tensor in tensors.items()
+        if name in names or (name.startswith("slot/") and name.rpartition("/")[2] in counts.get("slots", ()))
+    }
+    other = {name: count for name, count in held.items() if count != step + base}
+    if other:
+        raise StateError(
+            "Not everything in a recording counts the same updates; statekit steps a run with one count.",
+            place=next(iter(other)),
+            expected=step + base,
+            found=next(iter(other.values())),
+        )
+
+
+def encode(state: TrainState, phase: Phase) -> dict[str, Tensor]:
+    """Returns the tensors of a state under the trajectory's names, without the step."""
+    told, variant = phase.hyperparameters, str(state.optimizer.variant)
+    named = {f"param/{path}": tensor for path, tensor in state.params.items()}
+    counts = dict(_counts(state, told.get("counts", {})))
+    if _unborn(state):
+        return named
+    native = aliases(load_schema(state.optimizer.schema), variant, told.get("slots", {}))
+    slots = {
+        f"slot/{path}/{native[name]}": tensor
+        for path, own in state.slots.items()
+        for name, tensor in own.items()
+    }
+    return named | slots | counts
+
+
+def _counts(state: TrainState, counts: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    if counts:
+        value = state.counts.updates + _base(state.optimizer.groups)
+        count = in_memory(np.asarray(value, DTYPES[counts["dtype"]]), "count")
+        yield from ((f"global/{name}", count) for name in counts.get("globals", ()))
+        for path in state.slots:
+            yield from ((f"slot/{path}/{name}", count) for name in counts.get("slots", ()))
+
+
+@dataclass(frozen=True)
+class Aliased:
+    """A system whose recordings hold slots under the schema's aliases.
+
+    Attributes:
+        description: Brings `meta.json` into the documented form, given the folder and its content.
+    """
+
+    description: Callable[[Path, Mapping[str, Any]], dict[str, Any]]
+
+    def describe(self, folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the content of `recording.json` for a folder that has the system's own `meta.json`."""
+        return self.description(folder, meta)
+
+    def decode(self, tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState:
+        """Returns the canonical state of one step."""
+        return decode(tensors, step, phase)
+
+    def encode(self, state: TrainState, phase: Phase) -> dict[str, Tensor]:
+        """Returns the tensors of a state under the trajectory's names, without the step."""
+        return encode(state, phase)
