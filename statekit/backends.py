@@ -147,6 +147,7 @@ _BACKENDS = {
     "numpy": "statekit.backend_numpy:NumpyBackend",
     "torch": "statekit.backend_torch:TorchBackend",
     "jax": "statekit.backend_jax:JaxBackend",
+    "tensorflow": "statekit.backend_tensorflow:TensorFlowBackend",
 }
 BACKEND_NAMES = tuple(_BACKENDS)
 
