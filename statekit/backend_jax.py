@@ -46,7 +46,13 @@ class JaxBackend:
             return value
         # XLA may drop a pair of casts; it never drops reduce_precision.
         info = self._jnp.finfo(dtype)
-        return self._jax.lax.reduce_precision(value, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+        normal = self._jax.lax.reduce_precision(value, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+        if info.nexp == self._jnp.finfo("float32").nexp:
+            return normal
+        # What it makes zero is subnormal in dtype: a multiple of the smallest one.
+        least = float(info.smallest_subnormal)
+        subnormal = self._jnp.round(value / least) * least
+        return self._jnp.where(self._jnp.abs(value) < float(info.smallest_normal), subnormal, normal)
 
     def constant(self, value: float, dtype: str = "float32") -> float:
         return round_number(value, dtype)
