@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from safetensors import safe_open
 
-from goldens import GOLDEN, bundles
+from goldens import COMPACT, GOLDEN, bundles
 from statekit.cli import schemas_command
 from statekit.cli.main import statekit
 from statekit.errors import NotFoundError
@@ -280,8 +280,11 @@ def test_every_recorded_slot_has_a_place(bundle: Path) -> None:
 
 def test_every_alias_was_recorded() -> None:
     seen: dict[tuple[str, str], set[str]] = {}
+    whole = {"t5x"} if GOLDEN == COMPACT else set(SYSTEMS)  # of the others the compact copy has only some
     for bundle in RECORDED.values():
-        seen.setdefault(judged(bundle), set()).update(native_slots(bundle))
+        if bundle.parent.name in whole:
+            seen.setdefault(judged(bundle), set()).update(native_slots(bundle))
+    assert seen
     for (name, variant), names in seen.items():
         missing = {
             s.aliases[variant] for s in load_schema(name).slots.values() if variant in s.aliases
