@@ -105,7 +105,8 @@ def _stored_groups(folder: Path, meta: Mapping[str, Any]) -> list[dict[str, Any]
             else whole["optimizer_state_dict"]
         )
         return [
-            {key: value for key, value in group.items() if key != "params"} for group in inner["param_groups"]
+            {key: list(value) if isinstance(value, tuple) else value for key, value in group.items()}
+            for group in inner["param_groups"]
         ]
 
 

@@ -1,0 +1,87 @@
+"""What the tests of recordings share: which there are, in which backends, and rules that are wrong on one side only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from goldens import GOLDEN
+from statekit.backends import Backend
+from statekit.verify.recording import Recording, from_json, open_recording, to_json
+from statekit.verify.replay import Replay, Subject, replay
+
+BACKENDS = ("numpy", "torch", "jax", "tensorflow")
+COMPILING = ("jax", "tensorflow")
+"""Backends that take a second or two to compile a step."""
+
+
+def everywhere(cases: Sequence[Any], compiled: Sequence[Any] | None = None) -> list[Any]:
+    """Each case in each backend, as parameters (name, case); those that compile see only some cases.
+
+    Args:
+        cases: All cases.
+        compiled: Those for backends that compile; all if None.
+    """
+    return [
+        pytest.param(
+            name, case, id=f"{name}-{case}", marks=[] if name == "numpy" else getattr(pytest.mark, name)
+        )
+        for name in BACKENDS
+        for case in (cases if name not in COMPILING or compiled is None else compiled)
+    ]
+
+
+def present(*cases: str) -> list[str]:
+    """Those of some `<system>/<case>` that are here: of the compact choice only some."""
+    return [case for case in cases if (GOLDEN / case / "trajectory.safetensors").is_file()]
+
+
+@contextmanager
+def mistaken(
+    module: ModuleType,
+    xp: Backend,
+    constants: Mapping[str, Any] | None = None,
+    variant: str | None = None,
+    late: int = 0,
+) -> Iterator[None]:
+    """Lets one backend, and not the bound, run another rule: other constants or variant, or a step that is late."""
+    move, form = module.move, module.form
+
+    def moved(x: Backend, *arguments: Any) -> Any:
+        *others, own, rate, step, execution = arguments
+        if x is not xp:
+            return move(x, *arguments)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "form", lambda schema, name: {**form(schema, name), **(constants or {})})
+            return move(x, *others, variant or own, rate, step + late, execution)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "move", moved)
+        yield
+
+
+def shortened(folder: Path, updates: int = 3) -> Recording:
+    """Opens the first updates of a recording."""
+    data = to_json(open_recording(folder))
+    phases = [
+        {**phase, "updates": [phase["updates"][0], min(phase["updates"][1], updates)]}
+        for phase in data["phases"]
+        if phase["updates"][0] <= updates
+    ]
+    few = {"steps": [0, updates], "phases": phases, "learning_rate": data["learning_rate"][:updates]}
+    return from_json(folder, {**data, **few, "checkpoint": None})
+
+
+def judged(recording: Recording, xp: Backend, **changes: Any) -> Replay:
+    """Replays a recording from its first state."""
+    return replay(Subject(recording, "init", changes=changes or None), xp)
+
+
+def outside(result: Replay, tensor: str) -> int:
+    """Elements of one kind of tensor that leave the bound."""
+    return sum(row.outside for each in result.judged for row in each.rows if row.tensor == tensor)
