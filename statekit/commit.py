@@ -137,7 +137,7 @@ class Stage:
         with new_file(self.path / relative if relative else self.path) as output:
             yield output
 
-    def stream(self, name: str, tensor: Tensor) -> Iterator[bytes]:
+    def stream(self, name: str, tensor: Tensor) -> Iterator[memoryview]:
         """Yields the bytes of a tensor in C order, little-endian, block by block, and digests them under its name.
 
         Raises:

@@ -13,19 +13,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from blake3 import blake3
 
 from statekit.tensor import BLOCK_BYTES, Array, Tensor, chunks, nbytes
 
 _FILE_BLOCK = 2**20
+_END = memoryview(b"")
 
 
-def little_endian(block: Array) -> bytes:
-    """Returns the values of a block as bytes: little-endian, C order."""
-    return (block.byteswap() if sys.byteorder == "big" else block).tobytes()
+def little_endian(block: Array) -> memoryview:
+    """Returns the values of a block as bytes, little-endian and in C order, without copying them."""
+    ordered = np.ascontiguousarray(block.byteswap() if sys.byteorder == "big" else block)
+    return ordered.reshape(-1).view(np.uint8).data
 
 
-def tensor_bytes(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[bytes]:
+def tensor_bytes(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[memoryview]:
     """Yields the values of a tensor, little-endian and in C order, at most `limit` bytes at a time.
 
     The next block is read (and inflated) by another thread while the caller is busy with the last one.
@@ -34,11 +37,11 @@ def tensor_bytes(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[bytes]:
     return _ahead(read) if nbytes(tensor) > limit else read
 
 
-def _ahead(blocks: Iterator[bytes]) -> Iterator[bytes]:
+def _ahead(blocks: Iterator[memoryview]) -> Iterator[memoryview]:
     with ThreadPoolExecutor(1, "statekit-read-ahead") as reader:
-        coming = reader.submit(next, blocks, b"")
+        coming = reader.submit(next, blocks, _END)
         while block := coming.result():
-            coming = reader.submit(next, blocks, b"")
+            coming = reader.submit(next, blocks, _END)
             yield block
 
 

@@ -146,7 +146,7 @@ class Packed:
             for name, tensor in tensor_names(encoded.tree).items():
                 start = position
                 for block in stage.stream(name, tensor) if name not in self.skip else ():
-                    position += output.write(self.spoil(name, block))
+                    position += output.write(self.spoil(name, bytes(block)))
                 spans[name] = [start, position]
             view = to_json(encoded.tree)
             record = json.dumps({"tree": view, "spans": spans, "manifest": stage.manifest()}).encode()

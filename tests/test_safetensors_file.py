@@ -33,7 +33,7 @@ ARRAYS: dict[str, Array] = {
 }
 
 
-def stream(name: str, tensor: Tensor) -> Iterator[bytes]:
+def stream(name: str, tensor: Tensor) -> Iterator[memoryview]:
     return tensor_bytes(tensor)
 
 

@@ -152,7 +152,7 @@ def test_what_weights_only_refuses_is_named_at_once(tmp_path: Path) -> None:
 def test_a_tensor_that_gives_other_bytes_than_it_says_is_an_error(tmp_path: Path) -> None:
     whole = in_memory(np.zeros(4, np.float32))
     with pytest.raises(CommitError, match="other bytes"), staged(tmp_path / "a.pt", "file") as stage:
-        stage.stream = lambda name, tensor: iter([bytes(12)])  # type: ignore[method-assign]
+        stage.stream = lambda name, tensor: iter([memoryview(bytes(12))])  # type: ignore[method-assign]
         CONTAINER.write(Encoded({"w": whole}, 0), stage)
     assert list(tmp_path.iterdir()) == []
 

@@ -80,7 +80,7 @@ class PlainStage(Stage):
         with path.open("xb") as output:
             yield output
 
-    def stream(self, name: str, tensor: Tensor) -> Iterator[bytes]:
+    def stream(self, name: str, tensor: Tensor) -> Iterator[memoryview]:
         blocks = []
         for block in tensor_bytes(tensor):
             blocks.append(block)

@@ -92,7 +92,7 @@ def open_safetensors(path: Path) -> OpenFile:
 def save_safetensors(
     tensors: Mapping[str, Tensor],
     output: BinaryIO,
-    stream: Callable[[str, Tensor], Iterable[bytes]],
+    stream: Callable[[str, Tensor], Iterable[memoryview]],
     metadata: Mapping[str, str],
 ) -> str:
     """Writes a file, holding one block in memory at a time, and returns the digest of its header.

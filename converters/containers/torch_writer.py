@@ -112,7 +112,7 @@ class _ZipWriter:
         self._directory = bytearray()
         self._count = 0
 
-    def add(self, name: str, size: int, blocks: Iterable[bytes]) -> None:
+    def add(self, name: str, size: int, blocks: Iterable[memoryview]) -> None:
         """Writes one member of known size."""
         raw = f"{ROOT}/{name}".encode()
         header_at = self._at
@@ -157,7 +157,7 @@ class _ZipWriter:
         self._put(END.pack(END_MAGIC, 0, 0, count, count, _narrow(size), _narrow(at), 0))
         self._file.write(self._pending)
 
-    def _put(self, data: bytes | bytearray) -> None:
+    def _put(self, data: bytes | bytearray | memoryview) -> None:
         self._at += len(data)
         if len(self._pending) + len(data) < GATHERED:  # each write of a stage's file is a system call
             self._pending += data

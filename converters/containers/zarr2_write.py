@@ -70,7 +70,7 @@ def _in_order(header: Header) -> bool:
     return not cut or all(n == 1 for n in header.chunks[: cut[-1]])
 
 
-def _read_chunk(tensor: Tensor, header: Header, position: tuple[int, ...]) -> Iterator[bytes]:
+def _read_chunk(tensor: Tensor, header: Header, position: tuple[int, ...]) -> Iterator[memoryview]:
     """Reads a chunk by itself, in parts."""
     for part in blocks(Filled(header.chunks, header.dtype), _PART_BYTES):
         starts = [i * c for i, c in zip(position, header.chunks, strict=True)]
@@ -78,7 +78,7 @@ def _read_chunk(tensor: Tensor, header: Header, position: tuple[int, ...]) -> It
         yield little_endian(tensor.read(index))
 
 
-def _pieces(stream: Iterator[bytes], size: int) -> Iterator[Iterator[memoryview]]:
+def _pieces(stream: Iterator[memoryview], size: int) -> Iterator[Iterator[memoryview]]:
     """Cuts a stream into chunks of `size` bytes, each a run of views of the stream's blocks."""
     held = memoryview(b"")
 
@@ -94,7 +94,7 @@ def _pieces(stream: Iterator[bytes], size: int) -> Iterator[Iterator[memoryview]
         yield chunk()
 
 
-def _compressed(chunk: Iterator[bytes] | Iterator[memoryview], header: Header) -> Iterator[bytes]:
+def _compressed(chunk: Iterator[memoryview], header: Header) -> Iterator[bytes]:
     encoder: Any
     if header.compressor == "zstd":
         import zstandard
