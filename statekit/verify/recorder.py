@@ -28,16 +28,8 @@ from statekit.errors import TargetExistsError, UsageError
 from statekit.optim.adafactor import Execution
 from statekit.state import TrainState
 from statekit.tensor import Array, Index, Stored, Tensor
-from statekit.verify.recording import (
-    DESCRIPTION,
-    GRADS,
-    TRAJECTORY,
-    Phase,
-    Rate,
-    Recording,
-    Trajectory,
-    to_json,
-)
+from statekit.verify.phases import DESCRIPTION, GRADS, TRAJECTORY, Phase
+from statekit.verify.recording import Rate, Recording, Trajectory, system, to_json
 
 
 @dataclass
@@ -167,8 +159,6 @@ class Recorder:
 
 def write_trajectory(path: Path, states: Iterator[TrainState], recording: Recording) -> TrainState:
     """Writes states under the recording's own names, as one safetensors file, and returns the last of them."""
-    from statekit.verify.recording import system
-
     spool = Spool(path.parent)
     last: TrainState | None = None
     for last in states:

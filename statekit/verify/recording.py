@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from statekit.converters.containers.safetensors_file import OpenFile, open_safetensors
 from statekit.errors import FormatError, NotFoundError, UsageError
@@ -27,32 +27,8 @@ from statekit.format import Hints
 from statekit.optim.adafactor import Execution
 from statekit.state import TrainState
 from statekit.tensor import Tensor
-
-FORMAT = "statekit-recording"
-GRADS, TRAJECTORY, DESCRIPTION = "grads.safetensors", "trajectory.safetensors", "recording.json"
-
-
-class System(Protocol):
-    """How one system's recordings are read. One small module each, in `statekit.verify.systems`."""
-
-    def describe(self, folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the content of `recording.json` for a folder that has the system's own `meta.json`."""
-
-    def decode(self, tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState:
-        """Returns the canonical state of one step; names are those of the trajectory without the step."""
-
-    def encode(self, state: TrainState, phase: Phase) -> dict[str, Tensor]:
-        """Returns the tensors of a state under the trajectory's names, without the step; undoes `decode`."""
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Updates `first` to `last` ran with these hyperparameters, in the system's own names."""
-
-    first: int
-    last: int
-    hyperparameters: Mapping[str, Any]
-
+from statekit.verify.phases import DESCRIPTION, FORMAT, GRADS, TRAJECTORY, Phase, System
+from statekit.verify.systems import SYSTEMS
 
 Rate: TypeAlias = float | tuple[float, ...]
 """The learning rate of one update: a number, or one for each parameter group."""
@@ -167,8 +143,6 @@ def system(name: str) -> System:
     Raises:
         NotFoundError: No such module.
     """
-    from statekit.verify.systems import SYSTEMS
-
     if name not in SYSTEMS:
         raise NotFoundError(
             "statekit can't read recordings of this system yet.", expected=", ".join(SYSTEMS), found=name

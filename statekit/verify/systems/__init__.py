@@ -1,6 +1,6 @@
 """One small module for each system whose recordings statekit reads."""
 
-from statekit.verify.recording import System
+from statekit.verify.phases import System
 from statekit.verify.systems import keras, mesh_tf, mxnet, optax
 from statekit.verify.systems.aliased import Aliased
 from statekit.verify.systems.scaled_adam import ScaledAdam

@@ -23,7 +23,7 @@ from statekit.optim.run import initial
 from statekit.schema import OptimizerSchema, load_schema
 from statekit.state import Counts, Group, Optimizer, TrainState
 from statekit.tensor import DTYPES, Tensor, in_memory
-from statekit.verify.recording import FORMAT, TRAJECTORY, Phase
+from statekit.verify.phases import FORMAT, TRAJECTORY, Phase
 
 
 def kind(meta: Mapping[str, Any], kinds: Mapping[str, tuple[str, str]]) -> tuple[str, str]:

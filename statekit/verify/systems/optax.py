@@ -13,7 +13,7 @@ from typing import Any
 from statekit.converters.containers.safetensors_file import open_safetensors
 from statekit.errors import NotFoundError
 from statekit.schema import load_schema
-from statekit.verify.recording import TRAJECTORY
+from statekit.verify.phases import TRAJECTORY
 from statekit.verify.systems.aliased import aliases, described, kind
 
 KINDS = {"adamw": ("adamw", "optax"), "lamb": ("lamb", "optax")}

@@ -15,7 +15,7 @@ from statekit.optim.scaled_adam_clip import batches
 from statekit.schema import load_schema
 from statekit.state import Counts, Group, Optimizer, TrainState
 from statekit.tensor import Array, Tensor, in_memory
-from statekit.verify.recording import FORMAT, TRAJECTORY, Phase
+from statekit.verify.phases import FORMAT, TRAJECTORY, Phase
 
 RESUMED = "resumed_trajectory.safetensors"
 JOINT = "unused_size_slots"

@@ -14,7 +14,7 @@ from statekit.registry import layout
 from statekit.state import TrainState
 from statekit.tensor import Tensor, in_memory
 from statekit.tree import tensor_names
-from statekit.verify.recording import FORMAT, TRAJECTORY, Phase
+from statekit.verify.phases import FORMAT, TRAJECTORY, Phase
 
 SLOTS = "state/param_states/"
 TARGET = "target/"
