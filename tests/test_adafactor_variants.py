@@ -151,7 +151,7 @@ def test_every_step_lies_in_the_bound(folder: Path, variant: str, name: str) -> 
     [
         {"epsilon1": 1e-3},
         {"epsilon2": 0.5},
-        {"decay_rate": 0.5, "decay_type": "pow", "beta2": None},
+        {"decay_rate": 0.5},
         {"clipping_threshold": 0.1},
     ],
     ids=["epsilon1", "epsilon2", "decay", "clipping"],
@@ -163,4 +163,5 @@ def test_a_moved_hyperparameter_leaves_the_bound(
     _, values = hyperparameters(json.loads((folder / "meta.json").read_text()), variant, "")
     assert any(values[key] != value for key, value in fault.items())
     scaled = "epsilon2" not in fault or values["multiply_by_parameter_scale"]
-    assert any(row.outside for row in rows(folder, variant, backend("numpy"), fault)) == bool(scaled)
+    compared = list(rows(folder, variant, backend("numpy"), fault))
+    assert any(row.outside for row in compared) == bool(scaled)
