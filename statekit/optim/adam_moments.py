@@ -55,7 +55,7 @@ def _by_power(xp: Backend, beta: float, t: Value) -> Value:
 
 
 def _exact(xp: Backend, beta: float, t: Value) -> Value:
-    return xp.one_minus_power(beta, t) if beta else 1.0
+    return xp.one_minus_power(beta, t) if beta else xp.number(1.0)
 
 
 CORRECTION: Mapping[str, Callable[[Backend, float, Value], Value]] = {

@@ -86,6 +86,8 @@ def canonical(schema: OptimizerSchema, variant: str, arguments: Mapping[str, Any
         if argument in arguments:
             value = arguments[argument][int(index)] if index else arguments[argument]
             found[name] = -value if "sign" in spelling and value is not None else value
+        elif name in arguments:
+            found[name] = arguments[name]
     return found
 
 
