@@ -20,20 +20,29 @@ COMPILING = ("jax", "tensorflow")
 """Backends that take a second or two to compile a step."""
 
 
-def everywhere(cases: Sequence[Any], compiled: Sequence[Any] | None = None) -> list[Any]:
-    """Each case in each backend, as parameters (name, case); those that compile see only some cases.
+def everywhere(
+    cases: Sequence[Any], quick: Sequence[Any], compiled: Sequence[Any] | None = None
+) -> list[Any]:
+    """Each case in each backend, as parameters (name, case).
 
     Args:
         cases: All cases.
-        compiled: Those for backends that compile; all if None.
+        quick: Those that backends that compile see in `make test`; the others they see in `make test-all`.
+        compiled: All that these see; None: as the others.
     """
     return [
         pytest.param(
-            name, case, id=f"{name}-{case}", marks=[] if name == "numpy" else getattr(pytest.mark, name)
+            name, case, id=f"{name}-{case}", marks=marks(name, name in COMPILING and case not in quick)
         )
         for name in BACKENDS
         for case in (cases if name not in COMPILING or compiled is None else compiled)
     ]
+
+
+def marks(name: str, slow: bool = False) -> list[pytest.MarkDecorator]:
+    """What a test in one backend is marked with."""
+    framework = [] if name == "numpy" else [getattr(pytest.mark, name)]
+    return [*framework, pytest.mark.slow] if slow else framework
 
 
 def present(*cases: str) -> list[str]:
