@@ -17,9 +17,9 @@ from statekit.backends import backend
 from statekit.errors import FormatError, NotFoundError, StateError
 from statekit.optim import adamw, lamb
 from statekit.schema import load_schema
-from statekit.tensor import in_memory
+from statekit.tensor import Tensor, in_memory
 from statekit.verify.recorder import Recorder, write_trajectory
-from statekit.verify.recording import from_json, open_recording, system, to_json
+from statekit.verify.recording import Recording, from_json, open_recording, system, to_json
 from statekit.verify.replay import Subject, free_run, replay
 from statekit.verify.systems.aliased import canonical
 
@@ -233,20 +233,50 @@ def test_decay_after_the_update_leaves_the_bound(case: str, monkeypatch: pytest.
         assert outside(judged(recording, xp), "param")
 
 
-BY_RANK = present("torch_formats/adafactor_deepspeed_zero1", "torch_formats/adafactor_fsdp1_full")
-
-
-@pytest.mark.parametrize("case", BY_RANK)
-def test_adafactor_on_pieces_of_ranks_is_refused_with_the_reason(case: str) -> None:
+@pytest.mark.parametrize("wrapper", ["DeepSpeed ZeRO-1 (2 ranks, gloo, CPU)", "FSDP1 (2 ranks, gloo, CPU)"])
+def test_adafactor_on_pieces_of_ranks_is_refused_with_the_reason(wrapper: str, tmp_path: Path) -> None:
+    meta = {"system": "torch_formats", "optimizer": f"torch.optim.Adafactor under {wrapper}"}
     with pytest.raises(NotFoundError, match="pieces that ranks hold"):
-        open_recording(GOLDEN / case)
+        system("torch_formats").describe(tmp_path, meta)
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [("keras", "SGD"), ("optax_adafactor", "optax.lion")])
+def test_another_optimizer_is_named(name: str, optimizer: str, tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=optimizer):
+        system(name).describe(
+            tmp_path, {"system": name, "optimizer": optimizer, "extra": {}, "hyperparameters": {}}
+        )
+
+
+def test_a_mask_in_unknown_words_is_refused(tmp_path: Path) -> None:
+    meta = {"system": "optax_adafactor", "optimizer": "optax.adamw", "hyperparameters": {"mask": "no biases"}}
+    with pytest.raises(NotFoundError, match="no biases"):
+        system("optax_adafactor").describe(tmp_path, meta)
+
+
+@pytest.mark.parametrize("case", present(TORCH, MESH, KERAS))
+def test_a_tensor_without_a_place_is_named(case: str) -> None:
+    with open_recording(GOLDEN / case) as recording:
+        stray = in_memory(np.zeros(2, np.float32))
+        for name in (
+            "global/loss",
+            f"slot/{recording.phase(1).hyperparameters['groups'][0]['params'][0]}/exp_avg_3",
+        ):
+            with pytest.raises(FormatError, match=name):
+                system(recording.system).decode({name: stray, **_state(recording, 1)}, 1, recording.phase(1))
+        with pytest.raises(FormatError, match="not recorded"):
+            system(recording.system).decode({}, 1, recording.phase(1))
+
+
+def _state(recording: Recording, step: int) -> dict[str, Tensor]:
+    prefix, states = f"{step}/", recording.states(recording.trajectories[0])
+    return {name[len(prefix) :]: tensor for name, tensor in states.items() if name.startswith(prefix)}
 
 
 @pytest.mark.parametrize("case", present(ZERO))
 def test_copies_of_ranks_must_agree_with_the_slots(case: str) -> None:
     with open_recording(GOLDEN / case) as recording:
-        states = recording.states(recording.trajectories[0])
-        native = {name.partition("/")[2]: tensor for name, tensor in states.items() if name.startswith("2/")}
+        native = _state(recording, 2)
         name = "global/rank1.group0.exp_avg"
         native[name] = in_memory(native[name].read() + 1, name)
         with pytest.raises(FormatError, match="rank's copy"):

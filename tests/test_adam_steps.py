@@ -450,6 +450,15 @@ def test_what_isnt_reproduced_is_refused(
         mover(backend("numpy"), state)
 
 
+@pytest.mark.parametrize(("schema", "variant"), [("adamw", "torch"), ("lamb", "optax"), ("lans", "paper")])
+def test_a_missing_slot_is_named(schema: str, variant: str) -> None:
+    betas = {"beta1": 0.9, "beta2": 0.99, "epsilon": 1e-6, "wd": 0.0} if schema == "lans" else {}
+    state = state_of(schema, variant, {"a": np.ones(2, np.float32)}, **betas)
+    bare = TrainState(state.params, {"a": {"m": state.slots["a"]["m"]}}, state.optimizer, state.counts)
+    with pytest.raises(StateError, match=r"lacks slots(.|\n)*at: a(.|\n)*expected: v"):
+        mover(backend("numpy"), bare)
+
+
 def test_every_unknown_hyperparameter_is_named() -> None:
     group = Group(("a",), {"beta1": 0.9, "epsilon": 1e-8})
     with pytest.raises(UnknownRuleError, match=r"beta2.*weight_decay_rate.*amsgrad.*maximize"):

@@ -185,6 +185,14 @@ def test_masters_move_and_parameters_follow_rounded(xp: Backend) -> None:
         assert np.any(master != after.params["a"].read())
 
 
+def test_a_parameter_may_be_subnormal_in_float16(xp: Backend) -> None:
+    subnormal = np.asarray([2.0**-24, -3.0 * 2.0**-25, 2.0**-14 - 2.0**-25, 1e-9, 1.0], np.float32)
+    narrowed = xp.compile(lambda value: xp.narrow(value, "float16"))(xp.asarray(subnormal))
+    rounded = xp.compile(lambda value: xp.rounded(value, "float16"))(xp.asarray(subnormal))
+    assert np.array_equal(xp.numpy(narrowed), subnormal.astype(np.float16))
+    assert np.array_equal(xp.numpy(rounded), subnormal.astype(np.float16))
+
+
 def test_apex_adds_epsilon_to_the_norm_and_has_its_switches(xp: Backend) -> None:
     p, grad = drawn(0, 4), drawn(1, 4)
     state = run(xp, state_of("apex_fused", {"a": p}, epsilon=1.0), {"a": grad})

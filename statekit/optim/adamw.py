@@ -33,6 +33,7 @@ from statekit.optim.settings import (
     form,
     require_float32,
     require_gradients,
+    require_slots,
     require_whole_updates,
     settled,
 )
@@ -173,6 +174,11 @@ DECAYED_FIRST: Mapping[str, Callable[[Setting, Value, float], Value]] = {
 """The parameter before the update of the moments."""
 
 
+def slot_names(hyper: Hyperparameters) -> tuple[str, ...]:
+    """Returns the slots that a parameter has."""
+    return ("m", "v", *(["v_max"] if hyper.amsgrad else []), *(["average"] if hyper.use_ema else []))
+
+
 def momentum_dtype(form: Mapping[str, Any], hyper: Hyperparameters, param_dtype: str) -> str:
     """Returns the dtype in which m is stored."""
     named = {"parameter": param_dtype, "dtype_momentum": hyper.dtype_momentum or param_dtype}
@@ -183,9 +189,8 @@ def init(xp: Backend, param: Value, hyper: Hyperparameters, form: Mapping[str, A
     """Returns the slots of a parameter before its first update: zeros."""
     dtype = xp.dtype(param)
     second = dtype if form["moment_dtype"] == "parameter" else "float32"
-    names = {"m": momentum_dtype(form, hyper, dtype), "v": second}
-    names |= {"v_max": second} if hyper.amsgrad else {}
-    return slots_like(xp, param, names | ({"average": dtype} if hyper.use_ema else {}))
+    dtypes = {"m": momentum_dtype(form, hyper, dtype), "v": second, "v_max": second, "average": dtype}
+    return slots_like(xp, param, {name: dtypes[name] for name in slot_names(hyper)})
 
 
 def update(
@@ -244,6 +249,7 @@ def check(state: TrainState, group: Group) -> None:
     hyper = hyperparameters(group, str(state.optimizer.variant))
     for path in group.paths:
         require_float32(state, path)
+        require_slots(state, path, slot_names(hyper))
     require_whole_updates(hyper.gradient_accumulation_steps)
     if hyper.weight_decay_rate and not hyper.decoupled_weight_decay:
         raise UnknownRuleError(

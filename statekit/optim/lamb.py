@@ -29,6 +29,7 @@ from statekit.optim.settings import (
     form,
     require_float32,
     require_gradients,
+    require_slots,
     require_whole_updates,
     settled,
 )
@@ -125,18 +126,25 @@ def hyperparameters(group: Group, variant: str) -> Hyperparameters:
     return settled(Hyperparameters, "lamb", variant, group)
 
 
+def slot_names(hyper: Hyperparameters) -> tuple[str, ...]:
+    """Returns the slots that a parameter has."""
+    return ("m", "v", "average") if hyper.use_ema else ("m", "v")
+
+
 def check(state: TrainState, group: Group) -> None:
     """Raises UnknownRuleError where the step can't go on as the original would."""
+    hyper = hyperparameters(group, str(state.optimizer.variant))
     for path in group.paths:
         require_float32(state, path)
-    require_whole_updates(hyperparameters(group, str(state.optimizer.variant)).gradient_accumulation_steps)
+        require_slots(state, path, slot_names(hyper))
+    require_whole_updates(hyper.gradient_accumulation_steps)
 
 
 def start(
     xp: Backend, params: Slots, rules: Mapping[str, Rule], group: Group, variant: str
 ) -> tuple[dict[str, dict[str, Value]], dict[str, Value]]:
     """Returns the slots of every parameter of a group before its first update: zeros."""
-    names = ("m", "v", "average") if hyperparameters(group, variant).use_ema else ("m", "v")
+    names = slot_names(hyperparameters(group, variant))
     own = {path: dict.fromkeys(names, xp.dtype(params[path])) for path in group.paths}
     return {path: slots_like(xp, params[path], dtypes) for path, dtypes in own.items()}, {}
 

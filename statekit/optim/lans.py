@@ -34,7 +34,7 @@ from statekit.optim.adam_moments import (
     decay_float32,
     slots_like,
 )
-from statekit.optim.settings import form, require_float32, require_gradients, settled
+from statekit.optim.settings import form, require_float32, require_gradients, require_slots, settled
 from statekit.optim.trust_ratio import NORM, RATIO
 from statekit.state import Group, Rule, TrainState
 
@@ -229,6 +229,7 @@ def check(state: TrainState, group: Group) -> None:
     """Raises UnknownRuleError where the step can't go on as the original would."""
     hyperparameters(group, str(state.optimizer.variant))
     for path in group.paths:
+        require_slots(state, path, ("m", "v"))
         dtype = state.params[path].dtype.name
         if dtype != "float16" or "master" not in state.slots.get(path, {}):
             require_float32(state, path)

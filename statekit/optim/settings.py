@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -109,6 +109,20 @@ def require_float32(state: TrainState, path: str) -> None:
             expected="float32",
             found=dtype,
             remedy="step the float32 masters, if the run kept them",
+        )
+
+
+def require_slots(state: TrainState, path: str, names: Iterable[str]) -> None:
+    """Raises StateError if a parameter lacks one of the slots that the step moves."""
+    own = state.slots.get(path, {})
+    missing = [name for name in names if name not in own]
+    if missing:
+        raise StateError(
+            "A parameter lacks slots that its optimizer moves.",
+            place=path,
+            expected=", ".join(missing),
+            found=", ".join(own) or "none",
+            remedy="check that the variant and its switches are those of the run",
         )
 
 

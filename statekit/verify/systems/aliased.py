@@ -101,7 +101,7 @@ def decode(tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState
     """Returns the canonical state of one step.
 
     Raises:
-        FormatError: A tensor has no place in it.
+        FormatError: A tensor has no place in it, or a parameter is missing.
         StateError: Parameters don't all count the same updates.
     """
     told = phase.hyperparameters
@@ -109,20 +109,21 @@ def decode(tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState
     canonical_of = {native: name for name, native in aliases(schema, variant, told.get("slots", {})).items()}
     groups = tuple(_group(schema, variant, group) for group in told["groups"])
     params = {name[len("param/") :]: t for name, t in tensors.items() if name.startswith("param/")}
-    ordered = {path: params[path] for group in groups for path in group.paths}
+    faults = [
+        ("is in a group and not recorded", p) for group in groups for p in group.paths if p not in params
+    ]
+    ordered = {path: params[path] for group in groups for path in group.paths if path in params}
     slots: dict[str, dict[str, Tensor]] = {path: {} for path in {**ordered, **params}}
-    faults = []
     for name, tensor in tensors.items():
-        path, _, native = name.removeprefix("slot/").rpartition("/")
-        if not name.startswith("slot/") or native in counts.get("slots", ()):
-            continue
-        if path in slots and native in canonical_of:
+        sort, _, rest = name.partition("/")
+        path, _, native = rest.rpartition("/")
+        if sort == "slot" and path in slots and native in canonical_of:
             slots[path][canonical_of[native]] = tensor
-        else:
+        elif sort != "param" and not _counts_updates(name, counts):
             faults.append(("has no place in a canonical state", name))
     if faults:
-        raise FormatError(f"A recording of {schema.name} has unknown tensors.", found=fault_list(faults))
-    _check_counts(tensors, counts, step, _base(groups))
+        raise FormatError(f"A recording doesn't hold a state of {schema.name}.", found=fault_list(faults))
+    _check_counts(tensors, counts, step + _base(groups))
     state = TrainState(
         {**ordered, **params}, slots, Optimizer(schema.name, variant, groups), Counts(step, step)
     )
@@ -149,20 +150,22 @@ def _base(groups: Sequence[Group]) -> int:
     return int(groups[0].hyperparameters.get("begin_num_update", 0)) if groups else 0
 
 
-def _check_counts(tensors: Mapping[str, Tensor], counts: Mapping[str, Any], step: int, base: int) -> None:
-    names = {f"global/{name}" for name in counts.get("globals", ())}
-    held = {
-        name: int(tensor.read())
-        for name, tensor in tensors.items()
-        if name in names or (name.startswith("slot/") and name.rpartition("/")[2] in counts.get("slots", ()))
-    }
-    other = {name: count for name, count in held.items() if count != step + base}
-    if other:
+def _counts_updates(name: str, counts: Mapping[str, Any]) -> bool:
+    sort, _, rest = name.partition("/")
+    if sort == "global":
+        return rest in counts.get("globals", ())
+    return sort == "slot" and rest.rpartition("/")[2] in counts.get("slots", ())
+
+
+def _check_counts(tensors: Mapping[str, Tensor], counts: Mapping[str, Any], expected: int) -> None:
+    held = {name: int(t.read()) for name, t in tensors.items() if _counts_updates(name, counts)}
+    other = next((name for name, count in held.items() if count != expected), None)
+    if other is not None:
         raise StateError(
             "Not everything in a recording counts the same updates; statekit steps a run with one count.",
-            place=next(iter(other)),
-            expected=step + base,
-            found=next(iter(other.values())),
+            place=other,
+            expected=expected,
+            found=held[other],
         )
 
 

@@ -65,7 +65,8 @@ class TorchOptim:
         Raises:
             FormatError: A rank's copy disagrees with the slots of the parameters.
         """
-        own = {name: tensor for name, tensor in tensors.items() if not name.startswith("global/")}
+        cut = "global/rank" if "partitions" in phase.hyperparameters else None
+        own = {name: tensor for name, tensor in tensors.items() if not cut or not name.startswith(cut)}
         state = aliased.decode(own, step, phase)
         for name, copy in _partitions(state, phase):
             if name in tensors and not np.array_equal(tensors[name].read(), copy.read(), equal_nan=True):
