@@ -1,0 +1,47 @@
+"""Fast paths: hand-written updates of many parameters at once, in place, beside the reference text."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from statekit.optim.steps import Scene
+
+
+class FastMove(Protocol):
+    """One update of a batch of parameters, in place; held to the reference text by tests within the derived bound."""
+
+    def __call__(
+        self,
+        scene: Scene,
+        params: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        slots: Sequence[dict[str, torch.Tensor]],
+        common: Any,
+    ) -> None:
+        """Moves parameters and slots. Runs under `torch.no_grad()`, without waiting for the device.
+
+        Args:
+            scene: The update. `step` counts the updates that all of the batch have had before: an int or 0-d tensor.
+            params: Parameters, each once, for which `fast_path` returned this very move; of one shape, dtype, device.
+            grads: Their gradients as `prepare` returned them, dense; they are read only.
+            slots: Their slots by canonical name, as `init` makes them, on the parameters' device; written in place.
+            common: What `prepare` returned for all.
+        """
+
+
+def fast_path(schema: str, variant: str, own: Hashable, param: torch.Tensor) -> FastMove | None:
+    """Returns the fast path of one parameter, or None where the reference text has to be run.
+
+    Cheap enough to be asked when parameters are added, not in every update. Parameters for which the same move is
+    returned and whose shapes, dtypes and devices are equal may be moved by one call.
+
+    Args:
+        schema: The optimizer: `adafactor`, ...
+        variant: Whose rule.
+        own: What the optimizer's `settle` returned for the parameter.
+        param: The parameter; subclasses (DTensor, ...) and other layouts than strided have no fast path.
+    """
+    return None
