@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -138,6 +138,15 @@ class JaxBackend:
 
     def set_row(self, value: Value, row: Value, new: Value) -> Value:
         return value.at[row].set(new)
+
+    def stack(self, values: Sequence[Value]) -> Value:
+        return self._jnp.stack(values)
+
+    def unstack(self, value: Value) -> Sequence[Value]:
+        return self._jnp.unstack(value)  # type: ignore[no-any-return]
+
+    def batched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return self._jax.vmap(function)  # type: ignore[no-any-return]
 
     def order_statistic(self, value: Value, place: int) -> Value:
         return self._jnp.sort(value)[place]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -147,6 +147,15 @@ class TorchBackend:
         changed = value.clone()
         changed[row] = new
         return changed
+
+    def stack(self, values: Sequence[Value]) -> Value:
+        return self._torch.stack(list(values))
+
+    def unstack(self, value: Value) -> Sequence[Value]:
+        return value.unbind()  # type: ignore[no-any-return]
+
+    def batched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return self._torch.vmap(function)  # type: ignore[no-any-return]
 
     def order_statistic(self, value: Value, place: int) -> Value:
         return value.sort().values[place]

@@ -8,7 +8,7 @@ framework's promotion rules or on what a compiler keeps in wider registers.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -130,6 +130,19 @@ class Backend(Protocol):
 
     def order_statistic(self, value: Value, place: int) -> Value:
         """Returns what stands at a place once a 1-d array is sorted; NaN stands last."""
+
+
+class Batching(Protocol):
+    """What a backend offers beside, if it can run a function over many arrays of one shape at once."""
+
+    def stack(self, values: Sequence[Value]) -> Value:
+        """Returns arrays of one shape and dtype along a new first axis."""
+
+    def unstack(self, value: Value) -> Sequence[Value]:
+        """Returns the parts along the first axis."""
+
+    def batched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that takes all its arrays, and returns all of its own, with one more first axis."""
 
 
 def round_number(value: float, dtype: str) -> float:

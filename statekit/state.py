@@ -99,10 +99,17 @@ class Counts:
     Attributes:
         updates: Updates done so far by the optimizer.
         schedule: Where the learning-rate schedule stands: the argument it gets for the next update.
+        behind: Updates done by path, of parameters that have a count of their own and missed some.
     """
 
     updates: int
     schedule: int
+    behind: Mapping[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the counts as they stand in a manifest."""
+        own = {"behind": dict(self.behind)} if self.behind else {}
+        return {"updates": self.updates, "schedule": self.schedule, **own}
 
 
 @dataclass(frozen=True)
@@ -193,7 +200,7 @@ class TrainState:
         return {
             "schema": self.optimizer.schema,
             "variant": self.optimizer.variant,
-            "counts": {"updates": self.counts.updates, "schedule": self.counts.schedule},
+            "counts": self.counts.to_json(),
             "groups": [
                 {
                     "paths": list(g.paths),

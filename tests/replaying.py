@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from goldens import GOLDEN
 from statekit.backends import Backend
+from statekit.optim.steps import Scene
 from statekit.verify.recording import Recording, from_json, open_recording, to_json
 from statekit.verify.replay import Replay, Subject, replay
 
@@ -59,18 +61,24 @@ def mistaken(
     late: int = 0,
 ) -> Iterator[None]:
     """Lets one backend, and not the bound, run another rule: other constants or variant, or a step that is late."""
-    move, form = module.move, module.form
+    form = module.form
 
-    def moved(x: Backend, *arguments: Any) -> Any:
-        *others, own, rate, step, execution = arguments
-        if x is not xp:
-            return move(x, *arguments)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "form", lambda schema, name: {**form(schema, name), **(constants or {})})
-            return move(x, *others, variant or own, rate, step + late, execution)
+    def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
+        def run(scene: Scene, *arguments: Any) -> Any:
+            if scene.xp is not xp:
+                return right(scene, *arguments)
+            other = replace(scene, variant=variant or scene.variant, step=scene.step + late)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(
+                    module, "form", lambda schema, name: {**form(schema, name), **(constants or {})}
+                )
+                return right(other, *arguments)
+
+        return run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "move", moved)
+        patch.setattr(module, "prepare", wrong(module.prepare))
+        patch.setattr(module, "update", wrong(module.update))
         yield
 
 

@@ -12,6 +12,8 @@ from statekit.backends import BACKEND_NAMES, Backend, backend
 from statekit.errors import UnknownRuleError, UsageError
 from statekit.optim import adafactor
 from statekit.optim.adafactor_forms import Hyperparameters
+from statekit.optim.run import move_group, steps_for
+from statekit.optim.steps import Scene
 from statekit.state import Axis, Group, Rule
 from statekit.tensor import DTYPES, Array
 
@@ -45,13 +47,14 @@ def step(
     lr: float = 0.1,
     **changes: Any,
 ) -> tuple[Array, dict[str, Array]]:
-    h = hyper(**changes)
+    own = adafactor.Own(hyper(**changes), rule)
 
     def run(p: Any, g: Any, s: Any, rate: Any) -> Any:
-        return adafactor.update(xp, p, g, s, rule, h, rate, updates)
+        return adafactor.update(Scene(xp, "t5x", rate, updates), p, g, s, own, None)
 
     p = xp.asarray(param)
-    before = adafactor.init(xp, p, rule, h) if slots is None else {k: xp.asarray(v) for k, v in slots.items()}
+    fresh = adafactor.init(xp, p, own, "t5x")
+    before = fresh if slots is None else {k: xp.asarray(v) for k, v in slots.items()}
     after, new = xp.compile(run)(p, xp.asarray(grad), before, xp.widen(lr))
     return xp.numpy(after), {name: xp.numpy(value) for name, value in new.items()}
 
@@ -172,18 +175,18 @@ def test_a_permutation_of_parameters_changes_nothing(xp: Backend) -> None:
     results = []
     for order in (names, names[::-1]):
         group = Group(tuple(order), values)
-        h = adafactor.hyperparameters(group, "a")
+        own = adafactor.settle(group, "a", MATRIX, "t5x")
         live = {n: xp.asarray(params[n]) for n in order}
-        slots = {n: adafactor.init(xp, live[n], MATRIX, h) for n in order}
-        moved, _ = adafactor.group_update(
-            xp,
+        slots = {n: adafactor.init(xp, live[n], own, "t5x") for n in order}
+        moved, _, _ = move_group(
+            steps_for("adafactor", "t5x"),
+            Scene(xp, "t5x", xp.widen(0.1), 0),
+            group,
+            dict.fromkeys(order, MATRIX),
             live,
             {n: xp.asarray(grads[n]) for n in order},
             slots,
-            dict.fromkeys(order, MATRIX),
-            group,
-            xp.widen(0.1),
-            0,
+            {},
         )
         results.append({n: xp.numpy(moved[n]) for n in names})
     assert all(np.array_equal(results[0][n], results[1][n]) for n in names)

@@ -15,6 +15,7 @@ from goldens import GOLDEN
 from statekit.backends import Backend, backend
 from statekit.converters.containers.safetensors_file import open_safetensors
 from statekit.optim import adafactor
+from statekit.optim.steps import Scene
 from statekit.schema import load_schema
 from statekit.state import Axis, Group, Rule
 from statekit.tensor import Array, Tensor
@@ -126,13 +127,13 @@ def _step(
     xp: Backend, before: Mapping[str, Array], grad: Array, rule: Rule, values: Mapping[str, Any],
     rate: float | None, step: int, path: str, variant: str,
 ) -> dict[str, Any]:  # fmt: skip
-    hyper = adafactor.hyperparameters(Group((path,), values), path, variant)
+    own = adafactor.settle(Group((path,), values), path, rule, variant)
     param = xp.asarray(before["param"])
-    slots = adafactor.init(xp, param, rule, hyper, variant)
+    slots = adafactor.init(xp, param, own, variant)
     slots = {n: xp.asarray(before[n].reshape(xp.shape(s))) if n in before else s for n, s in slots.items()}
 
     def move(p: Any, g: Any, s: Any) -> Any:
-        return adafactor.update(xp, p, g, s, rule, hyper, rate, step, "compiled", variant)
+        return adafactor.update(Scene(xp, variant, rate, step), p, g, s, own, None)
 
     after, moved = xp.compile(move)(param, xp.asarray(grad), slots)
     return {"param": after, **moved}

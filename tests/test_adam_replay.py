@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from statekit.backend_numpy import ORACLE
 from statekit.backends import backend
 from statekit.errors import FormatError, NotFoundError, StateError
 from statekit.optim import adamw, lamb
+from statekit.optim.steps import Scene
 from statekit.schema import load_schema
 from statekit.tensor import Tensor, in_memory
 from statekit.verify.recorder import Recorder, write_trajectory
@@ -221,12 +223,13 @@ def test_another_rule_leaves_the_bound(name: str, fault: str) -> None:
 def test_decay_after_the_update_leaves_the_bound(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     xp, update = backend("numpy"), adamw.update
 
-    def late(s: adamw.Setting, param: Any, grad: Any, slots: Any, decayed: bool) -> Any:
-        if s.xp is not xp:
-            return update(s, param, grad, slots, decayed)
-        after, new = update(s, param, grad, slots, False)
-        w = s.hyper.weight_decay_rate if decayed else 0.0
-        return after * np.float32(1.0 - float(s.rate) * (w or 0.0)), new
+    def late(
+        scene: Scene, param: Any, grad: Any, slots: Any, own: adamw.Hyperparameters, common: None
+    ) -> Any:
+        if scene.xp is not xp:
+            return update(scene, param, grad, slots, own, common)
+        after, new = update(scene, param, grad, slots, replace(own, weight_decay_rate=None), common)
+        return after * np.float32(1.0 - float(scene.rate or 0.0) * (own.weight_decay_rate or 0.0)), new
 
     monkeypatch.setattr(adamw, "update", late)
     with open_recording(GOLDEN / case) as recording:

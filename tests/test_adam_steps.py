@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from replaying import everywhere, judged, marks
 from statekit.backends import BACKEND_NAMES, Backend, backend
 from statekit.errors import StateError, UnknownRuleError
 from statekit.optim import adamw, lamb
-from statekit.optim.adafactor import Execution
-from statekit.optim.gradient_clipping import CLIP
+from statekit.optim.gradient_clipping import CLIP, Limits
 from statekit.optim.run import initial, load, mover, store
 from statekit.optim.settings import EXCLUDED
+from statekit.optim.steps import Execution
 from statekit.schema import load_schema
 from statekit.state import Counts, Group, Optimizer, TrainState
 from statekit.tensor import DTYPES, Array, in_memory
@@ -375,10 +376,14 @@ def test_averages_follow_parameters_without_a_gradient(xp: Backend) -> None:
     assert np.array_equal(after.slots["b"]["average"].read(), params["b"])
 
 
-def test_a_missing_gradient_is_refused_where_each_parameter_counts() -> None:
-    params = {"a": np.ones(2, np.float32), "b": np.ones(2, np.float32)}
-    with pytest.raises(StateError, match="no gradient"):
-        run(backend("numpy"), state_of("adamw", "torch", params), {"a": np.ones(2, np.float32)})
+def test_a_parameter_without_a_gradient_falls_behind_where_each_counts(xp: Backend) -> None:
+    ones = np.ones(2, np.float32)
+    pair = run(xp, state_of("adamw", "torch", {"a": ones, "b": ones}), {"a": ones}, {"a": ones, "b": ones})
+    alone = run(xp, state_of("adamw", "torch", {"b": ones}), {"b": ones})
+    assert pair.counts.behind == {"b": 1}
+    assert np.array_equal(pair.params["b"].read(), alone.params["b"].read())
+    shared = run(xp, state_of("adamw", "keras", {"a": ones, "b": ones}), {"a": ones}, {"a": ones, "b": ones})
+    assert not shared.counts.behind
 
 
 @pytest.mark.parametrize(
@@ -404,19 +409,12 @@ def test_exclusion_by_mask() -> None:
     assert not EXCLUDED["mask"]("a", None)
 
 
-class Limits:
-    """What limits gradients, all off."""
-
-    global_norm_clip_threshold: float | None = None
-    clipnorm: float | None = None
-    clipvalue: float | None = None
-    loss_scale_factor: float | None = None
+OFF = Limits(None, None, None, None)
 
 
 @pytest.mark.parametrize("form", ["base_class", "chain", "global_norm"])
 def test_an_infinite_norm_does_what_each_system_does(form: str, xp: Backend) -> None:
-    limits = Limits()
-    limits.global_norm_clip_threshold = 1.0
+    limits = replace(OFF, global_norm_clip_threshold=1.0)
     grads = {"a": xp.asarray(np.asarray([np.inf, 1.0], np.float32)), "b": xp.asarray(np.ones(1, np.float32))}
     clip = xp.compile(lambda given: CLIP[form](xp, given, limits))
     clipped = {path: xp.numpy(g) for path, g in clip(grads).items()}
@@ -425,8 +423,7 @@ def test_an_infinite_norm_does_what_each_system_does(form: str, xp: Backend) -> 
 
 
 def test_two_links_of_clipping_are_refused() -> None:
-    limits = Limits()
-    limits.global_norm_clip_threshold, limits.clipvalue = 1.0, 1.0
+    limits = replace(OFF, global_norm_clip_threshold=1.0, clipvalue=1.0)
     with pytest.raises(UnknownRuleError, match="which of two"):
         CLIP["chain"](backend("numpy"), {}, limits)
 

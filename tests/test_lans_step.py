@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -253,11 +254,24 @@ def test_what_mxnet_cant_hold_is_refused() -> None:
     mover(numpy, state_of(FUSED, half, multi_precision=True))
     with pytest.raises(UnknownRuleError, match="float64"):
         mover(numpy, state_of(UNFUSED, {"a": np.ones(2)}))
-    pair = {"a": np.ones(2, np.float32), "b": np.ones(2, np.float32)}
-    with pytest.raises(StateError, match="no gradient"):
-        run(numpy, state_of(FUSED, pair), {"a": np.ones(2, np.float32)})
     with pytest.raises(StateError, match="can't step"):
         mover(numpy, state_of("habana", {"a": np.ones(2, np.float32)}))
+
+
+@pytest.mark.parametrize("variant", [FUSED, UNFUSED])
+def test_a_parameter_without_a_gradient_falls_behind_by_its_own_count(variant: str, xp: Backend) -> None:
+    p, first, second = drawn(3, 4), drawn(4, 4), drawn(5, 4)
+    pair = run(xp, state_of(variant, {"a": p, "b": p}), {"a": first}, {"a": second, "b": first})
+    alone = run(xp, state_of(variant, {"b": p}), {"b": first})
+    whole = run(xp, state_of(variant, {"a": p}), {"a": first}, {"a": second})
+    assert pair.counts.updates == 2 and pair.counts.behind == {"b": 1}
+    assert np.array_equal(pair.params["b"].read(), alone.params["b"].read())
+    assert np.array_equal(pair.params["a"].read(), whole.params["a"].read())
+    late = dataclasses.replace(pair, counts=Counts(2, 2))  # the count of b forgotten
+    kept, lost = run(xp, pair, {"a": first, "b": second}), run(xp, late, {"a": first, "b": second})
+    assert not np.array_equal(kept.params["b"].read(), lost.params["b"].read())
+    both = run(xp, state_of(variant, {"b": p}), {"b": first}, {"b": second})
+    assert np.array_equal(kept.params["b"].read(), both.params["b"].read())
 
 
 def test_the_paper_has_no_defaults() -> None:

@@ -81,7 +81,7 @@ def _state(tree: Mapping[str, Any], record: Mapping[str, Any]) -> TrainState:
         params=_tensors(tree["params"]),
         slots={path: _tensors(slots) for path, slots in tree["slots"].items()},
         optimizer=Optimizer(record["schema"], record["variant"], groups),
-        counts=Counts(int(counts["updates"]), int(counts["schedule"])),
+        counts=Counts(int(counts["updates"]), int(counts["schedule"]), dict(counts.get("behind", {}))),
         rules={path: Rule.from_json(rule) for path, rule in record["rules"].items()},
         extra=tree["extra"],
         assumptions=tuple(record["assumptions"]),

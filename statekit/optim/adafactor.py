@@ -17,25 +17,33 @@ A is every axis that isn't BATCH. Source: google-research/t5x, t5x/adafactor.py,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any
 
 from statekit.backends import Backend, Value
 from statekit.errors import UnknownRuleError, UsageError
 from statekit.optim import adafactor_forms as forms
-from statekit.optim.adafactor_forms import Execution as Execution  # noqa: PLC0414  (part of this module's face)
 from statekit.optim.adafactor_forms import Hyperparameters, Setting
 from statekit.optim.adafactor_storage import STORAGE
+from statekit.optim.gradient_clipping import CLIP, Limits
+from statekit.optim.settings import settled
+from statekit.optim.steps import Arrays, Execution, Scene, Slots
 from statekit.schema import load_schema
 from statekit.state import Axis, Group, Rule, TrainState
 from statekit.tensor import Shape
 
-Slots: TypeAlias = Mapping[str, Value]
-
 VARIANTS = ("t5x", "t2t_early", "t2t_late", "mesh_tf", "hf", "torch", "optax", "keras")
 """Every variant of the schema but fairseq, whose learning rate compounds over the parameters of a step."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """All that one parameter's update depends on beside arrays and scene."""
+
+    hyper: Hyperparameters
+    rule: Rule
 
 
 @cache
@@ -97,66 +105,64 @@ def slot_shapes(rule: Rule, shape: Shape, momentum: bool) -> dict[str, Shape]:
     return {**second, **({"m": shape} if momentum else {})}
 
 
-def setting(
-    xp: Backend,
-    param: Value,
-    rule: Rule,
-    hyper: Hyperparameters,
-    variant: str,
-    execution: Execution = "compiled",
-) -> Setting:
-    """Returns where a parameter's update runs."""
-    return Setting(
-        xp, load_schema("adafactor").variant(variant)["constants"], hyper, rule, xp.dtype(param), execution
-    )
+def settle(group: Group, path: str, rule: Rule | None, variant: str) -> Own:
+    """Returns what a parameter's update needs.
+
+    Raises:
+        UnknownRuleError: There is no rule, or a hyperparameter that the variant offers is unknown.
+    """
+    if rule is None:
+        raise UnknownRuleError("The step needs to know how a parameter is factored.", place=path)
+    return Own(hyperparameters(group, path, variant), rule)
 
 
-def init(
-    xp: Backend, param: Value, rule: Rule, hyper: Hyperparameters, variant: str = "t5x"
-) -> dict[str, Value]:
+def _form(variant: str) -> Mapping[str, Any]:
+    constants: Mapping[str, Any] = load_schema("adafactor").variant(variant)["constants"]
+    return constants
+
+
+def init(xp: Backend, param: Value, own: Own, variant: str) -> dict[str, Value]:
     """Returns the slots of a parameter before its first update: zeros, in the dtypes that the variant gives them."""
-    s = setting(xp, param, rule, hyper, variant)
+    s = Setting(xp, _form(variant), own.hyper, own.rule, xp.dtype(param), "compiled")
+    dtypes = {"m": s.momentum_dtype, "average": s.dtype}
+    shapes = slot_shapes(own.rule, xp.shape(param), s.momentum)
+    if own.hyper.use_ema:
+        shapes["average"] = xp.shape(param)
     return {
-        name: xp.zeros(param, shape, s.momentum_dtype if name == "m" else s.second_moment_dtype)
-        for name, shape in slot_shapes(rule, xp.shape(param), s.momentum).items()
+        name: xp.zeros(param, shape, dtypes.get(name, s.second_moment_dtype))
+        for name, shape in shapes.items()
     }
 
 
-def update(
-    xp: Backend,
-    param: Value,
-    grad: Value,
-    slots: Slots,
-    rule: Rule,
-    hyper: Hyperparameters,
-    learning_rate: Value | None,
-    step: Value,
-    execution: Execution = "compiled",
-    variant: str = "t5x",
-) -> tuple[Value, dict[str, Value]]:
-    """Returns the parameter and its slots after one update.
+def begin(xp: Backend, params: Arrays, group: Group, variant: str) -> dict[str, Value]:
+    """Returns no slots: a group as a whole has none."""
+    return {}
 
-    Args:
-        xp: The array namespace.
-        param: The parameter, any floating dtype; its dtype is kept.
-        grad: Its gradient, same shape.
-        slots: The slots that `init` names, before the update.
-        rule: How the parameter is factored.
-        hyper: Hyperparameters.
-        learning_rate: Number or 0-d array, used as float32, before parameter scale; None where the variant has its own.
-        step: Updates done so far (int, or 0-d integer array).
-        execution: Which roundings of low precision the original makes.
-        variant: Whose rule.
+
+def prepare(
+    scene: Scene, group: Group, params: Arrays, grads: Arrays, slots: Slots, shared: Arrays
+) -> tuple[Arrays, Arrays, None]:
+    """Returns the gradients, clipped by what limits those of a group together."""
+    return CLIPPED[_form(scene.variant)["gradient_clipping"]](scene, group, grads), shared, None
+
+
+def update(
+    scene: Scene, param: Value, grad: Value, slots: Arrays, own: Own, common: None
+) -> tuple[Value, dict[str, Value]]:
+    """Returns the parameter and its slots after one update, as `statekit.optim.steps.Steps.update`.
+
+    The learning rate is used as float32, before parameter scale.
 
     Source: `schemas/adafactor.json`, `steps` and each variant's `sources`.
     """
-    s = setting(xp, param, rule, hyper, variant, execution)
+    xp, step, hyper = scene.xp, scene.step, own.hyper
+    s = Setting(xp, _form(scene.variant), hyper, own.rule, xp.dtype(param), scene.execution)
     storage = STORAGE[s.form["parameter_storage"]]
     old, g = storage.decode(s, param), xp.widen(grad)
     if hyper.maximize:
         g = -g
     decay, mix = forms.DECAY[hyper.decay_type](s, step)
-    given = None if learning_rate is None else xp.widen(learning_rate)
+    given = None if scene.rate is None else xp.widen(scene.rate)
     rate = forms.LEARNING_RATE[s.form["lr_source"]](s, given, step)
     place = s.form["weight_decay_place"]
     early = forms.weight_decay(s, given, rate) if place in ("first", "after_scale") else None
@@ -185,7 +191,7 @@ def update(
 
 
 def clip_by_global_norm(
-    xp: Backend, grads: Mapping[str, Value], threshold: float | None, execution: Execution = "compiled"
+    xp: Backend, grads: Arrays, threshold: float | None, execution: Execution = "compiled"
 ) -> dict[str, Value]:
     """Scales all gradients by threshold * min(1/threshold, 1/norm); does nothing for None or 0.
 
@@ -210,29 +216,22 @@ def clip_by_global_norm(
     return {path: xp.narrow(xp.widen(g) * factor, xp.dtype(g)) for path, g in grads.items()}
 
 
-def group_update(
-    xp: Backend,
-    params: Mapping[str, Value],
-    grads: Mapping[str, Value],
-    slots: Mapping[str, Slots],
-    rules: Mapping[str, Rule],
-    group: Group,
-    learning_rate: Value | None,
-    step: Value,
-    execution: Execution = "compiled",
-    variant: str = "t5x",
-) -> tuple[dict[str, Value], dict[str, dict[str, Value]]]:
-    """Updates every parameter of a group that has a gradient; the global norm is taken over the group."""
-    clipped = clip_by_global_norm(
-        xp, grads, group.hyperparameters.get("global_norm_clip_threshold"), execution
-    )
-    new_params, new_slots = dict(params), {path: dict(s) for path, s in slots.items()}
-    for path, grad in clipped.items():
-        new_params[path], new_slots[path] = update(
-            xp, params[path], grad, slots[path], rules[path], hyperparameters(group, path, variant),
-            learning_rate, step, execution, variant,
-        )  # fmt: skip
-    return new_params, new_slots
+def _own_norm(scene: Scene, group: Group, grads: Arrays) -> Arrays:
+    threshold = group.hyperparameters.get("global_norm_clip_threshold")
+    return clip_by_global_norm(scene.xp, grads, threshold, scene.execution)
+
+
+def _base_class(scene: Scene, group: Group, grads: Arrays) -> Arrays:
+    wide = {path: scene.xp.widen(grad) for path, grad in grads.items()}
+    return CLIP["base_class"](scene.xp, wide, settled(Limits, "adafactor", scene.variant, group))
+
+
+CLIPPED: Mapping[str, Callable[[Scene, Group, Arrays], Arrays]] = {
+    "none": lambda scene, group, grads: grads,
+    "global_norm": _own_norm,
+    "base_class": _base_class,
+}
+"""Gradients after clipping, by `gradient_clipping`."""
 
 
 def next_decay(step: int, step_offset: int, decay_rate: float) -> float:
@@ -251,7 +250,7 @@ def next_decay(step: int, step_offset: int, decay_rate: float) -> float:
 
 
 def _second_moment(
-    s: Setting, g: Value, slots: Slots, decay: Value, mix: Value
+    s: Setting, g: Value, slots: Arrays, decay: Value, mix: Value
 ) -> tuple[dict[str, Value], Value]:
     """Returns the new second moment, and the gradient divided by its root."""
     xp, rule = s.xp, s.rule
@@ -291,32 +290,3 @@ def check(state: TrainState, group: Group) -> None:
             )
         check_rule(state.rules.get(path), path, len(state.params[path].shape))
         hyperparameters(group, path, str(state.optimizer.variant))
-
-
-def start(
-    xp: Backend, params: Mapping[str, Value], rules: Mapping[str, Rule], group: Group, variant: str
-) -> tuple[dict[str, dict[str, Value]], dict[str, Value]]:
-    """Returns the slots of every parameter of a group before its first update."""
-    return {
-        p: init(xp, params[p], rules[p], hyperparameters(group, p, variant), variant) for p in group.paths
-    }, {}
-
-
-def move(
-    xp: Backend,
-    params: Mapping[str, Value],
-    grads: Mapping[str, Value],
-    slots: Mapping[str, Slots],
-    shared: Slots,
-    rules: Mapping[str, Rule],
-    group: Group,
-    variant: str,
-    learning_rate: Value | None,
-    step: Value,
-    execution: Execution,
-) -> tuple[dict[str, Value], dict[str, dict[str, Value]], Slots]:
-    """Returns a group's parameters and slots after one update."""
-    moved, kept = group_update(
-        xp, params, grads, slots, rules, group, learning_rate, step, execution, variant
-    )
-    return moved, kept, shared

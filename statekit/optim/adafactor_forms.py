@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from statekit.backends import Backend, Value
 from statekit.errors import UnknownRuleError
+from statekit.optim.steps import Execution
 from statekit.state import Axis, Rule
 from statekit.tensor import DTYPES, float_info
-
-Execution: TypeAlias = Literal["op_by_op", "compiled"]
-"""How the original ran: `op_by_op` rounds every low-precision product, `compiled` keeps products in float32."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,9 @@ class Hyperparameters:
     maximize: bool
     simulated_quantize_bits: int | None
     activation_dtype: str
+    use_ema: bool
+    ema_momentum: float | None
+    ema_overwrite_frequency: int | None
     own_rate_scaled: bool
     """Whether the optimizer as a whole scales by parameters: a rate of its own is smaller where it doesn't."""
 

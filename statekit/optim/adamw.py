@@ -17,29 +17,26 @@ Source: pytorch/pytorch, torch/optim/adam.py, `_single_tensor_adam`; the other v
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 from statekit.backends import Backend, Value
 from statekit.errors import UnknownRuleError
-from statekit.optim.adafactor import Execution
 from statekit.optim.adam_moments import CORRECTION, FIRST, RATE, SECOND, decay, slots_like
-from statekit.optim.gradient_clipping import CLIP
-from statekit.optim.keras_averages import follow_averages
+from statekit.optim.gradient_clipping import CLIP, Limits
 from statekit.optim.settings import (
     EXCLUDED,
     Exclusion,
     form,
     require_float32,
-    require_gradients,
     require_slots,
     require_whole_updates,
     settled,
 )
+from statekit.optim.steps import Arrays, Execution, Scene, Slots
 from statekit.state import Group, Rule, TrainState
 
-Slots: TypeAlias = Mapping[str, Value]
 VARIANTS = ("torch", "optax", "keras", "mesh_tf", "gpt_neo")
 """Every variant of the schema but tf1, of which there is no recording."""
 
@@ -59,10 +56,6 @@ class Hyperparameters:
     nesterov: bool
     maximize: bool
     dtype_momentum: str | None
-    global_norm_clip_threshold: float | None
-    clipnorm: float | None
-    clipvalue: float | None
-    loss_scale_factor: float | None
     use_ema: bool
     ema_momentum: float | None
     ema_overwrite_frequency: int | None
@@ -185,29 +178,48 @@ def momentum_dtype(form: Mapping[str, Any], hyper: Hyperparameters, param_dtype:
     return named.get(form["first_moment_dtype"], "float32")
 
 
-def init(xp: Backend, param: Value, hyper: Hyperparameters, form: Mapping[str, Any]) -> dict[str, Value]:
+def settle(group: Group, path: str, rule: Rule | None, variant: str) -> Hyperparameters:
+    """Returns what a parameter's update needs: the weight decay is None where it is kept from the parameter."""
+    hyper = hyperparameters(group, variant)
+    excluded = EXCLUDED[form("adamw", variant)["decay_exclusions"]](path, hyper.exclude_from_weight_decay)
+    rate = None if excluded else hyper.weight_decay_rate or None
+    return replace(hyper, weight_decay_rate=rate, exclude_from_weight_decay=None)
+
+
+def init(xp: Backend, param: Value, own: Hyperparameters, variant: str) -> dict[str, Value]:
     """Returns the slots of a parameter before its first update: zeros."""
-    dtype = xp.dtype(param)
-    second = dtype if form["moment_dtype"] == "parameter" else "float32"
-    dtypes = {"m": momentum_dtype(form, hyper, dtype), "v": second, "v_max": second, "average": dtype}
-    return slots_like(xp, param, {name: dtypes[name] for name in slot_names(hyper)})
+    dtype, constants = xp.dtype(param), form("adamw", variant)
+    second = dtype if constants["moment_dtype"] == "parameter" else "float32"
+    first = momentum_dtype(constants, own, dtype)
+    dtypes = {"m": first, "v": second, "v_max": second, "average": dtype}
+    return slots_like(xp, param, {name: dtypes[name] for name in slot_names(own)})
+
+
+def begin(xp: Backend, params: Arrays, group: Group, variant: str) -> dict[str, Value]:
+    """Returns no slots: a group as a whole has none."""
+    return {}
+
+
+def prepare(
+    scene: Scene, group: Group, params: Arrays, grads: Arrays, slots: Slots, shared: Arrays
+) -> tuple[Arrays, Arrays, None]:
+    """Returns the gradients in the compute dtype, clipped by what limits those of a group together."""
+    wide = {path: scene.xp.widen(grad) for path, grad in grads.items()}
+    limits = settled(Limits, "adamw", scene.variant, group)
+    clip = CLIP[form("adamw", scene.variant)["gradient_clipping"]]
+    return clip(scene.xp, wide, limits), shared, None
 
 
 def update(
-    s: Setting, param: Value, grad: Value, slots: Slots, decayed: bool
+    scene: Scene, param: Value, grad: Value, slots: Arrays, own: Hyperparameters, common: None
 ) -> tuple[Value, dict[str, Value]]:
-    """Returns a parameter and its slots after one update.
-
-    Args:
-        s: Where the update runs.
-        param: The parameter, float32.
-        grad: Its gradient, same shape, in the compute dtype, clipped.
-        slots: The slots that `init` names, before the update.
-        decayed: Whether weight decay isn't kept from this parameter.
-    """
+    """Returns a parameter and its slots after one update, as `statekit.optim.steps.Steps.update`."""
+    constants = form("adamw", scene.variant)
+    rate = RATE[constants["lr_precision"]](scene.xp, scene.rate)
+    s = Setting(scene.xp, constants, own, rate, scene.step, scene.execution)
     xp, hyper = s.xp, s.hyper
     p, g = xp.widen(param), -grad if hyper.maximize else grad
-    w = (hyper.weight_decay_rate or None) if decayed else None
+    w = hyper.weight_decay_rate
     if w is not None:
         p = DECAYED_FIRST[s.form["weight_decay_expression"]](s, p, w)
     new = dict(zip(("m", "v"), _moments(s, slots, g), strict=True))
@@ -222,7 +234,7 @@ def update(
     }
 
 
-def _moments(s: Setting, slots: Slots, g: Value) -> tuple[Value, Value]:
+def _moments(s: Setting, slots: Arrays, g: Value) -> tuple[Value, Value]:
     xp, stored = s.xp, s.xp.dtype(slots["m"])
     low = s.form["momentum_read"] == "unrounded" and stored != "float32"
     weights = decay(xp, s.hyper.beta1, stored if low else "float32")
@@ -250,45 +262,10 @@ def check(state: TrainState, group: Group) -> None:
     for path in group.paths:
         require_float32(state, path)
         require_slots(state, path, slot_names(hyper))
+    settled(Limits, "adamw", str(state.optimizer.variant), group)
     require_whole_updates(hyper.gradient_accumulation_steps)
     if hyper.weight_decay_rate and not hyper.decoupled_weight_decay:
         raise UnknownRuleError(
             "Adam with weight decay in the gradient isn't AdamW; the step doesn't do it.",
             expected="decoupled_weight_decay true",
         )
-
-
-def start(
-    xp: Backend, params: Slots, rules: Mapping[str, Rule], group: Group, variant: str
-) -> tuple[dict[str, dict[str, Value]], dict[str, Value]]:
-    """Returns the slots of every parameter of a group before its first update."""
-    hyper, constants = hyperparameters(group, variant), form("adamw", variant)
-    return {path: init(xp, params[path], hyper, constants) for path in group.paths}, {}
-
-
-def move(
-    xp: Backend,
-    params: Slots,
-    grads: Slots,
-    slots: Mapping[str, Slots],
-    shared: Slots,
-    rules: Mapping[str, Rule],
-    group: Group,
-    variant: str,
-    learning_rate: Value,
-    step: Value,
-    execution: Execution,
-) -> tuple[dict[str, Value], dict[str, dict[str, Value]], Slots]:
-    """Returns a group's parameters and slots after one update; the global norm is taken over the group."""
-    hyper, constants = hyperparameters(group, variant), form("adamw", variant)
-    require_gradients(group.paths, grads, constants["step_scope"])
-    rate = RATE[constants["lr_precision"]](xp, learning_rate)
-    s = Setting(xp, constants, hyper, rate, step, execution)
-    wide = {path: xp.widen(grad) for path, grad in grads.items()}
-    excluded = EXCLUDED[constants["decay_exclusions"]]
-    new_params, new_slots = dict(params), {path: dict(own) for path, own in slots.items()}
-    for path, g in CLIP[constants["gradient_clipping"]](xp, wide, hyper).items():
-        decayed = not excluded(path, hyper.exclude_from_weight_decay)
-        new_params[path], moved = update(s, params[path], g, slots[path], decayed)
-        new_slots[path].update(moved)
-    return *follow_averages(xp, new_params, new_slots, hyper, step), shared

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from statekit.backends import Backend, Value
 from statekit.errors import UnknownRuleError
@@ -12,27 +13,24 @@ from statekit.errors import UnknownRuleError
 Grads: TypeAlias = dict[str, Value]
 
 
-class Clipping(Protocol):
-    """What limits gradients; `schemas/adamw.json` explains each. 0 counts as off."""
+@dataclass(frozen=True)
+class Limits:
+    """What limits gradients. 0 counts as off.
 
-    @property
-    def global_norm_clip_threshold(self) -> float | None:
-        """Largest norm of all gradients together."""
+    Attributes:
+        global_norm_clip_threshold: Largest norm of all gradients together.
+        clipnorm: Largest norm of each gradient.
+        clipvalue: Largest absolute value of each element.
+        loss_scale_factor: What gradients are divided by first.
+    """
 
-    @property
-    def clipnorm(self) -> float | None:
-        """Largest norm of each gradient."""
-
-    @property
-    def clipvalue(self) -> float | None:
-        """Largest absolute value of each element."""
-
-    @property
-    def loss_scale_factor(self) -> float | None:
-        """What gradients are divided by first."""
+    global_norm_clip_threshold: float | None
+    clipnorm: float | None
+    clipvalue: float | None
+    loss_scale_factor: float | None
 
 
-def _none(xp: Backend, grads: Grads, limits: Clipping) -> Grads:
+def _none(xp: Backend, grads: Grads, limits: Limits) -> Grads:
     return grads
 
 
@@ -45,7 +43,7 @@ def _elements(xp: Backend, grads: Grads, limit: float) -> Grads:
     return {path: xp.minimum(xp.maximum(g, -edge), edge) for path, g in grads.items()}
 
 
-def _keras(xp: Backend, grads: Grads, limits: Clipping) -> Grads:
+def _keras(xp: Backend, grads: Grads, limits: Limits) -> Grads:
     """Source: keras-team/keras, keras/src/optimizers/base_optimizer.py, `_clip_gradients`, `clip_by_global_norm`."""
     if limits.loss_scale_factor is not None:
         scale = xp.constant(limits.loss_scale_factor)
@@ -61,7 +59,7 @@ def _keras(xp: Backend, grads: Grads, limits: Clipping) -> Grads:
     return _elements(xp, grads, limits.clipvalue) if limits.clipvalue else grads
 
 
-def _optax(xp: Backend, grads: Grads, limits: Clipping) -> Grads:
+def _optax(xp: Backend, grads: Grads, limits: Limits) -> Grads:
     """Source: google-deepmind/optax, optax/transforms/_clipping.py, `clip`, `clip_by_global_norm`."""
     if limits.clipvalue is not None and limits.global_norm_clip_threshold is not None:
         raise UnknownRuleError(
@@ -75,7 +73,7 @@ def _optax(xp: Backend, grads: Grads, limits: Clipping) -> Grads:
     return {path: xp.if_greater(-norm, -edge, g, g / norm * edge) for path, g in grads.items()}
 
 
-def _gpt_neo(xp: Backend, grads: Grads, limits: Clipping) -> Grads:
+def _gpt_neo(xp: Backend, grads: Grads, limits: Limits) -> Grads:
     """Source: EleutherAI/gpt-neo, optimizers.py, `clip_by_global_norm`; Mesh-TF divides by way of a reciprocal."""
     if limits.global_norm_clip_threshold is None:
         return grads
@@ -84,7 +82,7 @@ def _gpt_neo(xp: Backend, grads: Grads, limits: Clipping) -> Grads:
     return {path: g * factor for path, g in grads.items()}
 
 
-CLIP: Mapping[str, Callable[[Backend, Grads, Clipping], Grads]] = {
+CLIP: Mapping[str, Callable[[Backend, Grads, Limits], Grads]] = {
     "none": _none,
     "base_class": _keras,
     "chain": _optax,

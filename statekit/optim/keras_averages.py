@@ -24,35 +24,27 @@ class Averaging(Protocol):
         """Updates after which they replace the parameters; None: never."""
 
 
-def follow_averages(
-    xp: Backend,
-    params: Mapping[str, Value],
-    slots: Mapping[str, Mapping[str, Value]],
-    hyper: Averaging,
-    step: Value,
-) -> tuple[dict[str, Value], dict[str, dict[str, Value]]]:
-    """Returns parameters and slots with every `average` moved on after an update.
+def follow_average(
+    xp: Backend, param: Value, slots: Mapping[str, Value], hyper: Averaging, step: Value
+) -> tuple[Value, dict[str, Value]]:
+    """Returns a parameter and its slots with `average` moved on after an update.
 
         average = d average + (1 - d) p,  d = ema_momentum, and 0 at the first update
 
     Args:
         xp: The array namespace.
-        params: Parameters after the update.
-        slots: Their slots, those of the update moved on.
+        param: The parameter after the update, or as it was where it had no gradient.
+        slots: Its slots, those of the update moved on.
         hyper: What is to be averaged, and how.
         step: Updates done before this one.
 
     Source: keras-team/keras, keras/src/optimizers/base_optimizer.py, `_update_model_variables_moving_average`.
     """
-    new_params, new_slots = dict(params), {path: dict(own) for path, own in slots.items()}
     if not hyper.use_ema or hyper.ema_momentum is None:
-        return new_params, new_slots
+        return param, dict(slots)
     kept = xp.where(step == 0, xp.widen(0.0), xp.widen(hyper.ema_momentum))
-    period = hyper.ema_overwrite_frequency
-    for path, param in params.items():
-        average = kept * xp.widen(slots[path]["average"]) + (1.0 - kept) * xp.widen(param)
-        new_slots[path]["average"] = xp.narrow(average, xp.dtype(slots[path]["average"]))
-        if period:
-            replaced = xp.where((step + 1) % period == 0, average, xp.widen(param))
-            new_params[path] = xp.narrow(replaced, xp.dtype(param))
-    return new_params, new_slots
+    average = kept * xp.widen(slots["average"]) + (1.0 - kept) * xp.widen(param)
+    if hyper.ema_overwrite_frequency:
+        replaced = xp.where((step + 1) % hyper.ema_overwrite_frequency == 0, average, xp.widen(param))
+        param = xp.narrow(replaced, xp.dtype(param))
+    return param, {**slots, "average": xp.narrow(average, xp.dtype(slots["average"]))}

@@ -15,28 +15,25 @@ Source: google-deepmind/optax, optax/_src/alias.py, `lamb`; keras-team/keras, ke
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any
 
 from statekit.backends import Backend, Value
-from statekit.optim.adafactor import Execution
 from statekit.optim.adam_moments import CORRECTION, FIRST, RATE, SECOND, decay, slots_like
-from statekit.optim.gradient_clipping import CLIP
-from statekit.optim.keras_averages import follow_averages
+from statekit.optim.gradient_clipping import CLIP, Limits
 from statekit.optim.settings import (
     EXCLUDED,
     Exclusion,
     form,
     require_float32,
-    require_gradients,
     require_slots,
     require_whole_updates,
     settled,
 )
+from statekit.optim.steps import Arrays, Scene, Slots
 from statekit.optim.trust_ratio import NORM, RATIO
 from statekit.state import Group, Rule, TrainState
 
-Slots: TypeAlias = Mapping[str, Value]
 VARIANTS = ("optax", "keras")
 """The variants of the schema of which there are recordings."""
 
@@ -51,10 +48,6 @@ class Hyperparameters:
     epsilon_root: float
     weight_decay_rate: float | None
     exclude_from_weight_decay: Exclusion
-    global_norm_clip_threshold: float | None
-    clipnorm: float | None
-    clipvalue: float | None
-    loss_scale_factor: float | None
     use_ema: bool
     ema_momentum: float | None
     ema_overwrite_frequency: int | None
@@ -84,21 +77,43 @@ class Setting:
         return CORRECTION[self.form["bias_correction_precision"]](self.xp, beta, self.step + 1)
 
 
-def update(
-    s: Setting, param: Value, grad: Value, slots: Slots, decayed: bool
-) -> tuple[Value, dict[str, Value]]:
-    """Returns a parameter and its slots after one update.
+def settle(group: Group, path: str, rule: Rule | None, variant: str) -> Hyperparameters:
+    """Returns what a parameter's update needs: the weight decay is None where it is kept from the parameter."""
+    hyper = hyperparameters(group, variant)
+    excluded = EXCLUDED[form("lamb", variant)["decay_exclusions"]](path, hyper.exclude_from_weight_decay)
+    rate = None if excluded else hyper.weight_decay_rate or None
+    return replace(hyper, weight_decay_rate=rate, exclude_from_weight_decay=None)
 
-    Args:
-        s: Where the update runs.
-        param: The parameter, float32.
-        grad: Its gradient, same shape, in the compute dtype, clipped.
-        slots: m and v before the update.
-        decayed: Whether weight decay isn't kept from this parameter.
-    """
+
+def init(xp: Backend, param: Value, own: Hyperparameters, variant: str) -> dict[str, Value]:
+    """Returns the slots of a parameter before its first update: zeros."""
+    return slots_like(xp, param, dict.fromkeys(slot_names(own), xp.dtype(param)))
+
+
+def begin(xp: Backend, params: Arrays, group: Group, variant: str) -> dict[str, Value]:
+    """Returns no slots: a group as a whole has none."""
+    return {}
+
+
+def prepare(
+    scene: Scene, group: Group, params: Arrays, grads: Arrays, slots: Slots, shared: Arrays
+) -> tuple[Arrays, Arrays, None]:
+    """Returns the gradients in the compute dtype, clipped by what limits those of a group together."""
+    wide = {path: scene.xp.widen(grad) for path, grad in grads.items()}
+    limits = settled(Limits, "lamb", scene.variant, group)
+    return CLIP[form("lamb", scene.variant)["gradient_clipping"]](scene.xp, wide, limits), shared, None
+
+
+def update(
+    scene: Scene, param: Value, grad: Value, slots: Arrays, own: Hyperparameters, common: None
+) -> tuple[Value, dict[str, Value]]:
+    """Returns a parameter and its slots after one update, as `statekit.optim.steps.Steps.update`."""
+    constants = form("lamb", scene.variant)
+    rate = RATE[constants["lr_precision"]](scene.xp, scene.rate)
+    s = Setting(scene.xp, constants, own, rate, scene.step)
     xp, hyper = s.xp, s.hyper
     p, blend = xp.widen(param), s.form["moment_update"]
-    w = xp.constant(hyper.weight_decay_rate) if decayed and hyper.weight_decay_rate else None
+    w = None if hyper.weight_decay_rate is None else xp.constant(hyper.weight_decay_rate)
     if w is not None and s.form["weight_decay_place"] == "first":
         p = p - p * w * s.rate
     m = FIRST[blend](xp, xp.widen(slots["m"]), grad, decay(xp, hyper.beta1))
@@ -137,40 +152,5 @@ def check(state: TrainState, group: Group) -> None:
     for path in group.paths:
         require_float32(state, path)
         require_slots(state, path, slot_names(hyper))
+    settled(Limits, "lamb", str(state.optimizer.variant), group)
     require_whole_updates(hyper.gradient_accumulation_steps)
-
-
-def start(
-    xp: Backend, params: Slots, rules: Mapping[str, Rule], group: Group, variant: str
-) -> tuple[dict[str, dict[str, Value]], dict[str, Value]]:
-    """Returns the slots of every parameter of a group before its first update: zeros."""
-    names = slot_names(hyperparameters(group, variant))
-    own = {path: dict.fromkeys(names, xp.dtype(params[path])) for path in group.paths}
-    return {path: slots_like(xp, params[path], dtypes) for path, dtypes in own.items()}, {}
-
-
-def move(
-    xp: Backend,
-    params: Slots,
-    grads: Slots,
-    slots: Mapping[str, Slots],
-    shared: Slots,
-    rules: Mapping[str, Rule],
-    group: Group,
-    variant: str,
-    learning_rate: Value,
-    step: Value,
-    execution: Execution,
-) -> tuple[dict[str, Value], dict[str, dict[str, Value]], Slots]:
-    """Returns a group's parameters and slots after one update; the global norm is taken over the group."""
-    hyper, constants = hyperparameters(group, variant), form("lamb", variant)
-    require_gradients(group.paths, grads, constants["step_scope"])
-    s = Setting(xp, constants, hyper, RATE[constants["lr_precision"]](xp, learning_rate), step)
-    wide = {path: xp.widen(grad) for path, grad in grads.items()}
-    new_params, new_slots = dict(params), {path: dict(own) for path, own in slots.items()}
-    excluded = EXCLUDED[constants["decay_exclusions"]]
-    for path, g in CLIP[constants["gradient_clipping"]](xp, wide, hyper).items():
-        decayed = not excluded(path, hyper.exclude_from_weight_decay)
-        new_params[path], moved = update(s, params[path], g, slots[path], decayed)
-        new_slots[path].update(moved)
-    return *follow_averages(xp, new_params, new_slots, hyper, step), shared

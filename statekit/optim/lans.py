@@ -20,10 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 from statekit.backends import Backend, Value
-from statekit.optim.adafactor import Execution
 from statekit.optim.adam_moments import (
     CORRECTION,
     FIRST,
@@ -34,11 +33,11 @@ from statekit.optim.adam_moments import (
     decay_float32,
     slots_like,
 )
-from statekit.optim.settings import form, require_float32, require_gradients, require_slots, settled
+from statekit.optim.settings import form, require_float32, require_slots, settled
+from statekit.optim.steps import Arrays, Scene, Slots
 from statekit.optim.trust_ratio import NORM, RATIO
 from statekit.state import Group, Rule, TrainState
 
-Slots: TypeAlias = Mapping[str, Value]
 VARIANTS = ("mxnet_fused", "mxnet_unfused", "mxnet_gpu", "paper", "apex_fused")
 """Every variant of the schema whose rule is known in full."""
 
@@ -55,13 +54,29 @@ class Hyperparameters:
     upper_bound: float | None
     clip_gradient: float | None
     rescale_grad: float
-    lr_mult: Mapping[str, float]
-    wd_mult: Mapping[str, float]
     begin_num_update: int
     bias_correction: bool
     grad_averaging: bool
     normalize_grad: bool
     adam_w_mode: bool
+    multi_precision: bool
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """By how much single parameters' learning rate and weight decay differ from the group's, by path."""
+
+    lr_mult: Mapping[str, float]
+    wd_mult: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Own:
+    """All that one parameter's update depends on beside arrays and scene."""
+
+    hyper: Hyperparameters
+    lr_mult: float
+    wd: float
 
 
 @dataclass(frozen=True)
@@ -174,16 +189,42 @@ def _coefficient(s: Setting, weight: Value, direction: Value, share: Value) -> V
     return s.rate * (ratio * share) if s.form["rate_product"] == "ratio_first" else s.rate * ratio * share
 
 
-def update(s: Setting, param: Value, grad: Value, slots: Slots) -> tuple[Value, dict[str, Value]]:
-    """Returns a parameter and its slots after one update.
+def settle(group: Group, path: str, rule: Rule | None, variant: str) -> Own:
+    """Returns what a parameter's update needs."""
+    hyper, by_path = hyperparameters(group, variant), settled(Multipliers, "lans", variant, group)
+    return Own(hyper, by_path.lr_mult.get(path, 1.0), hyper.wd * by_path.wd_mult.get(path, 1.0))
 
-    Args:
-        s: Where the update runs.
-        param: The parameter: float32, or float16 beside a slot `master`.
-        grad: Its gradient, same shape.
-        slots: m, v and perhaps master, before the update.
+
+def init(xp: Backend, param: Value, own: Own, variant: str) -> dict[str, Value]:
+    """Returns the slots of a parameter before its first update: zeros, and a master of float16."""
+    slots = slots_like(xp, param, {"m": "float32", "v": "float32"})
+    if own.hyper.multi_precision and xp.dtype(param) == "float16":
+        slots["master"] = xp.narrow(xp.widen(param), "float32")
+    return slots
+
+
+def begin(xp: Backend, params: Arrays, group: Group, variant: str) -> dict[str, Value]:
+    """Returns no slots: a group as a whole has none."""
+    return {}
+
+
+def prepare(
+    scene: Scene, group: Group, params: Arrays, grads: Arrays, slots: Slots, shared: Arrays
+) -> tuple[Arrays, Arrays, None]:
+    """Returns the gradients as they are: every parameter's is normalised by itself."""
+    return grads, shared, None
+
+
+def update(
+    scene: Scene, param: Value, grad: Value, slots: Arrays, own: Own, common: None
+) -> tuple[Value, dict[str, Value]]:
+    """Returns a parameter and its slots after one update, as `statekit.optim.steps.Steps.update`.
+
+    A float16 parameter has a slot `master`, which is what moves.
     """
-    xp, hyper = s.xp, s.hyper
+    xp, hyper, constants = scene.xp, own.hyper, form("lans", scene.variant)
+    rate = RATE[constants["lr_precision"]](xp, scene.rate) * own.lr_mult
+    s = Setting(xp, constants, hyper, rate, own.wd, scene.step + hyper.begin_num_update)
     p = xp.widen(slots.get("master", param))
     g = _gradient(s, p, xp.widen(grad))
     m = FIRST["weighted_sum"](xp, xp.widen(slots["m"]), g, s.first)
@@ -227,50 +268,9 @@ def hyperparameters(group: Group, variant: str) -> Hyperparameters:
 
 def check(state: TrainState, group: Group) -> None:
     """Raises UnknownRuleError where the step can't go on as the original would."""
-    hyperparameters(group, str(state.optimizer.variant))
     for path in group.paths:
         require_slots(state, path, ("m", "v"))
+        settle(group, path, None, str(state.optimizer.variant))
         dtype = state.params[path].dtype.name
         if dtype != "float16" or "master" not in state.slots.get(path, {}):
             require_float32(state, path)
-
-
-def start(
-    xp: Backend, params: Slots, rules: Mapping[str, Rule], group: Group, variant: str
-) -> tuple[dict[str, dict[str, Value]], dict[str, Value]]:
-    """Returns the slots of every parameter of a group before its first update: zeros, and masters of float16."""
-    hyperparameters(group, variant)
-    mixed = group.hyperparameters.get("multi_precision", False)
-    slots = {}
-    for path in group.paths:
-        own = slots_like(xp, params[path], {"m": "float32", "v": "float32"})
-        if mixed and xp.dtype(params[path]) == "float16":
-            own["master"] = xp.narrow(xp.widen(params[path]), "float32")
-        slots[path] = own
-    return slots, {}
-
-
-def move(
-    xp: Backend,
-    params: Slots,
-    grads: Slots,
-    slots: Mapping[str, Slots],
-    shared: Slots,
-    rules: Mapping[str, Rule],
-    group: Group,
-    variant: str,
-    learning_rate: Value,
-    step: Value,
-    execution: Execution,
-) -> tuple[dict[str, Value], dict[str, dict[str, Value]], Slots]:
-    """Returns a group's parameters and slots after one update."""
-    hyper, constants = hyperparameters(group, variant), form("lans", variant)
-    require_gradients(group.paths, grads, constants["step_scope"])
-    rate, count = RATE[constants["lr_precision"]](xp, learning_rate), step + hyper.begin_num_update
-    new_params, new_slots = dict(params), {path: dict(own) for path, own in slots.items()}
-    for path, grad in grads.items():
-        own_rate = rate * hyper.lr_mult.get(path, 1.0)
-        wd = hyper.wd * hyper.wd_mult.get(path, 1.0)
-        s = Setting(xp, constants, hyper, own_rate, wd, count)
-        new_params[path], new_slots[path] = update(s, params[path], grad, slots[path])
-    return new_params, new_slots, shared

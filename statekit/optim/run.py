@@ -2,54 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from statekit.backend_numpy import NumpyBackend
-from statekit.backends import Backend, Value
+from statekit.backends import Backend, Batching, Value
 from statekit.errors import StateError
-from statekit.optim.adafactor import Execution
+from statekit.optim.keras_averages import follow_average
+from statekit.optim.steps import Arrays, Execution, Scene, Slots, Steps
+from statekit.schema import load_schema
 from statekit.state import Counts, Group, Rule, TrainState
 from statekit.tensor import Tensor, in_memory
 
-Arrays: TypeAlias = Mapping[str, Value]
-Slots: TypeAlias = Mapping[str, Arrays]
 Rates: TypeAlias = Value | tuple[Value, ...]
 """A learning rate, or one for each parameter group; a number stays one, as precise as it is."""
 Move: TypeAlias = Callable[["Live", Arrays, Rates], "Live"]
-
-
-class Steps(Protocol):
-    """What a module of `statekit.optim` offers for its schema. All functions are pure."""
-
-    VARIANTS: tuple[str, ...]
-    """The variants that it steps."""
-
-    def check(self, state: TrainState, group: Group) -> None:
-        """Raises UnknownRuleError if a rule or a hyperparameter that the step needs is unknown."""
-
-    def start(
-        self, xp: Backend, params: Arrays, rules: Mapping[str, Rule], group: Group, variant: str
-    ) -> tuple[Slots, Arrays]:
-        """Returns the slots of a group's parameters, and those of the group as a whole, before the first update."""
-
-    def move(
-        self,
-        xp: Backend,
-        params: Arrays,
-        grads: Arrays,
-        slots: Slots,
-        shared: Arrays,
-        rules: Mapping[str, Rule],
-        group: Group,
-        variant: str,
-        learning_rate: Value,
-        step: Value,
-        execution: Execution,
-    ) -> tuple[Arrays, Slots, Arrays]:
-        """Returns parameters, slots and the group's own slots after one update; `step` updates were done before."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +30,14 @@ class Live:
         slots: Slots by path and name.
         shared: Slots of each group as a whole.
         updates: Updates done.
+        behind: Updates done by path, of parameters that have a count of their own and missed some.
     """
 
     params: Arrays
     slots: Slots
     shared: tuple[Arrays, ...]
     updates: int
+    behind: Mapping[str, int] = field(default_factory=dict)
 
 
 def load(xp: Backend, state: TrainState) -> Live:
@@ -76,6 +47,7 @@ def load(xp: Backend, state: TrainState) -> Live:
         {path: _read(xp, slots) for path, slots in state.slots.items()},
         tuple(_read(xp, group.slots) for group in state.optimizer.groups),
         state.counts.updates,
+        state.counts.behind,
     )
 
 
@@ -90,20 +62,21 @@ def store(xp: Backend, live: Live, state: TrainState) -> TrainState:
         params=_written(xp, live.params, ""),
         slots={path: _written(xp, slots, f"{path}/") for path, slots in live.slots.items()},
         optimizer=replace(state.optimizer, groups=groups),
-        counts=Counts(live.updates, state.counts.schedule + live.updates - state.counts.updates),
+        counts=Counts(live.updates, state.counts.schedule + live.updates - state.counts.updates, live.behind),
     )
 
 
 def initial(state: TrainState) -> TrainState:
     """Returns `state` with the slots that its optimizer begins with."""
-    steps, xp = steps_of(state), NumpyBackend()
+    steps, xp, variant = steps_of(state), NumpyBackend(), str(state.optimizer.variant)
     slots: dict[str, Arrays] = {}
     shared = []
     for group in state.optimizer.groups:
         params = _read(xp, {path: state.params[path] for path in group.paths})
-        own, whole = steps.start(xp, params, state.rules, group, str(state.optimizer.variant))
-        slots.update(own)
-        shared.append(whole)
+        for path in group.paths:
+            own = steps.settle(group, path, state.rules.get(path), variant)
+            slots[path] = steps.init(xp, params[path], own, variant)
+        shared.append(steps.begin(xp, params, group, variant))
     return store(xp, Live(_read(xp, state.params), slots, tuple(shared), state.counts.updates), state)
 
 
@@ -117,40 +90,161 @@ def mover(xp: Backend, state: TrainState, execution: Execution = "compiled") -> 
     steps, groups, variant = steps_of(state), state.optimizer.groups, str(state.optimizer.variant)
     for group in groups:
         steps.check(state, group)
+    apart = counts_apart(state.optimizer.schema, variant)
 
-    def step(live: dict[str, Any], grads: dict[str, Value], rates: Rates, count: Value) -> dict[str, Any]:
+    def step(
+        live: dict[str, Any], grads: dict[str, Value], rates: Rates, count: Value, counts: dict[str, Value]
+    ) -> dict[str, Any]:
         params, slots, shared = dict(live["params"]), dict(live["slots"]), []
         by_group = rates if isinstance(rates, tuple) else (rates,) * len(groups)
         for group, whole, rate in zip(groups, live["shared"], by_group, strict=True):
-            new_params, new_slots, new_whole = steps.move(
-                xp,
+            new_params, new_slots, new_whole = move_group(
+                steps,
+                Scene(xp, variant, rate, count, execution),
+                group,
+                state.rules,
                 {path: params[path] for path in group.paths},
                 {path: grads[path] for path in group.paths if path in grads},
                 {path: slots[path] for path in group.paths},
-                whole, state.rules, group, variant, rate, count, execution,
-            )  # fmt: skip
+                whole,
+                counts=counts,
+            )
             params.update(new_params)
             slots.update(new_slots)
             shared.append(new_whole)
         return {"params": params, "slots": slots, "shared": tuple(shared)}
 
     compiled = xp.compile(step)
+    moved = [path for group in groups for path in group.paths]
 
     def move(live: Live, grads: Arrays, rates: Rates) -> Live:
         before = {"params": live.params, "slots": live.slots, "shared": live.shared}
-        after = compiled(before, dict(grads), rates, live.updates)
-        return Live(after["params"], after["slots"], after["shared"], live.updates + 1)
+        after = compiled(before, dict(grads), rates, live.updates, dict(live.behind))
+        missed = [path for path in moved if apart and path not in grads]
+        behind = {path: count + 1 for path, count in live.behind.items()}
+        behind |= {path: live.behind.get(path, live.updates) for path in missed}
+        return Live(after["params"], after["slots"], after["shared"], live.updates + 1, behind)
 
     return move
 
 
+def move_group(
+    steps: Steps,
+    scene: Scene,
+    group: Group,
+    rules: Mapping[str, Rule],
+    params: Arrays,
+    grads: Arrays,
+    slots: Slots,
+    shared: Arrays,
+    *,
+    counts: Mapping[str, Value] | None = None,
+    batching: Batching | None = None,
+) -> tuple[dict[str, Value], dict[str, dict[str, Value]], Arrays]:
+    """Returns a group's parameters, slots and own slots after one update; one without a gradient stays.
+
+    Args:
+        steps: The optimizer's step.
+        scene: The update.
+        group: Paths and hyperparameters.
+        rules: How parameters are factored, by path.
+        params: The group's parameters.
+        grads: Gradients by path, of the parameters' shapes.
+        slots: Slots by path and name.
+        shared: Slots of the group as a whole.
+        counts: Updates done by path, where a parameter has a count of its own that isn't the scene's.
+        batching: Stacks parameters of equal settings, shapes and dtypes, which are then updated together; sums may
+            run in another order. Each by itself if None.
+    """
+    owns = {path: steps.settle(group, path, rules.get(path), scene.variant) for path in params}
+    reached, shared, common = steps.prepare(scene, group, params, grads, slots, shared)
+    new_params, new_slots = dict(params), {path: dict(own) for path, own in slots.items()}
+    for count, paths in _batches(scene.xp, owns, params, reached, slots, counts or {}, batching is not None):
+        there = scene if count is None else replace(scene, step=count)
+        for path, (param, moved) in _moved(
+            steps, there, owns, paths, params, reached, slots, common, batching
+        ).items():
+            new_params[path], new_slots[path] = param, {**new_slots[path], **moved}
+    for path, own in owns.items():
+        if "average" in new_slots[path]:
+            new_params[path], new_slots[path] = follow_average(
+                scene.xp, new_params[path], new_slots[path], cast(Any, own), scene.step
+            )
+    return new_params, new_slots, shared
+
+
+def _batches(
+    xp: Backend,
+    owns: Mapping[str, Hashable],
+    params: Arrays,
+    grads: Arrays,
+    slots: Slots,
+    counts: Mapping[str, Value],
+    batched: bool,
+) -> list[tuple[Value | None, list[str]]]:
+    """Returns which parameters are updated together, with their own count."""
+    found: dict[Hashable, tuple[Value | None, list[str]]] = {}
+    for path, grad in grads.items():
+        count = counts.get(path)
+        arrays = [params[path], grad, *slots[path].values()]
+        kind = (owns[path], tuple(slots[path]), tuple((xp.shape(a), xp.dtype(a)) for a in arrays))
+        key = (kind, count if isinstance(count, int) else id(count)) if batched else path
+        found.setdefault(key, (count, []))[1].append(path)
+    return list(found.values())
+
+
+def _moved(
+    steps: Steps,
+    scene: Scene,
+    owns: Mapping[str, Hashable],
+    paths: Sequence[str],
+    params: Arrays,
+    grads: Arrays,
+    slots: Slots,
+    common: Value,
+    batching: Batching | None,
+) -> dict[str, tuple[Value, dict[str, Value]]]:
+    """Returns parameters of one batch, each with its slots, after their update."""
+    own = owns[paths[0]]
+
+    def update(param: Value, grad: Value, held: Arrays) -> tuple[Value, dict[str, Value]]:
+        return steps.update(scene, param, grad, held, own, common)
+
+    if batching is None or len(paths) == 1:
+        return {path: update(params[path], grads[path], slots[path]) for path in paths}
+    stacked = {name: batching.stack([slots[path][name] for path in paths]) for name in slots[paths[0]]}
+    after, moved = batching.batched(update)(
+        batching.stack([params[path] for path in paths]),
+        batching.stack([grads[path] for path in paths]),
+        stacked,
+    )
+    split = {name: batching.unstack(value) for name, value in moved.items()}
+    return {
+        path: (param, {name: values[i] for name, values in split.items()})
+        for i, (path, param) in enumerate(zip(paths, batching.unstack(after), strict=True))
+    }
+
+
+def counts_apart(schema: str, variant: str) -> bool:
+    """Tells whether a variant counts the updates of each parameter by itself: one without a gradient falls behind."""
+    return load_schema(schema).variant(variant)["constants"]["step_scope"] in OWN_COUNTS
+
+
+OWN_COUNTS = ("per_parameter", "per_index_and_device")
+"""Values of `step_scope` with a count for each parameter."""
+
+
 def steps_of(state: TrainState) -> Steps:
-    """Returns the module that steps a state's optimizer.
+    """Returns the module that steps a state's optimizer; errors are those of `steps_for`."""
+    return steps_for(state.optimizer.schema, state.optimizer.variant)
+
+
+def steps_for(schema: str, variant: str | None) -> Steps:
+    """Returns the module that steps a variant of a schema.
 
     Raises:
         StateError: There is none for the schema or the variant.
     """
-    schema, variant = state.optimizer.schema, state.optimizer.variant
     steps = cast(Steps, import_module(f"statekit.optim.{schema}")) if schema in STEPPED else None
     if steps is None or variant not in steps.VARIANTS:
         raise StateError(

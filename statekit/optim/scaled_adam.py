@@ -26,12 +26,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 from statekit.backends import Backend, Value
 from statekit.errors import StateError
 from statekit.optim import scaled_adam_clip
-from statekit.optim.adafactor import Execution
 from statekit.optim.scaled_adam_forms import (
     MAX_RMS,
     MOMENTUM,
@@ -40,10 +39,10 @@ from statekit.optim.scaled_adam_forms import (
     Setting,
     hyperparameters,
 )
+from statekit.optim.steps import Arrays, Scene, Slots
 from statekit.schema import load_schema
 from statekit.state import Group, Rule, TrainState
 
-Slots: TypeAlias = Mapping[str, Value]
 VARIANTS = ("gptsovits", "pt7", "zip202305", "zip202310", "zip202407", "zip2025")
 
 
@@ -53,38 +52,64 @@ def form(variant: str) -> Mapping[str, Any]:
     return constants
 
 
-def init(xp: Backend, param: Value, hyper: Hyperparameters, form: Mapping[str, Any]) -> dict[str, Value]:
+def settle(group: Group, path: str, rule: Rule | None, variant: str) -> Hyperparameters:
+    """Returns what a parameter's update needs."""
+    return hyperparameters(group)
+
+
+def init(xp: Backend, param: Value, own: Hyperparameters, variant: str) -> dict[str, Value]:
     """Returns the slots of a parameter before its first update: zeros.
 
     `param_rms` gets its first value in the first update: the originals have no slots before.
     """
-    dtype = xp.dtype(param) if form["state_dtype"] == "parameter" else str(form["state_dtype"])
+    held = form(variant)["state_dtype"]
+    dtype = xp.dtype(param) if held == "parameter" else str(held)
     shape = xp.shape(param)
     alone = (1,) * len(shape)
     shapes = {"delta": shape, "exp_avg_sq": shape}
     if math.prod(shape) != 1:
-        history = (hyper.size_update_period, *alone)
+        history = (own.size_update_period, *alone)
         shapes |= {"param_rms": alone, "scale_exp_avg_sq": alone, "scale_grads": history}
     return {name: xp.zeros(param, own, dtype) for name, own in shapes.items()}
 
 
-def update(
-    s: Setting, param: Value, grad: Value, slots: Slots, factor: Value | None
-) -> tuple[Value, dict[str, Value]]:
-    """Returns a parameter and its slots after one update.
+def begin(xp: Backend, params: Arrays, group: Group, variant: str) -> dict[str, Value]:
+    """Returns the slots of a group as a whole before its first update."""
+    return scaled_adam_clip.init(xp, next(iter(params.values())), hyperparameters(group)) if params else {}
 
-    Args:
-        s: Where the update runs.
-        param: The parameter, any floating dtype; its dtype is kept.
-        grad: Its gradient, same shape, before clipping.
-        slots: The slots that `init` names, before the update.
-        factor: What clipping multiplies gradients with; None without clipping.
+
+def prepare(
+    scene: Scene, group: Group, params: Arrays, grads: Arrays, slots: Slots, shared: Arrays
+) -> tuple[Arrays, Arrays, Value | None]:
+    """Returns a gradient for every parameter (zeros for a missing one), and the factor of clipping (None without)."""
+    xp, s = scene.xp, _setting(scene, hyperparameters(group))
+    full = {
+        path: grads[path] if path in grads else xp.zeros(p, xp.shape(p), xp.dtype(p))
+        for path, p in params.items()
+    }
+    if s.hyper.clipping_scale is None or not params:
+        return full, shared, None
+    own = shared or scaled_adam_clip.init(xp, next(iter(params.values())), s.hyper)
+    return full, *scaled_adam_clip.clip(s, params, full, slots, own)
+
+
+def _setting(scene: Scene, hyper: Hyperparameters) -> Setting:
+    return Setting(scene.xp, form(scene.variant), hyper, scene.xp.number(scene.rate), scene.step)
+
+
+def update(
+    scene: Scene, param: Value, grad: Value, slots: Arrays, own: Hyperparameters, common: Value | None
+) -> tuple[Value, dict[str, Value]]:
+    """Returns a parameter and its slots after one update, as `statekit.optim.steps.Steps.update`.
+
+    `common` is what clipping multiplies gradients with, None without clipping.
     """
+    s = _setting(scene, own)
     xp, shape = s.xp, s.xp.shape(param)
     one = math.prod(shape) == 1
     p, g = xp.widen(param), xp.widen(grad)
     dtypes = xp.dtype(param), xp.dtype(grad), xp.dtype(slots["delta"])
-    short = g if factor is None else scaled_adam_clip.reached(s, grad, factor)
+    short = g if common is None else scaled_adam_clip.reached(s, grad, common)
     used = short if s.form["clip_reaches"] == "everything" else g
     wide = {name: xp.widen(value) for name, value in slots.items()}
     x = None
@@ -111,7 +136,7 @@ def _clamped(s: Setting, p: Value, dtype: str) -> Value:
 
 
 def _sized(
-    s: Setting, p: Value, products: Value, slots: Slots, dtypes: tuple[str, str, str]
+    s: Setting, p: Value, products: Value, slots: Arrays, dtypes: tuple[str, str, str]
 ) -> tuple[dict[str, Value], Value]:
     """Returns the slots with those that learn the parameter's size moved on, and the relative step x of its size.
 
@@ -175,43 +200,3 @@ def check(state: TrainState, group: Group) -> None:
                 found=tensor.shape[0],
                 remedy="keep size_update_period and clipping_update_period as they were in the run",
             )
-
-
-def start(
-    xp: Backend, params: Mapping[str, Value], rules: Mapping[str, Rule], group: Group, variant: str
-) -> tuple[dict[str, dict[str, Value]], dict[str, Value]]:
-    """Returns the slots of a group's parameters, and those of the group as a whole, before the first update."""
-    hyper, rule = hyperparameters(group), form(variant)
-    own = {path: init(xp, params[path], hyper, rule) for path in group.paths}
-    return own, scaled_adam_clip.init(xp, next(iter(params.values())), hyper) if params else {}
-
-
-def move(
-    xp: Backend,
-    params: Mapping[str, Value],
-    grads: Mapping[str, Value],
-    slots: Mapping[str, Slots],
-    shared: Slots,
-    rules: Mapping[str, Rule],
-    group: Group,
-    variant: str,
-    learning_rate: Value,
-    step: Value,
-    execution: Execution,
-) -> tuple[dict[str, Value], dict[str, dict[str, Value]], Slots]:
-    """Returns a group's parameters, slots and own slots after one update; a missing gradient counts as zeros."""
-    s = Setting(xp, form(variant), hyperparameters(group), xp.number(learning_rate), step)
-    full = {
-        path: grads[path] if path in grads else xp.zeros(p, xp.shape(p), xp.dtype(p))
-        for path, p in params.items()
-    }
-    factor = None
-    if s.hyper.clipping_scale is not None and params:
-        own = shared or scaled_adam_clip.init(xp, next(iter(params.values())), s.hyper)
-        shared, factor = scaled_adam_clip.clip(s, params, full, slots, own)
-    moved = {path: update(s, params[path], full[path], slots[path], factor) for path in params}
-    return (
-        {path: p for path, (p, _) in moved.items()},
-        {path: new for path, (_, new) in moved.items()},
-        shared,
-    )

@@ -74,31 +74,6 @@ EXCLUDED: Mapping[str, Callable[[str, Exclusion], bool]] = {
 """Whether a parameter is kept from weight decay, by `decay_exclusions` and `exclude_from_weight_decay`."""
 
 
-OWN_COUNTS = ("per_parameter", "per_index_and_device")
-"""Values of `step_scope` with a count for each parameter; statekit steps them while all counts are equal."""
-
-
-def require_gradients(paths: Sequence[str], grads: Mapping[str, Any], scope: str) -> None:
-    """Refuses an update in which a parameter without a gradient would fall behind by its own count.
-
-    Args:
-        paths: The parameters of a group.
-        grads: Gradient by path.
-        scope: The variant's `step_scope`.
-
-    Raises:
-        StateError: The variant counts each parameter's updates by itself, and one has no gradient.
-    """
-    missing = [path for path in paths if path not in grads]
-    if missing and scope in OWN_COUNTS:
-        raise StateError(
-            "A parameter has no gradient in this update; its own count would fall behind the run's.",
-            place=missing[0],
-            expected="a gradient for every parameter: this variant counts the updates of each by itself",
-            remedy="leave parameters that aren't trained out of every group",
-        )
-
-
 def require_float32(state: TrainState, path: str) -> None:
     """Raises UnknownRuleError if a parameter isn't float32."""
     dtype = state.params[path].dtype.name

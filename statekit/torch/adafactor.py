@@ -9,7 +9,10 @@ import torch
 
 from statekit.backends import backend
 from statekit.errors import UnknownRuleError, UsageError, fault_list
-from statekit.optim.adafactor import check_rule, group_update, hyperparameters, init, next_decay
+from statekit.optim.adafactor import check_rule, hyperparameters, init, next_decay
+from statekit.optim.adafactor import settle as settled
+from statekit.optim.run import move_group, steps_for
+from statekit.optim.steps import Scene
 from statekit.state import Group
 from statekit.torch.groups import ParamGroup, canonical, check_named, path_of, rules_of, settle
 from statekit.torch.loading import match, taken_over
@@ -124,7 +127,7 @@ class Adafactor(torch.optim.Optimizer):
             raise
         xp, group, rules = backend("torch"), canonical(param_group), rules_of(param_group)
         for path, param in zip(group.paths, param_group["params"], strict=True):
-            self.state[param] = init(xp, param, rules[path], hyperparameters(group, path))
+            self.state[param] = init(xp, param, settled(group, path, rules[path], "t5x"), "t5x")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -224,8 +227,9 @@ class Adafactor(torch.optim.Optimizer):
             path: {slot: value.to(param.device) for slot, value in self.state[param].items()}
             for path, param in params.items()
         }
-        after, kept = group_update(
-            backend("torch"), params, grads, slots, rules, known, group["lr"], group["step"], "compiled"
+        scene = Scene(backend("torch"), "t5x", group["lr"], group["step"])
+        after, kept, _ = move_group(
+            steps_for("adafactor", "t5x"), scene, known, rules, params, grads, slots, {}
         )
         for path, param in params.items():
             param.copy_(after[path])

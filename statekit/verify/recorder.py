@@ -25,7 +25,7 @@ import numpy as np
 from statekit.converters.containers.safetensors_file import save_safetensors
 from statekit.digest import tensor_bytes
 from statekit.errors import TargetExistsError, UsageError
-from statekit.optim.adafactor import Execution
+from statekit.optim.steps import Execution
 from statekit.state import TrainState
 from statekit.tensor import Array, Index, Stored, Tensor
 from statekit.verify.phases import DESCRIPTION, GRADS, TRAJECTORY, Phase

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 from statekit.converters.containers.safetensors_file import OpenFile, open_safetensors
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.format import Hints
-from statekit.optim.adafactor import Execution
+from statekit.optim.steps import Execution
 from statekit.state import TrainState
 from statekit.tensor import Tensor
 from statekit.verify.phases import DESCRIPTION, FORMAT, GRADS, TRAJECTORY, Phase, System

@@ -22,8 +22,8 @@ from statekit.backends import Backend
 from statekit.convert import open_state
 from statekit.errors import NotFoundError, StateError
 from statekit.format import Hints
-from statekit.optim.adafactor import Execution
 from statekit.optim.run import Live, Move, initial, load, mover, store
+from statekit.optim.steps import Execution
 from statekit.state import TrainState
 from statekit.tensor import Tensor, widens
 from statekit.verify.intervals import IntervalBackend

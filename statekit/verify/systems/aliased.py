@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from statekit.errors import FormatError, NotFoundError, StateError, fault_list
-from statekit.optim.adafactor import Execution
 from statekit.optim.run import initial
+from statekit.optim.steps import Execution
 from statekit.schema import OptimizerSchema, load_schema
 from statekit.state import Counts, Group, Optimizer, TrainState
 from statekit.tensor import DTYPES, Tensor, in_memory
