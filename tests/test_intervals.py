@@ -104,6 +104,15 @@ def test_power_and_root_enclose_numpy(values: list[float], exponent: float) -> N
         assert inside(NUMPY.sqrt(f32(*values)), STRICT.sqrt(STRICT.asarray(f32(*values))))
 
 
+def test_a_power_of_one_is_exactly_one_unless_it_may_be_a_reciprocal_root() -> None:
+    """A decay of 1 - t^-0.8 forgets everything at t = 1, and the bound must say so."""
+    one, near = STRICT.asarray(f32(1)), STRICT.asarray(f32(1 + 2**-23))
+    exact, root = STRICT.power(one, -0.8), STRICT.power(one, -0.5)
+    assert exact.low == exact.high == 1
+    assert root.low < 1 < root.high
+    assert (STRICT.power(near, -0.8).high - STRICT.power(near, -0.8).low)[0] > 15 * UNIT
+
+
 def test_rounding_to_bfloat16_admits_both_neighbours_at_a_tie_and_only_there() -> None:
     tie = np.float32(1 + 2**-8)
     at_tie = Interval(

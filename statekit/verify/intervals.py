@@ -8,7 +8,8 @@ float64 that an implementation in the declared arithmetic can reach. What is dec
   endpoints enclose every rounded result. Where an implementation compiles (`contracted`), a product may stay unrounded
   (fused multiply-add) and a division may be a product with a reciprocal: endpoints are widened by 2u instead.
 - `power` is no IEEE operation: 4 units in the last place, the most that a common libm declares for `powf`
-  (CUDA C++ Programming Guide, appendix on mathematical functions; glibc, SLEEF and XLA on CPUs stay below).
+  (CUDA C++ Programming Guide, appendix on mathematical functions; glibc, SLEEF and XLA on CPUs stay below). A power
+  of 1 is exactly 1 (C17, F.10.4.4), unless it may be computed as a reciprocal root.
 - a sum of n terms may run in any order: its error is at most gamma * sum|x|,
   gamma = min((n-1) u, 6 sqrt(n-1) u) / (1 - n u).
   The first is Higham, Accuracy and Stability, section 4.2; the second holds with probability above 1 - 2 exp(-18)
@@ -36,6 +37,8 @@ UNIT = 2.0**-24
 POWER_ULPS = 4
 DECAY_UNITS = 2 * POWER_ULPS + 2
 """Relative error of 1 - b^n, in units: -expm1(n log b) rounds log b and the product, then `expm1` itself."""
+RECIPROCAL_ROOT = -0.5
+"""The exponent for which a power may be computed as the reciprocal of a root, or by a processor's approximation of it."""
 CONFIDENCE = 6.0
 """Standard deviations in the probabilistic bound of a sum."""
 TINY = float(np.finfo(np.float32).tiny)
@@ -235,7 +238,10 @@ class IntervalBackend:
 
     def power(self, value: Value, exponent: float) -> Value:
         ends = np.power(value.low, np.float64(exponent)), np.power(value.high, np.float64(exponent))
-        return value.widened(np.minimum(*ends), np.maximum(*ends), 2 * POWER_ULPS * UNIT)
+        error = np.full(value.low.shape, 2 * POWER_ULPS * UNIT)
+        if exponent != RECIPROCAL_ROOT:
+            error[(value.low == 1) & (value.high == 1)] = 0.0
+        return value.widened(np.minimum(*ends), np.maximum(*ends), error)
 
     def maximum(self, left: Value, right: Value) -> Value:
         other = left._other(right)

@@ -23,7 +23,11 @@ class Row:
         ulps: Largest difference, in units in the last place of the recorded value's dtype.
         relative: Largest difference over the largest recorded movement of the tensor in this update.
         ratio: Largest difference over the width of the bound; 0 where both are 0.
+        typical: Median of the same, over the elements that differ; 0 where none does.
+        unequal: Elements that differ.
         width: Largest relative width of the bound over the tensor.
+        grain: Median width of the bound over the largest recorded movement: deviations of this part of an update
+            are too fine to be noticed. 0 where nothing moved.
         outside: Elements where ours or the recording leaves the bound.
         size: Elements.
         example: For the worst such element: its index, what was recorded, what we got, the bound.
@@ -35,7 +39,10 @@ class Row:
     ulps: float
     relative: float
     ratio: float
+    typical: float
+    unequal: int
     width: float
+    grain: float
     outside: int
     size: int
     example: str = ""
@@ -63,27 +70,30 @@ def compare(
         bound: What arithmetic of the declared kind can give.
     """
     if ours.shape != recorded.shape or recorded.size == 0:
-        return Row(
-            step, path, tensor, 0.0, 0.0, 0.0, 0.0, int(ours.shape != recorded.shape), recorded.size, "shape"
-        )
+        wrong = int(ours.shape != recorded.shape)
+        return Row(step, path, tensor, 0.0, 0.0, 0.0, 0.0, 0, 0.0, 0.0, wrong, recorded.size, "shape")
     mine, theirs, old = (x.astype(np.float64) for x in (ours, recorded, before))
     with np.errstate(all="ignore"):
         outside = ~(_inside(mine, bound) & _inside(theirs, bound))
         gap = _gap(mine, theirs)
         moved = float(np.max(np.nan_to_num(np.abs(theirs - old), nan=0.0, posinf=0.0)))
         width = np.nan_to_num(bound.high - bound.low, nan=0.0, posinf=0.0)
+        ratio = _over(gap, width)
         size = np.nan_to_num(np.maximum(np.abs(bound.low), np.abs(bound.high)), nan=0.0, posinf=0.0)
         return Row(
             step,
             path,
             tensor,
-            float(np.max(_over(gap, _ulp(theirs, recorded.dtype)))),
-            float(_over(np.max(gap), np.asarray(moved))),
-            float(np.max(_over(gap, width))),
-            float(np.max(_over(width, size))),
-            int(outside.sum()),
-            recorded.size,
-            _example(outside, mine, theirs, bound) if outside.any() else "",
+            ulps=float(np.max(_over(gap, _ulp(theirs, recorded.dtype)))),
+            relative=float(_over(np.max(gap), np.asarray(moved))),
+            ratio=float(np.max(ratio)),
+            typical=float(np.median(ratio[gap > 0])) if gap.any() else 0.0,
+            unequal=int(np.count_nonzero(gap)),
+            width=float(np.max(_over(width, size))),
+            grain=float(np.median(width)) / moved if moved else 0.0,
+            outside=int(outside.sum()),
+            size=recorded.size,
+            example=_example(outside, mine, theirs, bound) if outside.any() else "",
         )
 
 
