@@ -182,7 +182,7 @@ def test_a_permutation_of_parameters_changes_nothing(xp: Backend) -> None:
             steps_for("adafactor", "t5x"),
             Scene(xp, "t5x", xp.widen(0.1), 0),
             group,
-            dict.fromkeys(order, MATRIX),
+            dict.fromkeys(order, own),
             live,
             {n: xp.asarray(grads[n]) for n in order},
             slots,

@@ -15,7 +15,7 @@ import torch
 from statekit.backends import backend
 from statekit.errors import StateError, UnknownRuleError, UsageError
 from statekit.optim import adafactor
-from statekit.optim.run import move_group, steps_for
+from statekit.optim.run import move_group, settled_group, steps_for
 from statekit.optim.steps import Scene
 from statekit.state import Axis, Group, Rule
 from statekit.torch import Adafactor
@@ -111,16 +111,14 @@ def test_a_step_is_the_texts_step_bit_for_bit(options: dict[str, Any], dtype: to
     rules = {name: Rule(axes, "given") for name, axes in RULES.items()}
     params: dict[str, Any] = {name: param.detach().clone() for name, param in named.items()}
     steps = steps_for("adafactor", "t5x")
-    slots: Any = {
-        name: adafactor.init(xp, param, adafactor.settle(group, name, rules[name], "t5x"), "t5x")
-        for name, param in params.items()
-    }
+    owns = settled_group(steps, group, rules, "t5x")
+    slots: Any = {name: steps.init(xp, params[name], own, "t5x") for name, own in owns.items()}
     addresses = [param.data_ptr() for param in named.values()]
     for step in range(4):
         give_grads(named, seed=100 + step)
         grads = {name: param.grad for name, param in named.items()}
         scene = Scene(xp, "t5x", 0.05, step)
-        params, slots, _ = move_group(steps, scene, group, rules, params, grads, slots, {})
+        params, slots, _ = move_group(steps, scene, group, owns, params, grads, slots, {})
         optimizer.step()
         expected = dict(params) | {f"{n} {slot}": v for n, own in slots.items() for slot, v in own.items()}
         assert_same(values(optimizer, named), expected)

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import dataclass, replace
 from typing import Any
 
 from statekit.backends import Backend, Value
@@ -46,33 +45,19 @@ class Own:
     rule: Rule
 
 
-@cache
-def _settings(variant: str) -> tuple[dict[str, Any], frozenset[str]]:
-    """Returns what a variant has for every hyperparameter, and which of them somebody must say."""
-    schema = load_schema("adafactor")
-    return schema.settings(variant), frozenset(schema.variant(variant)["defaults"])
-
-
 def hyperparameters(group: Group, path: str, variant: str = "t5x") -> Hyperparameters:
     """Returns what a parameter's update needs from its group.
 
     Raises:
         UnknownRuleError: A hyperparameter that the variant offers is unknown; lists all that are.
     """
-    settled, offered = _settings(variant)
-    needed = [field.name for field in fields(Hyperparameters) if field.name != "own_rate_scaled"]
-    missing = [name for name in needed if name in offered and name not in group.hyperparameters]
-    if missing:
-        raise UnknownRuleError(
-            "The step needs hyperparameters that the checkpoint doesn't say.",
-            place=path,
-            expected=", ".join(missing),
-            remedy=f"give them: --hparams {missing[0]}=VALUE, or load_optimizer(..., {missing[0]}=VALUE)",
-        )
-    values = {**settled, **group.hyperparameters}
-    scale = values["multiply_by_parameter_scale"]
-    values["multiply_by_parameter_scale"] = scale[path] if isinstance(scale, Mapping) else scale
-    return Hyperparameters(**{name: values[name] for name in needed}, own_rate_scaled=scale is not False)
+    hyper = settled(Hyperparameters, "adafactor", variant, group)
+    scale = hyper.multiply_by_parameter_scale
+    return replace(
+        hyper,
+        multiply_by_parameter_scale=scale[path] if isinstance(scale, Mapping) else scale,
+        own_rate_scaled=scale is not False,
+    )
 
 
 def defaults(variant: str = "t5x") -> dict[str, Any]:

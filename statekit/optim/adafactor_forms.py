@@ -46,7 +46,7 @@ class Hyperparameters:
     use_ema: bool
     ema_momentum: float | None
     ema_overwrite_frequency: int | None
-    own_rate_scaled: bool
+    own_rate_scaled: bool = True
     """Whether the optimizer as a whole scales by parameters: a rate of its own is smaller where it doesn't."""
 
 

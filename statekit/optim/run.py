@@ -73,8 +73,7 @@ def initial(state: TrainState) -> TrainState:
     shared = []
     for group in state.optimizer.groups:
         params = _read(xp, {path: state.params[path] for path in group.paths})
-        for path in group.paths:
-            own = steps.settle(group, path, state.rules.get(path), variant)
+        for path, own in settled_group(steps, group, state.rules, variant).items():
             slots[path] = steps.init(xp, params[path], own, variant)
         shared.append(steps.begin(xp, params, group, variant))
     return store(xp, Live(_read(xp, state.params), slots, tuple(shared), state.counts.updates), state)
@@ -90,6 +89,7 @@ def mover(xp: Backend, state: TrainState, execution: Execution = "compiled") -> 
     steps, groups, variant = steps_of(state), state.optimizer.groups, str(state.optimizer.variant)
     for group in groups:
         steps.check(state, group)
+    owns = [settled_group(steps, group, state.rules, variant) for group in groups]
     apart = counts_apart(state.optimizer.schema, variant)
 
     def step(
@@ -97,12 +97,12 @@ def mover(xp: Backend, state: TrainState, execution: Execution = "compiled") -> 
     ) -> dict[str, Any]:
         params, slots, shared = dict(live["params"]), dict(live["slots"]), []
         by_group = rates if isinstance(rates, tuple) else (rates,) * len(groups)
-        for group, whole, rate in zip(groups, live["shared"], by_group, strict=True):
+        for group, own, whole, rate in zip(groups, owns, live["shared"], by_group, strict=True):
             new_params, new_slots, new_whole = move_group(
                 steps,
                 Scene(xp, variant, rate, count, execution),
                 group,
-                state.rules,
+                own,
                 {path: params[path] for path in group.paths},
                 {path: grads[path] for path in group.paths if path in grads},
                 {path: slots[path] for path in group.paths},
@@ -128,11 +128,16 @@ def mover(xp: Backend, state: TrainState, execution: Execution = "compiled") -> 
     return move
 
 
+def settled_group(steps: Steps, group: Group, rules: Mapping[str, Rule], variant: str) -> dict[str, Hashable]:
+    """Returns what the update of each parameter depends on beside arrays, by path; errors are those of `settle`."""
+    return {path: steps.settle(group, path, rules.get(path), variant) for path in group.paths}
+
+
 def move_group(
     steps: Steps,
     scene: Scene,
     group: Group,
-    rules: Mapping[str, Rule],
+    owns: Mapping[str, Hashable],
     params: Arrays,
     grads: Arrays,
     slots: Slots,
@@ -147,7 +152,7 @@ def move_group(
         steps: The optimizer's step.
         scene: The update.
         group: Paths and hyperparameters.
-        rules: How parameters are factored, by path.
+        owns: What `settled_group` returned.
         params: The group's parameters.
         grads: Gradients by path, of the parameters' shapes.
         slots: Slots by path and name.
@@ -156,7 +161,6 @@ def move_group(
         batching: Stacks parameters of equal settings, shapes and dtypes, which are then updated together; sums may
             run in another order. Each by itself if None.
     """
-    owns = {path: steps.settle(group, path, rules.get(path), scene.variant) for path in params}
     reached, shared, common = steps.prepare(scene, group, params, grads, slots, shared)
     new_params, new_slots = dict(params), {path: dict(own) for path, own in slots.items()}
     for count, paths in _batches(scene.xp, owns, params, reached, slots, counts or {}, batching is not None):
@@ -165,10 +169,10 @@ def move_group(
             steps, there, owns, paths, params, reached, slots, common, batching
         ).items():
             new_params[path], new_slots[path] = param, {**new_slots[path], **moved}
-    for path, own in owns.items():
-        if "average" in new_slots[path]:
+    for path, held in new_slots.items():
+        if "average" in held:
             new_params[path], new_slots[path] = follow_average(
-                scene.xp, new_params[path], new_slots[path], cast(Any, own), scene.step
+                scene.xp, new_params[path], held, group, scene.step
             )
     return new_params, new_slots, shared
 

@@ -54,7 +54,7 @@ def form(variant: str) -> Mapping[str, Any]:
 
 def settle(group: Group, path: str, rule: Rule | None, variant: str) -> Hyperparameters:
     """Returns what a parameter's update needs."""
-    return hyperparameters(group)
+    return hyperparameters(group, variant)
 
 
 def init(xp: Backend, param: Value, own: Hyperparameters, variant: str) -> dict[str, Value]:
@@ -75,14 +75,15 @@ def init(xp: Backend, param: Value, own: Hyperparameters, variant: str) -> dict[
 
 def begin(xp: Backend, params: Arrays, group: Group, variant: str) -> dict[str, Value]:
     """Returns the slots of a group as a whole before its first update."""
-    return scaled_adam_clip.init(xp, next(iter(params.values())), hyperparameters(group)) if params else {}
+    hyper = hyperparameters(group, variant)
+    return scaled_adam_clip.init(xp, next(iter(params.values())), hyper) if params else {}
 
 
 def prepare(
     scene: Scene, group: Group, params: Arrays, grads: Arrays, slots: Slots, shared: Arrays
 ) -> tuple[Arrays, Arrays, Value | None]:
     """Returns a gradient for every parameter (zeros for a missing one), and the factor of clipping (None without)."""
-    xp, s = scene.xp, _setting(scene, hyperparameters(group))
+    xp, s = scene.xp, _setting(scene, hyperparameters(group, scene.variant))
     full = {
         path: grads[path] if path in grads else xp.zeros(p, xp.shape(p), xp.dtype(p))
         for path, p in params.items()
@@ -183,7 +184,7 @@ def check(state: TrainState, group: Group) -> None:
         UnknownRuleError: A hyperparameter is unknown.
         StateError: A buffer doesn't have the length of its period.
     """
-    hyper = hyperparameters(group)
+    hyper = hyperparameters(group, str(state.optimizer.variant))
     found = {
         f"{path} scale_grads": (state.slots[path]["scale_grads"], hyper.size_update_period)
         for path in group.paths

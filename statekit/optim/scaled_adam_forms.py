@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 from statekit.backends import Backend, Value
-from statekit.errors import UnknownRuleError
+from statekit.optim.settings import settled
 from statekit.state import Group
 
 
@@ -31,23 +31,15 @@ class Hyperparameters:
     clipping_update_period: int
 
 
-def hyperparameters(group: Group) -> Hyperparameters:
+def hyperparameters(group: Group, variant: str) -> Hyperparameters:
     """Returns what a group's update needs.
 
     Raises:
         UnknownRuleError: A hyperparameter is unknown; lists all that are.
     """
-    values = group.hyperparameters
-    missing = [field.name for field in fields(Hyperparameters) if field.name not in values]
-    if missing:
-        raise UnknownRuleError(
-            "The step needs hyperparameters that the checkpoint doesn't say.",
-            place=next(iter(group.paths), None),
-            expected=", ".join(missing),
-            remedy=f"give them: --hparams {missing[0]}=VALUE, or load_optimizer(..., {missing[0]}=VALUE)",
-        )
-    given = {field.name: values[field.name] for field in fields(Hyperparameters)}
-    return Hyperparameters(**{**given, "betas": tuple(given["betas"])})
+    hyper = settled(Hyperparameters, "scaled_adam", variant, group)
+    beta1, beta2 = hyper.betas
+    return replace(hyper, betas=(beta1, beta2))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from statekit.errors import StateError, UnknownRuleError
@@ -18,7 +18,8 @@ def settled(kind: type[T], schema: str, variant: str, group: Group) -> T:
     """Returns a group's hyperparameters as a record; what the variant doesn't offer has the value that describes it.
 
     Args:
-        kind: A dataclass whose fields are canonical names. A field of type `float` may not be None.
+        kind: A dataclass whose fields are canonical names; others have a default, which stays. A field of type
+            `float` may not be None.
         schema: Name of the schema.
         variant: Name of the variant in it.
         group: The group.
@@ -28,9 +29,10 @@ def settled(kind: type[T], schema: str, variant: str, group: Group) -> T:
     """
     rules, given = load_schema(schema), group.hyperparameters
     offered, values = rules.variant(variant)["defaults"], {**rules.settings(variant), **given}
+    needed = [field for field in fields(kind) if field.default is MISSING]  # type: ignore[arg-type]
     missing = [
         field.name
-        for field in fields(kind)  # type: ignore[arg-type]
+        for field in needed
         if (field.name in offered and field.name not in given)
         or (field.type == "float" and values[field.name] is None)
     ]
@@ -41,7 +43,7 @@ def settled(kind: type[T], schema: str, variant: str, group: Group) -> T:
             expected=", ".join(missing),
             remedy=f"give them: --hparams {missing[0]}=VALUE, or load_optimizer(..., {missing[0]}=VALUE)",
         )
-    return kind(**{field.name: values[field.name] for field in fields(kind)})  # type: ignore[arg-type]
+    return kind(**{field.name: values[field.name] for field in needed})
 
 
 def form(schema: str, variant: str) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from statekit.backends import backend
 from statekit.errors import UnknownRuleError, UsageError, fault_list
 from statekit.optim.adafactor import check_rule, hyperparameters, init, next_decay
 from statekit.optim.adafactor import settle as settled
-from statekit.optim.run import move_group, steps_for
+from statekit.optim.run import move_group, settled_group, steps_for
 from statekit.optim.steps import Scene
 from statekit.state import Group
 from statekit.torch.groups import ParamGroup, canonical, check_named, path_of, rules_of, settle
@@ -227,9 +227,10 @@ class Adafactor(torch.optim.Optimizer):
             path: {slot: value.to(param.device) for slot, value in self.state[param].items()}
             for path, param in params.items()
         }
+        steps = steps_for("adafactor", "t5x")
         scene = Scene(backend("torch"), "t5x", group["lr"], group["step"])
         after, kept, _ = move_group(
-            steps_for("adafactor", "t5x"), scene, known, rules, params, grads, slots, {}
+            steps, scene, known, settled_group(steps, known, rules, "t5x"), params, grads, slots, {}
         )
         for path, param in params.items():
             param.copy_(after[path])
