@@ -1,12 +1,15 @@
-"""T5X's factor rules: which axes of a parameter Adafactor averages away, by its path and its shape.
+"""Factor rules: which axes of a parameter an Adafactor averages away, by its path and its shape.
 
-Source: T5X t5x/adafactor.py, `factor_name_to_factordim`, `HParamMap`, `Adafactor._parse_rule`, `_factored_dims`.
+T5X has rules that people write; in the other variants the shape decides, as their constants in the schema say.
+
+Source: T5X t5x/adafactor.py, `factor_name_to_factordim`, `HParamMap`, `Adafactor._parse_rule`, `_factored_dims`; of the
+others the sources in `schemas/adafactor.json`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,5 +140,45 @@ def by_size(shape: Shape) -> tuple[Axis, ...]:
         ['COLUMN', 'ROW']
     """
     found = [Axis.ROW, Axis.ROW]
-    found[int(np.argsort(shape, kind="stable")[-1])] = Axis.COLUMN
+    found[TIE_BREAK["last"](shape)[0]] = Axis.COLUMN
+    return tuple(found)
+
+
+TIE_BREAK: Mapping[str, Callable[[Sequence[int]], list[int]]] = {
+    "first": lambda sizes: sorted(range(len(sizes)), key=lambda i: -sizes[i]),
+    "last": lambda sizes: sorted(range(len(sizes)), key=lambda i: (-sizes[i], -i)),
+    "argsort": lambda sizes: [int(i) for i in np.argsort(sizes)[::-1]],
+    "by_position": lambda sizes: list(range(len(sizes)))[::-1],
+}
+"""Axes from the one that `v_row` averages away on, by `tie_break`, which also says whether sizes matter."""
+
+
+def by_shape(
+    form: Mapping[str, Any],
+    shape: Shape,
+    factored: bool,
+    min_dim_size_to_factor: int = 0,
+    stacked: Collection[int] = (),
+) -> tuple[Axis, ...]:
+    """Returns what a variant does with a parameter for which nobody wrote a rule, as labels.
+
+    Args:
+        form: The variant's constants.
+        shape: The parameter's shape.
+        factored: The hyperparameter.
+        min_dim_size_to_factor: The smallest second-largest axis that is factored, where the variant has a minimum.
+        stacked: Axes along which parameters are stacked: they are kept apart.
+
+    Example:
+        >>> from statekit.optim.settings import form
+        >>> [axis.value for axis in by_shape(form("adafactor", "t2t_late"), (3, 64, 8), True)]
+        ['NONE', 'ROW', 'COLUMN']
+    """
+    found = [Axis.BATCH if i in stacked else Axis.NONE for i in range(len(shape))]
+    free = [i for i in range(len(shape)) if i not in stacked]
+    enough = len(free) >= 2 if form["factored_rank"] == "two_or_more" else len(shape) == 2
+    if factored and enough:
+        column, row = (free[i] for i in TIE_BREAK[form["tie_break"]]([shape[i] for i in free])[:2])
+        if form["factored_minimum"] == "none" or shape[row] >= min_dim_size_to_factor:
+            found[column], found[row] = Axis.COLUMN, Axis.ROW
     return tuple(found)

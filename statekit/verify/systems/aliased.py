@@ -5,6 +5,7 @@ A phase's hyperparameters then are, beside the system's own arguments in `groups
     schema, variant     which rule ran
     groups              [{"params": [path, ...], <argument>: <value>, ...}, ...]
     slots               canonical slot -> its name in the recording, where that isn't just the schema's alias
+    dimension_names     path -> names of its axes, where some are kept out of factoring by name
     counts              {"slots": [name, ...], "globals": [name, ...], "dtype": dtype}: what holds the count of updates
 """
 
@@ -18,10 +19,11 @@ from typing import Any
 import numpy as np
 
 from statekit.errors import FormatError, NotFoundError, StateError, fault_list
+from statekit.optim.factoring import by_shape
 from statekit.optim.run import initial
 from statekit.optim.steps import Execution
 from statekit.schema import OptimizerSchema, load_schema
-from statekit.state import Counts, Group, Optimizer, TrainState
+from statekit.state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensor import DTYPES, Tensor, in_memory
 from statekit.verify.phases import FORMAT, TRAJECTORY, Phase
 
@@ -125,7 +127,11 @@ def decode(tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState
         raise FormatError(f"A recording doesn't hold a state of {schema.name}.", found=fault_list(faults))
     _check_counts(tensors, counts, step + _base(groups))
     state = TrainState(
-        {**ordered, **params}, slots, Optimizer(schema.name, variant, groups), Counts(step, step)
+        {**ordered, **params},
+        slots,
+        Optimizer(schema.name, variant, groups),
+        Counts(step, step),
+        dict(_rules(schema, variant, ordered, groups, told.get("dimension_names", {}))),
     )
     # Where slots are born in the first update, state 0 has none: they begin as they would.
     return initial(state) if _unborn(state) else state
@@ -134,6 +140,27 @@ def decode(tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState
 def _group(schema: OptimizerSchema, variant: str, arguments: Mapping[str, Any]) -> Group:
     values = canonical(schema, variant, arguments)
     return Group(tuple(arguments["params"]), values, dict.fromkeys(values, "file"))
+
+
+def _rules(
+    schema: OptimizerSchema,
+    variant: str,
+    params: Mapping[str, Tensor],
+    groups: Sequence[Group],
+    dimension_names: Mapping[str, Sequence[str]],
+) -> Iterator[tuple[str, Rule]]:
+    """Yields how the variant factors each parameter, if its optimizer factors at all."""
+    if "v_row" not in schema.slots:
+        return
+    form, settings = schema.variant(variant)["constants"], schema.settings(variant)
+    for group in groups:
+        said = {**settings, **group.hyperparameters}
+        apart = said["stacked_dim_names"] or ()
+        for path in group.paths:
+            stacked = [i for i, name in enumerate(dimension_names.get(path, ())) if name in apart]
+            minimum = said["min_dim_size_to_factor"]
+            axes = by_shape(form, params[path].shape, said["factored"], minimum, stacked)
+            yield path, Rule(axes, "file")
 
 
 def _unborn(state: TrainState) -> bool:
