@@ -38,7 +38,7 @@ POWER_ULPS = 4
 DECAY_UNITS = 2 * POWER_ULPS + 2
 """Relative error of 1 - b^n, in units: -expm1(n log b) rounds log b and the product, then `expm1` itself."""
 RECIPROCAL_ROOT = -0.5
-"""The exponent for which a power may be computed as the reciprocal of a root, or by a processor's approximation of it."""
+"""The exponent for which a power may run as the reciprocal of a root, or as a processor's approximation of it."""
 CONFIDENCE = 6.0
 """Standard deviations in the probabilistic bound of a sum."""
 TINY = float(np.finfo(np.float32).tiny)

@@ -248,7 +248,7 @@ def _verdict(step: _Stepper, start: TrainState, trajectory: Trajectory, on_step:
         mine = subject.belief(update, before) if not first else start
         ours = store(xp, step(mine, load(xp, mine), update), mine)
         bound = bounded(before, load(bounds, before), update)
-        old, got, interval = _tensors(before), _tensors(ours), _named(bound.params, bound.slots, bound.shared)
+        old, got, interval = _tensors(before), _tensors(ours), named(bound.params, bound.slots, bound.shared)
         for (path, name), recorded in _tensors(after).items():
             if (path, name) not in got:
                 raise StateError(
@@ -267,15 +267,16 @@ def _verdict(step: _Stepper, start: TrainState, trajectory: Trajectory, on_step:
 
 
 def _tensors(state: TrainState) -> dict[tuple[str, str], Tensor]:
-    return _named(state.params, state.slots, [group.slots for group in state.optimizer.groups])
+    return named(state.params, state.slots, [group.slots for group in state.optimizer.groups])
 
 
-def _named(
+def named(
     params: Mapping[str, Any], slots: Mapping[str, Mapping[str, Any]], shared: Sequence[Mapping[str, Any]]
 ) -> dict[tuple[str, str], Any]:
-    named = {(path, "param"): value for path, value in params.items()}
+    """Returns parameters and slots under (path or `groups/<i>`, `param` or the slot's name)."""
+    moved = {(path, "param"): value for path, value in params.items()}
     owners = [*slots.items(), *((f"groups/{i}", own) for i, own in enumerate(shared))]
-    return named | {(owner, name): value for owner, own in owners for name, value in own.items()}
+    return moved | {(owner, name): value for owner, own in owners for name, value in own.items()}
 
 
 def _differences(ours: TrainState, recorded: TrainState) -> Iterator[str]:
