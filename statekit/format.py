@@ -87,12 +87,15 @@ class Encoded:
         step: The step for containers that name their files by it.
         exactness: For native tensor names that aren't bitwise: how exact, and why in one sentence.
         dropped: What the target has no place for: canonical name -> reason.
+        place: Where the layout's own system keeps a step's tree below a run's folder, with `{step}` for its number and
+            `{item}` where each key of the tree is an item of its own; "" leaves it to the container.
     """
 
     tree: Tree
     step: int
     exactness: Mapping[str, tuple[Exactness, str]] = field(default_factory=dict)
     dropped: Mapping[str, str] = field(default_factory=dict)
+    place: str = ""
 
 
 class Container(Protocol):

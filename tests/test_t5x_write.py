@@ -126,7 +126,8 @@ def test_tensorstore_opens_the_arrays_of_the_legacy_layout(tmp_path: Path) -> No
 def tree(**target: Any) -> Encoded:
     leaves = {name: in_memory(np.asarray(array)) for name, array in target.items()}
     step = in_memory(np.asarray(7, np.int32))
-    return Encoded({"state": {"step": step, "param_states": {}}, "target": leaves}, 7)
+    tree = {"state": {"step": step, "param_states": {}}, "target": leaves}
+    return Encoded(tree, 7, place="checkpoint_{step}/state")
 
 
 @pytest.mark.parametrize("container", CONTAINERS.values(), ids=CONTAINERS)
@@ -134,7 +135,7 @@ def test_arrays_in_several_chunks(
     container: Container, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zarr2_write.header_for, "__defaults__", (256,))
-    monkeypatch.setattr("statekit.converters.containers.orbax._CHUNK_BYTES", 256)
+    monkeypatch.setattr("statekit.converters.containers.orbax_write.CHUNK_BYTES", 256)
     random = np.random.default_rng(5)
     arrays = {
         "rows": random.standard_normal((40, 8)).astype(np.float32),

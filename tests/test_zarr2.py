@@ -16,10 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zarr_files import ENCODERS, header, plain_stage, write_array
 
-from statekit.converters.containers import chunk_stream, zarr2
+from statekit.converters.containers import chunk_stream, zarr_array
 from statekit.converters.containers.kv_stores import FolderStore, OcdbtStore, local_path, open_store
-from statekit.converters.containers.zarr2 import Header, absent_chunks, open_array, parse_header
+from statekit.converters.containers.zarr2 import parse_header
 from statekit.converters.containers.zarr2_write import chunk_shape, encoded_chunks, header_bytes, header_for
+from statekit.converters.containers.zarr_array import Header, absent_chunks, open_array
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError, UsageError
 from statekit.tensor import DTYPES, Array, Stored, chunks, in_memory
 
@@ -43,7 +44,7 @@ def array(*shape: int) -> Array:
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes every chunk a large one, so that blocks are cut out of streams."""
     monkeypatch.setattr(chunk_stream, "SLAB", 64)
-    monkeypatch.setattr(zarr2, "SLAB", 64)
+    monkeypatch.setattr(zarr_array, "SLAB", 64)
     monkeypatch.setattr(chunk_stream, "PIECE", 100)
 
 
@@ -97,7 +98,7 @@ def test_streaming_decodes_a_large_chunk_once(
         opens.append(arguments)
         return chunk_stream.open_stream(*arguments)
 
-    monkeypatch.setattr(zarr2, "open_stream", counted)
+    monkeypatch.setattr(zarr_array, "open_stream", counted)
     blocks = list(chunks(tensor, 256))
     assert np.array_equal(np.concatenate(blocks), values)
     assert (len(blocks), len(opens)) == (32, 1)

@@ -14,7 +14,7 @@ import numpy as np
 
 from statekit.converters.containers.chunk_stream import RawStream, copy_block
 from statekit.converters.containers.kv_stores import Value, joined, part
-from statekit.converters.containers.zarr2 import checked_shape
+from statekit.converters.containers.zarr_array import checked_shape
 from statekit.errors import CorruptError, FormatError, RefusedError
 from statekit.tensor import Array, DType, Index, Shape, Stored, dtype_named, in_memory, index_shape
 from statekit.tree import MAX_DEPTH, MAX_NAME_BYTES, MAX_NODES

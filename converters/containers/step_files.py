@@ -6,13 +6,40 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from statekit.checkpoint import Finding
+from statekit.checkpoint import Checkpoint, Finding
+from statekit.converters.containers.step_folders import StepFolder
 from statekit.converters.hparams import find_gin, read_gin, read_text
 from statekit.errors import FormatError
 from statekit.manifest import FILE, files_below, find_manifest, tensor_faults
 from statekit.tree import Tree, tensor_names
 
 _MAX_NAMED = 10_000
+
+
+def step_checkpoint(
+    container: str,
+    found: StepFolder,
+    tree: Tree,
+    meta: Mapping[str, Any],
+    known: set[str],
+    findings: tuple[Finding, ...],
+) -> Checkpoint:
+    """Returns the checkpoint of a step, with what lies around its arrays.
+
+    Args:
+        container: Name of the container.
+        found: The step's folder or file.
+        tree: What it holds.
+        meta: What the container knows besides.
+        known: Names of the folder's entries that belong to the arrays.
+        findings: What was odd.
+    """
+    gin, gin_findings = gin_settings(found.path)
+    manifest, manifest_findings = trusted_manifest(found.path, found.step, tree)
+    beside = files_beside(found.path, known) if found.path.is_dir() else []
+    around = {"steps": list(found.steps), "files_beside": beside, "gin": gin}
+    findings = (*found.findings, *findings, *gin_findings, *manifest_findings)
+    return Checkpoint(container, found.path, tree, {**meta, **around}, found.step, manifest, findings)
 
 
 def files_beside(folder: Path, known: set[str]) -> list[str]:

@@ -22,8 +22,16 @@ INDEX = "checkpoint"
 METADATA = "_METADATA"
 STEP_METADATA = "_CHECKPOINT_METADATA"
 DATABASE = "manifest.ocdbt"
+JSON_ITEM = "metadata"
+"""The file of an Orbax item that is a JSON document, such as a data iterator's state."""
 STATE = "state"
 """The item in which T5X keeps a train state."""
+
+_KINDS: dict[Kind, tuple[str, str]] = {
+    "legacy": ("T5X checkpoint of the legacy generation", "t5x"),
+    "orbax": ("checkpoint of Orbax", "orbax"),
+}
+"""What each kind is called, and the container that reads it."""
 
 _STEP = re.compile(r"(?:.*_)?(\d+)", re.DOTALL)
 _UNFINISHED = re.compile(r".*\.(tmp-|orbax-checkpoint-tmp).*", re.DOTALL)
@@ -41,12 +49,14 @@ class StepFolder:
         kind: Who wrote it.
         step: The number in its name, if it has one.
         findings: Newer steps that were passed over.
+        steps: The numbers of all steps in the run's folder, if that was looked at.
     """
 
     path: Path
     kind: Kind
     step: int | None
     findings: tuple[Finding, ...] = ()
+    steps: tuple[int, ...] = ()
 
 
 def locate(path: Path, step: int | None = None) -> StepFolder | None:
@@ -77,13 +87,30 @@ def locate(path: Path, step: int | None = None) -> StepFolder | None:
     return _among(path, step) if path.is_dir() else None
 
 
+def find_step(path: Path, step: int | None, kind: Kind) -> StepFolder:
+    """Finds the checkpoint of one generation at a path, as `locate` does.
+
+    Raises:
+        NotFoundError: There is none, or it is of the other generation; or no such step.
+    """
+    found = locate(path, step)
+    if found is None or found.kind != kind:
+        raise NotFoundError(
+            f"There is no {_KINDS[kind][0]}.",
+            place=path if found is None else found.path,
+            found=None if found is None else f"a {_KINDS[found.kind][0]}",
+            remedy="" if found is None else f"read it with --from {_KINDS[found.kind][1]}",
+        )
+    return found
+
+
 def _among(run: Path, step: int | None) -> StepFolder | None:
     found = {n: entry for entry in sorted(run.iterdir()) if (n := step_number(entry)) is not None}
     passed: list[Finding] = []
     for number in sorted(found, reverse=True) if step is None else [step]:
         kind = kind_of(found[number]) if number in found else None
         if kind is not None:
-            return StepFolder(found[number], kind, number, tuple(passed))
+            return StepFolder(found[number], kind, number, tuple(passed), tuple(sorted(found)))
         if step is not None:
             kinds = [str(n) for n in sorted(found) if kind_of(found[n]) is not None]
             raise NotFoundError(
@@ -121,11 +148,12 @@ def is_item(folder: Path) -> bool:
 
 
 def items(step: Path) -> list[Path]:
-    """Returns the folders of the Orbax items in a step's folder."""
+    """Returns the folders of the Orbax items in a step's folder: trees, and JSON documents beside one."""
     with os.scandir(step) as entries:
         folders = sorted(Path(entry.path) for entry in entries if entry.is_dir())
     named = [f for f in folders if step_number(f) is None and not _UNFINISHED.fullmatch(f.name)]
-    return [f for f in named if is_item(f) or (f.name == STATE and _is_map(_head(f / INDEX)))]
+    trees = [f for f in named if is_item(f) or (f.name == STATE and _is_map(_head(f / INDEX)))]
+    return [f for f in named if f in trees or (trees and (f / JSON_ITEM).is_file())]
 
 
 def says_t5x(item: Path) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from statekit.commit import Stage
-from statekit.converters.containers.step_folders import step_number
 from statekit.errors import FormatError, UsageError, fault_list
 from statekit.tensor import Stored, Tensor
 from statekit.tree import Tree, walk
@@ -11,21 +10,31 @@ from statekit.tree import Tree, walk
 _MAX_FILE_NAME = 255
 
 
-def step_prefix(stage: Stage, step: int) -> str:
+FOLDER = "checkpoint_{step}"
+"""The name of a step's folder as T5X has it."""
+
+
+def step_prefix(stage: Stage, step: int, folder: str) -> str:
     """Returns the folder of a step below the target, with its `/`; empty if the target is itself named for a step.
+
+    Args:
+        stage: Where is written.
+        step: The state's.
+        folder: The name of a step's folder, with `{step}` for the number.
 
     Raises:
         UsageError: The target is named for another step.
     """
-    number = step_number(stage.target) if stage.target.name.startswith("checkpoint_") else None
-    if number is None:
-        return f"checkpoint_{step}/"
-    if number != step:
+    name, start = stage.target.name, folder.partition("{step}")[0]
+    if not (name.startswith(start) and name[len(start) :].isdecimal()):
+        return f"{folder.format(step=step)}/"
+    if int(name[len(start) :]) != step:
+        expected = folder.format(step=step)
         raise UsageError(
             "The target is named for another step than the state has.",
             place=stage.target,
-            expected=f"checkpoint_{step}",
-            remedy=f"name it checkpoint_{step}, or name the folder that shall hold it",
+            expected=expected,
+            remedy=f"name it {expected}, or name the folder that shall hold it",
         )
     return ""
 

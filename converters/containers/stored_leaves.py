@@ -8,26 +8,33 @@ orbax/checkpoint/_src/serialization, `PLACEHOLDER_PREFIX`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from statekit.checkpoint import Finding
+from statekit.converters.containers import zarr2, zarr3
 from statekit.converters.containers.kv_stores import Store, checked_key
 from statekit.converters.containers.msgpack_index import Inline
-from statekit.converters.containers.zarr2 import (
+from statekit.converters.containers.zarr2 import parse_compressor, stored_dtype
+from statekit.converters.containers.zarr_array import (
     Header,
     absent_chunks,
     checked_header,
     checked_shape,
     open_array,
-    parse_compressor,
-    parse_header,
-    stored_dtype,
 )
 from statekit.errors import CorruptError, FormatError, RefusedError, fault_list
-from statekit.tensor import DTYPES, DType, Stored, dtype_named
+from statekit.tensor import DTYPES, Shape, Stored, dtype_named
 from statekit.tree import MAX_DEPTH, Tree
+
+Parse: TypeAlias = Callable[[bytes, str], Header]
+
+FORMATS: dict[int, tuple[str, Parse]] = {
+    2: (zarr2.FILE, zarr2.parse_header),
+    3: (zarr3.FILE, zarr3.parse_header),
+}
+"""For each format of zarr: the file that holds an array's header, and what reads it."""
 
 _DRIVERS = ("file", "gfile", "gcs")
 _SPEC_KEYS = {"driver", "kvstore", "metadata"}
@@ -43,82 +50,100 @@ class ArrayPlace:
         name: Its native name.
         prefix: The start of its keys.
         header: What the index says of it, in case its own header is lost.
+        shape: The shape that is said elsewhere, if any.
     """
 
     name: str
     prefix: str
     header: Header | None = None
+    shape: Shape | None = None
 
 
-def with_tensors(
-    tree: Tree, store: Store, *, bf16_as_uint16: bool = False
-) -> tuple[Tree, tuple[Finding, ...], set[str]]:
-    """Replaces what `msgpack_index.parse` left at the leaves by tensors, in place.
+@dataclass(frozen=True)
+class Arrays:
+    """How the arrays of a tree are stored.
 
-    Args:
-        tree: A dict.
-        store: Where arrays outside the index lie.
+    Attributes:
+        store: Where those outside the index lie.
+        zarr_format: 2 or 3.
+        complete: Whether every chunk was written, so that an absent one is damage and never the fill value.
         bf16_as_uint16: Whether uint16 arrays hold the bits of bfloat16, as T5X wrote them before June 2021.
-
-    Returns:
-        The tree; what was odd; the prefixes of all arrays in the store.
-
-    Raises:
-        RefusedError: A spec leads out of the checkpoint, or to another driver than local zarr.
-        CorruptError: Headers are missing, or disagree with the index.
     """
-    places, holders = [], []
-    for holder, key, path in _leaves(tree):
-        leaf, name = holder[key], "/".join(map(str, path))
-        if isinstance(leaf, Inline):
-            holder[key] = _reread(leaf, bf16_as_uint16).tensor(name)
-        elif (place := array_place(leaf, name, store.place)) is not None:
-            places.append(place)
-            holders.append((holder, key))
-    tensors, findings = open_arrays(places, store, bf16_as_uint16=bf16_as_uint16)
-    for (holder, key), place in zip(holders, places, strict=True):
-        holder[key] = tensors[place.name]
-    return tree, findings, {place.prefix for place in places}
 
+    store: Store
+    zarr_format: int = 2
+    complete: bool = False
+    bf16_as_uint16: bool = False
 
-def open_arrays(
-    places: list[ArrayPlace], store: Store, *, bf16_as_uint16: bool = False
-) -> tuple[dict[str, Stored], tuple[Finding, ...]]:
-    """Reads the headers of arrays and returns them as tensors by name, with what was odd.
+    def with_tensors(self, tree: Tree) -> tuple[Tree, tuple[Finding, ...], set[str]]:
+        """Replaces what `msgpack_index.parse` left at the leaves of a dict by tensors, in place.
 
-    Raises:
-        CorruptError: Headers are missing, or disagree with the index; lists every one.
-    """
-    found = store.headers([f"{place.prefix}/.zarray" for place in places])
-    tensors: dict[str, Stored] = {}
-    findings: list[Finding] = []
-    faults: list[tuple[str, str]] = []
-    parsed: dict[bytes, Header] = {}  # layers repeat, so most headers do
-    for place, data in zip(places, found, strict=True):
-        where = f"{store.place}/{place.prefix}"
-        if data is not None and data not in parsed:
-            parsed[data] = parse_header(data, f"{where}/.zarray")
-        header = place.header if data is None else parsed[data]
-        if header is None:
-            faults.append((".zarray is missing, and nothing else says shape and dtype", place.prefix))
-            continue
-        if data is None:
-            findings.append(
-                Finding(".zarray is missing; shape, dtype and chunks are taken from the index", where)
+        Returns:
+            The tree; what was odd; the prefixes of all arrays in the store.
+
+        Raises:
+            RefusedError: A spec leads out of the checkpoint, or to another driver than local zarr.
+            CorruptError: Headers are missing, or disagree with the index.
+        """
+        places, holders = [], []
+        for holder, key, path in _leaves(tree):
+            leaf, name = holder[key], "/".join(map(str, path))
+            if isinstance(leaf, Inline):
+                holder[key] = self._reread(leaf).tensor(name)
+            elif (place := array_place(leaf, name, self.store.place)) is not None:
+                places.append(place)
+                holders.append((holder, key))
+        tensors, findings = self.open(places)
+        for (holder, key), tensor in zip(holders, tensors, strict=True):
+            holder[key] = tensor
+        return tree, findings, {place.prefix for place in places}
+
+    def open(self, places: list[ArrayPlace]) -> tuple[list[Stored], tuple[Finding, ...]]:
+        """Reads the headers of arrays and returns them as tensors, with what was odd.
+
+        Raises:
+            CorruptError: Headers are missing, or disagree with the index; lists every one.
+        """
+        file, parse = FORMATS[self.zarr_format]
+        store = self.store
+        found = store.headers([f"{place.prefix}/{file}" for place in places])
+        tensors: list[Stored] = []
+        findings: list[Finding] = []
+        faults: list[tuple[str, str]] = []
+        parsed: dict[bytes, Header] = {}  # layers repeat, so most headers do
+        for place, data in zip(places, found, strict=True):
+            where = f"{store.place}/{place.prefix}"
+            if data is not None and data not in parsed:
+                parsed[data] = self._reread(parse(data, f"{where}/{file}"))
+            header = place.header if data is None else parsed[data]
+            if header is None:
+                faults.append((f"{file} is missing, and nothing else says shape and dtype", place.prefix))
+                continue
+            if data is None:
+                findings.append(
+                    Finding(f"{file} is missing; shape, dtype and chunks are taken from the index", where)
+                )
+                header = self._reread(header)
+            stated = place.header.shape if place.header is not None else place.shape
+            if stated not in (None, header.shape):
+                faults.append((f"has shape {header.shape}, in the index {stated}", place.prefix))
+            absent = absent_chunks(store, place.prefix, header)
+            findings += [Finding("absent, read as fill", f"{where}/{key}") for key in absent]
+            tensors.append(open_array(store, place.prefix, header, place.name))
+        if faults:
+            raise CorruptError(
+                f"The checkpoint's arrays have {len(faults)} faults.",
+                place=store.place,
+                found=fault_list(faults[:_NAMED_FAULTS]),
+                remedy="copy the checkpoint again with its dotfiles: a glob such as * leaves .zarray out",
             )
-        elif place.header is not None and place.header.shape != header.shape:
-            faults.append((f"has shape {header.shape}, in the index {place.header.shape}", place.prefix))
-        absent = absent_chunks(store, place.prefix, header)
-        findings += [Finding("absent, read as fill", f"{where}/{key}") for key in absent]
-        tensors[place.name] = open_array(store, place.prefix, _reread(header, bf16_as_uint16), place.name)
-    if faults:
-        raise CorruptError(
-            f"The checkpoint's arrays have {len(faults)} faults.",
-            place=store.place,
-            found=fault_list(faults[:_NAMED_FAULTS]),
-            remedy="copy the checkpoint again with its dotfiles: a glob such as * leaves .zarray out",
-        )
-    return tensors, tuple(findings)
+        return tensors, tuple(findings)
+
+    def _reread(self, array: Any) -> Any:
+        """Returns an Inline or Header as it is meant: bits of bfloat16 as such, no fill where every chunk is stored."""
+        if self.bf16_as_uint16 and array.dtype == DTYPES["uint16"]:
+            array = replace(array, dtype=DTYPES["bfloat16"])
+        return replace(array, fill=None) if self.complete and isinstance(array, Header) else array
 
 
 def array_place(leaf: Any, name: str, store: str) -> ArrayPlace | None:
@@ -164,12 +189,6 @@ def _spec_header(spec: Mapping[str, Any], metadata: Mapping[str, Any], place: st
     dtype = dtype_named(name, place) if name in DTYPES else stored_dtype(name, place)
     compressor, level = parse_compressor(metadata["compressor"], place)
     return checked_header(list(checked_shape(shape, place)), chunks, dtype, place, compressor, level)
-
-
-def _reread(array: Any, bf16_as_uint16: bool) -> Any:
-    """Returns an Inline or Header whose uint16 bits are read as bfloat16, where that is what they are."""
-    as_bf16: dict[DType, DType] = {DTYPES["uint16"]: DTYPES["bfloat16"]} if bf16_as_uint16 else {}
-    return replace(array, dtype=as_bf16.get(array.dtype, array.dtype))
 
 
 def _leaves(tree: Tree) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:

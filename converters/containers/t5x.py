@@ -19,15 +19,15 @@ from statekit.checkpoint import Checkpoint, Finding
 from statekit.commit import Stage
 from statekit.converters.containers.kv_stores import FolderStore
 from statekit.converters.containers.msgpack_index import parse
-from statekit.converters.containers.step_files import files_beside, gin_settings, trusted_manifest
-from statekit.converters.containers.step_folders import INDEX, StepFolder, locate
-from statekit.converters.containers.step_target import array_names, step_prefix
-from statekit.converters.containers.stored_leaves import with_tensors
+from statekit.converters.containers.step_files import step_checkpoint
+from statekit.converters.containers.step_folders import INDEX, find_step, locate
+from statekit.converters.containers.step_target import FOLDER, array_names, step_prefix
+from statekit.converters.containers.stored_leaves import Arrays
+from statekit.converters.containers.zarr2 import header_json
 from statekit.converters.containers.zarr2_write import encoded_chunks, header_bytes, header_for
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.format import Encoded, Evidence
 from statekit.tensor import Tensor, nbytes
-from statekit.tree import Tree
 
 VERSION = 3
 _FIRST_VERSION = 2
@@ -62,14 +62,7 @@ class T5XFolder:
             NotFoundError: No checkpoint, or no such step.
             FormatError: Index or headers don't follow the format or can't be trusted.
         """
-        found = locate(path, step)
-        if found is None or found.kind != "legacy":
-            raise NotFoundError(
-                "There is no T5X checkpoint of the legacy generation.",
-                place=path if found is None else found.path,
-                found=None if found is None else "an Orbax checkpoint",
-                remedy="" if found is None else "read it with --from orbax",
-            )
+        found = find_step(path, step, "legacy")
         index = found.path if found.path.is_file() else found.path / INDEX
         store = FolderStore.of(index.parent)
         value = store.value(index.name)
@@ -77,12 +70,15 @@ class T5XFolder:
             raise NotFoundError("The checkpoint's index is gone.", place=index)
         wrapper = parse(value)
         version = _version(wrapper, index)
-        tree, findings, prefixes = with_tensors(wrapper["optimizer"], store, bf16_as_uint16=version < VERSION)
+        arrays = Arrays(store, bf16_as_uint16=version < VERSION)
+        tree, findings, prefixes = arrays.with_tensors(wrapper["optimizer"])
         unread = [key for key in wrapper if key not in ("version", "optimizer")]
         findings += tuple(
             Finding(f"the index also holds {key!r}, which isn't read", str(index)) for key in unread
         )
-        return _checkpoint(self.name, found, tree, version, findings, prefixes)
+        meta = {"generation": "legacy", "version": version}
+        known = {INDEX} | {prefix.partition("/")[0] for prefix in prefixes}
+        return step_checkpoint(self.name, found, tree, meta, known, findings)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes `checkpoint_<step>/`, arrays first and the index last.
@@ -91,7 +87,7 @@ class T5XFolder:
             UsageError: The target is named for another step, or the tree holds what T5X can't.
             FormatError: Two names give the same folder.
         """
-        prefix = step_prefix(stage, encoded.step)
+        prefix = step_prefix(stage, encoded.step, FOLDER)
         folders = array_names(encoded.tree)
         packed = _packed({"version": VERSION, "optimizer": encoded.tree}, ("",), stage, prefix, folders)
         with stage.file(f"{prefix}{INDEX}") as output:
@@ -123,19 +119,6 @@ def _version(wrapper: Any, index: Path) -> int:
     return version
 
 
-def _checkpoint(
-    name: str, found: StepFolder, tree: Tree, version: int, findings: tuple[Finding, ...], prefixes: set[str]
-) -> Checkpoint:
-    gin, gin_findings = gin_settings(found.path)
-    beside = []
-    if found.path.is_dir():
-        beside = files_beside(found.path, {INDEX} | {prefix.partition("/")[0] for prefix in prefixes})
-    manifest, manifest_findings = trusted_manifest(found.path, found.step, tree)
-    meta = {"generation": "legacy", "version": version, "files_beside": beside, "gin": gin}
-    findings = (*found.findings, *findings, *gin_findings, *manifest_findings)
-    return Checkpoint(name, found.path, tree, meta, found.step, manifest, findings)
-
-
 def _partitioned(path: tuple[str, ...], tensor: Tensor) -> bool:
     """Tells whether T5X keeps an array in zarr: parameters always, `v` and `m` unless they are placeholders."""
     slot = path[0] == "state" and path[-1] in ("v", "m") and tensor.shape != (1,)
@@ -165,7 +148,7 @@ def _packed(node: Any, path: tuple[str, ...], stage: Stage, prefix: str, folders
 def _write_zarr(stage: Stage, folder: str, path: str, name: str, tensor: Tensor) -> dict[str, Any]:
     """Writes an array and returns the spec that the index holds of it."""
     header = header_for(tensor, "gzip")
-    stated = header.to_json()
+    stated = header_json(header)
     with stage.file(f"{folder}/.zarray") as output:
         output.write(header_bytes(header))
     for key, pieces in encoded_chunks(stage, name, tensor, header):

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from statekit.commit import Stage
-from statekit.converters.containers.zarr2 import Header
+from statekit.converters.containers.zarr2 import header_json
+from statekit.converters.containers.zarr_array import Header
 from statekit.digest import little_endian
 from statekit.tensor import Filled, Shape, Tensor, blocks, positions
 
@@ -44,7 +45,7 @@ def header_for(tensor: Tensor, compressor: Literal["gzip", "zstd"], limit: int =
 
 def header_bytes(header: Header) -> bytes:
     """Returns the content of `.zarray`."""
-    return json.dumps(header.to_json(), sort_keys=True, separators=(",", ":")).encode()
+    return json.dumps(header_json(header), sort_keys=True, separators=(",", ":")).encode()
 
 
 def encoded_chunks(
@@ -59,7 +60,7 @@ def encoded_chunks(
     pieces = _pieces(stream, header.chunk_bytes())
     for position in positions([range(n) for n in header.grid()]):
         chunk = next(pieces) if in_order else _read_chunk(tensor, header, position)
-        yield header.chunk_key(position), _compressed(chunk, header)
+        yield header.value_key(position), _compressed(chunk, header)
     for _ in stream:  # chunks that aren't in C order were read by themselves
         pass
 

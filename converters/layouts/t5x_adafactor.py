@@ -39,6 +39,7 @@ from statekit.tree import Tree, tensor_names
 
 _EXTRA = ("flax_mutables", "t5x")
 _SHOWN = 3
+_PLACE = "checkpoint_{step}/state"
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class T5XAdafactor:
             **extra,
             **{key: value for key, value in beyond.items() if key != "state"},
         }
-        return Encoded(tree, state.counts.updates, dropped=_dropped(state))
+        return Encoded(tree, state.counts.updates, dropped=_dropped(state), place=_PLACE)
 
 
 def _group(

@@ -1,0 +1,135 @@
+"""Writes one item of an Orbax checkpoint: an OCDBT database with its tree as JSON."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from statekit.commit import Stage
+from statekit.converters.containers.orbax_item import STRINGS
+from statekit.converters.containers.orbax_metadata import document_of
+from statekit.converters.containers.step_folders import JSON_ITEM, METADATA
+from statekit.converters.containers.step_target import array_names
+from statekit.converters.containers.zarr2_write import encoded_chunks, header_bytes, header_for
+from statekit.durable import writing
+from statekit.tensor import Tensor
+from statekit.tree import Tree, tensor_names, walk
+
+_HANDLERS = "orbax.checkpoint._src.handlers."
+_TREE = f"{_HANDLERS}pytree_checkpoint_handler.PyTreeCheckpointHandler"
+_JSON = f"{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler"
+CHUNK_BYTES = 16 * 2**20
+"""The size above which an array is cut. Orbax takes a device's shard, however large; tensorstore holds one whole."""
+_COMMIT_BYTES = 32 * 2**20
+
+
+def write_item(stage: Stage, folder: str, tree: Tree, name: str = "") -> str:
+    """Writes an item below the stage and returns the name of the handler that reads it.
+
+    Args:
+        stage: Where.
+        folder: The item's folder below it.
+        tree: What it holds.
+        name: What the names of its tensors begin with in the whole tree, with its `/`.
+
+    Raises:
+        UsageError: The tree holds what Orbax can't.
+        FormatError: Two names give the same array.
+    """
+    tensors = tensor_names(tree)
+    if not tensors and _is_json(tree):
+        with stage.file(f"{folder}/{JSON_ITEM}") as output:
+            output.write(json.dumps(tree).encode())
+        return _JSON
+    arrays = array_names(tree)
+    document = document_of(tree)
+    _write_database(stage, folder, name, tensors, arrays)
+    strings = {".".join(map(str, path)): leaf for path, leaf in walk(tree) if isinstance(leaf, str)}
+    if strings:
+        with stage.file(f"{folder}/{STRINGS}") as output:
+            output.write(json.dumps(strings).encode())
+    with stage.file(f"{folder}/{METADATA}") as output:
+        output.write(json.dumps(document).encode())
+    return _TREE
+
+
+def step_metadata(handlers: Mapping[str, str], begun: int) -> bytes:
+    """Returns `_CHECKPOINT_METADATA`.
+
+    Args:
+        handlers: For each item, the name of its handler.
+        begun: When writing began, in nanoseconds since 1970.
+    """
+    document = {
+        "item_handlers": dict(handlers),
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": begun,
+        "commit_timestamp_nsecs": time.time_ns(),
+        "custom_metadata": {},
+    }
+    return json.dumps(document).encode()
+
+
+def _is_json(tree: Tree) -> bool:
+    """Tells whether JSON holds a tree as it is: a document, and not the empty nodes of a tree of arrays."""
+    if not isinstance(tree, (dict, list)) or not tree:
+        return False
+    nodes: list[Any] = [tree]
+    for node in nodes:
+        if isinstance(node, dict) and all(isinstance(key, str) for key in node):
+            nodes += node.values()
+        elif isinstance(node, list):
+            nodes += node
+        elif type(node) not in (str, int, float, bool, type(None)):
+            return False
+    return any(type(node) in (str, int, float, bool) for node in nodes)
+
+
+def _write_database(
+    stage: Stage, folder: str, name: str, tensors: Mapping[str, Tensor], arrays: Mapping[str, str]
+) -> None:
+    """Writes the arrays into a new OCDBT database. tensorstore writes and syncs its files itself."""
+    import tensorstore as ts
+
+    root = stage.path / folder
+    with _told(root):
+        root.mkdir(parents=True)
+        spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{root}/"}}
+        database = ts.KvStore.open(spec).result()
+    transaction, size = ts.Transaction(), 0
+    for own, tensor in tensors.items():
+        for key, value in _values(stage, f"{name}{own}", tensor, arrays[own]):
+            with _told(root):
+                database.with_transaction(transaction).write(key, value).result()
+                size += len(value)
+                if size >= _COMMIT_BYTES:  # each commit is a version of the database, and frees what it held
+                    transaction.commit_sync()
+                    transaction, size = ts.Transaction(), 0
+    with _told(root):
+        transaction.commit_sync()
+
+
+@contextmanager
+def _told(root: Path) -> Iterator[None]:
+    """Turns what tensorstore says of a failed write, which may be a ValueError, into a CommitError."""
+    with writing(root):
+        try:
+            yield
+        except ValueError as error:
+            raise OSError(errno.EIO, str(error).splitlines()[0][:400]) from error
+
+
+def _values(stage: Stage, name: str, tensor: Tensor, array: str) -> Iterator[tuple[str, bytes]]:
+    header = header_for(tensor, "zstd", CHUNK_BYTES)
+    yield f"{array}/.zarray", header_bytes(header)
+    for key, pieces in encoded_chunks(stage, name, tensor, header):
+        whole = io.BytesIO()
+        whole.writelines(pieces)
+        yield f"{array}/{key}", whole.getvalue()
