@@ -16,7 +16,7 @@ class JaxBackend:
     """JAX, one jitted computation per step."""
 
     name = "jax"
-    compiles = True
+    contracts = True
 
     def __init__(self) -> None:
         import jax

@@ -19,7 +19,7 @@ class NumpyBackend:
 
     compute: str = "float32"
     name: str = "numpy"
-    compiles: bool = False
+    contracts: bool = False
 
     def asarray(self, array: Array) -> Value:
         return array

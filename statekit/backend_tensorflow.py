@@ -16,7 +16,7 @@ class TensorFlowBackend:
     """TensorFlow, one XLA computation per step; the operations also run eagerly and in anyone's `tf.function`."""
 
     name = "tensorflow"
-    compiles = True
+    contracts = True
 
     def __init__(self) -> None:
         import tensorflow as tf

@@ -29,8 +29,8 @@ class Backend(Protocol):
         """`numpy`, `torch`, `jax`, ..."""
 
     @property
-    def compiles(self) -> bool:
-        """Whether a step runs compiled, so that products and sums may be contracted (fused multiply-add)."""
+    def contracts(self) -> bool:
+        """Whether arithmetic isn't IEEE's, operation by operation: fused multiply-adds, roots that are a unit off."""
 
     def asarray(self, array: Array) -> Value:
         """Takes over a NumPy array with its dtype."""

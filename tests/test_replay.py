@@ -58,7 +58,7 @@ def test_tensorflow_run_eagerly_lies_in_the_bound_of_uncompiled_arithmetic(case:
     from statekit.backend_tensorflow import TensorFlowBackend
 
     class Eager(TensorFlowBackend):
-        compiles = False
+        contracts = False
 
         def compile(self, step: Callable[..., Any]) -> Callable[..., Any]:
             return step

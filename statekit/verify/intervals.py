@@ -105,7 +105,11 @@ class Interval:
     def __truediv__(self, other: Any) -> Interval:
         o = self._other(other)
         corners = [self.low / o.low, self.low / o.high, self.high / o.low, self.high / o.high]
-        return self._round(np.minimum.reduce(corners), np.maximum.reduce(corners), 2)
+        quotient = self._round(np.minimum.reduce(corners), np.maximum.reduce(corners), 2)
+        if other is o or self.contracted:
+            return quotient
+        product = self * float(np.float32(1) / np.float32(other))
+        return Interval(np.minimum(quotient.low, product.low), np.maximum(quotient.high, product.high))
 
     def __rtruediv__(self, other: Any) -> Interval:
         return self._other(other) / self
@@ -149,12 +153,15 @@ class IntervalBackend:
     sqrt_units: float = 0.0
 
     @property
-    def compiles(self) -> bool:
+    def contracts(self) -> bool:
         return self.contracted
 
     def asarray(self, array: Array) -> Value:
         exact = np.asarray(array).astype(np.float64)
-        return Interval(exact, exact, array.dtype.name, self.contracted)
+        if array.dtype != np.float64:
+            return Interval(exact, exact, array.dtype.name, self.contracted)
+        held = exact.astype(np.float32).astype(np.float64)  # JAX has no float64 unless asked for
+        return Interval(np.minimum(exact, held), np.maximum(exact, held), "float64", self.contracted)
 
     def numpy(self, value: Value) -> Array:
         return np.asarray((value.low + value.high) / 2)

@@ -239,7 +239,7 @@ class _Stepper:
 
 def _verdict(step: _Stepper, start: TrainState, trajectory: Trajectory, on_step: Progress) -> Iterator[Row]:
     subject, xp, recording = step.subject, step.xp, step.subject.recording
-    bounds = IntervalBackend(xp.compiles or step.execution == "compiled", sqrt_units=trajectory.sqrt_units)
+    bounds = IntervalBackend(xp.contracts or step.execution == "compiled", sqrt_units=trajectory.sqrt_units)
     bounded = _Stepper(subject, bounds, step.execution)
     for update in range(max(subject.first, trajectory.first) + 1, recording.last + 1):
         before = recording.state(update - 1, trajectory, update)

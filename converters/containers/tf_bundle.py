@@ -1,0 +1,456 @@
+"""The container `tf-bundle`: checkpoints of TensorFlow 1 and 2, read and written without TensorFlow.
+
+A checkpoint is a prefix: `<prefix>.index`, a table of what there is, and `<prefix>.data-<i>-of-<n>`, the bytes. In a
+folder of several a text file `checkpoint` names the newest. Each tensor has a CRC-32C, which the first read of any of
+its values enforces. A partitioned variable is a dict of its slices, named as TensorFlow's Saver names them:
+`10 6 0,4:0,6`, the full shape, then start and length along each axis.
+
+Source: tensorflow/tensorflow, core/util/tensor_bundle/tensor_bundle.cc; core/framework/variable.proto,
+`SaveSliceInfoDef`; python/checkpoint/checkpoint_management.py.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from statekit.checkpoint import Checkpoint, Finding
+from statekit.commit import Stage
+from statekit.converters.containers.tf_entries import (
+    STRING,
+    Entry,
+    Extent,
+    bounds,
+    code_of,
+    entry_bytes,
+    header,
+    parse_entry,
+    parse_header,
+    slice_key,
+)
+from statekit.converters.containers.tf_table import (
+    FOOTER_BYTES,
+    MAGIC,
+    MAX_BYTES,
+    crc32c,
+    masked,
+    read_table,
+    to_varint,
+    varint,
+    write_table,
+)
+from statekit.converters.containers.torch_storage import SourceFile, Storage, window
+from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, fault_list
+from statekit.format import Encoded, Evidence
+from statekit.manifest import find_manifest, tensor_faults
+from statekit.tensor import BLOCK_BYTES, Array, Shape, Tensor, index_shape, nbytes
+from statekit.tree import Tree, tensor_names
+
+STATE_FILE = "checkpoint"
+MAX_STRING_BYTES = 64 * 2**20
+"""The largest string tensor that is read, in bytes: an object graph is one."""
+_NAMED_FAULTS = 20
+_NUMBERED = re.compile(r"(.+)-(\d+)", re.DOTALL)
+_NEWEST = re.compile(rb'^model_checkpoint_path:\s*"((?:[^"\\]|\\.)*)"', re.MULTILINE)
+_SPEC = re.compile(r"((?:\d+ )*)((?:-|\d+,\d+)(?::(?:-|\d+,\d+))*)")
+_STATE_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class TFBundle:
+    """The container of `model.ckpt-<step>.index` and its data files."""
+
+    name: str = "tf-bundle"
+    title: str = "TensorFlow checkpoint (V2 bundle: .index and .data-*)"
+    suffixes: tuple[str, ...] = (".ckpt.d",)
+    target_kind: Literal["file", "folder"] | None = "folder"
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Looks for an index with the table's magic number."""
+        try:
+            prefix = _prefix(path, None)
+        except (OSError, NotFoundError):
+            return None
+        return Evidence(10, f"{prefix.name}.index is a table of TensorFlow") if _is_table(prefix) else None
+
+    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+        """Reads the index and the strings; arrays are read when asked for.
+
+        Args:
+            path: A prefix, an index, or a folder: of several checkpoints in it, the one that `checkpoint` names.
+            step: The number at the end of the prefix.
+
+        Raises:
+            NotFoundError: No index, or no such step.
+            CorruptError: The index doesn't fit its checksums, or data files are missing or too short.
+            FormatError: It breaks the format.
+        """
+        prefix = _prefix(path, step)
+        index = _index(prefix)
+        with ExitStack() as opened:
+            shards = _Shards(prefix, parse_header(index.pop(b"", b""), f"{prefix}.index"), opened)
+            tree = _tree(index, shards, prefix)
+            close = opened.pop_all().close
+        number = _number(prefix)
+        manifest, findings = _manifest(prefix, number, tree)
+        meta = {"prefix": prefix.name, "shards": shards.count}
+        return Checkpoint(self.name, prefix, tree, meta, number, manifest, findings, close)
+
+    def write(self, encoded: Encoded, stage: Stage) -> None:
+        """Writes `model.ckpt-<step>` and the text file that names it, in one shard, byte for byte as TensorFlow does.
+
+        Raises:
+            FormatError: A name or dtype that the format can't hold; lists every one.
+        """
+        prefix = f"model.ckpt-{encoded.step}"
+        leaves = list(_leaves(encoded.tree))
+        with stage.file(f"{prefix}.data-00000-of-00001") as output:
+            index: dict[bytes, bytes] = {b"": header(1)}
+            whole: dict[bytes, Entry] = {}
+            at = 0
+            for leaf in leaves:
+                crc = size = 0
+                if isinstance(leaf.value, Tensor):
+                    for block in stage.stream(leaf.label, leaf.value):
+                        output.write(block)
+                        crc, size = crc32c(block, crc), size + len(block)
+                else:
+                    data, crc = _string_bytes(leaf.value)
+                    output.write(data)
+                    size = len(data)
+                entry = Entry(leaf.code, leaf.shape, 0, at, size, masked(crc))
+                at += size
+                index[leaf.key] = entry_bytes(entry)
+                if leaf.extent is not None:
+                    known = whole.setdefault(leaf.name, Entry(leaf.code, leaf.full))
+                    whole[leaf.name] = replace(known, slices=(*known.slices, leaf.extent))
+        index |= {name: entry_bytes(entry) for name, entry in whole.items()}
+        with stage.file(f"{prefix}.index") as output:
+            output.write(write_table(index))
+        with stage.file(STATE_FILE) as output:
+            named = f'model_checkpoint_path: "{prefix}"\nall_model_checkpoint_paths: "{prefix}"\n'
+            output.write(named.encode("ascii"))
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A tensor or string to be written: its entry's key, and for a slice its place in the whole."""
+
+    key: bytes
+    value: Any
+    label: str
+    code: int
+    shape: Shape
+    name: bytes = b""
+    full: Shape = ()
+    extent: Extent | None = None
+
+
+class _Shards:
+    """The data files of a checkpoint, opened when first needed."""
+
+    def __init__(self, prefix: Path, count: int, opened: ExitStack) -> None:
+        self.count, self._prefix, self._opened = count, prefix, opened
+        self._files: dict[int, SourceFile] = {}
+        self._checked: set[tuple[int, int]] = set()
+
+    def path(self, shard: int) -> Path:
+        return self._prefix.with_name(f"{self._prefix.name}.data-{shard:05d}-of-{self.count:05d}")
+
+    def file(self, shard: int) -> SourceFile:
+        """Returns an open data file.
+
+        Raises:
+            CorruptError: It is missing, or the index speaks of more files than there are.
+        """
+        if shard >= self.count:
+            raise CorruptError(
+                "An index speaks of a data file that there isn't.", place=self._prefix, found=shard
+            )
+        if shard not in self._files:
+            try:
+                self._files[shard] = SourceFile(self.path(shard))
+            except NotFoundError:
+                raise CorruptError(
+                    "A data file of the checkpoint is missing.",
+                    place=self.path(shard),
+                    remedy="copy the checkpoint again, with all its .data files",
+                ) from None
+            self._opened.callback(self._files[shard].close)
+        return self._files[shard]
+
+    def read(self, entry: Entry, place: str, start: int, count: int) -> Array:
+        """Reads bytes of an entry, all of which are checked first."""
+        file, key = self.file(entry.shard), (entry.shard, entry.offset)
+        if key not in self._checked:
+            self._check(file, entry, place)
+            self._checked.add(key)
+        return file.read(entry.offset + start, count)
+
+    def _check(self, file: SourceFile, entry: Entry, place: str) -> None:
+        crc = 0
+        for at in range(0, entry.size, BLOCK_BYTES):
+            crc = crc32c(file.read(entry.offset + at, min(BLOCK_BYTES, entry.size - at)).data, crc)
+        if masked(crc) != entry.crc:
+            raise CorruptError(
+                "A tensor's bytes don't fit their checksum.",
+                place=f"{place} in {file.path}",
+                expected=f"masked CRC-32C {entry.crc:08x}",
+                found=f"{masked(crc):08x}",
+                remedy="copy the checkpoint again; what it held here is lost otherwise",
+            )
+
+
+def _prefix(path: Path, step: int | None) -> Path:
+    """Finds the prefix that a path means."""
+    if path.is_dir():
+        return _in_folder(path, step)
+    if path.name.endswith(".index"):
+        path = path.with_name(path.name[: -len(".index")])
+    elif shard := re.fullmatch(r"(.+)\.data-\d{5}-of-\d{5}", path.name, re.DOTALL):
+        path = path.with_name(shard[1])
+    if not path.with_name(f"{path.name}.index").is_file():
+        raise NotFoundError("There is no such checkpoint.", place=path, expected=f"{path.name}.index")
+    if step is not None and step != _number(path):
+        raise NotFoundError(
+            "The checkpoint has another step.", place=path, expected=step, found=_number(path)
+        )
+    return path
+
+
+def _in_folder(folder: Path, step: int | None) -> Path:
+    prefixes = {p.name[: -len(".index")]: _number(p.with_suffix("")) for p in sorted(folder.glob("*.index"))}
+    if step is not None:
+        found = [name for name, number in prefixes.items() if number == step]
+    else:
+        newest = _newest(folder)
+        found = [newest] if newest in prefixes else list(prefixes)
+        if len(found) > 1:
+            found.sort(key=lambda name: (prefixes[name] is None, prefixes[name]))
+            found = found[-1:]
+    if len(found) != 1:
+        raise NotFoundError(
+            "There is no such checkpoint in the folder."
+            if not found
+            else "Several checkpoints have this step.",
+            place=folder,
+            expected="an .index" if step is None else f"<name>-{step}.index",
+            found=", ".join(prefixes) or "none",
+        )
+    return folder / found[0]
+
+
+def _newest(folder: Path) -> str | None:
+    """Returns what the text file `checkpoint` names, by its last part: the folder may have moved."""
+    path = folder / STATE_FILE
+    if not path.is_file() or path.stat().st_size > _STATE_BYTES:
+        return None
+    found = _NEWEST.search(path.read_bytes())
+    return found[1].decode("utf-8", "replace").rpartition("/")[2] if found else None
+
+
+def _number(prefix: Path) -> int | None:
+    found = _NUMBERED.fullmatch(prefix.name)
+    return int(found[2]) if found and len(found[2]) < 19 else None
+
+
+def _is_table(prefix: Path) -> bool:
+    with prefix.with_name(f"{prefix.name}.index").open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(size - 8, 0))
+        return size >= FOOTER_BYTES and file.read() == struct.pack("<Q", MAGIC)
+
+
+def _index(prefix: Path) -> dict[bytes, bytes]:
+    file = SourceFile(prefix.with_name(f"{prefix.name}.index"))
+    try:
+        if file.size > MAX_BYTES:
+            raise RefusedError("An index is too large.", place=file.path, expected=MAX_BYTES, found=file.size)
+        return read_table(file.read(0, file.size).tobytes(), file.path)
+    finally:
+        file.close()
+
+
+def _tree(index: Mapping[bytes, bytes], shards: _Shards, prefix: Path) -> dict[str, Any]:
+    place, tree, faults = f"{prefix}.index", dict[str, Any](), list[tuple[str, str]]()
+    parts: set[bytes] = set()
+    for key, value in index.items():
+        if key.startswith(b"\0"):
+            continue
+        entry, name = parse_entry(value, place), _name(key, place)
+        if not entry.slices:
+            tree[name] = _value(entry, name, shards)
+            faults += _bounds_faults(entry, name, shards)
+            continue
+        tree[name] = {}
+        for extent in entry.slices:
+            spec, part = _spec(entry.shape, extent), slice_key(key, extent)
+            if part not in index:
+                faults.append(("a slice has no entry", f"{name} {spec}"))
+                continue
+            own, shape = parse_entry(index[part], place), index_shape(bounds(extent, entry.shape))
+            if own.shape != shape or own.code != entry.code:
+                faults.append((f"a slice has shape {own.shape}, expected {shape}", f"{name} {spec}"))
+                continue
+            parts.add(part)
+            faults += _bounds_faults(own, f"{name} {spec}", shards)
+            tree[name][spec] = _value(own, f"{name}/{spec}", shards)
+    faults += [
+        ("belongs to no tensor", repr(key)) for key in index if key.startswith(b"\0") and key not in parts
+    ]
+    if faults:
+        raise CorruptError(
+            f"The checkpoint's index has {len(faults)} faults.",
+            place=place,
+            found=fault_list(faults[:_NAMED_FAULTS]),
+            remedy="copy the checkpoint again, with all its .data files",
+        )
+    return tree
+
+
+def _bounds_faults(entry: Entry, name: str, shards: _Shards) -> Iterator[tuple[str, str]]:
+    size = shards.file(entry.shard).size
+    if entry.offset + entry.size > size:
+        yield f"lies beyond the end of {shards.path(entry.shard).name}, which has {size} bytes", name
+
+
+def _name(key: bytes, place: str) -> str:
+    try:
+        return key.decode("utf-8")
+    except UnicodeDecodeError:
+        raise FormatError("A tensor's name isn't UTF-8.", place=place, found=key) from None
+
+
+def _value(entry: Entry, name: str, shards: _Shards) -> Any:
+    place = f"{shards.path(entry.shard)}"
+    if entry.code == STRING:
+        return _strings(entry, name, shards)
+    if entry.dtype is None:
+        raise FormatError("A tensor has a dtype that statekit doesn't carry.", place=name, found=entry.code)
+    storage = Storage(name, place, entry.dtype, entry.size, partial(shards.read, entry, name))
+    strides = np.cumprod([1, *reversed(entry.shape[1:])], dtype=np.int64)[::-1] if entry.shape else ()
+    return window(storage, 0, entry.shape, tuple(map(int, strides)), entry.dtype)
+
+
+def _strings(entry: Entry, name: str, shards: _Shards) -> bytes | list[bytes]:
+    """Reads a string tensor: the lengths, a CRC of them, the bytes; flat if it has axes."""
+    if entry.size > MAX_STRING_BYTES:
+        raise RefusedError(
+            "A string tensor is too long.", place=name, expected=MAX_STRING_BYTES, found=entry.size
+        )
+    file = shards.file(entry.shard)
+    data, count = file.read(entry.offset, entry.size).tobytes(), int(np.prod(entry.shape, dtype=np.int64))
+    if count > entry.size:
+        raise FormatError("A string tensor has an absurd shape.", place=name, found=entry.shape)
+    lengths, at = [], 0
+    for _ in range(count):
+        length, at = varint(data, at, name)
+        lengths.append(length)
+    end = at + 4
+    if end + sum(lengths) != len(data):
+        raise CorruptError("A string tensor has another size than it says.", place=name, found=len(data))
+    if masked(crc32c(data[at:], _length_crc(lengths))) != entry.crc:
+        raise CorruptError("A tensor's bytes don't fit their checksum.", place=f"{name} in {file.path}")
+    strings = []
+    for length in lengths:
+        strings.append(data[end : end + length])
+        end += length
+    return strings if entry.shape else strings[0]
+
+
+def _spec(shape: Shape, extent: Extent) -> str:
+    parts = [
+        "-" if part == slice(0, size) and length < 0 else f"{part.start},{part.stop - part.start}"
+        for part, (_, length), size in zip(bounds(extent, shape), extent, shape, strict=True)
+    ]
+    return " ".join(map(str, shape)) + " " + ":".join(parts)
+
+
+def _leaves(tree: Tree) -> Iterator[_Leaf]:
+    """Yields what is to be written, in the order of names."""
+    if not isinstance(tree, Mapping):
+        raise FormatError("A TensorFlow checkpoint is a flat dict of names.", found=type(tree).__name__)
+    faults: list[tuple[str, str]] = []
+    leaves: list[_Leaf] = []
+    for label, value in sorted(tree.items(), key=lambda item: str(item[0]).encode("utf-8", "replace")):
+        name = str(label).encode("utf-8", "replace")
+        if not name or name.startswith(b"\0") or not isinstance(label, str):
+            faults.append(("can't be a name", repr(label)))
+        elif isinstance(value, bytes):
+            leaves.append(_Leaf(name, value, label, STRING, ()))
+        elif isinstance(value, list) and all(isinstance(one, bytes) for one in value):
+            leaves.append(_Leaf(name, value, label, STRING, (len(value),)))
+        elif isinstance(value, Mapping):
+            leaves += _slices(label, value, faults)
+        elif not isinstance(value, Tensor) or (code := code_of(value.dtype)) is None:
+            kind = getattr(value, "dtype", type(value).__name__)
+            faults.append((f"is {kind}, which the format lacks", label))
+        else:
+            leaves.append(_Leaf(name, value, label, code, value.shape))
+    if faults:
+        raise FormatError(
+            "A TensorFlow checkpoint can't hold these.", found=fault_list(faults[:_NAMED_FAULTS])
+        )
+    yield from leaves
+
+
+def _slices(label: str, parts: Mapping[str, Any], faults: list[tuple[str, str]]) -> Iterator[_Leaf]:
+    name = label.encode("utf-8")
+    for spec, value in parts.items():
+        found = _SPEC.fullmatch(spec)
+        full = tuple(map(int, found[1].split())) if found else ()
+        pieces = found[2].split(":") if found else []
+        if (
+            len(pieces) != len(full)
+            or not isinstance(value, Tensor)
+            or (code := code_of(value.dtype)) is None
+        ):
+            faults.append(("isn't a slice of a tensor", f"{label}/{spec}"))
+            continue
+        extent = tuple(
+            (0, -1) if piece == "-" else (int(piece.split(",")[0]), int(piece.split(",")[1]))
+            for piece in pieces
+        )
+        if index_shape(bounds(extent, full)) != value.shape:
+            faults.append((f"has shape {value.shape}", f"{label}/{spec}"))
+            continue
+        yield _Leaf(slice_key(name, extent), value, f"{label}/{spec}", code, value.shape, name, full, extent)
+
+
+def _string_bytes(strings: bytes | list[bytes]) -> tuple[bytes, int]:
+    """Returns a string tensor as it is stored, and its CRC."""
+    flat = [strings] if isinstance(strings, bytes) else strings
+    lengths = struct.pack("<I", masked(_length_crc(map(len, flat))))
+    body = lengths + b"".join(flat)
+    return b"".join(to_varint(len(one)) for one in flat) + body, crc32c(body, _length_crc(map(len, flat)))
+
+
+def _length_crc(lengths: Iterable[int]) -> int:
+    """Returns the CRC of lengths, each as 4 bytes, or 8 from 2^32 on."""
+    crc = 0
+    for length in lengths:
+        crc = crc32c(struct.pack("<I" if length < 2**32 else "<Q", length), crc)
+    return crc
+
+
+def _manifest(
+    prefix: Path, step: int | None, tree: Tree
+) -> tuple[Mapping[str, Any] | None, tuple[Finding, ...]]:
+    manifest, findings = find_manifest(prefix.parent)
+    if manifest is None or manifest["target"].get("step") not in (step, None):
+        return None, findings if manifest is None else ()
+    faults = tensor_faults(manifest, tensor_names(tree))
+    if faults:
+        return None, (Finding(f"the manifest isn't trusted: {faults[0][0]} @ {faults[0][1]}", f"{prefix}"),)
+    return manifest, findings
+
+
+CONTAINER = TFBundle()
