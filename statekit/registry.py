@@ -63,9 +63,9 @@ def detect_container(path: Path) -> tuple[Container, Evidence]:
         NotFoundError: Nothing is there.
         UnknownFormatError: No container fits, or several fit equally well.
     """
-    if not path.exists():
-        raise NotFoundError("There is no such file or folder.", place=path, remedy="check the path")
     found = [(c, e) for c in map(container, container_names()) if (e := c.detect(path)) is not None]
+    if not found and not path.exists():  # a prefix of file names isn't there itself
+        raise NotFoundError("There is no such file or folder.", place=path, remedy="check the path")
     best = _best([(c.name, e) for c, e in found], f"{path}", "container", "--from")
     return found[best]
 

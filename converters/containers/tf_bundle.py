@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,18 +24,17 @@ import numpy as np
 
 from statekit.checkpoint import Checkpoint, Finding
 from statekit.commit import Stage
+from statekit.converters.containers.tf_bundle_write import STATE_FILE, write_bundle
 from statekit.converters.containers.tf_entries import (
     STRING,
     Entry,
     Extent,
     bounds,
-    code_of,
-    entry_bytes,
-    header,
     parse_entry,
     parse_header,
     slice_key,
 )
+from statekit.converters.containers.tf_strings import parse_strings
 from statekit.converters.containers.tf_table import (
     FOOTER_BYTES,
     MAGIC,
@@ -43,24 +42,19 @@ from statekit.converters.containers.tf_table import (
     crc32c,
     masked,
     read_table,
-    to_varint,
-    varint,
-    write_table,
 )
 from statekit.converters.containers.torch_storage import SourceFile, Storage, window
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, fault_list
 from statekit.format import Encoded, Evidence
 from statekit.manifest import find_manifest, tensor_faults
-from statekit.tensor import BLOCK_BYTES, Array, Shape, Tensor, index_shape, nbytes
+from statekit.tensor import BLOCK_BYTES, Array, Shape, index_shape
 from statekit.tree import Tree, tensor_names
 
-STATE_FILE = "checkpoint"
 MAX_STRING_BYTES = 64 * 2**20
 """The largest string tensor that is read, in bytes: an object graph is one."""
 _NAMED_FAULTS = 20
 _NUMBERED = re.compile(r"(.+)-(\d+)", re.DOTALL)
 _NEWEST = re.compile(rb'^model_checkpoint_path:\s*"((?:[^"\\]|\\.)*)"', re.MULTILINE)
-_SPEC = re.compile(r"((?:\d+ )*)((?:-|\d+,\d+)(?::(?:-|\d+,\d+))*)")
 _STATE_BYTES = 2**20
 
 
@@ -110,48 +104,7 @@ class TFBundle:
         Raises:
             FormatError: A name or dtype that the format can't hold; lists every one.
         """
-        prefix = f"model.ckpt-{encoded.step}"
-        leaves = list(_leaves(encoded.tree))
-        with stage.file(f"{prefix}.data-00000-of-00001") as output:
-            index: dict[bytes, bytes] = {b"": header(1)}
-            whole: dict[bytes, Entry] = {}
-            at = 0
-            for leaf in leaves:
-                crc = size = 0
-                if isinstance(leaf.value, Tensor):
-                    for block in stage.stream(leaf.label, leaf.value):
-                        output.write(block)
-                        crc, size = crc32c(block, crc), size + len(block)
-                else:
-                    data, crc = _string_bytes(leaf.value)
-                    output.write(data)
-                    size = len(data)
-                entry = Entry(leaf.code, leaf.shape, 0, at, size, masked(crc))
-                at += size
-                index[leaf.key] = entry_bytes(entry)
-                if leaf.extent is not None:
-                    known = whole.setdefault(leaf.name, Entry(leaf.code, leaf.full))
-                    whole[leaf.name] = replace(known, slices=(*known.slices, leaf.extent))
-        index |= {name: entry_bytes(entry) for name, entry in whole.items()}
-        with stage.file(f"{prefix}.index") as output:
-            output.write(write_table(index))
-        with stage.file(STATE_FILE) as output:
-            named = f'model_checkpoint_path: "{prefix}"\nall_model_checkpoint_paths: "{prefix}"\n'
-            output.write(named.encode("ascii"))
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    """A tensor or string to be written: its entry's key, and for a slice its place in the whole."""
-
-    key: bytes
-    value: Any
-    label: str
-    code: int
-    shape: Shape
-    name: bytes = b""
-    full: Shape = ()
-    extent: Extent | None = None
+        write_bundle(encoded.tree, encoded.step, stage)
 
 
 class _Shards:
@@ -332,38 +285,17 @@ def _name(key: bytes, place: str) -> str:
 def _value(entry: Entry, name: str, shards: _Shards) -> Any:
     place = f"{shards.path(entry.shard)}"
     if entry.code == STRING:
-        return _strings(entry, name, shards)
+        if entry.size > MAX_STRING_BYTES:
+            raise RefusedError(
+                "A string tensor is too long.", place=name, expected=MAX_STRING_BYTES, found=entry.size
+            )
+        data = shards.file(entry.shard).read(entry.offset, entry.size).tobytes()
+        return parse_strings(data, entry, f"{name} in {place}")
     if entry.dtype is None:
         raise FormatError("A tensor has a dtype that statekit doesn't carry.", place=name, found=entry.code)
     storage = Storage(name, place, entry.dtype, entry.size, partial(shards.read, entry, name))
     strides = np.cumprod([1, *reversed(entry.shape[1:])], dtype=np.int64)[::-1] if entry.shape else ()
     return window(storage, 0, entry.shape, tuple(map(int, strides)), entry.dtype)
-
-
-def _strings(entry: Entry, name: str, shards: _Shards) -> bytes | list[bytes]:
-    """Reads a string tensor: the lengths, a CRC of them, the bytes; flat if it has axes."""
-    if entry.size > MAX_STRING_BYTES:
-        raise RefusedError(
-            "A string tensor is too long.", place=name, expected=MAX_STRING_BYTES, found=entry.size
-        )
-    file = shards.file(entry.shard)
-    data, count = file.read(entry.offset, entry.size).tobytes(), int(np.prod(entry.shape, dtype=np.int64))
-    if count > entry.size:
-        raise FormatError("A string tensor has an absurd shape.", place=name, found=entry.shape)
-    lengths, at = [], 0
-    for _ in range(count):
-        length, at = varint(data, at, name)
-        lengths.append(length)
-    end = at + 4
-    if end + sum(lengths) != len(data):
-        raise CorruptError("A string tensor has another size than it says.", place=name, found=len(data))
-    if masked(crc32c(data[at:], _length_crc(lengths))) != entry.crc:
-        raise CorruptError("A tensor's bytes don't fit their checksum.", place=f"{name} in {file.path}")
-    strings = []
-    for length in lengths:
-        strings.append(data[end : end + length])
-        end += length
-    return strings if entry.shape else strings[0]
 
 
 def _spec(shape: Shape, extent: Extent) -> str:
@@ -372,73 +304,6 @@ def _spec(shape: Shape, extent: Extent) -> str:
         for part, (_, length), size in zip(bounds(extent, shape), extent, shape, strict=True)
     ]
     return " ".join(map(str, shape)) + " " + ":".join(parts)
-
-
-def _leaves(tree: Tree) -> Iterator[_Leaf]:
-    """Yields what is to be written, in the order of names."""
-    if not isinstance(tree, Mapping):
-        raise FormatError("A TensorFlow checkpoint is a flat dict of names.", found=type(tree).__name__)
-    faults: list[tuple[str, str]] = []
-    leaves: list[_Leaf] = []
-    for label, value in sorted(tree.items(), key=lambda item: str(item[0]).encode("utf-8", "replace")):
-        name = str(label).encode("utf-8", "replace")
-        if not name or name.startswith(b"\0") or not isinstance(label, str):
-            faults.append(("can't be a name", repr(label)))
-        elif isinstance(value, bytes):
-            leaves.append(_Leaf(name, value, label, STRING, ()))
-        elif isinstance(value, list) and all(isinstance(one, bytes) for one in value):
-            leaves.append(_Leaf(name, value, label, STRING, (len(value),)))
-        elif isinstance(value, Mapping):
-            leaves += _slices(label, value, faults)
-        elif not isinstance(value, Tensor) or (code := code_of(value.dtype)) is None:
-            kind = getattr(value, "dtype", type(value).__name__)
-            faults.append((f"is {kind}, which the format lacks", label))
-        else:
-            leaves.append(_Leaf(name, value, label, code, value.shape))
-    if faults:
-        raise FormatError(
-            "A TensorFlow checkpoint can't hold these.", found=fault_list(faults[:_NAMED_FAULTS])
-        )
-    yield from leaves
-
-
-def _slices(label: str, parts: Mapping[str, Any], faults: list[tuple[str, str]]) -> Iterator[_Leaf]:
-    name = label.encode("utf-8")
-    for spec, value in parts.items():
-        found = _SPEC.fullmatch(spec)
-        full = tuple(map(int, found[1].split())) if found else ()
-        pieces = found[2].split(":") if found else []
-        if (
-            len(pieces) != len(full)
-            or not isinstance(value, Tensor)
-            or (code := code_of(value.dtype)) is None
-        ):
-            faults.append(("isn't a slice of a tensor", f"{label}/{spec}"))
-            continue
-        extent = tuple(
-            (0, -1) if piece == "-" else (int(piece.split(",")[0]), int(piece.split(",")[1]))
-            for piece in pieces
-        )
-        if index_shape(bounds(extent, full)) != value.shape:
-            faults.append((f"has shape {value.shape}", f"{label}/{spec}"))
-            continue
-        yield _Leaf(slice_key(name, extent), value, f"{label}/{spec}", code, value.shape, name, full, extent)
-
-
-def _string_bytes(strings: bytes | list[bytes]) -> tuple[bytes, int]:
-    """Returns a string tensor as it is stored, and its CRC."""
-    flat = [strings] if isinstance(strings, bytes) else strings
-    lengths = struct.pack("<I", masked(_length_crc(map(len, flat))))
-    body = lengths + b"".join(flat)
-    return b"".join(to_varint(len(one)) for one in flat) + body, crc32c(body, _length_crc(map(len, flat)))
-
-
-def _length_crc(lengths: Iterable[int]) -> int:
-    """Returns the CRC of lengths, each as 4 bytes, or 8 from 2^32 on."""
-    crc = 0
-    for length in lengths:
-        crc = crc32c(struct.pack("<I" if length < 2**32 else "<Q", length), crc)
-    return crc
 
 
 def _manifest(

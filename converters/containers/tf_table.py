@@ -49,7 +49,8 @@ def read_table(data: bytes, place: object) -> dict[bytes, bytes]:
     footer = data[-FOOTER_BYTES:]
     if struct.unpack("<Q", footer[-8:])[0] != MAGIC:
         raise CorruptError("An index doesn't end as one: it is truncated, or something else.", place=place)
-    _, at = _handle(footer, 0, place)
+    metaindex, at = _handle(footer, 0, place)
+    _block(data, *metaindex, place)
     index, _ = _handle(footer, at, place)
     found: dict[bytes, bytes] = {}
     last = b""
