@@ -69,6 +69,22 @@ def _children(node: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
+def nested(leaves: Mapping[Path, Any]) -> dict[Any, Tree]:
+    """Returns the dicts of dicts that have these leaves under these paths, in order.
+
+    Example:
+        >>> nested({("a", "b"): 1, ("a", "c"): 2})
+        {'a': {'b': 1, 'c': 2}}
+    """
+    root: dict[Any, Tree] = {}
+    for path, leaf in leaves.items():
+        node = root
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = leaf
+    return root
+
+
 def tensor_names(tree: Tree) -> dict[str, Tensor]:
     """Returns every tensor of a tree by its native name: the keys of its path, joined with `/`.
 

@@ -20,22 +20,15 @@ from statekit.converters.layouts.t5x_rules import (
     from_slots,
     given_rules,
 )
-from statekit.converters.layouts.t5x_settings import (
-    RULES,
-    Member,
-    Settings,
-    inferred,
-    manifest_state,
-    members,
-    scale_by_path,
-)
+from statekit.converters.layouts.t5x_settings import RULES, inferred, members, scale_by_path
 from statekit.converters.layouts.t5x_tree import PLACEHOLDER, SLOTS, Held, Native, looks_native, read_native
+from statekit.converters.layouts.told import Member, Settings, manifest_state
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.factoring import by_size, effective
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensor import DTYPES, Filled, Tensor, in_memory
-from statekit.tree import Tree, tensor_names
+from statekit.tree import nested, tensor_names
 
 _EXTRA = ("flax_mutables", "t5x")
 _SHOWN = 3
@@ -67,7 +60,7 @@ class T5XAdafactor:
             UsageError: A hint has a name or value that T5X's Adafactor doesn't take.
         """
         native = read_native(checkpoint)
-        known = manifest_state(checkpoint)
+        known = manifest_state(checkpoint, "adafactor")
         sorted_members, notes = members(checkpoint, hints, known, native.held)
         faults: list[tuple[str, str]] = []
         groups, rules = [], {}
@@ -126,11 +119,11 @@ class T5XAdafactor:
         beyond = extra.pop("t5x", {})
         tree = {
             "state": {
-                "param_states": _nested(states),
+                "param_states": nested(states),
                 "step": in_memory(np.asarray(state.counts.updates, np.int32), "state/step"),
                 **beyond.get("state", {}),
             },
-            "target": _nested({tuple(path.split("/")): param for path, param in state.params.items()}),
+            "target": nested({tuple(path.split("/")): param for path, param in state.params.items()}),
             **extra,
             **{key: value for key, value in beyond.items() if key != "state"},
         }
@@ -298,16 +291,6 @@ def _placed(
         name: own.get(name, Filled(PLACEHOLDER, DTYPES["float32"], 0.0, "T5X's placeholder"))
         for name in sorted(SLOTS)
     }
-
-
-def _nested(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Tree]:
-    root: dict[str, Tree] = {}
-    for path, leaf in leaves.items():
-        node = root
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = leaf
-    return root
 
 
 def _dropped(state: TrainState) -> dict[str, str]:

@@ -7,64 +7,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from statekit.checkpoint import Checkpoint
+from statekit.converters.layouts.factored_slots import with_minimum
 from statekit.converters.layouts.t5x_rules import STANDARD
 from statekit.converters.layouts.t5x_tree import Held
-from statekit.errors import StateError, UsageError
+from statekit.converters.layouts.told import Known, Member, Settings
+from statekit.errors import UsageError
 from statekit.format import Hints
 from statekit.optim.factoring import first_entry, map_entries
 from statekit.schema import load_schema
-from statekit.state import KnownFrom
 from statekit.tensor import Shape
-from statekit.tree import from_json
 
 RULES = ("factor_map", "logical_factor_rules", "logical_axes")
 """Hyperparameters that say how parameters are factored; they become rules."""
 
 _STANDARD = "standard_logical_factor_rules()"
 _TRAVERSALS = "traversals_and_optimizers"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Hyperparameters of one optimizer, each with where it is known from."""
-
-    values: Mapping[str, Any] = field(default_factory=dict)
-    known_from: Mapping[str, KnownFrom] = field(default_factory=dict)
-
-    def over(self, values: Mapping[str, Any], known: KnownFrom) -> Settings:
-        """Returns the settings with other values that outweigh them."""
-        return Settings({**self.values, **values}, {**self.known_from, **dict.fromkeys(values, known)})
-
-    def under(self, stronger: Settings) -> Settings:
-        """Returns the settings with others that outweigh them."""
-        return Settings({**self.values, **stronger.values}, {**self.known_from, **stronger.known_from})
-
-    def is_told(self, name: str) -> bool:
-        """Tells whether a hyperparameter was given, or stands in a file, and isn't merely assumed."""
-        return self.known_from.get(name, "assumed") != "assumed"
-
-    def tells_rules(self) -> bool:
-        """Tells whether anything is known about factor rules."""
-        return any(self.is_told(name) for name in RULES)
-
-
-@dataclass(frozen=True)
-class Member:
-    """Parameters that one optimizer moves.
-
-    Attributes:
-        paths: The parameters.
-        told: What was told about the optimizer.
-        settled: Whether that is all that was ever known, so that nothing shall be assumed besides.
-    """
-
-    paths: tuple[str, ...]
-    told: Settings
-    settled: bool = False
 
 
 def defaults() -> dict[str, Any]:
@@ -102,40 +63,6 @@ def _fault(name: str, value: Any) -> str:
     if name in (*RULES, _TRAVERSALS) or name not in schema.hyperparameters or by_path:
         return ""
     return schema.fault(name, value)
-
-
-@dataclass(frozen=True)
-class Known:
-    """What the manifest of a conversion says of its state."""
-
-    variant: str | None
-    schedule: int
-    groups: tuple[Member, ...]
-    rules: Mapping[str, Any]
-    assumptions: tuple[str, ...]
-
-
-def manifest_state(checkpoint: Checkpoint) -> Known | None:
-    """Reads what a conversion's manifest says of the state, if it is one of Adafactor.
-
-    Raises:
-        StateError: The manifest's record is incomplete.
-    """
-    state = from_json((checkpoint.manifest or {}).get("state"))
-    if not isinstance(state, Mapping) or state.get("schema") != "adafactor":
-        return None
-    try:
-        groups = tuple(
-            Member(tuple(g["paths"]), Settings({**g["hyperparameters"]}, {**g["known_from"]}), settled=True)
-            for g in state["groups"]
-        )
-        schedule = int(state["counts"]["schedule"])
-        return Known(state["variant"], schedule, groups, {**state["rules"]}, tuple(state["assumptions"]))
-    except (KeyError, TypeError, ValueError) as error:
-        found = f"{type(error).__name__}: {error}"
-        raise StateError(
-            "The manifest's record of the state is incomplete.", place=checkpoint.path, found=found
-        ) from error
 
 
 def members(
@@ -246,10 +173,11 @@ def inferred(held: Sequence[Held], by_size: Sequence[Held], told: Settings) -> t
         found = found.over({"beta1": None}, "file")
     if any(own.factored for own in held):
         found = found.over({"factored": True}, "file")
-    elif not told.tells_rules() and any(_factors(own.shape, found.values) for own in held):
+    elif not any(map(told.is_told, RULES)) and any(_factors(own.shape, found.values) for own in held):
         found = found.over({"factored": False}, "assumed")
     if found.values["factored"] and not told.is_told("min_dim_size_to_factor"):
-        found, note = _minimum(found, by_size)
+        yes = [min(own.shape) for own in by_size if own.factored]
+        found, note = with_minimum(found, yes, [min(own.shape) for own in by_size if not own.factored])
         notes += note
     values = dict(found.values)
     if full:
@@ -260,25 +188,6 @@ def inferred(held: Sequence[Held], by_size: Sequence[Held], told: Settings) -> t
 def _factors(shape: Shape, values: Mapping[str, Any]) -> bool:
     """Tells whether T5X, left to its defaults, would have factored a parameter, or stopped at it."""
     return len(shape) > 2 or (len(shape) == 2 and min(shape) >= values["min_dim_size_to_factor"])
-
-
-def _minimum(found: Settings, matrices: Sequence[Held]) -> tuple[Settings, list[str]]:
-    """Bounds min_dim_size_to_factor by the matrices that are factored and those that aren't."""
-    name = "min_dim_size_to_factor"
-    yes = [min(own.shape) for own in matrices if own.factored]
-    no = [min(own.shape) for own in matrices if not own.factored]
-    low, high = max(no, default=-1) + 1, min(yes, default=None)
-    if low <= found.values[name] and (high is None or found.values[name] <= high):
-        return found, []
-    if high is None:
-        return found.over({name: low}, "assumed"), [f"{name} is at least {low}; {low} is assumed."]
-    if low == high:
-        return found.over({name: high}, "file"), []
-    if low < high:
-        return found.over({name: high}, "assumed"), [f"{name} is from {low} to {high}; {high} is assumed."]
-    return found, [
-        f"{name} is open: a matrix with {high} rows or columns is factored, one with {low - 1} isn't."
-    ]
 
 
 def scale_by_path(value: Any, paths: Sequence[str], faults: list[tuple[str, str]]) -> Any:
