@@ -53,9 +53,11 @@ def hyperparameters(group: Group, path: str, variant: str = "t5x") -> Hyperparam
     """
     hyper = settled(Hyperparameters, "adafactor", variant, group)
     scale = hyper.multiply_by_parameter_scale
+    excluded = group.hyperparameters.get("exclude_from_parameter_scale") or ()
     return replace(
         hyper,
-        multiply_by_parameter_scale=scale[path] if isinstance(scale, Mapping) else scale,
+        multiply_by_parameter_scale=(scale[path] if isinstance(scale, Mapping) else scale)
+        and not any(part in path for part in excluded),
         own_rate_scaled=scale is not False,
     )
 

@@ -29,7 +29,7 @@ from statekit.optim.steps import Execution
 from statekit.state import TrainState
 from statekit.tensor import Array, Index, Stored, Tensor
 from statekit.verify.phases import DESCRIPTION, GRADS, TRAJECTORY, Phase
-from statekit.verify.recording import Rate, Recording, Trajectory, system, to_json
+from statekit.verify.recording import Rate, Recording, Trajectory, rate_from, system, to_json
 
 
 @dataclass
@@ -112,9 +112,16 @@ class Recorder:
         grads: Mapping[str, Array],
         params: Mapping[str, Array],
         slots: Mapping[str, Mapping[str, Array]],
-        learning_rate: float | Sequence[float],
+        learning_rate: float | Sequence[float] | None,
     ) -> None:
-        """Records one update: its gradients, the learning rate (of each group), and the state after it."""
+        """Records one update: its gradients, the learning rate (of each group), and the state after it.
+
+        Args:
+            grads: Gradients by path.
+            params: Parameters by path.
+            slots: Slots by path and name.
+            learning_rate: A number, one for each group, or None where the optimizer computes its own.
+        """
         if not self._states.tensors:
             raise UsageError(
                 "A recording needs the state before its first update.", remedy="call start() first"
@@ -122,9 +129,7 @@ class Recorder:
         self._step += 1
         for path, grad in grads.items():
             self._grads.add(f"{self._step}/{path}", np.asarray(grad))
-        self._rates.append(
-            tuple(map(float, learning_rate)) if isinstance(learning_rate, Sequence) else float(learning_rate)
-        )
+        self._rates.append(rate_from(learning_rate))
         self._state(params, slots)
 
     def close(self, checkpoint: str = "", checkpoint_step: int | None = None) -> None:
@@ -144,6 +149,7 @@ class Recorder:
             (Trajectory(TRAJECTORY, self._execution, self._first),),
             checkpoint,
             checkpoint_step,
+            self._first,
         )
         self._grads.write(self.folder / GRADS)
         self._states.write(self.folder / TRAJECTORY)
@@ -164,7 +170,7 @@ def write_trajectory(path: Path, states: Iterator[TrainState], recording: Record
     for last in states:
         phase = recording.phase(max(last.counts.updates, recording.first + 1))
         for name, tensor in system(recording.system).encode(last, phase).items():
-            spool.add(f"{last.counts.updates}/{name}", tensor.read())
+            spool.add(f"{recording.number(last.counts.updates)}/{name}", tensor.read())
     if last is None:
         raise UsageError("There is no state to write.", place=path)
     spool.write(path)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -30,8 +30,23 @@ from statekit.tensor import Tensor
 from statekit.verify.phases import DESCRIPTION, FORMAT, GRADS, TRAJECTORY, Phase, System
 from statekit.verify.systems import SYSTEMS
 
-Rate: TypeAlias = float | tuple[float, ...]
-"""The learning rate of one update: a number, or one for each parameter group."""
+Rate: TypeAlias = float | tuple[float, ...] | None
+"""The learning rate of one update: a number, or one for each parameter group; None where the optimizer has its own."""
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A save and a restore of the original in the middle of a run, which rounded its parameters.
+
+    Attributes:
+        step: Updates done; the trajectory holds the state after the restore.
+        before: The file with the state just before the save, under the trajectory's names.
+        dtype: What the parameters were saved in.
+    """
+
+    step: int
+    before: str
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -44,12 +59,14 @@ class Trajectory:
         first: The step of its first state.
         sqrt_units: How far the original's square roots may be from the exact ones, in units of 2^-24 of the value;
             0 where they are correctly rounded.
+        resumed: Where the original went on from its own rounded save, if it did.
     """
 
     file: str
     execution: Execution
     first: int = 0
     sqrt_units: float = 0.0
+    resumed: Resumption | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +83,7 @@ class Recording(AbstractContextManager["Recording"]):
         trajectories: The recorded states; the first is the judge of free runs.
         checkpoint: Native checkpoint, or "" if there is none.
         checkpoint_step: Updates done when it was written.
+        numbered_from: The number of state `first` in the names of tensors.
     """
 
     folder: Path
@@ -77,6 +95,7 @@ class Recording(AbstractContextManager["Recording"]):
     trajectories: tuple[Trajectory, ...]
     checkpoint: str = ""
     checkpoint_step: int | None = None
+    numbered_from: int = 0
     _opened: dict[str, OpenFile] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -115,17 +134,28 @@ class Recording(AbstractContextManager["Recording"]):
         """Returns what the recording says about the optimizer, for opening its checkpoint."""
         return Hints(dict(self.phase(update).hyperparameters))
 
+    def number(self, step: int) -> int:
+        """Returns the number that a state, or the update that makes it, has in the names of tensors."""
+        return step - self.first + self.numbered_from
+
     def gradients(self, update: int) -> dict[str, Tensor]:
         """Returns the gradients of one update, by path."""
-        return _below(self._tensors(GRADS), f"{update}/")
+        return _below(self._tensors(GRADS), f"{self.number(update)}/")
 
     def state(self, step: int, trajectory: Trajectory, update: int) -> TrainState:
         """Returns a recorded state, with the hyperparameters of an update."""
-        tensors = _below(self.states(trajectory), f"{step}/")
+        return self._state(trajectory.file, step, update)
+
+    def outcome(self, update: int, trajectory: Trajectory) -> TrainState:
+        """Returns what an update led to, before the original may have rounded it by a save and a restore."""
+        resumed = trajectory.resumed
+        file = resumed.before if resumed is not None and resumed.step == update else trajectory.file
+        return self._state(file, update, update)
+
+    def _state(self, file: str, step: int, update: int) -> TrainState:
+        tensors = _below(self._tensors(file), f"{self.number(step)}/")
         if not tensors:
-            raise FormatError(
-                "A recording lacks a state.", place=self.folder / trajectory.file, found=f"step {step}"
-            )
+            raise FormatError("A recording lacks a state.", place=self.folder / file, found=f"step {step}")
         return system(self.system).decode(tensors, step, self.phase(update))
 
     def rate(self, update: int) -> Rate:
@@ -203,13 +233,11 @@ def from_json(folder: Path, data: Mapping[str, Any]) -> Recording:
                 for phase in data["phases"]
                 for start, end in [phase["updates"]]
             ),
-            tuple(_rate(rate) for rate in data["learning_rate"]),
-            tuple(
-                Trajectory(t["file"], t["execution"], t.get("first", first), t.get("sqrt_units", 0.0))
-                for t in data["trajectories"]
-            ),
+            tuple(rate_from(rate) for rate in data["learning_rate"]),
+            tuple(_trajectory(one, first) for one in data["trajectories"]),
             checkpoint.get("path", ""),
             checkpoint.get("step"),
+            data.get("numbered_from", first),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(
@@ -228,7 +256,21 @@ def from_json(folder: Path, data: Mapping[str, Any]) -> Recording:
     return recording
 
 
-def _rate(rate: Any) -> Rate:
+def _trajectory(data: Mapping[str, Any], first: int) -> Trajectory:
+    resumed = data.get("resumed")
+    return Trajectory(
+        data["file"],
+        data["execution"],
+        data.get("first", first),
+        data.get("sqrt_units", 0.0),
+        Resumption(resumed["step"], resumed["before"], resumed["dtype"]) if resumed else None,
+    )
+
+
+def rate_from(rate: Any) -> Rate:
+    """Returns a learning rate from a number, a sequence of numbers, or None."""
+    if rate is None:
+        return None
     return tuple(float(one) for one in rate) if isinstance(rate, (list, tuple)) else float(rate)
 
 
@@ -250,8 +292,15 @@ def to_json(recording: Recording) -> dict[str, Any]:
             list(rate) if isinstance(rate, tuple) else rate for rate in recording.learning_rate
         ],
         "trajectories": [
-            {"file": t.file, "execution": t.execution, "first": t.first, "sqrt_units": t.sqrt_units}
+            {
+                "file": t.file,
+                "execution": t.execution,
+                "first": t.first,
+                "sqrt_units": t.sqrt_units,
+                "resumed": None if t.resumed is None else asdict(t.resumed),
+            }
             for t in recording.trajectories
         ],
         "checkpoint": checkpoint,
+        "numbered_from": recording.numbered_from,
     }

@@ -25,7 +25,7 @@ from statekit.format import Hints
 from statekit.optim.run import Live, Move, initial, load, mover, store
 from statekit.optim.steps import Execution
 from statekit.state import TrainState
-from statekit.tensor import Tensor, widens
+from statekit.tensor import DTYPES, Tensor, in_memory, widens
 from statekit.verify.intervals import IntervalBackend
 from statekit.verify.recorder import write_trajectory
 from statekit.verify.recording import Recording, Trajectory
@@ -210,13 +210,27 @@ def free_run(subject: Subject, xp: Backend) -> Iterator[TrainState]:
 
 def _run(step: _Stepper) -> Iterator[TrainState]:
     subject, recording, xp = step.subject, step.subject.recording, step.xp
+    resumed = recording.trajectories[0].resumed
     state = subject.state()
     live = load(xp, state)
     yield state
     for update in range(subject.first + 1, recording.last + 1):
-        state = subject.belief(update, store(xp, live, state))
+        state = subject.belief(update, state)
         live = step(state, live, update)
-        yield store(xp, live, state)
+        state = store(xp, live, state)
+        if resumed is not None and resumed.step == update:
+            state = _rounded(state, resumed.dtype)
+            live = load(xp, state)
+        yield state
+
+
+def _rounded(state: TrainState, dtype: str) -> TrainState:
+    """Returns a state whose parameters were saved in another dtype and read again."""
+    params = {
+        path: in_memory(tensor.read().astype(DTYPES[dtype]).astype(tensor.dtype), path)
+        for path, tensor in state.params.items()
+    }
+    return replace(state, params=params)
 
 
 @dataclass(frozen=True)
@@ -243,7 +257,7 @@ def _verdict(step: _Stepper, start: TrainState, trajectory: Trajectory, on_step:
     bounded = _Stepper(subject, bounds, step.execution)
     for update in range(max(subject.first, trajectory.first) + 1, recording.last + 1):
         before = recording.state(update - 1, trajectory, update)
-        after = recording.state(update, trajectory, update)
+        after = recording.outcome(update, trajectory)
         first = update == subject.first + 1 and trajectory is recording.trajectories[0]
         mine = subject.belief(update, before) if not first else start
         ours = store(xp, step(mine, load(xp, mine), update), mine)

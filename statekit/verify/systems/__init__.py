@@ -1,7 +1,7 @@
 """One small module for each system whose recordings statekit reads."""
 
 from statekit.verify.phases import System
-from statekit.verify.systems import keras, mesh_tf, mxnet, optax
+from statekit.verify.systems import keras, mesh_tf, mxnet, optax, t2t
 from statekit.verify.systems.aliased import Aliased
 from statekit.verify.systems.scaled_adam import ScaledAdam
 from statekit.verify.systems.t5x import T5X
@@ -13,6 +13,7 @@ SYSTEMS: dict[str, System] = {
     "mxnet_lans": Aliased(mxnet.describe),
     "optax_adafactor": Aliased(optax.describe),
     "scaled_adam": ScaledAdam(),
+    "t2t": Aliased(t2t.describe),
     "t5x": T5X(),
     "torch_adafactor": TorchOptim(),
     "torch_formats": TorchOptim(),

@@ -49,27 +49,36 @@ def described(
     phases: Sequence[tuple[int, int, Mapping[str, Any]]],
     checkpoint: str,
     execution: Execution,
-    sqrt_units: float = 0.0,
+    *,
+    first: int = 0,
+    own_rate: bool = False,
+    **trajectory: Any,
 ) -> dict[str, Any]:
-    """Returns the content of `recording.json` for a system's `meta.json`.
+    """Returns the content of `recording.json` for a system's `meta.json`, which counts updates from 1.
 
     Args:
         meta: The content of `meta.json`.
         phases: First update, last update, hyperparameters.
         checkpoint: The native checkpoint, relative to the folder.
         execution: How the original ran.
-        sqrt_units: How exact its square roots are, as `Trajectory` has it.
+        first: Updates that the optimizer counts as done before the first one.
+        own_rate: Whether the optimizer computes its learning rate, so that what `meta.json` says is its result.
+        trajectory: What else there is to say of the trajectory, as `Trajectory` has it.
     """
-    trajectory = {"file": TRAJECTORY, "execution": execution, "sqrt_units": sqrt_units}
+    steps, rates = int(meta["steps"]), list(meta["learning_rate"])
     return {
         "format": FORMAT,
         "version": 1,
         "system": meta["system"],
-        "steps": [0, int(meta["steps"])],
-        "phases": [{"updates": [first, last], "hyperparameters": dict(told)} for first, last, told in phases],
-        "learning_rate": list(meta["learning_rate"]),
-        "trajectories": [trajectory],
-        "checkpoint": {"path": checkpoint, "step": int(meta["checkpoint_step"])},
+        "steps": [first, first + steps],
+        "numbered_from": 0,
+        "phases": [
+            {"updates": [first + begin, first + end], "hyperparameters": dict(told)}
+            for begin, end, told in phases
+        ],
+        "learning_rate": [None] * steps if own_rate else rates,
+        "trajectories": [{"file": TRAJECTORY, "execution": execution, **trajectory}],
+        "checkpoint": {"path": checkpoint, "step": first + int(meta["checkpoint_step"])},
     }
 
 

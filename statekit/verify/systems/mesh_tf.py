@@ -1,8 +1,8 @@
 """Recordings of Mesh-TensorFlow and GPT-Neo under TensorFlow 1.15, run operation by operation.
 
-What counts in `meta.json`: `hyperparameters`. TensorFlow 1's square root on x86 is Eigen's: an approximate reciprocal
-root, whose relative error is below 1.5 * 2^-12, and one Newton step, which leaves 1.5 (1.5 * 2^-12)^2 = 3.4 u and whose
-five operations round by 4 u together (docs/bounds.md).
+What counts in `meta.json`: `hyperparameters`, for Adafactor with `extra.dimension_names` and `extra.variable_dtype`;
+without a learning rate there the rule's own. A run whose variables are saved in less than they are updated in went on
+from its own rounded save: the state before it is in `before_save.safetensors`.
 """
 
 from __future__ import annotations
@@ -13,24 +13,45 @@ from typing import Any
 
 from statekit.schema import load_schema
 from statekit.verify.systems.aliased import described, kind
+from statekit.verify.systems.tensorflow1 import SQRT_UNITS, adafactor_arguments, own_rate
 
 KINDS = {
     "gpt-neo optimizers.AdamWeightDecayOptimizer": ("adamw", "gpt_neo"),
     "AdamWeightDecayOptimizer": ("adamw", "mesh_tf"),
+    "AdafactorOptimizer": ("adafactor", "mesh_tf"),
 }
-SQRT_UNITS = 8.0
-"""Source: Eigen, Eigen/src/Core/arch/AVX/MathFunctions.h, `psqrt<Packet8f>` with EIGEN_FAST_MATH, of 2019."""
+BEFORE_SAVE = "before_save.safetensors"
 
 
 def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of `recording.json` for Mesh-TensorFlow's `meta.json`."""
     schema, variant = kind(meta, KINDS)
-    arguments = {
+    extra, arguments = meta["extra"], dict(meta["hyperparameters"])
+    dtypes = extra["variable_dtype"]
+    if schema == "adafactor":
+        arguments = adafactor_arguments(arguments)
+        arguments["activation_dtype"] = dtypes["activation"]
+    else:
         # get_optimizer passes these itself, whatever the run's configuration says.
-        "exclude_from_weight_decay": load_schema(schema).settings(variant)["exclude_from_weight_decay"],
-        **meta["hyperparameters"],
+        excluded = load_schema(schema).settings(variant)["exclude_from_weight_decay"]
+        arguments = {"exclude_from_weight_decay": excluded, **arguments}
+    told = {
+        "schema": schema,
+        "variant": variant,
+        "groups": [{**arguments, "params": extra["param_order"]}],
+        "dimension_names": extra["dimension_names"],
     }
-    group = {**arguments, "params": meta["extra"]["param_order"]}
-    told = {"schema": schema, "variant": variant, "groups": [group]}
-    prefix = meta["checkpoint"]["prefix"]
-    return described(meta, [(1, int(meta["steps"]), told)], prefix, "op_by_op", SQRT_UNITS)
+    resumed = {
+        "step": int(meta["checkpoint_step"]),
+        "before": BEFORE_SAVE,
+        "dtype": dtypes["master"],
+    }
+    return described(
+        meta,
+        [(1, int(meta["steps"]), told)],
+        meta["checkpoint"]["prefix"],
+        "op_by_op",
+        own_rate=schema == "adafactor" and own_rate(arguments),
+        sqrt_units=SQRT_UNITS,
+        resumed=resumed if (folder / BEFORE_SAVE).is_file() else None,
+    )

@@ -1,0 +1,57 @@
+"""What recordings of TensorFlow 1 have in common: how exact its roots are, and how its Adafactors are told their decay.
+
+TensorFlow 1's square root on x86 is Eigen's: an approximate reciprocal root, whose relative error is below
+1.5 * 2^-12, and one Newton step, which leaves 1.5 (1.5 * 2^-12)^2 = 3.4 u and whose five operations round by 4 u
+together (docs/bounds.md).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from statekit.errors import NotFoundError
+
+SQRT_UNITS = 8.0
+"""Source: Eigen, Eigen/src/Core/arch/AVX/MathFunctions.h, `psqrt<Packet8f>` with EIGEN_FAST_MATH, of 2019."""
+
+
+def adafactor_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the constructor's arguments with the decay under its canonical names.
+
+    The argument `decay_rate` is the decay itself: a number, or what one of two functions of the step makes.
+
+    Source: tensor2tensor/utils/adafactor.py and mesh_tensorflow/optimize.py, `adafactor_decay_rate_pow`,
+    `adafactor_decay_rate_adam`.
+
+    Raises:
+        NotFoundError: The decay is described in unknown words.
+
+    Example:
+        >>> adafactor_arguments({"decay_rate": "adafactor_decay_rate_adam(0.98)"})["beta2"]
+        0.98
+    """
+    told = {
+        "decay_rate": 0.8,
+        "decay_type": "pow",
+        "beta2": None,
+        "second_moment_decay": None,
+        "step_offset": 0,
+    }
+    decay = arguments.get("decay_rate")
+    if isinstance(decay, int | float):
+        told |= {"decay_type": "given", "second_moment_decay": decay}
+    elif decay is not None:
+        called = re.fullmatch(r"adafactor_decay_rate_(pow|adam)\(([\d.]+)(?:, *offset=(\d+))?\)", decay)
+        if called is None:
+            raise NotFoundError("A decay is described in unknown words.", found=decay)
+        told["decay_type"] = called[1]
+        told["decay_rate" if called[1] == "pow" else "beta2"] = float(called[2])
+        told["step_offset"] = int(called[3] or 0)
+    return {**arguments, **told}
+
+
+def own_rate(arguments: Mapping[str, Any]) -> bool:
+    """Tells whether the optimizer computes its learning rate from the step: nobody gave it one."""
+    return arguments.get("learning_rate") is None
