@@ -138,6 +138,8 @@ class TensorFlowBackend:
         return self._tf.where(left > right, then, otherwise)
 
     def sequential_sum(self, value: Value, dtype: str) -> Value:
+        if 0 in value.shape:
+            return self.widen(0.0)
         flat = self._tf.reshape(value, (-1,))
 
         def add(i: Value, total: Value) -> tuple[Value, Value]:
