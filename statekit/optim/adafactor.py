@@ -27,14 +27,17 @@ from statekit.optim import adafactor_forms as forms
 from statekit.optim.adafactor_forms import Hyperparameters, Setting
 from statekit.optim.adafactor_storage import STORAGE
 from statekit.optim.gradient_clipping import CLIP, Limits
-from statekit.optim.settings import settled
+from statekit.optim.settings import EXCLUDED, form, settled
 from statekit.optim.steps import Arrays, Execution, Scene, Slots
 from statekit.schema import load_schema
 from statekit.state import Axis, Group, Rule, TrainState
 from statekit.tensor import Shape
 
-VARIANTS = ("t5x", "t2t_early", "t2t_late", "mesh_tf", "hf", "torch", "optax", "keras")
-"""Every variant of the schema but fairseq, whose learning rate compounds over the parameters of a step."""
+VARIANTS = ("t5x", "t2t_early", "t2t_late", "mesh_tf", "hf", "fairseq", "torch", "optax", "keras")
+REPRODUCED = ("float32", "each_operation")
+"""Values of `compute_dtype` whose rounding of low-precision parameters the step makes."""
+COMPOUNDING = "given_or_relative_compounding"
+"""The value of `lr_source` with which a parameter finds the effective rate of the one before it."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Own:
 
     hyper: Hyperparameters
     rule: Rule
+    place: int | None = None
+    """Where it stands in its group, if its learning rate depends on those before it."""
 
 
 def hyperparameters(group: Group, path: str, variant: str = "t5x") -> Hyperparameters:
@@ -59,7 +64,13 @@ def hyperparameters(group: Group, path: str, variant: str = "t5x") -> Hyperparam
         multiply_by_parameter_scale=(scale[path] if isinstance(scale, Mapping) else scale)
         and not any(part in path for part in excluded),
         own_rate_scaled=scale is not False,
+        weight_decay_rate=None if _undecayed(path, hyper, variant) else hyper.weight_decay_rate,
+        exclude_from_weight_decay=None,
     )
+
+
+def _undecayed(path: str, hyper: Hyperparameters, variant: str) -> bool:
+    return EXCLUDED[form("adafactor", variant)["decay_exclusions"]](path, hyper.exclude_from_weight_decay)
 
 
 def defaults(variant: str = "t5x") -> dict[str, Any]:
@@ -100,17 +111,13 @@ def settle(group: Group, path: str, rule: Rule | None, variant: str) -> Own:
     """
     if rule is None:
         raise UnknownRuleError("The step needs to know how a parameter is factored.", place=path)
-    return Own(hyperparameters(group, path, variant), rule)
-
-
-def _form(variant: str) -> Mapping[str, Any]:
-    constants: Mapping[str, Any] = load_schema("adafactor").variant(variant)["constants"]
-    return constants
+    compounds = form("adafactor", variant)["lr_source"] == COMPOUNDING
+    return Own(hyperparameters(group, path, variant), rule, group.paths.index(path) if compounds else None)
 
 
 def init(xp: Backend, param: Value, own: Own, variant: str) -> dict[str, Value]:
     """Returns the slots of a parameter before its first update: zeros, in the dtypes that the variant gives them."""
-    s = Setting(xp, _form(variant), own.hyper, own.rule, xp.dtype(param), "compiled")
+    s = Setting(xp, form("adafactor", variant), own.hyper, own.rule, xp.dtype(param), "compiled")
     dtypes = {"m": s.momentum_dtype, "average": s.dtype}
     shapes = slot_shapes(own.rule, xp.shape(param), s.momentum)
     if own.hyper.use_ema:
@@ -128,13 +135,43 @@ def begin(xp: Backend, params: Arrays, group: Group, variant: str) -> dict[str, 
 
 def prepare(
     scene: Scene, group: Group, params: Arrays, grads: Arrays, slots: Slots, shared: Arrays
-) -> tuple[Arrays, Arrays, None]:
-    """Returns the gradients, clipped by what limits those of a group together."""
-    return CLIPPED[_form(scene.variant)["gradient_clipping"]](scene, group, grads), shared, None
+) -> tuple[Arrays, Arrays, tuple[Value, ...] | None]:
+    """Returns the gradients, clipped by what limits those of a group together, and the rates that `update` takes."""
+    constants = form("adafactor", scene.variant)
+    clipped = CLIPPED[constants["gradient_clipping"]](scene, group, grads)
+    compounds = constants["lr_source"] == COMPOUNDING
+    return clipped, shared, compounded(scene, group, params, grads) if compounds else None
+
+
+def compounded(scene: Scene, group: Group, params: Arrays, grads: Arrays) -> tuple[Value, ...] | None:
+    """Returns the rate that each of a group's parameters finds, in order; None where the optimizer has its own.
+
+    The effective rate of a parameter, its scale included, is written back to the group: the next one's given rate.
+
+    Source: facebookresearch/fairseq, fairseq/optim/adafactor.py, `Adafactor.step`, `_get_lr`.
+    """
+    if scene.rate is None:
+        return None
+    xp, rates = scene.xp, [scene.xp.widen(scene.rate)]
+    for path in group.paths:
+        if path not in grads:
+            rates.append(rates[-1])
+            continue
+        p, hyper = params[path], hyperparameters(group, path, scene.variant)
+        whole = Rule((Axis.NONE,) * len(xp.shape(p)), "given")
+        s = Setting(xp, form("adafactor", scene.variant), hyper, whole, xp.dtype(p), scene.execution)
+        scale = forms.parameter_scale(s, xp.widen(p))
+        rates.append(rates[-1] if scale is None else rates[-1] * _plain(xp, scale))
+    return tuple(rates[:-1])
+
+
+def _plain(xp: Backend, scale: Value) -> Value:
+    """Returns a value of one element as a 0-d array."""
+    return xp.mean(scale, tuple(range(len(xp.shape(scale)))))
 
 
 def update(
-    scene: Scene, param: Value, grad: Value, slots: Arrays, own: Own, common: None
+    scene: Scene, param: Value, grad: Value, slots: Arrays, own: Own, common: tuple[Value, ...] | None
 ) -> tuple[Value, dict[str, Value]]:
     """Returns the parameter and its slots after one update, as `statekit.optim.steps.Steps.update`.
 
@@ -143,13 +180,14 @@ def update(
     Source: `schemas/adafactor.json`, `steps` and each variant's `sources`.
     """
     xp, step, hyper = scene.xp, scene.step, own.hyper
-    s = Setting(xp, _form(scene.variant), hyper, own.rule, xp.dtype(param), scene.execution)
+    s = Setting(xp, form("adafactor", scene.variant), hyper, own.rule, xp.dtype(param), scene.execution)
     storage = STORAGE[s.form["parameter_storage"]]
     old, g = storage.decode(s, param), xp.widen(grad)
     if hyper.maximize:
         g = -g
     decay, mix = forms.DECAY[hyper.decay_type](s, step)
-    given = None if scene.rate is None else xp.widen(scene.rate)
+    found = scene.rate if common is None or own.place is None else common[own.place]
+    given = None if found is None else xp.widen(found)
     rate = forms.LEARNING_RATE[s.form["lr_source"]](s, given, step)
     place = s.form["weight_decay_place"]
     early = forms.weight_decay(s, given, rate) if place in ("first", "after_scale") else None
@@ -157,18 +195,19 @@ def update(
     scale = forms.parameter_scale(s, base if place == "first" else old)
     step_size = rate if scale is None else rate * scale
     if s.form["xla_perturbation"]:
-        tiny = xp.mean(g * g + s.epsilon1, tuple(range(len(xp.shape(g))))) * xp.constant(1e-30)
+        tiny = xp.mean(g * g + xp.constant(s.epsilon1), tuple(range(len(xp.shape(g))))) * xp.constant(1e-30)
         decay, mix, step_size = decay + tiny, 1.0 - (decay + tiny), step_size + tiny
     new, y = _second_moment(s, g, slots, decay, mix)
-    u = step_size * y
+    size = step_size
     if hyper.clipping_threshold is not None:
-        rms = xp.sqrt(s.mean_over(y * y, s.form["clipping_over"]))
+        rms = forms.root_mean_square(s, y, s.form["clipping_over"])
         factor = xp.maximum(rms / xp.constant(hyper.clipping_threshold), 1.0)
-        u = forms.CLIP[s.form["clipping_applies_to"]](s, step_size, y, factor)
+        size, y = forms.CLIP[s.form["clipping_applies_to"]](size, y, factor)
+    u = size * y
     if s.momentum:
         u = new["m"] = _momentum(s, u, slots["m"])
     late = forms.weight_decay(s, given, step_size) if place == "last" else None
-    after = forms.applied(s, base, u, late)
+    after = forms.applied(s, base, u, size, y, late)
     stored = {name: xp.narrow(value, xp.dtype(slots[name])) for name, value in new.items()}
     param_after = storage.encode(s, after, step)
     if hyper.skip_nan_updates:
@@ -208,15 +247,19 @@ def _own_norm(scene: Scene, group: Group, grads: Arrays) -> Arrays:
     return clip_by_global_norm(scene.xp, grads, threshold, scene.execution)
 
 
-def _base_class(scene: Scene, group: Group, grads: Arrays) -> Arrays:
-    wide = {path: scene.xp.widen(grad) for path, grad in grads.items()}
-    return CLIP["base_class"](scene.xp, wide, settled(Limits, "adafactor", scene.variant, group))
+def _limited(kind: str) -> Callable[[Scene, Group, Arrays], Arrays]:
+    def clipped(scene: Scene, group: Group, grads: Arrays) -> Arrays:
+        wide = {path: scene.xp.widen(grad) for path, grad in grads.items()}
+        return CLIP[kind](scene.xp, wide, settled(Limits, "adafactor", scene.variant, group))
+
+    return clipped
 
 
 CLIPPED: Mapping[str, Callable[[Scene, Group, Arrays], Arrays]] = {
     "none": lambda scene, group, grads: grads,
     "global_norm": _own_norm,
-    "base_class": _base_class,
+    "base_class": _limited("base_class"),
+    "chain": _limited("chain"),
 }
 """Gradients after clipping, by `gradient_clipping`."""
 
@@ -242,17 +285,18 @@ def _second_moment(
     """Returns the new second moment, and the gradient divided by its root."""
     xp, rule = s.xp, s.rule
     q = forms.SQUARE[s.form["epsilon1_place"]](s, g)
-    blend, form = forms.BLEND[s.form["second_moment_update"]], s.form["precondition_form"]
+    blend, scaled = forms.BLEND[s.form["second_moment_update"]], s.form["precondition_form"]
     if not rule.factored:
         v = blend(s, xp.widen(slots["v"]), q, decay, mix)
-        return {"v": v}, forms.UNFACTORED[form](s, g, v)
+        return {"v": v}, forms.UNFACTORED[scaled](s, g, v)
+    mean_of = forms.MEAN[s.form["mean_form"]]
     rows, columns = rule.dims(Axis.ROW), rule.dims(Axis.COLUMN)
-    v_row = blend(s, xp.widen(slots["v_row"]), xp.mean(q, columns), decay, mix)
-    v_col = blend(s, xp.widen(slots["v_col"]), xp.mean(q, rows), decay, mix)
+    v_row = blend(s, xp.widen(slots["v_row"]), mean_of(s, g, q, columns), decay, mix)
+    v_col = blend(s, xp.widen(slots["v_col"]), mean_of(s, g, q, rows), decay, mix)
     left = tuple(row - sum(column < row for column in columns) for row in rows)
     mean = forms.NORMALISER[s.form["normaliser"]](s, xp.mean(v_row, left, keepdims=True))
     row, col = xp.expand(v_row, columns), xp.expand(v_col, rows)
-    return {"v_row": v_row, "v_col": v_col}, forms.FACTORED[form](s, g, row, col, xp.expand(mean, columns))
+    return {"v_row": v_row, "v_col": v_col}, forms.FACTORED[scaled](s, g, row, col, xp.expand(mean, columns))
 
 
 def _momentum(s: Setting, u: Value, m: Value) -> Value:
@@ -265,10 +309,11 @@ def _momentum(s: Setting, u: Value, m: Value) -> Value:
 
 def check(state: TrainState, group: Group) -> None:
     """Raises UnknownRuleError if a rule or hyperparameter of a group is unknown."""
-    form = load_schema("adafactor").variant(str(state.optimizer.variant))["constants"]
+    variant = str(state.optimizer.variant)
+    reproduced = form("adafactor", variant)["compute_dtype"] in REPRODUCED
     for path in group.paths:
         dtype = state.params[path].dtype.name
-        if form["compute_dtype"] != "float32" and dtype != "float32":
+        if dtype != "float32" and not reproduced:
             raise UnknownRuleError(
                 "This variant rounds every operation of low precision, and that isn't reproduced yet.",
                 place=path,
@@ -276,4 +321,4 @@ def check(state: TrainState, group: Group) -> None:
                 found=dtype,
             )
         check_rule(state.rules.get(path), path, len(state.params[path].shape))
-        hyperparameters(group, path, str(state.optimizer.variant))
+        hyperparameters(group, path, variant)

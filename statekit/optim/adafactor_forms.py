@@ -7,6 +7,7 @@ new value.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ from typing import Any
 
 from statekit.backends import Backend, Value
 from statekit.errors import UnknownRuleError
+from statekit.optim.settings import Exclusion
 from statekit.optim.steps import Execution
 from statekit.state import Axis, Rule
 from statekit.tensor import DTYPES, float_info
@@ -32,6 +34,7 @@ class Hyperparameters:
     clipping_threshold: float | None
     weight_decay_rate: float | None
     weight_decay_rate_lr_exponent: float | None
+    exclude_from_weight_decay: Exclusion
     multiply_by_parameter_scale: bool
     epsilon1: float | None
     epsilon2: float
@@ -82,11 +85,24 @@ class Setting:
         """Returns a product of low precision as the original leaves it."""
         return value if self.execution == "compiled" else self.xp.rounded(value, dtype)
 
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype that every operation of the original returns."""
+        return self.dtype if self.form["compute_dtype"] == "each_operation" else "float32"
+
+    def returned(self, value: Value) -> Value:
+        """Returns what an operation of the original returns."""
+        return self.xp.rounded(value, self.compute_dtype)
+
+    def constant(self, value: float) -> float:
+        """Returns a number as an operation of the original takes it."""
+        return self.xp.constant(value, self.compute_dtype)
+
     @cached_property
     def epsilon1(self) -> float:
         """The epsilon of the second moment; machine epsilon of the parameter's dtype where none is given."""
         given = self.hyper.epsilon1
-        return self.xp.constant(float(float_info(DTYPES[self.dtype]).eps) if given is None else given)
+        return float(float_info(DTYPES[self.dtype]).eps) if given is None else given
 
     @property
     def momentum(self) -> bool:
@@ -174,8 +190,26 @@ LEARNING_RATE: Mapping[str, Callable[[Setting, Value | None, Value], Value]] = {
     "given": lambda s, rate, step: _needed(rate),
     "given_or_rsqrt": _rsqrt_rate,
     "given_or_relative": _relative_rate,
+    "given_or_relative_compounding": _relative_rate,
     "given_capped": _capped_rate,
 }
+
+
+def _norm_over_root(s: Setting, value: Value, over: str) -> Value:
+    count = math.prod(s.xp.shape(value)[i] for i in s.averaged(over))
+    norm = s.returned(s.xp.sqrt(s.mean_over(value * value, over) * s.xp.constant(count)))
+    return norm / s.xp.constant(math.sqrt(count))
+
+
+ROOT_MEAN_SQUARE: Mapping[str, Callable[[Setting, Value, str], Value]] = {
+    "root_of_mean": lambda s, value, over: s.xp.sqrt(s.mean_over(value * value, over)),
+    "norm_over_root": _norm_over_root,
+}
+
+
+def root_mean_square(s: Setting, value: Value, over: str) -> Value:
+    """Returns the root mean square over the `tensor`, or else over all axes that aren't BATCH; they stay as 1."""
+    return ROOT_MEAN_SQUARE[s.form["rms_form"]](s, value, over)
 
 
 def _parameter_precision(s: Setting, p: Value) -> tuple[Value, str]:
@@ -186,7 +220,7 @@ def _parameter_precision(s: Setting, p: Value) -> tuple[Value, str]:
 
 
 def _float32_precision(s: Setting, p: Value) -> tuple[Value, str]:
-    return s.xp.sqrt(s.mean_over(p * p, s.form["parameter_scale_over"])), "float32"
+    return root_mean_square(s, p, s.form["parameter_scale_over"]), "float32"
 
 
 def _sequential_precision(s: Setting, p: Value) -> tuple[Value, str]:
@@ -223,30 +257,49 @@ def parameter_scale(s: Setting, p: Value) -> Value | None:
 
 
 SQUARE: Mapping[str, Callable[[Setting, Value], Value]] = {
-    "inside_square": lambda s, g: g * g + s.epsilon1,
-    "clamp": lambda s, g: g * g,
+    "inside_square": lambda s, g: g * g + s.xp.constant(s.epsilon1),
+    "clamp": lambda s, g: s.returned(g * g),
 }
+
+
+def _squared_norm(s: Setting, q: Value, axes: tuple[int, ...]) -> Value:
+    count = s.xp.constant(math.prod(s.xp.shape(q)[i] for i in axes))
+    norm = s.returned(s.xp.sqrt(s.xp.mean(q, axes) * count))
+    return s.returned(s.returned(norm * norm) / count)
+
+
+MEAN: Mapping[str, Callable[[Setting, Value, Value, tuple[int, ...]], Value]] = {
+    "mean_of_squares": lambda s, g, q, axes: s.xp.mean(q, axes),
+    "squared_norm": lambda s, g, q, axes: _squared_norm(s, g * g, axes),
+}
+"""What v_row and v_col average, of a gradient g and its square q."""
 
 BLEND: Mapping[str, Callable[[Setting, Value, Value, Value, Value], Value]] = {
     "weighted_sum": lambda s, old, new, decay, mix: decay * old + mix * new,
-    "lerp": lambda s, old, new, decay, mix: s.xp.lerp(old, new, mix),
+    "lerp": lambda s, old, new, decay, mix: s.returned(s.xp.lerp(old, new, mix)),
 }
 
 NORMALISER: Mapping[str, Callable[[Setting, Value], Value]] = {
     "mean": lambda s, mean: mean,
-    "clamped_mean": lambda s, mean: s.xp.maximum(mean, s.epsilon1),
+    "clamped_mean": lambda s, mean: s.xp.maximum(s.returned(mean), s.constant(s.epsilon1)),
 }
 
 
 def _estimate(s: Setting, row: Value, column: Value, mean: Value) -> Value:
-    return s.xp.maximum(row * column / mean, s.xp.constant(s.epsilon1 * s.epsilon1))
+    return s.returned(s.returned(row * column) / mean)
+
+
+def _clamped_rsqrt(s: Setting, v: Value) -> Value:
+    return s.returned(s.xp.power(s.xp.maximum(v, s.constant(s.epsilon1**2)), -0.5))
 
 
 FACTORED: Mapping[str, Callable[[Setting, Value, Value, Value, Value], Value]] = {
     "powers": lambda s, g, row, col, mean: g * s.xp.power(row / mean, -0.5) * s.xp.power(col, -0.5),
     "rsqrts": lambda s, g, row, col, mean: g * s.xp.power(row / mean, -0.5) * s.xp.power(col, -0.5),
     "rsqrts_first": lambda s, g, row, col, mean: s.xp.power(row / mean, -0.5) * s.xp.power(col, -0.5) * g,
-    "estimate_rsqrt": lambda s, g, row, col, mean: s.xp.power(_estimate(s, row, col, mean), -0.5) * g,
+    "estimate_rsqrt": lambda s, g, row, col, mean: s.returned(
+        _clamped_rsqrt(s, _estimate(s, row, col, mean)) * g
+    ),
     "estimate_sqrt": lambda s, g, row, col, mean: g / s.xp.sqrt(row / mean * col),
 }
 
@@ -254,25 +307,16 @@ UNFACTORED: Mapping[str, Callable[[Setting, Value, Value], Value]] = {
     "powers": lambda s, g, v: g * s.xp.power(v, -0.5),
     "rsqrts": lambda s, g, v: g * s.xp.power(v, -0.5),
     "rsqrts_first": lambda s, g, v: s.xp.power(v, -0.5) * g,
-    "estimate_rsqrt": lambda s, g, v: (
-        s.xp.power(s.xp.maximum(v, s.xp.constant(s.epsilon1 * s.epsilon1)), -0.5) * g
-    ),
+    "estimate_rsqrt": lambda s, g, v: s.returned(_clamped_rsqrt(s, v) * g),
     "estimate_sqrt": lambda s, g, v: g / s.xp.sqrt(v),
 }
 
 
-def _clip_gradient(s: Setting, scale: Value, y: Value, factor: Value) -> Value:
-    return scale * (y / factor)
-
-
-def _clip_step_size(s: Setting, scale: Value, y: Value, factor: Value) -> Value:
-    return scale / factor * y
-
-
-CLIP: Mapping[str, Callable[[Setting, Value, Value, Value], Value]] = {
-    "gradient": _clip_gradient,
-    "step_size": _clip_step_size,
+CLIP: Mapping[str, Callable[[Value, Value, Value], tuple[Value, Value]]] = {
+    "gradient": lambda scale, y, factor: (scale, y / factor),
+    "step_size": lambda scale, y, factor: (scale / factor, y),
 }
+"""Step size and preconditioned gradient after clipping."""
 
 MOMENTUM_PRODUCT: Mapping[str, Callable[[Setting, Value], Value]] = {
     "rounded_op_by_op": lambda s, value: s.product(value, s.momentum_dtype),
@@ -300,17 +344,23 @@ def _kept(s: Setting, p: Value, w: Value | float) -> Value:
 
 DECAYED: Mapping[str, Callable[[Setting, Value, Any], Value]] = {
     "product": _kept,
-    "product_first": _kept,
+    "product_first": lambda s, p, w: s.returned(_kept(s, p, w)),
     "subtract_first": lambda s, p, w: p - p * w,
     "subtract_twice": lambda s, p, w: p - p * w,
 }
 """The parameter after weight decay, where it is decayed by itself."""
 
+UPDATE: Mapping[str, Callable[[Setting, Value, Value, Value, Value], Value]] = {
+    "subtract": lambda s, p, u, size, y: p - u,
+    "fused": lambda s, p, u, size, y: s.xp.add_product(p, -s.returned(size), y, s.compute_dtype),
+}
+"""The parameter after a step u, which without momentum is size * y."""
 
-def applied(s: Setting, p: Value, u: Value, w: Value | float | None) -> Value:
-    """Returns the parameter after weight decay and update."""
+
+def applied(s: Setting, p: Value, u: Value, size: Value, y: Value, w: Value | float | None) -> Value:
+    """Returns the parameter after the weight decay that comes last, and the step."""
     if w is None:
-        return p - u
+        return UPDATE[s.form["update_form"]](s, p, u, size, y)
     if s.form["weight_decay_expression"] == "sum":
         return p - (u + p * w)
     return DECAYED[s.form["weight_decay_expression"]](s, p, w) - u

@@ -72,6 +72,7 @@ EXCLUDED: Mapping[str, Callable[[str, Exclusion], bool]] = {
     "last_name_regex": _by_last_name,
     "mask": _by_mask,
     "groups": lambda path, excluded: False,
+    "absent": lambda path, excluded: False,
 }
 """Whether a parameter is kept from weight decay, by `decay_exclusions` and `exclude_from_weight_decay`."""
 
