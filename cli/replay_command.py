@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
@@ -12,8 +13,9 @@ from statekit.backends import BACKEND_NAMES, backend
 from statekit.cli.output import console, print_json, printable, progress, table
 from statekit.converters.hparams import read_hparams
 from statekit.errors import NotFoundError, UsageError
-from statekit.verify.recording import Recording, open_recording
-from statekit.verify.replay import Replay, Subject, replay
+from statekit.verify.recording import open_recording
+from statekit.verify.replay import Replay, Start, Subject
+from statekit.verify.replay import replay as replayed
 from statekit.verify.verdict import worst
 
 
@@ -29,9 +31,7 @@ from statekit.verify.verdict import worst
 @click.option(
     "--start",
     type=click.Choice(["checkpoint", "init"]),
-    default="checkpoint",
-    show_default=True,
-    help="Where our side starts: the native checkpoint, or fresh slots.",
+    help="Where our side starts: the native checkpoint, or fresh slots. Default: the checkpoint where it can be read.",
 )
 @click.option(
     "--checkpoint",
@@ -53,7 +53,7 @@ from statekit.verify.verdict import worst
 def command(
     bundles: tuple[Path, ...],
     names: tuple[str, ...],
-    start: Literal["checkpoint", "init"],
+    start: Start | None,
     checkpoint: Path | None,
     hparams: tuple[str, ...],
     trajectory: Path | None,
@@ -61,33 +61,33 @@ def command(
 ) -> int:
     """Replays recordings of an original optimizer with our steps.
 
-    Opens each BUNDLE, decodes its native checkpoint, goes on with the recorded gradients and learning rates, and
-    compares every element of every step with what the original did, against the bound that float32 arithmetic of the
-    declared kind can reach (docs/bounds.md). Exit code 1 if one lies outside.
+    Opens each BUNDLE, decodes its native checkpoint or begins with fresh slots, goes on with the recorded gradients and
+    learning rates, and compares every element of every step with what the original did, against the bound that float32
+    arithmetic of the declared kind can reach (docs/bounds.md). What can't be replayed is listed with the reason. Exit
+    code 1 if one element lies outside.
     """
     if checkpoint and len(bundles) > 1:
         raise UsageError(
             "--checkpoint is the start of one recording.", expected="one BUNDLE", found=len(bundles)
         )
-    changes = read_hparams(hparams).values
-    recordings, skipped = _open(bundles)
+    subjects, skipped, fresh = _subjects(bundles, start, checkpoint, read_hparams(hparams).values)
     if trajectory:
         trajectory.mkdir(parents=True, exist_ok=True)
     results = []
     with progress("updates") as bar:
-        for recording in recordings:
-            subject = Subject(recording, start, checkpoint, changes)
-            with recording:
+        for subject in subjects:
+            with subject.recording:
                 results += [_replay(subject, name, trajectory, bar) for name in names or ("numpy",)]
     if as_json:
         data = {
             "results": [r.to_json() for r in results],
             "skipped": skipped,
+            "fresh": fresh,
             "passed": all(r.passed for r in results),
         }
         print_json("replay", data)
     else:
-        _show(results, skipped)
+        _show(results, skipped, fresh)
     if not results:
         raise NotFoundError(
             "None of the paths is a recording that statekit can replay.", found=", ".join(skipped)
@@ -95,14 +95,27 @@ def command(
     return 0 if all(result.passed for result in results) else 1
 
 
-def _open(bundles: Sequence[Path]) -> tuple[list[Recording], dict[str, str]]:
-    recordings, skipped = [], {}
+def _subjects(
+    bundles: Sequence[Path], start: Start | None, checkpoint: Path | None, changes: Mapping[str, Any]
+) -> tuple[list[Subject], dict[str, str], dict[str, str]]:
+    """Returns what can be replayed; what can't, and what has to start from fresh slots, each with the reason."""
+    subjects, skipped, fresh = [], {}, {}
     for path in bundles:
         try:
-            recordings.append(open_recording(path))
+            recording = open_recording(path)
         except NotFoundError as error:
-            skipped["/".join(path.parts[-2:])] = f"{error.subject} ({error.found})"
-    return recordings, skipped
+            skipped["/".join(path.resolve().parts[-2:])] = f"{error.subject} ({error.found})"
+            continue
+        subject = Subject(recording, start or "checkpoint", checkpoint, changes)
+        why = subject.obstacle() if subject.start == "checkpoint" and checkpoint is None else ""
+        if why and start is None:
+            fresh[recording.name] = why
+            subject = replace(subject, start="init")
+        if why and start is not None:
+            skipped[recording.name] = why
+        else:
+            subjects.append(subject)
+    return subjects, skipped, fresh
 
 
 def _replay(subject: Subject, name: str, trajectory: Path | None, bar: Any) -> Replay:
@@ -110,10 +123,10 @@ def _replay(subject: Subject, name: str, trajectory: Path | None, bar: Any) -> R
     total = (recording.last - subject.first) * len(recording.trajectories)
     task = bar.add_task(f"{printable(recording.name)} {name}", total=total)
     file = trajectory / f"{recording.name.replace('/', '__')}.safetensors" if trajectory else None
-    return replay(subject, backend(name), file, lambda step: bar.advance(task))
+    return replayed(subject, backend(name), file, lambda step: bar.advance(task))
 
 
-def _show(results: Sequence[Replay], skipped: dict[str, str]) -> None:
+def _show(results: Sequence[Replay], skipped: Mapping[str, str], fresh: Mapping[str, str]) -> None:
     out = console()
     grid = table(
         "recording", "backend", "start", "judged by", "updates", "tensors", "ULP", "of update", "of bound", "verdict",
@@ -138,6 +151,8 @@ def _show(results: Sequence[Replay], skipped: dict[str, str]) -> None:
         out.print(grid)
     for line in _faults(results):
         out.print(printable(line))
+    for name, why in fresh.items():
+        out.print(printable(f"from fresh slots {name}: {why}"))
     for name, why in skipped.items():
         out.print(printable(f"skipped {name}: {why}"))
 

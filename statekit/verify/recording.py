@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -184,7 +184,7 @@ def open_recording(folder: Path) -> Recording:
     """Opens a recording; reads headers only.
 
     Raises:
-        NotFoundError: The folder isn't a recording, or its system isn't known.
+        NotFoundError: The folder isn't a recording that can be judged, or its system isn't known.
         FormatError: Its description breaks the form.
     """
     missing = [name for name in (GRADS, TRAJECTORY) if not (folder / name).is_file()]
@@ -199,7 +199,22 @@ def open_recording(folder: Path) -> Recording:
     if own.is_file():
         return from_json(folder, _json(own))
     meta = _json(foreign)
+    _check_sequence(folder / TRAJECTORY)
     return from_json(folder, system(str(meta.get("system"))).describe(folder, meta))
+
+
+def _check_sequence(path: Path) -> None:
+    with closing(open_safetensors(path)) as opened:
+        steps = sorted(
+            {int(step) for step in (n.partition("/")[0] for n in opened.tensors) if step.isdigit()}
+        )
+    if not steps or steps != list(range(steps[0], steps[-1] + 1)):
+        raise NotFoundError(
+            "No update can be judged without the states before and after it.",
+            place=path,
+            expected="states that follow one another",
+            found=f"states {', '.join(map(str, steps)) or 'none'}",
+        )
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import numpy as np
 from statekit.backend_numpy import NumpyBackend
 from statekit.backends import Backend
 from statekit.convert import open_state
-from statekit.errors import NotFoundError, StateError
+from statekit.errors import NotFoundError, StateError, UnknownFormatError
 from statekit.format import Hints
 from statekit.optim.run import Live, Move, initial, load, mover, store
 from statekit.optim.steps import Execution
@@ -123,6 +123,14 @@ class Subject:
                 "The recording has no checkpoint.", place=self.recording.folder, remedy="--start init"
             )
         return self.recording.checkpoint_step
+
+    def obstacle(self) -> str:
+        """Returns why there is no checkpoint to start from, or none that statekit can read; "" if there is one."""
+        try:
+            with self._opened(self.first + 1):
+                return ""
+        except (NotFoundError, UnknownFormatError) as error:
+            return f"{error.subject} ({self.recording.checkpoint or 'none'})"
 
     def state(self) -> TrainState:
         """Returns our state at the start, with the hyperparameters of the first update after it."""
