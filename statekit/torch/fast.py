@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from statekit.optim.steps import Scene
+from statekit.torch.fast_adafactor import fast_adafactor
 
 
 class FastMove(Protocol):
@@ -44,4 +45,10 @@ def fast_path(schema: str, variant: str, own: Hashable, param: torch.Tensor) -> 
         own: What the optimizer's `settle` returned for the parameter.
         param: The parameter; subclasses (DTensor, ...) and other layouts than strided have no fast path.
     """
-    return None
+    return FAST[schema](variant, own, param) if schema in FAST else None
+
+
+FAST: Mapping[str, Callable[[str, Any, torch.Tensor], FastMove | None]] = {
+    "adafactor": fast_adafactor,
+}
+"""By schema: (variant, own, param) -> the parameter's fast path."""
