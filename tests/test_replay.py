@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 
@@ -84,15 +82,6 @@ def test_the_orbax_generation_starts_the_same_run(path: Path) -> None:
     with open_recording(path) as recording:
         orbax = path / "checkpoint_orbax" / f"checkpoint_{recording.checkpoint_step}"
         assert replay(Subject(recording, checkpoint=orbax), backend("numpy")).passed
-
-
-@pytest.mark.parametrize("path", T5X)
-def test_a_recording_is_described_in_the_documented_form(path: Path) -> None:
-    schema = json.loads((Path(__file__).parents[1] / "schemas/statekit-recording.schema.json").read_text())
-    recording = open_recording(path)
-    described = to_json(recording)
-    jsonschema.Draft202012Validator(schema).validate(described)
-    assert from_json(path, json.loads(json.dumps(described))) == recording
 
 
 def test_a_compiled_trajectory_is_judged_as_compiled() -> None:
