@@ -278,7 +278,8 @@ def _prepared(request: Request) -> Iterator[_Prepared]:
         request.source, container=request.from_, step=request.step, hints=request.hints
     ) as opened:
         state, offset = with_offset(opened.state, request.step_offset)
-        layout = choose_layout(container, state.optimizer.schema, request.layout or implied)
+        name = request.layout or implied
+        layout = choose_layout(container, state.optimizer.schema, name, opened.layout)
         encoded = layout.encode(state)
         options = {
             "hparams": dict(request.hints.hyperparameters),

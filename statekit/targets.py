@@ -57,13 +57,14 @@ def source_container(name: str) -> tuple[Container, str | None]:
     return _named(name, "--from")
 
 
-def choose_layout(container: Container, schema: str, name: str | None) -> Layout:
-    """Chooses the layout of a target: the one named, else the first that is at home in the container.
+def choose_layout(container: Container, schema: str, name: str | None, source: str = "") -> Layout:
+    """Chooses the layout of a target: the one named, else the source's own, else the first at home in the container.
 
     Args:
         container: The target's container.
         schema: The optimizer of the state.
         name: The layout's name, if one was given.
+        source: The layout of the source.
 
     Raises:
         UsageError: No such layout, or none that holds the optimizer.
@@ -90,7 +91,7 @@ def choose_layout(container: Container, schema: str, name: str | None) -> Layout
             expected=f"a layout of {schema}: {', '.join(layout.name for layout in layouts) or 'there is none'}",
             remedy="name one with --layout, or choose another container with --to",
         )
-    return min(homes, key=lambda layout: layout.containers.index(container.name))
+    return min(homes, key=lambda layout: (layout.name != source, layout.containers.index(container.name)))
 
 
 def check_apart(source: Path, target: Path) -> None:

@@ -13,9 +13,10 @@ import pytest
 from goldens import GOLDEN
 from statekit.commit import staged, unknown_fields
 from statekit.converters.containers import tf_entries, tf_table
+from statekit.converters.containers.crc32c import crc32c
 from statekit.converters.containers.tf_bundle import CONTAINER
 from statekit.converters.containers.tf_entries import Entry, entry_bytes, header
-from statekit.converters.containers.tf_table import crc32c, masked, read_table, write_table
+from statekit.converters.containers.tf_table import masked, read_table, write_table
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
 from statekit.format import Encoded
 from statekit.registry import detect_container

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from statekit.commit import Stage
+from statekit.converters.containers.crc32c import crc32c
 from statekit.converters.containers.tf_entries import (
     FULL,
     STRING,
@@ -23,7 +24,7 @@ from statekit.converters.containers.tf_entries import (
     slice_key,
 )
 from statekit.converters.containers.tf_strings import string_bytes
-from statekit.converters.containers.tf_table import crc32c, masked, write_table
+from statekit.converters.containers.tf_table import masked, write_table
 from statekit.errors import FormatError, fault_list
 from statekit.tensor import Shape, Tensor, index_shape
 from statekit.tree import Tree

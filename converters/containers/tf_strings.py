@@ -9,8 +9,9 @@ import math
 import struct
 from collections.abc import Iterable
 
+from statekit.converters.containers.crc32c import crc32c
 from statekit.converters.containers.tf_entries import Entry
-from statekit.converters.containers.tf_table import crc32c, masked, to_varint, varint
+from statekit.converters.containers.tf_table import masked, to_varint, varint
 from statekit.errors import CorruptError, FormatError
 
 

@@ -12,8 +12,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
-import google_crc32c
-
+from statekit.converters.containers.crc32c import crc32c
 from statekit.errors import CorruptError, FormatError, RefusedError
 
 MAGIC = 0xDB4775248B80FB57
@@ -29,11 +28,6 @@ _BLOCK_BYTES = 256 * 2**10
 def masked(crc: int) -> int:
     """Returns a CRC as it is stored: rotated and moved, so that the CRC of data with CRCs in it stays useful."""
     return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
-
-
-def crc32c(data: bytes | memoryview, crc: int = 0) -> int:
-    """Returns the CRC-32C of bytes, going on from that of the bytes before them."""
-    return int(google_crc32c.extend(crc, bytes(data)))
 
 
 def read_table(data: bytes, place: object) -> dict[bytes, bytes]:

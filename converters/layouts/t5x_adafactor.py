@@ -23,12 +23,13 @@ from statekit.converters.layouts.t5x_rules import (
 from statekit.converters.layouts.t5x_settings import RULES, inferred, members, scale_by_path
 from statekit.converters.layouts.t5x_tree import PLACEHOLDER, SLOTS, Held, Native, looks_native, read_native
 from statekit.converters.layouts.told import Member, Settings, manifest_state
+from statekit.converters.layouts.unplaced import unplaced
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.factoring import by_size, effective
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensor import DTYPES, Filled, Tensor, in_memory
-from statekit.tree import nested, tensor_names
+from statekit.tree import nested
 
 _EXTRA = ("flax_mutables", "t5x")
 _SHOWN = 3
@@ -294,18 +295,7 @@ def _placed(
 
 
 def _dropped(state: TrainState) -> dict[str, str]:
-    dropped = {
-        name: "T5X has no place for it"
-        for key, part in state.extra.items()
-        if key not in (*_EXTRA, "files_beside")
-        for name in (
-            [f"extra/{key}/{n}" if n else f"extra/{key}" for n in tensor_names(part)] or [f"extra/{key}"]
-        )
-    }
-    for name in state.extra.get("files_beside", ()):
-        dropped[f"extra/files_beside/{name}"] = (
-            "a file beside the arrays; copy it yourself if the run shall go on with it"
-        )
+    dropped = unplaced(state.extra, _EXTRA, "T5X")
     if state.counts.schedule != state.counts.updates:
         dropped["counts/schedule"] = "T5X has one step for both, and the optimizer's is kept"
     return dropped

@@ -1,0 +1,178 @@
+"""The states of Optax' links in a tree without class names: a NamedTuple shows by its fields, a chain is a sequence.
+
+    {count, v_row, v_col, v}                     FactoredState, of scale_by_factored_rms
+    {count, mu, nu}, {count, mu, nu, nu_max}     ScaleByAdamState, ScaleByAmsgradState
+    {count, ema}                                 EmaState: Adafactor's momentum
+    {count}                                      ScaleByScheduleState
+    {count, hyperparams, inner_state, ...}       inject_hyperparams
+    {mini_step, gradient_step, inner_opt_state, acc_grads, ...}   MultiSteps
+    {inner_state}, {inner_states: {label: ...}}  masked, multi_transform
+    None, {}                                     EmptyState, and MaskedNode in the place of a parameter's slot
+
+Orbax keeps a sequence as one; Flax' msgpack makes it a dict with the keys "0", "1", ...
+Source: google-deepmind/optax optax/_src/factorized.py, transform.py, combine.py, wrappers.py, schedules/_inject.py,
+transforms/_accumulation.py, _accumulating.py, _masking.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from statekit.tensor import Stored, Tensor
+from statekit.tree import Path, Tree
+
+KINDS: dict[frozenset[str], str] = {
+    frozenset({"count", "v_row", "v_col", "v"}): "adafactor",
+    frozenset({"count", "mu", "nu"}): "adam",
+    frozenset({"count", "mu", "nu", "nu_max"}): "adam",
+    frozenset({"count", "ema"}): "ema",
+    frozenset({"count"}): "schedule",
+    frozenset({"count", "hyperparams", "inner_state"}): "inject",
+    frozenset({"count", "hyperparams", "hyperparams_states", "inner_state"}): "inject",
+    frozenset({"mini_step", "gradient_step", "inner_opt_state", "acc_grads"}): "accumulate",
+    frozenset({"mini_step", "gradient_step", "inner_opt_state", "acc_grads", "skip_state"}): "accumulate",
+}
+"""What the state of a link is called here, by its fields."""
+SLOT_TREES = {"adafactor": ("v_row", "v_col", "v"), "adam": ("mu", "nu", "nu_max"), "ema": ("ema",)}
+"""The fields of a link's state that are trees like the parameters'."""
+ENGINES = ("adafactor", "adam")
+"""The links that an optimizer is known by."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The state of one link.
+
+    Attributes:
+        kind: As `KINDS` has it.
+        path: Its keys in the tree.
+        state: Its fields.
+    """
+
+    kind: str
+    path: Path
+    state: Mapping[str, Any]
+
+    def trees(self) -> Iterator[tuple[str, Tree]]:
+        """Yields the fields that are trees like the parameters', by name."""
+        yield from ((name, self.state[name]) for name in SLOT_TREES.get(self.kind, ()) if name in self.state)
+
+
+def links(tree: Tree) -> list[Link]:
+    """Returns the states of all links, from the top and from the left."""
+    found: list[Link] = []
+    stack: list[tuple[Path, Any]] = [((), tree)]
+    while stack:
+        path, node = stack.pop()
+        kind = KINDS.get(frozenset(node)) if isinstance(node, Mapping) else None
+        if kind is not None and _is_count(node):
+            found.append(Link(kind, path, node))
+        if kind not in SLOT_TREES:
+            stack += reversed([((*path, key), child) for key, child in children(node)])
+    return found
+
+
+def _is_count(node: Mapping[str, Any]) -> bool:
+    leaf = node.get("count", node.get("gradient_step"))
+    return isinstance(leaf, (Stored, Tensor)) and leaf.shape == () and leaf.dtype.kind in "iu"
+
+
+def children(node: Any) -> list[tuple[Any, Any]]:
+    """Returns keys and nodes below a node; none of a leaf."""
+    if isinstance(node, Mapping):
+        return list(node.items())
+    return list(enumerate(node)) if isinstance(node, list) else []
+
+
+def sequence(node: Any) -> list[Any] | None:
+    """Returns the items of a sequence, however it is stored, or None if it isn't one."""
+    if isinstance(node, list):
+        return node
+    if (
+        isinstance(node, Mapping)
+        and node
+        and [str(key) for key in node] == [str(i) for i in range(len(node))]
+    ):
+        return list(node.values())
+    return None
+
+
+def under(tree: Tree, path: Path) -> Tree:
+    """Returns the node under a path."""
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def leaves(tree: Tree) -> Iterator[tuple[Path, Any]]:
+    """Yields the path and value of every leaf, as `statekit.tree.walk` does, without its budget."""
+    stack: list[tuple[Path, Any]] = [((), tree)]
+    while stack:
+        path, node = stack.pop()
+        below = children(node)
+        if below:
+            stack += reversed([((*path, key), child) for key, child in below])
+        else:
+            yield path, node
+
+
+def replaced(tree: Tree, parts: Mapping[Path, Tree], path: Path = ()) -> Tree:
+    """Returns a tree with some of its nodes replaced."""
+    if path in parts:
+        return parts[path]
+    below = {}
+    for key, child in children(
+        tree
+    ):  # a loop, because a comprehension costs a second stack frame for each level
+        below[key] = replaced(child, parts, (*path, key))
+    if not below:
+        return tree
+    return below if isinstance(tree, Mapping) else list(below.values())
+
+
+def find_params(tree: Tree, found: list[Link]) -> Path | None:
+    """Returns the path of the parameters: the node that has a tensor wherever a slot is, called `params` if one is."""
+    slots = [
+        p
+        for link in found
+        if link.kind in ENGINES
+        for _, own in link.trees()
+        for p, leaf in leaves(own)
+        if is_tensor(leaf)
+    ]
+    inside = [link.path for link in found]
+    named: list[Path] = []
+    others: list[Path] = []
+    level: list[tuple[Path, Any]] = [((), tree)]
+    while level:
+        for path, _ in level:
+            (named if path and path[-1] == "params" else others).append(path)
+        level = [
+            ((*path, key), child)
+            for path, node in level
+            for key, child in children(node)
+            if children(child) and not any((*path, key)[: len(own)] == own for own in inside)
+        ]
+    return next((path for path in (*named, *others) if _covers(under(tree, path), slots)), None)
+
+
+def _covers(node: Tree, slots: list[Path]) -> bool:
+    return bool(slots) and all(is_tensor(_get(node, path)) for path in slots)
+
+
+def _get(node: Any, path: Path) -> Any:
+    for key in path:
+        if isinstance(node, Mapping):
+            node = node.get(key)
+        elif isinstance(node, list) and isinstance(key, int) and key < len(node):
+            node = node[key]
+        else:
+            return None
+    return node
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Tells whether a leaf is a tensor; the concrete class first: a protocol is slow to check."""
+    return isinstance(leaf, (Stored, Tensor))
