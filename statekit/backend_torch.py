@@ -68,7 +68,7 @@ class TorchBackend:
         return str(self._names[value.dtype])
 
     def zeros(self, like: Value, shape: tuple[int, ...], dtype: str) -> Value:
-        return self._torch.zeros(shape, dtype=self._dtypes[dtype], device=like.device)
+        return like.new_zeros(shape, dtype=self._dtypes[dtype])  # of `like`'s kind: sharded if it is
 
     def sum(self, *values: Value) -> Value:
         return sum(value.sum() for value in values)
@@ -132,6 +132,9 @@ class TorchBackend:
 
     def add_product(self, value: Value, left: Value, right: Value, dtype: str) -> Value:
         return value + left * right
+
+    def inverse_root(self, value: Value, dtype: str) -> Value:
+        return self.power(value, -0.5)
 
     def one_minus_power(self, base: float, exponent: Value) -> Value:
         if isinstance(exponent, int):

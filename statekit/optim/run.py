@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, TypeAlias, cast
@@ -121,8 +121,7 @@ def mover(xp: Backend, state: TrainState, execution: Execution = "compiled") -> 
         before = {"params": live.params, "slots": live.slots, "shared": live.shared}
         after = compiled(before, dict(grads), rates, live.updates, dict(live.behind))
         missed = [path for path in moved if apart and path not in grads]
-        behind = {path: count + 1 for path, count in live.behind.items()}
-        behind |= {path: live.behind.get(path, live.updates) for path in missed}
+        behind = behind_after(live.behind, missed, live.updates)
         return Live(after["params"], after["slots"], after["shared"], live.updates + 1, behind)
 
     return move
@@ -163,18 +162,37 @@ def move_group(
     """
     reached, shared, common = steps.prepare(scene, group, params, grads, slots, shared)
     new_params, new_slots = dict(params), {path: dict(own) for path, own in slots.items()}
-    for count, paths in _batches(scene.xp, owns, params, reached, slots, counts or {}, batching is not None):
-        there = scene if count is None else replace(scene, step=count)
-        for path, (param, moved) in _moved(
-            steps, there, owns, paths, params, reached, slots, common, batching
-        ).items():
-            new_params[path], new_slots[path] = param, {**new_slots[path], **moved}
+    for path, param, moved in moves(
+        steps, scene, owns, params, reached, slots, common, counts=counts, batching=batching
+    ):
+        new_params[path], new_slots[path] = param, {**new_slots[path], **moved}
     for path, held in new_slots.items():
         if "average" in held:
             new_params[path], new_slots[path] = follow_average(
                 scene.xp, new_params[path], held, group, scene.step
             )
     return new_params, new_slots, shared
+
+
+def moves(
+    steps: Steps,
+    scene: Scene,
+    owns: Mapping[str, Hashable],
+    params: Arrays,
+    grads: Arrays,
+    slots: Slots,
+    common: Value,
+    *,
+    counts: Mapping[str, Value] | None = None,
+    batching: Batching | None = None,
+) -> Iterator[tuple[str, Value, dict[str, Value]]]:
+    """Yields path, parameter and slots after the update of each parameter that has a gradient, batch after batch.
+
+    Arguments are those of `move_group`, gradients and `common` as `prepare` returned them.
+    """
+    for count, paths in _batches(scene.xp, owns, params, grads, slots, counts or {}, batching is not None):
+        there = scene if count is None else replace(scene, step=count)
+        yield from _moved(steps, there, owns, paths, params, grads, slots, common, batching)
 
 
 def _batches(
@@ -207,15 +225,17 @@ def _moved(
     slots: Slots,
     common: Value,
     batching: Batching | None,
-) -> dict[str, tuple[Value, dict[str, Value]]]:
-    """Returns parameters of one batch, each with its slots, after their update."""
+) -> Iterator[tuple[str, Value, dict[str, Value]]]:
+    """Yields the parameters of one batch, each with its slots, after their update."""
     own = owns[paths[0]]
 
     def update(param: Value, grad: Value, held: Arrays) -> tuple[Value, dict[str, Value]]:
         return steps.update(scene, param, grad, held, own, common)
 
     if batching is None or len(paths) == 1:
-        return {path: update(params[path], grads[path], slots[path]) for path in paths}
+        for path in paths:
+            yield path, *update(params[path], grads[path], slots[path])
+        return
     stacked = {name: batching.stack([slots[path][name] for path in paths]) for name in slots[paths[0]]}
     after, moved = batching.batched(update)(
         batching.stack([params[path] for path in paths]),
@@ -223,9 +243,20 @@ def _moved(
         stacked,
     )
     split = {name: batching.unstack(value) for name, value in moved.items()}
-    return {
-        path: (param, {name: values[i] for name, values in split.items()})
-        for i, (path, param) in enumerate(zip(paths, batching.unstack(after), strict=True))
+    for i, (path, param) in enumerate(zip(paths, batching.unstack(after), strict=True)):
+        yield path, param, {name: values[i] for name, values in split.items()}
+
+
+def behind_after(behind: Mapping[str, int], missed: Iterable[str], updates: int) -> dict[str, int]:
+    """Returns the own counts of parameters after an update that some of them missed.
+
+    Args:
+        behind: Own counts before it, of those that missed some.
+        missed: Those that had no gradient.
+        updates: Updates done before it.
+    """
+    return {path: count + 1 for path, count in behind.items()} | {
+        path: behind.get(path, updates) for path in missed
     }
 
 
