@@ -24,6 +24,7 @@ import numpy as np
 
 from statekit.checkpoint import Checkpoint, Finding
 from statekit.commit import Stage
+from statekit.converters.containers.crc32c import crc32c
 from statekit.converters.containers.tf_bundle_write import STATE_FILE, write_bundle
 from statekit.converters.containers.tf_entries import (
     STRING,
@@ -39,7 +40,6 @@ from statekit.converters.containers.tf_table import (
     FOOTER_BYTES,
     MAGIC,
     MAX_BYTES,
-    crc32c,
     masked,
     read_table,
 )
