@@ -85,12 +85,14 @@ def mistaken(
 def shortened(folder: Path, updates: int = 3) -> Recording:
     """Opens the first updates of a recording."""
     data = to_json(open_recording(folder))
+    first = data["steps"][0]
+    last = first + updates
     phases = [
-        {**phase, "updates": [phase["updates"][0], min(phase["updates"][1], updates)]}
+        {**phase, "updates": [phase["updates"][0], min(phase["updates"][1], last)]}
         for phase in data["phases"]
-        if phase["updates"][0] <= updates
+        if phase["updates"][0] <= last
     ]
-    few = {"steps": [0, updates], "phases": phases, "learning_rate": data["learning_rate"][:updates]}
+    few = {"steps": [first, last], "phases": phases, "learning_rate": data["learning_rate"][:updates]}
     return from_json(folder, {**data, **few, "checkpoint": None})
 
 

@@ -75,12 +75,12 @@ class EighthPower(Unbiased):
 def noise(s: Setting, step: Value) -> Value:
     """Returns the number in [0, 1) that an update rounds with, a function of its step alone.
 
-    Bit i of step+1 adds frac(phi 2^i), phi the golden ratio's inverse, summed in float32 from i = 0 upward, mod 1.
+    Bit i of step+1 adds frac(phi 2^i), phi the golden ratio's inverse; the sum, in float32, is taken mod 1. It may run
+    in any order: TensorFlow's graph makes a chain of additions one (Grappler, `AddOpsRewriteStage`).
     """
-    total = s.xp.widen(0.0)
-    for bit in range(_BITS):
-        fraction = float(np.float32(math.fmod(_PHI * 2.0**bit, 1.0)))
-        total = total + s.xp.widen((step + 1) // 2**bit % 2) * fraction
+    fractions = [float(np.float32(math.fmod(_PHI * 2.0**bit, 1.0))) for bit in range(_BITS)]
+    bits = [s.xp.widen((step + 1) // 2**bit % 2) for bit in range(_BITS)]
+    total = s.xp.sum(*(bit * fraction for bit, fraction in zip(bits, fractions, strict=True)))
     return total - s.xp.floor(total)
 
 

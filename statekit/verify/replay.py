@@ -8,6 +8,7 @@ with the recorded state of step s, against the interval that the declared arithm
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from statekit.tensor import DTYPES, Tensor, in_memory, widens
 from statekit.verify.intervals import IntervalBackend
 from statekit.verify.recorder import write_trajectory
 from statekit.verify.recording import Recording, Trajectory
-from statekit.verify.verdict import Row, compare
+from statekit.verify.verdict import Row, compare, gap, plain
 
 Start = Literal["checkpoint", "init"]
 Progress = Callable[[int], None]
@@ -84,7 +85,7 @@ class Replay:
             "steps": list(self.steps),
             "passed": self.passed,
             "decoded": list(self.decoded),
-            "free_run": dict(self.free),
+            "free_run": plain(self.free),
             "judged": [
                 {
                     "trajectory": j.trajectory.file,
@@ -326,7 +327,8 @@ def _drift(subject: Subject, last: TrainState, judge: Trajectory) -> dict[str, f
     drift = {}
     for path, tensor in ended.params.items():
         theirs, old = tensor.read().astype(np.float64), begun.params[path].read().astype(np.float64)
-        gap = np.abs(last.params[path].read().astype(np.float64) - theirs)
-        moved = float(np.nanmax(np.abs(theirs - old), initial=0.0))
-        drift[path] = float(np.nanmax(gap, initial=0.0)) / moved if moved else 0.0
+        apart = float(np.max(gap(last.params[path].read().astype(np.float64), theirs), initial=0.0))
+        with np.errstate(invalid="ignore"):
+            moved = float(np.max(np.nan_to_num(np.abs(theirs - old), nan=0.0, posinf=0.0), initial=0.0))
+        drift[path] = apart / moved if moved else apart and math.inf
     return drift

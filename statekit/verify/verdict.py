@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -49,10 +49,15 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the row as plain data; what isn't finite becomes a string."""
-        return {
-            key: str(value) if isinstance(value, float) and not np.isfinite(value) else value
-            for key, value in asdict(self).items()
-        }
+        return plain(asdict(self))
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values as JSON can hold them: numbers that aren't finite become strings."""
+    return {
+        key: str(value) if isinstance(value, float) and not np.isfinite(value) else value
+        for key, value in values.items()
+    }
 
 
 def compare(
@@ -75,20 +80,20 @@ def compare(
     mine, theirs, old = (x.astype(np.float64) for x in (ours, recorded, before))
     with np.errstate(all="ignore"):
         outside = ~(_inside(mine, bound) & _inside(theirs, bound))
-        gap = _gap(mine, theirs)
+        apart = gap(mine, theirs)
         moved = float(np.max(np.nan_to_num(np.abs(theirs - old), nan=0.0, posinf=0.0)))
         width = np.nan_to_num(bound.high - bound.low, nan=0.0, posinf=0.0)
-        ratio = _over(gap, width)
+        ratio = _over(apart, width)
         size = np.nan_to_num(np.maximum(np.abs(bound.low), np.abs(bound.high)), nan=0.0, posinf=0.0)
         return Row(
             step,
             path,
             tensor,
-            ulps=float(np.max(_over(gap, _ulp(theirs, recorded.dtype)))),
-            relative=float(_over(np.max(gap), np.asarray(moved))),
+            ulps=float(np.max(_over(apart, _ulp(theirs, recorded.dtype)))),
+            relative=float(_over(np.max(apart), np.asarray(moved))),
             ratio=float(np.max(ratio)),
-            typical=float(np.median(ratio[gap > 0])) if gap.any() else 0.0,
-            unequal=int(np.count_nonzero(gap)),
+            typical=float(np.median(ratio[apart > 0])) if apart.any() else 0.0,
+            unequal=int(np.count_nonzero(apart)),
             width=float(np.max(_over(width, size))),
             grain=float(np.median(width)) / moved if moved else 0.0,
             outside=int(outside.sum()),
@@ -102,10 +107,12 @@ def _inside(value: Array, bound: Interval) -> Array:
     return np.where(absent, np.isnan(value), (value >= bound.low) & (value <= bound.high))
 
 
-def _gap(mine: Array, theirs: Array) -> Array:
-    same = (mine == theirs) | (np.isnan(mine) & np.isnan(theirs))
-    gap = np.where(same, 0.0, np.abs(mine - theirs))
-    return np.where(np.isnan(gap), np.inf, gap)
+def gap(mine: Array, theirs: Array) -> Array:
+    """Returns how far float64 values are apart: 0 where both are NaN or the same infinity, inf where one is NaN."""
+    with np.errstate(invalid="ignore"):
+        same = (mine == theirs) | (np.isnan(mine) & np.isnan(theirs))
+        apart = np.where(same, 0.0, np.abs(mine - theirs))
+        return np.where(np.isnan(apart), np.inf, apart)
 
 
 def _over(top: Array, bottom: Array) -> Array:
