@@ -15,7 +15,7 @@ the trial's one compiled step; each of `COSTLY` compiles another.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias, cast
 
@@ -29,7 +29,7 @@ from statekit.optim.steps import Execution, Scene
 from statekit.schema import load_schema
 from statekit.state import TrainState
 from statekit.tensor import Array, Tensor
-from statekit.testing.step_cases import EMPTY, RATE, Case
+from statekit.testing.step_cases import EMPTY, RATE, Case, chosen
 from statekit.testing.step_reach import first_index, reach
 from statekit.verify.replay import named
 from statekit.verify.verdict import compare
@@ -315,16 +315,9 @@ def _require_indifferent(trial: Trial, paths: tuple[str, ...], update: int) -> N
     """Requires that an update of some parameters, in this order, gives them what the update of all gives."""
     case = trial.case
     before = case.before(update)
-    group = replace(before.optimizer.groups[0], paths=paths)
-    chosen = replace(
-        before,
-        params={path: before.params[path] for path in paths},
-        slots={path: before.slots[path] for path in paths},
-        rules={path: rule for path, rule in before.rules.items() if path in paths},
-        optimizer=replace(before.optimizer, groups=(group,)),
-    )
+    some = chosen(before, paths)
     grads = {path: case.grads[update][path] for path in paths}
-    after = trial.step(chosen, grads, mover(trial.xp, chosen, trial.execution))
+    after = trial.step(some, grads, mover(trial.xp, some, trial.execution))
     _require_within(trial, after, update)
     if not _sums_in_order(case):
         whole = tensors(trial.step(before, case.grads[update]))
