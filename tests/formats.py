@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from statekit.checkpoint import Checkpoint
 from statekit.commit import Stage, staged, unknown_fields
 from statekit.converters.containers.statekit_dir import CONTAINER
 from statekit.converters.layouts.canonical import LAYOUT
-from statekit.errors import FormatError
+from statekit.errors import FormatError, StatekitError
 from statekit.format import Container, Encoded, Evidence, Exactness, Hints, Layout
 from statekit.manifest import parse
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
@@ -194,3 +195,52 @@ class Renamed:
         tree = dict(checkpoint.tree)
         state = LAYOUT.decode(replace(checkpoint, tree={"params": tree.pop("model"), **tree}), hints)
         return replace(state, counts=replace(state.counts, updates=state.counts.updates - self.lost_steps))
+
+
+# What every container owes, whatever it stores. A test calls these with a container and a checkpoint of it.
+
+
+def damaged_copies(source: Path, folder: Path, every: int = 1) -> Iterator[tuple[str, Path, Path]]:
+    """Yields what was done, the copy, and the file it was done to: truncated, emptied, flipped, missing.
+
+    A copy is gone when the next one is asked for.
+    """
+    files = [p for p in sorted(source.rglob("*")) if p.is_file()] if source.is_dir() else [source]
+    for i, file in enumerate(files):
+        data, changes = file.read_bytes(), {}
+        if i % every == 0:
+            changes = {"missing": None, "empty": b"", "cut": data[: len(data) // 2]}
+            for where in (0, len(data) // 3, 2 * len(data) // 3, len(data) - 1) if data else ():
+                changes[f"flipped at {where}"] = data[:where] + bytes([data[where] ^ 16]) + data[where + 1 :]
+        for what, changed in changes.items():
+            copy = folder / "damaged" / source.name
+            shutil.copytree(source, copy) if source.is_dir() else shutil.copy(source, copy)
+            victim = copy / file.relative_to(source) if source.is_dir() else copy
+            victim.unlink()
+            if changed is not None:
+                victim.write_bytes(changed)
+            yield f"{file.relative_to(source.parent)} {what}", copy, victim
+            shutil.rmtree(folder / "damaged")
+
+
+def read_all(container: Container, path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]] | None:
+    """Returns everything a checkpoint holds, or None if that is refused with a typed error."""
+    try:
+        with container.open(path) as opened:
+            return values(opened.tensors)
+    except StatekitError:
+        return None
+
+
+def check_conformance(container: Container, encoded: Encoded, target: Path) -> Checkpoint:
+    """Writes a tree, and checks that it is recognised, complete, and the same when read. Returns it opened."""
+    with staged(target, "folder" if container.target_kind == "folder" else "file") as stage:
+        container.write(encoded, stage)
+        stage.commit(container.open)
+    assert container.detect(target) is not None
+    opened = container.open(target)
+    assert opened.tensors.keys() == tensor_names(encoded.tree).keys()
+    assert values(opened.tensors) == values(tensor_names(encoded.tree))
+    assert opened.manifest is not None
+    assert opened.findings == ()
+    return opened

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import struct
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import google_crc32c
 import numpy as np
 import zstandard
 
@@ -64,6 +66,73 @@ def write_array(
         path = folder / (separator.join(map(str, position)) or "0")
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(ENCODERS[compressor](full.tobytes()))
+    return folder
+
+
+def header3(
+    shape: tuple[int, ...], shard: tuple[int, ...], codecs: list[Any], dtype: str = "float32"
+) -> dict[str, Any]:
+    """Returns `zarr.json` as Orbax writes it."""
+    return {
+        "chunk_grid": {"configuration": {"chunk_shape": list(shard)}, "name": "regular"},
+        "chunk_key_encoding": {"name": "default"},
+        "codecs": codecs,
+        "data_type": dtype,
+        "fill_value": 0.0,
+        "node_type": "array",
+        "shape": list(shape),
+        "zarr_format": 3,
+    }
+
+
+def sharding(chunks: tuple[int, ...], compressor: str | None = "zstd", where: str = "end") -> dict[str, Any]:
+    """Returns the codec that puts chunks into shards."""
+    little = {"configuration": {"endian": "little"}, "name": "bytes"}
+    inner = [little, *([{"name": compressor, "configuration": {"level": 1}}] if compressor else [])]
+    own = {"chunk_shape": list(chunks), "codecs": inner, "index_codecs": [little, {"name": "crc32c"}]}
+    return {"name": "sharding_indexed", "configuration": own | {"index_location": where}}
+
+
+def shard_bytes(parts: list[bytes | None], at_end: bool = True) -> bytes:
+    """Returns chunks with their index; None is a chunk that is absent."""
+    size = 16 * len(parts) + 4
+    entries, body, offset = b"", b"", 0 if at_end else size
+    for part in parts:
+        place = (2**64 - 1, 2**64 - 1) if part is None else (offset + len(body), len(part))
+        entries += struct.pack("<QQ", *place)
+        body += part or b""
+    index = entries + struct.pack("<I", google_crc32c.value(entries))
+    return body + index if at_end else index + body
+
+
+def write_sharded(
+    folder: Path,
+    array: Array,
+    shard: tuple[int, ...],
+    chunks: tuple[int, ...],
+    compressor: str | None = "zstd",
+    where: str = "end",
+    absent: tuple[int, ...] = (),
+) -> Path:
+    """Writes an array of format 3, edges padded with ones. `absent` numbers chunks of each shard that are left out."""
+    folder.mkdir(parents=True)
+    document = header3(array.shape, shard, [sharding(chunks, compressor, where)], array.dtype.name)
+    (folder / "zarr.json").write_text(json.dumps(document))
+    for position in itertools.product(*(range(-(-n // c)) for n, c in zip(array.shape, shard, strict=True))):
+        part = array[tuple(slice(i * c, (i + 1) * c) for i, c in zip(position, shard, strict=True))]
+        full = np.ones(shard, array.dtype)
+        full[tuple(slice(0, n) for n in part.shape)] = part
+        cuts = itertools.product(*(range(0, n, c) for n, c in zip(shard, chunks, strict=True)))
+        pieces = [
+            ENCODERS[compressor](
+                full[tuple(slice(i, i + c) for i, c in zip(cut, chunks, strict=True))].tobytes()
+            )
+            for cut in cuts
+        ]
+        path = folder.joinpath("c", *map(str, position))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        held = [None if i in absent else piece for i, piece in enumerate(pieces)]
+        path.write_bytes(shard_bytes(held, where == "end"))
     return folder
 
 
