@@ -122,6 +122,9 @@ class NumpyBackend:
     def add_product(self, value: Value, left: Value, right: Value, dtype: str) -> Value:
         return value + left * right
 
+    def inverse_root(self, value: Value, dtype: str) -> Value:
+        return self.power(value, -0.5)
+
     def one_minus_power(self, base: float, exponent: Value) -> Value:
         if isinstance(exponent, int):
             return 1.0 - base**exponent

@@ -119,6 +119,9 @@ class Backend(Protocol):
     def add_product(self, value: Value, left: Value, right: Value, dtype: str) -> Value:
         """Returns value + left * right, the product rounded to a dtype on the way or not."""
 
+    def inverse_root(self, value: Value, dtype: str) -> Value:
+        """Returns 1 / sqrt(value), the root rounded to a dtype on the way or not."""
+
     def one_minus_power(self, base: float, exponent: Value) -> Value:
         """Returns 1 - base**exponent without cancellation, as a number if the exponent is one; 0 < base < 1."""
 

@@ -290,7 +290,7 @@ def _estimate(s: Setting, row: Value, column: Value, mean: Value) -> Value:
 
 
 def _clamped_rsqrt(s: Setting, v: Value) -> Value:
-    return s.returned(s.xp.power(s.xp.maximum(v, s.constant(s.epsilon1**2)), -0.5))
+    return s.returned(s.xp.inverse_root(s.xp.maximum(v, s.constant(s.epsilon1**2)), s.compute_dtype))
 
 
 FACTORED: Mapping[str, Callable[[Setting, Value, Value, Value, Value], Value]] = {

@@ -315,6 +315,9 @@ class IntervalBackend:
         product = left * right
         return self._hull(value + product, value + self.rounded(product, dtype))
 
+    def inverse_root(self, value: Value, dtype: str) -> Value:
+        return self._hull(self.power(value, RECIPROCAL_ROOT), 1.0 / self.rounded(self.sqrt(value), dtype))
+
     def one_minus_power(self, base: float, exponent: Value) -> Value:
         exact = np.asarray(-math.expm1(exponent * math.log(base)))
         return Interval(exact, exact, "float32", True).widened(exact, exact, DECAY_UNITS * UNIT)

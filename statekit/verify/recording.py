@@ -14,19 +14,21 @@ it into this form.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from statekit.converters.containers.safetensors_file import OpenFile, open_safetensors
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.format import Hints
 from statekit.optim.steps import Execution
 from statekit.state import TrainState
-from statekit.tensor import Tensor
+from statekit.tensor import Tensor, in_memory
 from statekit.verify.phases import DESCRIPTION, FORMAT, GRADS, TRAJECTORY, Phase, System
 from statekit.verify.systems import SYSTEMS
 
@@ -84,6 +86,7 @@ class Recording(AbstractContextManager["Recording"]):
         checkpoint: Native checkpoint, or "" if there is none.
         checkpoint_step: Updates done when it was written.
         numbered_from: The number of state `first` in the names of tensors.
+        gradients_per_update: Gradients whose running mean makes one update; each has a number of its own in the names.
     """
 
     folder: Path
@@ -96,6 +99,7 @@ class Recording(AbstractContextManager["Recording"]):
     checkpoint: str = ""
     checkpoint_step: int | None = None
     numbered_from: int = 0
+    gradients_per_update: int = 1
     _opened: dict[str, OpenFile] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -136,11 +140,17 @@ class Recording(AbstractContextManager["Recording"]):
 
     def number(self, step: int) -> int:
         """Returns the number that a state, or the update that makes it, has in the names of tensors."""
-        return step - self.first + self.numbered_from
+        return (step - self.first) * self.gradients_per_update + self.numbered_from
 
     def gradients(self, update: int) -> dict[str, Tensor]:
         """Returns the gradients of one update, by path."""
-        return _below(self._tensors(GRADS), f"{self.number(update)}/")
+        first, last = self.number(update - 1) + 1, self.number(update)
+        parts = [_below(self._tensors(GRADS), f"{number}/") for number in range(first, last + 1)]
+        return (
+            parts[0]
+            if len(parts) == 1
+            else {path: running_mean([p[path] for p in parts]) for path in parts[0]}
+        )
 
     def state(self, step: int, trajectory: Trajectory, update: int) -> TrainState:
         """Returns a recorded state, with the hyperparameters of an update."""
@@ -161,6 +171,17 @@ class Recording(AbstractContextManager["Recording"]):
     def rate(self, update: int) -> Rate:
         """Returns the learning rate of an update."""
         return self.learning_rate[update - self.first - 1]
+
+
+def running_mean(gradients: Sequence[Tensor]) -> Tensor:
+    """Returns the mean of gradients as it runs; that of two is rounded once, however a compiler arranges it.
+
+    Source: google-deepmind/optax, optax/transforms/_accumulation.py, `MultiSteps`.
+    """
+    mean = np.zeros(gradients[0].shape, gradients[0].dtype)
+    for done, gradient in enumerate(gradients):
+        mean = mean + (gradient.read() - mean) / np.asarray(done + 1, mean.dtype)
+    return in_memory(mean)
 
 
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -253,6 +274,7 @@ def from_json(folder: Path, data: Mapping[str, Any]) -> Recording:
             checkpoint.get("path", ""),
             checkpoint.get("step"),
             data.get("numbered_from", first),
+            data.get("gradients_per_update", 1),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(
@@ -318,4 +340,5 @@ def to_json(recording: Recording) -> dict[str, Any]:
         ],
         "checkpoint": checkpoint,
         "numbered_from": recording.numbered_from,
+        "gradients_per_update": recording.gradients_per_update,
     }

@@ -6,7 +6,11 @@ A phase's hyperparameters then are, beside the system's own arguments in `groups
     groups              [{"params": [path, ...], <argument>: <value>, ...}, ...]
     slots               canonical slot -> its name in the recording, where that isn't just the schema's alias
     dimension_names     path -> names of its axes, where some are kept out of factoring by name
+    rules               path -> ROW, COLUMN, BATCH or NONE for each axis, where the shape alone doesn't say
     counts              {"slots": [name, ...], "globals": [name, ...], "dtype": dtype}: what holds the count of updates
+    constants           {"slots": {name: [value, dtype]}, "globals": {...}}: what has one value in every state; without
+                        a dtype that of the parameter
+    unread              names of slots that the optimizer writes and never reads
 """
 
 from __future__ import annotations
@@ -16,16 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from statekit.errors import FormatError, NotFoundError, StateError, fault_list
+from statekit.errors import FormatError, NotFoundError, fault_list
 from statekit.optim.factoring import by_shape
 from statekit.optim.run import initial
 from statekit.optim.steps import Execution
 from statekit.schema import OptimizerSchema, load_schema
-from statekit.state import Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensor import DTYPES, Tensor, in_memory
+from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.tensor import Tensor
 from statekit.verify.phases import FORMAT, TRAJECTORY, Phase
+from statekit.verify.systems import beside
+from statekit.verify.systems.native_slots import canonical_slots, native_slots
 
 
 def kind(meta: Mapping[str, Any], kinds: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
@@ -116,34 +120,63 @@ def decode(tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState
         StateError: Parameters don't all count the same updates.
     """
     told = phase.hyperparameters
-    schema, variant, counts = load_schema(told["schema"]), told["variant"], told.get("counts", {})
-    canonical_of = {native: name for name, native in aliases(schema, variant, told.get("slots", {})).items()}
+    schema, variant = load_schema(told["schema"]), told["variant"]
     groups = tuple(_group(schema, variant, group) for group in told["groups"])
     params = {name[len("param/") :]: t for name, t in tensors.items() if name.startswith("param/")}
+    native = aliases(schema, variant, told.get("slots", {}))
+    held = _slots(tensors, params, native)
+    rest = _others(tensors, params, held, native)
     faults = [
-        ("is in a group and not recorded", p) for group in groups for p in group.paths if p not in params
+        *(("is in a group and not recorded", p) for group in groups for p in group.paths if p not in params),
+        *(
+            ("has no place in a canonical state", name)
+            for name in rest
+            if not beside.known(name, params, told)
+        ),
     ]
-    ordered = {path: params[path] for group in groups for path in group.paths if path in params}
-    slots: dict[str, dict[str, Tensor]] = {path: {} for path in {**ordered, **params}}
-    for name, tensor in tensors.items():
-        sort, _, rest = name.partition("/")
-        path, _, native = rest.rpartition("/")
-        if sort == "slot" and path in slots and native in canonical_of:
-            slots[path][canonical_of[native]] = tensor
-        elif sort != "param" and not _counts_updates(name, counts):
-            faults.append(("has no place in a canonical state", name))
     if faults:
         raise FormatError(f"A recording doesn't hold a state of {schema.name}.", found=fault_list(faults))
-    _check_counts(tensors, counts, step + _base(groups))
+    beside.check(rest, params, told, step + _base(groups))
+    ordered = {path: params[path] for group in groups for path in group.paths}
+    rules = dict(_rules(schema, variant, ordered, groups, told))
+    form = schema.variant(variant)["constants"]
+    slots = {
+        path: canonical_slots(form, rules[path], params[path], own) if path in rules else own
+        for path, own in held.items()
+    }
+    unused = _others(tensors, params, slots, native)
     state = TrainState(
         {**ordered, **params},
         slots,
         Optimizer(schema.name, variant, groups),
         Counts(step, step),
-        dict(_rules(schema, variant, ordered, groups, told.get("dimension_names", {}))),
+        rules,
+        extra=beside.carried(unused, told, step),
     )
     # Where slots are born in the first update, state 0 has none: they begin as they would.
     return initial(state) if _unborn(state) else state
+
+
+def _slots(
+    tensors: Mapping[str, Tensor], params: Mapping[str, Tensor], native: Mapping[str, str]
+) -> dict[str, dict[str, Tensor]]:
+    """Returns what stands under the names of slots, by path and canonical name."""
+    return {
+        path: {name: tensors[own] for name in native if (own := f"slot/{path}/{native[name]}") in tensors}
+        for path in params
+    }
+
+
+def _others(
+    tensors: Mapping[str, Tensor],
+    params: Mapping[str, Tensor],
+    slots: Mapping[str, Mapping[str, Tensor]],
+    native: Mapping[str, str],
+) -> dict[str, Tensor]:
+    """Returns what is neither a parameter nor a slot."""
+    taken = {f"slot/{path}/{native[name]}" for path, own in slots.items() for name in own}
+    taken |= {f"param/{path}" for path in params}
+    return {name: tensor for name, tensor in tensors.items() if name not in taken}
 
 
 def _group(schema: OptimizerSchema, variant: str, arguments: Mapping[str, Any]) -> Group:
@@ -156,20 +189,21 @@ def _rules(
     variant: str,
     params: Mapping[str, Tensor],
     groups: Sequence[Group],
-    dimension_names: Mapping[str, Sequence[str]],
+    told: Mapping[str, Any],
 ) -> Iterator[tuple[str, Rule]]:
     """Yields how the variant factors each parameter, if its optimizer factors at all."""
     if "v_row" not in schema.slots:
         return
     form, settings = schema.variant(variant)["constants"], schema.settings(variant)
+    names, given = told.get("dimension_names", {}), told.get("rules", {})
     for group in groups:
         said = {**settings, **group.hyperparameters}
         apart = said["stacked_dim_names"] or ()
         for path in group.paths:
-            stacked = [i for i, name in enumerate(dimension_names.get(path, ())) if name in apart]
+            stacked = [i for i, name in enumerate(names.get(path, ())) if name in apart]
             minimum = said["min_dim_size_to_factor"]
             axes = by_shape(form, params[path].shape, said["factored"], minimum, stacked)
-            yield path, Rule(axes, "file")
+            yield path, Rule(tuple(map(Axis, given[path])) if path in given else axes, "file")
 
 
 def _unborn(state: TrainState) -> bool:
@@ -186,48 +220,21 @@ def _base(groups: Sequence[Group]) -> int:
     return int(groups[0].hyperparameters.get("begin_num_update", 0)) if groups else 0
 
 
-def _counts_updates(name: str, counts: Mapping[str, Any]) -> bool:
-    sort, _, rest = name.partition("/")
-    if sort == "global":
-        return rest in counts.get("globals", ())
-    return sort == "slot" and rest.rpartition("/")[2] in counts.get("slots", ())
-
-
-def _check_counts(tensors: Mapping[str, Tensor], counts: Mapping[str, Any], expected: int) -> None:
-    held = {name: int(t.read()) for name, t in tensors.items() if _counts_updates(name, counts)}
-    other = next((name for name, count in held.items() if count != expected), None)
-    if other is not None:
-        raise StateError(
-            "Not everything in a recording counts the same updates; statekit steps a run with one count.",
-            place=other,
-            expected=expected,
-            found=held[other],
-        )
-
-
 def encode(state: TrainState, phase: Phase) -> dict[str, Tensor]:
     """Returns the tensors of a state under the trajectory's names, without the step."""
     told, variant = phase.hyperparameters, str(state.optimizer.variant)
     named = {f"param/{path}": tensor for path, tensor in state.params.items()}
-    counts = dict(_counts(state, told.get("counts", {})))
     if _unborn(state):
         return named
     native = aliases(load_schema(state.optimizer.schema), variant, told.get("slots", {}))
-    slots = {
-        f"slot/{path}/{native[name]}": tensor
-        for path, own in state.slots.items()
-        for name, tensor in own.items()
-    }
-    return named | slots | counts
-
-
-def _counts(state: TrainState, counts: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    if counts:
-        value = state.counts.updates + _base(state.optimizer.groups)
-        count = in_memory(np.asarray(value, DTYPES[counts["dtype"]]), "count")
-        yield from ((f"global/{name}", count) for name in counts.get("globals", ()))
-        for path in state.slots:
-            yield from ((f"slot/{path}/{name}", count) for name in counts.get("slots", ()))
+    form = _constants(state)
+    slots: dict[str, Tensor] = {}
+    for path, own in state.slots.items():
+        rule = state.rules.get(path)
+        held = own.items() if rule is None else native_slots(form, rule, state.params[path], own)
+        slots |= {f"slot/{path}/{native[name]}": tensor for name, tensor in held}
+    updates = state.counts.updates + _base(state.optimizer.groups)
+    return named | slots | beside.tensors(state, told, updates)
 
 
 @dataclass(frozen=True)

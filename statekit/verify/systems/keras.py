@@ -12,7 +12,7 @@ from typing import Any
 
 from statekit.verify.systems.aliased import described, kind
 
-KINDS = {"AdamW": ("adamw", "keras"), "Lamb": ("lamb", "keras")}
+KINDS = {"AdamW": ("adamw", "keras"), "Lamb": ("lamb", "keras"), "Adafactor": ("adafactor", "keras")}
 
 
 def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ them in `partitions`: {"ranks": n, "by": "group" or "parameter"}.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from statekit.verify.phases import Phase
 from statekit.verify.systems import aliased
 from statekit.verify.systems.aliased import aliases, described, kind
 
-KINDS = {"AdamW": ("adamw", "torch")}
+KINDS = {"AdamW": ("adamw", "torch"), "Adafactor": ("adafactor", "torch")}
 BY_RANK = ("DeepSpeed", "FSDP1")
 """Wrappers under which an optimizer sees flat pieces of the parameters: only elementwise rules don't notice."""
 SHARDED = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -46,7 +47,7 @@ class TorchOptim:
         told: dict[str, Any] = {
             "schema": schema,
             "variant": variant,
-            "groups": list(_groups(folder, meta)),
+            "groups": list(recorded_groups(folder, meta)),
             "counts": {"slots": ["step"], "dtype": "float32"},
         }
         config = meta["extra"].get("ds_config")
@@ -56,8 +57,8 @@ class TorchOptim:
                 "ranks": meta["extra"]["world_size"],
                 "by": "parameter" if stage == 3 else "group",
             }
-        file = meta["checkpoint"]["files"][0]
-        return described(meta, [(1, int(meta["steps"]), told)], file, "compiled")
+        path = checkpoint_of(meta["checkpoint"]["files"])
+        return described(meta, [(1, int(meta["steps"]), told)], path, "compiled")
 
     def decode(self, tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState:
         """Returns the canonical state of one step; flat copies over ranks must hold the same values.
@@ -78,7 +79,13 @@ class TorchOptim:
         return aliased.encode(state, phase) | dict(_partitions(state, phase))
 
 
-def _groups(folder: Path, meta: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def checkpoint_of(files: Sequence[str]) -> str:
+    """Returns what is opened as a checkpoint: its only file, or the folder of its first."""
+    return files[0] if len(files) == 1 else posixpath.dirname(files[0])
+
+
+def recorded_groups(folder: Path, meta: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the arguments of each parameter group, and its paths as `params`."""
     extra = meta["extra"]
     path_of = {name: path for path, name in extra["fqn"].items()}
     if extra.get("param_groups"):

@@ -1,0 +1,33 @@
+"""Recordings of Hugging Face's Adafactor, alone or under Trainer; slots born in the first update.
+
+What counts in `meta.json`: `extra.param_groups`; `learning_rate` per step and group, unless `relative_step` lets the
+rule compute its own. Its slot RMS is a note on the parameter before the last update: written and never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from statekit.verify.systems.aliased import described, kind
+from statekit.verify.systems.torch_optim import checkpoint_of, recorded_groups
+
+KINDS = {"Adafactor": ("adafactor", "hf")}
+
+
+def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content of `recording.json` for a `meta.json` of Transformers."""
+    schema, variant = kind(meta, KINDS)
+    groups = list(recorded_groups(folder, meta))
+    told = {
+        "schema": schema,
+        "variant": variant,
+        "groups": groups,
+        "counts": {"slots": ["step"], "dtype": "int64"},
+        "unread": ["RMS"],
+    }
+    own_rate = all(group["relative_step"] for group in groups)
+    files = meta["checkpoint"]["files"]
+    phases = [(1, int(meta["steps"]), told)]
+    return described(meta, phases, checkpoint_of(files), "compiled", own_rate=own_rate)
