@@ -126,19 +126,19 @@ def swapped(case: str) -> dict[str, Any]:
 BETAS = present(TORCH, LAMB, LOW, KERAS, MESH, KERAS_LAMB)
 
 
-@pytest.mark.parametrize(("name", "case"), everywhere(BETAS, BETAS[:1], BETAS[:2]))
-def test_swapped_betas_leave_the_bound(name: str, case: str) -> None:
+@pytest.mark.parametrize("case", BETAS)
+def test_swapped_betas_leave_the_bound(case: str) -> None:
     with shortened(GOLDEN / case) as recording:
-        result = judged(recording, backend(name), **swapped(case))
+        result = judged(recording, backend("numpy"), **swapped(case))
     assert all(outside(result, tensor) for tensor in ("param", "m", "v"))
 
 
 LATE = present(FUSED, LAMB, OPTAX, KERAS)
 
 
-@pytest.mark.parametrize(("name", "case"), everywhere(LATE, LATE[:1], LATE[:2]))
-def test_a_step_one_off_leaves_the_bound(name: str, case: str) -> None:
-    xp, module = backend(name), lamb if "lamb" in case else adamw
+@pytest.mark.parametrize("case", LATE)
+def test_a_step_one_off_leaves_the_bound(case: str) -> None:
+    xp, module = backend("numpy"), lamb if "lamb" in case else adamw
     with shortened(GOLDEN / case) as recording, mistaken(module, xp, late=1):
         result = judged(recording, xp)
     assert outside(result, "param") and not outside(result, "m") and not outside(result, "v")
@@ -180,16 +180,11 @@ HERE = {what: [fault for fault in faults if present(fault[0])] for what, faults 
 FAULTS = [f"{what} {number}" for what, faults in HERE.items() for number in range(len(faults))]
 
 
-SEEN = [fault for fault in FAULTS if fault[-1] == "0"]
-ESSENTIAL = ("correction off", "epsilon inside", "decay before", "no clipping")
-QUICK = [fault for fault in SEEN if fault.startswith(ESSENTIAL)]
-
-
-@pytest.mark.parametrize(("name", "fault"), everywhere(FAULTS, QUICK, SEEN))
-def test_another_rule_leaves_the_bound(name: str, fault: str) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_another_rule_leaves_the_bound(fault: str) -> None:
     what, _, number = fault.rpartition(" ")
     case, constants, changes = HERE[what][int(number)]
-    xp, module = backend(name), lamb if "lamb" in case else adamw
+    xp, module = backend("numpy"), lamb if "lamb" in case else adamw
     with shortened(GOLDEN / case) as recording, mistaken(module, xp, constants):
         assert not judged(recording, xp, **changes).passed
 

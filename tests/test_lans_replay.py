@@ -90,9 +90,9 @@ def other_path(case: str) -> str:
 SWAPPED = present(BOUNDS, UPDATER, FUSED, TWO, UNFUSED, SCHEDULED, MIXED)
 
 
-@pytest.mark.parametrize(("name", "case"), everywhere(SWAPPED, SWAPPED[:2], SWAPPED[:2]))
-def test_the_other_path_leaves_the_bound(name: str, case: str) -> None:
-    xp = backend(name)
+@pytest.mark.parametrize("case", SWAPPED)
+def test_the_other_path_leaves_the_bound(case: str) -> None:
+    xp = backend("numpy")
     with shortened(GOLDEN / case) as recording, mistaken(lans, xp, variant=other_path(case)):
         result = judged(recording, xp)
     assert outside(result, "v") and not result.passed
@@ -131,15 +131,12 @@ RULES: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
     "1 - beta in float32": (UPDATER, {"constants_precision": "float32"}, {}, 0),
 }
 FAULTS = [what for what, fault in RULES.items() if present(fault[0])]
-ESSENTIAL = [
-    what for what in FAULTS if what in ("betas swapped", "step one off", "epsilon moved", "no clipping")
-]
 
 
-@pytest.mark.parametrize(("name", "fault"), everywhere(FAULTS, ESSENTIAL[:2], ESSENTIAL))
-def test_another_rule_leaves_the_bound(name: str, fault: str) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_another_rule_leaves_the_bound(fault: str) -> None:
     case, constants, changes, late = RULES[fault]
-    xp = backend(name)
+    xp = backend("numpy")
     with shortened(GOLDEN / case, 7) as recording, mistaken(lans, xp, constants, late=late):
         assert not judged(recording, xp, **changes).passed
 

@@ -1,4 +1,7 @@
-"""Replay must say so when something is broken on purpose. Each fault here passes unnoticed in a plain load."""
+"""Replay must say so when something is broken on purpose. Each fault here passes unnoticed in a plain load.
+
+That every backend notices every kind of fault is in test_seeded_faults.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,13 @@ from goldens import GOLDEN
 from statekit.backends import backend
 from statekit.commit import staged
 from statekit.convert import open_state
-from statekit.optim import adafactor_forms as forms
 from statekit.registry import container, layout
 from statekit.state import Counts, TrainState
 from statekit.tensor import Tensor
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay
 
-BACKENDS = [
-    "numpy",
-    pytest.param("torch", marks=pytest.mark.torch),
-    pytest.param("jax", marks=pytest.mark.jax),
-    pytest.param("tensorflow", marks=pytest.mark.tensorflow),
-]
+BACKENDS = ["numpy", pytest.param("torch", marks=pytest.mark.torch)]
 CASE = GOLDEN / "t5x" / "momentum_f32"
 SQUARE = "encoder/layers_0/attention/query/kernel"
 
@@ -115,19 +112,9 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("fault", CHANGES)
-def test_a_moved_hyperparameter_leaves_the_bound(fault: str, name: str) -> None:
+def test_a_moved_hyperparameter_leaves_the_bound(fault: str) -> None:
     case, changes = CHANGES[fault]
     with open_recording(GOLDEN / "t5x" / case) as recording:
         assert replay(Subject(recording, "init"), backend("numpy")).passed
-        assert not replay(Subject(recording, "init", changes=changes), backend(name)).passed
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_wrong_step_base_leaves_the_bound(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    xp, right = backend(name), forms.DECAY["pow"]
-    monkeypatch.setattr(forms, "DECAY", {"pow": lambda s, step: right(s, step + 1 if s.xp is xp else step)})
-    with open_recording(CASE) as recording:
-        result = replay(Subject(recording), xp)
-    assert not result.decoded and not result.passed
+        assert not replay(Subject(recording, "init", changes=changes), backend("numpy")).passed
