@@ -12,7 +12,7 @@ A frame is the tree with marks, which are tuples, in the place of what is canoni
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,13 +48,16 @@ def filled(form: Tree, leaf: Callable[[str], Tensor]) -> Tree:
     return replaced(form, {keys: leaf(mark.path) for keys, mark in leaves(form) if isinstance(mark, At)})
 
 
-def frame_of(tree: Tree, at: Path, found: list[Link], updates: int, schedule: int) -> Tree:
+def frame_of(
+    tree: Tree, at: Path, found: list[Link], kept: Collection[Path], updates: int, schedule: int
+) -> Tree:
     """Returns the frame of a tree.
 
     Args:
         tree: The tree.
         at: Where its parameters are.
         found: Its links.
+        kept: The paths of those whose slots are canonical.
         updates: The count of updates.
         schedule: The schedule's.
     """
@@ -64,7 +67,7 @@ def frame_of(tree: Tree, at: Path, found: list[Link], updates: int, schedule: in
     usual = usual_form(dict.fromkeys(paths.values()))
     parts: dict[Path, Tree] = {at: (PARAMS,) if form == usual else (PARAMS, _packed(form))}
     for link in found:
-        for name, own in link.trees():
+        for name, own in link.trees() if link.path in kept else ():
             mine = form_of(own, paths)
             mark = (SLOT, name) if mine == form else (SLOT, name, _packed(mine))
             parts[(*link.path, name)] = mark

@@ -50,6 +50,11 @@ class Engine:
     others: tuple[str, ...]
 
     @property
+    def links(self) -> tuple[Path, ...]:
+        """The paths of its own link and of its momentum's."""
+        return (self.link.path, *((self.momentum.path,) if self.momentum else ()))
+
+    @property
     def masked(self) -> bool:
         """Whether a masked link without slots stands behind it: weight decay with a mask."""
         masks: tuple[Tree, ...] = ({"inner_state": None}, {"inner_state": {}})

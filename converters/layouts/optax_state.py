@@ -106,7 +106,9 @@ class Optax:
             for part in parts
             for path, own in part.slots.items()
         }
-        frame = frame_of(tree, where, found, updates, schedule)
+        frame = frame_of(
+            tree, where, found, {path for own in engines for path in own.links}, updates, schedule
+        )
         optimizer = Optimizer(schema.name, variant, tuple(groups))
         counts = Counts(updates, schedule)
         return TrainState(
@@ -175,12 +177,11 @@ def _part(
                 if is_tensor(leaf):
                     slots.setdefault(path, {})[name] = leaf
     place = "/".join(map(str, own.link.path))
-    faults += [(f"has slots in {place} but no parameter", path) for path in slots if path not in params]
     shown: dict[str, Factoring] = {}
     for path, held in slots.items():
         missing = [name for name in fields if name not in held]
         faults += [(f"has no {name} in {place}", path) for name in missing]
-        if schema.name == "adafactor" and path in params and not missing:
+        if schema.name == "adafactor" and not missing:
             found = factoring(params[path].shape, held)
             if isinstance(found, str):
                 faults.append((found, path))

@@ -1,10 +1,11 @@
-"""Layout `statekit-torch`: a torch checkpoint whose optimizer part is the state of statekit.torch.Adafactor.
+"""Layout `statekit-torch`: a torch checkpoint whose optimizer part is the state of an optimizer of statekit.torch.
 
     model              {name: tensor}: parameters and buffers; a name is the path with dots for slashes
     optimizer          state         {index: {slot: tensor}}
-                       param_groups  [{lr, step, rules, known_from, hyperparameters..., param_names, params}]
+                       param_groups  [{schema, variant, lr, step, behind, slots, rules, known_from, hyperparameters...,
+                                      param_names, params}]
     step               updates done
-    optimizer_class    statekit.torch.Adafactor
+    optimizer_class    statekit.torch.Adafactor, ...
     variant            whose rule it follows
     schedule           where the learning-rate schedule stands
     paths              {name: path} of every parameter
@@ -22,6 +23,8 @@ from typing import Any
 
 from statekit.checkpoint import Checkpoint
 from statekit.converters.layouts.statekit_torch_groups import (
+    Found,
+    Kind,
     Names,
     decode_groups,
     encode_groups,
@@ -32,11 +35,20 @@ from statekit.converters.layouts.statekit_torch_groups import (
 )
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.format import Encoded, Evidence, Hints
+from statekit.optim.run import stepped_variants
+from statekit.schema import load_schema
 from statekit.state import Counts, Optimizer, TrainState
 from statekit.tensor import Tensor
 from statekit.tree import Tree, walk
 
-CLASS = "statekit.torch.Adafactor"
+CLASSES = {
+    "adafactor": "statekit.torch.Adafactor",
+    "scaled_adam": "statekit.torch.ScaledAdam",
+    "lans": "statekit.torch.LANS",
+    "lamb": "statekit.torch.LAMB",
+    "adamw": "statekit.torch.AdamW",
+}
+"""Schema -> the class whose state its files hold."""
 BUFFERS, GROUPS, BESIDE = "buffers", "param_groups", "torch"
 """Parts of `extra` that lie elsewhere in the file: in `model`, in the groups, and at the top."""
 
@@ -50,11 +62,11 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class StatekitTorch:
-    """The checkpoint of a run with statekit.torch.Adafactor."""
+    """The checkpoint of a run with an optimizer of statekit.torch."""
 
     name: str = "statekit-torch"
-    title: str = "model, optimizer and step of a run with statekit.torch.Adafactor, by parameter name"
-    optimizers: tuple[str, ...] = ("adafactor",)
+    title: str = "model, optimizer and step of a run with an optimizer of statekit.torch, by parameter name"
+    optimizers: tuple[str, ...] = tuple(CLASSES)
     containers: tuple[str, ...] = ("torch",)
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
@@ -76,7 +88,7 @@ class StatekitTorch:
         state = _decoded(checkpoint.tree, faults)
         if state is None or faults:
             raise StateError(
-                f"The checkpoint isn't one of {CLASS}: {len(faults)} faults.",
+                f"The checkpoint isn't one of statekit.torch: {len(faults)} faults.",
                 place=checkpoint.path,
                 found=fault_list(faults),
                 remedy="save a dict with model: model.state_dict() and optimizer: optimizer.state_dict()",
@@ -88,13 +100,14 @@ class StatekitTorch:
 
         Raises:
             StateError: Two paths have the same name in torch; lists all such pairs.
-            InexactError: The optimizer isn't T5X's Adafactor.
+            InexactError: No class of statekit.torch steps by the optimizer's rule.
         """
         optimizer = state.optimizer
-        if optimizer.schema != "adafactor" or optimizer.variant not in ("t5x", None):
+        steppable = stepped_variants(optimizer.schema)
+        if optimizer.variant not in (*steppable, None):
             raise InexactError(
-                f"{CLASS} steps by T5X's rule and can't go on with this optimizer.",
-                expected="adafactor, variant t5x",
+                f"{CLASSES[optimizer.schema]} can't go on with this optimizer.",
+                expected=f"{optimizer.schema}, variant {', '.join(steppable)}",
                 found=f"{optimizer.schema}, variant {optimizer.variant}",
             )
         names = _names(state.params)
@@ -111,7 +124,7 @@ class StatekitTorch:
             "model": {**{names[path]: tensor for path, tensor in state.params.items()}, **buffers},
             "optimizer": encode_groups(state, names, of_groups),
             "step": state.counts.updates,
-            "optimizer_class": CLASS,
+            "optimizer_class": CLASSES[optimizer.schema],
             "variant": optimizer.variant,
             "schedule": state.counts.schedule,
             "paths": {name: path for path, name in names.items()},
@@ -143,7 +156,7 @@ def _names(paths: Iterable[str]) -> Names:
 
 
 def _decoded(tree: Mapping[str, Any], faults: list[tuple[str, str]]) -> TrainState | None:
-    ours = tree.get("optimizer_class") == CLASS
+    ours = tree.get("optimizer_class") in CLASSES.values()
     own = {key: tree[key] for key in _FORMS if ours and key in tree}
     model, optimizer = tree.get("model"), tree["optimizer"]
     faults += [("has another form", key) for key, part in own.items() if not isinstance(part, _FORMS[key])]
@@ -157,8 +170,9 @@ def _decoded(tree: Mapping[str, Any], faults: list[tuple[str, str]]) -> TrainSta
     params = {paths[name]: leaf for name, leaf in model.items() if name in paths}
     faults += [("is no tensor", f"model/{name}") for name in paths if not isinstance(model[name], Tensor)]
     faults += _collisions(paths)
-    found = decode_groups(optimizer, paths, faults)
-    if faults:
+    kind = _kind(optimizer["param_groups"][0], own, faults)
+    found = decode_groups(optimizer, kind, paths, faults) if kind else Found()
+    if kind is None or faults:
         return None
     buffers = {name: leaf for name, leaf in model.items() if name not in paths}
     beside = _beside(tree, own, found.updates)
@@ -170,12 +184,22 @@ def _decoded(tree: Mapping[str, Any], faults: list[tuple[str, str]]) -> TrainSta
     return TrainState(
         params=params,
         slots=found.slots,
-        optimizer=Optimizer("adafactor", own.get("variant", "t5x"), found.groups),
-        counts=Counts(found.updates, own.get("schedule", found.updates)),
+        optimizer=Optimizer(kind.schema, kind.variant, found.groups),
+        counts=Counts(found.updates, own.get("schedule", found.updates), found.behind),
         rules=found.rules,
         extra={**own.get("extra", {}), **{key: part for key, part in parts.items() if any(part)}},
         assumptions=tuple(notes),
     )
+
+
+def _kind(group: Mapping[str, Any], own: Mapping[str, Any], faults: list[tuple[str, str]]) -> Kind | None:
+    """Returns whose state a file holds, by its first group; files from when there was only one name no schema."""
+    schema = group.get("schema", "adafactor")
+    variant = group.get("variant", own.get("variant", "t5x"))
+    if schema not in CLASSES or (variant is not None and variant not in load_schema(schema).variants):
+        faults.append((f"is of {schema!r:.80}, variant {variant!r:.80}", "optimizer/param_groups/0"))
+        return None
+    return Kind(schema, variant)
 
 
 def _collisions(paths: Mapping[str, str]) -> list[tuple[str, str]]:

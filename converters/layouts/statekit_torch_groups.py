@@ -7,7 +7,7 @@ Source: PyTorch torch/optim/optimizer.py, `Optimizer.state_dict`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,9 +23,13 @@ Faults: TypeAlias = list[tuple[str, str]]
 
 FROZEN = "frozen"
 """Key of the first group: names of the parameters that no group moves. A file without them takes them for buffers."""
-_SCALE = "multiply_by_parameter_scale"
+SCALE = "multiply_by_parameter_scale"
+BY_NAME = (SCALE, "exclude_from_weight_decay", "lr_mult", "wd_mult")
+"""Hyperparameters that may have a value for each parameter: {path: value}, in PyTorch {name: value}."""
+RATE_NAMES = ("learning_rate", "lr")
+"""What schemas call the learning rate; a group's key is `lr`."""
 _OURS = ("params", "param_names", "rules", "step")
-_NOT_VALUES = (*_OURS, "lr", "known_from", FROZEN)
+_NOT_VALUES = (*_OURS, "lr", "schema", "variant", "behind", "slots", "known_from", FROZEN)
 _KNOWN_FROM = ("file", "given", "assumed")
 
 
@@ -33,12 +37,13 @@ _KNOWN_FROM = ("file", "given", "assumed")
 class Found:
     """What the optimizer part says. `others` are keys of each group that mean nothing here, such as `initial_lr`."""
 
-    groups: tuple[Group, ...]
-    slots: Mapping[str, Mapping[str, Tensor]]
-    rules: Mapping[str, Rule]
-    updates: int
-    others: tuple[Mapping[str, Tree], ...]
-    notes: tuple[str, ...]
+    groups: tuple[Group, ...] = ()
+    slots: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+    updates: int = 0
+    behind: Mapping[str, int] = field(default_factory=dict)
+    others: tuple[Mapping[str, Tree], ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def looks_ours(optimizer: Any) -> bool:
@@ -82,24 +87,42 @@ def _scalar(leaf: Any) -> Any:
     return leaf
 
 
+def by_other_names(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Returns hyperparameters with each map by parameter under other names; a parameter without one is left out."""
+    return {
+        key: {names[own]: one for own, one in value.items() if own in names}
+        if key in BY_NAME and isinstance(value, Mapping)
+        else value
+        for key, value in values.items()
+    }
+
+
 def encode_groups(state: TrainState, names: Names, others: Sequence[Mapping[str, Tree]]) -> dict[str, Tree]:
     """Returns `state` and `param_groups`.
 
     Raises:
-        InexactError: A group has slots as a whole, which Adafactor has no use for.
+        InexactError: A group as a whole has slots that its schema doesn't know.
     """
-    moved = {path for group in state.optimizer.groups for path in group.paths}
+    optimizer, known = state.optimizer, load_schema(state.optimizer.schema).slots
+    moved = {path for group in optimizer.groups for path in group.paths}
     frozen = [names[path] for path in state.params if path not in moved]
-    index = {path: i for i, path in enumerate(p for group in state.optimizer.groups for p in group.paths)}
+    index = {path: i for i, path in enumerate(p for group in optimizer.groups for p in group.paths)}
     groups = []
-    for i, group in enumerate(state.optimizer.groups):
-        if group.slots:
-            raise InexactError("Adafactor's groups have no slots of their own.", found=", ".join(group.slots))
+    for i, group in enumerate(optimizer.groups):
+        if strange := [name for name in group.slots if name not in known]:
+            raise InexactError(
+                "A group has slots of its own that its optimizer doesn't know.",
+                expected=optimizer.schema,
+                found=", ".join(strange),
+            )
         groups.append(
             {
                 **(others[i] if i < len(others) else {}),
+                "schema": optimizer.schema,
+                "variant": optimizer.variant,
                 **_values(group, names),
-                "step": state.counts.updates,
+                **_counts(state, group, names),
+                **({"slots": dict(group.slots)} if group.slots else {}),
                 "rules": {names[p]: state.rules[p].to_json() for p in group.paths if p in state.rules},
                 "known_from": dict(group.known_from),
                 **({FROZEN: frozen} if frozen and i == 0 else {}),
@@ -112,37 +135,68 @@ def encode_groups(state: TrainState, names: Names, others: Sequence[Mapping[str,
 
 
 def _values(group: Group, names: Names) -> dict[str, Any]:
-    values = {"lr": None, **group.hyperparameters}
-    values["lr"] = values.pop("learning_rate", None)
-    if isinstance(scale := values.get(_SCALE), Mapping):
-        values[_SCALE] = {names[path]: flag for path, flag in scale.items()}
-    return values
+    values = by_other_names(group.hyperparameters, names)
+    rates = [values.pop(name) for name in RATE_NAMES if name in values]
+    return {"lr": rates[0] if rates else None, **values}
 
 
-def decode_groups(optimizer: Mapping[str, Any], paths: Names, faults: Faults) -> Found:
+def _counts(state: TrainState, group: Group, names: Names) -> dict[str, Any]:
+    """Returns what a group counts: a count that all its parameters share is the group's own."""
+    behind = {path: state.counts.behind[path] for path in group.paths if path in state.counts.behind}
+    if behind and len(behind) == len(group.paths) and len({*behind.values()}) == 1:
+        return {"step": next(iter(behind.values()))}
+    own = {"behind": {names[path]: count for path, count in behind.items()}} if behind else {}
+    return {"step": state.counts.updates, **own}
+
+
+def decode_groups(optimizer: Mapping[str, Any], kind: Kind, paths: Names, faults: Faults) -> Found:
     """Returns what the optimizer part says; adds to `faults` what doesn't fit.
 
     Args:
         optimizer: `state` and `param_groups`, with the keys that mark ours.
+        kind: Whose groups they are.
         paths: Path of each name that `model` has.
         faults: Where faults are added.
     """
-    parts = [_Part(f"optimizer/param_groups/{i}", group) for i, group in enumerate(optimizer["param_groups"])]
+    parts = [
+        _Part(f"optimizer/param_groups/{i}", kind, group) for i, group in enumerate(optimizer["param_groups"])
+    ]
     for part in parts:
         part.check(paths, faults)
     if faults:
-        return Found((), {}, {}, 0, (), ())
+        return Found()
     slots = _slots(optimizer.get("state"), parts, paths, faults)
     rules = {path: rule for part in parts for path, rule in part.rules(paths, faults)}
     updates = max(part.step for part in parts)
+    offset = kind.counts_offset
     notes = [
         f"Parameter group {i} has made {part.step} of {updates} updates; its step_offset is counted from there."
         for i, part in enumerate(parts)
-        if part.step != updates
+        if part.step != updates and offset
     ]
-    groups = tuple(part.decoded(paths, updates, faults) for part in parts)
-    others = tuple(part.others() for part in parts)
-    return Found(groups, slots, rules, updates, others if any(others) else (), tuple(notes))
+    return Found(
+        tuple(part.decoded(paths, updates, faults) for part in parts),
+        slots,
+        rules,
+        updates,
+        {path: count for part in parts for path, count in part.behind(paths, updates, faults)},
+        tuple(part.others() for part in parts) if any(part.others() for part in parts) else (),
+        tuple(notes),
+    )
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Whose groups a file holds."""
+
+    schema: str
+    variant: str | None
+
+    @property
+    def counts_offset(self) -> bool:
+        """Whether a group that began later is told by its `step_offset`; else by its parameters' counts."""
+        known = load_schema(self.schema)
+        return self.variant is not None and "step_offset" in known.variant(self.variant)["defaults"]
 
 
 @dataclass(frozen=True)
@@ -150,6 +204,7 @@ class _Part:
     """One parameter group of the file."""
 
     place: str
+    kind: Kind
     values: Mapping[str, Any]
 
     @property
@@ -174,9 +229,12 @@ class _Part:
             faults.append((f"step is {self.values['step']!r:.80}", self.place))
         faults += [
             (f"{key} isn't a map", self.place)
-            for key in ("rules", "known_from")
+            for key in ("rules", "known_from", "behind", "slots")
             if not isinstance(self.values.get(key, {}), Mapping)
         ]
+        own = self.values.get("schema", self.kind.schema), self.values.get("variant", self.kind.variant)
+        if own != (self.kind.schema, self.kind.variant):
+            faults.append((f"is of {own[0]}, variant {own[1]}, unlike the file", self.place))
 
     def rules(self, paths: Names, faults: Faults) -> Iterator[tuple[str, Rule]]:
         for name in self.names:
@@ -191,29 +249,40 @@ class _Part:
                 faults.append((f"known_from is {rule.known_from!r:.80}", f"{self.place}/rules/{name}"))
             yield paths[name], rule
 
+    def behind(self, paths: Names, updates: int, faults: Faults) -> Iterator[tuple[str, int]]:
+        """Yields the updates done by parameters that missed some."""
+        own = self.values.get("behind", {})
+        late = self.step != updates and not self.kind.counts_offset
+        for name in self.names:
+            if name not in own and not late:
+                continue
+            count = integer(own.get(name, self.step))
+            if count is None or count < 0:
+                faults.append((f"is {own[name]!r:.80}, expected a count", f"{self.place}/behind/{name}"))
+            else:
+                yield paths[name], count
+
     def decoded(self, paths: Names, updates: int, faults: Faults) -> Group:
-        schema = load_schema("adafactor")
+        schema = load_schema(self.kind.schema)
         known = self.values.get("known_from", {})
-        values = {name: _scalar(self.values[name]) for name in schema.hyperparameters if name in self.values}
+        values = {
+            name: _scalar(self.values[name])
+            for name in schema.hyperparameters
+            if name in self.values and name not in RATE_NAMES
+        }
+        own_rate = next(name for name in RATE_NAMES if name in schema.hyperparameters)
         rate = _scalar(self.values.get("lr"))
-        if rate is not None or "learning_rate" in known:
-            values["learning_rate"] = rate
+        if rate is not None or own_rate in known:
+            values[own_rate] = rate
         faults += [
             (f"is {value!r:.80}, {fault}", f"{self.place}/{name}")
             for name, value in values.items()
-            if not (name == _SCALE and isinstance(value, Mapping)) and (fault := schema.fault(name, value))
+            if not (name == SCALE and isinstance(value, Mapping)) and (fault := schema.fault(name, value))
         ]
-        if isinstance(scale := values.get(_SCALE), Mapping):
-            faults += [
-                (
-                    f"is {flag!r:.80}, expected boolean for a parameter of model",
-                    f"{self.place}/{_SCALE}/{name}",
-                )
-                for name, flag in scale.items()
-                if name not in paths or not isinstance(flag, bool)
-            ]
-            values[_SCALE] = {paths[name]: flag for name, flag in scale.items() if name in paths}
-        if self.step != updates and isinstance(offset := values.get("step_offset"), int):
+        faults += self._map_faults(values, paths)
+        values = by_other_names(values, paths)
+        offset = values.get("step_offset")
+        if self.step != updates and self.kind.counts_offset and isinstance(offset, int):
             values["step_offset"] = offset + updates - self.step
         sources: dict[str, KnownFrom] = {name: known.get(name, "file") for name in values}
         faults += [
@@ -221,10 +290,26 @@ class _Part:
             for name, source in sources.items()
             if source not in _KNOWN_FROM
         ]
-        return Group(tuple(paths[name] for name in self.names), values, sources)
+        slots = self.values.get("slots", {})
+        faults += [
+            (f"slot {name} of the group is no tensor that {schema.name} knows", self.place)
+            for name, slot in slots.items()
+            if not isinstance(slot, Tensor) or name not in schema.slots
+        ]
+        return Group(tuple(paths[name] for name in self.names), values, sources, slots)
+
+    def _map_faults(self, values: Mapping[str, Any], paths: Names) -> Faults:
+        return [
+            (f"is {one!r:.80}, expected {expected} for a parameter of model", f"{self.place}/{key}/{name}")
+            for key in BY_NAME
+            if isinstance(values.get(key), Mapping)
+            for kinds, expected in [((bool,), "boolean") if key in BY_NAME[:2] else ((int, float), "number")]
+            for name, one in values[key].items()
+            if name not in paths or not isinstance(one, kinds)
+        ]
 
     def others(self) -> dict[str, Tree]:
-        known = load_schema("adafactor").hyperparameters
+        known = load_schema(self.kind.schema).hyperparameters
         return {k: v for k, v in self.values.items() if k not in _NOT_VALUES and k not in known}
 
 

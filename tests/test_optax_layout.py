@@ -1,0 +1,440 @@
+"""States of Optax: recordings are decoded to the recorded state, and every tree comes back as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_orbax_read import IDS, RECORDED
+
+from formats import plain_state, values
+from statekit.checkpoint import Checkpoint
+from statekit.converters.containers.orbax import CONTAINER as ORBAX
+from statekit.converters.layouts.optax_state import LAYOUT
+from statekit.errors import InexactError, StateError, UsageError
+from statekit.format import Exactness, Hints
+from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.tensor import Tensor, in_memory
+from statekit.tree import Tree, tensor_names, to_json
+from statekit.verify.recording import open_recording
+
+
+def checkpoint(tree: Tree, **facts: Any) -> Checkpoint:
+    return Checkpoint("orbax", Path("here"), tree, **facts)
+
+
+def same_tree(left: Tree, right: Tree) -> None:
+    assert json.dumps(to_json(left)) == json.dumps(to_json(right))
+    assert values(tensor_names(left)) == values(tensor_names(right))
+
+
+@pytest.mark.parametrize(("bundle", "step"), RECORDED, ids=IDS)
+def test_a_recorded_state_is_decoded_exactly(bundle: Path, step: Path) -> None:
+    with open_recording(bundle) as recording, ORBAX.open(step) as opened:
+        assert LAYOUT.detect(opened) is not None
+        state = LAYOUT.decode(opened, Hints())
+        update = recording.checkpoint_step
+        assert update is not None
+        recorded = recording.state(update, recording.trajectories[0], update + 1)
+        assert state.counts.updates == recorded.counts.updates
+        assert values(state.params) == values(recorded.params)
+        assert {path: values(own) for path, own in state.slots.items()} == {
+            path: values(own) for path, own in recorded.slots.items()
+        }
+        assert state.optimizer.schema == recorded.optimizer.schema
+        for path, rule in state.rules.items():
+            assert (rule.axes == recorded.rules[path].axes) or rule.known_from == "assumed", path
+
+
+@pytest.mark.parametrize(("bundle", "step"), RECORDED, ids=IDS)
+def test_a_recorded_tree_comes_back(bundle: Path, step: Path) -> None:
+    with ORBAX.open(step) as opened:
+        encoded = LAYOUT.encode(LAYOUT.decode(opened, Hints()))
+        same_tree(encoded.tree, opened.tree)
+        assert not encoded.dropped and not encoded.exactness
+        assert encoded.place == ("{step}/{item}" if "multiitem" in bundle.name else "")
+
+
+# Trees as Optax' links make them.
+
+
+def full(*shape: int, dtype: Any = np.float32) -> Tensor:
+    return in_memory(np.random.default_rng(sum(shape)).random(shape).astype(dtype))
+
+
+def count(value: int = 5) -> Tensor:
+    return in_memory(np.asarray(value, np.int32))
+
+
+def like(params: Any, **gone: Any) -> Any:
+    """Returns a tree like the parameters', with some leaves replaced by name."""
+    return {
+        k: like(v, **gone) if isinstance(v, dict) and v else gone[k] if k in gone else v and full(*v.shape)
+        for k, v in params.items()
+    }
+
+
+PARAMS = {"dense": {"kernel": full(8, 4), "bias": full(4)}, "scale": full()}
+ROW, COLUMN, ONE = full(4), full(8), in_memory(np.zeros(1, np.float32))
+
+
+def factored(params: Any = PARAMS) -> dict[str, Any]:
+    return {
+        "count": count(),
+        "v_row": {"dense": {"kernel": ROW, "bias": ONE}, "scale": ONE},
+        "v_col": {"dense": {"kernel": COLUMN, "bias": ONE}, "scale": ONE},
+        "v": {"dense": {"kernel": ONE, "bias": full(4)}, "scale": full()},
+    }
+
+
+def adam(params: Any = PARAMS, **gone: Any) -> dict[str, Any]:
+    return {"count": count(), "mu": like(params, **gone), "nu": like(params, **gone)}
+
+
+def decoded(tree: Tree, **hints: Any) -> TrainState:
+    """Decodes a tree, and checks that it comes back."""
+    opened = checkpoint(tree)
+    assert LAYOUT.detect(opened) is not None
+    state = LAYOUT.decode(opened, Hints(hints))
+    if not hints:
+        same_tree(LAYOUT.encode(state).tree, tree)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("chain", "schema"),
+    [
+        ([adam(), None], "adamw"),
+        ([adam(), None, None], "adamw"),
+        ([adam(), {"inner_state": None}, {"count": count()}], "adamw"),
+        ([adam(), None, None, {"count": count()}], "lamb"),
+        ([None, [adam(), None, None]], "adamw"),
+        ([[[adam(), None, None]]], "adamw"),
+        ({"0": adam(), "1": {}, "2": {}}, "adamw"),
+        ({"inner_state": [adam(), None, None]}, "adamw"),
+        (adam(), "adamw"),
+        ([{**adam(), "nu_max": like(PARAMS)}, None], "adamw"),
+        ([factored(), None, None, None, None], "adafactor"),
+        (
+            [factored(), None, {"count": count()}, None, {"count": count(), "ema": like(PARAMS)}, None],
+            "adafactor",
+        ),
+        ([None, factored(), None], "adafactor"),
+    ],
+)
+def test_chains(chain: Tree, schema: str) -> None:
+    state = decoded({"params": PARAMS, "opt_state": chain})
+    assert (state.optimizer.schema, state.counts) == (schema, Counts(5, 5))
+    assert state.slots.keys() == state.params.keys() == {"dense/kernel", "dense/bias", "scale"}
+
+
+def test_a_train_state_and_what_it_holds_besides() -> None:
+    tree = {
+        "step": count(),
+        "params": {**PARAMS, "empty": {}},
+        "opt_state": [adam({**PARAMS, "empty": {}}), None, {"count": count(3)}],
+        "batch_stats": {"mean": full(4)},
+        "ema_params": like(PARAMS),
+        "rng": in_memory(np.arange(2, dtype=np.uint32)),
+        "name": "run",
+    }
+    state = decoded(tree)
+    assert state.counts == Counts(5, 3)
+    assert {"optax/tree/batch_stats/mean", "optax/tree/rng"} <= tensor_names(dict(state.extra)).keys()
+
+
+def test_parameters_under_other_names() -> None:
+    state = decoded({"step": count(9), "model": PARAMS, "tx": [adam(), None, None]})
+    assert "dense/kernel" in state.params
+    state = decoded({"params": {"params": PARAMS}, "opt_state": [adam(), None, None]})
+    assert "dense/kernel" in state.params
+    wrapped = {"params": PARAMS}
+    state = decoded({"params": wrapped, "opt_state": [adam(wrapped), None, None]})
+    assert "params/dense/kernel" in state.params
+
+
+def test_names_with_slashes_keep_their_form() -> None:
+    params = {"mlp/~/linear": {"w": full(3, 2)}, "list": [full(2), full(3)]}
+    slots = {"mlp/~/linear": {"w": full(3, 2)}, "list": [full(2), full(3)]}
+    state = decoded(
+        {"params": params, "opt_state": [{"count": count(), "mu": slots, "nu": slots}, None, None]}
+    )
+    assert state.params.keys() == {"mlp/~/linear/w", "list/0", "list/1"}
+
+
+@pytest.mark.parametrize("blank", [None, {}])
+def test_masked_parameters_are_frozen(blank: Any) -> None:
+    inner = [adam(bias=blank, scale=blank), None, None]
+    state = decoded({"params": PARAMS, "opt_state": {"inner_state": inner}})
+    assert state.slots.keys() == {"dense/kernel"}
+    assert state.group_of("dense/bias") is None
+    inner = [
+        {"count": count(), "mu": {"dense": blank, "scale": full()}, "nu": {"dense": blank, "scale": full()}}
+    ]
+    assert decoded({"params": PARAMS, "opt_state": {"inner_state": inner}}).slots.keys() == {"scale"}
+
+
+def test_labels_are_groups() -> None:
+    inner = {
+        "fast": {"inner_state": [adam(kernel=None), None, None]},
+        "slow": {"inner_state": [adam(bias=None, scale=None), None, None]},
+        "zero": {"inner_state": None},
+    }
+    state = decoded({"params": PARAMS, "opt_state": {"inner_states": inner}})
+    assert [group.paths for group in state.optimizer.groups] == [("dense/bias", "scale"), ("dense/kernel",)]
+
+
+def injected(inner: Tree, **held: Any) -> Tree:
+    scalars = {name: in_memory(np.asarray(value, np.float32)) for name, value in held.items()}
+    return {"count": count(), "hyperparams": scalars, "hyperparams_states": {}, "inner_state": inner}
+
+
+def test_injected_hyperparameters_are_read_and_changed() -> None:
+    tree = {"params": PARAMS, "opt_state": injected([adam(), None, None], b1=0.5, learning_rate=0.25, odd=7)}
+    [group] = decoded(tree).optimizer.groups
+    assert group.hyperparameters["beta1"] == 0.5 and group.known_from["beta1"] == "file"
+    assert group.hyperparameters["learning_rate"] == 0.25
+    changed = LAYOUT.encode(decoded(tree, learning_rate=0.125)).tree["opt_state"]["hyperparams"]
+    assert changed["learning_rate"].read() == 0.125
+    assert (changed["b1"].read(), changed["learning_rate"].dtype) == (0.5, np.float32)
+
+
+def test_an_unfinished_accumulation_is_kept() -> None:
+    state = decoded(
+        {
+            "params": PARAMS,
+            "opt_state": {
+                "mini_step": count(1),
+                "gradient_step": count(5),
+                "inner_opt_state": [adam(), None, None],
+                "acc_grads": like(PARAMS),
+                "skip_state": (),
+            },
+        }
+    )
+    assert state.counts.updates == 5
+    assert "optax/tree/opt_state/acc_grads/scale" in tensor_names(dict(state.extra))
+
+
+def test_what_is_known_and_from_where() -> None:
+    state = decoded({"params": PARAMS, "opt_state": [adam(), None, None]})
+    [group] = state.optimizer.groups
+    assert group.known_from["beta1"] == "assumed" and "learning_rate" not in group.hyperparameters
+    assert any("taken for adamw" in said for said in state.assumptions)
+    state = decoded({"params": PARAMS, "opt_state": [adam(), None, None]}, b2=0.98, optimizer="lamb")
+    [group] = state.optimizer.groups
+    assert (state.optimizer.schema, group.hyperparameters["beta2"], group.known_from["beta2"]) == (
+        "lamb",
+        0.98,
+        "given",
+    )
+    masked = decoded({"params": PARAMS, "opt_state": [adam(), {"inner_state": None}, None]})
+    assert "weight_decay_rate" not in masked.optimizer.groups[0].hyperparameters
+    clipped = decoded({"params": PARAMS, "opt_state": [None, adam(), None, None]})
+    assert "clipvalue" not in clipped.optimizer.groups[0].hyperparameters
+    halves = {k: in_memory(t.read().astype("bfloat16")) for k, t in {"w": full(8, 4)}.items()}
+    link = {"count": count(), "mu": halves, "nu": {"w": full(8, 4)}}
+    [group] = decoded({"params": {"w": full(8, 4)}, "opt_state": [link, None, None]}).optimizer.groups
+    assert group.hyperparameters["dtype_momentum"] == "bfloat16"
+
+
+def test_what_adafactors_links_tell() -> None:
+    [group] = decoded({"params": PARAMS, "opt_state": [factored(), None, None, None, None]}).optimizer.groups
+    assert (group.hyperparameters["min_dim_size_to_factor"], group.hyperparameters["beta1"]) == (4, None)
+    assert group.hyperparameters["clipping_threshold"] == 1.0
+    state = decoded(
+        {"params": PARAMS, "opt_state": [factored(), None, {"count": count(), "ema": like(PARAMS)}, None]}
+    )
+    assert "beta1" not in state.optimizer.groups[0].hyperparameters
+    assert "clipping_threshold" not in state.optimizer.groups[0].hyperparameters
+    assert state.slots["scale"].keys() == {"v", "m"}
+
+
+def test_other_statistics_leave_the_variant_open() -> None:
+    state = decoded({"params": PARAMS, "opt_state": [adam(), {"count": count(), "ema": like(PARAMS)}, None]})
+    assert state.optimizer.variant is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "row", "column", "axes", "known"),
+    [
+        ((6, 6), (6,), (6,), "ROW COLUMN", "file"),
+        ((3, 5, 7), (3, 5), (3, 7), "NONE ROW COLUMN", "file"),
+        ((4, 9, 9), (4, 9), (4, 9), "NONE ROW COLUMN", "file"),
+        ((9, 4, 9), (9, 4), (4, 9), "ROW NONE COLUMN", "file"),
+        ((2, 8, 3, 5), (2, 3, 5), (2, 8, 3), "NONE COLUMN NONE ROW", "file"),
+        ((5, 5, 3, 3), (5, 3, 3), (5, 3, 3), None, "assumed"),
+    ],
+)
+def test_how_a_parameter_is_factored(
+    shape: tuple[int, ...], row: tuple[int, ...], column: tuple[int, ...], axes: str | None, known: str
+) -> None:
+    link = {"count": count(), "v_row": {"w": full(*row)}, "v_col": {"w": full(*column)}, "v": {"w": ONE}}
+    tree = {"params": {"w": full(*shape)}, "opt_state": [link, None, None, None, None]}
+    rule = decoded(tree).rules["w"]
+    assert rule.known_from == known
+    if axes is not None:
+        assert [axis.value for axis in rule.axes] == axes.split()
+        return
+    told = ["COLUMN", "ROW", "NONE", "NONE"]
+    given = decoded(tree, factor_map=[["w", told]])
+    assert given.rules["w"] == Rule(tuple(map(Axis, told)), "given")
+    assert any("numpy" in said for said in decoded(tree).assumptions)
+    assert not any("numpy" in said for said in given.assumptions)
+    with pytest.raises(StateError, match="another way"):
+        decoded(tree, factor_map=[["w", ["ROW", "NONE", "COLUMN", "NONE"]]])
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda s: s["v"].update(scale=full(2)), "don't fit shape"),
+        (lambda s: s["v_row"]["dense"].update(kernel=full(5)), "aren't the means"),
+        (lambda s: s["v_row"]["dense"].update(bias=full(4)), "don't fit shape"),
+        (lambda s: s["v_row"]["dense"].pop("kernel"), "has no v_row"),
+        (lambda s: s.update(count=count(-1)), "counts of updates"),
+    ],
+)
+def test_faults_are_named(change: Any, error: str) -> None:
+    link = factored()
+    change(link)
+    params = {"params": PARAMS, "opt_state": [link, None, None, None, None]}
+    with pytest.raises(StateError, match=error):
+        LAYOUT.decode(checkpoint(params), Hints())
+
+
+def test_two_optimizers_of_one_run() -> None:
+    part = {"a": {"inner_state": [adam(kernel=None)]}, "b": {"inner_state": [factored()]}}
+    with pytest.raises(StateError, match="adamw and adafactor"):
+        LAYOUT.decode(checkpoint({"params": PARAMS, "opt_state": {"inner_states": part}}), Hints())
+    twice = {"a": {"inner_state": [adam()]}, "b": {"inner_state": [adam()]}}
+    with pytest.raises(StateError, match="two optimizers"):
+        LAYOUT.decode(checkpoint({"params": PARAMS, "opt_state": {"inner_states": twice}}), Hints())
+    second = {**adam(bias=None, scale=None), "count": count(6)}
+    late = {"a": {"inner_state": [adam(kernel=None)]}, "b": {"inner_state": [second]}}
+    with pytest.raises(StateError, match="5, 6"):
+        LAYOUT.decode(checkpoint({"params": PARAMS, "opt_state": {"inner_states": late}}), Hints())
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"params": PARAMS},
+        {"params": PARAMS, "opt_state": [None, None]},
+        {"params": {"other": full(3)}, "opt_state": [adam(), None]},
+        {"params": PARAMS, "opt_state": [adam({**PARAMS, "more": full(2)}), None]},
+        {"params": PARAMS, "opt_state": [{"trace": like(PARAMS)}, None]},
+        {"opt_state": [adam(), None]},
+        {"params": PARAMS, "opt_state": [{"count": 5, "mu": {}, "nu": {}}]},
+        None,
+        [],
+    ],
+)
+def test_what_is_no_state_of_optax(tree: Tree) -> None:
+    assert LAYOUT.detect(checkpoint(tree)) is None
+
+
+@pytest.mark.parametrize(
+    "hints", [{"beta9": 1}, {"b1": "x"}, {"b2": 2.0}, {"optimizer": "sgd"}, {"optimizer": "adafactor"}]
+)
+def test_hints_that_cannot_be(hints: Mapping[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        decoded({"params": PARAMS, "opt_state": [adam(), None, None]}, **hints)
+
+
+# States that come from elsewhere.
+
+
+def test_another_systems_adafactor_becomes_a_chain() -> None:
+    tree = LAYOUT.encode(plain_state()).tree
+    first, *others = tree["opt_state"]["inner_state"]  # empty and mask are frozen
+    assert others == [None, {"count": others[1]["count"]}, None, None]
+    assert first["v_row"]["dense"]["kernel"].shape == (4,)
+    assert first["v"]["dense"]["kernel"].shape == (1,)
+    assert (first["v_row"]["mask"], first["v_row"]["dense"]["bias"].dtype.name) == (None, "bfloat16")
+    again = LAYOUT.decode(checkpoint(tree), Hints())
+    assert {path: values(own) for path, own in again.slots.items()} == {
+        path: values(own) for path, own in plain_state().slots.items()
+    }
+
+
+def state_of(shape: tuple[int, ...], axes: str, **hyperparameters: Any) -> TrainState:
+    rule = Rule(tuple(map(Axis, axes.split())), "file")
+    slots = {name: full(*rule.slot_shape(name, shape)) for name in ("v_row", "v_col")}
+    group = Group(("w",), hyperparameters, dict.fromkeys(hyperparameters, "file"))
+    return TrainState(
+        {"w": full(*shape)}, {"w": slots}, Optimizer("adafactor", "hf", (group,)), Counts(5, 5), {"w": rule}
+    )
+
+
+def test_row_and_column_change_places_where_optax_has_them_so() -> None:
+    """HF's row averages the last axis, Optax' the largest: in a tall matrix each is the other's column."""
+    state = state_of((8, 4), "ROW COLUMN")
+    link = LAYOUT.encode(state).tree["opt_state"][0]
+    assert link["v_row"]["w"] is state.slots["w"]["v_col"]
+    assert link["v_col"]["w"] is state.slots["w"]["v_row"]
+    square = state_of((6, 6), "COLUMN ROW")  # as Mesh TensorFlow has it
+    assert LAYOUT.encode(square).tree["opt_state"][0]["v_row"]["w"] is square.slots["w"]["v_col"]
+
+
+def test_links_follow_the_hyperparameters() -> None:
+    for hyperparameters, behind in (
+        ({"learning_rate": 0.1}, [None, None, None, None]),
+        ({"learning_rate": 0.1, "clipping_threshold": None}, [None, None, None]),
+        ({"learning_rate": 0.1, "multiply_by_parameter_scale": False}, [None, None, None]),
+        ({"learning_rate": 0.1, "weight_decay_rate": 0.01}, [None, None, None, None, None]),
+    ):
+        assert (
+            LAYOUT.encode(state_of((4, 8), "ROW COLUMN", **hyperparameters)).tree["opt_state"][1:] == behind
+        )
+
+
+def test_stacked_parameters_go_on_by_another_rule() -> None:
+    encoded = LAYOUT.encode(state_of((3, 5, 7), "BATCH ROW COLUMN"))
+    assert encoded.exactness["opt_state/0/v_row/w"][0] is Exactness.STATISTICS
+
+
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [
+        (state_of((3, 5, 7), "ROW COLUMN COLUMN"), "two largest axes"),
+        (state_of((3, 5, 7), "ROW NONE COLUMN"), "two largest axes"),
+        (state_of((4, 8), "ROW COLUMN", max_parameter_scale=1.0), "max_parameter_scale is 1.0"),
+        (state_of((4, 8), "ROW COLUMN", multiply_by_parameter_scale={"w": True, "x": False}), "differs"),
+        (replace(state_of((4, 8), "ROW COLUMN"), counts=Counts(2**31, 0)), "int32"),
+        (replace(state_of((4, 8), "ROW COLUMN"), counts=Counts(5, 5, {"w": 4})), "counts them together"),
+        (replace(state_of((4, 8), "ROW COLUMN"), slots={}), "no optimizer state"),
+        (replace(state_of((4, 8), "ROW COLUMN"), optimizer=Optimizer("lans", None, ()), slots={}), "lans"),
+    ],
+)
+def test_what_optax_cannot_hold(state: TrainState, error: str) -> None:
+    with pytest.raises(InexactError, match=error):
+        LAYOUT.encode(state)
+
+
+def test_no_minimum_factors_the_smaller_and_not_the_larger() -> None:
+    small = state_of((4, 8), "ROW COLUMN")
+    state = replace(
+        small,
+        params={**small.params, "x": full(16, 16)},
+        slots={**small.slots, "x": {"v": full(16, 16)}},
+        optimizer=Optimizer("adafactor", "t5x", (Group(("w", "x")),)),
+    )
+    with pytest.raises(InexactError, match="min_dim_size_to_factor"):
+        LAYOUT.encode(state)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [("slot", "none"), ("bogus",), ("params", {"x": ("y",)}), ("slot",), ("slot", "mu", {"x": ("y",)})],
+)
+def test_a_form_that_is_not_of_these_parameters(frame: Any) -> None:
+    state = decoded({"params": PARAMS, "opt_state": [adam(), None, None]})
+    odd = replace(state, extra={"optax": {"tree": {"opt_state": frame}}})
+    with pytest.raises(StateError, match="form"):
+        LAYOUT.encode(odd)
