@@ -9,19 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tf_files import save
 
 from goldens import GOLDEN
-from statekit.commit import staged, unknown_fields
 from statekit.converters.containers import tf_entries, tf_table
 from statekit.converters.containers.crc32c import crc32c
 from statekit.converters.containers.tf_bundle import CONTAINER
 from statekit.converters.containers.tf_entries import Entry, entry_bytes, header
 from statekit.converters.containers.tf_table import masked, read_table, write_table
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
-from statekit.format import Encoded
 from statekit.registry import detect_container
 from statekit.tensor import DTYPES, in_memory
-from statekit.tree import Tree
 
 PREFIXES = sorted(
     path.with_suffix("")
@@ -32,15 +30,6 @@ PREFIXES = sorted(
 
 def named(prefix: Path) -> str:
     return prefix.relative_to(GOLDEN).as_posix()
-
-
-def save(tree: Tree, target: Path, step: int = 3) -> Path:
-    """Writes a checkpoint and returns its prefix."""
-    fields = {**unknown_fields({}), "target": {"container": "tf-bundle", "step": step}}
-    with staged(target, "folder", fields=lambda tensors: fields) as stage:
-        CONTAINER.write(Encoded(tree, step), stage)
-        stage.commit(CONTAINER.open)
-    return target / f"model.ckpt-{step}"
 
 
 def small() -> dict[str, Any]:

@@ -26,13 +26,15 @@ from statekit.format import Hints
 from statekit.optim.run import Live, Move, initial, load, mover, store
 from statekit.optim.steps import Execution
 from statekit.state import TrainState
-from statekit.tensor import DTYPES, Tensor, in_memory, widens
+from statekit.tensor import DTYPES, Cast, Tensor, in_memory, widens
 from statekit.verify.intervals import IntervalBackend
 from statekit.verify.recorder import write_trajectory
 from statekit.verify.recording import Recording, Trajectory
 from statekit.verify.verdict import Row, compare, gap, plain
 
 Start = Literal["checkpoint", "init"]
+HINTED = ("t5x",)
+"""Systems whose layout takes what their recordings say of a run; a native file of others is completed by it."""
 Progress = Callable[[int], None]
 
 
@@ -145,8 +147,7 @@ class Subject:
     def belief(self, update: int, state: TrainState) -> TrainState:
         """Returns a state with the rules and hyperparameters that our side uses for an update."""
         if self.start == "init":
-            said = self.recording.state(update - 1, self.recording.trajectories[0], update)
-            return self._changed(_told(state, said))
+            return self._changed(_told(state, self._said(update)))
         with self._opened(update) as ours:
             return self._changed(_told(state, ours))
 
@@ -155,14 +156,33 @@ class Subject:
         # Another system's file speaks for itself; the native one needs what the recording says beside it.
         path = self.checkpoint or self.recording.folder / self.recording.checkpoint
         with open_state(path, hints=Hints()) as bare:
-            if bare.layout != self.recording.system:
+            if bare.layout != self.recording.system and self.checkpoint is not None:
                 yield bare.state
+                return
+            if self.recording.system not in HINTED:
+                yield _completed(bare.state, self._said(update))
                 return
         with open_state(path, hints=self.recording.hints(update)) as opened:
             yield opened.state
 
+    def _said(self, update: int) -> TrainState:
+        """Returns the recorded state before an update."""
+        return self.recording.state(update - 1, self.recording.trajectories[0], update)
+
     def _changed(self, state: TrainState) -> TrainState:
         return state.with_hyperparameters(**self.changes) if self.changes else state
+
+
+def _completed(state: TrainState, said: TrainState) -> TrainState:
+    """Returns a checkpoint's state in the dtypes that a run goes on with, moved as the recording says."""
+    params = {path: _widened(tensor, said.params.get(path)) for path, tensor in state.params.items()}
+    return _told(replace(state, params=params), said)
+
+
+def _widened(tensor: Tensor, live: Tensor | None) -> Tensor:
+    if live is None or live.dtype == tensor.dtype or not widens(tensor.dtype, live.dtype):
+        return tensor
+    return Cast(tensor, live.dtype)
 
 
 def _told(state: TrainState, other: TrainState) -> TrainState:

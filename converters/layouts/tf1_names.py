@@ -1,0 +1,110 @@
+"""How TensorFlow 1's optimizers name slots beside their variables, and how a partitioned variable becomes its parts.
+
+The optimizers of TensorFlow number the slots of a variable in the order in which they were made: `w/Adafactor`,
+`w/Adafactor_1`, ...; a variable scope around the training goes before: `training/w/Adafactor`. Mesh-TensorFlow's say
+which slot it is: `w_slot_vr`, `w/adam_m`.
+
+Source: tensorflow/tensorflow v1.15, python/training/slot_creator.py, `create_slot`; python/training/optimizer.py;
+tensorflow/mesh mesh_tensorflow/optimize.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from statekit.tensor import Tensor
+
+GLOBAL_STEP = "global_step"
+AVERAGE = "/ExponentialMovingAverage"
+PART = re.compile(r"(.+)/part_(\d+)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Named:
+    """The tensors of a checkpoint, sorted by their names.
+
+    Attributes:
+        params: Variables, by path: those that have slots, then other floating-point arrays that have axes.
+        slots: By path: what the names say of each slot (`""`, `_1`, `vr`, ...) -> the tensor.
+        scope: What goes before the names of slots, with its `/`; empty in most files.
+        averages: Averages of variables over time, by path.
+        others: Everything else, by name.
+        parts: Where a path is a part of a variable: (name, TensorFlow's text for the slice).
+        orphans: Slots whose variable isn't there.
+    """
+
+    params: Mapping[str, Tensor]
+    slots: Mapping[str, Mapping[str, Tensor]]
+    scope: str = ""
+    averages: Mapping[str, Tensor] = field(default_factory=dict)
+    others: Mapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    orphans: tuple[str, ...] = ()
+
+
+def sorted_names(tree: Mapping[str, Any], pattern: re.Pattern[str]) -> Named:
+    """Sorts a flat checkpoint's tensors.
+
+    Args:
+        tree: Tensor by name; bytes; dicts of a partitioned variable's slices.
+        pattern: Matches a slot's whole name; `base` is its variable's, perhaps below a scope, `slot` which it is.
+    """
+    flat, parts = _parted(tree, pattern)
+    params: dict[str, Tensor] = {}
+    slots: dict[str, dict[str, Tensor]] = {}
+    averages: dict[str, Tensor] = {}
+    scopes: set[str] = set()
+    left: dict[str, Any] = {}
+    orphans = []
+    for name, value in flat.items():
+        found = pattern.fullmatch(name) if isinstance(value, Tensor) else None
+        base = _variable(found["base"], flat) if found else None
+        if found and base is not None:
+            params[base] = flat[base]
+            slots.setdefault(base, {})[found["slot"]] = value
+            scopes.add(found["base"].removesuffix(base))
+        elif found:
+            orphans.append(name)
+        elif name.endswith(AVERAGE) and name.removesuffix(AVERAGE) in flat:
+            averages[name.removesuffix(AVERAGE)] = value
+        else:
+            left[name] = value
+    for name in [n for n, value in left.items() if n in params or _is_variable(n, value)]:
+        params[name] = left.pop(name)
+    ordered = {name: params[name] for name in flat if name in params}
+    return Named(ordered, slots, ", ".join(sorted(scopes)), averages, left, parts, tuple(orphans))
+
+
+def _is_variable(name: str, value: Any) -> bool:
+    return isinstance(value, Tensor) and len(value.shape) > 0 and value.dtype.kind in "fV"
+
+
+def _variable(base: str, names: Mapping[str, Any]) -> str | None:
+    """Returns the variable that a slot's name speaks of: below any scope."""
+    while base and base not in names:
+        base = base.partition("/")[2]
+    return base or None
+
+
+def _parted(
+    tree: Mapping[str, Any], pattern: re.Pattern[str]
+) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
+    """Returns a tree in which each part of a partitioned variable is one by itself: `w/part_0`, `w/part_0/Adam`."""
+    flat: dict[str, Any] = {}
+    parts: dict[str, tuple[str, str]] = {}
+    for name, value in tree.items():
+        if not isinstance(value, Mapping):
+            flat[name] = value
+            continue
+        found = pattern.fullmatch(name)
+        for i, (spec, tensor) in enumerate(value.items()):
+            if found:
+                base = found["base"]
+                flat[f"{base}/part_{i}{name[len(base) :]}"] = tensor
+            else:
+                flat[f"{name}/part_{i}"] = tensor
+                parts[f"{name}/part_{i}"] = name, spec
+    return flat, parts

@@ -1,0 +1,19 @@
+"""Writes TensorFlow checkpoints for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from statekit.commit import staged, unknown_fields
+from statekit.converters.containers.tf_bundle import CONTAINER
+from statekit.format import Encoded
+from statekit.tree import Tree
+
+
+def save(tree: Tree, target: Path, step: int = 3) -> Path:
+    """Writes a checkpoint and returns its prefix."""
+    fields = {**unknown_fields({}), "target": {"container": "tf-bundle", "step": step}}
+    with staged(target, "folder", fields=lambda tensors: fields) as stage:
+        CONTAINER.write(Encoded(tree, step), stage)
+        stage.commit(CONTAINER.open)
+    return target / f"model.ckpt-{step}"
