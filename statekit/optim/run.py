@@ -280,15 +280,24 @@ def steps_for(schema: str, variant: str | None) -> Steps:
     Raises:
         StateError: There is none for the schema or the variant.
     """
-    steps = cast(Steps, import_module(f"statekit.optim.{schema}")) if schema in STEPPED else None
-    if steps is None or variant not in steps.VARIANTS:
+    known = stepped_variants(schema)
+    if variant not in known:
         raise StateError(
             "statekit can't step this optimizer.",
-            expected=f"variant {', '.join(steps.VARIANTS)}" if steps else f"one of {', '.join(STEPPED)}",
+            expected=f"variant {', '.join(known)}" if known else f"one of {', '.join(STEPPED)}",
             found=f"{schema}, variant {variant or 'unknown'}",
             remedy="name the variant" if variant is None else "",
         )
-    return steps
+    return _module(schema)
+
+
+def stepped_variants(schema: str) -> tuple[str, ...]:
+    """Returns the variants of a schema that statekit steps."""
+    return _module(schema).VARIANTS if schema in STEPPED else ()
+
+
+def _module(schema: str) -> Steps:
+    return cast(Steps, import_module(f"statekit.optim.{schema}"))
 
 
 STEPPED = ("adafactor", "adamw", "lamb", "lans", "scaled_adam")

@@ -1,4 +1,4 @@
-"""PyTorch: T5X's Adafactor as an ordinary optimizer, and resuming from any checkpoint statekit reads.
+"""PyTorch: the originals' optimizers as ordinary ones, and resuming from any checkpoint statekit reads.
 
 import statekit.torch
 
@@ -7,6 +7,10 @@ optimizer = statekit.torch.load_optimizer("checkpoint_1000000", model.named_para
 """
 
 from statekit.torch.adafactor import Adafactor
+from statekit.torch.adamw import AdamW
+from statekit.torch.lamb import LAMB
+from statekit.torch.lans import LANS
 from statekit.torch.resume import load_optimizer, load_params
+from statekit.torch.scaled_adam import ScaledAdam
 
-__all__ = ["Adafactor", "load_optimizer", "load_params"]
+__all__ = ["LAMB", "LANS", "Adafactor", "AdamW", "ScaledAdam", "load_optimizer", "load_params"]

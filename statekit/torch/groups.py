@@ -1,11 +1,16 @@
-"""Parameter groups of statekit.torch.Adafactor: named parameters, canonical hyperparameters, one rule per parameter.
+"""Parameter groups of the optimizers: named parameters, canonical hyperparameters, one factor rule per parameter.
 
 A group is a plain dict, so that `state_dict` and pickling carry it:
 
     params, param_names                     as PyTorch has them
     lr                                      float, 0-d tensor, or None while nobody has given one
+    schema, variant                         whose rule moves it
     step                                    updates done
-    rules                                   {name: {"axes": [...], "known_from": ...}}
+    behind                                  {name: updates done} of parameters that missed some, where the variant
+                                            counts them apart; missing while none did
+    rules                                   {name: {"axes": [...], "known_from": ...}}; empty where nothing is factored
+    slots                                   {slot: tensor} of the group as a whole; missing where there are none
+    foreach                                 whether equal parameters are moved together
     beta1, decay_rate, step_offset, ...     canonical hyperparameters; one that is missing is unknown
 """
 
@@ -17,19 +22,19 @@ from typing import Any, TypeAlias
 
 import torch
 
+from statekit.converters.layouts.statekit_torch_groups import RATE_NAMES, SCALE, by_other_names
 from statekit.errors import UsageError, fault_list
-from statekit.optim.factoring import Entry, effective, first_entry, labels, map_entries
-from statekit.schema import load_schema
-from statekit.state import Group, Rule
+from statekit.optim.factoring import Entry, by_shape, effective, first_entry, labels, map_entries
+from statekit.optim.settings import form
+from statekit.schema import OptimizerSchema, load_schema
+from statekit.state import Axis, Group, Rule
 from statekit.tensor import DTYPES
 
 ParamGroup: TypeAlias = dict[str, Any]
 
-SCHEMA = load_schema("adafactor")
-VARIANT = "t5x"
-"""The variant whose rule the optimizer follows."""
-SCALE = "multiply_by_parameter_scale"
+EXCLUDED = "exclude_from_weight_decay"
 _SHOWN = 40
+_OURS = ("params", "param_names", "lr", "schema", "variant", "step", "behind", "rules", "slots", "foreach")
 
 
 def path_of(name: str) -> str:
@@ -83,23 +88,39 @@ def _is_named(item: Any) -> bool:
     )
 
 
-def settle(group: ParamGroup) -> None:
-    """Settles the rules and the parameter scale of a new group, and checks its values.
+def settle(group: ParamGroup, schema: OptimizerSchema, variant: str) -> None:
+    """Settles what a new group says by name, and checks its values.
+
+    Args:
+        group: The group, with the optimizer's defaults.
+        schema: The optimizer's schema.
+        variant: The optimizer's variant.
 
     Raises:
         UsageError: A value can't be, an option has another optimizer's name, or a parameter has no factor rule;
             lists every one.
     """
-    _refuse("The optimizer's options can't be used", list(_option_faults(group)))
+    _refuse("The optimizer's options can't be used", list(_option_faults(group, schema, variant)))
     factor_map = group.pop("factor_map", None)
     faults: list[tuple[str, str]] = []
     if "rules" not in group:
-        entries = None if factor_map is None else map_entries(factor_map, "factor_map")
-        group["rules"] = {
-            name: _rule(name, tuple(param.shape), entries, group, faults)
-            for name, param in zip(group["param_names"], group["params"], strict=True)
-        }
-    group[SCALE] = scale_of(group[SCALE], group["param_names"], faults)
+        group["rules"] = {}
+        if "v_row" in schema.slots:
+            entries = None if factor_map is None else map_entries(factor_map, "factor_map")
+            group["rules"] = {
+                name: _rule(name, tuple(param.shape), entries, group, faults)
+                for name, param in zip(group["param_names"], group["params"], strict=True)
+            }
+    if SCALE in group:
+        group[SCALE] = flags_of(SCALE, group[SCALE], group["param_names"], faults)
+    if group.get(EXCLUDED) is not None and form(schema.name, variant)["decay_exclusions"] == "mask":
+        group[EXCLUDED] = _mask(group[EXCLUDED], group["param_names"], faults)
+    faults += [
+        (f"isn't a parameter of the group; {key} belongs into the group that has it", name)
+        for key in ("lr_mult", "wd_mult")
+        for name in group.get(key) or ()
+        if path_of(name) not in map(path_of, group["param_names"])
+    ]
     if faults:
         raise UsageError(
             f"Parameters lack a rule: {len(faults)}.",
@@ -109,20 +130,30 @@ def settle(group: ParamGroup) -> None:
         )
 
 
-def _option_faults(group: ParamGroup) -> Iterator[tuple[str, str]]:
-    for name in SCHEMA.hyperparameters:
-        if name in group and name not in (SCALE, "factor_map") and (fault := SCHEMA.fault(name, group[name])):
+def _option_faults(group: ParamGroup, schema: OptimizerSchema, variant: str) -> Iterator[tuple[str, str]]:
+    offered = (*schema.variant(variant)["defaults"], "factor_map")
+    for name in schema.hyperparameters:
+        if name not in group or name == "lr":
+            continue
+        if name not in offered or name in RATE_NAMES:
+            yield f"isn't an option of variant {variant}", name
+        elif name not in (SCALE, "factor_map") and (fault := schema.fault(name, group[name])):
             yield f"is {group[name]!r}, {fault}", name
-    if group.get("dtype_momentum", "float32") not in DTYPES:
+    by_mask = form(schema.name, variant).get("decay_exclusions") == "mask"
+    if isinstance(group.get(EXCLUDED), Mapping) and not by_mask:
+        yield "is a map, expected a list of regexes", EXCLUDED
+    if (group.get("dtype_momentum") or "float32") not in DTYPES:
         yield f"is {group['dtype_momentum']!r}, expected a dtype", "dtype_momentum"
     if not is_rate(group["lr"]):
         yield f"is {group['lr']!r}, expected a number from 0 on, a 0-d tensor or None", "lr"
     if not isinstance(group["step"], int) or group["step"] < 0:
         yield f"is {group['step']!r}, expected the number of updates done", "step"
-    for canonical, spec in SCHEMA.hyperparameters.items():
-        for variant in ("torch", "hf"):  # an option in a group is ignored if nobody knows its name
-            native = str(spec["native"].get(variant, {}).get("name", canonical)).partition("[")[0]
-            if native in group and native not in ("lr", canonical):
+    if (group["schema"], group["variant"]) != (schema.name, variant):
+        yield f"is {group['variant']!r}, expected {variant} in all groups of an optimizer", "variant"
+    for canonical, spec in schema.hyperparameters.items():
+        natives = {str(native.get("name", canonical)).partition("[")[0] for native in spec["native"].values()}
+        for native in sorted(natives - {*schema.hyperparameters, *_OURS}):
+            if native in group:  # it would be ignored: nobody knows the name
                 yield f"is another optimizer's name for {canonical}", native
 
 
@@ -141,11 +172,16 @@ def _rule(
     faults: list[tuple[str, str]],
 ) -> dict[str, Any]:
     """Returns one parameter's rule as it stands in a group."""
+    settings = {**load_schema(group["schema"]).settings(group["variant"]), **group}
+    factored, minimum = settings["factored"], settings["min_dim_size_to_factor"]
     entry = first_entry(entries or (), name, path_of(name))
-    axes = effective(
-        labels(entry.value) if entry else None, shape, group["factored"], group["min_dim_size_to_factor"]
-    )
-    if entries and entry is None and entries[0].is_regex and group["factored"]:
+    given = labels(entry.value) if entry else None
+    axes: tuple[Axis, ...] | None
+    if form(group["schema"], group["variant"])["factored_rank"] == "two_or_rule":
+        axes = effective(given, shape, factored, minimum)
+    else:
+        axes = given or by_shape(form(group["schema"], group["variant"]), shape, factored, minimum)
+    if entries and entry is None and entries[0].is_regex and factored:
         faults.append(("is found by no regex of factor_map", name))
     elif axes is None:
         faults.append((f"has shape {shape} and no factor rule", name))
@@ -154,19 +190,36 @@ def _rule(
     return Rule(axes or (), "given").to_json()
 
 
-def scale_of(value: Any, names: Sequence[str], faults: list[tuple[str, str]]) -> bool | dict[str, bool]:
-    """Returns a parameter scale as one bool, or one for each name; adds to `faults` the names it leaves open."""
+def flags_of(
+    option: str, value: Any, names: Sequence[str], faults: list[tuple[str, str]]
+) -> bool | dict[str, bool]:
+    """Returns an option as one bool, or one for each name; adds to `faults` the names it leaves open.
+
+    Args:
+        option: What it is called, for errors.
+        value: A bool, {name: bool}, or [(regex, bool), ...].
+        names: Names of the parameters.
+        faults: Where faults are added.
+    """
     if isinstance(value, bool):
         return value
-    entries = map_entries(value, SCALE)
+    entries = map_entries(value, option)
     found = {}
     for name in names:
         entry = first_entry(entries, name, path_of(name))
         if entry is None or not isinstance(entry.value, bool):
-            faults.append((f"{SCALE} has no true or false for it", name))
+            faults.append((f"{option} has no true or false for it", name))
         else:
             found[name] = entry.value
     return found
+
+
+def _mask(value: Any, names: Sequence[str], faults: list[tuple[str, str]]) -> Any:
+    """Returns which parameters are kept from weight decay, by name; regexes are searched in name and path."""
+    if isinstance(value, Mapping):
+        return flags_of(EXCLUDED, value, names, faults)
+    entries = map_entries([(pattern, True) for pattern in value], EXCLUDED)
+    return {name: first_entry(entries, name, path_of(name)) is not None for name in names}
 
 
 def _refuse(subject: str, faults: Sequence[tuple[str, str]]) -> None:
@@ -175,11 +228,14 @@ def _refuse(subject: str, faults: Sequence[tuple[str, str]]) -> None:
 
 
 def canonical(group: ParamGroup) -> Group:
-    """Returns a group's hyperparameters as the step takes them: by path."""
-    known = {name: group[name] for name in SCHEMA.hyperparameters if name in group}
-    if isinstance(scale := known.get(SCALE), Mapping):
-        known[SCALE] = {path_of(name): flag for name, flag in scale.items()}
-    return Group(tuple(map(path_of, group["param_names"])), known)
+    """Returns a group's paths and hyperparameters as the step takes them: by path."""
+    known = {
+        name: group[name]
+        for name in load_schema(group["schema"]).hyperparameters
+        if name in group and name not in RATE_NAMES
+    }
+    paths = {name: path_of(name) for name in group["param_names"]}
+    return Group(tuple(paths.values()), by_other_names(known, paths))
 
 
 def rules_of(group: ParamGroup) -> dict[str, Rule]:

@@ -10,19 +10,23 @@ from typing import Any, TypeAlias
 import torch
 
 from statekit.backends import backend
+from statekit.converters.layouts.statekit_torch import CLASSES
+from statekit.converters.layouts.statekit_torch_groups import BY_NAME
 from statekit.errors import StateError, fault_list
-from statekit.optim.adafactor import slot_shapes
+from statekit.optim.run import counts_apart
+from statekit.schema import load_schema
 from statekit.state import Rule
-from statekit.tensor import DTYPES, DType, Tensor, blocks, dtype_named, widens
-from statekit.torch.groups import SCALE, ParamGroup, path_of
+from statekit.tensor import Tensor, blocks, widens
+from statekit.torch.groups import ParamGroup, path_of
+from statekit.torch.sharding import is_sharded, laid_out_like, own_part
+from statekit.torch.slots import Held, Source, dtype_of, expected_slots, first_group_slots
 
-Source: TypeAlias = torch.Tensor | Tensor
-"""Where values come from: memory, or a file that is read block by block."""
-Sources: TypeAlias = Mapping[str, tuple[Source, DType]]
-"""Slot -> its values, and the dtype it shall have."""
+Sources: TypeAlias = Mapping[str, tuple[Source | None, torch.Tensor]]
+"""Slot -> its values (None: those before the first update), and a tensor of the shape and dtype it shall have."""
 
 _SHOWN = 40
-_BY_POSITION = ("params", "param_names")
+_KEPT = ("params", "param_names", "schema", "variant", "slots")
+"""Keys of a group that are its own, whatever a state says, or that are fitted by themselves."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +49,19 @@ class _Saved:
     slots: Any
 
 
-def match(groups: Sequence[ParamGroup], saved: Mapping[str, Any]) -> Match:
+def match(schema: str, groups: Sequence[ParamGroup], saved: Mapping[str, Any]) -> Match:
     """Fits a state to an optimizer's groups, by name; changes neither.
+
+    Args:
+        schema: The optimizer's schema.
+        groups: The optimizer's groups.
+        saved: `state` and `param_groups`.
 
     Raises:
         StateError: It doesn't fit; lists every fault.
     """
     faults: list[tuple[str, str]] = []
-    theirs = _saved(saved, faults)
+    theirs = _saved(schema, saved, faults)
     ours = {path_of(name): name for group in groups for name in group["param_names"]}
     faults += [("isn't in the state", name) for path, name in ours.items() if path not in theirs]
     faults += [
@@ -63,11 +72,20 @@ def match(groups: Sequence[ParamGroup], saved: Mapping[str, Any]) -> Match:
     partners = list(_partners(groups, theirs, faults))
     fitted: list[ParamGroup] = []
     slots: list[tuple[torch.Tensor, Sources]] = []
-    for group, partner in zip(groups, partners, strict=True):
-        whole = group if partner is None else _merged(group, saved["param_groups"][partner], theirs)
-        fitted.append(whole)
+    for i, (group, partner) in enumerate(zip(groups, partners, strict=True)):
+        if partner is None:
+            fitted.append(group)
+            continue
+        stored = saved["param_groups"][partner]
+        if stored.get("variant") not in (group["variant"], None):
+            faults.append(
+                (f"is of variant {stored['variant']}, the optimizer of {group['variant']}", f"group {i}")
+            )
+            continue
+        whole = _merged(group, stored, theirs)
+        fitted.append(_with_slots(whole, stored.get("slots", {}), f"group {i}", faults))
         for name, param in zip(group["param_names"], group["params"], strict=True):
-            if (own := theirs.get(path_of(name))) is not None and partner is not None:
+            if (own := theirs.get(path_of(name))) is not None:
                 slots.append((param, _sources(name, param, own.slots, whole, faults)))
     if faults:
         more = f"\n    and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
@@ -79,12 +97,13 @@ def match(groups: Sequence[ParamGroup], saved: Mapping[str, Any]) -> Match:
     return Match(tuple(fitted), tuple(slots))
 
 
-def _saved(saved: Mapping[str, Any], faults: list[tuple[str, str]]) -> dict[str, _Saved]:
+def _saved(schema: str, saved: Mapping[str, Any], faults: list[tuple[str, str]]) -> dict[str, _Saved]:
     """Returns what the state holds, by path."""
     groups, state = saved.get("param_groups"), saved.get("state")
-    if not isinstance(groups, Sequence) or not isinstance(state, Mapping) or not all(map(_is_ours, groups)):
+    ours = isinstance(groups, Sequence) and all(_is_ours(schema, group) for group in groups)
+    if not ours or not isinstance(groups, Sequence) or not isinstance(state, Mapping):
         raise StateError(
-            "This isn't a state of statekit.torch.Adafactor.",
+            f"This isn't a state of {CLASSES[schema]}.",
             expected="state and param_groups, each group with params, param_names, rules and step",
             found=", ".join(map(str, saved)) or "nothing",
             remedy="open another optimizer's file with statekit.torch.load_optimizer, or convert it first",
@@ -98,11 +117,12 @@ def _saved(saved: Mapping[str, Any], faults: list[tuple[str, str]]) -> dict[str,
     return found
 
 
-def _is_ours(group: Any) -> bool:
+def _is_ours(schema: str, group: Any) -> bool:
     if not isinstance(group, Mapping) or not {"params", "param_names", "rules", "step"} <= group.keys():
         return False
-    named = len(group["params"]) == len(group["param_names"])
-    return named and isinstance(group["step"], int) and isinstance(group["rules"], Mapping)
+    named = len(group["params"]) == len(group["param_names"]) and group.get("schema", "adafactor") == schema
+    maps = all(isinstance(group.get(key, {}), Mapping) for key in ("rules", "slots", "behind"))
+    return named and isinstance(group["step"], int) and maps
 
 
 def _partners(
@@ -124,78 +144,104 @@ def _partners(
 
 
 def _merged(group: ParamGroup, saved: Mapping[str, Any], theirs: Mapping[str, _Saved]) -> ParamGroup:
-    values = {key: copy.deepcopy(value) for key, value in saved.items() if key not in _BY_POSITION}
+    values = {key: copy.deepcopy(value) for key, value in saved.items() if key not in _KEPT}
     if values.get("lr") is None:  # unknown there
         values.pop("lr", None)
-    whole = {**group, **values}
+    whole = {key: value for key, value in group.items() if key != "behind"} | values
     names = {name: theirs[path_of(name)].name for name in group["param_names"] if path_of(name) in theirs}
-    for key in ("rules", SCALE):
+    for key in ("rules", "behind", *BY_NAME):
         if isinstance(by_name := values.get(key), Mapping):
             whole[key] = {name: by_name[own] for name, own in names.items() if own in by_name}
     return whole
 
 
+def _with_slots(
+    group: ParamGroup, found: Mapping[str, Any], place: str, faults: list[tuple[str, str]]
+) -> ParamGroup:
+    """Returns a group with new tensors for its own slots."""
+    first = first_group_slots(group, found)
+    if not first or (not found and group["step"] == 0):
+        return {**group, "slots": first} if first else group
+    fitted = _fitted(found, first, place, faults)
+    if faults:
+        return group
+    near = group["params"][0]
+    return {**group, "slots": {name: _filled(source, want, near) for name, (source, want) in fitted.items()}}
+
+
 def _sources(
     name: str, param: torch.Tensor, slots: Any, group: ParamGroup, faults: list[tuple[str, str]]
 ) -> Sources:
+    path, rule = path_of(name), None
+    if "v_row" in load_schema(group["schema"]).slots:
+        try:
+            rule = Rule.from_json(group["rules"][name])
+        except (LookupError, TypeError, ValueError):
+            faults.append(("has no factor rule in the state", name))
+            return {}
+        if len(rule.axes) != param.dim():
+            faults.append((f"has rank {param.dim()}, in the state {len(rule.axes)}", name))
+            return {}
     if not isinstance(slots, Mapping):
+        unborn = counts_apart(group["schema"], group["variant"])
+        if unborn and not group.get("behind", {}).get(name, group["step"]):
+            return {slot: (None, own) for slot, own in expected_slots(group, path, param, rule, {}).items()}
         faults.append(("has no slots in the state", name))
         return {}
-    try:
-        rule = Rule.from_json(group["rules"][name])
-    except (LookupError, TypeError, ValueError):
-        faults.append(("has no factor rule in the state", name))
-        return {}
-    if len(rule.axes) != param.dim():
-        faults.append((f"has rank {param.dim()}, in the state {len(rule.axes)}", name))
-        return {}
-    momentum = group["beta1"] is not None if "beta1" in group else "m" in slots
-    expected = slot_shapes(rule, tuple(param.shape), momentum)
+    return _fitted(slots, expected_slots(group, path, param, rule, slots), name, faults)
+
+
+def _fitted(
+    slots: Mapping[str, Any], expected: Held, place: str, faults: list[tuple[str, str]]
+) -> dict[str, tuple[Source, torch.Tensor]]:
+    """Returns slots with what each shall be."""
     faults += [
-        (f"has slot {slot} in the state, but no use for it", name) for slot in slots if slot not in expected
+        (f"has slot {slot} in the state, but no use for it", place) for slot in slots if slot not in expected
     ]
-    found: dict[str, tuple[Source, DType]] = {}
-    for slot, shape in expected.items():
+    found: dict[str, tuple[Source, torch.Tensor]] = {}
+    for slot, want in expected.items():
         source = slots.get(slot)
         if not isinstance(source, (torch.Tensor, Tensor)):
-            faults.append((f"has no slot {slot} in the state", name))
+            faults.append((f"has no slot {slot} in the state", place))
             continue
-        have = dtype_of(source)
-        want = dtype_named(group.get("dtype_momentum", have.name) if slot == "m" else "float32", name)
+        shape, have, needed = tuple(want.shape), dtype_of(source), dtype_of(want)
         if tuple(source.shape) != shape:
             faults.append(
-                (f"slot {slot} has shape {tuple(source.shape)} in the state, expected {shape}", name)
+                (f"slot {slot} has shape {tuple(source.shape)} in the state, expected {shape}", place)
             )
-        elif not widens(have, want):
-            faults.append((f"slot {slot} is {have} in the state and wouldn't fit {want}", name))
+        elif not widens(have, needed):
+            faults.append((f"slot {slot} is {have} in the state and wouldn't fit {needed}", place))
         found[slot] = (source, want)
     return found
 
 
-def dtype_of(source: Source) -> DType:
-    """Returns the dtype in NumPy's terms."""
-    if isinstance(source, torch.Tensor):
-        return DTYPES[backend("torch").dtype(source)]
-    return source.dtype
-
-
-def taken_over(param: torch.Tensor, slots: Sources) -> dict[str, torch.Tensor]:
+def taken_over(param: torch.Tensor, slots: Sources) -> Held:
     """Returns new tensors with the slots' values, where a parameter lives."""
-    return {slot: _filled(source, dtype, param.device) for slot, (source, dtype) in slots.items()}
+    return {slot: _filled(source, want, param) for slot, (source, want) in slots.items()}
 
 
-def _filled(source: Source, dtype: DType, device: torch.device) -> torch.Tensor:
-    target = torch.empty(tuple(source.shape), dtype=getattr(torch, dtype.name), device=device)
+def _filled(source: Source | None, want: torch.Tensor, near: torch.Tensor) -> torch.Tensor:
+    if source is None:
+        return near.detach().new_zeros(want.shape, dtype=want.dtype)
+    target = near.detach().new_empty(want.shape, dtype=want.dtype)
     copy_into(target, source)
     return target
 
 
 @torch.no_grad()
 def copy_into(target: torch.Tensor, source: Source) -> None:
-    """Copies values into a tensor of their shape, block by block where they lie in a file."""
+    """Copies values into a tensor of their shape, block by block where they lie in a file.
+
+    Of a sharded tensor each process fills its own part, and reads no more than that.
+    """
+    local, start = own_part(target)
+    mine = tuple(slice(i, i + n) for i, n in zip(start, local.shape, strict=True))
     if isinstance(source, torch.Tensor):
-        target.copy_(source)
+        local.copy_(laid_out_like(source, target) if is_sharded(source) else source[mine])
         return
     xp = backend("torch")
-    for index in blocks(source):
-        target[index].copy_(xp.asarray(source.read(index)))
+    for block in blocks(source):
+        both = [slice(max(b.start, m.start), min(b.stop, m.stop)) for b, m in zip(block, mine, strict=True)]
+        if all(s.start < s.stop for s in both):
+            there = tuple(slice(s.start - i, s.stop - i) for s, i in zip(both, start, strict=True))
+            local[there].copy_(xp.asarray(source.read(tuple(both))))

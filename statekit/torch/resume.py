@@ -11,25 +11,45 @@ from typing import Any, TypeAlias
 import torch
 
 from statekit.convert import open_state, with_offset
+from statekit.converters.layouts.statekit_torch_groups import RATE_NAMES, SCALE
 from statekit.errors import StateError, UsageError, fault_list
 from statekit.format import Hints
-from statekit.optim.adafactor import defaults
+from statekit.optim.adafactor_forms import MOMENTUM_ON
+from statekit.optim.run import stepped_variants
+from statekit.optim.settings import form
 from statekit.registry import layout
 from statekit.schema import OptimizerSchema, load_schema
 from statekit.state import Axis, Rule, TrainState
 from statekit.tensor import DTYPES, Cast, Filled, Tensor, widens
 from statekit.torch.adafactor import Adafactor
-from statekit.torch.groups import SCALE, is_rate, path_of, scale_of
-from statekit.torch.loading import copy_into, dtype_of
+from statekit.torch.adamw import AdamW
+from statekit.torch.groups import EXCLUDED, flags_of, is_rate, path_of
+from statekit.torch.lamb import LAMB
+from statekit.torch.lans import LANS
+from statekit.torch.loading import copy_into
+from statekit.torch.optimizer import LEFT_OUT
+from statekit.torch.scaled_adam import ScaledAdam
+from statekit.torch.slots import dtype_of
 
 NamedParameters: TypeAlias = Iterable[tuple[str, torch.Tensor]]
+Class: TypeAlias = type[Adafactor | ScaledAdam | LANS | LAMB | AdamW]
 
 LAYOUT = "statekit-torch"
-OPTIMIZERS: Mapping[tuple[str, str | None], type[Adafactor]] = {("adafactor", "t5x"): Adafactor}
-"""Schema and variant -> the class that goes on with it."""
+OPTIMIZERS: Mapping[str, Class] = {
+    "adafactor": Adafactor,
+    "scaled_adam": ScaledAdam,
+    "lans": LANS,
+    "lamb": LAMB,
+    "adamw": AdamW,
+}
+"""Schema -> the class that goes on with it."""
 
 _SHOWN = 40
-_FIXED = ("factored", "min_dim_size_to_factor", "factor_map", "logical_factor_rules")
+_FIXED = (
+    "factored", "min_dim_size_to_factor", "factor_map", "logical_factor_rules", "amsgrad", "use_ema",
+    "multi_precision", "clipping_scale", "size_update_period", "clipping_update_period",
+)  # fmt: skip
+"""Hyperparameters that decide which slots there are, and how long."""
 _REMEDY = (
     "names must be those of the checkpoint, with dots or slashes; of a wrapped model pass the inner module"
 )
@@ -40,6 +60,7 @@ def load_optimizer(
     named_parameters: NamedParameters,
     *,
     lr: float | torch.Tensor | None = None,
+    variant: str | None = None,
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
     **overrides: Any,
@@ -54,6 +75,9 @@ def load_optimizer(
         named_parameters: `model.named_parameters()`.
         lr: Learning rate of every group, before parameter scale; as the checkpoint has it if None. T5X stores none.
             A scheduler goes on where the run stood with `last_epoch=optimizer.param_groups[0]["step"] - 1`.
+        variant: Whose rule goes on, by its name in the optimizer's schema, where the checkpoint can't tell: the
+            generations of ScaledAdam leave the same files, and so do MXNet's two paths of LANS. As the checkpoint
+            has it if None.
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names, as in its configuration.
         **overrides: Canonical hyperparameters for every group, e.g. `clipping_threshold=None`; `step_offset="reset"`
@@ -65,7 +89,7 @@ def load_optimizer(
     Raises:
         StateError: Parameters are missing, unknown, or of other shapes; or no optimizer here follows the recorded
             rule; lists every fault.
-        UsageError: An override that doesn't exist or can't be made.
+        UsageError: The checkpoint can't tell the variant; or an override that doesn't exist or can't be made.
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
@@ -73,7 +97,7 @@ def load_optimizer(
         raise UsageError(
             "This can't be a learning rate.", place="lr", expected="a number or 0-d tensor", found=repr(lr)
         )
-    with open_state(Path(path), step=step, hints=Hints(dict(hparams or {}))) as opened:
+    with open_state(Path(path), step=step, hints=Hints(dict(hparams or {}), variant)) as opened:
         kind = _class_of(opened.state, path)
         state = _rules_completed(_overridden(opened.state, overrides))
         optimizer = _built(kind, state, _grouped(state, named_parameters, path))
@@ -84,34 +108,44 @@ def load_optimizer(
     return optimizer
 
 
-def _class_of(state: TrainState, place: object) -> type[Adafactor]:
-    kind = OPTIMIZERS.get((state.optimizer.schema, state.optimizer.variant))
-    if kind is None:
+def _class_of(state: TrainState, place: object) -> Class:
+    schema, variant = state.optimizer.schema, state.optimizer.variant
+    candidates = stepped_variants(schema)
+    if variant is None and candidates:
+        raise UsageError(
+            f"The checkpoint can't tell which {schema} it is of, and they go on in other ways.",
+            place=place,
+            expected=f"variant= one of {', '.join(candidates)}",
+            remedy=f'load_optimizer(..., variant="{candidates[0]}"), or the one that the run used',
+        )
+    if variant not in candidates or schema not in OPTIMIZERS:
+        known = {name: ", ".join(stepped_variants(name)) for name in OPTIMIZERS}
         raise StateError(
             "statekit.torch has no optimizer that goes on with this state.",
             place=place,
-            expected=", ".join(f"{schema}, variant {variant}" for schema, variant in OPTIMIZERS),
-            found=f"{state.optimizer.schema}, variant {state.optimizer.variant or 'unknown'}",
+            expected="; ".join(f"{name}, variant {variants}" for name, variants in known.items()),
+            found=f"{schema}, variant {variant or 'unknown'}",
         )
     if not state.slots:
         raise StateError(
             "The checkpoint holds parameters, but no optimizer state.",
             place=place,
-            remedy="load_params reads it; begin with a new statekit.torch.Adafactor",
+            remedy=f"load_params reads it; begin with a new statekit.torch.{OPTIMIZERS[schema].__name__}",
         )
-    return kind
+    return OPTIMIZERS[schema]
 
 
 def _built(
-    kind: type[Adafactor], state: TrainState, groups: Sequence[Sequence[tuple[str, torch.Tensor]]]
+    kind: Class, state: TrainState, groups: Sequence[Sequence[tuple[str, torch.Tensor]]]
 ) -> torch.optim.Optimizer:
     """Returns an optimizer of these groups, loaded; a hyperparameter that the state leaves unknown is missing in it."""
     saved = layout(LAYOUT).encode(state).tree["optimizer"]
     saved["param_groups"] = [group for group in saved["param_groups"] if group["params"]]
-    optimizer = kind([{"params": pairs, "rules": _named_rules(state, pairs)} for pairs in groups])
+    options = [{"params": pairs, "rules": _named_rules(state, pairs)} for pairs in groups]
+    optimizer = kind(options, variant=str(state.optimizer.variant))
     for group, stored in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         for name in load_schema(state.optimizer.schema).hyperparameters:
-            if name not in stored:
+            if name not in stored and name not in RATE_NAMES:
                 group.pop(name, None)
     optimizer.load_state_dict(saved)
     return optimizer
@@ -219,11 +253,13 @@ def _refuse(subject: str, faults: Sequence[tuple[str, str]], place: object) -> N
 
 def _named_rules(state: TrainState, pairs: Sequence[tuple[str, torch.Tensor]]) -> dict[str, Any]:
     rules = {path_of(path): rule.to_json() for path, rule in state.rules.items()}
-    return {name: rules[path_of(name)] for name, _ in pairs}
+    return {name: rules[path_of(name)] for name, _ in pairs if path_of(name) in rules}
 
 
 def _rules_completed(state: TrainState) -> TrainState:
     """Returns a state in which every moved parameter has a rule; one that nobody knows is assumed to be NONE."""
+    if "v_row" not in load_schema(state.optimizer.schema).slots:
+        return state
     moved = [path for group in state.optimizer.groups for path in group.paths]
     assumed = {path: Rule((Axis.NONE,) * len(state.params[path].shape), "assumed") for path in moved}
     return replace(state, rules={**assumed, **state.rules})
@@ -231,8 +267,9 @@ def _rules_completed(state: TrainState) -> TrainState:
 
 def _overridden(state: TrainState, overrides: Mapping[str, Any]) -> TrainState:
     """Returns a state with hyperparameters as asked for, and momentum to fit them."""
-    offered = [name for name in defaults() if name not in (*_FIXED, "learning_rate")]
-    schema = load_schema("adafactor")
+    schema = load_schema(state.optimizer.schema)
+    own = schema.variant(str(state.optimizer.variant))["defaults"]
+    offered = [name for name in own if name not in (*_FIXED, *LEFT_OUT)]
     faults = [
         (fault, f"{name}={value!r}")
         for name, value in overrides.items()
@@ -246,41 +283,42 @@ def _overridden(state: TrainState, overrides: Mapping[str, Any]) -> TrainState:
         )
     changes = dict(overrides)
     offset = changes.pop("step_offset", "keep")
-    if SCALE in changes:
-        changes[SCALE] = _scale_by_path(changes[SCALE], state)
+    for name in (SCALE, EXCLUDED):
+        if name == SCALE or isinstance(changes.get(name), Mapping):
+            changes |= {name: _flags_by_path(name, changes[name], state)} if name in changes else {}
     state = with_offset(state.with_hyperparameters(**changes), offset)[0]
     return _momentum_fitted(state) if {"beta1", "dtype_momentum"} & changes.keys() else state
 
 
 def _override_fault(name: str, value: Any, offered: Sequence[str], schema: OptimizerSchema) -> str:
     if name not in offered:
-        fixed = name in _FIXED
+        fixed = name in _FIXED and name in schema.hyperparameters
         return "would change which slots there are" if fixed else f"expected one of {', '.join(offered)}"
     if name == SCALE or (name == "step_offset" and value in ("keep", "reset")):
         return ""
     return schema.fault(name, value)
 
 
-def _scale_by_path(value: Any, state: TrainState) -> bool | dict[str, bool]:
+def _flags_by_path(name: str, value: Any, state: TrainState) -> bool | dict[str, bool]:
     paths = [path for group in state.optimizer.groups for path in group.paths]
     faults: list[tuple[str, str]] = []
-    scale = scale_of(value, paths, faults)
+    flags = flags_of(name, value, paths, faults)
     if faults:
         raise UsageError("Overrides can't be made.", found=fault_list(faults))
-    return scale
+    return flags
 
 
 def _momentum_fitted(state: TrainState) -> TrainState:
-    """Returns a state that has `m` exactly where beta1 is on: new ones are zeros, as T5X begins."""
-    slots = dict(state.slots)
+    """Returns a state of Adafactor that has `m` exactly where beta1 is on: new ones are zeros, as all begin."""
+    if state.optimizer.schema != "adafactor":
+        return state
+    slots, switch = dict(state.slots), form("adafactor", str(state.optimizer.variant))["momentum_on"]
     for group in state.optimizer.groups:
-        beta1, dtype = (
-            group.hyperparameters.get("beta1"),
-            group.hyperparameters.get("dtype_momentum", "float32"),
-        )
+        beta1 = group.hyperparameters.get("beta1")
+        dtype = group.hyperparameters.get("dtype_momentum", "float32")
         for path in group.paths:
             own = {slot: tensor for slot, tensor in slots.get(path, {}).items() if slot != "m"}
-            if beta1 is not None:
+            if MOMENTUM_ON[switch](beta1):
                 old = slots.get(path, {}).get("m")
                 new = Filled(state.params[path].shape, DTYPES[dtype], 0.0, "momentum begins here")
                 own["m"] = new if old is None else old if old.dtype == new.dtype else Cast(old, new.dtype)

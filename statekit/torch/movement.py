@@ -1,0 +1,123 @@
+"""One update of a group, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from statekit.backend_torch import TorchBackend
+from statekit.optim.keras_averages import follow_average
+from statekit.optim.run import behind_after, counts_apart, moves, steps_for
+from statekit.optim.steps import Scene
+from statekit.schema import load_schema
+from statekit.torch.groups import ParamGroup, path_of
+from statekit.torch.settlement import Settlement
+from statekit.torch.slots import Held
+
+_XP = TorchBackend()
+
+
+def move(group: ParamGroup, settled: Settlement, state: MutableMapping[torch.Tensor, Held]) -> None:
+    """Moves a group's parameters and slots by their gradients, and counts the update.
+
+    Args:
+        group: The group; each parameter with a gradient can be stepped.
+        settled: How it is moved.
+        state: Slots by parameter.
+    """
+    steps, known = steps_for(group["schema"], group["variant"]), settled.group
+    params = dict(zip(known.paths, group["params"], strict=True))
+    grads = {path: param.grad for path, param in params.items() if param.grad is not None}
+    slots = {path: _near(param, state) for path, param in params.items()}
+    behind = _behind(group, known.paths)
+    if born := _born_of_params(group["schema"]):
+        _follow(params, slots, born, [p for p in grads if not behind.get(p, group["step"])])
+    scene = Scene(_XP, group["variant"], group["lr"], group["step"])
+    reached, whole, common = steps.prepare(scene, known, params, grads, slots, group.get("slots", {}))
+    for batch in settled.batches:
+        present = [path for path in batch.paths if path in reached]
+        if batch.fast is None:
+            own = {path: reached[path] for path in present}
+            batching = _XP if len(present) > 1 else None
+            for path, param, moved in moves(
+                steps, scene, settled.owns, params, own, slots, common, counts=behind, batching=batching
+            ):
+                params[path].copy_(param)
+                for name, value in moved.items():
+                    slots[path][name].copy_(value)
+            continue
+        for count, paths in _by_count(present, behind, group["step"]):
+            batch.fast(
+                replace(scene, step=count),
+                [params[path] for path in paths],
+                [reached[path] for path in paths],
+                [slots[path] for path in paths],
+                common,
+            )
+    for path, held in slots.items():
+        if "average" in held:
+            param, after = follow_average(_XP, params[path], held, known, group["step"])
+            params[path].copy_(param)
+            held["average"].copy_(after["average"])
+    if whole:
+        group["slots"] = dict(whole)
+    _count(group, [path for path in known.paths if path not in grads], behind)
+
+
+def _near(param: torch.Tensor, state: MutableMapping[torch.Tensor, Held]) -> Held:
+    """Returns a parameter's slots where it lives now: a model may have moved since."""
+    held = state[param]
+    if any(value.device != param.device for value in held.values()):
+        held = state[param] = {name: value.to(param.device) for name, value in held.items()}
+    return held
+
+
+def _behind(group: ParamGroup, paths: Sequence[str]) -> dict[str, int]:
+    own: Mapping[str, int] = group.get("behind", {})
+    return {p: own[n] for p, n in zip(paths, group["param_names"], strict=True) if n in own} if own else {}
+
+
+def _count(group: ParamGroup, missed: Sequence[str], behind: Mapping[str, int]) -> None:
+    if not counts_apart(group["schema"], group["variant"]):
+        missed = []
+    if missed or behind:
+        counts = behind_after(behind, missed, group["step"])
+        names = zip(group["param_names"], map(path_of, group["param_names"]), strict=True)
+        group["behind"] = {name: counts[path] for name, path in names if path in counts}
+    group["step"] += 1
+
+
+def _by_count(
+    paths: Sequence[str], behind: Mapping[str, int], step: int
+) -> Iterator[tuple[int, Sequence[str]]]:
+    if not behind:
+        yield from [(step, paths)] if paths else []
+        return
+    for count in sorted({behind.get(path, step) for path in paths}):
+        yield count, [path for path in paths if behind.get(path, step) == count]
+
+
+@cache
+def _born_of_params(schema: str) -> tuple[str, ...]:
+    """Returns the slots that begin as the parameter itself."""
+    return tuple(name for name, slot in load_schema(schema).slots.items() if slot.init == "p")
+
+
+def _follow(
+    params: Mapping[str, torch.Tensor],
+    slots: Mapping[str, Held],
+    born: Sequence[str],
+    first: Sequence[str],
+) -> None:
+    """Before a parameter's first update, lets what began as the parameter be what it has become since.
+
+    Weights may be loaded into a model after its optimizer was made; what still rounds to them keeps its digits.
+    """
+    for path in first:
+        for slot in (slots[path][name] for name in born if name in slots[path]):
+            slot.copy_(
+                torch.where(slot.to(params[path].dtype) == params[path], slot, params[path].to(slot.dtype))
+            )

@@ -1,0 +1,185 @@
+"""The engine behind every optimizer of statekit.torch: groups, steps, states."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any, TypeAlias
+
+import torch
+
+from statekit.converters.layouts.statekit_torch_groups import RATE_NAMES
+from statekit.errors import UnknownRuleError, UsageError, fault_list
+from statekit.optim.adafactor import next_decay
+from statekit.optim.run import steps_for
+from statekit.schema import OptimizerSchema
+from statekit.torch.groups import ParamGroup, check_named, settle
+from statekit.torch.loading import match, taken_over
+from statekit.torch.movement import move
+from statekit.torch.settlement import Settlement, settle_group
+from statekit.torch.slots import first_group_slots, first_slots
+
+Params: TypeAlias = Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
+Rate: TypeAlias = float | torch.Tensor | None
+
+
+class Unset(Enum):
+    """What an option is that nobody has given."""
+
+    UNSET = "as the variant has it"
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+
+UNSET = Unset.UNSET
+LEFT_OUT = (*RATE_NAMES, "logical_factor_rules")
+"""Hyperparameters that no group has: the rate is `lr`, and rules by logical axes are for models of T5X."""
+
+
+def given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a constructor that were given, of those with no default but the variant's."""
+    apart = ("self", "__class__", "params", "lr", "variant", "foreach")
+    return {name: value for name, value in arguments.items() if name not in apart and value is not UNSET}
+
+
+class Engine(torch.optim.Optimizer, ABC):
+    """An optimizer of one schema: its classes differ in their signature alone.
+
+    Args:
+        params: `model.named_parameters()`, or groups whose `params` are (name, parameter); options of a group
+            outweigh those below.
+        lr: Learning rate, or None if it is given later.
+        variant: Whose rule; a variant of the schema.
+        foreach: Whether equal parameters are moved together, and by fast paths where there are some. If not, each
+            is moved by itself by the reference text, bit for bit as replay does.
+        options: Canonical hyperparameters; the others are as the variant has them.
+
+    Raises:
+        NotFoundError: There is no such variant.
+        StateError: The variant can't be stepped.
+        UsageError: Parameters without names, of a rank that needs a rule and without one, or options that can't be.
+    """
+
+    def __init__(
+        self, params: Params, lr: Rate, variant: str, foreach: bool, options: Mapping[str, Any]
+    ) -> None:
+        schema = self._schema()
+        steps_for(schema.name, variant)
+        known = {
+            name: value for name, value in schema.variant(variant)["defaults"].items() if name not in LEFT_OUT
+        }
+        kept = {"lr": lr, "step": 0, "schema": schema.name, "variant": variant, "foreach": foreach}
+        self._settled: dict[int, Settlement] = {}
+        super().__init__(params, {**kept, **known, **options})
+
+    @staticmethod
+    @abstractmethod
+    def _schema() -> OptimizerSchema:
+        """Returns the schema."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes over what a copy or a pickle holds."""
+        super().__setstate__(state)
+        self._settled = {}
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Adds a group of (name, parameter) with its own options and a count of its own.
+
+        Raises:
+            UsageError: As for the optimizer itself; the group isn't added then.
+        """
+        check_named(param_group, self.param_groups)
+        super().add_param_group(param_group)
+        try:
+            settle(param_group, self._schema(), self.defaults["variant"])
+            slots = list(first_slots(param_group))
+            whole = first_group_slots(param_group)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self.state.update(zip(param_group["params"], slots, strict=True))
+        if whole:
+            param_group["slots"] = whole
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Makes one update.
+
+        Args:
+            closure: Computes the gradients again and returns the loss.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            UnknownRuleError: A group has no learning rate, or a rule or hyperparameter is unknown; lists every one.
+            UsageError: A gradient is sparse, or `step_offset` lies beyond the count. No parameter was changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        settled = [self._settlement(i, group) for i, group in enumerate(self.param_groups)]
+        self._check_ready(settled)
+        for group, settlement in zip(self.param_groups, settled, strict=True):
+            move(group, settlement, self.state)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` returned, or the `optimizer` part of a converted checkpoint, by parameter name.
+
+        Parameters and groups may stand in another order than in the state. Hyperparameters come from the state; one
+        that the state leaves unknown stays as it is. Tensors are copied and keep their dtype.
+
+        Raises:
+            StateError: Parameters are missing, left over, of other shapes or grouped otherwise; lists every one.
+        """
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        found = match(self._schema().name, self.param_groups, state_dict)
+        self.param_groups = list(found.groups)
+        for param, slots in found.slots:
+            self.state[param] = taken_over(param, slots)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _settlement(self, index: int, group: ParamGroup) -> Settlement:
+        settled = self._settled.get(index)
+        if settled is None or not settled.holds(group):
+            settled = self._settled[index] = settle_group(group, self.state)
+        return settled
+
+    def _check_ready(self, settled: Sequence[Settlement]) -> None:
+        faults, sparse = [], []
+        for i, (group, settlement) in enumerate(zip(self.param_groups, settled, strict=True)):
+            if group["lr"] is None and settlement.rate_needed:
+                faults.append(("no learning rate: set lr", f"group {i}"))
+            for name, path, param in zip(
+                group["param_names"], settlement.group.paths, group["params"], strict=True
+            ):
+                if param.grad is None:
+                    continue
+                if param.grad.layout != torch.strided:
+                    sparse.append((f"has a gradient of layout {param.grad.layout}", name))
+                if path in settlement.faults:
+                    faults.append((settlement.faults[path], name))
+        if faults:
+            raise UnknownRuleError(
+                "The optimizer doesn't know all that a step needs.",
+                found=fault_list(faults),
+                remedy="set lr in optimizer.param_groups, or give load_optimizer(..., lr=..., hparams={...}) what the "
+                "run was configured with",
+            )
+        if sparse:
+            raise UsageError(
+                f"Gradients are sparse, and {type(self).__name__} needs them dense.",
+                found=fault_list(sparse),
+                remedy="use sparse=False in the embedding",
+            )
+        for group in self.param_groups:
+            if "step_offset" in group and "decay_rate" in group:
+                next_decay(group["step"], group["step_offset"], group["decay_rate"])

@@ -1,0 +1,185 @@
+"""What of a group's update stays the same from step to step, settled once and again whenever the group changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import is_
+from typing import Any, TypeAlias
+
+import torch
+
+from statekit.backends import backend
+from statekit.errors import StateError, UnknownRuleError
+from statekit.optim.run import steps_for
+from statekit.optim.settings import form
+from statekit.optim.steps import Steps
+from statekit.schema import load_schema
+from statekit.state import Counts, Group, Optimizer, Rule, TrainState
+from statekit.tensor import DTYPES, Filled
+from statekit.torch.fast import FastMove, fast_path
+from statekit.torch.groups import ParamGroup, canonical, rules_of
+from statekit.torch.slots import Held
+
+STACK = 2**22
+"""The most elements that the reference text updates in one stack."""
+_PASSING = ("params", "lr", "initial_lr", "step", "behind", "slots")
+"""What of a group may change without changing how it is moved."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Parameters that are moved together, by a fast path or by the reference text."""
+
+    fast: FastMove | None
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """How a group is moved.
+
+    Attributes:
+        params: Its parameters.
+        kinds: Their dtypes and devices.
+        said: All that the group says about it.
+        group: Paths and canonical hyperparameters.
+        owns: What each parameter's update depends on, by path; one that can't be stepped is missing.
+        faults: Why those can't, by path.
+        batches: Which are moved together.
+        rate_needed: Whether the learning rate has to be given.
+    """
+
+    params: tuple[torch.Tensor, ...]
+    kinds: tuple[Kind, ...]
+    said: Mapping[str, Any]
+    group: Group
+    owns: Mapping[str, Hashable]
+    faults: Mapping[str, str]
+    batches: tuple[Batch, ...]
+    rate_needed: bool
+
+    def holds(self, group: ParamGroup) -> bool:
+        """Tells whether the group is still as it was."""
+        params = group["params"]
+        return (
+            len(params) == len(self.params)
+            and all(map(is_, params, self.params))
+            and all(map(_same_kind, params, self.kinds))
+            and _said(group) == self.said
+        )
+
+
+Kind: TypeAlias = tuple[torch.dtype, torch.device]
+
+
+def _same_kind(param: torch.Tensor, kind: Kind) -> bool:
+    return param.dtype is kind[0] and param.device == kind[1]
+
+
+def _said(group: ParamGroup) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _PASSING}
+
+
+def settle_group(group: ParamGroup, slots: Mapping[torch.Tensor, Held]) -> Settlement:
+    """Settles how a group is moved.
+
+    Args:
+        group: The group.
+        slots: Its parameters' slots.
+    """
+    steps, variant = steps_for(group["schema"], group["variant"]), group["variant"]
+    known, rules = canonical(group), rules_of(group)
+    params = dict(zip(known.paths, group["params"], strict=True))
+    owns, faults = {}, {}
+    checked: dict[Hashable, str] = {}
+    for path, param in params.items():
+        kind = _kind(path, param, rules.get(path), slots[param], known)
+        if kind not in checked:
+            checked[kind] = _fault(steps, group, known, path, param, rules.get(path), slots[param])
+        if checked[kind]:
+            faults[path] = checked[kind]
+        else:
+            owns[path] = steps.settle(known, path, rules.get(path), variant)
+    return Settlement(
+        tuple(params.values()),
+        tuple((param.dtype, param.device) for param in params.values()),
+        copy.deepcopy(_said(group)),
+        known,
+        owns,
+        faults,
+        tuple(_batches(group, params, owns)),
+        _rate_needed(group),
+    )
+
+
+def _kind(path: str, param: torch.Tensor, rule: Rule | None, slots: Held, known: Group) -> Hashable:
+    """Returns what the step's own check depends on."""
+    own = (rule, tuple(param.shape), param.dtype, tuple((name, slot.dtype) for name, slot in slots.items()))
+    named = any(isinstance(value, Mapping) for value in known.hyperparameters.values())
+    return (path, *own) if named else own
+
+
+def _fault(
+    steps: Steps,
+    group: ParamGroup,
+    known: Group,
+    path: str,
+    param: torch.Tensor,
+    rule: Rule | None,
+    slots: Held,
+) -> str:
+    """Returns why the reference text can't step a parameter; "" if it can."""
+    alone = Group((path,), known.hyperparameters)
+    state = TrainState(
+        {path: _described(param)},
+        {path: {name: _described(slot) for name, slot in slots.items()}},
+        Optimizer(group["schema"], group["variant"], (alone,)),
+        Counts(0, 0),
+        {} if rule is None else {path: rule},
+    )
+    try:
+        steps.check(state, alone)
+        steps.settle(known, path, rule, group["variant"])
+    except (UnknownRuleError, StateError) as error:
+        return f"unknown: {error.expected}" if error.found is None else f"{error.found}: {error.subject}"
+    except KeyError:
+        return "unknown: what holds for it, of the hyperparameters by name"
+    return ""
+
+
+def _described(value: torch.Tensor) -> Filled:
+    return Filled(tuple(value.shape), DTYPES[backend("torch").dtype(value)])
+
+
+def _batches(
+    group: ParamGroup, params: Mapping[str, torch.Tensor], owns: Mapping[str, Hashable]
+) -> Iterator[Batch]:
+    found: dict[Hashable, tuple[FastMove | None, int, list[str]]] = {}
+    for path, own in owns.items():
+        param = params[path]
+        together = (
+            group["foreach"] and type(param) in (torch.Tensor, torch.nn.Parameter) and param.numel() > 0
+        )
+        fast = fast_path(group["schema"], group["variant"], own, param) if together else None
+        kind = (fast or own, param.shape, param.dtype, param.device) if together else path
+        most = 1 if not together else len(params) if fast else max(1, STACK // param.numel())
+        found.setdefault(kind, (fast, most, []))[2].append(path)
+    for fast, most, paths in found.values():
+        for start in range(0, len(paths), most):
+            yield Batch(fast, tuple(paths[start : start + most]))
+
+
+def _rate_needed(group: ParamGroup) -> bool:
+    source = form(group["schema"], group["variant"]).get("lr_source", "given")
+    own = OWN_RATE.get(source)
+    return own is None or not own({**load_schema(group["schema"]).settings(group["variant"]), **group})
+
+
+OWN_RATE: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
+    "given_or_rsqrt": lambda settings: True,
+    "given_or_relative": lambda settings: bool(settings["relative_step"]),
+    "given_or_relative_compounding": lambda settings: bool(settings["relative_step"]),
+}
+"""Whether an optimizer has a learning rate of its own if none is given, by `lr_source`."""

@@ -1,0 +1,96 @@
+"""The slots that parameters and groups have by the reference text: at the start, and as a state must hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+
+from statekit.backends import backend
+from statekit.optim.run import steps_for
+from statekit.schema import load_schema
+from statekit.state import Group, Rule
+from statekit.tensor import DTYPES, DType, Tensor
+from statekit.torch.groups import ParamGroup, canonical, rules_of
+
+Held: TypeAlias = dict[str, torch.Tensor]
+Source: TypeAlias = torch.Tensor | Tensor
+"""Where values come from: memory, or a file that is read block by block."""
+
+
+def first_slots(group: ParamGroup) -> Iterator[Held]:
+    """Yields the slots of each of a group's parameters before its first update, where the parameter lives."""
+    whole, rules = _completed(group, {}), rules_of(group)
+    for path, param in zip(whole.paths, group["params"], strict=True):
+        yield _init(group, whole, path, rules.get(path), param.detach())
+
+
+def first_group_slots(group: ParamGroup, found: Mapping[str, Source] | None = None) -> Held:
+    """Returns the slots of a group as a whole before its first update.
+
+    Args:
+        group: The group.
+        found: Slots in a state: they tell what hyperparameters that nobody knows must have been.
+    """
+    steps, whole = steps_for(group["schema"], group["variant"]), _completed(group, found or {})
+    params = {path: param.detach() for path, param in zip(whole.paths, group["params"], strict=True)}
+    return steps.begin(backend("torch"), params, whole, group["variant"])
+
+
+def expected_slots(
+    group: ParamGroup, path: str, param: torch.Tensor, rule: Rule | None, found: Mapping[str, Source]
+) -> Held:
+    """Returns the slots that a parameter must have, without values: on the meta device.
+
+    Args:
+        group: Its group.
+        path: Its path.
+        param: The parameter.
+        rule: How it is factored.
+        found: Its slots in a state: they tell what hyperparameters that nobody knows must have been.
+    """
+    shape = torch.empty(param.shape, dtype=param.dtype, device="meta")
+    return _init(group, _completed(group, found), path, rule, shape)
+
+
+def _init(group: ParamGroup, whole: Group, path: str, rule: Rule | None, param: torch.Tensor) -> Held:
+    steps, variant = steps_for(group["schema"], group["variant"]), group["variant"]
+    return steps.init(backend("torch"), param, steps.settle(whole, path, rule, variant), variant)
+
+
+def _completed(group: ParamGroup, found: Mapping[str, Source]) -> Group:
+    """Returns a group in which no hyperparameter is unknown, good for shapes and dtypes only."""
+    schema, known = load_schema(group["schema"]), canonical(group)
+    implied = {name: of(found) for name, of in IMPLIED.items() if name in schema.hyperparameters}
+    values = {**schema.settings(group["variant"]), **implied, **known.hyperparameters}
+    filled = {
+        name: schema.hyperparameters[name].get("default") if value is None else value
+        for name, value in values.items()
+    }
+    return replace(known, hyperparameters=filled)
+
+
+def _length(found: Mapping[str, Source], slot: str) -> int:
+    return int(found[slot].shape[0]) if slot in found and len(found[slot].shape) else 1
+
+
+IMPLIED: Mapping[str, Callable[[Mapping[str, Source]], Any]] = {
+    "beta1": lambda found: 0.5 if "m" in found else None,
+    "dtype_momentum": lambda found: dtype_of(found["m"]).name if "m" in found else "float32",
+    "amsgrad": lambda found: "v_max" in found,
+    "use_ema": lambda found: "average" in found,
+    "multi_precision": lambda found: "master" in found,
+    "size_update_period": lambda found: _length(found, "scale_grads"),
+    "clipping_scale": lambda found: 1.0 if "model_norms" in found else None,
+    "clipping_update_period": lambda found: _length(found, "model_norms"),
+}
+"""What slots tell of the hyperparameters that decide which slots there are."""
+
+
+def dtype_of(source: Source) -> DType:
+    """Returns the dtype in NumPy's terms."""
+    if isinstance(source, torch.Tensor):
+        return DTYPES[backend("torch").dtype(source)]
+    return source.dtype
