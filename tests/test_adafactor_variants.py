@@ -1,9 +1,8 @@
-"""The other Adafactors, one step at a time from their recorded states: Tensor2Tensor, Mesh-TF, HF, torch, Keras."""
+"""The other Adafactors, one step at a time from their recorded states: HF, torch, Keras."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,11 @@ from goldens import GOLDEN
 from statekit.backends import Backend, backend
 from statekit.converters.containers.safetensors_file import open_safetensors
 from statekit.optim import adafactor
+from statekit.optim.factoring import by_shape
+from statekit.optim.settings import form
 from statekit.optim.steps import Scene
 from statekit.schema import load_schema
-from statekit.state import Axis, Group, Rule
+from statekit.state import Group, Rule
 from statekit.tensor import Array, Tensor
 from statekit.verify.intervals import IntervalBackend
 from statekit.verify.systems.aliased import canonical
@@ -29,8 +30,6 @@ CASES = {
     "torch_adafactor": {"adafactor_fo*": "torch"},
     "torch_formats": {"adafactor_zip": "torch"},
     "keras": {"adafactor*": "keras"},
-    "mesh_tf": {"adafactor_default*": "mesh_tf", "adafactor_rank*": "mesh_tf"},
-    "t2t": {"early*": "t2t_early", "late*": "t2t_late"},
 }
 BUNDLES = [
     pytest.param(folder, variant, id=f"{system}/{folder.name}")
@@ -44,21 +43,9 @@ BACKENDS = ["numpy", pytest.param("torch", marks=pytest.mark.torch)]
 
 def rule_of(meta: Mapping[str, Any], variant: str, path: str, hyper: Mapping[str, Any]) -> Rule:
     """Returns how a variant factors a parameter, by its constants in the schema."""
-    form = SCHEMA.variant(variant)["constants"]
-    shape = meta["params"][path]["shape"]
-    names = meta["extra"].get("dimension_names", {}).get(path, [])
-    stacked = [i for i, name in enumerate(names) if name in (hyper.get("stacked_dim_names") or ())]
-    axes = [Axis.BATCH if i in stacked else Axis.NONE for i in range(len(shape))]
-    free = [i for i in range(len(shape)) if i not in stacked]
-    ranks = {"two": len(shape) == 2, "two_or_more": len(free) >= 2}
-    if hyper.get("factored", True) and ranks[form["factored_rank"]]:
-        if form["factored_axes"] == "last_two":
-            second, largest = free[-2:]
-        else:
-            largest, second = sorted(free, key=lambda i: -shape[i])[:2]
-        if shape[second] >= hyper.get("min_dim_size_to_factor", 0):
-            axes[largest], axes[second] = Axis.COLUMN, Axis.ROW
-    return Rule(tuple(axes), "given")
+    return Rule(
+        by_shape(form("adafactor", variant), meta["params"][path]["shape"], hyper["factored"]), "given"
+    )
 
 
 def hyperparameters(meta: Mapping[str, Any], variant: str, path: str) -> tuple[int, dict[str, Any]]:
@@ -68,23 +55,15 @@ def hyperparameters(meta: Mapping[str, Any], variant: str, path: str) -> tuple[i
     for i, group in enumerate(extra.get("param_groups") or ()):
         if extra["fqn"].get(path, path) in group["params"]:
             number, told = i, {**told, **group}
-    decay = told.pop("decay_rate", None) if variant.startswith(("t2t", "mesh")) else None
     values = {**SCHEMA.settings(variant), **canonical(SCHEMA, variant, told)}
     if "eps" in told:
         values["epsilon1"], values["epsilon2"] = told["eps"]
-    if isinstance(decay, str):  # "adafactor_decay_rate_adam(0.98)"
-        found = re.search(r"\(([\d.]+)\)", decay)
-        assert found is not None
-        values |= {"decay_type": "adam", "beta2": float(found[1])}
-    if any(part in path for part in told.get("exclude_from_parameter_scale") or ()):
-        values["multiply_by_parameter_scale"] = {path: False}
     return number, values
 
 
-def rate_of(meta: Mapping[str, Any], variant: str, update: int, group: int) -> float | None:
-    own = variant.startswith(("t2t", "mesh")) and meta["hyperparameters"]["learning_rate"] is None
+def rate_of(meta: Mapping[str, Any], update: int, group: int) -> float:
     rate = meta["learning_rate"][update - 1]
-    return None if own else rate[group] if isinstance(rate, list) else rate
+    return float(rate[group] if isinstance(rate, list) else rate)
 
 
 def rows(folder: Path, variant: str, xp: Backend, fault: Mapping[str, Any] | None = None) -> Iterator[Row]:
@@ -94,20 +73,17 @@ def rows(folder: Path, variant: str, xp: Backend, fault: Mapping[str, Any] | Non
         open_safetensors(folder / "trajectory.safetensors"),
         open_safetensors(folder / "grads.safetensors"),
     )
-    # torch's and Eigen's kernels contract products and sums.
+    # torch's kernels contract products and sums.
     bounds = IntervalBackend(contracted=True)
-    begun = meta["extra"].get("global_step_start") or 0
     for update in range(1, int(meta["steps"]) + 1):
         for path in (p for p in meta["params"] if f"{update}/{p}" in grads.tensors):
             number, values = hyperparameters(meta, variant, path)
             rule = rule_of(meta, variant, path, values)
-            rate = rate_of(meta, variant, update, number)
+            rate = rate_of(meta, update, number)
             before, after = (_recorded(states.tensors, step, path, variant) for step in (update - 1, update))
             grad = grads.tensors[f"{update}/{path}"].read()
-            ours = _step(
-                xp, before, grad, rule, {**values, **(fault or {})}, rate, update - 1 + begun, path, variant
-            )
-            bound = _step(bounds, before, grad, rule, values, rate, update - 1 + begun, path, variant)
+            ours = _step(xp, before, grad, rule, {**values, **(fault or {})}, rate, update - 1, path, variant)
+            bound = _step(bounds, before, grad, rule, values, rate, update - 1, path, variant)
             for name, value in ours.items():
                 recorded = after[name].reshape(xp.shape(value))
                 old = before.get(name, np.zeros_like(recorded)).reshape(recorded.shape)
@@ -125,7 +101,7 @@ def _recorded(states: Mapping[str, Tensor], step: int, path: str, variant: str) 
 
 def _step(
     xp: Backend, before: Mapping[str, Array], grad: Array, rule: Rule, values: Mapping[str, Any],
-    rate: float | None, step: int, path: str, variant: str,
+    rate: float, step: int, path: str, variant: str,
 ) -> dict[str, Any]:  # fmt: skip
     own = adafactor.settle(Group((path,), values), path, rule, variant)
     param = xp.asarray(before["param"])
