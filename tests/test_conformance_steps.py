@@ -34,7 +34,7 @@ SAMPLE = {
         ("lans", "mxnet_unfused"), ("scaled_adam", "gptsovits"),
     ),
 }  # fmt: skip
-"""What backends that compile see in `make test`; it leaves defaults to NumPy, and all that is left to `make test-all`."""
+"""What backends that compile see in `make test`, with everything switched on; `make test-all` has the others too."""
 COSTLY_SAMPLE = {
     "jax": (("adafactor", "t5x"), ("scaled_adam", "zip2025")),
     "tensorflow": (("adamw", "keras"),),
