@@ -210,3 +210,16 @@ def test_items_are_written_each_by_itself(tmp_path: Path) -> None:
     written = check_conformance(ORBAX, encoded, tmp_path / "7")
     assert written.tree["state"] == {"data": {"epoch": 1}}
     assert {p.name for p in (tmp_path / "7").iterdir() if p.is_dir()} == {"params", "state"}
+
+
+def test_a_source_keeps_its_layout_where_that_is_at_home(tmp_path: Path) -> None:
+    source = GOLDEN / "t5x" / "momentum_f32" / "checkpoint"
+    assert plan(source, tmp_path / "run", to="orbax").target.layout == "t5x"
+    convert(plan(source, tmp_path / "state.pt"))
+    assert plan(tmp_path / "state.pt", tmp_path / "run", to="orbax").target.layout == "optax"
+
+
+def test_inspecting_imports_no_framework() -> None:
+    from test_import_is_free import cli
+
+    assert cli("inspect", "--stats", RECORDED[0][1]) == set()
