@@ -17,6 +17,7 @@ from formats import plain_state
 from goldens import bundles
 from statekit.backends import backend
 from statekit.checkpoint import Checkpoint
+from statekit.convert import convert, open_state, plan
 from statekit.converters.containers.tf_bundle import CONTAINER
 from statekit.converters.layouts.tensorflow1 import MESH_TF, MESH_TF_ADAM, T2T, TF_ADAM, TensorFlow1
 from statekit.errors import InexactError, StateError
@@ -208,3 +209,35 @@ def test_what_the_optimizer_would_not_do_is_refused() -> None:
     odd = adafactor((4, 6), (R, C))
     with pytest.raises(InexactError, match="has slot average"):
         T2T.encode(replace(odd, slots={"w": {**odd.slots["w"], "average": odd.params["w"]}}))
+
+
+@pytest.mark.parametrize("case", ["late_default_ref", "early157_default_beta1"])
+def test_t5x_gets_the_slots_by_the_axes_they_have_averaged(case: str, tmp_path: Path) -> None:
+    """Tensor2Tensor's vr averages the last axis, T5X's v_row the larger one: of a tall matrix they are exchanged."""
+    folder = next((one for one in BUNDLES if one.name == case), None)
+    if folder is None:  # not in the compact choice
+        return
+    target = tmp_path / "t5x"
+    convert(plan(folder / "checkpoint", target, to="t5x"))
+    with open_state(folder / "checkpoint") as source, open_state(target) as written:
+        tall = 0
+        for path, own in source.state.slots.items():
+            there, rule = written.state.slots[path], written.state.rules[path]
+            before = source.state.rules[path]
+            for slot, tensor in own.items():
+                other = {"v_row": "v_col", "v_col": "v_row"}.get(slot, slot)
+                name = slot if rule.axes == before.axes else other
+                assert there[name].read().tobytes() == tensor.read().tobytes(), (path, slot)
+            tall += rule.axes != before.axes
+        assert tall
+
+
+def test_a_matrix_of_equal_axes_keeps_its_rows(tmp_path: Path) -> None:
+    square = adafactor((4, 4), (Axis.ROW, Axis.COLUMN))
+    rows = in_memory(np.arange(4, dtype=np.float32))
+    square = replace(square, slots={"w": {**square.slots["w"], "v_row": rows}})
+    for layout in (T2T, MESH_TF):
+        tree = layout.encode(square).tree
+        vr = tree["w/Adafactor"] if layout is T2T else tree["w_slot_vr"]
+        # Of equal axes Mesh-TensorFlow's vr averages the first, so that it is our v_col.
+        assert np.array_equal(vr.read(), rows.read()) == (layout is T2T)

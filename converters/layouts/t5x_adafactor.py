@@ -16,6 +16,7 @@ import numpy as np
 from statekit.checkpoint import Checkpoint
 from statekit.converters.layouts.t5x_rules import (
     GivenRules,
+    as_t5x,
     fits,
     from_slots,
     given_rules,
@@ -157,7 +158,8 @@ def _group(
     faults += _contradictions(held, told)
     own_rules = {}
     for path, own in held.items():
-        rule = Rule.from_json(stated[path]) if path in stated else _rule(path, own, rules, settled)
+        known = as_t5x(Rule.from_json(stated[path]), own.shape) if path in stated else None
+        rule = known or _rule(path, own, rules, settled)
         if (fault := _rule_fault(rule, own)) is not None:
             faults.append((fault, path))
         elif rule is not None:
@@ -283,10 +285,9 @@ def _placed(
         faults.append(("has no second moment", path))
     faults += [(f"has slot {name}, for which T5X has no place", path) for name in own if name not in SLOTS]
     if rule is not None and rule.factored and len(rule.axes) == 2 and Axis.BATCH not in rule.axes:
-        heuristic = by_size(param.shape)
-        if rule.axes == heuristic[::-1]:  # T5X reads a matrix by its size, whatever the source called row
+        if as_t5x(rule, param.shape) != rule:
             own = {**own, "v_row": own["v_col"], "v_col": own["v_row"]}
-        elif rule.axes != heuristic:
+        elif rule.axes != by_size(param.shape):
             faults.append(("is a matrix that is factored along one axis only", path))
     return {
         name: own.get(name, Filled(PLACEHOLDER, DTYPES["float32"], 0.0, "T5X's placeholder"))

@@ -120,3 +120,9 @@ def from_slots(shape: Shape, row: Shape, column: Shape, by_logical_axes: bool) -
         return None
     proven = len(found) == 1 and (by_logical_axes or Axis.BATCH not in found[0])
     return Rule(found[0], "file" if proven else "assumed")
+
+
+def as_t5x(rule: Rule, shape: Shape) -> Rule:
+    """Returns a rule with T5X's labels: it reads a matrix by its size, whatever another system called row."""
+    other_way = rule.factored and len(rule.axes) == 2 and rule.axes == by_size(shape)[::-1]
+    return Rule(by_size(shape), rule.known_from) if other_way else rule
