@@ -18,6 +18,11 @@ from statekit.verify.recording import open_recording, to_json
 from statekit.verify.replay import Replay, Subject
 
 CASE = GOLDEN / "t5x" / "momentum_f32"
+INCOMPARABLE = {
+    "t5x_train/t5_10_tied", "t5x_train/t5_11_scanned", "t5x_train/t5_11_unscanned",
+    "torch_formats/adafactor_deepspeed_zero1", "torch_formats/adafactor_fsdp1_full",
+}  # fmt: skip
+"""States 8, 10 and 16 only; Adafactor on the pieces that ranks hold."""
 
 
 def replayed(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any]]:
@@ -61,6 +66,8 @@ def test_every_path_is_replayed_or_listed_with_its_reason(
     shown = {result["recording"] for result in data["results"]}
     assert shown | data["skipped"].keys() == {f"{path.parent.name}/{path.name}" for path in paths}
     assert not shown & data["skipped"].keys()
+    complete = {path for path in paths if (path / GRADS).is_file() and (path / TRAJECTORY).is_file()}
+    assert shown == {f"{path.parent.name}/{path.name}" for path in complete} - INCOMPARABLE
     assert all(data["skipped"].values()) and all(data["fresh"].values())
     assert data["fresh"].keys() == {r["recording"] for r in data["results"] if r["start"] == "init"}
 

@@ -70,6 +70,14 @@ def test_op_by_op_refuses_a_fused_multiply_add() -> None:
     assert not inside(fused, bound)
 
 
+@given(x=sane, divisor=sane)
+@settings(max_examples=200, deadline=None)
+def test_a_division_by_a_constant_may_be_a_product_with_its_reciprocal(x: float, divisor: float) -> None:
+    bound = STRICT.asarray(f32(x)) / divisor
+    quotient, product = np.float32(x) / np.float32(divisor), np.float32(x) * (1 / np.float32(divisor))
+    assert {float(bound.low[0]), float(bound.high[0])} == {float(quotient), float(product)}
+
+
 @given(st.lists(floats.filter(lambda v: abs(v) < 2.0**100), min_size=1, max_size=60), st.randoms())
 @settings(max_examples=100, deadline=None)
 def test_a_sum_may_run_in_any_order(values: list[float], random: Any) -> None:
