@@ -173,16 +173,16 @@ def _limit(s: Setting, limit: float | None) -> float | None:
     return None if off else limit
 
 
-def _bounded(s: Setting, norm: Value) -> Value:
+def bounded(s: Setting, norm: Value) -> Value:
+    """Returns the norm of a parameter within its bounds."""
     lower, upper = _limit(s, s.hyper.lower_bound), _limit(s, s.hyper.upper_bound)
     if lower is not None:
         norm = s.xp.maximum(norm, s.xp.constant(lower))
     return norm if upper is None else s.xp.minimum(norm, s.xp.constant(upper))
 
 
-def _coefficient(s: Setting, weight: Value, direction: Value, share: Value) -> Value:
+def coefficient(s: Setting, weight: Value, norm: Value, share: Value) -> Value:
     """Returns learning rate * ratio * share of one half of the update."""
-    norm = s.norm(direction)
     if s.form["rate_product"] == "norm_first":
         return s.ratio(s.rate * weight, norm, s.rate) * share
     ratio = s.ratio(weight, norm, 1.0)
@@ -230,11 +230,11 @@ def update(
     m = FIRST["weighted_sum"](xp, xp.widen(slots["m"]), g, s.first)
     v = SECOND[s.form["second_moment_update"]](xp, xp.widen(slots["v"]), g, s.second)
     root = xp.sqrt(s.corrected(v, hyper.beta2)) + xp.constant(hyper.epsilon)
-    weight = _bounded(s, s.norm(xp.widen(param) if s.form["weight_norm_of"] == "stored" else p))
+    weight = bounded(s, s.norm(xp.widen(param) if s.form["weight_norm_of"] == "stored" else p))
     a = _decayed(s, s.corrected(m, hyper.beta1) / root, p)
-    first = _coefficient(s, weight, a, s.first.old) * a
+    first = coefficient(s, weight, s.norm(a), s.first.old) * a
     b = _decayed(s, g / root, p - first if s.form["second_half_weight"] == "moved" else p)
-    second = _coefficient(s, weight, b, SECOND_SHARE[s.form["second_half_factor"]](s)) * b
+    second = coefficient(s, weight, s.norm(b), SECOND_SHARE[s.form["second_half_factor"]](s)) * b
     p = p - (first + second) if s.form["application"] == "once" else p - first - second
     new = {"m": m, "v": v, "master": p}
     return xp.narrow(p, xp.dtype(param)), {

@@ -148,12 +148,27 @@ def _sized(
         slots: All slots, widened.
         dtypes: Those of parameter, gradient and slots.
     """
-    xp, step, period, state = s.xp, s.step, s.hyper.size_update_period, dtypes[2]
-    axes = tuple(range(len(xp.shape(p))))
+    xp, state, axes = s.xp, dtypes[2], tuple(range(len(s.xp.shape(p))))
     gradient = xp.expand(s.kept(s.kept(xp.sum(products), *dtypes[:2]), state), axes)
-    history = xp.set_row(slots["scale_grads"], step % period, gradient)
     square = s.kept(xp.mean(s.kept(p * p, dtypes[0]), axes, keepdims=True), dtypes[0])
-    refreshed = s.kept(s.kept(xp.sqrt(square), dtypes[0]), state)
+    return sized(s, gradient, s.kept(s.kept(xp.sqrt(square), dtypes[0]), state), slots, state)
+
+
+def sized(
+    s: Setting, gradient: Value, refreshed: Value, slots: Arrays, state: str
+) -> tuple[dict[str, Value], Value]:
+    """Returns the slots with those that learn the parameter's size moved on, and the relative step x of its size.
+
+    Args:
+        s: Where the update runs.
+        gradient: The sum of p g, of the parameter's rank.
+        refreshed: The parameter's root mean square now, likewise.
+        slots: All slots, widened.
+        state: The slots' dtype.
+    """
+    xp, step, period = s.xp, s.step, s.hyper.size_update_period
+    axes = tuple(range(len(xp.shape(gradient))))
+    history = xp.set_row(slots["scale_grads"], step % period, gradient)
     rms = xp.where(s.period_ends | (step == 0), refreshed, slots["param_rms"])
     base = s.hyper.betas[1] ** period
     mean = s.kept(xp.mean(s.kept(history * history, state), (0,)), state)
