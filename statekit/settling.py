@@ -6,6 +6,7 @@ Names may have dots for the slashes of canonical paths. Faults are collected as 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any, TypeAlias
 
 from statekit.optim.factoring import Entry, by_shape, effective, first_entry, labels, map_entries
@@ -25,6 +26,26 @@ LOGICAL = "logical_factor_rules"
 """Rules by logical axes, which are for models of T5X: no drop-in takes them."""
 
 
+class Unset(Enum):
+    """What an option is that nobody has given."""
+
+    UNSET = "as the variant has it"
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+
+UNSET = Unset.UNSET
+_NO_OPTIONS = ("self", "__class__", "params", "variant", "foreach", *RATE_NAMES)
+
+
+def given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options among a drop-in's arguments that were given: those with no default but the variant's."""
+    return {
+        name: value for name, value in arguments.items() if name not in _NO_OPTIONS and value is not UNSET
+    }
+
+
 def path_of(name: str) -> str:
     """Returns the canonical path of a parameter's name."""
     return name.replace(".", "/")
@@ -40,7 +61,8 @@ def option_faults(
         variant: The optimizer's variant.
         options: Canonical name -> value.
     """
-    offered = set(schema.variant(variant)["defaults"]) - {*RATE_NAMES, LOGICAL}
+    own_rules = {"factor_map"} if "v_row" in schema.slots else set()
+    offered = {*schema.variant(variant)["defaults"], *own_rules} - {*RATE_NAMES, LOGICAL}
     by_mask = form(schema.name, variant).get("decay_exclusions") == "mask"
     for name, value in options.items():
         if name not in offered:
@@ -131,8 +153,8 @@ def factor_rules(
     if "v_row" not in schema.slots:
         return {}
     settings = {**schema.settings(variant), **options}
-    given = settings["factor_map"]
-    entries = () if given is None else map_entries(given, "factor_map")
+    factor_map = settings["factor_map"]
+    entries = () if factor_map is None else map_entries(factor_map, "factor_map")
     constants, factored = form(schema.name, variant), settings["factored"]
     found = {}
     for name, shape in shapes.items():

@@ -55,7 +55,8 @@ def _by_power(xp: Backend, beta: float, t: Value) -> Value:
 
 
 def _exact(xp: Backend, beta: float, t: Value) -> Value:
-    return xp.one_minus_power(beta, t) if beta else xp.number(1.0)
+    off = isinstance(beta, (int, float)) and not beta  # an array can't be asked
+    return xp.number(1.0) if off else xp.one_minus_power(beta, t)
 
 
 CORRECTION: Mapping[str, Callable[[Backend, float, Value], Value]] = {

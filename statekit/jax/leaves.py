@@ -1,0 +1,92 @@
+"""Trees of parameters as paths and leaves, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+from statekit.errors import UsageError, fault_list
+
+_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """A tree's leaves by name.
+
+    Attributes:
+        names: `/`-joined keys of each leaf. A last `value`, which is how boxes of Flax hold their array, is left out.
+        values: The leaves, in the same order.
+        treedef: The tree's structure.
+    """
+
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+    treedef: Any
+
+    @cached_property
+    def by_name(self) -> dict[str, Any]:
+        """The leaves by name."""
+        return dict(zip(self.names, self.values, strict=True))
+
+    def like(self, tree: Any) -> dict[str, Any]:
+        """Returns by name what another tree has in the place of each leaf."""
+        return dict(zip(self.names, self.treedef.flatten_up_to(tree), strict=True))
+
+    def tree(self, values: Mapping[str, Any]) -> Any:
+        """Returns the tree with other leaves; a name without one gets `MaskedNode()`."""
+        return self.treedef.unflatten([values.get(name, optax.MaskedNode()) for name in self.names])
+
+    def map(self, function: Callable[[str], Any]) -> Any:
+        """Returns the tree with a function of each leaf's name in the leaf's place."""
+        return self.treedef.unflatten(map(function, self.names))
+
+
+def leaves_of(params: Any) -> Leaves:
+    """Takes a tree of parameters apart.
+
+    Raises:
+        UsageError: Two leaves have one name, or a leaf isn't real and floating; lists every one.
+    """
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(params)
+    names = tuple(_name(path) for path, _ in pairs)
+    faults, seen = [], set[str]()
+    for name, (_, leaf) in zip(names, pairs, strict=True):
+        if name in seen:
+            faults.append(("is the name of two parameters", name))
+        seen.add(name)
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            faults.append(
+                (f"is {jnp.result_type(leaf)}; only real floating-point arrays can be stepped", name)
+            )
+    if faults:
+        raise UsageError(
+            f"Parameters can't be optimized: {len(faults)} faults.",
+            found=fault_list(faults[:_SHOWN]),
+            remedy="leave them out with optax.masked or optax.partition",
+        )
+    return Leaves(names, tuple(leaf for _, leaf in pairs), treedef)
+
+
+def _name(path: Sequence[Any]) -> str:
+    keys = [_key(key) for key in path]
+    boxed = len(path) > 1 and isinstance(path[-1], GetAttrKey) and path[-1].name == "value"
+    return "/".join(keys[:-1] if boxed else keys)
+
+
+def _key(key: Any) -> str:
+    match key:
+        case DictKey(key=name) | FlattenedIndexKey(key=name):
+            return str(name)
+        case SequenceKey(idx=index):
+            return str(index)
+        case GetAttrKey(name=name):
+            return str(name)
+    return str(key)
