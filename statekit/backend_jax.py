@@ -125,11 +125,8 @@ class JaxBackend:
 
         return self._jax.lax.scan(add, self._jnp.zeros((), self._jnp.float32), value.reshape(-1))[0]
 
-    def add_product(self, value: Value, left: Value, right: Value, dtype: str) -> Value:
-        return value + left * right
-
-    def inverse_root(self, value: Value, dtype: str) -> Value:
-        return self.power(value, -0.5)
+    def either(self, first: Callable[[], Value], second: Callable[[], Value]) -> Value:
+        return first()
 
     def one_minus_power(self, base: float, exponent: Value) -> Value:
         if isinstance(exponent, int):

@@ -148,11 +148,8 @@ class TensorFlowBackend:
         loop = self._tf.while_loop(lambda i, _: i < flat.shape[0], add, (self._tf.constant(0), self.widen(0)))
         return loop[1]
 
-    def add_product(self, value: Value, left: Value, right: Value, dtype: str) -> Value:
-        return value + left * right
-
-    def inverse_root(self, value: Value, dtype: str) -> Value:
-        return self.power(value, -0.5)
+    def either(self, first: Callable[[], Value], second: Callable[[], Value]) -> Value:
+        return first()
 
     def one_minus_power(self, base: float, exponent: Value) -> Value:
         if isinstance(exponent, int):

@@ -130,11 +130,8 @@ class TorchBackend:
             total = self.rounded(total + term, dtype)
         return total
 
-    def add_product(self, value: Value, left: Value, right: Value, dtype: str) -> Value:
-        return value + left * right
-
-    def inverse_root(self, value: Value, dtype: str) -> Value:
-        return self.power(value, -0.5)
+    def either(self, first: Callable[[], Value], second: Callable[[], Value]) -> Value:
+        return first()
 
     def one_minus_power(self, base: float, exponent: Value) -> Value:
         if isinstance(exponent, int):

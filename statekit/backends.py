@@ -116,11 +116,8 @@ class Backend(Protocol):
     def sequential_sum(self, value: Value, dtype: str) -> Value:
         """Returns the sum over all axes in C order, rounded to a dtype after every addition; 0-d."""
 
-    def add_product(self, value: Value, left: Value, right: Value, dtype: str) -> Value:
-        """Returns value + left * right, the product rounded to a dtype on the way or not."""
-
-    def inverse_root(self, value: Value, dtype: str) -> Value:
-        """Returns 1 / sqrt(value), the root rounded to a dtype on the way or not."""
+    def either(self, first: Callable[[], Value], second: Callable[[], Value]) -> Value:
+        """Returns the first of two values, where the kernels of an original arrive at one or at the other."""
 
     def one_minus_power(self, base: float, exponent: Value) -> Value:
         """Returns 1 - base**exponent without cancellation, as a number if the exponent is one; 0 < base < 1."""

@@ -13,7 +13,10 @@ import pytest
 
 from goldens import GOLDEN
 from statekit.backends import Backend
+from statekit.optim import adafactor
+from statekit.optim.adafactor import Own
 from statekit.optim.steps import Scene
+from statekit.state import Axis
 from statekit.verify.recording import Recording, from_json, open_recording, to_json
 from statekit.verify.replay import Replay, Subject, replay
 
@@ -79,6 +82,23 @@ def mistaken(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "prepare", wrong(module.prepare))
         patch.setattr(module, "update", wrong(module.update))
+        yield
+
+
+@contextmanager
+def swapped(xp: Backend) -> Iterator[None]:
+    """Lets one backend exchange rows and columns of square matrices in Adafactor, where no shape tells."""
+    right, other = adafactor.update, {Axis.ROW: Axis.COLUMN, Axis.COLUMN: Axis.ROW}
+
+    def wrong(scene: Scene, param: Any, grad: Any, slots: Any, own: Own, common: Any) -> Any:
+        shape = scene.xp.shape(param)
+        if scene.xp is xp and len(shape) == 2 and shape[0] == shape[1]:
+            axes = tuple(other.get(axis, axis) for axis in own.rule.axes)
+            own = replace(own, rule=replace(own.rule, axes=axes))
+        return right(scene, param, grad, slots, own, common)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adafactor, "update", wrong)
         yield
 
 

@@ -290,7 +290,10 @@ def _estimate(s: Setting, row: Value, column: Value, mean: Value) -> Value:
 
 
 def _clamped_rsqrt(s: Setting, v: Value) -> Value:
-    return s.returned(s.xp.inverse_root(s.xp.maximum(v, s.constant(s.epsilon1**2)), s.compute_dtype))
+    clamped = s.xp.maximum(v, s.constant(s.epsilon1**2))
+    return s.returned(
+        s.xp.either(lambda: s.xp.power(clamped, -0.5), lambda: 1.0 / s.returned(s.xp.sqrt(clamped)))
+    )
 
 
 FACTORED: Mapping[str, Callable[[Setting, Value, Value, Value, Value], Value]] = {
@@ -344,15 +347,23 @@ def _kept(s: Setting, p: Value, w: Value | float) -> Value:
 
 DECAYED: Mapping[str, Callable[[Setting, Value, Any], Value]] = {
     "product": _kept,
-    "product_first": lambda s, p, w: s.returned(_kept(s, p, w)),
+    "product_first": lambda s, p, w: s.returned(
+        s.xp.either(lambda: (1.0 - w) * p, lambda: s.returned(1.0 - w) * p)
+    ),
     "subtract_first": lambda s, p, w: p - p * w,
     "subtract_twice": lambda s, p, w: p - p * w,
 }
 """The parameter after weight decay, where it is decayed by itself."""
 
+
+def _fused(s: Setting, p: Value, u: Value, size: Value, y: Value) -> Value:
+    product = s.returned(size) * y
+    return s.xp.either(lambda: p - product, lambda: p - s.returned(product))
+
+
 UPDATE: Mapping[str, Callable[[Setting, Value, Value, Value, Value], Value]] = {
     "subtract": lambda s, p, u, size, y: p - u,
-    "fused": lambda s, p, u, size, y: s.xp.add_product(p, -s.returned(size), y, s.compute_dtype),
+    "fused": _fused,
 }
 """The parameter after a step u, which without momentum is size * y."""
 

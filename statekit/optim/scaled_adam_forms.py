@@ -98,7 +98,9 @@ class Setting:
         dtype, weight = promoted(*dtypes), self.added(number, *dtypes)
         if dtype == "float32":
             return value + weight * other
-        return self.kept(self.xp.add_product(value, weight, other, dtype), dtype)
+        product = weight * other
+        total = self.xp.either(lambda: value + product, lambda: value + self.xp.rounded(product, dtype))
+        return self.kept(total, dtype)
 
 
 def promoted(*dtypes: str) -> str:

@@ -311,12 +311,8 @@ class IntervalBackend:
             total = self.rounded(total + term, dtype)
         return total
 
-    def add_product(self, value: Value, left: Value, right: Value, dtype: str) -> Value:
-        product = left * right
-        return self._hull(value + product, value + self.rounded(product, dtype))
-
-    def inverse_root(self, value: Value, dtype: str) -> Value:
-        return self._hull(self.power(value, RECIPROCAL_ROOT), 1.0 / self.rounded(self.sqrt(value), dtype))
+    def either(self, first: Callable[[], Value], second: Callable[[], Value]) -> Value:
+        return self._hull(first(), second())
 
     def one_minus_power(self, base: float, exponent: Value) -> Value:
         exact = np.asarray(-math.expm1(exponent * math.log(base)))
