@@ -42,10 +42,10 @@ LARGE = "mesh_tf/adafactor_default_min128"
 
 
 def test_there_are_recordings() -> None:
-    assert present(ENCODED, STACKED, MASTER) == [ENCODED, STACKED, MASTER]
+    assert present(ENCODED, SCALED, MASTER) == [ENCODED, SCALED, MASTER]
 
 
-@pytest.mark.parametrize(("name", "case"), everywhere(ALL, present(ENCODED, STACKED)))
+@pytest.mark.parametrize(("name", "case"), everywhere(ALL, present(STACKED, ENCODED)))
 def test_every_element_of_every_step_lies_in_the_bound(name: str, case: str) -> None:
     with open_recording(GOLDEN / case) as recording:
         result = judged(recording, backend(name))
@@ -70,7 +70,12 @@ def test_the_float64_oracle_lies_in_the_bound_of_compiled_float32(case: str) -> 
         assert judged(compiled, ORACLE).passed
 
 
-@pytest.mark.parametrize("case", present(QUANT4, QUANT8))
+QUANTIZED = present(QUANT4, QUANT8) or [
+    pytest.param("", marks=pytest.mark.skip(reason="the compact choice holds no quantized run"))
+]
+
+
+@pytest.mark.parametrize("case", QUANTIZED)
 def test_the_unit_of_a_quantization_is_a_product_with_a_reciprocal(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +106,7 @@ def test_the_noise_of_each_update_is_the_recorded_one(case: str) -> None:
     assert not bound.low <= noise(replace(bounds, xp=backend("numpy")), step + 1) <= bound.high
 
 
-@pytest.mark.parametrize("case", present(QUANT8, LATE, STACKED))
+@pytest.mark.parametrize("case", present(QUANT8, LATE, ENCODED))
 def test_the_rule_computes_the_rate_that_was_recorded(case: str) -> None:
     recording = open_recording(GOLDEN / case)
     assert set(recording.learning_rate) == {None}
@@ -160,7 +165,7 @@ def swapped(xp: Backend) -> Iterator[None]:
         yield
 
 
-SQUARE = present(STACKED, LATE)
+SQUARE = present(STACKED, SCALED)
 
 
 @pytest.mark.parametrize(("name", "case"), everywhere(SQUARE, SQUARE[:1]))
