@@ -8,7 +8,7 @@ PIP_INSTALL := -m pip --disable-pip-version-check install -qq --constraint const
 
 export JAX_PLATFORMS := cpu
 
-.PHONY: help demo test test-all check format bench clean
+.PHONY: help demo test test-all check format bench tables clean
 
 help:
 	@echo "make demo      take a checkpoint that T5X wrote and go on in PyTorch"
@@ -17,6 +17,7 @@ help:
 	@echo "make check     lint, check the layout of the code, type-check"
 	@echo "make format    lay out the code"
 	@echo "make bench     measure memory and speed"
+	@echo "make tables    replay every recording in every backend and write docs/accuracy.md"
 	@echo "make clean     remove .venv and what the tools left"
 
 # torch goes first: with its version settled, nothing that follows chooses another build of it.
@@ -50,6 +51,9 @@ format: $(READY)
 
 bench: $(READY)
 	@$(BIN)/python tests/benchmarks/convert.py
+
+tables: $(READY)
+	@$(BIN)/python tests/tabulate.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
