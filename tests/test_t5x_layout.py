@@ -15,8 +15,9 @@ from statekit import registry
 from statekit.checkpoint import Checkpoint
 from statekit.commit import staged, unknown_fields
 from statekit.converters.containers.t5x import CONTAINER as T5X
+from statekit.converters.layouts.factored_slots import from_slots
 from statekit.converters.layouts.t5x_adafactor import LAYOUT
-from statekit.converters.layouts.t5x_rules import STANDARD, from_slots
+from statekit.converters.layouts.t5x_rules import STANDARD
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.format import Hints
 from statekit.optim.factoring import by_size, effective

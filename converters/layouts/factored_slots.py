@@ -1,12 +1,17 @@
-"""What the shapes of Adafactor's slots prove about how parameters were chosen for factoring."""
+"""What the shapes of Adafactor's slots prove about how parameters are factored, and about how they were chosen."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from statekit.converters.layouts.told import Settings
+from statekit.optim.factoring import by_size
+from statekit.state import Axis, Rule
+from statekit.tensor import Shape
 
 MINIMUM = "min_dim_size_to_factor"
+_MAX_RANK = 8
 
 
 def with_minimum(
@@ -33,3 +38,31 @@ def with_minimum(
     return found, [
         f"{MINIMUM} is open: a parameter with a size of {high} is factored, one with {low - 1} isn't."
     ]
+
+
+def fits(labels: tuple[Axis, ...], shape: Shape, row: Shape, column: Shape) -> bool:
+    """Tells whether factored slots of these shapes follow from labels."""
+    rule = Rule(labels, "file")
+    return (
+        rule.factored and rule.slot_shape("v_row", shape) == row and rule.slot_shape("v_col", shape) == column
+    )
+
+
+def from_slots(shape: Shape, row: Shape, column: Shape, by_logical_axes: bool) -> Rule | None:
+    """Finds the rule of a factored parameter from the shapes of its slots; None if no rule gives them.
+
+    A matrix with vectors for slots was factored by its size; nothing else does that. It counts as proven unless it is
+    square. Otherwise every labelling that T5X takes is tried, and axes that both slots keep are taken for BATCH. That
+    is proven only where labels come from logical axes, which allow no NONE beside ROW and COLUMN.
+    """
+    if len(shape) == 2 and fits(by_size(shape), shape, row, column):
+        return Rule(by_size(shape), "assumed" if shape[0] == shape[1] else "file")
+    if len(shape) > _MAX_RANK:
+        return None
+    labellings = itertools.product((Axis.ROW, Axis.COLUMN, Axis.BATCH), repeat=len(shape))
+    taken = (labels for labels in labellings if len(shape) > 2 or Axis.BATCH in labels)
+    found = [labels for labels in taken if fits(labels, shape, row, column)]
+    if not found:
+        return None
+    proven = len(found) == 1 and (by_logical_axes or Axis.BATCH not in found[0])
+    return Rule(found[0], "file" if proven else "assumed")

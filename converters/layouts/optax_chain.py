@@ -63,8 +63,8 @@ def encoded(state: TrainState) -> Encoded:
 
 
 def _contents(state: TrainState) -> Contents:
-    def slot(path: str, native: str) -> Tensor:
-        return _slots(state, path)[native]
+    def slot(path: str, native: str) -> Tensor | None:
+        return _slots(state, path)[native] if path in state.slots else None
 
     return Contents(state.params, slot, state.counts.updates, state.counts.schedule)
 

@@ -4,8 +4,9 @@ A frame is the tree with marks, which are tuples, in the place of what is canoni
 
     ("params",)       the parameters, as nested dicts of their paths' parts
     ("params", form)  the parameters, in another form: a tree with their paths at its leaves
-    ("slot", name)    a slot of every parameter, in the form of the parameters
-    ("slot", name, form)  the same in a form of its own: some parameters are masked
+    ("slot", name)    a slot, in the form of the parameters; None where a parameter has none
+    ("slot", name, form)  the same in a form of its own: masks that aren't one None for each parameter
+    ("group", name)   a slot of all parameters together
     ("count",)        the count of updates
     ("schedule",)     the schedule's
 """
@@ -13,7 +14,7 @@ A frame is the tree with marks, which are tuples, in the place of what is canoni
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from statekit.errors import StateError
 from statekit.tensor import Tensor, in_memory
 from statekit.tree import Path, Tree, nested
 
-PARAMS, SLOT, COUNT, SCHEDULE = "params", "slot", "count", "schedule"
+PARAMS, SLOT, GROUP, COUNT, SCHEDULE = "params", "slot", "group", "count", "schedule"
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,19 @@ def usual_form(paths: Mapping[str, Any]) -> Tree:
     return nested({tuple(path.split("/")): At(path) for path in paths})
 
 
-def filled(form: Tree, leaf: Callable[[str], Tensor]) -> Tree:
+def filled(form: Tree, leaf: Callable[[str], Tensor | None]) -> Tree:
     """Returns a form with tensors in the place of its paths."""
     return replaced(form, {keys: leaf(mark.path) for keys, mark in leaves(form) if isinstance(mark, At)})
 
 
 def frame_of(
-    tree: Tree, at: Path, found: list[Link], kept: Collection[Path], updates: int, schedule: int
+    tree: Tree,
+    at: Path,
+    found: list[Link],
+    kept: Collection[Path],
+    updates: int,
+    schedule: int,
+    groups: Collection[str] = (),
 ) -> Tree:
     """Returns the frame of a tree.
 
@@ -60,17 +67,27 @@ def frame_of(
         kept: The paths of those whose slots are canonical.
         updates: The count of updates.
         schedule: The schedule's.
+        groups: Fields of a link that belong to all parameters together.
     """
     node = under(tree, at)
     paths = {keys: "/".join(map(str, keys)) for keys, leaf in leaves(node) if is_tensor(leaf)}
     form = form_of(node, paths)
     usual = usual_form(dict.fromkeys(paths.values()))
     parts: dict[Path, Tree] = {at: (PARAMS,) if form == usual else (PARAMS, _packed(form))}
+    held: dict[str, set[str]] = {}
+    for name, own in (pair for link in found if link.path in kept for pair in link.trees()):
+        held.setdefault(name, set()).update(paths[keys] for keys, leaf in leaves(own) if is_tensor(leaf))
+    plain = {
+        name: replaced(form, {keys: None for keys, path in paths.items() if path not in own})
+        for name, own in held.items()
+    }
     for link in found:
         for name, own in link.trees() if link.path in kept else ():
             mine = form_of(own, paths)
-            mark = (SLOT, name) if mine == form else (SLOT, name, _packed(mine))
-            parts[(*link.path, name)] = mark
+            parts[(*link.path, name)] = (SLOT, name) if mine == plain[name] else (SLOT, name, _packed(mine))
+        for name in groups if link.path in kept else ():
+            if is_tensor(link.state.get(name)):
+                parts[(*link.path, name)] = (GROUP, name)
         kind, value = (SCHEDULE, schedule) if link.kind == SCHEDULE else (COUNT, updates)
         for name in ("count", "gradient_step"):
             if name in link.state and _is(link.state[name], value):
@@ -100,15 +117,17 @@ class Contents:
 
     Attributes:
         params: Parameter by path.
-        slot: Returns a parameter's slot by path and native name.
+        slot: Returns a parameter's slot by path and native name; None if it has none.
         updates: The count of updates.
         schedule: The schedule's.
+        groups: Slots of all parameters together.
     """
 
     params: Mapping[str, Tensor]
-    slot: Callable[[str, str], Tensor]
+    slot: Callable[[str, str], Tensor | None]
     updates: int
     schedule: int
+    groups: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def rebuilt(frame: Tree, contents: Contents) -> Tree:
@@ -135,10 +154,19 @@ def _value(mark: tuple[Any, ...], form: Tree, contents: Contents) -> Tree:
     kind = mark[0]
     if kind == PARAMS:
         return filled(form, contents.params.__getitem__)
+    if kind == SLOT and len(mark) > 2:
+        return filled(_unpacked(mark[2]), lambda path: _held(contents.slot(path, mark[1]), path))
     if kind == SLOT:
-        mine = _unpacked(mark[2]) if len(mark) > 2 else form
-        return filled(mine, lambda path: contents.slot(path, mark[1]))
+        return filled(form, lambda path: contents.slot(path, mark[1]))
+    if kind == GROUP:
+        return contents.groups[mark[1]]
     return count({COUNT: contents.updates, SCHEDULE: contents.schedule}[kind])
+
+
+def _held(tensor: Tensor | None, path: str) -> Tensor:
+    if tensor is None:
+        raise KeyError(path)
+    return tensor
 
 
 def count(value: int) -> Tensor:

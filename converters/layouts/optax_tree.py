@@ -7,6 +7,7 @@
     {count, hyperparams, inner_state, ...}       inject_hyperparams
     {mini_step, gradient_step, inner_opt_state, acc_grads, ...}   MultiSteps
     {inner_state}, {inner_states: {label: ...}}  masked, multi_transform
+    {count, v_row, v_col, v, m, average}, ...    the states of statekit.jax, whose fields are canonical slots
     None, {}                                     EmptyState, and MaskedNode in the place of a parameter's slot
 
 Orbax keeps a sequence as one; Flax' msgpack makes it a dict with the keys "0", "1", ...
@@ -16,14 +17,31 @@ transforms/_accumulation.py, _accumulating.py, _masking.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from statekit.tensor import Stored, Tensor
 from statekit.tree import Path, Tree
 
+OWN_FIELDS: dict[str, tuple[str, ...]] = {
+    "adafactor": ("v_row", "v_col", "v", "m", "average"),
+    "scaled_adam": ("delta", "exp_avg_sq", "param_rms", "scale_exp_avg_sq", "scale_grads"),
+    "lans": ("m", "v", "master"),
+    "lamb": ("m", "v", "average"),
+    "adamw": ("m", "v", "v_max", "average"),
+}
+"""By schema, the fields of the states of statekit.jax that are trees like the parameters', beside `count`."""
+OWN_GROUP_FIELDS: dict[str, tuple[str, ...]] = {
+    "scaled_adam": ("model_norms", "model_norm_threshold", "num_clipped"),
+}
+"""By schema, the fields that belong to all parameters together."""
+
 KINDS: dict[frozenset[str], str] = {
+    **{
+        frozenset(("count", *fields, *OWN_GROUP_FIELDS.get(schema, ()))): f"statekit.{schema}"
+        for schema, fields in OWN_FIELDS.items()
+    },
     frozenset({"count", "v_row", "v_col", "v"}): "adafactor",
     frozenset({"count", "mu", "nu"}): "adam",
     frozenset({"count", "mu", "nu", "nu_max"}): "adam",
@@ -35,10 +53,17 @@ KINDS: dict[frozenset[str], str] = {
     frozenset({"mini_step", "gradient_step", "inner_opt_state", "acc_grads", "skip_state"}): "accumulate",
 }
 """What the state of a link is called here, by its fields."""
-SLOT_TREES = {"adafactor": ("v_row", "v_col", "v"), "adam": ("mu", "nu", "nu_max"), "ema": ("ema",)}
+SLOT_TREES: dict[str, tuple[str, ...]] = {
+    **{f"statekit.{schema}": fields for schema, fields in OWN_FIELDS.items()},
+    "adafactor": ("v_row", "v_col", "v"),
+    "adam": ("mu", "nu", "nu_max"),
+    "ema": ("ema",),
+}
 """The fields of a link's state that are trees like the parameters'."""
 ENGINES = ("adafactor", "adam")
-"""The links that an optimizer is known by."""
+"""The links that an optimizer of Optax is known by."""
+OWN_ENGINES = tuple(f"statekit.{schema}" for schema in OWN_FIELDS)
+"""Those of statekit.jax."""
 
 
 @dataclass(frozen=True)
@@ -132,16 +157,10 @@ def replaced(tree: Tree, parts: Mapping[Path, Tree], path: Path = ()) -> Tree:
     return below if isinstance(tree, Mapping) else list(below.values())
 
 
-def find_params(tree: Tree, found: list[Link]) -> Path | None:
+def find_params(tree: Tree, found: list[Link], engines: Collection[str] = ENGINES) -> Path | None:
     """Returns the path of the parameters: the node that has a tensor wherever a slot is, called `params` if one is."""
-    slots = [
-        p
-        for link in found
-        if link.kind in ENGINES
-        for _, own in link.trees()
-        for p, leaf in leaves(own)
-        if is_tensor(leaf)
-    ]
+    trees = [own for link in found if link.kind in engines for _, own in link.trees()]
+    slots = [path for own in trees for path, leaf in leaves(own) if is_tensor(leaf)]
     inside = [link.path for link in found]
     named: list[Path] = []
     others: list[Path] = []

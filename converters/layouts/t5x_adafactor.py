@@ -14,13 +14,8 @@ from typing import Any
 import numpy as np
 
 from statekit.checkpoint import Checkpoint
-from statekit.converters.layouts.t5x_rules import (
-    GivenRules,
-    as_t5x,
-    fits,
-    from_slots,
-    given_rules,
-)
+from statekit.converters.layouts.factored_slots import fits, from_slots
+from statekit.converters.layouts.t5x_rules import GivenRules, as_t5x, given_rules
 from statekit.converters.layouts.t5x_settings import RULES, inferred, members, scale_by_path
 from statekit.converters.layouts.t5x_tree import PLACEHOLDER, SLOTS, Held, Native, looks_native, read_native
 from statekit.converters.layouts.told import Member, Settings, manifest_state

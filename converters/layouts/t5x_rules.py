@@ -6,7 +6,6 @@ Source: T5X t5x/adafactor.py, `factor_name_to_factordim`, `HParamMap`, `_factore
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ STANDARD = {
 """What `standard_logical_factor_rules()` returns."""
 
 _NAMED_STANDARD = re.compile(r"@?(\w+\.)*standard_logical_factor_rules(\(\))?")
-_MAX_RANK = 8
 
 
 @dataclass(frozen=True)
@@ -92,34 +90,6 @@ def _from_axes(table: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, t
             found = tuple(Axis.BATCH if axis is Axis.BATCH else Axis.NONE for axis in found)
         rules[path] = found
     return rules
-
-
-def fits(labels: tuple[Axis, ...], shape: Shape, row: Shape, column: Shape) -> bool:
-    """Tells whether factored slots of these shapes follow from labels."""
-    rule = Rule(labels, "file")
-    return (
-        rule.factored and rule.slot_shape("v_row", shape) == row and rule.slot_shape("v_col", shape) == column
-    )
-
-
-def from_slots(shape: Shape, row: Shape, column: Shape, by_logical_axes: bool) -> Rule | None:
-    """Finds the rule of a factored parameter from the shapes of its slots; None if no rule gives them.
-
-    A matrix with vectors for slots was factored by its size; nothing else does that. It counts as proven unless it is
-    square. Otherwise every labelling that T5X takes is tried, and axes that both slots keep are taken for BATCH. That
-    is proven only where labels come from logical axes, which allow no NONE beside ROW and COLUMN.
-    """
-    if len(shape) == 2 and fits(by_size(shape), shape, row, column):
-        return Rule(by_size(shape), "assumed" if shape[0] == shape[1] else "file")
-    if len(shape) > _MAX_RANK:
-        return None
-    labellings = itertools.product((Axis.ROW, Axis.COLUMN, Axis.BATCH), repeat=len(shape))
-    taken = (labels for labels in labellings if len(shape) > 2 or Axis.BATCH in labels)
-    found = [labels for labels in taken if fits(labels, shape, row, column)]
-    if not found:
-        return None
-    proven = len(found) == 1 and (by_logical_axes or Axis.BATCH not in found[0])
-    return Rule(found[0], "file" if proven else "assumed")
 
 
 def as_t5x(rule: Rule, shape: Shape) -> Rule:
