@@ -70,7 +70,7 @@ def test_the_float64_oracle_lies_in_the_bound_of_compiled_float32(case: str) -> 
         assert judged(compiled, ORACLE).passed
 
 
-QUANTIZED = present(QUANT4, QUANT8) or [
+QUANTIZED: list[Any] = [*present(QUANT4, QUANT8)] or [
     pytest.param("", marks=pytest.mark.skip(reason="the compact choice holds no quantized run"))
 ]
 
