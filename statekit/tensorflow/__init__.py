@@ -1,0 +1,17 @@
+"""TensorFlow: every optimizer as a Keras 3 optimizer, and resuming from any checkpoint statekit reads.
+
+import statekit.tensorflow
+
+statekit.tensorflow.load_params("checkpoint_1000000", model)
+optimizer = statekit.tensorflow.load_optimizer("checkpoint_1000000", model, learning_rate=1e-3)
+model.compile(optimizer=optimizer, loss=...)
+"""
+
+from statekit.tensorflow.keras_backend import require_tensorflow
+
+require_tensorflow()
+
+from statekit.tensorflow.optimizers import LAMB, LANS, Adafactor, AdamW, ScaledAdam  # noqa: E402
+from statekit.tensorflow.resume import load_optimizer, load_params  # noqa: E402
+
+__all__ = ["LAMB", "LANS", "Adafactor", "AdamW", "ScaledAdam", "load_optimizer", "load_params"]

@@ -1,0 +1,187 @@
+"""The step of an optimizer's variables: settled when they are known, traced once, compiled once for each kind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+
+from statekit.backends import Backend
+from statekit.errors import UnknownRuleError, UsageError, fault_list
+from statekit.optim.options import rate_needed
+from statekit.optim.run import counts_apart, settled_group, steps_for
+from statekit.optim.steps import Scene, Steps
+from statekit.state import Rule
+from statekit.tensorflow.settings import Settings, Told
+
+Variables: TypeAlias = Mapping[str, Any]
+ALONE = 2**17
+"""Elements from which on a parameter is moved by itself. Smaller ones of one kind are stacked: what TensorFlow and XLA
+spend on each of thousands would be more than the update."""
+STACK = 2**22
+"""The most elements of one stack."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A group's variables: parameters and slots by path, slots of the group as a whole; and what was said of it."""
+
+    told: Told
+    owns: Mapping[str, Hashable]
+    params: Variables
+    slots: Mapping[str, Variables]
+    shared: Variables
+
+
+@dataclass(frozen=True)
+class Movement:
+    """How an optimizer moves its variables.
+
+    Attributes:
+        xp: The array namespace.
+        settings: What the user said.
+        groups: The variables, by groups.
+        jit_compile: Whether updates are compiled by XLA.
+    """
+
+    xp: Backend
+    settings: Settings
+    groups: tuple[Held, ...]
+    jit_compile: bool
+    _kernels: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def check(self, paths: Sequence[str], rate_given: bool) -> None:
+        """Checks, before anything is changed, that an update with gradients for these parameters can be made.
+
+        Raises:
+            UnknownRuleError: The learning rate is needed and nobody gave it.
+            UsageError: A gradient is missing, and the variant counts the updates of each parameter by itself.
+        """
+        said = self.settings
+        if not rate_given and any(
+            rate_needed(said.schema, said.variant, held.told.group.hyperparameters) for held in self.groups
+        ):
+            raise UnknownRuleError(
+                "The optimizer has no learning rate.",
+                expected="a number, a schedule or a callable",
+                remedy="set optimizer.learning_rate, or give it to the constructor or load_optimizer",
+            )
+        missing = {path for held in self.groups for path in held.params} - set(paths)
+        if missing and counts_apart(said.schema, said.variant):
+            raise UsageError(
+                f"Variant {said.variant} counts the updates of each parameter by itself; here all count together.",
+                found=fault_list([("has no gradient", path) for path in sorted(missing)[:40]]),
+                remedy="set trainable = False on what stays as it is before the optimizer is built",
+            )
+
+    def run(self, paths: tuple[str, ...], grads: tuple[Any, ...], rate: Any, step: Any) -> None:
+        """Makes one update, in the graph that is being traced or, if none is, in one of its own.
+
+        Args:
+            paths: Parameters that have a gradient.
+            grads: Their gradients, dense.
+            rate: Learning rate, 0-d float32, or None.
+            step: Updates done, 0-d int32.
+        """
+        if tf.executing_eagerly():
+            if "" not in self._kernels:
+                self._kernels[""] = tf.function(self._move, autograph=False)
+            self._kernels[""](paths, grads, rate, step)
+        else:
+            self._move(paths, grads, rate, step)
+
+    def _move(self, paths: tuple[str, ...], grads: tuple[Any, ...], rate: Any, step: Any) -> None:
+        steps, given = (
+            steps_for(self.settings.schema, self.settings.variant),
+            dict(zip(paths, grads, strict=True)),
+        )
+        for held in self.groups:
+            own = {path: given[path] for path in held.params if path in given}
+            if own:
+                factor = held.told.rate_factor
+                scene = Scene(
+                    self.xp,
+                    self.settings.variant,
+                    rate if rate is None or factor == 1.0 else rate * factor,
+                    step,
+                )
+                self._move_group(steps, scene, held, own)
+
+    def _move_group(self, steps: Steps, scene: Scene, held: Held, grads: Mapping[str, Any]) -> None:
+        params, shared = _values(held.params), _values(held.shared)
+        slots = {path: _values(own) for path, own in held.slots.items()}
+        reached, after, common = steps.prepare(scene, held.told.group, params, grads, slots, shared)
+        for name, variable in held.shared.items():
+            variable.assign(after[name])
+        missed = self.settings.missed
+        for missing, own, paths in _batches(held, reached, missed):
+            there = (scene.rate, scene.step - missing, common)
+            arguments = [(params[path], reached[path], slots[path]) for path in paths]
+            for path, (param, moved) in zip(paths, self._updated(steps, own, there, arguments), strict=True):
+                held.params[path].assign(param)
+                for name, value in moved.items():
+                    held.slots[path][name].assign(value)
+
+    def _updated(
+        self, steps: Steps, own: Hashable, there: tuple[Any, Any, Any], arguments: Sequence[Any]
+    ) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Yields parameter and slots of each of a batch after its update."""
+        size = math.prod(arguments[0][0].shape)
+        if len(arguments) == 1 or size >= ALONE or size == 0:
+            kernel = self._kernel(steps, own, arguments[0], together=False)
+            for argument in arguments:
+                yield kernel(*there, argument)
+            return
+        kernel = self._kernel(steps, own, arguments[0], together=True)
+        most = max(2, STACK // size)
+        for start in range(0, len(arguments), most):
+            part = arguments[start : start + most]
+            stacked = tf.nest.map_structure(lambda *values: tf.stack(values), *part)
+            param, moved = kernel(*there, stacked)
+            split = {name: tf.unstack(value) for name, value in moved.items()}
+            for i, one in enumerate(tf.unstack(param)):
+                yield one, {name: values[i] for name, values in split.items()}
+
+    def _kernel(self, steps: Steps, own: Hashable, argument: Any, together: bool) -> Callable[..., Any]:
+        """Returns the update of one kind of parameters, compiled; of a stack of them if `together`."""
+        kind = tuple((value.shape, value.dtype) for value in tf.nest.flatten(argument))
+        key = (own, kind, together)
+        if key not in self._kernels:
+            variant, xp = self.settings.variant, self.xp
+
+            def update(rate: Any, step: Any, common: Any, moving: Any) -> Any:
+                scene = Scene(xp, variant, rate, step)
+
+                def one(each: Any) -> Any:
+                    return steps.update(scene, *each, own, common)
+
+                return tf.vectorized_map(one, moving) if together else one(moving)
+
+            self._kernels[key] = tf.function(update, jit_compile=self.jit_compile or None, autograph=False)
+        return self._kernels[key]  # type: ignore[no-any-return]
+
+
+def _batches(
+    held: Held, grads: Mapping[str, Any], missed: Mapping[str, int]
+) -> Iterator[tuple[int, Hashable, list[str]]]:
+    """Yields which parameters are moved by one kernel: what they missed, what their update depends on, and they."""
+    found: dict[Hashable, list[str]] = {}
+    for path, grad in grads.items():
+        arrays = [held.params[path], grad, *held.slots[path].values()]
+        kind = tuple((tuple(value.shape), value.dtype) for value in arrays)
+        found.setdefault((missed.get(path, 0), held.owns[path], kind), []).append(path)
+    for (missing, own, _), paths in found.items():  # type: ignore[misc]
+        yield missing, own, paths
+
+
+def _values(variables: Variables) -> dict[str, Any]:
+    return {name: tf.convert_to_tensor(variable) for name, variable in variables.items()}
+
+
+def settled(settings: Settings, told: Told) -> dict[str, Hashable]:
+    """Returns what each parameter's update depends on; errors are those of `settle`."""
+    rules: Mapping[str, Rule] = told.rules
+    return settled_group(steps_for(settings.schema, settings.variant), told.group, rules, settings.variant)

@@ -1,0 +1,255 @@
+"""The engine behind every optimizer of statekit.tensorflow: Keras' life cycle around the one step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias
+
+import keras
+import tensorflow as tf
+
+from statekit.backends import backend
+from statekit.errors import StateError, UsageError, fault_list
+from statekit.optim.options import RATE_NAMES
+from statekit.optim.run import steps_for
+from statekit.schema import load_schema
+from statekit.tensorflow.movement import Held, Movement, settled
+from statekit.tensorflow.naming import SEPARATOR, partners, path_of, scopes, twice
+from statekit.tensorflow.settings import KERAS, Settings, Told, by_keras, refuse, told
+
+Rate: TypeAlias = float | keras.optimizers.schedules.LearningRateSchedule | Callable[[], Any] | None
+
+
+class Engine(keras.optimizers.Optimizer):  # type: ignore[misc]
+    """An optimizer of one schema. Its classes differ in the schema and the usual variant alone.
+
+    Slots are variables named `<optimizer>/<path of the parameter>/<slot>`, slots of a group as a whole
+    `<optimizer>/groups/<i>/<slot>`; updates are counted in `iterations`. Files hold them by these names.
+
+    Args:
+        learning_rate: A number, a Keras schedule (of `iterations`), a callable without arguments, or None: as the
+            variant has it; where that has none, the first update is refused until one is given.
+        variant: Whose rule, one of the schema's; None for the usual one.
+        groups: Groups with hyperparameters of their own: `[{"paths": [...], name: value, ...}, ...]`, also
+            `learning_rate_factor`. Others share the hyperparameters below.
+        rules: How parameters are factored, by path, if it is known from elsewhere: `{path: {"axes": [...],
+            "known_from": "file"}}`. Else `factor_map`, shapes and the variant decide.
+        names: What a parameter is called in all options by name, by its variable's path, where they differ.
+        missed: Updates that a parameter has missed, by path, where the variant counts each by itself.
+        jit_compile: Whether XLA compiles the update of each kind of parameter, wherever the optimizer runs.
+        name: Name of the optimizer.
+        options: Canonical hyperparameters, as `statekit schemas` shows them, with the variant's own defaults; and
+            Keras' own `clipnorm`, `clipvalue`, `global_clipnorm`, `use_ema`, `ema_momentum`,
+            `ema_overwrite_frequency`, `loss_scale_factor` and `gradient_accumulation_steps`.
+
+    Raises:
+        UsageError: Options that can't be; lists every one.
+        StateError: The variant can't be stepped.
+        NotFoundError: There is no such variant.
+    """
+
+    SCHEMA: ClassVar[str]
+    USUAL: ClassVar[str]
+
+    def __init__(
+        self,
+        learning_rate: Rate = None,
+        *,
+        variant: str | None = None,
+        groups: Sequence[Mapping[str, Any]] = (),
+        rules: Mapping[str, Mapping[str, Any]] | None = None,
+        names: Mapping[str, str] | None = None,
+        missed: Mapping[str, int] | None = None,
+        jit_compile: bool = True,
+        name: str | None = None,
+        **options: Any,
+    ) -> None:
+        variant = self.USUAL if variant is None else variant
+        defaults = load_schema(self.SCHEMA).variant(variant)["defaults"]
+        theirs = by_keras(self.SCHEMA, variant)
+        base = {theirs.get(k, k): v for k, v in options.items() if k in KERAS or k in theirs}
+        own = {k: v for k, v in options.items() if k not in KERAS and k not in theirs}
+        settings = Settings(
+            self.SCHEMA, variant, own, tuple(groups), dict(rules or {}), dict(names or {}), dict(missed or {})
+        )
+        settings.check()
+        if learning_rate is None:
+            learning_rate = next((defaults[n] for n in RATE_NAMES if defaults.get(n) is not None), None)
+        super().__init__(learning_rate=_rate(learning_rate), name=name, **{**KERAS, **base})
+        self.settings = settings
+        self.jit_compile = jit_compile
+        self._rate_given = learning_rate is not None
+        self._movement: Movement | None = None
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Creates the slots of all variables.
+
+        Raises:
+            UsageError: Variables have one name, or lack a factor rule; lists every one.
+            UnknownRuleError: A hyperparameter is unknown.
+        """
+        if self.built:
+            return
+        with tf.init_scope():
+            moved = [v for v in variables if not self._overwrite_variable_with_gradient(v)]
+            named = {self._canonical(variable): variable for variable in moved}
+            refuse(
+                "Variables can't be told apart",
+                [("is the name of several", p) for p in twice(map(self._canonical, moved))],
+                "give them names of their own: slots are kept and loaded by name",
+            )
+            shapes = {path: tuple(variable.shape) for path, variable in named.items()}
+            groups = told(self.settings, shapes)
+            super().build(list(variables))
+            held = tuple(self._held(i, group, named) for i, group in enumerate(groups))
+        self._movement = Movement(backend("tensorflow"), self.settings, held, self.jit_compile)
+
+    def _canonical(self, variable: Any) -> str:
+        path = path_of(variable)
+        return self.settings.names.get(path, path)
+
+    def _held(self, index: int, told: Told, named: Mapping[str, Any]) -> Held:
+        xp, steps = backend("tensorflow"), steps_for(self.settings.schema, self.settings.variant)
+        owns, variant = settled(self.settings, told), self.settings.variant
+        params = {path: _native(named[path]) for path in told.group.paths}
+        slots = {}
+        for path, variable in params.items():
+            first = steps.init(xp, tf.convert_to_tensor(variable), owns[path], variant)
+            slots[path] = self._created(path_of(named[path]), first)
+        first = steps.begin(xp, params, told.group, variant)
+        shared = self._created(f"groups/{index}", first)
+        return Held(told, owns, params, slots, shared)
+
+    def _created(self, path: str, first: Mapping[str, Any]) -> dict[str, Any]:
+        """Creates slots below a path; returns TensorFlow's variables, which Keras' hold."""
+        created = {}
+        with scopes(self, self.name, path):
+            for name, value in first.items():
+                variable = keras.Variable(value, dtype=value.dtype.name, trainable=False, name=name)
+                self._track_variable(variable)
+                created[name] = variable.value
+        return created
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Makes one update.
+
+        Args:
+            grads: A gradient for each variable; None where there is none.
+            trainable_variables: The variables; those that the optimizer was built with if None.
+
+        Raises:
+            UnknownRuleError: The learning rate, or a hyperparameter, is unknown. Nothing was changed then.
+            UsageError: The update can't be made here.
+        """
+        if trainable_variables is not None and not self.built:
+            with keras.name_scope(self.name, caller=self):
+                self.build(list(trainable_variables))
+        if self._movement is not None:
+            given = self._trainable_variables if trainable_variables is None else trainable_variables
+            paths = [self._canonical(v) for g, v in zip(grads, given, strict=False) if g is not None]
+            self._movement.check(paths, self._rate_given)
+        super().apply(grads, trainable_variables)
+
+    def _backend_update_step(
+        self, grads: Sequence[Any], trainable_variables: Sequence[Any], learning_rate: Any
+    ) -> None:
+        replicas = self._distribution_strategy.num_replicas_in_sync
+        if replicas > 1:
+            raise UsageError(
+                "The optimizers of statekit.tensorflow run on one replica.",
+                expected="no tf.distribute strategy, or one with a single replica",
+                found=f"{replicas} replicas",
+            )
+        assert self._movement is not None
+        self._movement.run(
+            tuple(map(self._canonical, trainable_variables)),
+            tuple(map(tf.convert_to_tensor, grads)),
+            tf.cast(learning_rate, tf.float32) if self._rate_given else None,
+            tf.cast(self.iterations, tf.int32),
+        )
+
+    @property
+    def learning_rate(self) -> Any:
+        """The learning rate of the next update; 0 while nobody has given one."""
+        return self._get_current_learning_rate()
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Rate) -> None:
+        keras.optimizers.Optimizer.learning_rate.fset(self, _rate(learning_rate))
+        self._rate_given = learning_rate is not None
+
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        """Refuses: Keras forgets such exclusions when an optimizer is saved.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            "Exclusions from weight decay are an option here, so that they are saved.",
+            remedy="give the constructor exclude_from_weight_decay=[regex, ...], or groups",
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns all that the constructor was told."""
+        config = super().get_config()
+        del config["weight_decay"]
+        rate = config["learning_rate"] if self._rate_given else None
+        return {**config, "learning_rate": rate, "jit_compile": self.jit_compile, **self.settings.to_json()}
+
+    def save_own_variables(self, store: Any) -> None:
+        """Saves all variables by their names."""
+        for name, variable in self._by_name().items():
+            store[name] = variable.numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads variables by their names. Numbers at the end of a layer's automatic name may differ.
+
+        Raises:
+            StateError: Variables are missing on either side, or have other shapes; lists every one.
+        """
+        if not self.built:
+            warnings.warn(
+                f"The saved state of {self.name} isn't loaded: the optimizer hasn't been built. "
+                "Call optimizer.build(model.trainable_variables) before.",
+                stacklevel=2,
+            )
+            return
+        mine = self._by_name()
+        theirs = partners(list(mine), list(store.keys()))
+        faults = [("isn't in the file", name) for name in mine if name not in theirs]
+        faults += [
+            ("is in the file, but not in the optimizer", n) for n in store if n not in theirs.values()
+        ]
+        faults += [
+            (f"has shape {tuple(store[theirs[name]].shape)} in the file, here {tuple(variable.shape)}", name)
+            for name, variable in mine.items()
+            if name in theirs and tuple(store[theirs[name]].shape) != tuple(variable.shape)
+        ]
+        if faults:
+            raise StateError(
+                f"The saved state doesn't fit the optimizer: {len(faults)} faults.",
+                found=fault_list(faults[:40]),
+                remedy="names must be those of the run; build the optimizer with the variables of the same model",
+            )
+        for name, variable in mine.items():
+            variable.assign(store[theirs[name]])
+
+    def _by_name(self) -> dict[str, Any]:
+        return {v.path.removeprefix(f"{self.name}/").replace("/", SEPARATOR): v for v in self.variables}
+
+    def slots(self) -> dict[str, dict[str, Any]]:
+        """Returns the slots of each parameter by its path and their names; of groups as a whole by `groups/<i>`."""
+        held = self._movement.groups if self._movement else ()
+        found = {path: dict(own) for group in held for path, own in group.slots.items()}
+        return found | {f"groups/{i}": dict(group.shared) for i, group in enumerate(held) if group.shared}
+
+
+def _rate(rate: Rate) -> Any:
+    if rate is None:
+        return 0.0
+    return rate if callable(rate) else float(rate)
+
+
+def _native(variable: Any) -> Any:
+    return variable.value if isinstance(variable, keras.Variable) else variable
