@@ -5,13 +5,15 @@ Optax stores none of them, but those that inject_hyperparams was asked to.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from statekit.converters.layouts.factored_slots import MINIMUM, with_minimum
+from statekit.converters.layouts.optax_parts import FACTOR_MAP
+from statekit.converters.layouts.optax_slots import Factoring
 from statekit.converters.layouts.optax_tree import Link, is_tensor, leaves, sequence, under
 from statekit.converters.layouts.told import Settings
 from statekit.errors import UsageError
@@ -22,9 +24,11 @@ from statekit.tree import Path, Tree
 VARIANT = "optax"
 OPTIMIZER = "optimizer"
 """A hint of its own: which optimizer the Adam-like state is of, `adamw` or `lamb`."""
-FACTOR_MAP = "factor_map"
 _ADAM_LIKE = {2: "adamw", 3: "lamb"}
 """Which function of Optax puts so many links behind scale_by_adam."""
+_CLIPS = ("clipvalue", "global_norm_clip_threshold")
+_DECAY = ("weight_decay_rate", "exclude_from_weight_decay")
+_LINKS = ("clipping_threshold", "multiply_by_parameter_scale", "weight_decay_rate")
 _OTHERWISE = ("exclude_from_weight_decay", "amsgrad")
 """Hyperparameters that Optax' argument of that meaning says in another way."""
 
@@ -50,9 +54,14 @@ class Engine:
     others: tuple[str, ...]
 
     @property
-    def links(self) -> tuple[Path, ...]:
-        """The paths of its own link and of its momentum's."""
-        return (self.link.path, *((self.momentum.path,) if self.momentum else ()))
+    def links(self) -> tuple[Link, ...]:
+        """Its own link and its momentum's."""
+        return (self.link, *((self.momentum,) if self.momentum else ()))
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Their paths."""
+        return tuple(link.path for link in self.links)
 
     @property
     def masked(self) -> bool:
@@ -166,77 +175,78 @@ def _fault(schema: OptimizerSchema, name: str, value: Any) -> str:
     return "" if by_path else schema.fault(name, value)
 
 
-def inferred(own: Engine, schema: OptimizerSchema, held: Sequence[Any]) -> tuple[Settings, list[str]]:
+def inferred(
+    own: Engine, schema: OptimizerSchema, held: Sequence[Factoring], told: Collection[str]
+) -> tuple[Settings, list[str]]:
     """Returns Optax' defaults as corrected by what the links prove, and what is open.
 
     Args:
         own: The engine.
         schema: Its schema.
-        held: Its parameters' slots, of Adafactor `optax_slots.Factoring`s.
+        held: What its parameters' slots show, of Adafactor.
+        told: Names of the hyperparameters that are known better.
     """
     usual = {k: v for k, v in schema.variant(VARIANT)["defaults"].items() if k != "learning_rate"}
     found = Settings().over(usual, "assumed")
-    notes: list[str] = []
-    if own.link.kind == "adafactor":
-        found, notes = _adafactor(own, found, held)
-    else:
-        found = found.over({"amsgrad": "nu_max" in own.link.state}, "file") if "amsgrad" in usual else found
-        dtypes = {leaf.dtype.name for _, leaf in leaves(own.link.state["mu"]) if is_tensor(leaf)}
-        seconds = {leaf.dtype.name for _, leaf in leaves(own.link.state["nu"]) if is_tensor(leaf)}
-        if "dtype_momentum" in usual and len(dtypes) == 1 and dtypes != seconds:
-            found = found.over({"dtype_momentum": dtypes.pop()}, "file")
-        if own.before or own.others or own.behind is None:
-            found = found.without("clipvalue", "global_norm_clip_threshold")
-            notes.append(
-                "Links stand around the optimizer whose settings aren't stored: clipping, if they clip."
-            )
-        if own.behind is None or len(own.behind) == 1:  # scale_by_adam alone, or Optax' adam
-            found = found.over({"weight_decay_rate": 0.0}, "assumed")
+    found, unknown = _adafactor(own, found) if own.link.kind == "adafactor" else _adam(own, found)
     if own.before or own.behind is None:
-        found = found.without("clipvalue", "global_norm_clip_threshold")
-        notes.append("Links stand before the optimizer whose settings aren't stored: clipping, if they clip.")
+        unknown["Links stand before it whose settings aren't stored: clipping, if they clip."] = _CLIPS
     if own.masked:
-        found = found.without("weight_decay_rate", "exclude_from_weight_decay")
-        notes.append(
-            "A masked link decays the weights; a step needs weight_decay_rate and exclude_from_weight_decay."
-        )
-    names = native_names(schema)
-    return found.over({names.get(n, n): v for n, v in _values(own.injected, schema)}, "file"), notes
+        unknown["A masked link decays the weights; a step needs its rate and its mask."] = _DECAY
+    found = found.without(*(name for names in unknown.values() for name in names))
+    found, notes = _with_factoring(found, held) if own.link.kind == "adafactor" else (found, [])
+    injected = dict(_values(own.injected, schema))
+    open_points = [why for why, names in unknown.items() if not {*names} <= {*told, *injected}]
+    return found.over(injected, "file"), [*open_points, *notes]
 
 
 def _values(injected: Mapping[str, Tensor], schema: OptimizerSchema) -> Iterator[tuple[str, Any]]:
+    """Yields canonical name and value of what inject_hyperparams holds."""
     names = native_names(schema)
-    for name, tensor in injected.items():
-        stored = tensor.read()
-        value = stored.astype(np.float64).item() if stored.dtype.kind in "fV" else stored.item()
-        kinds = schema.hyperparameters.get(names.get(name, name), {}).get("type", ())
-        if "number" in kinds or "integer" in kinds or "boolean" in kinds:
-            yield name, value
+    for native, tensor in injected.items():
+        name = names.get(native, native)
+        if {"number", "integer", "boolean"} & {*schema.hyperparameters.get(name, {}).get("type", ())}:
+            stored = tensor.read()
+            yield name, stored.astype(np.float64).item() if stored.dtype.kind in "fV" else stored.item()
 
 
-def _adafactor(own: Engine, found: Settings, held: Sequence[Any]) -> tuple[Settings, list[str]]:
+def _adam(own: Engine, found: Settings) -> tuple[Settings, dict[str, Sequence[str]]]:
+    """Reads an Adam-like link: whether it has a maximum, and how it stores the first moment."""
+    if "amsgrad" in found.values:
+        found = found.over({"amsgrad": "nu_max" in own.link.state}, "file")
+    first, second = _dtypes(own.link, "mu"), _dtypes(own.link, "nu")
+    if "dtype_momentum" in found.values and len(first) == 1 and first != second:
+        found = found.over({"dtype_momentum": first.pop()}, "file")
+    if own.behind is None or len(own.behind) == 1:  # scale_by_adam alone, or Optax' adam
+        found = found.over({"weight_decay_rate": 0.0}, "assumed")
+    return found, {}
+
+
+def _adafactor(own: Engine, found: Settings) -> tuple[Settings, dict[str, Sequence[str]]]:
     """Reads Adafactor's chain: statistics, clipping, rate, parameter scale, momentum, decay, sign; some are absent."""
-    notes: list[str] = []
-    behind = own.behind or ()
+    unknown: dict[str, Sequence[str]] = {}
     if own.momentum is None:
         found = found.over({"beta1": None}, "file")
     else:
-        dtypes = {leaf.dtype.name for _, leaf in leaves(own.momentum.state["ema"]) if is_tensor(leaf)}
-        found = found.without("beta1").over(
-            {"dtype_momentum": dtypes.pop()} if len(dtypes) == 1 else {}, "file"
-        )
-        notes.append("beta1 isn't stored: a link keeps momentum; a step needs its value.")
-    usual = 4 + (own.momentum is not None)
-    if own.before or own.others or len(behind) not in (usual - 1, usual, usual + own.masked):
-        found = found.without("clipping_threshold", "multiply_by_parameter_scale", "weight_decay_rate")
-        notes.append(
-            "The chain isn't that of optax.adafactor with its defaults: which of its links are on isn't stored."
-        )
+        dtypes = _dtypes(own.momentum, "ema")
+        found = found.over({"dtype_momentum": dtypes.pop()} if len(dtypes) == 1 else {}, "file")
+        unknown["beta1 isn't stored: a link keeps momentum; a step needs its value."] = ("beta1",)
+    usual = 4 + len(own.links) - 1
+    if own.before or own.others or len(own.behind or ()) not in (usual - 1, usual, usual + own.masked):
+        why = "The chain isn't optax.adafactor's with its defaults; which of its links are on isn't stored."
+        unknown[why] = _LINKS
+    return found, unknown
+
+
+def _with_factoring(found: Settings, held: Sequence[Factoring]) -> tuple[Settings, list[str]]:
     yes = [one.decides for one in held if one.factored]
     no = [one.decides for one in held if not one.factored and one.decides]
     if yes or not no:
-        found, note = with_minimum(found.over({"factored": True}, "file" if yes else "assumed"), yes, no)
-        notes += note
-    elif max(no) >= found.values[MINIMUM]:
+        return with_minimum(found.over({"factored": True}, "file" if yes else "assumed"), yes, no)
+    if max(no) >= found.values[MINIMUM]:
         found = found.over({"factored": False}, "assumed")
-    return found, notes
+    return found, []
+
+
+def _dtypes(link: Link, field: str) -> set[str]:
+    return {leaf.dtype.name for _, leaf in leaves(link.state[field]) if is_tensor(leaf)}

@@ -14,9 +14,22 @@ from typing import Any
 
 from statekit.checkpoint import Checkpoint
 from statekit.converters.layouts.optax_chain import encoded
-from statekit.converters.layouts.optax_frame import frame_of
-from statekit.converters.layouts.optax_settings import (
+from statekit.converters.layouts.optax_parts import (
     FACTOR_MAP,
+    Faults,
+    Slots,
+    entries_of,
+    given_rule,
+    group_of,
+    groups_of,
+    opened,
+    rules_of,
+    slots_of,
+    some,
+    stated,
+    updates_of,
+)
+from statekit.converters.layouts.optax_settings import (
     VARIANT,
     Engine,
     canonical,
@@ -25,17 +38,13 @@ from statekit.converters.layouts.optax_settings import (
     schema_of,
 )
 from statekit.converters.layouts.optax_slots import Factoring, factoring, rule_of
-from statekit.converters.layouts.optax_tree import ENGINES, Link, find_params, is_tensor, leaves, links, under
-from statekit.converters.layouts.told import Settings, manifest_state
+from statekit.converters.layouts.optax_tree import ENGINES, find_params, links
 from statekit.errors import StateError, fault_list
 from statekit.format import Encoded, Evidence, Hints
-from statekit.optim.factoring import first_entry, labels, map_entries
 from statekit.schema import OptimizerSchema, load_schema
 from statekit.state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensor import Tensor
-from statekit.tree import Path, Tree
 
-_SHOWN = 3
 _STRANGE = "Other links act on the same parameters with statistics of their own, which statekit keeps but doesn't step."
 
 
@@ -68,51 +77,44 @@ class Optax:
             StateError: The links don't fit each other or the parameters; lists every fault.
             UsageError: A hint that Optax doesn't take.
         """
-        tree = checkpoint.tree
-        found = links(tree)
-        where = find_params(tree, found)
-        if where is None:
-            raise StateError("There are no links of Optax with their parameters.", place=checkpoint.path)
-        faults: list[tuple[str, str]] = []
-        params = dict(_params(tree, where, faults))
-        engines = [engine(link, found, tree, where) for link in found if link.kind in ENGINES]
+        faults: Faults = []
+        tree = opened(checkpoint, ENGINES, faults)
+        found = [link for link in tree.found if link.kind in ENGINES]
+        engines = [engine(link, tree.found, checkpoint.tree, tree.where) for link in found]
         schema, notes = _schema(engines, hints, faults)
-        parts = [_part(own, schema, params, faults) for own in engines]
-        faults += _shared(parts)
-        updates = _updates(engines, faults)
         told = canonical(schema, hints.hyperparameters)
-        rules = dict(_rules(params, parts, told.get(FACTOR_MAP), faults))
+        parts = [_part(own, schema, tree.params, faults) for own in engines]
+        slots = [part.slots for part in parts]
+        updates = updates_of(found, slots, faults)
+        rules = dict(_rules(tree.params, parts, told, faults))
         if faults:
             raise StateError(
                 f"The checkpoint isn't a state of Optax that statekit knows: {len(faults)} faults.",
                 place=checkpoint.path,
                 found=fault_list(faults),
             )
-        known = manifest_state(checkpoint, schema.name)
-        moved = {path for part in parts for path in part.slots}
-        if known is not None and {path for group in known.groups for path in group.paths} == moved:
-            groups = [_group(member.paths, member.told.over(told, "given")) for member in known.groups]
-            variant = hints.variant or known.variant
-            rules = {**{path: Rule.from_json(rule) for path, rule in known.rules.items()}, **_given(rules)}
+        known = stated(checkpoint, schema.name, slots)
+        if known is not None:
+            groups, rules, variant = groups_of(known, told), rules_of(known, rules), known.variant
             notes = [] if hints.hyperparameters else [*known.assumptions]
         else:
             groups, more = _settled(parts, schema, told)
             strange = any(own.others for own in engines)
-            variant = hints.variant or (None if strange else VARIANT)
+            variant = None if strange else VARIANT
             notes += [*more, *_rule_notes(rules), *([_STRANGE] if strange else [])]
-        schedule = next((_count(link) for link in found if link.kind == "schedule"), updates)
-        slots = {
+        kept = {
             path: _canonical(schema, own, part.shown.get(path))
             for part in parts
             for path, own in part.slots.items()
         }
-        frame = frame_of(
-            tree, where, found, {path for own in engines for path in own.links}, updates, schedule
-        )
-        optimizer = Optimizer(schema.name, variant, tuple(groups))
-        counts = Counts(updates, schedule)
         return TrainState(
-            params, slots, optimizer, counts, rules, _extra(checkpoint, frame, updates), tuple(notes)
+            tree.params,
+            kept,
+            Optimizer(schema.name, hints.variant or variant, tuple(groups)),
+            Counts(updates, tree.schedule(updates)),
+            rules,
+            tree.extra("optax", {path for own in engines for path in own.paths}, updates),
+            tuple(notes),
         )
 
     def encode(self, state: TrainState) -> Encoded:
@@ -135,26 +137,11 @@ class _Part:
     """
 
     own: Engine
-    slots: Mapping[str, Mapping[str, Tensor]]
+    slots: Slots
     shown: Mapping[str, Factoring]
 
 
-def _params(tree: Tree, where: Path, faults: list[tuple[str, str]]) -> Iterator[tuple[str, Tensor]]:
-    seen: set[str] = set()
-    for keys, leaf in leaves(under(tree, where)):
-        path = "/".join(map(str, keys))
-        if is_tensor(leaf):
-            if path in seen:
-                faults.append(("is the path of two parameters", path))
-            seen.add(path)
-            yield path, leaf
-        elif leaf not in (None, {}, [], ()):
-            faults.append((f"is no tensor but {type(leaf).__name__}", path))
-
-
-def _schema(
-    engines: Sequence[Engine], hints: Hints, faults: list[tuple[str, str]]
-) -> tuple[OptimizerSchema, list[str]]:
+def _schema(engines: Sequence[Engine], hints: Hints, faults: Faults) -> tuple[OptimizerSchema, list[str]]:
     found = [schema_of(own, hints.hyperparameters) for own in engines]
     names = list(dict.fromkeys(name for name, _ in found))
     if len(names) > 1:
@@ -164,23 +151,13 @@ def _schema(
     return load_schema(names[0]), list(dict.fromkeys(why for _, why in found if why))
 
 
-def _part(
-    own: Engine, schema: OptimizerSchema, params: Mapping[str, Tensor], faults: list[tuple[str, str]]
-) -> _Part:
-    slots: dict[str, dict[str, Tensor]] = {}
-    fields: list[str] = []
-    for link in (own.link, own.momentum):
-        for name, tree in link.trees() if link is not None else ():
-            fields.append(name)
-            for keys, leaf in leaves(tree):
-                path = "/".join(map(str, keys))
-                if is_tensor(leaf):
-                    slots.setdefault(path, {})[name] = leaf
-    place = "/".join(map(str, own.link.path))
+def _part(own: Engine, schema: OptimizerSchema, params: Mapping[str, Tensor], faults: Faults) -> _Part:
+    slots = slots_of(own.links)
+    fields = [name for link in own.links for name, _ in link.trees()]
     shown: dict[str, Factoring] = {}
     for path, held in slots.items():
         missing = [name for name in fields if name not in held]
-        faults += [(f"has no {name} in {place}", path) for name in missing]
+        faults += [(f"has no {name} in {'/'.join(map(str, own.link.path))}", path) for name in missing]
         if schema.name == "adafactor" and not missing:
             found = factoring(params[path].shape, held)
             if isinstance(found, str):
@@ -190,44 +167,15 @@ def _part(
     return _Part(own, slots, shown)
 
 
-def _shared(parts: Sequence[_Part]) -> Iterator[tuple[str, str]]:
-    seen: set[str] = set()
-    for part in parts:
-        yield from (("has slots in two optimizers", path) for path in part.slots if path in seen)
-        seen |= part.slots.keys()
-
-
-def _count(link: Link) -> int:
-    return int(link.state["count"].read())
-
-
-def _updates(engines: Sequence[Engine], faults: list[tuple[str, str]]) -> int:
-    counts = {_count(own.link) for own in engines}
-    if len(counts) > 1 or min(counts) < 0:
-        faults.append((f"are the counts of updates: {', '.join(map(str, sorted(counts)))}", "opt_state"))
-    return max(counts)
-
-
 def _rules(
-    params: Mapping[str, Tensor], parts: Sequence[_Part], given: Any, faults: list[tuple[str, str]]
+    params: Mapping[str, Tensor], parts: Sequence[_Part], told: Mapping[str, Any], faults: Faults
 ) -> Iterator[tuple[str, Rule]]:
-    entries = () if given is None else map_entries(given, FACTOR_MAP)
-    for path, shown in ((path, shown) for part in parts for path, shown in part.shown.items()):
-        slots = next(part.slots[path] for part in parts if path in part.shown)
-        rule = rule_of(shown.shape, slots, shown.factored)
-        entry = first_entry(entries, path)
-        axes = None if entry is None else labels(entry.value)
-        if axes is not None and shown.factored:
-            told = Rule(axes, "given")
-            fits = len(axes) == len(shown.shape) and told.factored
-            if not fits or any(told.slot_shape(n, shown.shape) != slots[n].shape for n in ("v_row", "v_col")):
-                faults.append((f"is factored in another way than {FACTOR_MAP} says", path))
-            rule = told
-        yield path, rule
-
-
-def _given(rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    return {path: rule for path, rule in rules.items() if rule.known_from == "given"}
+    entries = entries_of(told)
+    for part in parts:
+        for path, shown in part.shown.items():
+            slots = part.slots[path]
+            given = given_rule(entries, path, shown.shape, slots, faults) if shown.factored else None
+            yield path, given or rule_of(shown.shape, slots, shown.factored)
 
 
 def _settled(
@@ -235,9 +183,9 @@ def _settled(
 ) -> tuple[list[Group], list[str]]:
     groups, notes = [], []
     for part in parts:
-        found, open_points = inferred(part.own, schema, list(part.shown.values()))
+        found, open_points = inferred(part.own, schema, list(part.shown.values()), told)
         settings = found.over(told, "given")
-        groups.append(_group(tuple(part.slots), settings))
+        groups.append(group_of(tuple(part.slots), settings))
         notes += open_points
         if assumed := settings.assumed():
             shown = ", ".join(f"{name}={value}" for name, value in assumed.items())
@@ -245,18 +193,12 @@ def _settled(
     return groups, notes
 
 
-def _group(paths: tuple[str, ...], settings: Settings) -> Group:
-    kept = settings.without(FACTOR_MAP)
-    return Group(paths, dict(kept.values), dict(kept.known_from))
-
-
 def _rule_notes(rules: Mapping[str, Rule]) -> Iterator[str]:
     ties = [path for path, rule in rules.items() if rule.known_from == "assumed"]
     if ties:
-        shown = ", ".join(ties[:_SHOWN]) + (f" and {len(ties) - _SHOWN} more" if len(ties) > _SHOWN else "")
         yield (
-            f"Which of several equal axes v_row and v_col average isn't told by their shapes ({shown}): it depends on"
-            f" numpy and the machine that ran; a step needs {FACTOR_MAP}."
+            f"Which of several equal axes v_row and v_col average isn't told by their shapes ({some(ties)}): it depends"
+            f" on numpy and the machine that ran; a step needs {FACTOR_MAP}."
         )
 
 
@@ -267,17 +209,6 @@ def _canonical(
     unused = () if shown is None else (("v",) if shown.factored else ("v_row", "v_col"))
     names = {slot.aliases[VARIANT]: name for name, slot in schema.slots.items() if VARIANT in slot.aliases}
     return {names[native]: tensor for native, tensor in slots.items() if native not in unused}
-
-
-def _extra(checkpoint: Checkpoint, frame: Tree, updates: int) -> dict[str, Tree]:
-    """Returns the form of the tree, and where and beside what it lay."""
-    optax: dict[str, Tree] = {"tree": frame}
-    if len(checkpoint.meta.get("items", ())) > 1:
-        optax["items"] = True
-    if checkpoint.step not in (None, updates):
-        optax["step"] = checkpoint.step
-    beside = list(checkpoint.meta.get("files_beside", ()))
-    return {"optax": optax, **({"files_beside": beside} if beside else {})}
 
 
 LAYOUT = Optax()
