@@ -8,12 +8,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_optax_layout import COLUMN, PARAMS, ROW, checkpoint, count, full, same_tree, state_of
+from test_optax_layout import (
+    COLUMN,
+    PARAMS,
+    ROW,
+    adam,
+    checkpoint,
+    count,
+    full,
+    injected,
+    same_tree,
+    state_of,
+)
 from test_orbax_restored import exact, flat
 
 from formats import plain_state, values
 from goldens import GOLDEN
 from statekit.convert import convert, open_state, plan
+from statekit.converters.layouts.optax_state import LAYOUT as OPTAX
 from statekit.converters.layouts.optax_tree import OWN_FIELDS, OWN_GROUP_FIELDS
 from statekit.converters.layouts.statekit_jax import LAYOUT
 from statekit.errors import InexactError, StateError, UsageError
@@ -150,6 +162,21 @@ def odd(*groups: Group, **changes: Any) -> TrainState:
     """Returns a state of one matrix, changed."""
     optimizer = Optimizer("adafactor", None, groups or (Group(("w",)),))
     return replace(state_of((4, 8), "ROW COLUMN"), optimizer=optimizer, **changes)
+
+
+def test_what_lies_beside_the_optimizer_goes_along() -> None:
+    chain = [adam(), None, {"count": count(3)}]
+    held = {"opt_state": injected(chain, b1=0.5), "params": PARAMS, "rng": full(2), "step": count()}
+    state = OPTAX.decode(checkpoint(held, meta={"items": ["a", "b"]}, step=9), Hints())
+    encoded = LAYOUT.encode(state)
+    assert encoded.tree["opt_state"].keys() == {"count", *OWN_FIELDS["adamw"]}
+    same_tree({**encoded.tree, "opt_state": None}, {**held, "opt_state": None})
+    assert encoded.dropped.keys() == {"counts/schedule", "extra/optax/tree/opt_state/hyperparams/b1"}
+    assert (encoded.step, encoded.place) == (9, "{step}/{item}")
+    again = LAYOUT.decode(checkpoint(encoded.tree), Hints())
+    back = OPTAX.encode(again).tree
+    same_tree({**back, "opt_state": None}, {**held, "opt_state": None})
+    assert values(tensor_names(back["opt_state"][0]["mu"])) == values(tensor_names(chain[0]["mu"]))
 
 
 @pytest.mark.parametrize(

@@ -16,23 +16,22 @@ from typing import Any
 import numpy as np
 
 from statekit.converters.layouts.factored_slots import MINIMUM
-from statekit.converters.layouts.optax_frame import COUNT, Contents, count, rebuilt
+from statekit.converters.layouts.optax_frame import COUNT, Contents, count, usual_tree
+from statekit.converters.layouts.optax_place import in_own_form, own_form, placed
 from statekit.converters.layouts.optax_settings import VARIANT, native_names
 from statekit.converters.layouts.optax_slots import placeholder, usual_axes
 from statekit.converters.layouts.optax_tree import is_tensor, leaves, replaced
-from statekit.converters.layouts.unplaced import unplaced
 from statekit.errors import InexactError, fault_list
 from statekit.format import Encoded, Exactness
 from statekit.schema import load_schema
 from statekit.state import Axis, Group, Rule, TrainState
 from statekit.tensor import Tensor, in_memory
-from statekit.tree import Tree, nested
+from statekit.tree import Tree
 
 _HELD = ("adafactor", "adamw", "lamb")
 _BY_RATE = ("relative_step", "warmup_init")
 """Hyperparameters that say how the learning rate comes about: in Optax that is the user's schedule."""
 _RULES = ("factor_map", "logical_factor_rules")
-_ITEMS = "{step}/{item}"
 
 
 def encoded(state: TrainState) -> Encoded:
@@ -48,18 +47,13 @@ def encoded(state: TrainState) -> Encoded:
             expected=", ".join(_HELD),
             found=state.optimizer.schema,
         )
-    dropped = unplaced(state.extra, ("optax",), "Optax")
-    form = state.extra.get("optax")
-    if isinstance(form, Mapping) and "tree" in form:
-        frame = _with_given(form["tree"], state)
-        tree = rebuilt(frame, _contents(state))
-        place = _ITEMS if form.get("items") else ""
-        return Encoded(tree, int(form.get("step", state.counts.updates)), dropped=dropped, place=place)
+    form = own_form(state, VARIANT)
+    if form is not None:
+        return in_own_form(state, VARIANT, _with_given(form, state), _contents(state))
     faults = list(_faults(state))
     if faults:
         raise InexactError(f"Optax can't hold the state: {len(faults)} faults.", found=fault_list(faults))
-    tree = {"params": _tree(state.params), "opt_state": _opt_state(state)}
-    return Encoded(tree, state.counts.updates, dict(_inexact(state)), dropped)
+    return placed(state, VARIANT, _opt_state(state), _contents(state), dict(_inexact(state)))
 
 
 def _contents(state: TrainState) -> Contents:
@@ -169,7 +163,7 @@ def _inexact(state: TrainState) -> Iterator[tuple[str, tuple[Exactness, str]]]:
         if Axis.BATCH in rule.axes and path in state.slots:
             why = "Optax takes parameter scale and clipping over the whole stack, not over each of its parts"
             for native in ("v_row", "v_col") if rule.factored else ("v",):
-                chain = "opt_state/inner_state/0" if _masked(state) else "opt_state/0"
+                chain = "inner_state/0" if _masked(state) else "0"
                 yield f"{chain}/{native}/{path}", (Exactness.STATISTICS, why)
 
 
@@ -215,7 +209,7 @@ def _link(state: TrainState, *natives: str) -> Tree:
     """Returns the state of a link: its count, and a tree for each field."""
     slots = {path: _turned(state, path) for path in state.slots}
     fields = {
-        native: _tree({path: slots[path][native] if path in slots else None for path in state.params})
+        native: usual_tree({path: slots[path][native] if path in slots else None for path in state.params})
         for native in natives
     }
     return {COUNT: count(state.counts.updates), **fields}
@@ -226,7 +220,3 @@ def _turned(state: TrainState, path: str) -> dict[str, Tensor]:
     if rule is not None and rule.factored and _as_usual(rule, state.params[path].shape):
         found = {**found, "v_row": found["v_col"], "v_col": found["v_row"]}
     return found
-
-
-def _tree(leaves_: Mapping[str, Any]) -> Tree:
-    return nested({tuple(path.split("/")): leaf for path, leaf in leaves_.items()})

@@ -41,7 +41,12 @@ def form_of(tree: Tree, paths: Mapping[Path, str]) -> Tree:
 
 def usual_form(paths: Mapping[str, Any]) -> Tree:
     """Returns the form that parameters have unless something else is said: dicts of dicts."""
-    return nested({tuple(path.split("/")): At(path) for path in paths})
+    return usual_tree({path: At(path) for path in paths})
+
+
+def usual_tree(leaves_: Mapping[str, Any]) -> Tree:
+    """Returns dicts of dicts with these leaves at these paths."""
+    return nested({tuple(path.split("/")): leaf for path, leaf in leaves_.items()})
 
 
 def filled(form: Tree, leaf: Callable[[str], Tensor | None]) -> Tree:

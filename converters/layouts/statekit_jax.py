@@ -11,12 +11,12 @@ Source: statekit/jax/states.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from statekit.checkpoint import Checkpoint
 from statekit.converters.layouts.factored_slots import fits, from_slots
-from statekit.converters.layouts.optax_frame import Contents, count, rebuilt
+from statekit.converters.layouts.optax_frame import Contents, count, usual_tree
 from statekit.converters.layouts.optax_parts import (
     Faults,
     Opened,
@@ -32,6 +32,7 @@ from statekit.converters.layouts.optax_parts import (
     stated,
     updates_of,
 )
+from statekit.converters.layouts.optax_place import in_own_form, own_form, placed
 from statekit.converters.layouts.optax_tree import (
     OWN_ENGINES,
     OWN_FIELDS,
@@ -42,7 +43,6 @@ from statekit.converters.layouts.optax_tree import (
     links,
 )
 from statekit.converters.layouts.told import Settings
-from statekit.converters.layouts.unplaced import unplaced
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.factoring import by_shape
@@ -50,10 +50,9 @@ from statekit.optim.settings import form
 from statekit.schema import OptimizerSchema, load_schema
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensor import Shape, Tensor
-from statekit.tree import Tree, nested
+from statekit.tree import Tree
 
 _KEY = "jax"
-_ITEMS = "{step}/{item}"
 _RATES = ("learning_rate", "lr")
 
 
@@ -132,21 +131,19 @@ class StatekitJax:
         Raises:
             InexactError: The transformation can't hold the state; lists every reason.
         """
-        dropped = unplaced(state.extra, (_KEY,), "statekit.jax")
-        kept = state.extra.get(_KEY)
-        if isinstance(kept, Mapping) and "tree" in kept:
-            tree = rebuilt(kept["tree"], _contents(state))
-            place = _ITEMS if kept.get("items") else ""
-            return Encoded(tree, int(kept.get("step", state.counts.updates)), dropped=dropped, place=place)
+        form = own_form(state, _KEY)
+        if form is not None:
+            return in_own_form(state, _KEY, form, _contents(state))
         faults = list(_faults(state))
         if faults:
             raise InexactError(
                 f"statekit.jax can't hold the state: {len(faults)} faults.", found=fault_list(faults)
             )
-        if state.counts.schedule != state.counts.updates:
-            dropped["counts/schedule"] = "the state counts updates only; start the schedule there yourself"
-        tree = {"params": _tree(state.params), "opt_state": _opt_state(state)}
-        return Encoded(tree, state.counts.updates, dropped=dropped)
+        encoded = placed(state, _KEY, _opt_state(state), _contents(state))
+        if state.counts.schedule == state.counts.updates:
+            return encoded
+        lost = {"counts/schedule": "the state counts updates only; start the schedule there yourself"}
+        return replace(encoded, dropped={**encoded.dropped, **lost})
 
 
 def _schema_of(link: Link) -> str:
@@ -255,15 +252,12 @@ def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
 def _opt_state(state: TrainState) -> Tree:
     contents, schema = _contents(state), state.optimizer.schema
     trees = {
-        name: _tree({path: contents.slot(path, name) for path in state.params}) for name in OWN_FIELDS[schema]
+        name: usual_tree({path: contents.slot(path, name) for path in state.params})
+        for name in OWN_FIELDS[schema]
     }
     together = {name: contents.groups.get(name) for name in OWN_GROUP_FIELDS.get(schema, ())}
     own = {"count": count(state.counts.updates), **trees, **together}
     return {"inner_state": own} if any(path not in state.slots for path in state.params) else own
-
-
-def _tree(leaves: Mapping[str, Any]) -> Tree:
-    return nested({tuple(path.split("/")): leaf for path, leaf in leaves.items()})
 
 
 LAYOUT = StatekitJax()
