@@ -9,6 +9,10 @@ import torch
 
 from statekit.optim.steps import Scene
 from statekit.torch.fast_adafactor import fast_adafactor
+from statekit.torch.fast_adamw import fast_adamw
+from statekit.torch.fast_lamb import fast_lamb
+from statekit.torch.fast_lans import fast_lans
+from statekit.torch.fast_scaled_adam import fast_scaled_adam
 
 
 class FastMove(Protocol):
@@ -25,10 +29,11 @@ class FastMove(Protocol):
         """Moves parameters and slots. Runs under `torch.no_grad()`, without waiting for the device.
 
         Args:
-            scene: The update. `step` counts the updates that all of the batch have had before: an int or 0-d tensor.
+            scene: The update. `step` counts the updates that all of the batch have had before, as an int.
             params: Parameters, each once, for which `fast_path` returned this very move; of one shape, dtype, device.
             grads: Their gradients as `prepare` returned them, dense; they are read only.
-            slots: Their slots by canonical name, as `init` makes them, on the parameters' device; written in place.
+            slots: Their slots by canonical name, as `init` makes them: contiguous, on the parameters' device. Written
+                in place, all but an `average`.
             common: What `prepare` returned for all.
         """
 
@@ -50,5 +55,9 @@ def fast_path(schema: str, variant: str, own: Hashable, param: torch.Tensor) -> 
 
 FAST: Mapping[str, Callable[[str, Any, torch.Tensor], FastMove | None]] = {
     "adafactor": fast_adafactor,
+    "adamw": fast_adamw,
+    "lamb": fast_lamb,
+    "lans": fast_lans,
+    "scaled_adam": fast_scaled_adam,
 }
 """By schema: (variant, own, param) -> the parameter's fast path."""

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from statekit.backends import backend
+from statekit.backends import Value, backend
 from statekit.optim import adafactor_forms as forms
 from statekit.optim.adafactor import Own
 from statekit.optim.steps import Scene
 from statekit.schema import load_schema
 from statekit.state import Axis, Rule
 from statekit.tensor import Shape
-from statekit.torch.stacks import Slots, along, blocks, in_stacks, plain, squares
+from statekit.torch.stacks import Stacks, Tensors, along, by_name, in_stacks, plain, squares
 
 _FITS: Mapping[str, tuple[Any, ...]] = {
     "second_moment_update": ("weighted_sum",),
@@ -63,10 +63,11 @@ class FastAdafactor:
         s = forms.Setting(xp, form, hyper, self.own.rule, "float32", scene.execution)
         given = None if scene.rate is None else xp.widen(scene.rate)
         decay, mix = forms.DECAY[hyper.decay_type](s, scene.step)
-        rate = forms.LEARNING_RATE[form["lr_source"]](s, given, scene.step)
-        decay, mix, rate = (number.to(params[0].device) for number in (decay, mix, rate))
-        update = _Update(self, s, given, decay, mix, rate)
-        in_stacks(update.matrices if self.sides else update.vectors, params, grads, slots)
+        rate = forms.LEARNING_RATE[form["lr_source"]](s, given, scene.step).to(params[0].device)
+        update = _Update(self, s, given, float(decay), float(mix), rate)
+        kernel = update.matrices if self.sides else update.vectors
+        names = (*(self.sides or ("v",)), *(("m",) if s.momentum else ()))
+        in_stacks(kernel, {"param": params, **by_name(slots, names)}, {"grad": grads})
 
 
 def fast_adafactor(variant: str, own: Own, param: torch.Tensor) -> FastAdafactor | None:
@@ -79,10 +80,11 @@ def fast_adafactor(variant: str, own: Own, param: torch.Tensor) -> FastAdafactor
         item is None
         or not plain(param)
         or any(form[name] not in values for name, values in _FITS.items())
-        or hyper.maximize or hyper.skip_nan_updates or hyper.use_ema or hyper.simulated_quantize_bits
+        or hyper.maximize or hyper.skip_nan_updates or hyper.simulated_quantize_bits
         or hyper.activation_dtype != "float32"
         or (s.momentum and s.momentum_dtype != "float32")
         or (own.rule.dims(Axis.BATCH) and not apart)
+        or own.place is not None  # each finds the effective rate of the one before
     ):  # fmt: skip
         return None
     return FastAdafactor(own, variant, *item)
@@ -105,91 +107,92 @@ def _item(rule: Rule, shape: Shape) -> tuple[Shape, tuple[str, ...]] | None:
 
 @dataclass(frozen=True)
 class _Update:
-    """One update of stacks. Learning rates and the weights of the second moment's old and new value are 0-d."""
+    """One update of stacks. `decay` and `mix` are the weights of the second moment's old and new value."""
 
     path: FastAdafactor
     s: forms.Setting
     given: torch.Tensor | None
-    decay: torch.Tensor
-    mix: torch.Tensor
+    decay: float
+    mix: float
     rate: torch.Tensor
 
-    def matrices(self, params: torch.Tensor, grads: torch.Tensor, slots: Slots, room: torch.Tensor) -> None:
+    def matrices(self, part: slice, stacks: Stacks, rooms: Tensors) -> None:
         """Moves a stack of factored parameters."""
-        p, g, y = (x.view(-1, *self.path.item) for x in (params, grads, room))
-        left, right = (slots[name].view(len(p), -1) for name in self.path.sides)
-        rows, columns = _sums(g, y)
-        self._blend(left, rows, g.shape[2])
-        self._blend(right, columns, g.shape[1])
-        row = left if self.path.sides[0] == "v_row" else right
-        a, b = (torch.rsqrt(v / v.mean(1, keepdim=True) if v is row else v) for v in (left, right))
-        b = b.unsqueeze(1)
-        for part in blocks(g):
-            torch.mul(g[:, part], b, out=y[:, part])
-            torch.linalg.vector_norm(y[:, part], dim=2, out=rows[:, part])
-        size = along(self._size(p, squares(rows.mul_(a))), p)
-        self._move(p, y, a.unsqueeze(2) * size, slots)
+        p, g, y = (x.view(-1, *self.path.item) for x in (stacks["param"], stacks["grad"], rooms[0]))
+        height, width = self.path.item
+        left, right = (stacks[name].view(len(p), -1) for name in self.path.sides)
+        torch.mul(g, g, out=y)
+        floor = self.mix * self.s.epsilon1
+        left.mul_(self.decay).add_(y.sum(2), alpha=self.mix / width).add_(floor)
+        ones = y.new_ones((1, 1, height)).expand(len(p), 1, height)
+        right.mul_(self.decay).unsqueeze(1).baddbmm_(ones, y, alpha=self.mix / height)
+        right.add_(floor)
+        row = self.path.sides.index("v_row")
+        factors = [left, right]
+        factors[row] = factors[row] / factors[row].mean(1, keepdim=True)
+        a, b = (factor.rsqrt() for factor in factors)
+        torch.mul(g, b.unsqueeze(1), out=y)
+        total = squares(torch.linalg.vector_norm(y, dim=2).mul_(a))
+        self._move(p, y, a.unsqueeze(2), total, stacks)
 
-    def vectors(self, params: torch.Tensor, grads: torch.Tensor, slots: Slots, room: torch.Tensor) -> None:
+    def vectors(self, part: slice, stacks: Stacks, rooms: Tensors) -> None:
         """Moves a stack of parameters that aren't factored."""
-        p, g, v, y = (x.view(-1, *self.path.item) for x in (params, grads, slots["v"], room))
-        total = g.new_zeros(len(g))
-        for part in blocks(g):
-            self._blend(v[:, part], torch.mul(g[:, part], g[:, part], out=y[:, part]), 1)
-            total += squares(torch.rsqrt(v[:, part], out=y[:, part]).mul_(g[:, part]))
-        self._move(p, y, along(self._size(p, total), p), slots)
+        stacked = (stacks["param"], stacks["grad"], stacks["v"], rooms[0])
+        p, g, v, y = (x.view(-1, *self.path.item) for x in stacked)
+        epsilon1 = self.rate.new_full((), self.s.epsilon1)
+        v.mul_(self.decay).add_(torch.addcmul(epsilon1, g, g, out=y), alpha=self.mix)
+        torch.rsqrt(v, out=y).mul_(g)
+        self._move(p, y, None, squares(y), stacks)
 
-    def _blend(self, v: torch.Tensor, total: torch.Tensor, count: int) -> None:
-        """Moves an average of squares, given their sum, which is used up."""
-        torch.addcmul(self.mix * self.s.epsilon1, total, self.mix / count, out=total)
-        torch.addcmul(total, v, self.decay, out=v)
-
-    def _size(self, p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        """Returns what directions are multiplied with, for each parameter; applies weight decay.
+    def _move(
+        self, p: torch.Tensor, y: torch.Tensor, a: torch.Tensor | None, total: torch.Tensor, stacks: Stacks
+    ) -> None:
+        """Moves parameters.
 
         Args:
             p: The parameters.
-            total: The sum of squares of each one's direction.
+            y: Their directions, which are used up, still without a factor for each row.
+            a: That factor, used up; None where there is none.
+            total: The sum of squares of each parameter's direction.
+            stacks: For the momentum.
         """
-        hyper, place, count = self.s.hyper, self.s.form["weight_decay_place"], p[0].numel()
-        if place == "first":
+        size, late = self._sizes(p, total)
+        size = size if a is None else a.mul_(size)
+        if not self.s.momentum and late is None:
+            p.addcmul_(y, size, value=-1.0)
+            return
+        y.mul_(size)
+        if self.s.momentum:
+            beta1 = self.s.hyper.beta1 or 0.0
+            y = stacks["m"].view(p.shape).mul_(beta1).add_(y, alpha=1.0 - beta1)
+        p.sub_(y if late is None else y + p * late)
+
+    def _sizes(self, p: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, Value | None]:
+        """Returns what directions are multiplied with, and weight decay if it joins them; else applies it."""
+        hyper, form, count = self.s.hyper, self.s.form, p[0].numel()
+        if form["weight_decay_place"] == "first":
             self._decay(p, self.rate)
-        size = self.rate
-        if hyper.multiply_by_parameter_scale or self.s.form["parameter_scale"] == "always":
+        size, late = self.rate, None
+        if hyper.multiply_by_parameter_scale or form["parameter_scale"] == "always":
             rms = squares(p).div_(count).sqrt_()
-            size = rms.clamp_(hyper.epsilon2, hyper.max_parameter_scale).mul_(self.rate)
-        if place != "first":
-            self._decay(p, size if place == "last" else self.rate)
-        if hyper.clipping_threshold is None:
-            return size
-        return size / total.div_(count).sqrt_().div_(hyper.clipping_threshold).clamp_min_(1.0)
+            size = along(rms.clamp_(hyper.epsilon2, hyper.max_parameter_scale).mul_(self.rate), p)
+        if form["weight_decay_expression"] == "sum":
+            late = self._lost(size)
+        elif form["weight_decay_place"] != "first":
+            self._decay(p, size if form["weight_decay_place"] == "last" else self.rate)
+        if hyper.clipping_threshold is not None:
+            rms = total.div_(count).sqrt_().div_(hyper.clipping_threshold)
+            size = size / along(rms.clamp_min_(1.0), p)
+        return size, late
 
     def _decay(self, p: torch.Tensor, step_size: torch.Tensor) -> None:
-        if self.s.hyper.weight_decay_rate == 0 and not self.s.hyper.weight_decay_rate_lr_exponent:
-            return
-        w = forms.weight_decay(self.s, self.given, step_size)
+        w = self._lost(step_size)
         if w is not None:
-            p.mul_(1.0 - (along(w, p) if isinstance(w, torch.Tensor) else w))
+            p.mul_(1.0 - w)
 
-    def _move(self, p: torch.Tensor, y: torch.Tensor, factor: torch.Tensor, slots: Slots) -> None:
-        """Takes factor * y off the parameters, by way of the momentum if there is one; y is used up."""
-        if not self.s.momentum:
-            p.addcmul_(y, factor, value=-1.0)
-            return
-        beta1 = self.s.hyper.beta1 or 0.0
-        m = slots["m"].view(p.shape)
-        m.mul_(beta1).add_(y.mul_(factor), alpha=1.0 - beta1)
-        p.sub_(m)
-
-
-def _sums(g: torch.Tensor, room: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the sums of squares over each row, and over each column."""
-    count, height, width = g.shape
-    rows, columns = g.new_empty((count, height)), g.new_zeros((count, 1, width))
-    one = g.new_ones((1, 1, height)).expand(count, 1, height)
-    for part in blocks(g):
-        q = room[:, : g[:, part].shape[1]]
-        torch.mul(g[:, part], g[:, part], out=q)
-        torch.sum(q, 2, out=rows[:, part])
-        columns.baddbmm_(one[..., part], q)
-    return rows, columns[:, 0]
+    def _lost(self, step_size: torch.Tensor) -> Value | None:
+        """Returns what parameters lose of themselves; None where that is nothing."""
+        hyper = self.s.hyper
+        if hyper.weight_decay_rate == 0 and not hyper.weight_decay_rate_lr_exponent:
+            return None
+        return forms.weight_decay(self.s, self.given, step_size)

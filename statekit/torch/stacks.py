@@ -7,16 +7,18 @@ from typing import TypeAlias
 
 import torch
 
-Slots: TypeAlias = Mapping[str, torch.Tensor]
-Kernel: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Slots, torch.Tensor], None]
-"""Moves parameters and slots in place: (params, grads, slots, room), with an axis for the parameters in front.
+Tensors: TypeAlias = Sequence[torch.Tensor]
+Stacks: TypeAlias = Mapping[str, torch.Tensor]
+Kernel: TypeAlias = Callable[[slice, Stacks, Tensors], None]
+"""Moves a part of the parameters: (which, stacks, rooms).
 
-All are contiguous. Gradients are read only; room has the shape of the parameters and holds anything.
+Stacks are contiguous, with an axis for the parameters in front, and written in place; rooms have the shape of the
+parameters' stack and hold anything.
 """
 
-HOT = {"cpu": 2**18}
-"""The most elements in a stack or a block: on a CPU, what its caches hold a few times."""
-HOT_ELSEWHERE = 2**22
+STACK = {"cpu": 2**17}
+"""The most elements in a stack: on a CPU, what its caches hold a few times."""
+STACK_ELSEWHERE = 2**22
 
 
 def plain(param: torch.Tensor) -> bool:
@@ -25,72 +27,82 @@ def plain(param: torch.Tensor) -> bool:
         type(param) in (torch.Tensor, torch.nn.Parameter)
         and param.layout == torch.strided
         and param.dtype == torch.float32
+        and param.is_contiguous()
         and param.numel() > 0
     )
 
 
 def in_stacks(
-    kernel: Kernel,
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    slots: Sequence[Slots],
+    kernel: Kernel, moved: Mapping[str, Tensors], read: Mapping[str, Tensors], rooms: int = 1
 ) -> None:
-    """Runs a kernel over parameters of one shape, and copies back what it moved in a stack."""
-    most = min(len(params), max(1, _hot(params[0]) // params[0].numel()))
+    """Runs a kernel over tensors of parameters that have one shape, as many at a time as a stack holds.
+
+    Args:
+        kernel: What moves them.
+        moved: What it moves, by name: the parameters as `param`, and slots. Copied back from stacks.
+        read: What it reads beside, by name.
+        rooms: How many rooms it needs.
+    """
+    like = moved["param"]
+    largest = STACK.get(like[0].device.type, STACK_ELSEWHERE)
+    most = min(len(like), max(1, largest // like[0].numel()))
     # Memory is taken once for all stacks: fresh pages cost more than what is done with them.
-    room = params[0].new_empty((most, *params[0].shape))
-    fields = [
-        _Stacks(ts, most) for ts in (grads, params, *([own[name] for own in slots] for name in slots[0]))
-    ]
-    for start in range(0, len(params), most):
-        g, p, *moved = (field.read(start) for field in fields)
-        kernel(p, g, dict(zip(slots[0], moved, strict=True)), room[: len(p)])
-        for field in fields[1:]:
-            field.write(start)
+    room = like[0].new_empty((rooms, most, *like[0].shape))
+    fields = {name: _Stacks(tensors, most) for name, tensors in {**moved, **read}.items()}
+    for start in range(0, len(like), most):
+        part = slice(start, min(start + most, len(like)))
+        stacks = {name: field.read(part) for name, field in fields.items()}
+        kernel(part, stacks, room[:, : part.stop - start].unbind())
+        for name in moved:
+            fields[name].write(part)
 
 
 class _Stacks:
     """Stacks of some tensors, one after the other in the same memory; a tensor that fills a stack is its own."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], most: int) -> None:
-        self._tensors, self._most = tensors, most
+    def __init__(self, tensors: Tensors, most: int) -> None:
+        self._tensors = tensors
         whole = most == 1 and all(tensor.is_contiguous() for tensor in tensors)
         self._memory = None if whole else tensors[0].new_empty((most, *tensors[0].shape))
 
-    def read(self, start: int) -> torch.Tensor:
+    def read(self, part: slice) -> torch.Tensor:
+        stack: torch.Tensor
         if self._memory is None:
-            return self._tensors[start].unsqueeze(0)
-        part = list(self._tensors[start : start + self._most])
-        stack = self._memory[: len(part)]
-        torch.stack(part, out=stack)
+            stack = self._tensors[part.start].unsqueeze(0)
+            return stack
+        stack = self._memory[: part.stop - part.start]
+        torch.stack(list(self._tensors[part]), out=stack)
         return stack
 
-    def write(self, start: int) -> None:
+    def write(self, part: slice) -> None:
         if self._memory is not None:
-            part = list(self._tensors[start : start + self._most])
-            torch._foreach_copy_(part, self._memory[: len(part)].unbind())
+            tensors = list(self._tensors[part])
+            torch._foreach_copy_(tensors, self._memory[: len(tensors)].unbind())
 
 
-def blocks(stack: torch.Tensor) -> list[slice]:
-    """Returns the parts of a stack's second axis that are best handled one after the other."""
-    height = stack.shape[1]
-    most = max(1, _hot(stack) * height // stack.numel())
-    return [slice(start, start + most) for start in range(0, height, most)]
+def by_name(
+    slots: Sequence[Mapping[str, torch.Tensor]], names: Sequence[str]
+) -> dict[str, list[torch.Tensor]]:
+    """Returns slots by name, each in the order of the parameters."""
+    return {name: [own[name] for own in slots] for name in names}
 
 
-def _hot(tensor: torch.Tensor) -> int:
-    return HOT.get(tensor.device.type, HOT_ELSEWHERE)
-
-
-def squares(value: torch.Tensor) -> torch.Tensor:
+def squares(stack: torch.Tensor) -> torch.Tensor:
     """Returns the sum of squares of each entry of a stack."""
-    flat = value.flatten(1)
-    if len(flat) == 1:
-        return torch.dot(flat[0], flat[0]).reshape(1)
-    return torch.linalg.vector_norm(flat, dim=1).square()
+    if len(stack) == 1:
+        return products(stack, stack)
+    norms: torch.Tensor = torch.linalg.vector_norm(stack.view(len(stack), -1), dim=1)
+    return norms.square_()
+
+
+def products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of products of two stacks, for each entry."""
+    if len(left) == 1:
+        return torch.dot(left.view(-1), right.view(-1)).view(1)
+    sums: torch.Tensor = torch.linalg.vecdot(left.view(len(left), -1), right.view(len(right), -1))
+    return sums
 
 
 def along(values: torch.Tensor, stack: torch.Tensor) -> torch.Tensor:
     """Returns a value for each entry of a stack, or one for all, in a shape that meets the stack."""
-    shape = (-1, *(1,) * (stack.dim() - 1))
-    return values.view(shape)
+    return values.view((-1, *(1,) * (stack.dim() - 1)))

@@ -1,0 +1,104 @@
+"""AdamW by PyTorch's own fused kernel: one pass over memory, for every variant of `statekit.optim.adamw`.
+
+The kernel's corrections are switched off by a step so late that they are 1. The real ones go into learning rate and
+epsilon, since with k = sqrt(c2) / c1
+
+    a (m / c1) / (sqrt(v / c2) + epsilon) = a k m / (sqrt(v) + epsilon sqrt(c2))
+
+Source: pytorch/pytorch, aten/src/ATen/native/cpu/FusedAdamKernel.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from statekit.backends import Value, backend
+from statekit.optim.adam_moments import RATE
+from statekit.optim.adamw import Hyperparameters, Setting
+from statekit.optim.settings import form
+from statekit.optim.steps import Scene
+from statekit.torch.stacks import Tensors, by_name, plain
+
+LATE = 2.0**40
+"""A step at which no correction is left."""
+
+
+@dataclass(frozen=True)
+class Adam:
+    """What the fused kernel is told about both moments.
+
+    Attributes:
+        beta1: Decay of the first moment.
+        beta2: Decay of the second.
+        epsilon: What stands beside the root of the uncorrected second moment.
+        factor: What the quotient is multiplied with, beside the learning rate: k above.
+    """
+
+    beta1: float
+    beta2: float
+    epsilon: float
+    factor: float
+
+    def __call__(
+        self,
+        rate: Value,
+        params: Tensors,
+        grads: Tensors,
+        m: Tensors,
+        v: Tensors,
+        *,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+    ) -> None:
+        """Moves moments, and takes rate * (factor * m / (sqrt(v) + epsilon) + weight_decay * param) off parameters."""
+        late = torch.full((), LATE, device=params[0].device)
+        torch._fused_adamw_(
+            list(params), [grad.contiguous() for grad in grads], list(m), list(v), [],
+            [late] * len(params), lr=rate * self.factor, beta1=self.beta1, beta2=self.beta2,
+            weight_decay=weight_decay / self.factor, eps=self.epsilon, amsgrad=False, maximize=maximize,
+        )  # fmt: skip
+
+
+def held(rate: Value, given: Value) -> Value:
+    """Returns a learning rate as a number, if it was given as one."""
+    return rate if isinstance(given, torch.Tensor) else float(rate)
+
+
+@dataclass(frozen=True)
+class FastAdamW:
+    """The update of parameters that share `own`, what `settle` returned."""
+
+    own: Hyperparameters
+    variant: str
+
+    def __call__(
+        self,
+        scene: Scene,
+        params: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        slots: Sequence[dict[str, torch.Tensor]],
+        common: Any,
+    ) -> None:
+        """Moves parameters and slots, as `statekit.torch.fast.FastMove`."""
+        xp, own, constants = backend("torch"), self.own, form("adamw", self.variant)
+        rate = RATE[constants["lr_precision"]](xp, scene.rate)
+        s = Setting(xp, constants, own, rate, scene.step, scene.execution)
+        c1, c2 = (1.0, 1.0) if s.form["bias_correction"] == "none" else map(float, s.corrections)
+        root = math.sqrt(c2)
+        beside_corrected = s.form["epsilon_place"] == "beside_corrected_root"
+        adam = Adam(own.beta1, own.beta2, own.epsilon * (root if beside_corrected else 1.0), root / c1)
+        adam(
+            held(rate, scene.rate), params, grads, *by_name(slots, ("m", "v")).values(),
+            weight_decay=own.weight_decay_rate or 0.0, maximize=own.maximize,
+        )  # fmt: skip
+
+
+def fast_adamw(variant: str, own: Hyperparameters, param: torch.Tensor) -> FastAdamW | None:
+    """Returns the fast path of a parameter, or None if it hasn't one: the kernel's v_max loses NaN."""
+    other = own.amsgrad or own.nesterov or own.epsilon_root or own.dtype_momentum not in (None, "float32")
+    return FastAdamW(own, variant) if plain(param) and not other else None

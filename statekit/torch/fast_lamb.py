@@ -1,0 +1,64 @@
+"""LAMB on stacks of equal parameters, in place; `statekit.optim.lamb` has the rule.
+
+PyTorch's fused kernel moves both moments where they are, and leaves the direction in a stack of zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from statekit.backends import backend
+from statekit.optim.adam_moments import RATE
+from statekit.optim.lamb import Hyperparameters, Setting
+from statekit.optim.settings import form
+from statekit.optim.steps import Scene
+from statekit.optim.trust_ratio import RATIO
+from statekit.torch.fast_adamw import Adam
+from statekit.torch.stacks import Stacks, Tensors, along, by_name, in_stacks, plain, squares
+
+
+@dataclass(frozen=True)
+class FastLamb:
+    """The update of parameters that share `own`, what `settle` returned."""
+
+    own: Hyperparameters
+    variant: str
+
+    def __call__(
+        self,
+        scene: Scene,
+        params: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        slots: Sequence[dict[str, torch.Tensor]],
+        common: Any,
+    ) -> None:
+        """Moves parameters and slots, as `statekit.torch.fast.FastMove`."""
+        xp, own, constants = backend("torch"), self.own, form("lamb", self.variant)
+        rate = RATE[constants["lr_precision"]](xp, scene.rate)
+        s = Setting(xp, constants, own, rate, scene.step)
+        c1, c2 = float(s.correction(own.beta1)), float(s.correction(own.beta2))
+        adam = Adam(own.beta1, own.beta2, own.epsilon * math.sqrt(c2), math.sqrt(c2) / c1)
+        named, w = by_name(slots, ("m", "v")), own.weight_decay_rate or 0.0
+
+        def kernel(part: slice, stacks: Stacks, rooms: Tensors) -> None:
+            p, x = stacks["param"], rooms[0].zero_()
+            if w and constants["weight_decay_place"] == "first":
+                p.mul_(1.0 - w * rate)
+            adam(-1.0, x.unbind(), grads[part], named["m"][part], named["v"][part])
+            if w and constants["weight_decay_place"] == "in_direction":
+                x.add_(p, alpha=w)
+            norms = squares(p).sqrt_(), squares(x).sqrt_()
+            ratio = RATIO[constants["trust_ratio_fallback"]](xp, *norms, 1.0)
+            p.addcmul_(x, along(ratio * rate, p), value=-1.0)
+
+        in_stacks(kernel, {"param": params}, {})
+
+
+def fast_lamb(variant: str, own: Hyperparameters, param: torch.Tensor) -> FastLamb | None:
+    """Returns the fast path of a parameter, or None if it hasn't one."""
+    return FastLamb(own, variant) if plain(param) and not own.epsilon_root else None

@@ -1,0 +1,251 @@
+"""The fast paths of torch: every element within the bound of the reference text, in stacks and alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from statekit.backends import backend
+from statekit.optim.run import load, mover, settled_group, steps_of
+from statekit.optim.steps import Scene
+from statekit.state import Axis
+from statekit.tensor import Array
+from statekit.testing.step_cases import Case, Table, case
+from statekit.torch import stacks
+from statekit.torch.fast import FastMove, fast_path
+from statekit.torch.fast_adafactor import FastAdafactor
+from statekit.verify.intervals import Interval
+from statekit.verify.replay import named
+from statekit.verify.verdict import compare
+
+pytestmark = pytest.mark.torch
+
+RATE = 0.01
+R, C, B, N = Axis.ROW, Axis.COLUMN, Axis.BATCH, Axis.NONE
+"""One shape with several members, so that stacks are filled; and one of every other kind that has a fast path."""
+TABLE: Table = {
+    "scalar": ((), ()),
+    "vector": ((7,), (N,)),
+    "whole": ((3, 5), (N, N)),
+    **{f"matrix_{i}": ((6, 4), (R, C)) for i in range(5)},
+    "swapped": ((6, 4), (C, R)),
+    "stacked": ((2, 3, 4), (B, R, C)),
+    "stacked_whole": ((2, 6), (B, N)),
+    "heads": ((2, 4, 2, 3), (B, R, C, C)),
+}
+
+
+SETTINGS: Sequence[tuple[str, str, Mapping[str, Any]]] = (
+    ("adafactor", "t5x", {}),
+    ("adafactor", "t5x", {"beta1": 0.9, "weight_decay_rate": 0.02, "max_parameter_scale": 0.6}),
+    ("adafactor", "t5x", {"multiply_by_parameter_scale": False, "clipping_threshold": None, "beta1": 0.5}),
+    ("adafactor", "t5x", {"weight_decay_rate_lr_exponent": 2.0, "global_norm_clip_threshold": 0.5}),
+    ("adafactor", "t5x", {"clipping_threshold": 0.1, "epsilon1": 1e-3, "step_offset": -3}),
+    ("adafactor", "t2t_early", {"beta1": 0.9}),
+    ("adafactor", "mesh_tf", {}),
+    ("adafactor", "hf", {"weight_decay_rate": 0.02, "beta1": 0.9, "relative_step": False}),
+    ("adafactor", "optax", {"weight_decay_rate": 0.02, "beta1": 0.9, "learning_rate": RATE}),
+    ("adafactor", "keras", {"weight_decay_rate": 0.02}),
+    ("adamw", "torch", {"weight_decay_rate": 0.02, "maximize": True}),
+    ("adamw", "torch", {"weight_decay_rate": 0.0}),
+    ("adamw", "optax", {"weight_decay_rate": 0.02, "global_norm_clip_threshold": 0.5}),
+    ("adamw", "keras", {"weight_decay_rate": 0.02}),
+    ("adamw", "mesh_tf", {"weight_decay_rate": 0.02}),
+    ("adamw", "gpt_neo", {"weight_decay_rate": 0.02, "global_norm_clip_threshold": 0.5}),
+    ("lamb", "optax", {"weight_decay_rate": 0.02}),
+    ("lamb", "keras", {"weight_decay_rate": 0.02}),
+    ("lans", "mxnet_fused", {"wd": 0.02, "lower_bound": 0.1, "upper_bound": 1.0, "rescale_grad": 0.5}),
+    ("lans", "mxnet_gpu", {"begin_num_update": 3}),
+    ("lans", "paper", {"wd": 0.02}),
+    ("scaled_adam", "gptsovits", {"size_update_period": 2}),
+    ("scaled_adam", "pt7", {"clipping_scale": 1.5, "clipping_update_period": 2, "size_update_period": 3}),
+    ("scaled_adam", "zip202305", {"size_update_period": 2, "param_max_rms": 0.3}),
+    ("scaled_adam", "zip2025", {"clipping_scale": 1.5, "clipping_update_period": 2, "size_update_period": 3}),
+    ("scaled_adam", "zip2025", {"size_update_period": 3}),
+)
+NAMES = [f"{schema}-{variant}-{'-'.join(changes) or 'defaults'}" for schema, variant, changes in SETTINGS]
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What fast paths made of a case's state.
+
+    Attributes:
+        arrays: (path, `param` or slot) -> value.
+        outside: Those with elements that leave the bound of the text, where the text in torch doesn't.
+    """
+
+    arrays: Mapping[tuple[str, str], Array]
+    outside: tuple[tuple[str, str], ...]
+
+
+def moved(made: Case, change: Callable[[FastMove], FastMove] = lambda move: move, **wrong: Any) -> Moved:
+    """Runs one update of a case by fast paths alone; parameters that haven't one stay out.
+
+    Args:
+        made: The case.
+        change: What is made of a fast path before it runs.
+        wrong: What the scene is told instead of the truth.
+    """
+    xp, state, group = backend("torch"), made.state, made.state.optimizer.groups[0]
+    steps, live = steps_of(state), load(xp, state)
+    owns = settled_group(steps, group, state.rules, made.variant)
+    scene = Scene(xp, made.variant, RATE, state.counts.updates)
+    grads = {path: xp.asarray(grad) for path, grad in made.grads[0].items()}
+    reached, _, common = steps.prepare(scene, group, live.params, grads, live.slots, live.shared[0])
+    batches: dict[tuple[FastMove, torch.Size], list[str]] = {}
+    for path, param in live.params.items():
+        move = fast_path(made.schema, made.variant, owns[path], param)
+        if move is not None:
+            batches.setdefault((move, param.shape), []).append(path)
+    before = {path: grad.clone() for path, grad in reached.items()}
+    with torch.no_grad():
+        for (move, _), paths in batches.items():
+            change(move)(
+                replace(scene, **wrong),
+                [live.params[path] for path in paths],
+                [reached[path] for path in paths],
+                [dict(live.slots[path]) for path in paths],
+                common,
+            )
+    for path, grad in reached.items():
+        assert torch.equal(torch.nan_to_num(grad), torch.nan_to_num(before[path])), "gradients are read only"
+    arrays = {
+        key: np.asarray(value.numpy())
+        for paths in batches.values()
+        for path in paths
+        for key, value in {
+            (path, "param"): live.params[path], **{(path, name): v for name, v in live.slots[path].items()}
+        }.items()
+    }  # fmt: skip
+    bound = made.bound(0, "compiled", contracted=True)
+    held = {path: xp.asarray(grad) for path, grad in made.grads[0].items()}
+    text = mover(xp, state)(load(xp, state), held, RATE)
+    theirs = named(text.params, text.slots, text.shared)
+    return Moved(
+        arrays,
+        tuple(
+            key
+            for key, value in arrays.items()
+            if _outside(value, bound[key]) and not _outside(xp.numpy(theirs[key]), bound[key])
+        ),
+    )
+
+
+def _outside(value: Array, bound: Interval) -> int:
+    return compare(0, "", "", value, value, value, bound).outside
+
+
+def with_grads(made: Case, change: Any, update: int = 2) -> Case:
+    """Returns a case of one update, begun after some others, with gradients changed: (path, gradient) -> gradient."""
+    grads = {path: np.asarray(change(path, grad), np.float32) for path, grad in made.grads[update].items()}
+    return Case(made.before(update), (grads,))
+
+
+def random_case(schema: str, variant: str, changes: Mapping[str, Any], seed: int = 0) -> Case:
+    """Returns a case over `TABLE`."""
+    return case(schema, variant, table=TABLE, seed=seed, **changes)
+
+
+@pytest.mark.parametrize(("schema", "variant", "changes"), SETTINGS, ids=NAMES)
+@pytest.mark.parametrize("update", [0, 2])
+def test_every_element_is_within_the_bound_of_the_text(
+    schema: str, variant: str, changes: Mapping[str, Any], update: int
+) -> None:
+    for seed in range(3):
+        made = with_grads(random_case(schema, variant, changes, seed), lambda path, grad: grad, update)
+        result = moved(made)
+        assert {path for path, _ in result.arrays} >= {"whole", "vector"}
+        assert not result.outside
+
+
+@pytest.mark.parametrize(("schema", "variant", "changes"), SETTINGS, ids=NAMES)
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-18, 1e-8, 1e8])
+def test_gradients_may_have_any_size_whose_square_is_finite(
+    schema: str, variant: str, changes: Mapping[str, Any], size: float
+) -> None:
+    def sized(path: str, grad: Array) -> Array:
+        spread = np.random.default_rng(len(path)).uniform(-6, 6, grad.shape)
+        with np.errstate(all="ignore"):
+            return (grad * size * 10.0**spread).astype(np.float32)
+
+    assert not moved(with_grads(random_case(schema, variant, changes), sized)).outside
+
+
+@pytest.mark.parametrize(("schema", "variant", "changes"), SETTINGS, ids=NAMES)
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_what_is_not_a_number_spreads_as_in_the_text(
+    schema: str, variant: str, changes: Mapping[str, Any], poison: float
+) -> None:
+    def poisoned(path: str, grad: Array) -> Array:
+        changed = np.array(grad)
+        changed.flat[grad.size // 2] = poison
+        return changed
+
+    assert not moved(with_grads(random_case(schema, variant, changes), poisoned)).outside
+
+
+@pytest.mark.parametrize("largest", [1, 2 * 24])
+@pytest.mark.parametrize(("schema", "variant"), sorted({setting[:2] for setting in SETTINGS}))
+def test_it_does_not_matter_how_many_share_a_stack(
+    schema: str, variant: str, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(stacks.STACK, "cpu", largest)
+    for update in (0, 1):
+        made = with_grads(random_case(schema, variant, {}), lambda path, grad: grad, update)
+        assert not moved(made).outside
+
+
+@pytest.mark.parametrize(("schema", "variant", "changes"), SETTINGS, ids=NAMES)
+def test_a_fault_of_a_thousandth_is_noticed(schema: str, variant: str, changes: Mapping[str, Any]) -> None:
+    made = with_grads(random_case(schema, variant, changes), lambda path, grad: grad)
+    told = moved(made, rate=RATE * 1.001).outside
+    assert len({path for path, _ in told}) > len(TABLE) // 2
+
+
+@pytest.mark.parametrize(
+    ("schema", "variant"),
+    [("adafactor", "t5x"), ("adamw", "torch"), ("lamb", "optax"), ("lans", "mxnet_fused")],
+)
+def test_a_wrong_step_is_noticed(schema: str, variant: str) -> None:
+    made = with_grads(random_case(schema, variant, {}), lambda path, grad: grad)
+    assert moved(made, step=made.state.counts.updates + 1).outside
+
+
+def test_rows_taken_for_columns_are_noticed_in_a_square() -> None:
+    square: Table = {"square": ((5, 5), (R, C)), "vector": ((7,), (N,))}
+    made = with_grads(case("adafactor", "t5x", table=square), lambda path, grad: grad)
+
+    def swapped(move: FastMove) -> FastMove:
+        assert isinstance(move, FastAdafactor)
+        return replace(move, sides=move.sides[::-1])
+
+    assert not moved(made).outside
+    assert ("square", "v_row") in moved(made, swapped).outside
+
+
+@pytest.mark.parametrize("schema", ["adafactor", "adamw", "lamb", "lans", "scaled_adam"])
+def test_what_they_are_not_made_for_is_left_to_the_text(schema: str) -> None:
+    variant = {"adafactor": "t5x", "adamw": "torch", "lamb": "optax", "lans": "mxnet_fused"}.get(
+        schema, "pt7"
+    )
+    made = case(schema, variant, table={"matrix": ((6, 4), (R, C))})
+    group = made.state.optimizer.groups[0]
+    own = settled_group(steps_of(made.state), group, made.state.rules, variant)["matrix"]
+
+    class Subclass(torch.Tensor):
+        pass
+
+    plain = torch.ones(6, 4)
+    assert fast_path(schema, variant, own, plain) == fast_path(
+        schema, variant, own, torch.nn.Parameter(plain)
+    )
+    for other in (
+        plain.bfloat16(), plain.double(), plain.t(), plain[:0], plain.as_subclass(Subclass), plain.to_sparse()
+    ):  # fmt: skip
+        assert fast_path(schema, variant, own, other) is None
