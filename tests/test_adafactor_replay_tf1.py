@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,17 +11,15 @@ import numpy as np
 import pytest
 
 from goldens import GOLDEN, bundles
-from replaying import everywhere, judged, mistaken, outside, present, shortened
+from replaying import everywhere, judged, mistaken, outside, present, shortened, swapped
 from statekit.backend_numpy import ORACLE
-from statekit.backends import Backend, backend
+from statekit.backends import backend
 from statekit.errors import NotFoundError
 from statekit.optim import adafactor
-from statekit.optim.adafactor import Own
 from statekit.optim.adafactor_forms import Setting
 from statekit.optim.adafactor_storage import noise
 from statekit.optim.settings import form
-from statekit.optim.steps import Scene
-from statekit.state import Axis, Group, Rule
+from statekit.state import Group, Rule
 from statekit.tensor import DTYPES
 from statekit.verify.intervals import Interval, IntervalBackend
 from statekit.verify.recording import from_json, open_recording, to_json
@@ -146,23 +143,6 @@ def test_an_update_before_a_rounded_save_is_judged_by_what_was_there_before() ->
     with from_json(recording.folder, data) as forgotten:
         result = judged(forgotten, backend("numpy"))
     assert {row.step for row in result.judged[0].rows if row.outside} == {4}
-
-
-@contextmanager
-def swapped(xp: Backend) -> Iterator[None]:
-    """Lets one backend exchange rows and columns of square matrices, where no shape tells."""
-    right, other = adafactor.update, {Axis.ROW: Axis.COLUMN, Axis.COLUMN: Axis.ROW}
-
-    def wrong(scene: Scene, param: Any, grad: Any, slots: Any, own: Own, common: Any) -> Any:
-        shape = scene.xp.shape(param)
-        if scene.xp is xp and len(shape) == 2 and shape[0] == shape[1]:
-            axes = tuple(other.get(axis, axis) for axis in own.rule.axes)
-            own = replace(own, rule=replace(own.rule, axes=axes))
-        return right(scene, param, grad, slots, own, common)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adafactor, "update", wrong)
-        yield
 
 
 SQUARE = present(STACKED, SCALED)

@@ -14,8 +14,8 @@ from statekit.optim import adafactor
 from statekit.optim.adafactor_forms import Hyperparameters
 from statekit.optim.run import move_group, steps_for
 from statekit.optim.steps import Scene
-from statekit.state import Axis, Group, Rule
-from statekit.tensor import DTYPES, Array
+from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.tensor import DTYPES, Array, in_memory
 
 R, C, B, N = Axis.ROW, Axis.COLUMN, Axis.BATCH, Axis.NONE
 MATRIX = Rule((R, C), "given")
@@ -200,6 +200,36 @@ def test_unknown_rules_and_hyperparameters_are_named() -> None:
     with pytest.raises(UnknownRuleError, match="assumed: ROW, BATCH, COLUMN"):
         adafactor.check_rule(Rule((R, B, C), "assumed"), "p", 3)
     assert adafactor.check_rule(Rule((R, C), "assumed"), "p", 2).factored
+
+
+@pytest.mark.parametrize(
+    ("variant", "excluded", "kept"),
+    [
+        ("keras", ["kernel"], {"enc/kernel": None, "kernel/bias": 0.1}),
+        ("optax", {"enc/kernel": True, "kernel/bias": False}, {"enc/kernel": None, "kernel/bias": 0.1}),
+        ("keras", None, {"enc/kernel": 0.1, "kernel/bias": 0.1}),
+    ],
+)
+def test_some_parameters_are_kept_from_decay(variant: str, excluded: Any, kept: dict[str, Any]) -> None:
+    values = {**adafactor.defaults(variant), "weight_decay_rate": 0.1, "exclude_from_weight_decay": excluded}
+    group = Group(tuple(kept), values)
+    owns = {path: adafactor.settle(group, path, VECTOR, variant) for path in kept}
+    assert {path: own.hyper.weight_decay_rate for path, own in owns.items()} == kept
+    assert len({hash(own) for own in owns.values()}) == len(set(kept.values()))
+
+
+@pytest.mark.parametrize(
+    ("variant", "followed"), [("torch", True), ("hf", True), ("keras", False), ("optax", False)]
+)
+def test_low_precision_is_stepped_where_its_roundings_are_known(variant: str, followed: bool) -> None:
+    low = {"p": in_memory(np.ones((2, 3), DTYPES["bfloat16"]))}
+    group = Group(("p",), adafactor.defaults(variant))
+    state = TrainState(low, {}, Optimizer("adafactor", variant, (group,)), Counts(0, 0), {"p": MATRIX})
+    if followed:
+        adafactor.check(state, group)
+        return
+    with pytest.raises(UnknownRuleError, match="isn't reproduced yet"):
+        adafactor.check(state, group)
 
 
 def test_the_decay_for_people_knows_the_hole_at_the_offset() -> None:
