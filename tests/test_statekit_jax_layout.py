@@ -164,7 +164,8 @@ def odd(*groups: Group, **changes: Any) -> TrainState:
 
 
 def test_what_lies_beside_the_optimizer_goes_along() -> None:
-    chain = [adam(), None, {"count": count(3)}]
+    first = adam()
+    chain = [first, None, {"count": count(3)}]
     held = {"opt_state": injected(chain, b1=0.5), "params": PARAMS, "rng": full(2), "step": count()}
     state = OPTAX.decode(checkpoint(held, meta={"items": ["a", "b"]}, step=9), Hints())
     encoded = LAYOUT.encode(state)
@@ -175,7 +176,7 @@ def test_what_lies_beside_the_optimizer_goes_along() -> None:
     again = LAYOUT.decode(checkpoint(encoded.tree), Hints())
     back = OPTAX.encode(again).tree
     same_tree({**back, "opt_state": None}, {**held, "opt_state": None})
-    assert values(tensor_names(back["opt_state"][0]["mu"])) == values(tensor_names(chain[0]["mu"]))
+    assert values(tensor_names(back["opt_state"][0]["mu"])) == values(tensor_names(first["mu"]))
 
 
 @pytest.mark.parametrize(
