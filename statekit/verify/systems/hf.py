@@ -28,6 +28,5 @@ def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
         "unread": ["RMS"],
     }
     own_rate = all(group["relative_step"] for group in groups)
-    files = meta["checkpoint"]["files"]
-    phases = [(1, int(meta["steps"]), told)]
-    return described(meta, phases, checkpoint_of(files), "compiled", own_rate=own_rate)
+    path = checkpoint_of(meta["checkpoint"]["files"])
+    return described(meta, [(1, int(meta["steps"]), told)], path, "compiled", own_rate=own_rate)
