@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -10,27 +13,49 @@ from statekit.cli.output import printable
 from statekit.format import Hints
 
 
-def _hints(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> Hints:
-    if not values:
-        return Hints()
+def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options that say what a checkpoint doesn't; the command gets `hints`."""
+
+    @click.option(
+        "--hparams",
+        multiple=True,
+        metavar="FILE|KEY=VALUE",
+        help="What the checkpoint doesn't say, by the original's own names: decay_rate=0.8, or a .gin or .json file. "
+        "May be repeated.",
+    )
+    @click.option(
+        "--variant", metavar="NAME", help="Which variant of the optimizer ran, where the files can't tell."
+    )
+    @click.option(
+        "--param-names",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Names in the order of the optimizer's parameters, where it only numbers them: one per line, a JSON list "
+        "(or one for each group), or a file with a state_dict.",
+    )
+    @functools.wraps(command)
+    def run(
+        *args: Any, hparams: tuple[str, ...], variant: str | None, param_names: Path | None, **options: Any
+    ) -> Any:
+        return command(*args, hints=_hints(hparams, variant, param_names), **options)
+
+    return run
+
+
+def _hints(hparams: tuple[str, ...], variant: str | None, param_names: Path | None) -> Hints:
+    names = None
+    if param_names is not None:
+        from statekit.converters.param_names import read_param_names
+
+        names = read_param_names(param_names)
+    if not hparams:
+        return Hints(variant=variant, param_names=names)
     from statekit.converters.hparams import read_hparams
 
-    settings = read_hparams(values)
+    settings = read_hparams(hparams)
     for note in settings.left_out:
         click.echo(f"Note: {printable(note)}", err=True)
-    return Hints(settings.values)
-
-
-hints_option = click.option(
-    "--hparams",
-    "hints",
-    multiple=True,
-    metavar="FILE|KEY=VALUE",
-    callback=_hints,
-    help="What the checkpoint doesn't say, by the original's own names: decay_rate=0.8, or a .gin or .json file. "
-    "May be repeated.",
-)
-"""The `--hparams` option; the command gets `hints`."""
+    return Hints(settings.values, variant, names)
 
 
 def local_file(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:

@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from statekit.cli import output
-from statekit.cli.arguments import hints_option, local_file
+from statekit.cli.arguments import hints_options, local_file
 from statekit.cli.plan_view import show_plan
 from statekit.cli.resume import next_update, resume_lines
 from statekit.commit import Progress
@@ -37,7 +37,7 @@ def _step_offset(ctx: click.Context, param: click.Parameter, value: str) -> Step
 @click.option("--to", metavar="CONTAINER", help="What to write, if the target's name doesn't say it.")
 @click.option("--layout", metavar="LAYOUT", help="How the target's optimizer wants its slots.")
 @click.option("--step", type=int, metavar="N", help="The step of a run's folder. Default: the newest.")
-@hints_option
+@hints_options
 @click.option(
     "--step-offset",
     metavar="keep|reset|N",

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from statekit.cli import output
-from statekit.cli.arguments import hints_option, local_file
+from statekit.cli.arguments import hints_options, local_file
 from statekit.cli.module_tree import Row, module_tree, rows
 from statekit.format import Hints
 from statekit.inspection import (
@@ -38,7 +38,7 @@ STATS = ("norm", "rms", "min", "max", "zeros", "NaN", "Inf")
 @click.option("--from", "container", metavar="CONTAINER", help="What the file is, if it can't be told.")
 @click.option("--layout", metavar="LAYOUT", help="What its names mean, if it can't be told.")
 @click.option("--step", type=int, metavar="N", help="The step of a run's folder. Default: the newest.")
-@hints_option
+@hints_options
 @click.option(
     "--filter", "pattern", metavar="GLOB", help="List only, but in full, parameters whose path matches."
 )

@@ -284,6 +284,7 @@ def _prepared(request: Request) -> Iterator[_Prepared]:
         options = {
             "hparams": dict(request.hints.hyperparameters),
             "variant": request.hints.variant,
+            **({"param_names": list(names)} if (names := request.hints.param_names) else {}),
             "step_offset": {"asked": request.step_offset, "value": offset},
             "require": request.require.name.lower(),
         }

@@ -51,10 +51,12 @@ class Hints:
     Attributes:
         hyperparameters: The original system's own names and values.
         variant: Variant of the schema.
+        param_names: Names of the parameters, in the order of an optimizer that only numbers them.
     """
 
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     variant: str | None = None
+    param_names: tuple[str, ...] | None = None
 
     def applied(self, state: TrainState) -> TrainState:
         """Returns a state with the hints in force, for layouts whose own names are the canonical ones.

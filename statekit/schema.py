@@ -77,6 +77,46 @@ class OptimizerSchema:
             for name, spec in self.hyperparameters.items()
         }
 
+    def canonical(self, variant: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns hyperparameters in canonical names, from a system's own arguments or from canonical ones.
+
+        Example:
+            >>> load_schema("adamw").canonical("torch", {"betas": [0.9, 0.95], "eps": 1e-08, "foreach": None})
+            {'beta1': 0.9, 'beta2': 0.95, 'epsilon': 1e-08}
+        """
+        found = {}
+        for name in self.variant(variant)["defaults"]:
+            argument, index, sign = self._spelling(variant, name)
+            if argument in arguments:
+                value = arguments[argument] if index is None else arguments[argument][index]
+                found[name] = -value if sign < 0 and value is not None else value
+            elif name in arguments:
+                found[name] = arguments[name]
+        return found
+
+    def native(self, variant: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a variant's own arguments for canonical hyperparameters; those that it doesn't offer are left out.
+
+        Example:
+            >>> load_schema("adamw").native("torch", {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-08, "nesterov": False})
+            {'betas': (0.9, 0.95), 'eps': 1e-08}
+        """
+        found: dict[str, Any] = {}
+        for name in self.variant(variant)["defaults"]:
+            if name not in values:
+                continue
+            argument, index, sign = self._spelling(variant, name)
+            value = -values[name] if sign < 0 and values[name] is not None else values[name]
+            found[argument] = value if index is None else (*found.get(argument, ()), value)
+        return found
+
+    def _spelling(self, variant: str, name: str) -> tuple[str, int | None, int]:
+        """Returns a variant's argument for a hyperparameter, the place in it if it is a sequence, and the sign."""
+        spelling = self.hyperparameters[name]["native"].get(variant, {})
+        own = name if "note" in spelling else str(spelling.get("name", name))
+        argument, _, index = own.rstrip("]").partition("[")
+        return argument, int(index) if index else None, -1 if "sign" in spelling else 1
+
     def fault(self, name: str, value: Any) -> str:
         """Returns what is wrong with a hyperparameter's value, by its type and range; "" if nothing is.
 
@@ -90,7 +130,7 @@ class OptimizerSchema:
         is_bool = isinstance(value, bool)
         if not any(isinstance(value, _KINDS[kind]) and is_bool == (kind == "boolean") for kind in kinds):
             return f"expected {' or '.join(kinds)}"
-        if "values" in limits and value not in limits["values"]:
+        if "values" in limits and value is not None and value not in limits["values"]:
             return f"expected one of {', '.join(map(str, limits['values']))}"
         if is_bool or not isinstance(value, (int, float)):
             return ""

@@ -58,6 +58,14 @@ def walk(tree: Tree) -> Iterator[tuple[Path, Any]]:
             stack.extend(((*path, key), child) for key, child in reversed(children))
 
 
+def holds_records(tree: Tree) -> bool:
+    """Tells whether there is an object of an unknown class anywhere in a tree."""
+    if isinstance(tree, Record):
+        return True
+    parts = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
+    return any(map(holds_records, parts))
+
+
 def _children(node: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(node, Mapping) and node:
         return list(node.items())

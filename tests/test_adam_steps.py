@@ -23,7 +23,6 @@ from statekit.state import Counts, Group, Optimizer, TrainState
 from statekit.tensor import DTYPES, Array, in_memory
 from statekit.verify.recorder import Recorder
 from statekit.verify.recording import open_recording
-from statekit.verify.systems.aliased import canonical
 
 SHAPES: dict[str, tuple[int, ...]] = {"dense/kernel": (3, 4), "dense/bias": (4,), "gate": (), "none": (0, 2)}
 Arrays = dict[str, Array]
@@ -466,11 +465,10 @@ def test_every_unknown_hyperparameter_is_named() -> None:
 
 def test_arguments_become_canonical_by_the_schema() -> None:
     adafactor = load_schema("adafactor")
-    assert canonical(adafactor, "hf", {"decay_rate": -0.8, "lr": None, "unknown": 1}) == {
+    assert adafactor.canonical("hf", {"decay_rate": -0.8, "lr": None, "unknown": 1}) == {
         "learning_rate": None,
         "decay_rate": 0.8,
     }
-    keras = canonical(
-        load_schema("adamw"), "keras", {"beta_1": 0.5, "global_clipnorm": 1.0, "weight_decay": 0.1}
-    )
+    told = {"beta_1": 0.5, "global_clipnorm": 1.0, "weight_decay": 0.1}
+    keras = load_schema("adamw").canonical("keras", told)
     assert keras == {"beta1": 0.5, "weight_decay_rate": 0.1, "global_norm_clip_threshold": 1.0}

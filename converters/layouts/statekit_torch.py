@@ -39,7 +39,7 @@ from statekit.optim.run import stepped_variants
 from statekit.schema import load_schema
 from statekit.state import Counts, Optimizer, TrainState
 from statekit.tensor import Tensor
-from statekit.tree import Tree, walk
+from statekit.tree import Tree, holds_records, walk
 
 CLASSES = {
     "adafactor": "statekit.torch.Adafactor",
@@ -117,7 +117,7 @@ class StatekitTorch:
         dropped = {
             name: "a torch file that loads with weights_only can't hold it"
             for key, part in extra.items()
-            if not _is_plain(part)
+            if not is_plain(part)
             for name in _leaf_names(key, part)
         }
         tree = {
@@ -129,7 +129,7 @@ class StatekitTorch:
             "schedule": state.counts.schedule,
             "paths": {name: path for path, name in names.items()},
             "assumptions": list(state.assumptions),
-            "extra": {key: part for key, part in extra.items() if _is_plain(part)},
+            "extra": {key: part for key, part in extra.items() if is_plain(part)},
             **beside,
         }
         return Encoded(tree, state.counts.updates, dropped=dropped)
@@ -219,8 +219,11 @@ def _beside(tree: Mapping[str, Any], own: Mapping[str, Any], updates: int) -> di
     return rest
 
 
-def _is_plain(part: Tree) -> bool:
-    return all(isinstance(leaf, _PLAIN) or leaf in ({}, [], ()) for _, leaf in walk(part))
+def is_plain(part: Tree) -> bool:
+    """Tells whether a file that loads with weights_only can hold a part."""
+    return not holds_records(part) and all(
+        isinstance(leaf, _PLAIN) or leaf in ({}, [], ()) for _, leaf in walk(part)
+    )
 
 
 def _leaf_names(key: str, part: Tree) -> Iterable[str]:

@@ -26,8 +26,9 @@ from statekit.format import Hints
 from statekit.optim.run import Live, Move, initial, load, mover, store
 from statekit.optim.steps import Execution
 from statekit.state import TrainState
-from statekit.tensor import DTYPES, Cast, Tensor, in_memory, widens
+from statekit.tensor import DTYPES, Tensor, in_memory, widens
 from statekit.verify.intervals import IntervalBackend
+from statekit.verify.native import native_state, told
 from statekit.verify.recorder import write_trajectory
 from statekit.verify.recording import Recording, Trajectory
 from statekit.verify.verdict import Row, compare, gap, plain
@@ -147,20 +148,24 @@ class Subject:
     def belief(self, update: int, state: TrainState) -> TrainState:
         """Returns a state with the rules and hyperparameters that our side uses for an update."""
         if self.start == "init":
-            return self._changed(_told(state, self._said(update)))
+            return self._changed(told(state, self._said(update)))
         with self._opened(update) as ours:
-            return self._changed(_told(state, ours))
+            return self._changed(told(state, ours))
 
     @contextmanager
     def _opened(self, update: int) -> Iterator[TrainState]:
         # Another system's file speaks for itself; the native one needs what the recording says beside it.
-        path = self.checkpoint or self.recording.folder / self.recording.checkpoint
+        path, system = (
+            self.checkpoint or self.recording.folder / self.recording.checkpoint,
+            self.recording.system,
+        )
+        if self.checkpoint is None and system not in HINTED:
+            with native_state(path, self._said(update)) as state:
+                yield state
+            return
         with open_state(path, hints=Hints()) as bare:
-            if bare.layout != self.recording.system and self.checkpoint is not None:
+            if bare.layout != system:
                 yield bare.state
-                return
-            if self.recording.system not in HINTED:
-                yield _completed(bare.state, self._said(update))
                 return
         with open_state(path, hints=self.recording.hints(update)) as opened:
             yield opened.state
@@ -171,28 +176,6 @@ class Subject:
 
     def _changed(self, state: TrainState) -> TrainState:
         return state.with_hyperparameters(**self.changes) if self.changes else state
-
-
-def _completed(state: TrainState, said: TrainState) -> TrainState:
-    """Returns a checkpoint's state in the dtypes that a run goes on with, moved as the recording says."""
-    params = {path: _widened(tensor, said.params.get(path)) for path, tensor in state.params.items()}
-    return _told(replace(state, params=params), said)
-
-
-def _widened(tensor: Tensor, live: Tensor | None) -> Tensor:
-    if live is None or live.dtype == tensor.dtype or not widens(tensor.dtype, live.dtype):
-        return tensor
-    return Cast(tensor, live.dtype)
-
-
-def _told(state: TrainState, other: TrainState) -> TrainState:
-    """Returns a state that is moved as another one says; what its groups hold stays its own."""
-    groups = other.optimizer.groups
-    if any(own.slots for own in state.optimizer.groups):
-        groups = tuple(
-            replace(said, slots=own.slots) for said, own in zip(groups, state.optimizer.groups, strict=True)
-        )
-    return replace(state, optimizer=replace(other.optimizer, groups=groups), rules=other.rules)
 
 
 def replay(
@@ -282,7 +265,8 @@ class _Stepper:
 
 def _verdict(step: _Stepper, start: TrainState, trajectory: Trajectory, on_step: Progress) -> Iterator[Row]:
     subject, xp, recording = step.subject, step.xp, step.subject.recording
-    bounds = IntervalBackend(xp.contracts or step.execution == "compiled", sqrt_units=trajectory.sqrt_units)
+    roots = max(trajectory.sqrt_units, xp.sqrt_units)
+    bounds = IntervalBackend(xp.contracts or step.execution == "compiled", sqrt_units=roots)
     bounded = _Stepper(subject, bounds, step.execution)
     for update in range(max(subject.first, trajectory.first) + 1, recording.last + 1):
         before = recording.state(update - 1, trajectory, update)

@@ -86,26 +86,6 @@ def described(
     }
 
 
-def canonical(schema: OptimizerSchema, variant: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns hyperparameters in canonical names, from a system's own arguments or from canonical ones.
-
-    Example:
-        >>> canonical(load_schema("adamw"), "torch", {"betas": [0.9, 0.95], "eps": 1e-08, "foreach": None})
-        {'beta1': 0.9, 'beta2': 0.95, 'epsilon': 1e-08}
-    """
-    found = {}
-    for name in schema.variant(variant)["defaults"]:
-        spelling = schema.hyperparameters[name]["native"].get(variant, {})
-        own = name if "note" in spelling else str(spelling.get("name", name))
-        argument, _, index = own.rstrip("]").partition("[")
-        if argument in arguments:
-            value = arguments[argument][int(index)] if index else arguments[argument]
-            found[name] = -value if "sign" in spelling and value is not None else value
-        elif name in arguments:
-            found[name] = arguments[name]
-    return found
-
-
 def aliases(schema: OptimizerSchema, variant: str, names: Mapping[str, str]) -> dict[str, str]:
     """Returns canonical slot -> name in the recording."""
     known = {name: slot.aliases[variant] for name, slot in schema.slots.items() if variant in slot.aliases}
@@ -180,7 +160,7 @@ def _others(
 
 
 def _group(schema: OptimizerSchema, variant: str, arguments: Mapping[str, Any]) -> Group:
-    values = canonical(schema, variant, arguments)
+    values = schema.canonical(variant, arguments)
     return Group(tuple(arguments["params"]), values, dict.fromkeys(values, "file"))
 
 

@@ -1,0 +1,266 @@
+"""The layout `icefall`: ScaledAdam's state as icefall and GPT-SoVITS save it, all generations.
+
+Parameters of one dtype and shape in a group are one batch. A slot holds the whole batch, with an axis for its members
+in front (behind the period in `scale_grads`), and lies under the index of the first; a group's own slots lie under the
+first member of its first batch, batches in the order of dtype and shape. Which generation ran, no file tells.
+
+Source: k2-fsa/icefall, egs/librispeech/ASR/zipformer/optim.py, `BatchedOptimizer`; icefall/checkpoint.py,
+`save_checkpoint`; RVC-Boss/GPT-SoVITS, GPT_SoVITS/AR/modules/optim.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from statekit.backend_numpy import NumpyBackend
+from statekit.checkpoint import Checkpoint
+from statekit.converters.layouts.param_order import REMEDY, Order, named_order
+from statekit.converters.layouts.torch_frame import Frame, extra_of, frame, joined
+from statekit.errors import InexactError, StateError, fault_list
+from statekit.format import Encoded, Evidence, Hints
+from statekit.optim import scaled_adam
+from statekit.optim.scaled_adam_clip import batches
+from statekit.schema import load_schema
+from statekit.state import Counts, Group, Optimizer, TrainState
+from statekit.tensor import Shape, Tensor, in_memory
+from statekit.transforms import Member, Stack
+
+SCHEMA = "scaled_adam"
+JOINT = "unused_size_slots"
+"""In `extra`: what the seed generation keeps for a batch of one-element parameters and never uses, by first member."""
+_SHARED = ("model_norms", "model_norm_threshold", "num_clipped")
+_SIZE = ("param_rms", "scale_exp_avg_sq", "scale_grads")
+_LATE_AXIS = ("scale_grads",)
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Icefall:
+    """ScaledAdam in a torch file."""
+
+    name: str = "icefall"
+    title: str = "ScaledAdam of icefall and GPT-SoVITS: slots of equally shaped parameters in one tensor"
+    optimizers: tuple[str, ...] = (SCHEMA,)
+    containers: tuple[str, ...] = ("torch",)
+
+    def detect(self, checkpoint: Checkpoint) -> Evidence | None:
+        """Looks for delta beside exp_avg_sq, and for scalar_lr_scale in the groups."""
+        parts = frame(checkpoint.tree)
+        if parts is None or not all("scalar_lr_scale" in group for group in parts.groups):
+            return None
+        ours = any({"delta", "exp_avg_sq"} <= own.keys() for own in parts.state.values())
+        return Evidence(20, "delta and exp_avg_sq under an optimizer with scalar_lr_scale") if ours else None
+
+    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+        """Returns the canonical state, each batch split into its members.
+
+        Raises:
+            StateError: Nothing tells which parameters are meant, or shapes break the layout; lists every fault.
+            UsageError: A hint that the schema doesn't know.
+        """
+        parts = frame(checkpoint.tree)
+        if parts is None:
+            raise StateError("The checkpoint has no model beside an optimizer.", place=checkpoint.path)
+        order = named_order(parts.groups, parts.model, hints.param_names) or _order(parts)
+        known = load_schema(SCHEMA).hyperparameters
+        groups = []
+        for options, names in zip(parts.groups, order.groups, strict=True):
+            values = {key: value for key, value in options.items() if key in known}
+            values |= {key: list(value) for key, value in values.items() if isinstance(value, tuple)}
+            groups.append(Group(tuple(map(_path, names)), values, dict.fromkeys(values, "file")))
+        moved = [name for names in order.groups for name in names]
+        params = {_path(name): parts.model[name] for name in moved}
+        filled = _Filling(parts, params, tuple(groups))
+        slots, joint, full = filled.slots()
+        if filled.faults:
+            raise StateError(
+                f"The slots don't fit the parameters: {len(filled.faults)} faults.",
+                place=checkpoint.path,
+                found=fault_list(filled.faults[:_SHOWN]),
+                remedy=REMEDY,
+            )
+        extra = extra_of(parts, moved, known)
+        state = TrainState(
+            params,
+            slots,
+            Optimizer(SCHEMA, hints.variant, full),
+            Counts(filled.updates, filled.updates),
+            extra={**extra, **({JOINT: joint} if joint else {})},
+            assumptions=(*order.notes, *_unknown_variant(hints.variant)),
+        )
+        return hints.applied(state)
+
+    def encode(self, state: TrainState) -> Encoded:
+        """Returns the file's tree, members stacked into batches.
+
+        Raises:
+            InexactError: The state isn't ScaledAdam's.
+        """
+        if state.optimizer.schema != SCHEMA:
+            raise InexactError(
+                "The layout icefall holds ScaledAdam's state only.",
+                expected=SCHEMA,
+                found=state.optimizer.schema,
+            )
+        index = {path: i for i, path in enumerate(p for g in state.optimizer.groups for p in g.paths)}
+        native: dict[int, dict[str, Any]] = {}
+        groups = []
+        for group in state.optimizer.groups:
+            options = {n: tuple(v) if isinstance(v, list) else v for n, v in group.hyperparameters.items()}
+            groups.append({**options, "params": [index[path] for path in group.paths]})
+            order = _batches(state.params, group)
+            for batch in order if state.counts.updates else ():
+                own: dict[str, Any] = {"step": state.counts.updates}
+                for slot in state.slots[batch[0]]:
+                    own[slot] = Stack([state.slots[p][slot] for p in batch], int(slot in _LATE_AXIS))
+                native[index[batch[0]]] = own | dict(state.extra.get(JOINT, {}).get(batch[0], {}))
+            if order:
+                native.setdefault(index[order[0][0]], {}).update(_native_shared(state, group))
+        params = {_name(path): tensor for path, tensor in state.params.items()}
+        tree, dropped = joined(state.extra, params, groups, native, (JOINT,))
+        return Encoded(tree, state.counts.updates, dropped=dropped)
+
+
+class _Filling:
+    """Slots on their way from batches to members."""
+
+    def __init__(self, parts: Frame, params: Mapping[str, Tensor], groups: Sequence[Group]) -> None:
+        self._parts, self._params, self._groups = parts, params, groups
+        self.faults: list[tuple[str, str]] = []
+        steps = {int(own["step"]) for own in parts.state.values() if isinstance(own.get("step"), int)}
+        if len(steps) > 1:
+            self.faults.append((f"batches have made different numbers of updates: {sorted(steps)}", "step"))
+        self.updates = max(steps, default=0)
+
+    def slots(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Tensor]], tuple[Group, ...]]:
+        """Returns slots by path, what the seed keeps for scalars, and the groups with their own slots."""
+        found: dict[str, dict[str, Tensor]] = {}
+        joint: dict[str, dict[str, Tensor]] = {}
+        groups = []
+        for group, options in zip(self._groups, self._parts.groups, strict=True):
+            index = dict(zip(group.paths, options["params"], strict=True))
+            shared: dict[str, Any] = {}
+            for batch in _batches(self._params, group):
+                own = self._parts.state.get(index[batch[0]], {})
+                shared |= {name: own[name] for name in _SHARED if name in own}
+                for slot, tensor in own.items():
+                    if slot in ("step", *_SHARED) or not isinstance(tensor, Tensor):
+                        continue
+                    if (slot in _SIZE and self._params[batch[0]].shape == ()) or self._one(batch[0], slot):
+                        joint.setdefault(batch[0], {})[slot] = tensor
+                        continue
+                    self._split(batch, slot, tensor, found)
+            groups.append(self._with_shared(group, shared))
+        return found, joint, tuple(groups)
+
+    def _one(self, path: str, slot: str) -> bool:
+        return slot in _SIZE and int(np.prod(self._params[path].shape)) == 1
+
+    def _split(
+        self, batch: Sequence[str], slot: str, tensor: Tensor, found: dict[str, dict[str, Tensor]]
+    ) -> None:
+        axis = int(slot in _LATE_AXIS)
+        shape = self._params[batch[0]].shape
+        own = (*tensor.shape[:axis], *tensor.shape[axis + 1 :])
+        fits = len(tensor.shape) > axis and tensor.shape[axis] == len(batch)
+        expected = {"delta": shape, "exp_avg_sq": shape}.get(slot, own[:axis] + (1,) * len(shape))
+        if not fits or own != expected:
+            self.faults.append((f"{slot} has shape {tensor.shape} for {len(batch)} of {shape}", batch[0]))
+            return
+        for place, path in enumerate(batch):
+            found.setdefault(path, {})[slot] = Member(tensor, axis, place)
+
+    def _with_shared(self, group: Group, shared: Mapping[str, Any]) -> Group:
+        params = {path: np.zeros(0, np.float32) for path in group.paths}
+        if group.hyperparameters.get("clipping_scale") is None or not params:
+            return group
+        fresh = scaled_adam.begin(NumpyBackend(), params, group, scaled_adam.VARIANTS[-1])
+        own = {}
+        for name, array in fresh.items():
+            value = shared.get(name)
+            if isinstance(value, Tensor):
+                own[name] = value if value.shape == array.shape else in_memory(array, name)
+                if value.shape != array.shape:
+                    self.faults.append(
+                        (f"{name} has shape {value.shape}, expected {array.shape}", group.paths[0])
+                    )
+            else:
+                own[name] = in_memory(array if value is None else np.asarray(value, array.dtype), name)
+        return Group(group.paths, group.hyperparameters, group.known_from, own)
+
+
+def _order(parts: Frame) -> Order:
+    """Returns which parameter an index means: by the shapes of batches, and in each group as the model has them.
+
+    Raises:
+        StateError: Shapes don't decide.
+    """
+    by_shape: dict[Shape, list[str]] = {}
+    for name, tensor in parts.model.items():
+        by_shape.setdefault(tensor.shape, []).append(name)
+    faults, claimed, groups = [], dict[Shape, int](), []
+    for number, group in enumerate(parts.groups):
+        held = {i: parts.state[i]["delta"] for i in group["params"] if "delta" in parts.state.get(i, {})}
+        shapes = {i: (delta.shape[0], tuple(delta.shape[1:])) for i, delta in held.items()}
+        for count, shape in shapes.values():
+            if (other := claimed.setdefault(shape, number)) != number:
+                faults.append((f"stands in the groups {other} and {number}", f"shape {shape}"))
+            elif len(by_shape.get(shape, [])) != count:
+                in_model = len(by_shape.get(shape, []))
+                faults.append((f"{count} in the optimizer, {in_model} in the model", f"shape {shape}"))
+        wanted = {shape for _, shape in shapes.values()}
+        names = tuple(name for name, tensor in parts.model.items() if tensor.shape in wanted)
+        places = {i: place for place, i in enumerate(group["params"])}
+        wrong = [
+            i
+            for i, (_, s) in shapes.items()
+            if places[i] >= len(names) or parts.model[names[places[i]]].shape != s
+        ]
+        if not faults and (wrong or len(names) != len(group["params"])):
+            faults.append(("its parameters don't stand in the order of the model", f"group {number}"))
+        groups.append(names)
+    if faults:
+        raise StateError(
+            "Nothing tells which parameters the optimizer's indices mean.",
+            found=fault_list(faults[:_SHOWN]),
+            remedy=REMEDY,
+        )
+    said = "The optimizer names no parameters; those of a group are taken in the order of the model part."
+    return Order(tuple(groups), (said,))
+
+
+def _batches(params: Mapping[str, Tensor], group: Group) -> tuple[tuple[str, ...], ...]:
+    return batches({path: (params[path].dtype.name, *params[path].shape) for path in group.paths})
+
+
+def _native_shared(state: TrainState, group: Group) -> Iterator[tuple[str, Any]]:
+    """Yields the group's own slots that the original has by now."""
+    if state.counts.updates < 2 or not group.slots:
+        return
+    yield "model_norms", group.slots["model_norms"]
+    threshold = float(group.slots["model_norm_threshold"].read())
+    if not np.isposinf(threshold):
+        yield "model_norm_threshold", threshold
+        yield "num_clipped", int(group.slots["num_clipped"].read())
+
+
+def _unknown_variant(variant: str | None) -> tuple[str, ...]:
+    if variant is not None:
+        return ()
+    known = ", ".join(scaled_adam.VARIANTS)
+    return (f"The file doesn't say which generation ran: {known}. Name it with --variant.",)
+
+
+def _path(name: str) -> str:
+    return name.replace(".", "/")
+
+
+def _name(path: str) -> str:
+    return path.replace("/", ".")
+
+
+LAYOUT = Icefall()

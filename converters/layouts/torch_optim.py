@@ -1,0 +1,297 @@
+"""The layout `torch-optim`: AdamW and Adafactor of torch.optim, and Hugging Face's Adafactor, as state_dict() has them.
+
+State lies under an index, or under a name as FSDP and DCP gather it. A parameter's index is its place over all groups;
+`param_order` says how names are found. torch's Adafactor keeps averaged axes with length 1; Hugging Face's averages the
+last two axes of everything that has two.
+
+Source: pytorch/pytorch torch/optim/{adamw,_adafactor}.py; huggingface/transformers, optimization.py, `Adafactor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from statekit.checkpoint import Checkpoint
+from statekit.converters.layouts.param_order import named_order, shaped_order
+from statekit.converters.layouts.torch_frame import Frame, extra_of, frame, joined
+from statekit.errors import InexactError, StateError, fault_list
+from statekit.format import Encoded, Evidence, Hints
+from statekit.optim.factoring import by_shape
+from statekit.schema import OptimizerSchema, load_schema
+from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.tensor import Shape, Tensor, in_memory
+from statekit.transforms import Reaxed
+
+_FACTORED = ("v_row", "v_col")
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One optimizer: what its groups must say, which names its slots have, and in what form it counts.
+
+    Attributes:
+        schema: The optimizer.
+        variant: Whose rule.
+        options: Keys that its groups have and no other optimizer's together.
+        beside: What its state holds besides slots and `step`, for people: kept, never used.
+        count: Dtype of `step` where it is a tensor; "" where it is a number.
+    """
+
+    schema: str
+    variant: str
+    options: tuple[str, ...]
+    count: str = "float32"
+    beside: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Canonical slot -> name in the state."""
+        slots = load_schema(self.schema).slots
+        return {
+            name: slot.aliases[self.variant] for name, slot in slots.items() if self.variant in slot.aliases
+        }
+
+    @property
+    def form(self) -> Mapping[str, Any]:
+        """The variant's constants."""
+        constants: Mapping[str, Any] = load_schema(self.schema).variant(self.variant)["constants"]
+        return constants
+
+    def rule(self, shape: Shape) -> Rule:
+        """Returns how the optimizer factors a parameter."""
+        factors = "v_row" in self.names
+        return Rule(by_shape(self.form, shape, True) if factors else (Axis.NONE,) * len(shape), "file")
+
+
+KINDS = (
+    Kind("adafactor", "torch", ("beta2_decay", "d")),
+    Kind("adafactor", "hf", ("scale_parameter", "clip_threshold"), "", ("RMS",)),
+    Kind("adamw", "torch", ("betas", "amsgrad", "eps", "weight_decay", "maximize")),
+)
+_BY_NAME = "torch_by_name"
+"""Key in `extra`: whether the state lies under names."""
+_INFORMATION = "torch_information"
+"""Key in `extra`: entries of the state that no update reads, by path."""
+
+
+@dataclass(frozen=True)
+class TorchOptim:
+    """AdamW and Adafactors in a torch file."""
+
+    name: str = "torch-optim"
+    title: str = "torch.optim's AdamW and Adafactor, Hugging Face's Adafactor: by index or by name"
+    optimizers: tuple[str, ...] = ("adamw", "adafactor")
+    containers: tuple[str, ...] = ("torch",)
+
+    def detect(self, checkpoint: Checkpoint) -> Evidence | None:
+        """Looks at the options of the groups, and at the names of the slots."""
+        parts = frame(checkpoint.tree)
+        kind = _kind(parts) if parts else None
+        return Evidence(20, f"groups with {', '.join(kind.options)}") if kind else None
+
+    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+        """Returns the canonical state.
+
+        Raises:
+            StateError: Nothing tells which parameters are meant, or shapes break the layout; lists every fault.
+            UsageError: A hint that the schema doesn't know.
+        """
+        parts = frame(checkpoint.tree)
+        kind = _kind(parts) if parts else None
+        if parts is None or kind is None:
+            raise StateError("The checkpoint has no optimizer of torch.optim.", place=checkpoint.path)
+        schema, faults = load_schema(kind.schema), list[tuple[str, str]]()
+        shapes = [
+            [_shape_of(kind, parts.state.get(i, {})) for i in group["params"]] for group in parts.groups
+        ]
+        order = named_order(parts.groups, parts.model, hints.param_names) or shaped_order(
+            shapes, {name: tensor.shape for name, tensor in parts.model.items()}
+        )
+        moved = [name for names in order.groups for name in names]
+        params = {_path(name): parts.model[name] for name in moved if name in parts.model}
+        faults += [("isn't in the model part", name) for name in moved if name not in parts.model]
+        rules = {path: kind.rule(p.shape) for path, p in params.items()}
+        slots, counts, beside = {}, dict[str, int](), dict[str, Any]()
+        for group, names in zip(parts.groups, order.groups, strict=True):
+            for index, name in zip(group["params"], names, strict=True):
+                own = parts.state.get(index)
+                if own is None or name not in parts.model:
+                    continue
+                path = _path(name)
+                slots[path] = dict(_slots(kind, own, rules[path], params[path].shape, path, faults))
+                counts[path] = _count(own.get("step"), path, faults)
+                left = {key: own[key] for key in kind.beside if key in own}
+                beside |= {path: left} if left else {}
+        if faults:
+            raise StateError(
+                f"The state doesn't fit the parameters: {len(faults)} faults.",
+                place=checkpoint.path,
+                found=fault_list(faults[:_SHOWN]),
+            )
+        by_name = any(isinstance(index, str) for index in parts.state)
+        extra = extra_of(parts, moved, _options(kind))
+        extra |= {k: part for k, part in ((_INFORMATION, beside), (_BY_NAME, by_name)) if part}
+        return hints.applied(
+            TrainState(
+                params,
+                slots,
+                Optimizer(kind.schema, kind.variant, tuple(_groups(kind, schema, parts, order.groups))),
+                _counts(counts, params),
+                rules if kind.schema == "adafactor" else {},
+                extra,
+                order.notes,
+            )
+        )
+
+    def encode(self, state: TrainState) -> Encoded:
+        """Returns the file's tree, by index.
+
+        Raises:
+            InexactError: No optimizer of these goes on with the state.
+        """
+        optimizer = state.optimizer
+        kind = next(
+            (k for k in KINDS if (k.schema, k.variant) == (optimizer.schema, optimizer.variant)), None
+        )
+        if kind is None:
+            raise InexactError(
+                "The layout torch-optim holds no optimizer of this rule.",
+                expected="; ".join(f"{k.schema}, variant {k.variant}" for k in KINDS),
+                found=f"{optimizer.schema}, variant {optimizer.variant or 'unknown'}",
+            )
+        faults: list[tuple[str, str]] = []
+        order = [path for group in optimizer.groups for path in group.paths]
+        by_name = bool(state.extra.get(_BY_NAME))
+        index = {path: _name(path) if by_name else i for i, path in enumerate(order)}
+        native = {
+            index[path]: _native(kind, state, path, own, faults) for path, own in state.slots.items() if own
+        }
+        groups = [
+            {
+                **load_schema(kind.schema).native(kind.variant, group.hyperparameters),
+                "params": [index[path] for path in group.paths],
+                **({} if by_name else {"param_names": [_name(path) for path in group.paths]}),
+            }
+            for group in optimizer.groups
+        ]
+        if faults:
+            raise InexactError(
+                f"The layout torch-optim can't hold the state: {len(faults)} faults.",
+                found=fault_list(faults[:_SHOWN]),
+            )
+        params = {_name(path): tensor for path, tensor in state.params.items()}
+        tree, dropped = joined(state.extra, params, groups, native, (_INFORMATION, _BY_NAME))
+        return Encoded(tree, state.counts.updates, dropped=dropped)
+
+
+def _kind(parts: Frame) -> Kind | None:
+    fits = (k for k in KINDS if all(set(k.options) <= group.keys() for group in parts.groups))
+    kind = next(fits, None)
+    if kind is None or not parts.groups:
+        return None
+    known = {*kind.names.values(), "step", *kind.beside}
+    return kind if all(own.keys() <= known for own in parts.state.values()) else None
+
+
+def _shape_of(kind: Kind, own: Mapping[str, Any]) -> Shape | None:
+    """Returns the shape of a parameter as its slots show it."""
+    held = {name: own[native] for name, native in kind.names.items() if isinstance(own.get(native), Tensor)}
+    if "v_row" in held and "v_col" in held:
+        row, column = held["v_row"].shape, held["v_col"].shape
+        if kind.form["reduced_axis"] == "kept":
+            return (*row[:-1], column[-1]) if row and column else None
+        return (*row, column[-1]) if column else None
+    return next((tensor.shape for name, tensor in held.items() if name not in _FACTORED), None)
+
+
+def _slots(
+    kind: Kind, own: Mapping[str, Any], rule: Rule, shape: Shape, path: str, faults: list[tuple[str, str]]
+) -> Iterator[tuple[str, Tensor]]:
+    for name, native in kind.names.items():
+        tensor = own.get(native)
+        if not isinstance(tensor, Tensor):
+            continue
+        expected = rule.slot_shape(name, shape) if name in _FACTORED else shape
+        stored = _kept(rule, name, shape) if kind.form.get("reduced_axis") == "kept" else expected
+        if tensor.shape != stored:
+            faults.append((f"{native} has shape {tensor.shape}, expected {stored}", path))
+        else:
+            yield name, tensor if stored == expected else Reaxed(tensor, expected)
+
+
+def _kept(rule: Rule, name: str, shape: Shape) -> Shape:
+    """Returns the shape of a slot whose averaged axes stay with length 1."""
+    if name not in _FACTORED:
+        return shape
+    gone = rule.dims(Axis.COLUMN if name == "v_row" else Axis.ROW)
+    return tuple(1 if i in gone else n for i, n in enumerate(shape))
+
+
+def _native(
+    kind: Kind, state: TrainState, path: str, own: Mapping[str, Tensor], faults: list[tuple[str, str]]
+) -> dict[str, Any]:
+    param, names = state.params[path], kind.names
+    usual = kind.rule(param.shape)
+    rule = state.rules.get(path, usual)
+    updates = state.counts.behind.get(path, state.counts.updates)
+    step: Any = in_memory(np.asarray(updates, kind.count), "step") if kind.count else updates
+    found: dict[str, Any] = {"step": step}
+    if rule.axes != usual.axes:
+        axes = ", ".join(axis.value for axis in rule.axes)
+        faults.append((f"is factored by {axes}; this optimizer would: {[a.value for a in usual.axes]}", path))
+        return found
+    for name, tensor in own.items():
+        if name not in names:
+            faults.append((f"has slot {name}, for which there is no place", path))
+            continue
+        kept = kind.form.get("reduced_axis") == "kept" and name in _FACTORED
+        found[names[name]] = Reaxed(tensor, _kept(rule, name, param.shape)) if kept else tensor
+    return found | dict(state.extra.get(_INFORMATION, {}).get(path, {}))
+
+
+def _groups(
+    kind: Kind, schema: OptimizerSchema, parts: Frame, names: Sequence[Sequence[str]]
+) -> Iterator[Group]:
+    for options, own in zip(parts.groups, names, strict=True):
+        values = schema.canonical(kind.variant, options)
+        yield Group(tuple(map(_path, own)), values, dict.fromkeys(values, "file"))
+
+
+def _options(kind: Kind) -> tuple[str, ...]:
+    """Returns the keys of a group that become hyperparameters."""
+    offered = load_schema(kind.schema).variant(kind.variant)["defaults"]
+    return tuple(load_schema(kind.schema).native(kind.variant, dict.fromkeys(offered, 0)))
+
+
+def _count(step: Any, path: str, faults: list[tuple[str, str]]) -> int:
+    value = step.read() if isinstance(step, Tensor) and step.shape == () else step
+    if isinstance(value, bool) or (not np.isscalar(value) and not isinstance(value, np.ndarray)):
+        faults.append(("has no step", path))
+        return 0
+    number = float(np.asarray(value))
+    if not number.is_integer() or not 0 <= number < 2**53:
+        faults.append((f"has made {number} updates", path))
+        return 0
+    return int(number)
+
+
+def _counts(counts: Mapping[str, int], params: Mapping[str, Tensor]) -> Counts:
+    updates = max(counts.values(), default=0)
+    behind = {path: counts.get(path, 0) for path in params if counts.get(path, 0) != updates}
+    return Counts(updates, updates, behind)
+
+
+def _path(name: str) -> str:
+    return name.replace(".", "/")
+
+
+def _name(path: str) -> str:
+    return path.replace("/", ".")
+
+
+LAYOUT = TorchOptim()

@@ -1,0 +1,86 @@
+"""A recording's own checkpoint as our side's start, completed by what the recording says beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from statekit.convert import OpenState, open_state
+from statekit.errors import StateError
+from statekit.format import Hints
+from statekit.state import TrainState
+from statekit.tensor import Cast, Tensor, widens
+
+T = TypeVar("T")
+
+
+@contextmanager
+def native_state(path: Path, said: TrainState) -> Iterator[TrainState]:
+    """Opens a checkpoint and yields its state, moved as a recorded state says.
+
+    Names may have a prefix in the file, such as the attribute that a Lightning module holds its network in; parameters
+    are taken in the dtypes that the run went on with.
+
+    Args:
+        path: The checkpoint.
+        said: A recorded state of the run: its groups, hyperparameters, rules and names count.
+
+    Raises:
+        StateError: The file makes no state, even with the names of its parameters.
+    """
+    with _opened(path, said) as opened:
+        state = _renamed(opened.state, said)
+        params = {name: _widened(tensor, said.params.get(name)) for name, tensor in state.params.items()}
+        yield told(replace(state, params=params), said)
+
+
+def told(state: TrainState, said: TrainState) -> TrainState:
+    """Returns a state that is moved as another one says; what its groups hold stays its own."""
+    groups = said.optimizer.groups
+    if any(own.slots for own in state.optimizer.groups):
+        groups = tuple(
+            replace(other, slots=own.slots) for other, own in zip(groups, state.optimizer.groups, strict=True)
+        )
+    return replace(state, optimizer=replace(said.optimizer, groups=groups), rules=said.rules)
+
+
+def _opened(path: Path, said: TrainState) -> OpenState:
+    try:
+        return open_state(path, hints=Hints())
+    except StateError:  # it may only number its parameters
+        names = tuple(name for group in said.optimizer.groups for name in group.paths)
+        return open_state(path, hints=Hints(param_names=names))
+
+
+def _renamed(state: TrainState, said: TrainState) -> TrainState:
+    """Returns a state without the prefix that all its paths have before the recording's."""
+    first = next(iter(said.params), "")
+    prefixes = [path.removesuffix(first) for path in state.params if path.endswith(f"/{first}")]
+    prefix = next((one for one in prefixes if all(one + path in state.params for path in said.params)), "")
+    if first in state.params or not prefix:
+        return state
+
+    def bare(named: Mapping[str, T]) -> dict[str, T]:
+        return {path.removeprefix(prefix): value for path, value in named.items()}
+
+    groups = tuple(
+        replace(group, paths=tuple(path.removeprefix(prefix) for path in group.paths))
+        for group in state.optimizer.groups
+    )
+    return replace(
+        state,
+        params=bare(state.params),
+        slots=bare(state.slots),
+        rules=bare(state.rules),
+        optimizer=replace(state.optimizer, groups=groups),
+        counts=replace(state.counts, behind=bare(state.counts.behind)),
+    )
+
+
+def _widened(tensor: Tensor, live: Tensor | None) -> Tensor:
+    if live is None or live.dtype == tensor.dtype or not widens(tensor.dtype, live.dtype):
+        return tensor
+    return Cast(tensor, live.dtype)
