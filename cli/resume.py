@@ -11,12 +11,14 @@ from typing import Any
 from statekit.optim.adafactor import defaults, next_decay
 from statekit.optim.adafactor_forms import Hyperparameters
 from statekit.plan import Plan
+from statekit.schema import load_schema
 
-T5X_LAYOUT = "t5x"
+T5X_LAYOUT, ORBAX = "t5x", "orbax"
+_STRUCTURAL = ("factor_map", "logical_factor_rules")
 
 
 def resume_lines(plan: Plan) -> list[str]:
-    """Returns the lines that go on from a conversion's result: gin for T5X, Python for all else."""
+    """Returns the lines that go on from a conversion's result: gin for T5X, Orbax for JAX, Python for all else."""
     groups, target = plan.state["groups"], plan.request.target
     if plan.target.layout == T5X_LAYOUT:
         offsets = {group["hyperparameters"].get("step_offset") or 0 for group in groups}
@@ -25,12 +27,48 @@ def resume_lines(plan: Plan) -> list[str]:
             'utils.RestoreCheckpointConfig.mode = "specific"',
             *(f"adafactor.Adafactor.step_offset = {offset}" for offset in offsets if offset),
         ]
+    if plan.target.container == ORBAX:
+        return _orbax_lines(plan, target)
     missing = dict.fromkeys(name for group in groups for name in _missing(plan.state, group))
     name = json.dumps(str(target))
     return [
         "import statekit.torch",
         f"statekit.torch.load_params({name}, model)",
         f"optimizer = statekit.torch.load_optimizer({', '.join([name, 'model.named_parameters()', *missing])})",
+    ]
+
+
+def _orbax_lines(plan: Plan, target: Path) -> list[str]:
+    step = str(plan.target.step)
+    folder = (target if target.name == step else target / step).absolute() / "default"
+    lines = [
+        "import orbax.checkpoint as ocp",
+        'target = {"params": params, "opt_state": optimizer.init(params)}',
+        f"state = ocp.StandardCheckpointer().restore({json.dumps(str(folder))}, target)",
+    ]
+    if plan.target.layout != "statekit-jax":
+        return lines
+    state = plan.state
+    arguments = [
+        "learning_rate=...",
+        *([f"variant={json.dumps(state['variant'])}"] if state["variant"] else []),
+    ]
+    usual = load_schema(state["schema"]).variant(state["variant"])["defaults"] if state["variant"] else {}
+    for name, value in state["groups"][0]["hyperparameters"].items() if len(state["groups"]) == 1 else ():
+        if (
+            name in usual
+            and value != usual[name]
+            and name not in _STRUCTURAL
+            and not isinstance(value, Mapping)
+        ):
+            arguments.append(f"{name}={value!r}")
+    arguments += (
+        [name for name in _missing(state, state["groups"][0]) if name != "lr=..."] if state["groups"] else []
+    )
+    return [
+        "import statekit.jax",
+        f"optimizer = statekit.jax.{state['schema']}({', '.join(arguments)})",
+        *lines,
     ]
 
 

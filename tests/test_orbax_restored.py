@@ -223,3 +223,31 @@ def test_inspecting_imports_no_framework() -> None:
     from test_import_is_free import cli
 
     assert cli("inspect", "--stats", RECORDED[0][1]) == set()
+
+
+def test_the_lines_to_go_on_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax.numpy as jnp
+    import optax
+
+    from statekit.cli.resume import resume_lines
+
+    source = GOLDEN / "t5x" / "momentum_f32" / "checkpoint"
+    with open_state(source) as opened:
+        zeros = {
+            tuple(path.split("/")): jnp.zeros(t.shape, t.dtype) for path, t in opened.state.params.items()
+        }
+        momentum = {f"m/{path}": own["m"].read() for path, own in opened.state.slots.items()}
+    own = optax.adafactor(optax.constant_schedule(0.1), min_dim_size_to_factor=10, momentum=0.9)
+    for layout, optimizer in (("optax", own), ("statekit-jax", None)):
+        planned = plan(source, tmp_path / layout, to="orbax", layout=layout)
+        convert(planned)
+        lines = (
+            "\n".join(resume_lines(planned))
+            .replace("learning_rate=...", "0.1")
+            .replace("beta1=...", "beta1=0.9")
+        )
+        names: dict[str, Any] = {"params": nested(zeros), "optimizer": optimizer}
+        exec(compile(lines, "to go on", "exec"), names)
+        state = names["state"]["opt_state"]
+        held = {"m": state[4].ema if optimizer else state.m}
+        assert exact(flat(held)) == exact(momentum)
