@@ -14,7 +14,7 @@ from statekit.plan import Plan
 from statekit.schema import load_schema
 
 T5X_LAYOUT, ORBAX = "t5x", "orbax"
-_STRUCTURAL = ("factor_map", "logical_factor_rules")
+_RULES = ("factor_map", "logical_factor_rules")
 
 
 def resume_lines(plan: Plan) -> list[str]:
@@ -48,28 +48,24 @@ def _orbax_lines(plan: Plan, target: Path) -> list[str]:
     ]
     if plan.target.layout != "statekit-jax":
         return lines
-    state = plan.state
-    arguments = [
-        "learning_rate=...",
-        *([f"variant={json.dumps(state['variant'])}"] if state["variant"] else []),
-    ]
-    usual = load_schema(state["schema"]).variant(state["variant"])["defaults"] if state["variant"] else {}
-    for name, value in state["groups"][0]["hyperparameters"].items() if len(state["groups"]) == 1 else ():
-        if (
-            name in usual
-            and value != usual[name]
-            and name not in _STRUCTURAL
-            and not isinstance(value, Mapping)
-        ):
-            arguments.append(f"{name}={value!r}")
-    arguments += (
-        [name for name in _missing(state, state["groups"][0]) if name != "lr=..."] if state["groups"] else []
-    )
-    return [
-        "import statekit.jax",
-        f"optimizer = statekit.jax.{state['schema']}({', '.join(arguments)})",
-        *lines,
-    ]
+    arguments = dict.fromkeys(a for group in plan.state["groups"] for a in _arguments(plan.state, group))
+    call = f"statekit.jax.{plan.state['schema']}({', '.join(('learning_rate=...', *arguments))})"
+    return ["import statekit.jax", f"optimizer = {call}", *lines]
+
+
+def _arguments(state: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what an optimizer of statekit.jax has to be told beside its learning rate."""
+    variant = state["variant"]
+    if variant is None:
+        yield "variant=..."
+        return
+    yield f"variant={json.dumps(variant)}"
+    usual = load_schema(state["schema"]).variant(variant)["defaults"]
+    for name, value in group["hyperparameters"].items():
+        told = name in usual and name not in (*_RULES, "learning_rate") and not isinstance(value, Mapping)
+        if told and value != usual[name]:
+            yield f"{name}={value!r}"
+    yield from (name for name in _missing(state, group) if name != "lr=...")
 
 
 def _missing(state: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[str]:
