@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -15,6 +15,7 @@ from statekit.optim.steps import Scene
 from statekit.schema import load_schema
 from statekit.torch.groups import ParamGroup, path_of
 from statekit.torch.settlement import Settlement
+from statekit.torch.sharding import readable, write
 from statekit.torch.slots import Held
 
 _XP = TorchBackend()
@@ -30,24 +31,28 @@ def move(group: ParamGroup, settled: Settlement, state: MutableMapping[torch.Ten
     """
     steps, known = steps_for(group["schema"], group["variant"]), settled.group
     params = dict(zip(known.paths, group["params"], strict=True))
-    grads = {path: param.grad for path, param in params.items() if param.grad is not None}
     slots = {path: _near(param, state) for path, param in params.items()}
+    grads = {path: param.grad for path, param in params.items() if param.grad is not None}
     behind = _behind(group, known.paths)
     if born := _born_of_params(group["schema"]):
         _follow(params, slots, born, [p for p in grads if not behind.get(p, group["step"])])
     scene = Scene(_XP, group["variant"], group["lr"], group["step"])
-    reached, whole, common = steps.prepare(scene, known, params, grads, slots, group.get("slots", {}))
+    there = _There(params, slots, grads) if not settled.sharded else _There(params, slots, grads).readable()
+    reached, whole, common = steps.prepare(
+        scene, known, there.params, there.grads, there.slots, group.get("slots", {})
+    )
     for batch in settled.batches:
         present = [path for path in batch.paths if path in reached]
         if batch.fast is None:
             own = {path: reached[path] for path in present}
             batching = _XP if len(present) > 1 else None
             for path, param, moved in moves(
-                steps, scene, settled.owns, params, own, slots, common, counts=behind, batching=batching
-            ):
-                params[path].copy_(param)
+                steps, scene, settled.owns, there.params, own, there.slots, common,
+                counts=behind, batching=batching,
+            ):  # fmt: skip
+                write(params[path], param)
                 for name, value in moved.items():
-                    slots[path][name].copy_(value)
+                    write(slots[path][name], value)
             continue
         for count, paths in _by_count(present, behind, group["step"]):
             batch.fast(
@@ -57,14 +62,37 @@ def move(group: ParamGroup, settled: Settlement, state: MutableMapping[torch.Ten
                 [slots[path] for path in paths],
                 common,
             )
-    for path, held in slots.items():
-        if "average" in held:
-            param, after = follow_average(_XP, params[path], held, known, group["step"])
-            params[path].copy_(param)
-            held["average"].copy_(after["average"])
+    _follow_averages(params, slots, settled, group["step"])
     if whole:
         group["slots"] = dict(whole)
     _count(group, [path for path in known.paths if path not in grads], behind)
+
+
+@dataclass(frozen=True)
+class _There:
+    """What an update reads, by path."""
+
+    params: Mapping[str, torch.Tensor]
+    slots: Mapping[str, Held]
+    grads: Mapping[str, torch.Tensor]
+
+    def readable(self) -> _There:
+        """Returns the same where every process holds a part of everything."""
+        return _There(
+            {path: readable(param) for path, param in self.params.items()},
+            {path: {n: readable(value) for n, value in own.items()} for path, own in self.slots.items()},
+            {path: readable(grad) for path, grad in self.grads.items()},
+        )
+
+
+def _follow_averages(
+    params: Mapping[str, torch.Tensor], slots: Mapping[str, Held], settled: Settlement, step: int
+) -> None:
+    for path, held in slots.items():
+        if "average" in held:
+            param, after = follow_average(_XP, params[path], held, settled.group, step)
+            write(params[path], param)
+            write(held["average"], after["average"])
 
 
 def _near(param: torch.Tensor, state: MutableMapping[torch.Tensor, Held]) -> Held:

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any, TypeAlias
 
 import torch
+from torch._compile import _disable_dynamo
 
 from statekit.converters.layouts.statekit_torch_groups import RATE_NAMES
 from statekit.errors import UnknownRuleError, UsageError, fault_list
@@ -121,10 +122,7 @@ class Engine(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        settled = [self._settlement(i, group) for i, group in enumerate(self.param_groups)]
-        self._check_ready(settled)
-        for group, settlement in zip(self.param_groups, settled, strict=True):
-            move(group, settlement, self.state)
+        self._update()
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -146,6 +144,13 @@ class Engine(torch.optim.Optimizer, ABC):
             self.state[param] = taken_over(param, slots)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    @_disable_dynamo  # a compiled caller runs it as it is: the fast paths leave nothing to fuse
+    def _update(self) -> None:
+        settled = [self._settlement(i, group) for i, group in enumerate(self.param_groups)]
+        self._check_ready(settled)
+        for group, settlement in zip(self.param_groups, settled, strict=True):
+            move(group, settlement, self.state)
 
     def _settlement(self, index: int, group: ParamGroup) -> Settlement:
         settled = self._settled.get(index)

@@ -20,6 +20,7 @@ from statekit.state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensor import DTYPES, Filled
 from statekit.torch.fast import FastMove, fast_path
 from statekit.torch.groups import ParamGroup, canonical, rules_of
+from statekit.torch.sharding import is_sharded
 from statekit.torch.slots import Held
 
 STACK = 2**22
@@ -49,6 +50,7 @@ class Settlement:
         faults: Why those can't, by path.
         batches: Which are moved together.
         rate_needed: Whether the learning rate has to be given.
+        sharded: Whether processes hold parts of it.
     """
 
     params: tuple[torch.Tensor, ...]
@@ -59,6 +61,7 @@ class Settlement:
     faults: Mapping[str, str]
     batches: tuple[Batch, ...]
     rate_needed: bool
+    sharded: bool
 
     def holds(self, group: ParamGroup) -> bool:
         """Tells whether the group is still as it was."""
@@ -111,6 +114,7 @@ def settle_group(group: ParamGroup, slots: Mapping[torch.Tensor, Held]) -> Settl
         faults,
         tuple(_batches(group, params, owns)),
         _rate_needed(group),
+        any(map(is_sharded, params.values())),
     )
 
 

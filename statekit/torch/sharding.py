@@ -24,6 +24,35 @@ def own_part(value: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     return value.to_local(), tuple(int(i) for i in start)
 
 
+def write(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copies a value into a tensor, which stays spread over processes as it is."""
+    if is_sharded(target) and is_sharded(value):
+        own_part(target)[0].copy_(laid_out_like(value, target))
+    else:
+        target.copy_(value)
+
+
+def readable(value: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor with which every process can reckon: whole where some would hold an empty part of it.
+
+    Maxima and the like have no value over nothing. Such tensors are short: shorter than there are processes, nearly.
+    """
+    if not is_sharded(value):
+        return value
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    assert isinstance(value, DTensor)
+    mesh, placements = value.device_mesh, value.placements
+    parts = [
+        (int(value.shape[placement.dim]), mesh.size(i))
+        for i, placement in enumerate(placements)
+        if isinstance(placement, Shard)
+    ]
+    if all(-(-length // count) * (count - 1) < length for length, count in parts):
+        return value
+    return value.redistribute(mesh, [Replicate()] * mesh.ndim)
+
+
 def laid_out_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Returns a DTensor's values, spread over processes as another's if that is one, else whole."""
     from torch.distributed.tensor import DTensor

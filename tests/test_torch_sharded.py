@@ -1,0 +1,48 @@
+"""Optimizers of statekit.torch over sharded parameters: what two processes do together is what one does alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch_sharding import (
+    CASES,
+    OPTIMIZERS,
+    checkpoints_go_round,
+    network,
+    run_sharded,
+    train,
+    updates_stay_within_the_bound,
+)
+
+import statekit.torch
+
+pytestmark = pytest.mark.torch
+
+
+SAMPLE = [i for i, case in enumerate(CASES) if case[1] in ("t5x", "zip2025", "mxnet_unfused")]
+
+
+@pytest.mark.parametrize(
+    ("cases", "updates"),
+    [
+        pytest.param(SAMPLE, (1,), id="sample"),
+        pytest.param(range(len(CASES)), (0, 2), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_updates_stay_within_the_bound(cases: Sequence[int], updates: Sequence[int], tmp_path: Path) -> None:
+    run_sharded(updates_stay_within_the_bound, tmp_path, cases, updates)
+
+
+def test_checkpoints_go_round(tmp_path: Path) -> None:
+    for name, options in OPTIMIZERS.items():
+        model = network()
+        optimizer = getattr(statekit.torch, name)(model.named_parameters(), lr=0.05, **options)
+        train(model, optimizer, 0, 2)
+        saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        train(model, optimizer, 2, 2)
+        torch.save({**saved, "later": model.state_dict()}, tmp_path / f"{name}.pt")
+    run_sharded(checkpoints_go_round, tmp_path)

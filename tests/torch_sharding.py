@@ -1,0 +1,166 @@
+"""Two processes that hold parts of every parameter, and what they check; imported by both of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from torch_driving import XP, resume
+
+import statekit.torch
+from statekit.testing.step_cases import Case, case
+from statekit.verify.verdict import compare
+
+CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("adafactor", "t5x", {}),
+    ("adafactor", "hf", {"relative_step": False, "beta1": 0.9}),
+    ("adafactor", "torch", {}),
+    ("adafactor", "optax", {}),
+    ("adafactor", "keras", {}),
+    ("adafactor", "mesh_tf", {}),
+    ("adafactor", "t2t_late", {}),
+    ("scaled_adam", "gptsovits", {}),
+    ("scaled_adam", "zip2025", {}),
+    ("lans", "mxnet_fused", {}),
+    ("lans", "mxnet_unfused", {}),
+    ("lans", "apex_fused", {}),
+    ("lamb", "optax", {}),
+    ("lamb", "keras", {}),
+    ("adamw", "torch", {}),
+    ("adamw", "optax", {"nesterov": False}),
+    ("adamw", "keras", {}),
+    ("adamw", "gpt_neo", {}),
+)
+
+
+def run_sharded(work: Callable[..., None], folder: Path, *arguments: Any) -> None:
+    """Runs a function in two processes that hold parts of everything: work(mesh, rank, folder, ...)."""
+    processes.spawn(_begin, (work, folder, arguments), nprocs=2)  # type: ignore[no-untyped-call]
+
+
+def _begin(rank: int, work: Callable[..., None], folder: Path, arguments: tuple[Any, ...]) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    try:
+        work(dist.device_mesh.init_device_mesh("cpu", (2,)), rank, folder, *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def _placed(mesh: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    def place(value: torch.Tensor) -> torch.Tensor:
+        where = Shard(0) if value.dim() else Replicate()
+        return distribute_tensor(value, mesh, [where])
+
+    return place
+
+
+def updates_stay_within_the_bound(
+    mesh: Any, rank: int, folder: Path, cases: Sequence[int], updates: Sequence[int]
+) -> None:
+    place, faults = _placed(mesh), []
+    for schema, variant, changes in (CASES[i] for i in cases):
+        run = case(schema, variant, full=True, **changes)
+        for update in updates:
+            faults += [f"{schema} {variant} {row}" for row in _judged(run, update, place)]
+    if faults:
+        raise AssertionError("\n".join(faults))
+
+
+def _judged(run: Case, update: int, place: Callable[[torch.Tensor], torch.Tensor]) -> list[str]:
+    """Names what leaves the bound after one update of sharded parameters."""
+    before = run.before(update)
+    sharded = resume(before, place=place)
+    for path, param in sharded.params.items():
+        param.grad = place(XP.asarray(run.grads[update][path]))
+        assert type(param).__name__ == "Parameter" or hasattr(param, "device_mesh")
+    sharded.optimizer.param_groups[0]["lr"] = 0.01
+    sharded.optimizer.step()
+    found = {(path, "param"): whole(param) for path, param in sharded.params.items()}
+    for path, param in sharded.params.items():
+        own = sharded.optimizer.state[param]
+        found |= {(path, name): whole(value) for name, value in own.items()}
+    group = sharded.optimizer.param_groups[0].get("slots", {})
+    found |= {("groups/0", name): whole(value) for name, value in group.items()}
+    bound = run.bound(update, "compiled", True, XP.sqrt_units)
+    assert bound.keys() == found.keys()
+    zero = {key: np.zeros_like(value) for key, value in found.items()}
+    rows = [compare(update, *key, value, value, zero[key], bound[key]) for key, value in found.items()]
+    return [f"{row.path} {row.tensor} {row.example}" for row in rows if row.outside]
+
+
+def whole(value: torch.Tensor) -> Any:
+    return XP.numpy(value.full_tensor() if hasattr(value, "full_tensor") else value)
+
+
+def network() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(9, 16), torch.nn.Tanh(), torch.nn.Linear(16, 5))
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "Adafactor": {"beta1": 0.9, "min_dim_size_to_factor": 4},
+    "ScaledAdam": {"clipping_scale": 1.5, "clipping_update_period": 2},
+    "LANS": {"wd": 0.01},
+    "LAMB": {"weight_decay_rate": 0.01},
+    "AdamW": {"amsgrad": True},
+}
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, updates: int) -> None:
+    for update in range(first, first + updates):
+        torch.manual_seed(100 + update)
+        optimizer.zero_grad()
+        model(torch.randn(6, 9)).square().mean().backward()
+        optimizer.step()
+
+
+def checkpoints_go_round(mesh: Any, rank: int, folder: Path) -> None:
+    """FSDP2: states through PyTorch's distributed functions, and whole files into sharded models."""
+    from torch.distributed.checkpoint import state_dict as distributed
+    from torch.distributed.fsdp import fully_shard
+
+    def sharded() -> torch.nn.Sequential:
+        model = network()
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    for name, options in OPTIMIZERS.items():
+        kind = getattr(statekit.torch, name)
+        first, second = sharded(), sharded()
+        one, other = (kind(model.named_parameters(), lr=0.05, **options) for model in (first, second))
+        train(first, one, 0, 2)
+        distributed.set_model_state_dict(second, distributed.get_model_state_dict(first))
+        state = distributed.get_optimizer_state_dict(first, one)
+        distributed.set_optimizer_state_dict(second, other, state)
+        train(first, one, 2, 2)
+        train(second, other, 2, 2)
+        for left, right in zip(first.parameters(), second.parameters(), strict=True):
+            assert torch.equal(whole_of(left), whole_of(right)), name
+        third = sharded()
+        statekit.torch.load_params(folder / f"{name}.pt", third)
+        loaded = statekit.torch.load_optimizer(folder / f"{name}.pt", third.named_parameters())
+        expected = torch.load(folder / f"{name}.pt", weights_only=True)
+        for key, param in third.named_parameters():
+            assert torch.equal(whole_of(param), expected["model"][key]), name
+        for i, own in enumerate(loaded.state.values()):
+            for slot, value in own.items():
+                assert torch.equal(whole_of(value), expected["optimizer"]["state"][i][slot]), (name, slot)
+        train(third, loaded, 2, 2)
+        for key, param in third.named_parameters():
+            torch.testing.assert_close(whole_of(param), expected["later"][key])
+
+
+def whole_of(value: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return found.detach()
