@@ -219,6 +219,7 @@ def test_an_unfinished_accumulation_is_kept() -> None:
     )
     assert state.counts.updates == 5
     assert "optax/tree/opt_state/acc_grads/scale" in tensor_names(dict(state.extra))
+    assert any("acc_grads" in said for said in state.assumptions)
 
 
 def test_what_is_known_and_from_where() -> None:

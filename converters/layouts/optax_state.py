@@ -46,6 +46,9 @@ from statekit.state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensor import Tensor
 
 _STRANGE = "Other links act on the same parameters with statistics of their own, which statekit keeps but doesn't step."
+_BEGUN = (
+    "Gradients of an update are being accumulated (acc_grads); where they have no place, the run loses them."
+)
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class Optax:
                 found=fault_list(faults),
             )
         known = stated(checkpoint, schema.name, slots)
+        begun = [link for link in tree.found if link.kind == "accumulate" and link.state["mini_step"].read()]
         if known is not None:
             groups, rules, variant = groups_of(known, told), rules_of(known, rules), known.variant
             notes = [] if hints.hyperparameters else [*known.assumptions]
@@ -102,6 +106,7 @@ class Optax:
             strange = any(own.others for own in engines)
             variant = None if strange else VARIANT
             notes += [*more, *_rule_notes(rules), *([_STRANGE] if strange else [])]
+        notes += [_BEGUN] if begun and _BEGUN not in notes else []
         kept = {
             path: _canonical(schema, own, part.shown.get(path))
             for part in parts

@@ -92,16 +92,17 @@ def links(tree: Tree) -> list[Link]:
     while stack:
         path, node = stack.pop()
         kind = KINDS.get(frozenset(node)) if isinstance(node, Mapping) else None
-        if kind is not None and _is_count(node):
+        if kind is not None and _counts(node):
             found.append(Link(kind, path, node))
         if kind not in SLOT_TREES:
             stack += reversed([((*path, key), child) for key, child in children(node)])
     return found
 
 
-def _is_count(node: Mapping[str, Any]) -> bool:
-    leaf = node.get("count", node.get("gradient_step"))
-    return isinstance(leaf, (Stored, Tensor)) and leaf.shape == () and leaf.dtype.kind in "iu"
+def _counts(node: Mapping[str, Any]) -> bool:
+    """Tells whether what should count is an integer."""
+    held = [node[name] for name in ("count", "mini_step", "gradient_step") if name in node]
+    return all(is_tensor(leaf) and leaf.shape == () and leaf.dtype.kind in "iu" for leaf in held)
 
 
 def children(node: Any) -> list[tuple[Any, Any]]:
