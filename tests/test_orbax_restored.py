@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from test_orbax_read import IDS, RECORDED, native_names
 
-from formats import check_conformance, read_all
+from formats import check_conformance, damaged_copies, read_all
 from goldens import GOLDEN
 from statekit.convert import convert, open_state, plan
 from statekit.converters.containers.orbax import CONTAINER as ORBAX
@@ -251,3 +251,19 @@ def test_the_lines_to_go_on_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         state = names["state"]["opt_state"]
         held = {"m": state[4].ema if optimizer else state.m}
         assert exact(flat(held)) == exact(momentum)
+
+
+def test_damage_to_what_was_written_is_noticed(tmp_path: Path) -> None:
+    """Where values differ, their manifest isn't trusted any more, and the reader says so."""
+    source = GOLDEN / "t5x" / "momentum_f32" / "checkpoint"
+    convert(plan(source, tmp_path / "run", to="orbax", layout="statekit-jax"))
+    expected = read_all(ORBAX, tmp_path / "run")
+    refused = noticed = 0
+    for what, copy, _ in damaged_copies(tmp_path / "run", tmp_path / "copies"):
+        found = read_all(ORBAX, copy)
+        refused += found is None
+        if found not in (None, expected):
+            opened = ORBAX.open(copy)
+            assert opened.manifest is None and "isn't trusted" in opened.findings[0].what, what
+            noticed += 1
+    assert refused > 5 and noticed
