@@ -33,7 +33,7 @@ TABLE: Table = {
     "vector": ((7,), (N,)),
     "whole": ((3, 5), (N, N)),
     **{f"matrix_{i}": ((6, 4), (R, C)) for i in range(5)},
-    "swapped": ((6, 4), (C, R)),
+    "swapped": ((40, 30), (C, R)),
     "stacked": ((2, 3, 4), (B, R, C)),
     "stacked_whole": ((2, 6), (B, N)),
     "heads": ((2, 4, 2, 3), (B, R, C, C)),
@@ -42,23 +42,21 @@ TABLE: Table = {
 
 SETTINGS: Sequence[tuple[str, str, Mapping[str, Any]]] = (
     ("adafactor", "t5x", {}),
-    ("adafactor", "t5x", {"beta1": 0.9, "weight_decay_rate": 0.02, "max_parameter_scale": 0.6}),
+    ("adafactor", "t5x", {"beta1": 0.9, "weight_decay_rate": 0.4, "max_parameter_scale": 0.6}),
     ("adafactor", "t5x", {"multiply_by_parameter_scale": False, "clipping_threshold": None, "beta1": 0.5}),
     ("adafactor", "t5x", {"weight_decay_rate_lr_exponent": 2.0, "global_norm_clip_threshold": 0.5}),
     ("adafactor", "t5x", {"clipping_threshold": 0.1, "epsilon1": 1e-3, "step_offset": -3}),
     ("adafactor", "t2t_early", {"beta1": 0.9}),
     ("adafactor", "mesh_tf", {}),
-    ("adafactor", "hf", {"weight_decay_rate": 0.02, "beta1": 0.9, "relative_step": False}),
-    ("adafactor", "optax", {"weight_decay_rate": 0.02, "beta1": 0.9, "learning_rate": RATE}),
-    ("adafactor", "keras", {"weight_decay_rate": 0.02}),
-    ("adamw", "torch", {"weight_decay_rate": 0.02, "maximize": True}),
+    ("adafactor", "hf", {"weight_decay_rate": 0.4, "beta1": 0.9, "relative_step": False}),
+    ("adafactor", "optax", {"weight_decay_rate": 0.4, "beta1": 0.9, "learning_rate": RATE}),
+    ("adafactor", "keras", {"weight_decay_rate": 0.4}),
+    ("adamw", "torch", {"weight_decay_rate": 0.4, "maximize": True}),
     ("adamw", "torch", {"weight_decay_rate": 0.0}),
-    ("adamw", "optax", {"weight_decay_rate": 0.02, "global_norm_clip_threshold": 0.5}),
-    ("adamw", "keras", {"weight_decay_rate": 0.02}),
-    ("adamw", "mesh_tf", {"weight_decay_rate": 0.02}),
-    ("adamw", "gpt_neo", {"weight_decay_rate": 0.02, "global_norm_clip_threshold": 0.5}),
-    ("lamb", "optax", {"weight_decay_rate": 0.02}),
-    ("lamb", "keras", {"weight_decay_rate": 0.02}),
+    ("adamw", "optax", {"weight_decay_rate": 0.4, "global_norm_clip_threshold": 0.5}),
+    ("adamw", "mesh_tf", {"weight_decay_rate": 0.4}),
+    ("adamw", "gpt_neo", {"weight_decay_rate": 0.4, "global_norm_clip_threshold": 0.5}),
+    ("lamb", "optax", {"weight_decay_rate": 0.4}),
     ("lans", "mxnet_fused", {"wd": 0.02, "lower_bound": 0.1, "upper_bound": 1.0, "rescale_grad": 0.5}),
     ("lans", "mxnet_gpu", {"begin_num_update": 3}),
     ("lans", "paper", {"wd": 0.02}),
@@ -123,7 +121,7 @@ def moved(made: Case, change: Callable[[FastMove], FastMove] = lambda move: move
             (path, "param"): live.params[path], **{(path, name): v for name, v in live.slots[path].items()}
         }.items()
     }  # fmt: skip
-    bound = made.bound(0, "compiled", contracted=True)
+    bound = made.bound(0, "compiled", contracted=True, sqrt_units=xp.sqrt_units)
     held = {path: xp.asarray(grad) for path, grad in made.grads[0].items()}
     text = mover(xp, state)(load(xp, state), held, RATE)
     theirs = named(text.params, text.slots, text.shared)

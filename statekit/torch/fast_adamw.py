@@ -22,7 +22,7 @@ from statekit.optim.adam_moments import RATE
 from statekit.optim.adamw import Hyperparameters, Setting
 from statekit.optim.settings import form
 from statekit.optim.steps import Scene
-from statekit.torch.stacks import Tensors, by_name, plain
+from statekit.torch.stacks import Stacks, Tensors, by_name, in_stacks, plain
 
 LATE = 2.0**40
 """A step at which no correction is left."""
@@ -92,13 +92,26 @@ class FastAdamW:
         root = math.sqrt(c2)
         beside_corrected = s.form["epsilon_place"] == "beside_corrected_root"
         adam = Adam(own.beta1, own.beta2, own.epsilon * (root if beside_corrected else 1.0), root / c1)
-        adam(
-            held(rate, scene.rate), params, grads, *by_name(slots, ("m", "v")).values(),
-            weight_decay=own.weight_decay_rate or 0.0, maximize=own.maximize,
-        )  # fmt: skip
+        rate, w = held(rate, scene.rate), own.weight_decay_rate or 0.0
+        named = by_name(slots, ("m", "v"))
+        if not w or constants["weight_decay_expression"] != "in_update":
+            adam(rate, params, grads, *named.values(), weight_decay=w, maximize=own.maximize)
+            return
+
+        def kernel(part: slice, stacks: Stacks, rooms: Tensors) -> None:
+            # The kernel would round the decayed parameter by itself; here the decay joins the direction.
+            p, x = stacks["param"], rooms[0].zero_()
+            adam(-1.0, x.unbind(), grads[part], *(slot[part] for slot in named.values()))
+            p.sub_(x.add_(p, alpha=w).mul_(rate))
+
+        in_stacks(kernel, {"param": params}, {})
 
 
 def fast_adamw(variant: str, own: Hyperparameters, param: torch.Tensor) -> FastAdamW | None:
-    """Returns the fast path of a parameter, or None if it hasn't one: the kernel's v_max loses NaN."""
+    """Returns the fast path of a parameter, or None if it hasn't one.
+
+    The kernel loses a NaN in v_max, and m + (g - m) (1 - beta1) is closer to m than the sums that it takes.
+    """
     other = own.amsgrad or own.nesterov or own.epsilon_root or own.dtype_momentum not in (None, "float32")
-    return FastAdamW(own, variant) if plain(param) and not other else None
+    fits = plain(param) and form("adamw", variant)["first_moment_update"] != "difference" and not other
+    return FastAdamW(own, variant) if fits else None

@@ -47,10 +47,8 @@ class FastLamb:
 
         def kernel(part: slice, stacks: Stacks, rooms: Tensors) -> None:
             p, x = stacks["param"], rooms[0].zero_()
-            if w and constants["weight_decay_place"] == "first":
-                p.mul_(1.0 - w * rate)
             adam(-1.0, x.unbind(), grads[part], named["m"][part], named["v"][part])
-            if w and constants["weight_decay_place"] == "in_direction":
+            if w:
                 x.add_(p, alpha=w)
             norms = squares(p).sqrt_(), squares(x).sqrt_()
             ratio = RATIO[constants["trust_ratio_fallback"]](xp, *norms, 1.0)
@@ -60,5 +58,7 @@ class FastLamb:
 
 
 def fast_lamb(variant: str, own: Hyperparameters, param: torch.Tensor) -> FastLamb | None:
-    """Returns the fast path of a parameter, or None if it hasn't one."""
-    return FastLamb(own, variant) if plain(param) and not own.epsilon_root else None
+    """Returns the fast path of a parameter, or None if it hasn't one; see `fast_adamw` for the moments' form."""
+    constants = form("lamb", variant)
+    fits = constants["moment_update"] != "difference" and constants["weight_decay_place"] == "in_direction"
+    return FastLamb(own, variant) if fits and plain(param) and not own.epsilon_root else None
