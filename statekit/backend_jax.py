@@ -17,6 +17,7 @@ class JaxBackend:
 
     name = "jax"
     contracts = True
+    sqrt_units = 0.0
 
     def __init__(self) -> None:
         import jax

@@ -20,6 +20,7 @@ class NumpyBackend:
     compute: str = "float32"
     name: str = "numpy"
     contracts: bool = False
+    sqrt_units: float = 0.0
 
     def asarray(self, array: Array) -> Value:
         return array

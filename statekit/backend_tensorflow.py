@@ -17,6 +17,7 @@ class TensorFlowBackend:
 
     name = "tensorflow"
     contracts = True
+    sqrt_units = 0.0
 
     def __init__(self) -> None:
         import tensorflow as tf

@@ -16,7 +16,8 @@ class TorchBackend:
     """PyTorch, eager, on whatever device the tensors live."""
 
     name = "torch"
-    contracts = True  # its kernel of lerp fuses, and its square root (MKL) is one unit off now and then
+    contracts = False
+    sqrt_units = 2.0  # MKL's, on CPUs: one element in 150 isn't correctly rounded
 
     def __init__(self) -> None:
         import torch

@@ -30,7 +30,11 @@ class Backend(Protocol):
 
     @property
     def contracts(self) -> bool:
-        """Whether arithmetic isn't IEEE's, operation by operation: fused multiply-adds, roots that are a unit off."""
+        """Whether products and sums may be contracted (fused multiply-add) and quotients rounded twice."""
+
+    @property
+    def sqrt_units(self) -> float:
+        """How far a square root may be from the exact one, in units of 2^-24 of it; 0: no farther than IEEE allows."""
 
     def asarray(self, array: Array) -> Value:
         """Takes over a NumPy array with its dtype."""

@@ -133,9 +133,10 @@ def enough(state: TrainState) -> list[str]:
 
 
 @cache
-def bounds(case: str, contracts: bool) -> tuple[Mapping[tuple[str, str], Interval], ...]:
+def bounds(case: str, contracts: bool, sqrt_units: float) -> tuple[Mapping[tuple[str, str], Interval], ...]:
     told = recorded(case)
-    xp = IntervalBackend(contracts or told.execution == "compiled", sqrt_units=told.sqrt_units)
+    roots = max(told.sqrt_units, sqrt_units)
+    xp = IntervalBackend(contracts or told.execution == "compiled", sqrt_units=roots)
     move, found = mover(xp, told.moments[0].before, told.execution), []
     for moment in told.moments:
         live = move(load(xp, moment.before), held(xp, moment.grads), moment.rate)
@@ -155,7 +156,7 @@ def right_move(case: str, name: str) -> Move:
 
 def noticed(fault: Fault, xp: Backend) -> str:
     """Returns the first element that leaves the bound; "" if none does."""
-    told, right = recorded(fault.case), bounds(fault.case, xp.contracts)
+    told, right = recorded(fault.case), bounds(fault.case, xp.contracts, xp.sqrt_units)
     before = told.moments[0].before
     with fault.made(before):
         wrong = fault.seen(before) if fault.moves_wrongly else None

@@ -134,11 +134,13 @@ class Case:
         kept: TrainState = self._kept["before", update]
         return kept
 
-    def bound(self, update: int, execution: Execution, contracted: bool) -> dict[tuple[str, str], Interval]:
-        """Returns what an update of `before(update)` may give: an interval for every element."""
-        key = ("bound", update, execution, contracted)
+    def bound(
+        self, update: int, execution: Execution, contracted: bool, sqrt_units: float
+    ) -> dict[tuple[str, str], Interval]:
+        """Returns what an update of `before(update)` may give in some arithmetic: an interval for every element."""
+        key = ("bound", update, execution, contracted, sqrt_units)
         if key not in self._kept:
-            xp, state = IntervalBackend(contracted), self.before(update)
+            xp, state = IntervalBackend(contracted, sqrt_units=sqrt_units), self.before(update)
             live = mover(xp, state, execution)(load(xp, state), _held(xp, self.grads[update]), RATE)
             self._kept[key] = named(live.params, live.slots, live.shared)
         kept: dict[tuple[str, str], Interval] = self._kept[key]

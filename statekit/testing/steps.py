@@ -300,11 +300,8 @@ def _require_same(ours: TrainState, theirs: TrainState, when: str) -> None:
 
 def _require_within(trial: Trial, after: TrainState, update: int, *, contracted: bool = False) -> None:
     case = trial.case
-    contracted = contracted or trial.xp.contracts
-    bound, old = (
-        case.bound(update, "compiled" if contracted else trial.execution, contracted),
-        tensors(case.before(update)),
-    )
+    arithmetic = contracted or trial.xp.contracts, trial.xp.sqrt_units
+    bound, old = case.bound(update, trial.execution, *arithmetic), tensors(case.before(update))
     for key, tensor in tensors(after).items():
         value = tensor.read()
         row = compare(update + 1, *key, value, value, old[key].read(), bound[key])

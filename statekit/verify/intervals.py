@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -275,6 +275,8 @@ class IntervalBackend:
         return exponent.widened(low, high, POWER_ULPS * UNIT / fraction)
 
     def lerp(self, old: Value, new: Value, weight: Value) -> Value:
+        # Compiled or not: PyTorch's kernel fuses.
+        old, new, weight = (replace(value, contracted=True) for value in (old, new, weight))
         return self._hull(old + weight * (new - old), new - (new - old) * (1.0 - weight))
 
     def absolute(self, value: Value) -> Value:
