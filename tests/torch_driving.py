@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import torch
 from goldens import GOLDEN
 from statekit.backends import backend
 from statekit.errors import StatekitError
-from statekit.optim.run import load, mover, stepped_variants
+from statekit.optim.run import load, mover, stepped_variants, store
 from statekit.registry import layout
 from statekit.schema import load_schema
-from statekit.state import TrainState
+from statekit.state import Group, TrainState
 from statekit.tensor import Array
 from statekit.torch.resume import OPTIMIZERS
 from statekit.verify.intervals import IntervalBackend
@@ -24,7 +25,7 @@ from statekit.verify.recording import Recording, Trajectory, open_recording
 from statekit.verify.replay import Subject, free_run, named
 from statekit.verify.verdict import Row, compare
 
-XP = backend("torch")
+XP, NUMPY = backend("torch"), backend("numpy")
 LEFT_OUT = ("learning_rate", "lr", "logical_factor_rules", "factor_map")
 Tensors = dict[tuple[str, str], Array]
 Place = Callable[[torch.Tensor], torch.Tensor]
@@ -180,3 +181,38 @@ def defaults(schema: str, variant: str) -> dict[str, Any]:
         for name, value in load_schema(schema).variant(variant)["defaults"].items()
         if name not in LEFT_OUT
     }
+
+
+_CHOICE = {
+    "torch_adafactor/adafactor_bf16": "adafactor",
+    "hf_adafactor/fixedlr_scale_beta1_wd": "adafactor",
+    "keras/adamw_ema_schedule_clip": "adamw",
+    "torch_adafactor/adamw_foreach_amsgrad": "adamw",
+    "torch_formats/adamw_legacy": "adamw",
+    "scaled_adam/zipformer2025_groups_clipping": "scaled_adam",
+    "scaled_adam/zipformer202407_clipping": "scaled_adam",
+    "scaled_adam/pt7_two_groups_eden": "scaled_adam",
+    "mxnet_lans/fused_bounds_clip_rescale": "lans",
+    "mxnet_lans/updater_unfused_fp16_legacy": "lans",
+    "optax_adafactor/lamb_pytree_noocdbt": "lamb",
+}
+RECORDED = {name: schema for name, schema in _CHOICE.items() if (GOLDEN / name / "meta.json").is_file()}
+"""Recordings whose states hold what is special in each family, with their schemas."""
+
+
+def recorded_state(name: str) -> TrainState:
+    """Returns the last state of a recording, with canonical hyperparameters and numbers as learning rates."""
+    with open_recording(GOLDEN / name) as recording:
+        state = recording.state(recording.last, recording.trajectories[0], recording.last)
+        state = store(NUMPY, load(NUMPY, state), state)  # the file is closed from here on
+    groups = tuple(map(partial(_canonical, state.optimizer.schema), state.optimizer.groups))
+    return replace(state, optimizer=replace(state.optimizer, groups=groups))
+
+
+def _canonical(schema: str, group: Group) -> Group:
+    known = {
+        name: 0.25 if name == "learning_rate" else value
+        for name, value in group.hyperparameters.items()
+        if name in load_schema(schema).hyperparameters
+    }
+    return replace(group, hyperparameters=known, known_from=dict.fromkeys(known, "file"))

@@ -41,7 +41,7 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 def run_sharded(work: Callable[..., None], folder: Path, *arguments: Any) -> None:
     """Runs a function in two processes that hold parts of everything: work(mesh, rank, folder, ...)."""
-    processes.spawn(_begin, (work, folder, arguments), nprocs=2)  # type: ignore[no-untyped-call]
+    processes.spawn(_begin, (work, folder, arguments), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
 
 
 def _begin(rank: int, work: Callable[..., None], folder: Path, arguments: tuple[Any, ...]) -> None:
@@ -133,7 +133,8 @@ def checkpoints_go_round(mesh: Any, rank: int, folder: Path) -> None:
         model = network()
         for layer in (model[0], model[2]):
             fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
 
     for name, options in OPTIMIZERS.items():
         kind = getattr(statekit.torch, name)

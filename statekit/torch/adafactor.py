@@ -73,8 +73,7 @@ class Adafactor(Engine):
         ema_overwrite_frequency: Updates after which averages replace the parameters.
 
     Raises:
-        NotFoundError: There is no such variant.
-        StateError: The variant can't be stepped.
+        StateError: There is no such variant, or it can't be stepped.
         UsageError: Parameters without names, of rank 3 and more without a rule, or options that can't be.
 
     Source: T5X t5x/adafactor.py, `Adafactor`; of the other variants the sources in schemas/adafactor.json.

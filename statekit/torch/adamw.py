@@ -46,8 +46,7 @@ class AdamW(Engine):
         ema_overwrite_frequency: Updates after which averages replace the parameters.
 
     Raises:
-        NotFoundError: There is no such variant.
-        StateError: The variant can't be stepped.
+        StateError: There is no such variant, or it can't be stepped.
         UsageError: Parameters without names, or options that can't be.
 
     Source: pytorch/pytorch, torch/optim/adamw.py; of the other variants the sources in schemas/adamw.json.

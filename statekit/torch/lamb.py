@@ -40,8 +40,7 @@ class LAMB(Engine):
         ema_overwrite_frequency: Updates after which averages replace the parameters.
 
     Raises:
-        NotFoundError: There is no such variant.
-        StateError: The variant can't be stepped.
+        StateError: There is no such variant, or it can't be stepped.
         UsageError: Parameters without names, or options that can't be.
 
     Source: google-deepmind/optax, optax/_src/alias.py, `lamb`; keras-team/keras, keras/src/optimizers/lamb.py.

@@ -44,8 +44,7 @@ class LANS(Engine):
         adam_w_mode: Whether weight decay is added to the direction instead of to the gradient.
 
     Raises:
-        NotFoundError: There is no such variant.
-        StateError: The variant can't be stepped.
+        StateError: There is no such variant, or it can't be stepped.
         UsageError: Parameters without names, or options that can't be.
 
     Source: arXiv 2006.13484, algorithm 2; apache/mxnet, src/operator/contrib/multi_lans.cc and

@@ -58,8 +58,7 @@ class Engine(torch.optim.Optimizer, ABC):
         options: Canonical hyperparameters; the others are as the variant has them.
 
     Raises:
-        NotFoundError: There is no such variant.
-        StateError: The variant can't be stepped.
+        StateError: There is no such variant, or it can't be stepped.
         UsageError: Parameters without names, of a rank that needs a rule and without one, or options that can't be.
     """
 

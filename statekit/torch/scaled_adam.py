@@ -37,7 +37,7 @@ class ScaledAdam(Engine):
         clipping_update_period: Updates between two estimates of the threshold.
 
     Raises:
-        NotFoundError: There is no such variant.
+        StateError: There is no such variant, or it can't be stepped.
         UsageError: Parameters without names, or options that can't be.
 
     Source: k2-fsa/icefall, egs/librispeech/ASR/zipformer/optim.py, `ScaledAdam`; of the other variants the sources in
