@@ -216,11 +216,10 @@ class Engine(keras.optimizers.Optimizer):  # type: ignore[misc]
             )
             return
         mine = self._by_name()
-        theirs = partners(list(mine), list(store.keys()))
+        saved = list(store.keys())
+        theirs = partners(list(mine), saved)
         faults = [("isn't in the file", name) for name in mine if name not in theirs]
-        faults += [
-            ("is in the file, but not in the optimizer", n) for n in store if n not in theirs.values()
-        ]
+        faults += [("is in the file, but not in the optimizer", n) for n in saved if n not in theirs.values()]
         faults += [
             (f"has shape {tuple(store[theirs[name]].shape)} in the file, here {tuple(variable.shape)}", name)
             for name, variable in mine.items()

@@ -72,7 +72,7 @@ def load_optimizer(
         offset = overrides.pop("step_offset", "keep")
         state = with_offset(state, offset)[0]
         pairs = _moved(state, variables, names or {}, path)
-        optimizer = _built(state, pairs, learning_rate, overrides, path)
+        optimizer = built(state, pairs, learning_rate, overrides, path)
         targets = _targets(optimizer, state, path)
         for target, source in targets:
             _copied(target, source)
@@ -99,7 +99,7 @@ def _checked(state: TrainState, place: object) -> TrainState:
     return state
 
 
-def _built(
+def built(
     state: TrainState,
     pairs: Mapping[str, Any],
     learning_rate: Rate,
