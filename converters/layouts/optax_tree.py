@@ -53,6 +53,7 @@ KINDS: dict[frozenset[str], str] = {
     frozenset({"mini_step", "gradient_step", "inner_opt_state", "acc_grads", "skip_state"}): "accumulate",
 }
 """What the state of a link is called here, by its fields."""
+_MOST_FIELDS = max(map(len, KINDS))
 SLOT_TREES: dict[str, tuple[str, ...]] = {
     **{f"statekit.{schema}": fields for schema, fields in OWN_FIELDS.items()},
     "adafactor": ("v_row", "v_col", "v"),
@@ -91,11 +92,15 @@ def links(tree: Tree) -> list[Link]:
     stack: list[tuple[Path, Any]] = [((), tree)]
     while stack:
         path, node = stack.pop()
-        kind = KINDS.get(frozenset(node)) if isinstance(node, Mapping) else None
+        few = isinstance(node, Mapping) and len(node) <= _MOST_FIELDS
+        kind = KINDS.get(frozenset(node)) if few else None
         if kind is not None and _counts(node):
             found.append(Link(kind, path, node))
         if kind not in SLOT_TREES:
-            stack += reversed([((*path, key), child) for key, child in children(node)])
+            inner = [
+                ((*path, key), child) for key, child in children(node) if isinstance(child, (dict, list))
+            ]
+            stack += reversed(inner)
     return found
 
 
@@ -107,7 +112,7 @@ def _counts(node: Mapping[str, Any]) -> bool:
 
 def children(node: Any) -> list[tuple[Any, Any]]:
     """Returns keys and nodes below a node; none of a leaf."""
-    if isinstance(node, Mapping):
+    if isinstance(node, (dict, Mapping)):  # the concrete class first: a protocol is slow to check
         return list(node.items())
     return list(enumerate(node)) if isinstance(node, list) else []
 
