@@ -21,7 +21,7 @@ from statekit.optim.steps import Scene
 from statekit.schema import load_schema
 from statekit.state import Axis, Rule
 from statekit.tensor import Shape
-from statekit.torch.stacks import Stacks, Tensors, along, by_name, in_stacks, plain, squares
+from statekit.torch.stacks import Stacks, Tensors, along, by_name, in_stacks, pieces, plain, squares
 
 _FITS: Mapping[str, tuple[Any, ...]] = {
     "second_moment_update": ("weighted_sum",),
@@ -139,10 +139,11 @@ class _Update:
         """Moves a stack of parameters that aren't factored."""
         stacked = (stacks["param"], stacks["grad"], stacks["v"], rooms[0])
         p, g, v, y = (x.view(-1, *self.path.item) for x in stacked)
-        epsilon1 = self.rate.new_full((), self.s.epsilon1)
-        v.mul_(self.decay).add_(torch.addcmul(epsilon1, g, g, out=y), alpha=self.mix)
-        torch.rsqrt(v, out=y).mul_(g)
-        self._move(p, y, None, squares(y), stacks)
+        epsilon1, total = self.rate.new_full((), self.s.epsilon1), g.new_zeros(len(g))
+        for g_, v_, y_ in pieces(g, v, y):
+            v_.mul_(self.decay).add_(torch.addcmul(epsilon1, g_, g_, out=y_), alpha=self.mix)
+            total += squares(torch.rsqrt(v_, out=y_).mul_(g_))
+        self._move(p, y, None, total, stacks)
 
     def _move(
         self, p: torch.Tensor, y: torch.Tensor, a: torch.Tensor | None, total: torch.Tensor, stacks: Stacks

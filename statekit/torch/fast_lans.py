@@ -15,7 +15,7 @@ from statekit.optim.adam_moments import CORRECTION, RATE
 from statekit.optim.settings import form
 from statekit.optim.steps import Scene
 from statekit.torch.fast_adamw import Adam
-from statekit.torch.stacks import Stacks, Tensors, along, by_name, in_stacks, plain, squares
+from statekit.torch.stacks import Stacks, Tensors, by_name, in_stacks, pieces, plain, squares
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,22 @@ class FastLans:
 
         def kernel(part: slice, stacks: Stacks, rooms: Tensors) -> None:
             (p, g, m, v), (a, b, divisor) = (stacks[name] for name in ("param", "grad", "m", "v")), rooms
-            torch.mul(g, xp.constant(hyper.rescale_grad), out=b)
-            if hyper.normalize_grad:
-                b.div_(along(squares(b).sqrt_(), b))
-            adam(-1.0, [a.zero_()], [b], [m], [v])
-            b.div_(torch.sqrt(v, out=divisor).add_(adam.epsilon)).mul_(root)
-            if s.wd:
-                a.add_(p, alpha=s.wd)
-                b.add_(p, alpha=s.wd)
-            weight = lans.bounded(s, squares(p).sqrt_())
-            first = lans.coefficient(s, weight, squares(a).sqrt_(), s.first.old)
-            second = lans.coefficient(s, weight, squares(b).sqrt_(), share)
-            p.sub_(a.mul_(along(first, a)).addcmul_(b, along(second, b)))
+            norm = squares(g).sqrt_().view(-1, 1) if hyper.normalize_grad else g.new_ones(())
+            total = g.new_zeros((3, len(p)))
+            for p_, g_, m_, v_, a_, b_, divisor_ in pieces(p, g, m, v, a, b, divisor):
+                torch.div(g_, norm, out=b_)
+                adam(-1.0, [a_.zero_()], [b_], [m_], [v_])
+                b_.div_(torch.sqrt(v_, out=divisor_).add_(adam.epsilon)).mul_(root)
+                if s.wd:
+                    a_.add_(p_, alpha=s.wd)
+                    b_.add_(p_, alpha=s.wd)
+                total += torch.stack((squares(p_), squares(a_), squares(b_)))
+            weight, first, second = total.sqrt_()
+            weight = lans.bounded(s, weight)
+            first = lans.coefficient(s, weight, first, s.first.old).view(-1, 1)
+            second = lans.coefficient(s, weight, second, share).view(-1, 1)
+            for p_, a_, b_ in pieces(p, a, b):
+                p_.sub_(a_.mul_(first).addcmul_(b_, second))
 
         in_stacks(kernel, {"param": params, **by_name(slots, ("m", "v"))}, {"grad": grads}, rooms=3)
 
@@ -73,6 +77,7 @@ def fast_lans(variant: str, own: lans.Own, param: torch.Tensor) -> FastLans | No
         and constants["norm_accumulation"] != "scaled"
         and (constants["gradient_normalisation"] == "norm" or not hyper.normalize_grad)
         and hyper.clip_gradient is None
+        and (hyper.rescale_grad > 0.0 if hyper.normalize_grad else hyper.rescale_grad == 1.0)
         and hyper.grad_averaging
         and hyper.adam_w_mode
     )

@@ -17,7 +17,7 @@ from statekit.optim.scaled_adam import form, sized
 from statekit.optim.scaled_adam_clip import reached
 from statekit.optim.scaled_adam_forms import Hyperparameters, Setting, at_least, corrected_updates
 from statekit.optim.steps import Scene
-from statekit.torch.stacks import Stacks, Tensors, along, by_name, in_stacks, plain, products, squares
+from statekit.torch.stacks import Stacks, Tensors, by_name, in_stacks, pieces, plain, products, squares
 
 SIZES = ("param_rms", "scale_exp_avg_sq", "scale_grads")
 
@@ -42,6 +42,7 @@ class FastScaledAdam:
         s = Setting(xp, form(self.variant), self.own, xp.number(scene.rate), scene.step)
         (beta1, beta2), step = self.own.betas, scene.step
         root = math.sqrt(1.0 - beta2 ** (step + 1)) if step < corrected_updates(beta2) else 1.0
+        epsilon = self.own.eps * root
         refreshes = s.period_ends or step == 0
 
         def kernel(part: slice, stacks: Stacks, rooms: Tensors) -> None:
@@ -54,13 +55,15 @@ class FastScaledAdam:
                 rms = (squares(p) / p[0].numel()).sqrt_().view_as(rms)
             gradient = products(p, short).view_as(rms)
             after, x = torch.vmap(lambda g, r, sizes: sized(s, g, r, sizes, "float32"))(gradient, rms, sizes)
-            v.mul_(beta2).addcmul_(used, used, value=1.0 - beta2)
-            torch.div(used, torch.sqrt(v, out=y).add_(self.own.eps * root), out=y)
             factor = at_least(s, after["param_rms"], "float32") * (s.rate * (beta1 - 1.0) * root)
-            delta.mul_(beta1).addcmul_(y, along(factor, y))
-            if s.size_due:
-                delta.addcmul_(p, along(x, p), value=1.0 - beta1)
-            p.add_(delta)
+            factor, x = factor.view(-1, 1), x.view(-1, 1) * (1.0 - beta1)
+            for p_, g_, delta_, v_, y_ in pieces(p, used, delta, v, y):
+                v_.mul_(beta2).addcmul_(g_, g_, value=1.0 - beta2)
+                torch.div(g_, torch.sqrt(v_, out=y_).add_(epsilon), out=y_)
+                delta_.mul_(beta1).addcmul_(y_, factor)
+                if s.size_due:
+                    delta_.addcmul_(p_, x)
+                p_.add_(delta_)
             for name in SIZES:
                 stacks[name].copy_(after[name])
 

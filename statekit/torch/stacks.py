@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -44,8 +44,7 @@ def in_stacks(
         rooms: How many rooms it needs.
     """
     like = moved["param"]
-    largest = STACK.get(like[0].device.type, STACK_ELSEWHERE)
-    most = min(len(like), max(1, largest // like[0].numel()))
+    most = min(len(like), max(1, _largest(like[0]) // like[0].numel()))
     # Memory is taken once for all stacks: fresh pages cost more than what is done with them.
     room = like[0].new_empty((rooms, most, *like[0].shape))
     fields = {name: _Stacks(tensors, most) for name, tensors in {**moved, **read}.items()}
@@ -85,6 +84,17 @@ def by_name(
 ) -> dict[str, list[torch.Tensor]]:
     """Returns slots by name, each in the order of the parameters."""
     return {name: [own[name] for own in slots] for name in names}
+
+
+def pieces(*stacks: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yields the same pieces of stacks of one shape, each flat behind the first axis and no larger than a stack."""
+    flat = [stack.view(len(stack), -1) for stack in stacks]
+    length = max(1, _largest(flat[0]) // len(flat[0]))
+    return zip(*(stack.split(length, dim=1) for stack in flat), strict=True)
+
+
+def _largest(tensor: torch.Tensor) -> int:
+    return STACK.get(tensor.device.type, STACK_ELSEWHERE)
 
 
 def squares(stack: torch.Tensor) -> torch.Tensor:
