@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
 from statekit.backend_torch import TorchBackend
+from statekit.backends import Value
 from statekit.optim.keras_averages import follow_average
 from statekit.optim.run import behind_after, counts_apart, moves, steps_for
-from statekit.optim.steps import Scene
+from statekit.optim.steps import Scene, Steps
 from statekit.schema import load_schema
 from statekit.torch.groups import ParamGroup, path_of
 from statekit.torch.settlement import Settlement
@@ -21,86 +22,87 @@ from statekit.torch.slots import Held
 _XP = TorchBackend()
 
 
-def move(group: ParamGroup, settled: Settlement, state: MutableMapping[torch.Tensor, Held]) -> None:
+def move(group: ParamGroup, settled: Settlement, state: Mapping[torch.Tensor, Held]) -> None:
     """Moves a group's parameters and slots by their gradients, and counts the update.
 
     Args:
         group: The group; each parameter with a gradient can be stepped.
         settled: How it is moved.
-        state: Slots by parameter.
+        state: Slots by parameter, where it lives.
     """
     steps, known = steps_for(group["schema"], group["variant"]), settled.group
     params = dict(zip(known.paths, group["params"], strict=True))
-    slots = {path: _near(param, state) for path, param in params.items()}
+    slots = {path: state[param] for path, param in params.items()}
     grads = {path: param.grad for path, param in params.items() if param.grad is not None}
     behind = _behind(group, known.paths)
     if born := _born_of_params(group["schema"]):
         _follow(params, slots, born, [p for p in grads if not behind.get(p, group["step"])])
     scene = Scene(_XP, group["variant"], group["lr"], group["step"])
-    there = _There(params, slots, grads) if not settled.sharded else _There(params, slots, grads).readable()
+    here = There(params, slots, grads)
+    read = here.readable() if settled.sharded else here
     reached, whole, common = steps.prepare(
-        scene, known, there.params, there.grads, there.slots, group.get("slots", {})
+        scene, known, read.params, read.grads, read.slots, group.get("slots", {})
     )
+    read = replace(read, grads=reached)
     for batch in settled.batches:
         present = [path for path in batch.paths if path in reached]
         if batch.fast is None:
-            own = {path: reached[path] for path in present}
-            batching = _XP if len(present) > 1 else None
-            for path, param, moved in moves(
-                steps, scene, settled.owns, there.params, own, there.slots, common,
-                counts=behind, batching=batching,
-            ):  # fmt: skip
-                write(params[path], param)
-                for name, value in moved.items():
-                    write(slots[path][name], value)
-            continue
-        for count, paths in _by_count(present, behind, group["step"]):
-            batch.fast(
-                replace(scene, step=count),
-                [params[path] for path in paths],
-                [reached[path] for path in paths],
-                [slots[path] for path in paths],
-                common,
-            )
-    _follow_averages(params, slots, settled, group["step"])
+            _by_text(steps, scene, settled, present, read, here, common, behind)
+        for count, paths in _by_count(present, behind, group["step"]) if batch.fast is not None else ():
+            batch.fast(replace(scene, step=count), *read.listed(paths), common)
+    _follow_averages(here, settled, group["step"])
     if whole:
         group["slots"] = dict(whole)
     _count(group, [path for path in known.paths if path not in grads], behind)
 
 
+def _by_text(
+    steps: Steps,
+    scene: Scene,
+    settled: Settlement,
+    paths: Sequence[str],
+    read: There,
+    here: There,
+    common: Value,
+    behind: Mapping[str, int],
+) -> None:
+    grads = {path: read.grads[path] for path in paths}
+    batching = _XP if len(paths) > 1 else None
+    for path, param, moved in moves(
+        steps, scene, settled.owns, read.params, grads, read.slots, common, counts=behind, batching=batching
+    ):
+        write(here.params[path], param)
+        for name, value in moved.items():
+            write(here.slots[path][name], value)
+
+
 @dataclass(frozen=True)
-class _There:
-    """What an update reads, by path."""
+class There:
+    """What an update reads or writes, by path."""
 
     params: Mapping[str, torch.Tensor]
     slots: Mapping[str, Held]
     grads: Mapping[str, torch.Tensor]
 
-    def readable(self) -> _There:
+    def readable(self) -> There:
         """Returns the same where every process holds a part of everything."""
-        return _There(
+        return There(
             {path: readable(param) for path, param in self.params.items()},
             {path: {n: readable(value) for n, value in own.items()} for path, own in self.slots.items()},
             {path: readable(grad) for path, grad in self.grads.items()},
         )
 
+    def listed(self, paths: Sequence[str]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[Held]]:
+        """Returns parameters, gradients and slots of some paths."""
+        return [self.params[p] for p in paths], [self.grads[p] for p in paths], [self.slots[p] for p in paths]
 
-def _follow_averages(
-    params: Mapping[str, torch.Tensor], slots: Mapping[str, Held], settled: Settlement, step: int
-) -> None:
-    for path, held in slots.items():
+
+def _follow_averages(here: There, settled: Settlement, step: int) -> None:
+    for path, held in here.slots.items():
         if "average" in held:
-            param, after = follow_average(_XP, params[path], held, settled.group, step)
-            write(params[path], param)
+            param, after = follow_average(_XP, here.params[path], held, settled.group, step)
+            write(here.params[path], param)
             write(held["average"], after["average"])
-
-
-def _near(param: torch.Tensor, state: MutableMapping[torch.Tensor, Held]) -> Held:
-    """Returns a parameter's slots where it lives now: a model may have moved since."""
-    held = state[param]
-    if any(value.device != param.device for value in held.values()):
-        held = state[param] = {name: value.to(param.device) for name, value in held.items()}
-    return held
 
 
 def _behind(group: ParamGroup, paths: Sequence[str]) -> dict[str, int]:

@@ -138,7 +138,7 @@ class Engine(torch.optim.Optimizer, ABC):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         found = match(self._schema().name, self.param_groups, state_dict)
-        self.param_groups = list(found.groups)
+        self.param_groups, self._settled = list(found.groups), {}
         for param, slots in found.slots:
             self.state[param] = taken_over(param, slots)
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -154,6 +154,9 @@ class Engine(torch.optim.Optimizer, ABC):
     def _settlement(self, index: int, group: ParamGroup) -> Settlement:
         settled = self._settled.get(index)
         if settled is None or not settled.holds(group):
+            for param in group["params"]:  # a model may have moved since
+                held = self.state[param]
+                self.state[param] = {name: value.to(param.device) for name, value in held.items()}
             settled = self._settled[index] = settle_group(group, self.state)
         return settled
 
