@@ -14,16 +14,18 @@ import numpy as np
 from rich.console import Console
 
 import statekit
-from statekit.backends import backend
+from statekit.backends import Backend, backend
 from statekit.cli import convert_command, inspect_command, output
 from statekit.cli.arguments import local_file
 from statekit.errors import MissingExtraError, NotFoundError
 from statekit.optim.adafactor import defaults
+from statekit.optim.run import Live, Move, Rates, store
+from statekit.optim.steps import Arrays, Execution
 from statekit.state import TrainState
 from statekit.tensor import Array, Tensor
 from statekit.verify.intervals import Interval
 from statekit.verify.recording import Recording, open_recording
-from statekit.verify.replay import Replay, Subject, free_run, replay
+from statekit.verify.replay import Replay, Subject, replay
 from statekit.verify.verdict import Row, compare
 
 if TYPE_CHECKING:
@@ -69,10 +71,9 @@ def command(bundle: Path | None, out: Path) -> int:
         stdout.print(f"\n3. Updates {start + 1} to {recording.last} in PyTorch\n", style="bold")
         run = list(resume(recording, target))
         judged = _judge(recording, target)
-        same = _steps_as_replay_does(run, recording, target)
         _show(stdout, recording, list(_differences(recording, run)), judged)
-    stdout.print(*_verdict(judged, same), style="bold")
-    return 0 if judged.passed and same else 1
+    stdout.print(*_verdict(judged), style="bold")
+    return 0 if judged.passed else 1
 
 
 def _default_bundle() -> Path:
@@ -120,7 +121,7 @@ def resume(recording: Recording, checkpoint: Path) -> Iterator[Values]:
     params = {name.replace(".", "/"): param for name, param in model.named_parameters()}
     with output.progress("updates") as bar:
         for update in bar.track(range(first, recording.last + 1), description="training"):
-            rates = np.broadcast_to(recording.rate(update), len(optimizer.param_groups))
+            rates = np.broadcast_to(np.asarray(recording.rate(update)), len(optimizer.param_groups))
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = float(rate)
             for path, grad in recording.gradients(update).items():
@@ -166,25 +167,39 @@ def _named(state: TrainState, path: str) -> dict[str, Tensor]:
     return {WEIGHTS: state.params[path], **state.slots.get(path, {})}
 
 
-def _steps_as_replay_does(run: Sequence[Values], recording: Recording, checkpoint: Path) -> bool:
-    """Tells whether the optimizer class gave, bit for bit, what the replayed steps give: then their verdict is its."""
-    judge = replace(recording.trajectories[0], execution="compiled")  # as the optimizer rounds bfloat16
-    subject = Subject(replace(recording, trajectories=(judge,)), "checkpoint", checkpoint)
-    replayed = list(free_run(subject, backend("torch")))[1:]
-    return len(run) == len(replayed) and all(
-        values[name].tobytes() == tensor.read().tobytes()
-        for ours, state in zip(run, replayed, strict=True)
-        for path, values in ours.items()
-        for name, tensor in _named(state, path).items()
-    )
+def by_class(xp: Backend, state: TrainState, execution: Execution) -> Move:
+    """Returns the step of the class of statekit.torch that goes on with a state, as a user's loop calls it."""
+    from statekit.torch.resume import optimizer_for
+
+    def move(live: Live, grads: Arrays, rates: Rates) -> Live:
+        now = store(xp, live, state)
+        model = _model(now)
+        params = {name.replace(".", "/"): param for name, param in model.named_parameters()}
+        for path, param in params.items():
+            param.data.copy_(live.params[path])
+            param.grad = grads.get(path)
+        optimizer = optimizer_for(now, model.named_parameters())
+        groups = optimizer.param_groups
+        for group, rate in zip(groups, np.broadcast_to(np.asarray(rates), len(groups)), strict=True):
+            group["lr"] = float(rate)
+        optimizer.step()
+        slots = {path: dict(optimizer.state[params[path]]) for path in live.slots}
+        return Live(
+            {path: param.detach() for path, param in params.items()}, slots, live.shared, live.updates + 1
+        )
+
+    return move
 
 
 def _judge(recording: Recording, checkpoint: Path) -> Replay:
-    """Judges every update by itself, each from the recorded state before it, against the derived bound."""
+    """Judges every update of the class by itself, each from the recorded state before it, against the bound."""
     with output.progress("updates") as bar:
         task = bar.add_task("comparing", total=recording.last - (recording.checkpoint_step or 0))
         subject = Subject(recording, "checkpoint", checkpoint)
-        return replay(subject, backend("torch"), None, lambda step: bar.advance(task))
+        result = replay(subject, backend("torch"), None, lambda step: bar.advance(task), by_class)
+    # The class rounds bfloat16 as a compiled original does; where that wasn't recorded, both round alike.
+    compiled = tuple(one for one in result.judged if one.trajectory.execution == "compiled")
+    return replace(result, judged=compiled or result.judged)
 
 
 def _show(stdout: Console, recording: Recording, rows: Sequence[Row], judged: Replay) -> None:
@@ -213,9 +228,7 @@ def _show(stdout: Console, recording: Recording, rows: Sequence[Row], judged: Re
     )
 
 
-def _verdict(judged: Replay, same: bool) -> Iterator[str]:
+def _verdict(judged: Replay) -> Iterator[str]:
     elements = sum(row.size for j in judged.judged for row in j.rows)
     yield f"{elements - sum(j.outside for j in judged.judged)} of {elements} elements lie within the bound:"
     yield "PyTorch goes on as T5X did." if judged.passed else "PyTorch does NOT go on as T5X did."
-    if not same:
-        yield "But statekit.torch.Adafactor does NOT step as replay does."

@@ -48,7 +48,7 @@ def test_an_optimizer_that_steps_otherwise_is_noticed(
 
     monkeypatch.setattr(Adafactor, "step", careless)
     assert demo(tmp_path, "momentum_f32") == WANTING
-    assert "does NOT step as replay does" in capsys.readouterr().out
+    assert "PyTorch does NOT go on as T5X did" in capsys.readouterr().out
 
 
 def test_without_recordings_it_says_what_to_do(

@@ -98,9 +98,8 @@ def load_optimizer(
             "This can't be a learning rate.", place="lr", expected="a number or 0-d tensor", found=repr(lr)
         )
     with open_state(Path(path), step=step, hints=Hints(dict(hparams or {}), variant)) as opened:
-        kind = _class_of(opened.state, path)
-        state = _rules_completed(_overridden(opened.state, overrides))
-        optimizer = _built(kind, state, _grouped(state, named_parameters, path))
+        _class_of(opened.state, path)
+        optimizer = optimizer_for(_overridden(opened.state, overrides), named_parameters, path)
     if lr is not None:
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -135,10 +134,21 @@ def _class_of(state: TrainState, place: object) -> Class:
     return OPTIMIZERS[schema]
 
 
-def _built(
-    kind: Class, state: TrainState, groups: Sequence[Sequence[tuple[str, torch.Tensor]]]
+def optimizer_for(
+    state: TrainState, named_parameters: NamedParameters, place: object = None
 ) -> torch.optim.Optimizer:
-    """Returns an optimizer of these groups, loaded; a hyperparameter that the state leaves unknown is missing in it."""
+    """Returns the optimizer that goes on with a state, loaded; what the state leaves unknown is missing in its groups.
+
+    Args:
+        state: The state.
+        named_parameters: Parameters by the names of the state.
+        place: Where the state is from, for errors.
+
+    Raises:
+        StateError: The parameters don't fit, or no optimizer here follows the rule; lists every fault.
+    """
+    kind, state = _class_of(state, place), _rules_completed(state)
+    groups = _grouped(state, named_parameters, place)
     saved = layout(LAYOUT).encode(state).tree["optimizer"]
     saved["param_groups"] = [group for group in saved["param_groups"] if group["params"]]
     options = [{"params": pairs, "rules": _named_rules(state, pairs)} for pairs in groups]

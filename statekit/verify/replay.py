@@ -34,6 +34,7 @@ from statekit.verify.recording import Recording, Trajectory
 from statekit.verify.verdict import Row, compare, gap, plain
 
 Start = Literal["checkpoint", "init"]
+Mover = Callable[[Backend, TrainState, Execution], Move]
 HINTED = ("t5x",)
 """Systems whose layout takes what their recordings say of a run; a native file of others is completed by it."""
 Progress = Callable[[int], None]
@@ -179,7 +180,11 @@ class Subject:
 
 
 def replay(
-    subject: Subject, xp: Backend, trajectory: Path | None = None, on_step: Progress = lambda step: None
+    subject: Subject,
+    xp: Backend,
+    trajectory: Path | None = None,
+    on_step: Progress = lambda step: None,
+    make: Mover = mover,
 ) -> Replay:
     """Judges one recording with one backend.
 
@@ -188,6 +193,7 @@ def replay(
         xp: The backend.
         trajectory: A file to write the free run to, under the recording's own names.
         on_step: Called with the update's number after each judged update.
+        make: What makes the step of a state: statekit's own text, or what is put to the test in its place.
 
     Raises:
         UnknownRuleError: A factor rule or a hyperparameter isn't known.
@@ -197,7 +203,7 @@ def replay(
     judge = recording.trajectories[0]
     start = subject.state()
     decoded = tuple(_differences(start, recording.state(subject.first, judge, subject.first + 1)))
-    steps = {t.execution: _Stepper(subject, xp, t.execution) for t in recording.trajectories}
+    steps = {t.execution: _Stepper(subject, xp, t.execution, make) for t in recording.trajectories}
     states = _run(steps[judge.execution])
     last = write_trajectory(trajectory, states, recording) if trajectory else deque(states, maxlen=1)[0]
     judged = tuple(
@@ -252,13 +258,19 @@ class _Stepper:
     subject: Subject
     xp: Backend
     execution: Execution
+    make: Mover = mover
     moves: dict[int, Move] = field(default_factory=dict)
+
+    @property
+    def contracts(self) -> bool:
+        """Whether products and sums may be contracted; what steps in another way than the text does as it likes."""
+        return self.xp.contracts or self.execution == "compiled" or self.make is not mover
 
     def __call__(self, state: TrainState, live: Live, update: int) -> Live:
         recording, xp = self.subject.recording, self.xp
         phase = recording.phase(update)
         if phase.first not in self.moves:
-            self.moves[phase.first] = mover(xp, state, self.execution)
+            self.moves[phase.first] = self.make(xp, state, self.execution)
         grads = {path: xp.asarray(tensor.read()) for path, tensor in recording.gradients(update).items()}
         return self.moves[phase.first](live, grads, recording.rate(update))
 
@@ -266,7 +278,7 @@ class _Stepper:
 def _verdict(step: _Stepper, start: TrainState, trajectory: Trajectory, on_step: Progress) -> Iterator[Row]:
     subject, xp, recording = step.subject, step.xp, step.subject.recording
     roots = max(trajectory.sqrt_units, xp.sqrt_units)
-    bounds = IntervalBackend(xp.contracts or step.execution == "compiled", sqrt_units=roots)
+    bounds = IntervalBackend(step.contracts, sqrt_units=roots)
     bounded = _Stepper(subject, bounds, step.execution)
     for update in range(max(subject.first, trajectory.first) + 1, recording.last + 1):
         before = recording.state(update - 1, trajectory, update)
