@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,7 +49,7 @@ class Run:
         variables = {path: variable(path, state.params[path].read()) for path in moved}
         rates = rate if isinstance(rate, tuple) else (rate,) * len(state.optimizer.groups)
         groups = tuple(
-            replace(group, hyperparameters={**group.hyperparameters, "learning_rate": own})
+            replace(group, hyperparameters={**_spelled(group.hyperparameters), "learning_rate": own})
             for group, own in zip(state.optimizer.groups, rates, strict=True)
         )
         state = replace(state, optimizer=replace(state.optimizer, groups=groups))
@@ -84,6 +84,11 @@ class Run:
             averages = self.optimizer._model_variables_moving_average
             held |= {(p, "average"): a.value for p, a in zip(self.variables, averages, strict=True)}
         return held | {(path, name): v for path, own in slots.items() for name, v in own.items()}
+
+
+def _spelled(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns hyperparameters with the encoding by its name; the object's was recorded."""
+    return {**said, "parameter_encoding": "eighth_power"} if said.get("parameter_encoding") else dict(said)
 
 
 def first_state(recording: Recording) -> TrainState:
@@ -130,6 +135,11 @@ def _judged(
     for key, recorded in read(recording.outcome(update, trajectory)).items():
         if key[0] in run.variables or key[0].startswith("groups/"):
             yield compare(update, *key, got[key], recorded, old.get(key, recorded), interval[key])
+    counted(run, before)
+
+
+def counted(run: Run, before: TrainState) -> None:
+    """Checks that the update was counted."""
     assert int(run.optimizer.iterations.numpy()) == before.counts.updates + 1
 
 

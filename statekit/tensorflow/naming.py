@@ -42,36 +42,50 @@ def scopes(caller: Any, name: str, path: str) -> Iterator[None]:
 
 
 def partners(mine: Sequence[str], theirs: Sequence[str]) -> dict[str, str]:
-    """Returns which saved name belongs to each of ours.
+    """Returns which of their paths is which of ours; one that can't be told is missing.
 
-    Equal names belong together. Where Keras has numbered layers anew (dense, dense_1 become dense_2, dense_3), names
-    that are equal but for these numbers belong together in the order of the numbers, if there are as many of them.
+    Equal paths are the same. Keras may open another scope around a whole model when it loads it, and numbers layers
+    anew (dense, dense_1 become dense_2, dense_3). So what all paths of a side begin with doesn't count; and paths that
+    are equal but for such numbers are the same in the order of the numbers, if there are as many on both sides.
 
     Example:
-        >>> partners(["dense_2:kernel", "dense_3:kernel"], ["dense:kernel", "dense_1:kernel"])
-        {'dense_2:kernel': 'dense:kernel', 'dense_3:kernel': 'dense_1:kernel'}
+        >>> partners(["net/dense_2/kernel", "net/dense_3/kernel"], ["dense/kernel", "dense_1/kernel"])
+        {'net/dense_2/kernel': 'dense/kernel', 'net/dense_3/kernel': 'dense_1/kernel'}
     """
-    if set(mine) == set(theirs):
-        return {name: name for name in mine}
-    found: dict[str, str] = {}
-    saved = _alike(theirs)
-    for kind, names in _alike(mine).items():
-        if len(saved.get(kind, [])) == len(names):
-            found |= dict(zip(names, saved[kind], strict=True))
+    if set(mine) <= set(theirs):
+        return {path: path for path in mine}
+    ours, found = _inner(mine), {}
+    saved = {inner: path for path, inner in _inner(theirs).items()}
+    if set(ours.values()) <= saved.keys():
+        return {path: saved[inner] for path, inner in ours.items()}
+    alike = _alike(theirs)
+    for kind, paths in _alike(mine).items():
+        if len(alike.get(kind, [])) == len(paths):
+            found |= dict(zip(paths, alike[kind], strict=True))
     return found
 
 
-def _alike(names: Sequence[str]) -> dict[str, list[str]]:
-    """Groups names by what they are without their numbers, each group in the order of the numbers."""
-    found: dict[str, list[str]] = {}
-    for name in sorted(names, key=_numbers):
-        found.setdefault(_NUMBER.sub("", name), []).append(name)
+def _inner(paths: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Returns the parts of each path without those that all begin with."""
+    parts = {path: tuple(path.split("/")) for path in paths}
+    first, last = min(parts.values(), default=()), max(parts.values(), default=())
+    same = 0
+    while same < min(len(first), len(last)) - 1 and first[same] == last[same]:
+        same += 1
+    return {path: own[same:] for path, own in parts.items()}
+
+
+def _alike(paths: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
+    """Groups paths by what they are without their numbers, each group in the order of the numbers."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for path, inner in sorted(_inner(paths).items(), key=lambda item: [_number(part) for part in item[1]]):
+        found.setdefault(tuple(_NUMBER.sub("", part) for part in inner), []).append(path)
     return found
 
 
-def _numbers(name: str) -> list[int]:
-    return [int(match[1] or 0) for match in _PART.finditer(name)]
+def _number(part: str) -> int:
+    match = _NUMBER.search(part)
+    return int(match[0][1:]) if match else 0
 
 
-_NUMBER = re.compile(rf"_\d+(?=$|{SEPARATOR})")
-_PART = re.compile(rf"[^{SEPARATOR}]+?(?:_(\d+))?(?=$|{SEPARATOR})")
+_NUMBER = re.compile(r"_\d+$")

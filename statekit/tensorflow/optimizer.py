@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
 import keras
@@ -80,6 +81,7 @@ class Engine(keras.optimizers.Optimizer):  # type: ignore[misc]
         self.settings = settings
         self.jit_compile = jit_compile
         self._rate_given = learning_rate is not None
+        self._paths = _Paths(settings.names)
         self._movement: Movement | None = None
 
     def build(self, variables: Sequence[Any]) -> None:
@@ -91,23 +93,34 @@ class Engine(keras.optimizers.Optimizer):  # type: ignore[misc]
         """
         if self.built:
             return
+        moved = [v for v in variables if not self._overwrite_variable_with_gradient(v)]
+        self._paths = _Paths(self._named(moved))
+        named = {self._canonical(variable): variable for variable in moved}
+        groups = told(self.settings, {path: tuple(variable.shape) for path, variable in named.items()})
         with tf.init_scope():
-            moved = [v for v in variables if not self._overwrite_variable_with_gradient(v)]
-            named = {self._canonical(variable): variable for variable in moved}
-            refuse(
-                "Variables can't be told apart",
-                [("is the name of several", p) for p in twice(map(self._canonical, moved))],
-                "give them names of their own: slots are kept and loaded by name",
-            )
-            shapes = {path: tuple(variable.shape) for path, variable in named.items()}
-            groups = told(self.settings, shapes)
             super().build(list(variables))
             held = tuple(self._held(i, group, named) for i, group in enumerate(groups))
         self._movement = Movement(backend("tensorflow"), self.settings, held, self.jit_compile)
 
+    def _named(self, variables: Sequence[Any]) -> dict[str, str]:
+        """Returns the canonical path of each variable by its own."""
+        names, own = self.settings.names, [path_of(variable) for variable in variables]
+        faults = [("is the name of several variables", path) for path in twice(own)]
+        same = {path: path for path in names}
+        if not names.keys() <= {*own}:  # Keras named the variables anew since these names were saved
+            same = {there: here for here, there in partners(own, list(names)).items()}
+            faults += [("is the name of no variable", path) for path in names if path not in same]
+        found = {path: path for path in own} | {same[p]: name for p, name in names.items() if p in same}
+        faults += [("is the name of several variables", path) for path in twice(found.values())]
+        refuse(
+            "Variables can't be told apart",
+            faults,
+            "slots are kept and loaded by name: give names of their own",
+        )
+        return found
+
     def _canonical(self, variable: Any) -> str:
-        path = path_of(variable)
-        return self.settings.names.get(path, path)
+        return self._paths.by_name[path_of(variable)]
 
     def _held(self, index: int, told: Told, named: Mapping[str, Any]) -> Held:
         xp, steps = backend("tensorflow"), steps_for(self.settings.schema, self.settings.variant)
@@ -116,7 +129,7 @@ class Engine(keras.optimizers.Optimizer):  # type: ignore[misc]
         slots = {}
         for path, variable in params.items():
             first = steps.init(xp, tf.convert_to_tensor(variable), owns[path], variant)
-            slots[path] = self._created(path_of(named[path]), first)
+            slots[path] = self._created(path, first)
         first = steps.begin(xp, params, told.group, variant)
         shared = self._created(f"groups/{index}", first)
         return Held(told, owns, params, slots, shared)
@@ -195,7 +208,8 @@ class Engine(keras.optimizers.Optimizer):  # type: ignore[misc]
         config = super().get_config()
         del config["weight_decay"]
         rate = config["learning_rate"] if self._rate_given else None
-        return {**config, "learning_rate": rate, "jit_compile": self.jit_compile, **self.settings.to_json()}
+        told = replace(self.settings, names=self._paths.by_name).to_json()
+        return {**config, "learning_rate": rate, "jit_compile": self.jit_compile, **told}
 
     def save_own_variables(self, store: Any) -> None:
         """Saves all variables by their names."""
@@ -215,15 +229,14 @@ class Engine(keras.optimizers.Optimizer):  # type: ignore[misc]
                 stacklevel=2,
             )
             return
-        mine = self._by_name()
-        saved = list(store.keys())
-        theirs = partners(list(mine), saved)
+        mine, saved = self._by_name(), list(store.keys())
+        theirs = _keys(list(mine), saved)
         faults = [("isn't in the file", name) for name in mine if name not in theirs]
         faults += [("is in the file, but not in the optimizer", n) for n in saved if n not in theirs.values()]
         faults += [
-            (f"has shape {tuple(store[theirs[name]].shape)} in the file, here {tuple(variable.shape)}", name)
-            for name, variable in mine.items()
-            if name in theirs and tuple(store[theirs[name]].shape) != tuple(variable.shape)
+            (f"has shape {tuple(store[theirs[name]].shape)} in the file, here {tuple(v.shape)}", name)
+            for name, v in mine.items()
+            if name in theirs and tuple(store[theirs[name]].shape) != tuple(v.shape)
         ]
         if faults:
             raise StateError(
@@ -235,13 +248,57 @@ class Engine(keras.optimizers.Optimizer):  # type: ignore[misc]
             variable.assign(store[theirs[name]])
 
     def _by_name(self) -> dict[str, Any]:
-        return {v.path.removeprefix(f"{self.name}/").replace("/", SEPARATOR): v for v in self.variables}
+        """Returns all variables by their names in files."""
+        found = {v.path.rpartition("/")[2]: v for v in (self._iterations, self._learning_rate) if _is_own(v)}
+        held = {path: dict(own) for path, own in self.slots().items()}
+        theirs = {
+            "average": "_model_variables_moving_average",
+            "gradient_accumulator": "_accumulated_gradients",
+        }
+        for slot, attribute in theirs.items():
+            for variable, own in zip(self._trainable_variables, getattr(self, attribute, ()), strict=False):
+                if own is not None:
+                    held.setdefault(self._canonical(variable), {})[slot] = own
+        return found | {_key(path, slot): v for path, own in held.items() for slot, v in own.items()}
 
     def slots(self) -> dict[str, dict[str, Any]]:
         """Returns the slots of each parameter by its path and their names; of groups as a whole by `groups/<i>`."""
         held = self._movement.groups if self._movement else ()
         found = {path: dict(own) for group in held for path, own in group.slots.items()}
         return found | {f"groups/{i}": dict(group.shared) for i, group in enumerate(held) if group.shared}
+
+
+@dataclass(frozen=True)
+class _Paths:
+    """Canonical path by the variable's own; in a class of ours, because Keras replaces plain dicts."""
+
+    by_name: Mapping[str, str]
+
+
+def _is_own(variable: Any) -> bool:
+    return isinstance(variable, keras.Variable)
+
+
+def _key(path: str, slot: str) -> str:
+    return f"{path}/{slot}".replace("/", SEPARATOR)
+
+
+def _keys(mine: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
+    """Returns the name in a file of each of our names."""
+
+    def paths(names: Sequence[str]) -> list[str]:
+        owners = dict.fromkeys(name.rpartition(SEPARATOR)[0].replace(SEPARATOR, "/") for name in names)
+        return [path for path in owners if path and not path.startswith("groups/")]
+
+    same = partners(paths(mine), paths(saved))
+    found = {}
+    for name in mine:
+        owner, _, slot = name.rpartition(SEPARATOR)
+        path = owner.replace(SEPARATOR, "/")
+        there = _key(same[path], slot) if path in same else name
+        if there in saved:
+            found[name] = there
+    return found
 
 
 def _rate(rate: Rate) -> Any:

@@ -123,6 +123,12 @@ def told(settings: Settings, shapes: Mapping[str, Shape]) -> list[Told]:
         taken.update(paths)
         grouped.append((paths, group))
     grouped.append(([path for path in shapes if path not in taken], {}))
+    faults += [
+        (f"has {name}, but isn't among the variables", path)
+        for name in ("lr_mult", "wd_mult")
+        for path in common.get(name) or ()
+        if path not in shapes
+    ]
     found = [_told(settings, paths, {**common, **own}, shapes, faults) for paths, own in grouped if paths]
     remedy = (
         'give factor_map=[(regex, ["ROW", "COLUMN", "BATCH" or "NONE" for each axis]), ...] as the run had it'

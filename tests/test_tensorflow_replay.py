@@ -1,0 +1,192 @@
+"""Every recording of the originals, driven by statekit.tensorflow as a user drives an optimizer; and broken ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from goldens import GOLDEN
+from replaying import present
+from statekit.errors import StateError, UnknownRuleError, UsageError
+from statekit.state import TrainState
+from statekit.tensor import in_memory
+from statekit.verify.recording import open_recording
+
+pytestmark = [
+    pytest.mark.tensorflow,
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras on NumPy 2
+]
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+pytest.importorskip("tensorflow")
+import keras  # noqa: E402
+import tensorflow as tf  # noqa: E402
+import tensorflow_driving as driving  # noqa: E402
+
+from statekit.tensorflow import load_optimizer, load_params  # noqa: E402
+
+QUICK = present(
+    "t5x/momentum_f32",
+    "scaled_adam/zipformer2025_basic",
+    "mxnet_lans/fused_trainer",
+    "keras/lamb_default",
+    "keras/adamw_ema_schedule_clip",
+)
+FOLDERS = {
+    f"{path.parts[-2]}/{path.name}": path
+    for path in sorted(GOLDEN.glob("*/*"))
+    if (path / "meta.json").is_file()
+}
+ALL = [
+    pytest.param(path, id=name, marks=[] if name in QUICK else pytest.mark.slow)
+    for name, path in FOLDERS.items()
+    if driving.stepped(path)
+]
+
+
+@pytest.mark.parametrize("folder", ALL)
+def test_every_update_stays_within_the_bound(folder: Path) -> None:
+    with open_recording(folder) as recording:
+        rows = list(driving.verdict(recording))
+    assert rows
+    assert [(row.step, row.path, row.tensor, row.example) for row in rows if row.outside] == []
+
+
+def later(run: driving.Run) -> None:
+    run.optimizer.iterations.assign_add(1)
+
+
+def turned(run: driving.Run) -> None:
+    slots = run.optimizer.slots()["encoder/layers_0/attention/query/kernel"]
+    row, col = slots["v_row"].numpy(), slots["v_col"].numpy()
+    slots["v_row"].assign(col)
+    slots["v_col"].assign(row)
+
+
+def exchanged(run: driving.Run) -> None:
+    one, other = (run.optimizer.slots()[f"encoder/layers_0/mlp/{name}/kernel"] for name in ("wi_0", "wo"))
+    for slot in ("v_row", "v_col"):
+        first, second = one[slot].numpy(), other[slot].numpy()
+        one[slot].assign(second)
+        other[slot].assign(first)
+
+
+@pytest.mark.parametrize("fault", [later, turned, exchanged])
+def test_a_broken_state_is_noticed(
+    fault: Callable[[driving.Run], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = driving.Run.place
+
+    def wrong(run: driving.Run, tensors: driving.Tensors, updates: int) -> None:
+        right(run, tensors, updates)
+        fault(run)
+
+    monkeypatch.setattr(driving.Run, "place", wrong)
+    if fault is later:  # without this, only the driver's own look at the count would fail
+        monkeypatch.setattr(driving, "counted", lambda run, before: None)
+    with open_recording(GOLDEN / "t5x" / "momentum_f32") as recording:
+        rows = list(driving.verdict(recording, last=2))
+    assert not any(row.outside for row in rows if row.step == 1)
+    assert any(row.outside for row in rows if row.step == 2)
+
+
+CHECKPOINT = GOLDEN / "t5x" / "momentum_f32"
+
+
+@pytest.fixture(scope="module")
+def stored() -> TrainState:
+    with open_recording(CHECKPOINT) as recording:
+        assert recording.checkpoint_step is not None
+        update = recording.checkpoint_step + 1
+        return recording.state(update - 1, recording.trajectories[0], update)
+
+
+def options() -> dict[str, Any]:
+    with open_recording(CHECKPOINT) as recording:
+        return dict(recording.hints(6).hyperparameters)
+
+
+def fresh(state: TrainState, prefix: str = "") -> list[Any]:
+    """Variables with a state's names and shapes, in another order."""
+    held = [driving.variable(prefix + p, np.zeros(t.shape, t.dtype)) for p, t in state.params.items()]
+    return held[::-1]
+
+
+@pytest.fixture(scope="module")
+def source() -> Path:
+    with open_recording(CHECKPOINT) as recording:
+        return recording.folder / recording.checkpoint
+
+
+def test_a_checkpoint_is_loaded_by_name_and_goes_on(stored: TrainState, source: Path) -> None:
+    variables = fresh(stored)
+    load_params(source, variables)
+    optimizer = load_optimizer(source, variables, 1e-3, hparams=options())
+    assert int(optimizer.iterations.numpy()) == stored.counts.updates
+    for variable in variables:
+        np.testing.assert_array_equal(variable.numpy(), stored.params[variable.path].read())
+        for slot, value in optimizer.slots()[variable.path].items():
+            np.testing.assert_array_equal(
+                value.numpy(), stored.slots[variable.path][slot].read(), err_msg=slot
+            )
+    with open_recording(CHECKPOINT) as recording:
+        named = {v.path: v for v in variables}
+        run = driving.Run({path: named[path] for path in stored.params}, optimizer)
+        trajectory = recording.trajectories[0]
+        rows = list(driving._judged(recording, trajectory, run, stored, stored.counts.updates + 1))
+    assert rows and not any(row.outside for row in rows)
+
+
+def test_names_may_differ_if_they_are_given(stored: TrainState, source: Path) -> None:
+    variables = fresh(stored, "mine/")
+    names = {v.path: v.path.removeprefix("mine/") for v in variables}
+    with pytest.raises(StateError, match="isn't in the checkpoint"):
+        load_optimizer(source, variables, 1e-3, hparams=options())
+    optimizer = load_optimizer(source, variables, 1e-3, hparams=options(), names=names)
+    load_params(source, variables, names=names)
+    again = type(optimizer).from_config(optimizer.get_config())
+    again.build(variables)
+    assert again.slots().keys() == optimizer.slots().keys() == stored.slots.keys()
+    np.testing.assert_array_equal(variables[0].numpy(), stored.params[names[variables[0].path]].read())
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_whole(stored: TrainState, source: Path) -> None:
+    variables = fresh(stored)
+    with pytest.raises(StateError, match="not among the variables"):
+        load_optimizer(source, variables[1:], 1e-3, hparams=options())
+    with pytest.raises(StateError, match="no variable"):
+        load_params(source, variables[1:])
+    wide = driving.variable(variables[0].path, np.zeros((7, 7), np.float32))
+    with pytest.raises(StateError, match="has shape"):
+        load_optimizer(source, [wide, *variables[1:]], 1e-3, hparams=options())
+    with pytest.raises(StateError, match="has shape"):
+        load_params(source, [wide, *variables[1:]])
+    narrow = driving.variable(variables[0].path, np.zeros(variables[0].shape, np.float16))
+    with pytest.raises(StateError, match="narrowed"):
+        load_params(source, [narrow, *variables[1:]])
+    with pytest.raises(UnknownRuleError, match="doesn't say"):
+        load_optimizer(source, variables, 1e-3)
+    with pytest.raises(UsageError):
+        load_optimizer(source, variables, 1e-3, hparams=options(), colour="red")
+    assert all(not v.numpy().any() for v in variables)
+
+
+def test_a_large_tensor_is_copied_block_by_block() -> None:
+    from statekit.tensorflow.resume import _copied
+
+    reads = []
+    value = np.arange(3 * 2**20, dtype=np.float32).reshape(3, 2**20)
+    whole = in_memory(value)
+    watched = replace(whole, fetch=lambda index: (reads.append(index), whole.fetch(index))[1])
+    target = tf.Variable(tf.zeros(value.shape))
+    _copied(target, watched)
+    assert len(reads) > 1
+    np.testing.assert_array_equal(target.numpy(), value)
+    kept = keras.Variable(np.zeros(value.shape, np.float32))
+    _copied(kept, watched)
+    np.testing.assert_array_equal(kept.numpy(), value)
