@@ -13,13 +13,14 @@ import numpy as np
 import optax
 
 from statekit.errors import UnknownRuleError, UsageError, fault_list
+from statekit.jax.batches import STACK, Stacks
 from statekit.jax.leaves import Leaves, leaves_of
 from statekit.jax.sharding import laid_out
 from statekit.jax.states import STATES, State
 from statekit.jax.traced import Traced, TracedBackend, static_remedy
 from statekit.optim.keras_averages import follow_average
 from statekit.optim.run import moves, settled_group, steps_for
-from statekit.optim.steps import Scene, Steps
+from statekit.optim.steps import Arrays, Scene, Steps
 from statekit.schema import OptimizerSchema, load_schema
 from statekit.settling import LOGICAL, RATE_NAMES, Faults, by_name, factor_rules, option_faults, rate_needed
 from statekit.state import Counts, Group, Optimizer, Rule, TrainState
@@ -28,12 +29,6 @@ from statekit.tensor import DTYPES, Filled, Shape
 Rate: TypeAlias = float | jax.Array | Callable[[jax.Array], Any] | None
 """A learning rate: a number, a 0-d array, a schedule of the updates done, or None while nobody has given one."""
 
-STACK = 2**16
-"""The most elements of a parameter that is stacked with others of its kind.
-
-A stack is copied together and apart again, which costs more than it saves once a parameter is larger than a core's
-cache; below that, one computation for hundreds of parameters is what keeps compiling and launching short.
-"""
 _SHOWN = 40
 _COUNTED = ("step_offset", "begin_num_update")
 """Integers that only meet the count: they may be arrays, as floats may."""
@@ -285,17 +280,18 @@ def _updated(
     reached, whole, common = told.steps.prepare(scene, group, params, grads, slots, own_slots)
     small = {name: grad for name, grad in reached.items() if grad.size <= STACK}
     large = {name: grad for name, grad in reached.items() if grad.size > STACK}
-    after = dict(params)
-    for part, batching in ((small, xp), (large, None)):
+    rule, updates = Differences(told.steps), {name: jnp.zeros_like(param) for name, param in params.items()}
+    for part, batching in ((small, Stacks(state.count)), (large, None)):
         moved = moves(
-            told.steps, scene, settled.owns, params, part, slots, common, counts=counts, batching=batching
+            rule, scene, settled.owns, params, part, slots, common, counts=counts, batching=batching
         )
-        for name, param, own in moved:
-            after[name], slots[name] = param, {**slots[name], **own}
+        for name, change, own in moved:
+            updates[name], slots[name] = change, {**slots[name], **own}
     for name, own in slots.items():
         if "average" in own:
-            after[name], slots[name] = follow_average(xp, after[name], own, group, state.count)
-    updates = {name: difference(after[name], param) for name, param in params.items()}
+            after = optax.apply_updates(params[name], updates[name])
+            after, slots[name] = follow_average(xp, after, own, group, state.count)
+            updates[name] = difference(after, params[name])
     count = optax.safe_increment(state.count)
     return leaves.tree(updates), state_of(told.schema, leaves, count, slots, whole)
 
@@ -309,6 +305,23 @@ def _rate(told: Told, count: jax.Array) -> Any:
             remedy="give learning_rate=..., of load_optimizer too: checkpoints of most systems hold none",
         )
     return rate
+
+
+@dataclass(frozen=True)
+class Differences:
+    """A rule whose update returns what is to be added to a parameter."""
+
+    steps: Steps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.steps, name)
+
+    def update(
+        self, scene: Scene, param: jax.Array, grad: jax.Array, slots: Arrays, own: Any, common: Any
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Returns the difference, and the slots after the update."""
+        new, after = self.steps.update(scene, param, grad, slots, own, common)
+        return difference(new, param), after
 
 
 def difference(new: jax.Array, old: jax.Array) -> jax.Array:

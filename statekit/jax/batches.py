@@ -1,0 +1,59 @@
+"""Parameters of one kind in one computation, in a form that XLA compiles in the time of one.
+
+XLA fuses a stack into whatever reads it, and compiles a kernel for each offset that it takes a part from: for hundreds
+of parameters that takes minutes. So the stack is walked by a loop, which nothing is fused into, and the offsets are
+made numbers that the compiler can't know: then one kernel takes out any part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+STACK = 2**16
+"""The most elements of a parameter that is stacked with others of its kind.
+
+A stack is copied together and apart again, which is traffic that a large parameter needn't have; below this size, what
+many small computations cost to compile and to launch weighs more.
+"""
+CHUNK = 2**18
+"""The most elements that one round of the loop moves: 1 MiB of float32, what a core's cache holds."""
+
+
+class Stacks:
+    """Stacks for `statekit.optim.run.moves`."""
+
+    def __init__(self, count: jax.Array) -> None:
+        """Takes the count of updates: an array of which only we know that it isn't negative."""
+        self._count = count
+
+    def stack(self, values: Sequence[jax.Array]) -> jax.Array:
+        """Returns arrays of one shape and dtype along a new first axis."""
+        return jnp.stack(values)
+
+    def unstack(self, value: jax.Array) -> Sequence[jax.Array]:
+        """Returns the parts along the first axis."""
+        places = tuple(jnp.int32(i) for i in range(len(value)))
+        nowhere = (jnp.int32(0),) * len(value)
+        found = jax.lax.cond(self._count >= 0, lambda: places, lambda: nowhere)
+        return [jax.lax.dynamic_index_in_dim(value, place, keepdims=False) for place in found]
+
+    def batched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that takes all its arrays, and returns all of its own, with one more first axis."""
+
+        def run(*stacks: Any) -> Any:
+            return jax.lax.map(lambda one: function(*one), stacks, batch_size=_round(stacks))
+
+        return run
+
+
+def _round(stacks: Any) -> int:
+    """Returns how many parts a round of the loop moves: a divisor of all, so that no other round is left over."""
+    leaves = jax.tree.leaves(stacks)
+    parts = len(leaves[0])
+    largest = max(leaf.size // parts for leaf in leaves)
+    most = max(1, min(parts // 2, CHUNK // max(1, largest)))
+    return next(size for size in range(most, 0, -1) if parts % size == 0)
