@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch_driving import RECORDED, Run, differing, read, recorded_state
+from torch_driving import RECORDED, Run, Tensors, differing, read, recorded_state, resume
 from torch_models import blank_model
 
 from formats import save
+from goldens import GOLDEN
 from statekit.checkpoint import Checkpoint
 from statekit.convert import convert, open_state, plan
 from statekit.converters.layouts.statekit_torch import CLASSES, LAYOUT
@@ -21,6 +22,7 @@ from statekit.format import Hints
 from statekit.optim.run import stepped_variants
 from statekit.state import Counts, TrainState
 from statekit.torch import load_optimizer, load_params
+from statekit.verify.recording import open_recording
 
 pytestmark = pytest.mark.torch
 
@@ -141,3 +143,45 @@ def test_groups_of_two_optimizers_are_no_state() -> None:
     groups.append({**groups[0], "params": [], "param_names": [], "variant": "pt7"})
     with pytest.raises(StateError, match="variant pt7, unlike the file"):
         decoded(tree)
+
+
+NATIVE = {
+    "torch_formats/adamw_legacy": None,
+    "torch_adafactor/adamw_fused_named": None,
+    "torch_adafactor/adafactor_bf16": None,
+    "scaled_adam/gptsovits_basic": "gptsovits",
+    "scaled_adam/zipformer202407_clipping": "zip202407",
+    "scaled_adam/zipformer2025_basic": "zip2025",
+    "optax_adafactor/adafactor_orbax_v1": None,
+    "optax_adafactor/lamb_pytree_noocdbt": None,
+    "mesh_tf/adafactor_bf16_master_t5": None,
+    "mesh_tf/adamw_2device_stacked_sharded": "mesh_tf",
+    "t2t/late_beta1_scaled_extlr": "t2t_late",
+    "t2t/late_bf16_encoded_beta1": "t2t_late",
+}
+"""Recordings of systems whose own files are readable -> the variant, where these can't tell it."""
+TELLING = ("torch_formats", "torch_adafactor", "scaled_adam")
+"""Systems whose files hold the hyperparameters."""
+
+
+@pytest.mark.parametrize("name", [name for name in NATIVE if (GOLDEN / name / "meta.json").is_file()])
+def test_originals_go_on_from_their_own_files(name: str) -> None:
+    with open_recording(GOLDEN / name) as recording:
+        step = recording.checkpoint_step or 0
+        there = recording.state(step, recording.trajectories[0], min(step + 1, recording.last))
+        run = loaded(recording.folder / recording.checkpoint, variant=NATIVE[name])
+        group = run.optimizer.param_groups[0]
+        assert (group["variant"], group["step"]) == (there.optimizer.variant, step)
+        assert differing(slots(run.tensors()), slots(read(there))) == []
+        if name.partition("/")[0] in TELLING:
+            other = resume(there)
+            assert differing(run.tensors(), other.tensors()) == []
+            for update in range(step + 1, recording.last + 1):
+                run.update(recording, update)
+                other.update(recording, update)
+            assert differing(run.tensors(), other.tensors()) == []
+
+
+def slots(tensors: Tensors) -> Tensors:
+    """Leaves parameters out: some systems save them in less than they are recorded in."""
+    return {key: value for key, value in tensors.items() if key[1] != "param"}

@@ -112,7 +112,8 @@ class StatekitTorch:
             )
         names = _names(state.params)
         extra = dict(state.extra)
-        buffers, beside = extra.pop(BUFFERS, {}), extra.pop(BESIDE, {})
+        buffers, others = extra.pop(BUFFERS, {}), extra.pop(BESIDE, {})
+        beside = {key: part for key, part in others.items() if key not in ("model", "optimizer")}
         of_groups = extra.pop(GROUPS, [])
         dropped = {
             name: "a torch file that loads with weights_only can't hold it"

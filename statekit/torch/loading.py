@@ -147,6 +147,8 @@ def _merged(group: ParamGroup, saved: Mapping[str, Any], theirs: Mapping[str, _S
     values = {key: copy.deepcopy(value) for key, value in saved.items() if key not in _KEPT}
     if values.get("lr") is None:  # unknown there
         values.pop("lr", None)
+    if not isinstance(values.get("foreach"), bool):  # torch.optim has other words for it
+        values.pop("foreach", None)
     whole = {key: value for key, value in group.items() if key != "behind"} | values
     names = {name: theirs[path_of(name)].name for name in group["param_names"] if path_of(name) in theirs}
     for key in ("rules", "behind", *BY_NAME):

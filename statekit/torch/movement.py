@@ -48,7 +48,8 @@ def move(group: ParamGroup, settled: Settlement, state: Mapping[torch.Tensor, He
         present = [path for path in batch.paths if path in reached]
         if batch.fast is None:
             _by_text(steps, scene, settled, present, read, here, common, behind)
-        for count, paths in _by_count(present, behind, group["step"]) if batch.fast is not None else ():
+            continue
+        for count, paths in _by_count(present, behind, group["step"]):
             batch.fast(replace(scene, step=count), *read.listed(paths), common)
     _follow_averages(here, settled, group["step"])
     if whole:
