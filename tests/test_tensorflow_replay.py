@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,11 +101,12 @@ CHECKPOINT = GOLDEN / "t5x" / "momentum_f32"
 
 
 @pytest.fixture(scope="module")
-def stored() -> TrainState:
+def stored() -> Iterator[TrainState]:
+    """The recorded state at the checkpoint."""
     with open_recording(CHECKPOINT) as recording:
         assert recording.checkpoint_step is not None
         update = recording.checkpoint_step + 1
-        return recording.state(update - 1, recording.trajectories[0], update)
+        yield recording.state(update - 1, recording.trajectories[0], update)
 
 
 def options() -> dict[str, Any]:
@@ -179,10 +182,15 @@ def test_a_checkpoint_that_does_not_fit_is_refused_whole(stored: TrainState, sou
 def test_a_large_tensor_is_copied_block_by_block() -> None:
     from statekit.tensorflow.resume import _copied
 
-    reads = []
+    reads: list[Any] = []
+
+    def fetch(index: Any) -> Any:
+        reads.append(index)
+        return whole.fetch(index)
+
     value = np.arange(3 * 2**20, dtype=np.float32).reshape(3, 2**20)
     whole = in_memory(value)
-    watched = replace(whole, fetch=lambda index: (reads.append(index), whole.fetch(index))[1])
+    watched = replace(whole, fetch=fetch)
     target = tf.Variable(tf.zeros(value.shape))
     _copied(target, watched)
     assert len(reads) > 1
@@ -190,3 +198,24 @@ def test_a_large_tensor_is_copied_block_by_block() -> None:
     kept = keras.Variable(np.zeros(value.shape, np.float32))
     _copied(kept, watched)
     np.testing.assert_array_equal(kept.numpy(), value)
+
+
+class Net(keras.Model):  # type: ignore[misc]
+    """A model that holds the recorded variables."""
+
+    def __init__(self, variables: list[Any]) -> None:
+        super().__init__()
+        self.held = variables
+
+
+def test_what_readme_says_of_tensorflow_runs(
+    stored: TrainState, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"<!-- run tensorflow -->\n```python\n(.*?)```", readme, re.DOTALL)
+    shutil.copytree(source, tmp_path / "t5x-ckpt" / "checkpoint_4")
+    monkeypatch.chdir(tmp_path)
+    model = Net(fresh(stored))
+    exec(compile(text, "README.md", "exec"), {"model": model})
+    assert int(model.optimizer.iterations.numpy()) == stored.counts.updates
+    assert len(model.optimizer.slots()) == len(stored.params)

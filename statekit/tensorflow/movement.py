@@ -156,7 +156,8 @@ class Movement:
                 scene = Scene(xp, variant, rate, step)
 
                 def one(each: Any) -> Any:
-                    return steps.update(scene, *each, own, common)
+                    param, grad, slots = each
+                    return steps.update(scene, param, grad, slots, own, common)
 
                 return tf.vectorized_map(one, moving) if together else one(moving)
 
@@ -168,12 +169,12 @@ def _batches(
     held: Held, grads: Mapping[str, Any], missed: Mapping[str, int]
 ) -> Iterator[tuple[int, Hashable, list[str]]]:
     """Yields which parameters are moved by one kernel: what they missed, what their update depends on, and they."""
-    found: dict[Hashable, list[str]] = {}
+    found: dict[tuple[int, Hashable, Hashable], list[str]] = {}
     for path, grad in grads.items():
         arrays = [held.params[path], grad, *held.slots[path].values()]
         kind = tuple((tuple(value.shape), value.dtype) for value in arrays)
         found.setdefault((missed.get(path, 0), held.owns[path], kind), []).append(path)
-    for (missing, own, _), paths in found.items():  # type: ignore[misc]
+    for (missing, own, _), paths in found.items():
         yield missing, own, paths
 
 

@@ -54,10 +54,11 @@ def partners(mine: Sequence[str], theirs: Sequence[str]) -> dict[str, str]:
     """
     if set(mine) <= set(theirs):
         return {path: path for path in mine}
-    ours, found = _inner(mine), {}
+    ours = _inner(mine)
     saved = {inner: path for path, inner in _inner(theirs).items()}
     if set(ours.values()) <= saved.keys():
         return {path: saved[inner] for path, inner in ours.items()}
+    found: dict[str, str] = {}
     alike = _alike(theirs)
     for kind, paths in _alike(mine).items():
         if len(alike.get(kind, [])) == len(paths):

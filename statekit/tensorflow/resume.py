@@ -124,7 +124,9 @@ def built(
         each.pop("factor_map", None)
         each.pop("logical_factor_rules", None)
     common = {n: v for n, v in said[0].items() if all(n in one and one[n] == v for one in said)}
-    rates = [next((g.hyperparameters[n] for n in RATE_NAMES if n in g.hyperparameters), None) for g in groups]
+    rates: list[Any] = [
+        next((g.hyperparameters[n] for n in RATE_NAMES if n in g.hyperparameters), None) for g in groups
+    ]
     apart = by_keras(schema, variant).keys() | common.keys()
     different = [
         {"paths": [p for p in g.paths if p in pairs], **{n: v for n, v in one.items() if n not in apart}}
