@@ -53,7 +53,7 @@ bench: $(READY)
 	@$(BIN)/python tests/benchmarks/convert.py
 
 tables: $(READY)
-	@$(BIN)/python tests/tabulate.py
+	@$(BIN)/python tests/accuracy_table.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 
+import accuracy_table
 import pytest
-import tabulate
-from tabulate import Line, Rule
+from accuracy_table import Line, Rule
 
 from goldens import COMPACT, GOLDEN
 from replaying import BACKENDS, marks
 
-PAGE = tabulate.TARGET.read_text(encoding="utf-8")
+PAGE = accuracy_table.TARGET.read_text(encoding="utf-8")
 SAID = {
     (Rule(cells[0], cells[1]), cells[3]): cells
-    for row in PAGE.split(tabulate.HEAD)[1].splitlines()[2:]
+    for row in PAGE.split(accuracy_table.HEAD)[1].splitlines()[2:]
     for cells in [[cell.strip() for cell in row.strip("|").split("|")]]
 }
 SAMPLE = (
@@ -41,8 +41,8 @@ def faults(said: list[str], found: Line) -> list[str]:
 
 @whole
 def test_every_recording_stands_in_the_table_or_beside_it() -> None:
-    for folder in tabulate.bundles():
-        rule = tabulate.rule_of(folder)
+    for folder in accuracy_table.bundles():
+        rule = accuracy_table.rule_of(folder)
         if rule is None:
             assert f"`{'/'.join(folder.parts[-2:])}`" in PAGE
         else:
@@ -52,7 +52,7 @@ def test_every_recording_stands_in_the_table_or_beside_it() -> None:
 def test_no_element_lies_outside() -> None:
     assert "Elements outside of their interval: 0." in PAGE
     assert all(float(ratio) <= 1 for cells in SAID.values() for ratio in cells[6].split(", "))
-    assert PAGE.startswith(tabulate.TEXT)
+    assert PAGE.startswith(accuracy_table.TEXT)
 
 
 @whole
@@ -65,16 +65,16 @@ def test_no_element_lies_outside() -> None:
     ],
 )
 def test_a_sample_still_holds(rule: Rule, name: str) -> None:
-    folders = [folder for folder in tabulate.bundles() if tabulate.rule_of(folder) == rule]
-    found = tabulate.line(rule, tabulate.replayed(folders, [name])["results"])
+    folders = [folder for folder in accuracy_table.bundles() if accuracy_table.rule_of(folder) == rule]
+    found = accuracy_table.line(rule, accuracy_table.replayed(folders, [name])["results"])
     assert not faults(SAID[rule, name], found)
 
 
 @whole
 @pytest.mark.parametrize("rule", SAMPLE[1:3])
 def test_figures_that_do_not_hold_are_noticed(rule: Rule) -> None:
-    folders = [folder for folder in tabulate.bundles() if tabulate.rule_of(folder) == rule]
-    found = tabulate.line(rule, tabulate.replayed(folders, ["numpy"])["results"])
+    folders = [folder for folder in accuracy_table.bundles() if accuracy_table.rule_of(folder) == rule]
+    found = accuracy_table.line(rule, accuracy_table.replayed(folders, ["numpy"])["results"])
     said = SAID[rule, "numpy"]
     changed = [
         *said[:2], "17", said[3], re.sub(r"\d$", "x", said[4]), "3.0 %", said[6], said[7], f"{float(said[8]) * 5}"

@@ -1,7 +1,7 @@
 """Writes docs/accuracy.md: how close to the originals every backend is, and how close the bound is to that.
 
-    python tests/tabulate.py            # or: make tables
-    python tests/tabulate.py numpy      # a table of some backends, printed only
+    python tests/accuracy_table.py            # or: make tables
+    python tests/accuracy_table.py numpy      # a table of some backends, printed only
 
 Each figure comes from `statekit replay --json --start init`, run on all recordings.
 """
