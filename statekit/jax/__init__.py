@@ -1,5 +1,6 @@
 """Optimizers that go on where T5X's, icefall's, MXNet's, Optax', PyTorch's and Keras' stopped, for Optax."""
 
+from statekit.jax.loading import load_optimizer, load_params
 from statekit.jax.optimizers import adafactor, adamw, lamb, lans, scaled_adam
 from statekit.jax.sharding import state_shardings
 from statekit.jax.states import AdafactorState, AdamWState, LambState, LansState, ScaledAdamState
@@ -14,6 +15,8 @@ __all__ = [
     "adamw",
     "lamb",
     "lans",
+    "load_optimizer",
+    "load_params",
     "scaled_adam",
     "state_shardings",
 ]

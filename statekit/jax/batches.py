@@ -29,6 +29,7 @@ class Stacks:
     def __init__(self, count: jax.Array) -> None:
         """Takes the count of updates: an array of which only we know that it isn't negative."""
         self._count = count
+        self._places: dict[int, tuple[jax.Array, ...]] = {}
 
     def stack(self, values: Sequence[jax.Array]) -> jax.Array:
         """Returns arrays of one shape and dtype along a new first axis."""
@@ -36,10 +37,11 @@ class Stacks:
 
     def unstack(self, value: jax.Array) -> Sequence[jax.Array]:
         """Returns the parts along the first axis."""
-        places = tuple(jnp.int32(i) for i in range(len(value)))
-        nowhere = (jnp.int32(0),) * len(value)
-        found = jax.lax.cond(self._count >= 0, lambda: places, lambda: nowhere)
-        return [jax.lax.dynamic_index_in_dim(value, place, keepdims=False) for place in found]
+        parts = len(value)
+        if parts not in self._places:
+            places, nowhere = tuple(map(jnp.int32, range(parts))), (jnp.int32(0),) * parts
+            self._places[parts] = jax.lax.cond(self._count >= 0, lambda: places, lambda: nowhere)
+        return [jax.lax.dynamic_index_in_dim(value, at, keepdims=False) for at in self._places[parts]]
 
     def batched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that takes all its arrays, and returns all of its own, with one more first axis."""

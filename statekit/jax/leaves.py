@@ -13,6 +13,7 @@ import optax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from statekit.errors import UsageError, fault_list
+from statekit.settling import path_of
 
 _SHOWN = 40
 
@@ -22,7 +23,7 @@ class Leaves:
     """A tree's leaves by name.
 
     Attributes:
-        names: `/`-joined keys of each leaf. A last `value`, which is how boxes of Flax hold their array, is left out.
+        names: `/`-joined keys of each leaf, slashes for dots. A last `value`, which is how boxes of Flax hold their array, is left out.
         values: The leaves, in the same order.
         treedef: The tree's structure.
     """
@@ -78,7 +79,7 @@ def leaves_of(params: Any) -> Leaves:
 def _name(path: Sequence[Any]) -> str:
     keys = [_key(key) for key in path]
     boxed = len(path) > 1 and isinstance(path[-1], GetAttrKey) and path[-1].name == "value"
-    return "/".join(keys[:-1] if boxed else keys)
+    return path_of("/".join(keys[:-1] if boxed else keys))
 
 
 def _key(key: Any) -> str:

@@ -130,7 +130,7 @@ def transformation(
         UsageError: An option can't be what it is; lists every one.
     """
     told = Told(schema, variant, rate, {name: _held(name, value) for name, value in options.items()})
-    _check_options(told, rate)
+    check_options(told)
     return built(told)
 
 
@@ -138,7 +138,9 @@ def _held(name: str, value: Any) -> Any:
     return Traced(name, value) if isinstance(value, (jax.Array, np.ndarray)) else value
 
 
-def _check_options(told: Told, rate: Rate) -> None:
+def check_options(told: Told) -> None:
+    """Raises UsageError if an option can't be what it is, and StateError if the variant can't be stepped."""
+    rate = told.rate
     assert told.steps  # a variant without steps is an error of its own
     plain = {name: value for name, value in told.options.items() if not isinstance(value, Traced)}
     faults = list(option_faults(told.known, told.variant, plain))
