@@ -49,7 +49,7 @@ class Run:
         variables = {path: variable(path, state.params[path].read()) for path in moved}
         rates = rate if isinstance(rate, tuple) else (rate,) * len(state.optimizer.groups)
         groups = tuple(
-            replace(group, hyperparameters={**_spelled(group.hyperparameters), "learning_rate": own})
+            replace(group, hyperparameters={**spelled(group.hyperparameters), "learning_rate": own})
             for group, own in zip(state.optimizer.groups, rates, strict=True)
         )
         state = replace(state, optimizer=replace(state.optimizer, groups=groups))
@@ -86,7 +86,7 @@ class Run:
         return held | {(path, name): v for path, own in slots.items() for name, v in own.items()}
 
 
-def _spelled(said: Mapping[str, Any]) -> dict[str, Any]:
+def spelled(said: Mapping[str, Any]) -> dict[str, Any]:
     """Returns hyperparameters with the encoding by its name; the object's was recorded."""
     return {**said, "parameter_encoding": "eighth_power"} if said.get("parameter_encoding") else dict(said)
 

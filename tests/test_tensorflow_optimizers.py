@@ -147,7 +147,7 @@ def test_a_configuration_is_complete_and_plain(kind: str) -> None:
 def test_xla_and_eager_agree_with_the_graph(kind: str) -> None:
     ends = []
     for options in ({}, {"jit_compile": True}, {"run_eagerly": True}):
-        net = compiled(KINDS[kind](), **options)
+        net = compiled(KINDS[kind](jit_compile="run_eagerly" in options), **options)
         train(net)
         ends.append(net.get_weights())
     for other in ends[1:]:

@@ -16,6 +16,7 @@ import pytest
 from goldens import GOLDEN
 from replaying import present
 from statekit.errors import StateError, UnknownRuleError, UsageError
+from statekit.optim.options import offered
 from statekit.state import TrainState
 from statekit.tensor import in_memory
 from statekit.verify.recording import open_recording
@@ -143,6 +144,41 @@ def test_a_checkpoint_is_loaded_by_name_and_goes_on(stored: TrainState, source: 
         trajectory = recording.trajectories[0]
         rows = list(driving._judged(recording, trajectory, run, stored, stored.counts.updates + 1))
     assert rows and not any(row.outside for row in rows)
+
+
+LOADED = present(
+    "torch_adafactor/adafactor_bf16",
+    "torch_adafactor/adamw_fused_named",
+    "scaled_adam/gptsovits_clipping",
+    "scaled_adam/zipformer2025_bf16",
+    "t2t/late_bf16_encoded_beta1",
+    "t2t/late_partitioned_unfactored",
+    "mesh_tf/adafactor_rank34_stacked_beta1",
+    "mesh_tf/gptneo_adam_cosine_clip",
+    "optax_adafactor/adafactor_standard_ocdbt",
+    "optax_adafactor/lamb_pytree_noocdbt",
+)
+
+
+@pytest.mark.parametrize("case", LOADED)
+def test_every_familys_own_checkpoint_is_loaded(case: str) -> None:
+    with open_recording(GOLDEN / case) as recording:
+        assert recording.checkpoint_step is not None
+        folder, step = recording.folder / recording.checkpoint, recording.checkpoint_step
+        state = recording.state(step, recording.trajectories[0], step + 1)
+        moved = {path for group in state.optimizer.groups for path in group.paths}
+        variables = {v.path: v for v in fresh(state)}
+        load_params(folder, list(variables.values()))
+        held = {path: variables[path] for path in state.params if path in moved}
+        schema, variant = state.optimizer.schema, str(state.optimizer.variant)
+        said = [driving.spelled(group.hyperparameters) for group in state.optimizer.groups]
+        known = {n: said[0][n] for n in offered(schema, variant) if all(g.get(n) == said[0][n] for g in said)}
+        optimizer = load_optimizer(folder, list(held.values())[::-1], 1e-3, variant=variant, **known)
+        assert int(optimizer.iterations.numpy()) == state.counts.updates
+        want, got = driving.read(state), driving.Run(held, optimizer).tensors()
+    assert {key for key in want if key[0] in moved or key[0].startswith("groups/")} == got.keys()
+    for key, value in got.items():
+        np.testing.assert_array_equal(value, want[key].astype(value.dtype), err_msg=str(key))
 
 
 def test_names_may_differ_if_they_are_given(stored: TrainState, source: Path) -> None:

@@ -38,7 +38,8 @@ class Engine(keras.optimizers.Optimizer):  # type: ignore[misc]
             "known_from": "file"}}`. Else `factor_map`, shapes and the variant decide.
         names: What a parameter is called in all options by name, by its variable's path, where they differ.
         missed: Updates that a parameter has missed, by path, where the variant counts each by itself.
-        jit_compile: Whether XLA compiles the update of each kind of parameter, wherever the optimizer runs.
+        jit_compile: Whether XLA compiles the update of each kind of parameter by itself, also outside of a compiled
+            train step: less work for a CPU, but one core does it.
         name: Name of the optimizer.
         options: Canonical hyperparameters, as `statekit schemas` shows them, with the variant's own defaults; and
             Keras' own `clipnorm`, `clipvalue`, `global_clipnorm`, `use_ema`, `ema_momentum`,
@@ -62,7 +63,7 @@ class Engine(keras.optimizers.Optimizer):  # type: ignore[misc]
         rules: Mapping[str, Mapping[str, Any]] | None = None,
         names: Mapping[str, str] | None = None,
         missed: Mapping[str, int] | None = None,
-        jit_compile: bool = True,
+        jit_compile: bool = False,
         name: str | None = None,
         **options: Any,
     ) -> None:
