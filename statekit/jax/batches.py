@@ -7,11 +7,13 @@ made numbers that the compiler can't know: then one kernel takes out any part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from statekit.optim.steps import Arrays
 
 STACK = 2**16
 """The most elements of a parameter that is stacked with others of its kind.
@@ -21,6 +23,22 @@ many small computations cost to compile and to launch weighs more.
 """
 CHUNK = 2**18
 """The most elements that one round of the loop moves: 1 MiB of float32, what a core's cache holds."""
+
+
+PARTS = 128
+"""The most parameters in a stack: what XLA needs to compile one grows faster than they do."""
+
+
+def parts(grads: Arrays, stacks: Stacks) -> Iterator[tuple[Arrays, Stacks | None]]:
+    """Yields gradients by path that are moved in one go, and how they are stacked if they are."""
+    yield {path: grad for path, grad in grads.items() if grad.size > STACK}, None
+    kinds: dict[tuple[Any, ...], list[str]] = {}
+    for path, grad in grads.items():
+        if grad.size <= STACK:
+            kinds.setdefault((grad.shape, str(grad.dtype)), []).append(path)
+    for paths in kinds.values():
+        for start in range(0, len(paths), PARTS):
+            yield {path: grads[path] for path in paths[start : start + PARTS]}, stacks
 
 
 class Stacks:

@@ -23,7 +23,8 @@ class Leaves:
     """A tree's leaves by name.
 
     Attributes:
-        names: `/`-joined keys of each leaf, slashes for dots. A last `value`, which is how boxes of Flax hold their array, is left out.
+        names: `/`-joined keys of each leaf, slashes for dots. A last `value`, which is how
+            boxes of Flax hold their array, is left out.
         values: The leaves, in the same order.
         treedef: The tree's structure.
     """

@@ -32,13 +32,16 @@ def laid_out(
         for path, own in shapes.items()
     }
     if any(isinstance(param, jax.core.Tracer) for param in params.values()):
-        return jax.tree.map(
-            lambda value, to: value if to is None else jax.sharding.reshard(value, to),
-            fresh(params),
-            shardings,
-        )
+        return {
+            path: {slot: _moved(value, shardings[path][slot]) for slot, value in own.items()}
+            for path, own in fresh(params).items()
+        }
     slots: dict[str, dict[str, Any]] = jax.jit(fresh, out_shardings=shardings)(dict(params))
     return slots
+
+
+def _moved(value: Any, to: Sharding | None) -> Any:
+    return value if to is None else jax.sharding.reshard(value, to)
 
 
 def named_sharding(value: Any) -> NamedSharding | None:

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from statekit.errors import UnknownRuleError, UsageError, fault_list
-from statekit.jax.batches import STACK, Stacks
+from statekit.jax.batches import Stacks, parts
 from statekit.jax.leaves import Leaves, leaves_of
 from statekit.jax.sharding import laid_out
 from statekit.jax.states import STATES, State
@@ -280,10 +280,8 @@ def _updated(
     behind = {missed: state.count - missed for missed in set(told.missed.values())}
     counts = {path: behind[missed] for path, missed in told.missed.items() if missed}
     reached, whole, common = told.steps.prepare(scene, group, params, grads, slots, own_slots)
-    small = {name: grad for name, grad in reached.items() if grad.size <= STACK}
-    large = {name: grad for name, grad in reached.items() if grad.size > STACK}
     rule, updates = Differences(told.steps), {name: jnp.zeros_like(param) for name, param in params.items()}
-    for part, batching in ((small, Stacks(state.count)), (large, None)):
+    for part, batching in parts(reached, Stacks(state.count)):
         moved = moves(
             rule, scene, settled.owns, params, part, slots, common, counts=counts, batching=batching
         )
