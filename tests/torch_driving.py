@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from goldens import GOLDEN
+from replaying import present
 from statekit.backends import backend
 from statekit.errors import StatekitError
 from statekit.optim.run import load, mover, stepped_variants, store
@@ -196,7 +197,7 @@ _CHOICE = {
     "mxnet_lans/updater_unfused_fp16_legacy": "lans",
     "optax_adafactor/lamb_pytree_noocdbt": "lamb",
 }
-RECORDED = {name: schema for name, schema in _CHOICE.items() if (GOLDEN / name / "meta.json").is_file()}
+RECORDED = {name: _CHOICE[name] for name in present(*_CHOICE)}
 """Recordings whose states hold what is special in each family, with their schemas."""
 
 

@@ -34,6 +34,10 @@ ParamGroup: TypeAlias = dict[str, Any]
 
 EXCLUDED = "exclude_from_weight_decay"
 _SHOWN = 40
+_RULES_REMEDY = (
+    'give factor_map=[(regex, ["ROW", "COLUMN", "BATCH" or "NONE" for each axis]), ...] as in the run whose rule '
+    "it is, or factored=False"
+)
 _OURS = ("params", "param_names", "lr", "schema", "variant", "step", "behind", "rules", "slots", "foreach")
 
 
@@ -123,10 +127,9 @@ def settle(group: ParamGroup, schema: OptimizerSchema, variant: str) -> None:
     ]
     if faults:
         raise UsageError(
-            f"Parameters lack a rule: {len(faults)}.",
+            f"What the options say by name doesn't fit the parameters: {len(faults)} faults.",
             found=fault_list(faults[:_SHOWN]),
-            remedy='give factor_map=[(regex, ["ROW", "COLUMN", "BATCH" or "NONE" for each axis]), ...] as in the run '
-            "whose rule it is, or factored=False",
+            remedy=_RULES_REMEDY if "v_row" in schema.slots else "",
         )
 
 

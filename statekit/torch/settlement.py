@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from operator import is_
 from typing import Any, TypeAlias
 
 import torch
 
 from statekit.backends import backend
+from statekit.converters.layouts.statekit_torch_groups import RATE_NAMES
 from statekit.errors import StateError, UnknownRuleError
 from statekit.optim.run import steps_for
 from statekit.optim.settings import form
@@ -25,8 +27,8 @@ from statekit.torch.slots import Held
 
 STACK = 2**22
 """The most elements that the reference text updates in one stack."""
-_PASSING = ("params", "lr", "initial_lr", "step", "behind", "slots")
-"""What of a group may change without changing how it is moved."""
+_OTHERS = ("param_names", "schema", "variant", "rules", "foreach")
+"""What of a group, beside its hyperparameters, decides how it is moved."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,12 @@ def _same_kind(param: torch.Tensor, kind: Kind) -> bool:
 
 
 def _said(group: ParamGroup) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _PASSING}
+    return {key: group[key] for key in _deciding(group["schema"]) if key in group}
+
+
+@cache
+def _deciding(schema: str) -> tuple[str, ...]:
+    return (*_OTHERS, *(name for name in load_schema(schema).hyperparameters if name not in RATE_NAMES))
 
 
 def settle_group(group: ParamGroup, slots: Mapping[torch.Tensor, Held]) -> Settlement:
