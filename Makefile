@@ -51,6 +51,7 @@ format: $(READY)
 
 bench: $(READY)
 	@$(BIN)/python tests/benchmarks/convert.py
+	@$(BIN)/python tests/benchmarks/steps.py
 
 tables: $(READY)
 	@$(BIN)/python tests/accuracy_table.py

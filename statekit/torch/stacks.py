@@ -16,7 +16,7 @@ Stacks are contiguous, with an axis for the parameters in front, and written in 
 parameters' stack and hold anything.
 """
 
-STACK = {"cpu": 2**17}
+STACK = {"cpu": 2**19}
 """The most elements in a stack: on a CPU, what its caches hold a few times."""
 STACK_ELSEWHERE = 2**22
 
