@@ -1,0 +1,43 @@
+"""The optimizers of `steps.py` in TensorFlow: Keras optimizers, one compiled call each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import statekit.tensorflow as ours  # isort: skip  (chooses Keras' backend)
+import keras
+import tensorflow as tf
+from steps import Entrant, Entrants
+
+RATE = 1e-3
+
+
+def _entrant(make: Callable[..., Any], mine: bool = False) -> Entrant:
+    def begin(count: int, side: int) -> Callable[[], object]:
+        random = tf.random.Generator.from_seed(0)
+        grads = [random.normal((side, side)) for _ in range(count)]
+        params = [keras.Variable(grad[::-1] * 0.1, name=f"layer_{i}") for i, grad in enumerate(grads)]
+        optimizer = make(learning_rate=RATE)
+        optimizer.build(params)
+        update = tf.function(lambda: optimizer.apply(grads))
+
+        def step() -> object:
+            update()
+            return params[-1].numpy()
+
+        return step
+
+    return Entrant(begin, mine)
+
+
+ENTRANTS: Entrants = {
+    "keras AdamW": _entrant(keras.optimizers.AdamW),
+    "keras Adafactor": _entrant(keras.optimizers.Adafactor),
+    "keras Lamb": _entrant(keras.optimizers.Lamb),
+    "Adafactor": _entrant(ours.Adafactor, True),
+    "AdamW": _entrant(ours.AdamW, True),
+    "LAMB": _entrant(ours.LAMB, True),
+    "LANS": _entrant(ours.LANS, True),
+    "ScaledAdam": _entrant(ours.ScaledAdam, True),
+}
