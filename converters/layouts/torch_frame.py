@@ -35,7 +35,7 @@ class Frame:
         model: Every tensor of the model by name, parameters and buffers.
         groups: The optimizer's groups.
         state: The optimizer's state by index, or by name.
-        rest: The tree, with None where model and optimizer were.
+        rest: The tree without model and optimizer.
     """
 
     places: tuple[Path, Path]
@@ -52,7 +52,7 @@ def frame(tree: Tree) -> Frame | None:
     if optimizer_at is None or model_at is None:
         return None
     optimizer, model = _at(tree, optimizer_at), _at(tree, model_at)
-    rest = _put(_put(tree, model_at, None), optimizer_at, None)
+    rest = _without(_without(tree, model_at), optimizer_at)
     return Frame((model_at, optimizer_at), dict(model), optimizer["param_groups"], optimizer["state"], rest)
 
 
@@ -106,6 +106,14 @@ def joined(
         **dropped,
         **unplaced(extra, used, "the file"),
     }
+
+
+def _without(tree: Tree, path: Path) -> Tree:
+    """Returns a dict without what lies at a path; None stays in its place where a list holds more."""
+    key, node = path[0], dict(tree) if isinstance(tree, Mapping) else {}
+    if len(path) > 1 and len(node[key]) > 1:
+        return {**node, key: [None if i == path[1] else part for i, part in enumerate(node[key])]}
+    return {name: part for name, part in node.items() if name != key}
 
 
 def _put(tree: Tree, path: Sequence[Any], value: Tree) -> Tree:
