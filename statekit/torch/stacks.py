@@ -90,7 +90,8 @@ def pieces(*stacks: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yields the same pieces of stacks of one shape, each flat behind the first axis and no larger than a stack."""
     flat = [stack.view(len(stack), -1) for stack in stacks]
     length = max(1, _largest(flat[0]) // len(flat[0]))
-    return zip(*(stack.split(length, dim=1) for stack in flat), strict=True)
+    # As an operator: the method of the same name is untyped Python.
+    return zip(*(torch.ops.aten.split.Tensor(stack, length, 1) for stack in flat), strict=True)
 
 
 def _largest(tensor: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from functools import cache
@@ -44,9 +45,8 @@ def _our(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> Entrant:
 def _transformers() -> Entrants:
     if importlib.util.find_spec("transformers") is None:
         return {}
-    from transformers.optimization import Adafactor
-
-    return {"transformers Adafactor": _peer(Adafactor, relative_step=False)}
+    kind = importlib.import_module("transformers.optimization").Adafactor
+    return {"transformers Adafactor": _peer(kind, relative_step=False)}
 
 
 ENTRANTS: Entrants = {
