@@ -50,6 +50,7 @@ format: $(READY)
 	@$(BIN)/ruff format --quiet .
 
 bench: $(READY)
+	@$(BIN)/python $(PIP_INSTALL) --editable '.[bench]'
 	@$(BIN)/python tests/benchmarks/convert.py
 	@$(BIN)/python tests/benchmarks/steps.py
 
