@@ -147,7 +147,7 @@ class JaxBackend:
         return self._jnp.unstack(value)  # type: ignore[no-any-return]
 
     def batched(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return self._jax.vmap(function)  # type: ignore[no-any-return]
+        return self._jax.vmap(function)
 
     def order_statistic(self, value: Value, place: int) -> Value:
         return self._jnp.sort(value)[place]

@@ -156,7 +156,7 @@ class TorchBackend:
         return value.unbind()  # type: ignore[no-any-return]
 
     def batched(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return self._torch.vmap(function)  # type: ignore[no-any-return]
+        return self._torch.vmap(function)
 
     def order_statistic(self, value: Value, place: int) -> Value:
         return value.sort().values[place]
