@@ -144,10 +144,10 @@ class JaxBackend:
         return self._jnp.stack(values)
 
     def unstack(self, value: Value) -> Sequence[Value]:
-        return self._jnp.unstack(value)  # type: ignore[no-any-return]
+        return self._jnp.unstack(value)
 
     def batched(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return self._jax.vmap(function)
+        return self._jax.vmap(function)  # type: ignore[no-any-return]
 
     def order_statistic(self, value: Value, place: int) -> Value:
         return self._jnp.sort(value)[place]
