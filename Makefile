@@ -53,6 +53,7 @@ bench: $(READY)
 	@$(BIN)/python $(PIP_INSTALL) --editable '.[bench]'
 	@$(BIN)/python tests/benchmarks/convert.py
 	@$(BIN)/python tests/benchmarks/steps.py
+	@$(BIN)/python tests/benchmarks/tpu_bytes.py
 
 tables: $(READY)
 	@$(BIN)/python tests/accuracy_table.py

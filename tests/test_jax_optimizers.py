@@ -50,7 +50,7 @@ def grads(of: Any, step: int = 0) -> Any:
 
 
 def run(transformation: Any, start: Any, steps: int = 3) -> tuple[Any, Any]:
-    @jax.jit
+    @jax.jit  # type: ignore[untyped-decorator]
     def one(moved: Any, state: Any, step: Any) -> Any:
         updates, state = transformation.update(grads(start, step), state, moved)
         return optax.apply_updates(moved, updates), state

@@ -56,7 +56,9 @@ def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
     told = {"schema": schema, "variant": variant, "groups": [group], **_names(folder, schema, variant)}
     if "factored_dims_d1_d0" in meta["extra"]:
         told["rules"] = _rules(meta)
-    recorded = described(meta, [(1, int(meta["steps"]), told)], _path(meta["checkpoint"]["files"]), "compiled")
+    recorded = described(
+        meta, [(1, int(meta["steps"]), told)], _path(meta["checkpoint"]["files"]), "compiled"
+    )
     return _by_update(recorded, arguments.get(GRADIENTS_PER_UPDATE, 1))
 
 
