@@ -55,11 +55,17 @@ class Stacks:
 
     def unstack(self, value: jax.Array) -> Sequence[jax.Array]:
         """Returns the parts along the first axis."""
-        parts = len(value)
+        parts, shape = len(value), value.shape[1:]
         if parts not in self._places:
             places, nowhere = tuple(map(jnp.int32, range(parts))), (jnp.int32(0),) * parts
             self._places[parts] = jax.lax.cond(self._count >= 0, lambda: places, lambda: nowhere)
-        return [jax.lax.dynamic_index_in_dim(value, at, keepdims=False) for at in self._places[parts]]
+        rest = (jnp.int32(0),) * len(shape)
+
+        def part(at: jax.Array) -> jax.Array:
+            start = (at, *rest)
+            return jax.lax.dynamic_slice(value, start, (1, *shape), allow_negative_indices=False).reshape(shape)
+
+        return list(map(part, self._places[parts]))
 
     def batched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that takes all its arrays, and returns all of its own, with one more first axis."""

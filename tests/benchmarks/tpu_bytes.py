@@ -1,4 +1,4 @@
-"""Prints the bytes that each optimizer's step accesses on a TPU over the least possible, as the compiler counts them."""
+"""Prints the bytes that an optimizer's step accesses on a TPU over the least possible, as the compiler counts them."""
 
 from __future__ import annotations
 
