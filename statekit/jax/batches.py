@@ -63,7 +63,9 @@ class Stacks:
 
         def part(at: jax.Array) -> jax.Array:
             start = (at, *rest)
-            return jax.lax.dynamic_slice(value, start, (1, *shape), allow_negative_indices=False).reshape(shape)
+            return jax.lax.dynamic_slice(value, start, (1, *shape), allow_negative_indices=False).reshape(
+                shape
+            )
 
         return list(map(part, self._places[parts]))
 
