@@ -5,20 +5,19 @@ Names may have dots for the slashes of canonical paths. Faults are collected as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, TypeAlias
 
-from statekit.optim.factoring import Entry, by_shape, effective, first_entry, labels, map_entries
+from statekit.optim.factoring import Entry, first_entry, map_entries
+from statekit.optim.options import RATE_NAMES, rule_of
 from statekit.optim.settings import form
 from statekit.schema import OptimizerSchema
-from statekit.state import Axis, Rule
-from statekit.tensor import DTYPES, Shape
+from statekit.state import Rule
+from statekit.tensor import Shape
 
 Faults: TypeAlias = list[tuple[str, str]]
 
-RATE_NAMES = ("learning_rate", "lr")
-"""What schemas call the learning rate."""
 SCALE = "multiply_by_parameter_scale"
 EXCLUDED = "exclude_from_weight_decay"
 MULTIPLIERS = ("lr_mult", "wd_mult")
@@ -49,30 +48,6 @@ def given(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def path_of(name: str) -> str:
     """Returns the canonical path of a parameter's name."""
     return name.replace(".", "/")
-
-
-def option_faults(
-    schema: OptimizerSchema, variant: str, options: Mapping[str, Any]
-) -> Iterator[tuple[str, str]]:
-    """Yields what is wrong with canonical hyperparameters that a user gives, without the learning rate.
-
-    Args:
-        schema: The optimizer's schema.
-        variant: The optimizer's variant.
-        options: Canonical name -> value.
-    """
-    own_rules = {"factor_map"} if "v_row" in schema.slots else set()
-    offered = {*schema.variant(variant)["defaults"], *own_rules} - {*RATE_NAMES, LOGICAL}
-    by_mask = form(schema.name, variant).get("decay_exclusions") == "mask"
-    for name, value in options.items():
-        if name not in offered:
-            yield f"isn't an option of variant {variant}", name
-        elif name not in (SCALE, "factor_map") and (fault := schema.fault(name, value)):
-            yield f"is {value!r}, {fault}", name
-        elif name == EXCLUDED and isinstance(value, Mapping) and not by_mask:
-            yield "is a map, expected a list of regexes", name
-        elif name == "dtype_momentum" and (value or "float32") not in DTYPES:
-            yield f"is {value!r}, expected a dtype", name
 
 
 def by_name(
@@ -152,51 +127,13 @@ def factor_rules(
     """
     if "v_row" not in schema.slots:
         return {}
-    settings = {**schema.settings(variant), **options}
-    factor_map = settings["factor_map"]
+    factor_map = options.get("factor_map")
     entries = () if factor_map is None else map_entries(factor_map, "factor_map")
-    constants, factored = form(schema.name, variant), settings["factored"]
     found = {}
-    for name, shape in shapes.items():
-        entry = _entry_of(entries, name)
-        told = labels(entry.value) if entry else None
-        axes = RULE.get(constants["factored_rank"], _by_shape)(
-            constants, told, shape, factored, settings["min_dim_size_to_factor"]
-        )
-        if entries and entry is None and entries[0].is_regex and factored:
-            faults.append(("is found by no regex of factor_map", name))
-        elif axes is None:
-            faults.append((f"has shape {shape} and no factor rule", name))
-        elif len(axes) != len(shape):
-            faults.append((f"has shape {shape}, but a factor rule for {len(axes)} axes", name))
-        found[path_of(name)] = Rule(axes or (), "given")
+    for path, shape in shapes.items():
+        rule, why = rule_of(path, shape, variant, options, entries)
+        if rule is None:
+            faults.append((why, path))
+        else:
+            found[path] = rule
     return found
-
-
-Axes: TypeAlias = tuple[Axis, ...] | None
-
-
-def _by_shape(form: Mapping[str, Any], told: Axes, shape: Shape, factored: bool, minimum: int) -> Axes:
-    return told or by_shape(form, shape, factored, minimum)
-
-
-def _by_rule(form: Mapping[str, Any], told: Axes, shape: Shape, factored: bool, minimum: int) -> Axes:
-    return effective(told, shape, factored, minimum)
-
-
-RULE: Mapping[str, Callable[[Mapping[str, Any], Axes, Shape, bool, int], Axes]] = {"two_or_rule": _by_rule}
-"""Labels by `factored_rank`: (constants, labels given, shape, factored, min_dim_size_to_factor) -> labels."""
-
-
-def rate_needed(schema: OptimizerSchema, variant: str, options: Mapping[str, Any]) -> bool:
-    """Tells whether the learning rate has to be given: some Adafactors have one of their own."""
-    own = OWN_RATE.get(form(schema.name, variant).get("lr_source", "given"))
-    return own is None or not own({**schema.settings(variant), **options})
-
-
-OWN_RATE: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
-    "given_or_rsqrt": lambda settings: True,
-    "given_or_relative": lambda settings: bool(settings["relative_step"]),
-    "given_or_relative_compounding": lambda settings: bool(settings["relative_step"]),
-}
-"""Whether an optimizer has a learning rate of its own if none is given, by `lr_source`."""

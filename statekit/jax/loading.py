@@ -19,8 +19,9 @@ from statekit.jax.leaves import Leaves, leaves_of
 from statekit.jax.sharding import slot_sharding
 from statekit.jax.states import State
 from statekit.jax.transformation import Rate, Told, built, check_options, state_of
+from statekit.optim.options import RATE_NAMES
 from statekit.schema import load_schema
-from statekit.settling import LOGICAL, RATE_NAMES, path_of
+from statekit.settling import LOGICAL, path_of
 from statekit.state import Group, TrainState
 from statekit.tensor import Tensor, widens
 
@@ -78,7 +79,7 @@ def load_optimizer(
         leaves = leaves_of(params)
         _refuse("The checkpoint doesn't fit the parameters", _shape_faults(state.params, leaves), path)
         groups = [group for group in state.optimizer.groups if group.paths]
-        tolds = [_told(state, group, learning_rate) for group in groups]
+        tolds = [told_of(state, group, learning_rate) for group in groups]
         if len(groups) == 1 and len(groups[0].paths) == len(leaves.names):
             return built(tolds[0]), _loaded(tolds[0], state, groups[0], leaves)
         return _partition(tolds, groups, state, leaves)
@@ -100,7 +101,13 @@ def _partition(
     return optax.partition(rules, labels), optax.transforms.PartitionState({i: inner(i) for i in rules})
 
 
-def _told(state: TrainState, group: Group, rate: Rate) -> Told:
+def told_of(state: TrainState, group: Group, rate: Rate) -> Told:
+    """Returns what a state says of one of its groups' optimizer; `rate` if given, else as the state has it.
+
+    Raises:
+        StateError: The state can't tell the variant, or nobody can step it.
+        UsageError: A hyperparameter can't be what it is.
+    """
     schema, variant = state.optimizer.schema, state.optimizer.variant
     if variant is None:
         raise StateError(

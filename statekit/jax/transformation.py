@@ -19,10 +19,11 @@ from statekit.jax.sharding import laid_out
 from statekit.jax.states import STATES, State
 from statekit.jax.traced import Traced, TracedBackend, static_remedy
 from statekit.optim.keras_averages import follow_average
+from statekit.optim.options import RATE_NAMES, option_faults, rate_needed
 from statekit.optim.run import moves, settled_group, steps_for
 from statekit.optim.steps import Arrays, Scene, Steps
 from statekit.schema import OptimizerSchema, load_schema
-from statekit.settling import LOGICAL, RATE_NAMES, Faults, by_name, factor_rules, option_faults, rate_needed
+from statekit.settling import LOGICAL, Faults, by_name, factor_rules
 from statekit.state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensor import DTYPES, Filled, Shape
 
@@ -143,7 +144,7 @@ def check_options(told: Told) -> None:
     rate = told.rate
     assert told.steps  # a variant without steps is an error of its own
     plain = {name: value for name, value in told.options.items() if not isinstance(value, Traced)}
-    faults = list(option_faults(told.known, told.variant, plain))
+    faults = list(option_faults(told.schema, told.variant, plain))
     for name in told.options.keys() - plain.keys():
         kinds = told.known.hyperparameters[name]["type"]
         if "number" not in kinds and name not in _COUNTED:
@@ -280,7 +281,7 @@ def _updated(
     behind = {missed: state.count - missed for missed in set(told.missed.values())}
     counts = {path: behind[missed] for path, missed in told.missed.items() if missed}
     reached, whole, common = told.steps.prepare(scene, group, params, grads, slots, own_slots)
-    rule, updates = Differences(told.steps), {name: jnp.zeros_like(param) for name, param in params.items()}
+    rule, updates = Differences(told.steps), {}
     for part, batching in parts(reached, Stacks(state.count)):
         moved = moves(
             rule, scene, settled.owns, params, part, slots, common, counts=counts, batching=batching
@@ -298,7 +299,7 @@ def _updated(
 
 def _rate(told: Told, count: jax.Array) -> Any:
     rate = told.rate(count) if callable(told.rate) else told.rate
-    if rate is None and rate_needed(told.known, told.variant, told.settings):
+    if rate is None and rate_needed(told.schema, told.variant, told.settings):
         raise UnknownRuleError(
             "The optimizer has no learning rate.",
             expected="learning_rate: a number, a 0-d array, or a schedule",
