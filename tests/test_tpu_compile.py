@@ -17,8 +17,8 @@ pytestmark = [
 ]
 SCRIPT = Path(__file__).parent / "tpu_steps.py"
 RULES = ("adafactor", "scaled_adam", "lans", "lamb", "adamw")
-LARGEST = {"adafactor": 6.0, "scaled_adam": 4.5, "lans": 3.5, "lamb": 3.5, "adamw": 1.01}
-"""Bytes accessed over the least possible, as first measured: more would mean that something is held in between."""
+LARGEST = {"adafactor": 2.01, "scaled_adam": 1.44, "lans": 1.72, "lamb": 1.44, "adamw": 1.001}
+"""Bytes accessed over the least possible: norms and means of a tensor must be known before it moves, hence more than 1."""
 
 
 def compiled(rules: str, kinds: str, dtypes: str, size: int) -> list[dict[str, object]]:
@@ -29,7 +29,7 @@ def compiled(rules: str, kinds: str, dtypes: str, size: int) -> list[dict[str, o
 
 
 def test_every_step_compiles_for_a_tpu_and_holds_nothing_more_in_between() -> None:
-    found = compiled(",".join(RULES), "v5e", "float32", 2048)
+    found = compiled(",".join(RULES), "v5e", "float32", 8192)
     assert [one["rule"] for one in found] == list(RULES)
     over = {
         str(one["rule"]): one["ratio"]

@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[1] / "tpu_steps.py"
 RULES = "adafactor,scaled_adam,lans,lamb,adamw"
 
 if __name__ == "__main__":
-    command = [sys.executable, str(SCRIPT), RULES, "v5e", "float32,bfloat16", "4096", "1"]
+    command = [sys.executable, str(SCRIPT), RULES, "v5e", "float32,bfloat16", "8192", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     print(f"{'optimizer':12} {'dtype':9} {'MB':>9} {'least':>9} {'ratio':>6}")
     for line in done.stdout.splitlines():
