@@ -18,7 +18,7 @@ pytestmark = [
 SCRIPT = Path(__file__).parent / "tpu_steps.py"
 RULES = ("adafactor", "scaled_adam", "lans", "lamb", "adamw")
 LARGEST = {"adafactor": 2.01, "scaled_adam": 1.44, "lans": 1.72, "lamb": 1.44, "adamw": 1.001}
-"""Bytes accessed over the least possible: norms and means of a tensor must be known before it moves, hence more than 1."""
+"""Bytes accessed over the least possible: where norms and means must be known before a tensor moves, more than 1."""
 
 
 def compiled(rules: str, kinds: str, dtypes: str, size: int) -> list[dict[str, object]]:
