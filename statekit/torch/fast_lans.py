@@ -49,17 +49,17 @@ class FastLans:
             for p_, g_, m_, v_, a_, b_, divisor_ in pieces(p, g, m, v, a, b, divisor):
                 torch.div(g_, norm, out=b_)
                 adam(-1.0, [a_.zero_()], [b_], [m_], [v_])
-                b_.div_(torch.sqrt(v_, out=divisor_).add_(adam.epsilon)).mul_(root)
+                b_.div_(torch.sqrt(v_, out=divisor_).add_(adam.epsilon))  # without its factor, the root
                 if s.wd:
                     a_.add_(p_, alpha=s.wd)
-                    b_.add_(p_, alpha=s.wd)
+                    b_.add_(p_, alpha=s.wd / root)
                 total += torch.stack((squares(p_), squares(a_), squares(b_)))
             weight, first, second = total.sqrt_()
             weight = lans.bounded(s, weight)
             first = lans.coefficient(s, weight, first, s.first.old).view(-1, 1)
-            second = lans.coefficient(s, weight, second, share).view(-1, 1)
+            second = lans.coefficient(s, weight, second * root, share).view(-1, 1) * root
             for p_, a_, b_ in pieces(p, a, b):
-                p_.sub_(a_.mul_(first).addcmul_(b_, second))
+                p_.addcmul_(a_, first, value=-1.0).addcmul_(b_, second, value=-1.0)
 
         in_stacks(kernel, {"param": params, **by_name(slots, ("m", "v"))}, {"grad": grads}, rooms=3)
 
