@@ -150,7 +150,7 @@ class _Filling:
                 for slot, tensor in own.items():
                     if slot in ("step", *_SHARED) or not isinstance(tensor, Tensor):
                         continue
-                    if (slot in _SIZE and self._params[batch[0]].shape == ()) or self._one(batch[0], slot):
+                    if self._one(batch[0], slot):
                         joint.setdefault(batch[0], {})[slot] = tensor
                         continue
                     self._split(batch, slot, tensor, found)
