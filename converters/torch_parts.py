@@ -1,0 +1,79 @@
+"""Where the parts of a PyTorch checkpoint lie in its tree: a model's state and an optimizer's.
+
+Source: pytorch/pytorch torch/optim/optimizer.py, `Optimizer.state_dict`; Lightning-AI/pytorch-lightning,
+src/lightning/pytorch/trainer/connectors/checkpoint_connector.py, `dump_checkpoint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from statekit.tensor import Tensor
+from statekit.tree import Path, Tree
+
+OPTIMIZERS: tuple[Path, ...] = (
+    ("optimizer",),
+    ("optimizer_state_dict",),
+    ("optimizer_states", 0),
+    ("optim",),
+)
+MODELS: tuple[Path, ...] = (("model",), ("state_dict",), ("model_state_dict",), ("module",))
+"""Paths at which others keep an optimizer's state, and a model's; the first of each is ours."""
+
+
+def places(tree: Tree) -> tuple[Path, Path] | None:
+    """Returns the paths of a model's state and of an optimizer's; None if one is missing."""
+    optimizer = next((path for path in OPTIMIZERS if _is_optimizer(at(tree, path))), None)
+    model = next((path for path in MODELS if _is_model(at(tree, path))), None)
+    return None if optimizer is None or model is None else (model, optimizer)
+
+
+def without(tree: Tree, path: Path) -> Tree:
+    """Returns a dict without what lies at a path; None stays in its place where a list holds more."""
+    key, node = path[0], dict(tree) if isinstance(tree, Mapping) else {}
+    if len(path) > 1 and len(node[key]) > 1:
+        return {**node, key: [None if i == path[1] else part for i, part in enumerate(node[key])]}
+    return {name: part for name, part in node.items() if name != key}
+
+
+def put(tree: Tree, path: Sequence[Any], value: Tree) -> Tree:
+    """Returns a tree with another value at a path; dicts and lists on the way are copied, or made."""
+    if not path:
+        return value
+    key = path[0]
+    if isinstance(key, int):
+        held = list(tree) if isinstance(tree, list | tuple) else [None]
+        return [put(part, path[1:], value) if i == key else part for i, part in enumerate(held)]
+    named = dict(tree) if isinstance(tree, Mapping) else {}
+    return {**named, key: put(named.get(key), path[1:], value)}
+
+
+def at(tree: Tree, path: Path) -> Any:
+    """Returns what lies at a path; None if nothing does."""
+    for key in path:
+        if isinstance(tree, Mapping):
+            tree = tree.get(key)
+        elif isinstance(tree, list | tuple) and isinstance(key, int) and key < len(tree):
+            tree = tree[key]
+        else:
+            return None
+    return tree
+
+
+def _is_optimizer(node: Any) -> bool:
+    if not isinstance(node, Mapping) or not {"state", "param_groups"} <= node.keys():
+        return False
+    groups, state = node["param_groups"], node["state"]
+    return (
+        isinstance(groups, list | tuple)
+        and all(isinstance(one, Mapping) and isinstance(one.get("params"), list | tuple) for one in groups)
+        and isinstance(state, Mapping)
+        and all(isinstance(own, Mapping) for own in state.values())
+    )
+
+
+def _is_model(node: Any) -> bool:
+    return (
+        isinstance(node, Mapping) and bool(node) and all(isinstance(leaf, Tensor) for leaf in node.values())
+    )
