@@ -12,8 +12,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, BinaryIO
 
 from statekit.commit import Stage
@@ -58,30 +57,53 @@ def write_torch(tree: Tree, stage: Stage) -> None:
     """
     if isinstance(tree, dict) and MANIFEST_KEY in tree:
         raise UsageError("The name of the manifest is taken.", place=MANIFEST_KEY, remedy="rename this key")
+
+    def finished() -> Tree:
+        manifest = json.dumps(stage.manifest(), sort_keys=True)
+        return {**tree, MANIFEST_KEY: manifest} if isinstance(tree, dict) else tree
+
+    with stage.file() as file:
+        write_archive(tree, file, stage.stream, finished)
+
+
+def write_archive(
+    tree: Tree,
+    file: BinaryIO,
+    stream: Callable[[str, Tensor], Iterable[memoryview]],
+    finished: Callable[[], Tree] | None = None,
+) -> None:
+    """Writes a tree into an open file as `torch.save` would.
+
+    Args:
+        tree: What to write, Tensors at the leaves.
+        file: The new file.
+        stream: Gives a tensor's bytes by its name in the tree: little-endian, C order.
+        finished: Gives the tree with what is known only when all tensors have been written; no further tensors.
+
+    Raises:
+        UsageError: The tree holds what `torch.load(weights_only=True)` refuses.
+        CommitError: A tensor streams other bytes than its shape says.
+    """
     tensors = tensor_names(tree)
     slots = _slots(tensors)
     pickle_tree(tree, slots)  # whatever can't be written is said before gigabytes are
-    with _zip(stage) as add:
-        for name, text in (("version", "3\n"), ("byteorder", "little"), (".format_version", "1")):
-            add(name, len(text), [text.encode()])
-        add(".storage_alignment", 2, [b"64"])
-        written: set[str] = set()
-        for name, tensor in tensors.items():
-            blocks = stage.stream(name, tensor)
-            key = slots[name].key
-            if key in written:  # a shared storage: streamed for its digest only
-                for _ in blocks:
-                    pass
-            else:
-                add(f"data/{key}", nbytes(tensor), blocks)
-                written.add(key)
-        whole = (
-            {**tree, MANIFEST_KEY: json.dumps(stage.manifest(), sort_keys=True)}
-            if isinstance(tree, dict)
-            else tree
-        )
-        pickled = pickle_tree(whole, slots)
-        add("data.pkl", len(pickled), [pickled])
+    writer = _ZipWriter(file)
+    for name, text in (("version", "3\n"), ("byteorder", "little"), (".format_version", "1")):
+        writer.add(name, len(text), [text.encode()])
+    writer.add(".storage_alignment", 2, [b"64"])
+    written: set[str] = set()
+    for name, tensor in tensors.items():
+        blocks = stream(name, tensor)
+        key = slots[name].key
+        if key in written:  # a shared storage: streamed for its digest only
+            for _ in blocks:
+                pass
+        else:
+            writer.add(f"data/{key}", nbytes(tensor), blocks)
+            written.add(key)
+    pickled = pickle_tree(tree if finished is None else finished(), slots)
+    writer.add("data.pkl", len(pickled), [pickled])
+    writer.finish()
 
 
 def _slots(tensors: dict[str, Tensor]) -> dict[str, Slot]:
@@ -94,14 +116,6 @@ def _slots(tensors: dict[str, Tensor]) -> dict[str, Slot]:
     return slots
 
 
-@contextmanager
-def _zip(stage: Stage) -> Iterator[Any]:
-    with stage.file() as file:
-        writer = _ZipWriter(file)
-        yield writer.add
-        writer.finish()
-
-
 class _ZipWriter:
     """Writes members one after the other without going back, so that nothing is held but a block."""
 
@@ -112,7 +126,7 @@ class _ZipWriter:
         self._directory = bytearray()
         self._count = 0
 
-    def add(self, name: str, size: int, blocks: Iterable[memoryview]) -> None:
+    def add(self, name: str, size: int, blocks: Iterable[bytes | memoryview]) -> None:
         """Writes one member of known size."""
         raw = f"{ROOT}/{name}".encode()
         header_at = self._at
