@@ -210,7 +210,7 @@ def read_small(path: Path) -> bytes:
             raise RefusedError(
                 "A file is too large.", place=path, expected=f"at most {MAX_BYTES}", found=found
             )
-        return file.read(MAX_BYTES)
+        return file.read(size)
 
 
 def unnamed_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:

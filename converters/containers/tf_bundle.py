@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from statekit.converters.containers.tf_table import (
     read_table,
 )
 from statekit.converters.containers.torch_storage import SourceFile, Storage, window
-from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, fault_list
+from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, fault_list
 from statekit.format import Encoded, Evidence
 from statekit.manifest import find_manifest, tensor_faults
 from statekit.tensor import BLOCK_BYTES, Array, Shape, index_shape
@@ -71,9 +71,10 @@ class TFBundle:
         """Looks for an index with the table's magic number."""
         try:
             prefix = _prefix(path, None)
-        except (OSError, NotFoundError):
+            found = _is_table(prefix)
+        except (OSError, StatekitError):
             return None
-        return Evidence(10, f"{prefix.name}.index is a table of TensorFlow") if _is_table(prefix) else None
+        return Evidence(10, f"{prefix.name}.index is a table of TensorFlow") if found else None
 
     def open(self, path: Path, step: int | None = None) -> Checkpoint:
         """Reads the index and the strings; arrays are read when asked for.
@@ -216,20 +217,16 @@ def _number(prefix: Path) -> int | None:
 
 
 def _is_table(prefix: Path) -> bool:
-    with prefix.with_name(f"{prefix.name}.index").open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(size - 8, 0))
-        return size >= FOOTER_BYTES and file.read() == struct.pack("<Q", MAGIC)
+    with closing(SourceFile(prefix.with_name(f"{prefix.name}.index"))) as file:
+        end = struct.pack("<Q", MAGIC)
+        return file.size >= FOOTER_BYTES and file.read(file.size - len(end), len(end)).tobytes() == end
 
 
 def _index(prefix: Path) -> dict[bytes, bytes]:
-    file = SourceFile(prefix.with_name(f"{prefix.name}.index"))
-    try:
+    with closing(SourceFile(prefix.with_name(f"{prefix.name}.index"))) as file:
         if file.size > MAX_BYTES:
             raise RefusedError("An index is too large.", place=file.path, expected=MAX_BYTES, found=file.size)
         return read_table(file.read(0, file.size).tobytes(), file.path)
-    finally:
-        file.close()
 
 
 def _tree(index: Mapping[bytes, bytes], shards: _Shards, prefix: Path) -> dict[str, Any]:

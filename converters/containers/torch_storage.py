@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, UsageError
+from statekit.errors import CorruptError, FormatError, RefusedError, UsageError
+from statekit.reading import open_regular
 from statekit.tensor import BLOCK_BYTES, Array, DType, Index, Shape, Stored, index_shape
 
 MAX_EXPANDED = 16 * 2**20
@@ -23,14 +24,30 @@ SPARSE = 8
 """How many times more bytes than wanted may be read to read them at once."""
 
 
+class Source(Protocol):
+    """Bytes that can be read at any place: a file, or a part of one."""
+
+    @property
+    def path(self) -> Path:
+        """The file, for messages."""
+
+    @property
+    def size(self) -> int:
+        """How many bytes there are."""
+
+    def read(self, start: int, count: int) -> Array:
+        """Reads `count` bytes from byte `start` on: (count,) uint8, writable.
+
+        Raises:
+            CorruptError: There are fewer.
+        """
+
+
 class SourceFile:
     """A file opened for reading at any place. Never mapped: a file that shrinks is an error, not a signal."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            self._stream = path.open("rb", buffering=0)
-        except FileNotFoundError:
-            raise NotFoundError("There is no such file.", place=path, remedy="check the path") from None
+        self._stream = open_regular(path)
         self.path = path
         self.size = os.fstat(self._stream.fileno()).st_size
 
@@ -44,28 +61,47 @@ class SourceFile:
         if self._stream.closed:
             raise UsageError("A tensor is read after its checkpoint was closed.", place=self.path)
         if start < 0 or count < 0 or start + count > self.size:
-            raise self.short(start, count)
+            raise short(self, start, count)
         whole = np.empty(count, np.uint8)
         done = 0
         while done < count:
             got = os.preadv(self._stream.fileno(), [whole.data[done:]], start + done)
             if not got:
-                raise self.short(start, count)
+                raise short(self, start, count)
             done += got
         return whole
-
-    def short(self, start: int, count: int) -> CorruptError:
-        """Makes the error for bytes that the file doesn't have."""
-        return CorruptError(
-            "A file ends before the data it declares.",
-            place=self.path,
-            expected=f"{count} bytes at byte {start}",
-            found=f"{self.size} bytes in all",
-        )
 
     def close(self) -> None:
         """Closes the file."""
         self._stream.close()
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of bytes of a source, read as if it were a file."""
+
+    whole: Source
+    start: int
+    size: int
+
+    @property
+    def path(self) -> Path:
+        return self.whole.path
+
+    def read(self, start: int, count: int) -> Array:
+        if start < 0 or count < 0 or start + count > self.size:
+            raise short(self, start, count)
+        return self.whole.read(self.start + start, count)
+
+
+def short(source: Source, start: int, count: int) -> CorruptError:
+    """Makes the error for bytes that a source doesn't have."""
+    return CorruptError(
+        "A file ends before the data it declares.",
+        place=source.path,
+        expected=f"{count} bytes at byte {start}",
+        found=f"{source.size} bytes in all",
+    )
 
 
 @dataclass(frozen=True)
