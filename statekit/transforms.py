@@ -1,4 +1,4 @@
-"""Tensors made of others without reading them: axes put in or taken out, one member of a stack, and a stack."""
+"""Tensors made of others, which are read when they are: axes of length 1, members of a stack, stacks, means."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Reaxed:
 
     def to_json(self) -> dict[str, Any]:
         """Describes the tensor."""
-        return {"reaxed": self.tensor.to_json(), "shape": list(self.shape)}
+        return {"op": "reaxed", "source": self.tensor.to_json(), "shape": list(self.shape)}
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Member:
 
     def to_json(self) -> dict[str, Any]:
         """Describes the tensor."""
-        return {"member": self.tensor.to_json(), "axis": self.axis, "place": self.place}
+        return {"op": "member", "source": self.tensor.to_json(), "axis": self.axis, "place": self.place}
 
 
 @dataclass(frozen=True)
@@ -135,4 +135,50 @@ class Stack:
 
     def to_json(self) -> dict[str, Any]:
         """Describes the tensor."""
-        return {"stack": [tensor.to_json() for tensor in self.tensors], "axis": self.axis}
+        return {"op": "stack", "sources": [tensor.to_json() for tensor in self.tensors], "axis": self.axis}
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean along one axis, summed in float64 and rounded once to the tensor's dtype.
+
+    A second moment in full becomes a factored one's: both are linear in the squared gradients.
+
+    Example:
+        >>> from statekit.tensor import in_memory
+        >>> Mean(in_memory(np.array([[1.0, 2.0], [3.0, 6.0]], np.float32)), 0).read().tolist()
+        [2.0, 4.0]
+    """
+
+    tensor: Tensor
+    axis: int
+
+    @property
+    def shape(self) -> Shape:
+        """The shape."""
+        return (*self.tensor.shape[: self.axis], *self.tensor.shape[self.axis + 1 :])
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype."""
+        return self.tensor.dtype
+
+    @property
+    def grain(self) -> Shape:
+        """The cheapest block, without the axis."""
+        return (*self.tensor.grain[: self.axis], *self.tensor.grain[self.axis + 1 :])
+
+    def read(self, index: Index | None = None) -> Array:
+        """Reads a block: the tensor's blocks along the axis, one after the other."""
+        index, length = normal_index(index, self.shape), self.tensor.shape[self.axis]
+        total = np.zeros(index_shape(index), np.float64)
+        step = max(1, self.tensor.grain[self.axis])
+        for start in range(0, length, step):
+            along = slice(start, min(start + step, length))
+            block = self.tensor.read((*index[: self.axis], along, *index[self.axis :]))
+            total += block.sum(axis=self.axis, dtype=np.float64)
+        return (total / length).astype(self.dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes the tensor."""
+        return {"op": "mean", "source": self.tensor.to_json(), "axis": self.axis}
