@@ -20,7 +20,7 @@ from statekit.checkpoint import Checkpoint
 from statekit.commit import Entries, Kind, OnProgress, Stage, check_target, silent, staged
 from statekit.durable import writing
 from statekit.errors import CommitError, CorruptError, StateError, UsageError, fault_list
-from statekit.format import Container, Encoded, Evidence, Exactness, Hints, Layout
+from statekit.format import Container, Encoded, Evidence, Exactness, Fitting, Hints, Layout
 from statekit.lineage import content_digest, digest_rest, passed_through, prove, source_digests
 from statekit.manifest import tensor_faults
 from statekit.plan import NO_HINTS, Plan, Request, Side, StepOffset, build_plan
@@ -281,6 +281,8 @@ def _prepared(request: Request) -> Iterator[_Prepared]:
         name = request.layout or implied
         layout = choose_layout(container, state.optimizer.schema, name, opened.layout)
         encoded = layout.encode(state)
+        if isinstance(container, Fitting):
+            encoded = container.fitted(encoded)
         options = {
             "hparams": dict(request.hints.hyperparameters),
             "variant": request.hints.variant,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from statekit.checkpoint import Checkpoint
 from statekit.commit import Stage
@@ -132,6 +132,14 @@ class Container(Protocol):
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes a tree below `stage.path`, passing every tensor through `stage.stream`."""
+
+
+@runtime_checkable
+class Fitting(Protocol):
+    """A container that has a place of its own for some parts of a tree, as a layout can't know."""
+
+    def fitted(self, encoded: Encoded) -> Encoded:
+        """Returns a state with its parts in the container's places, and with what the container can't do without."""
 
 
 class Layout(Protocol):

@@ -45,7 +45,7 @@ class Icefall:
     name: str = "icefall"
     title: str = "ScaledAdam of icefall and GPT-SoVITS: slots of equally shaped parameters in one tensor"
     optimizers: tuple[str, ...] = (SCHEMA,)
-    containers: tuple[str, ...] = ("torch",)
+    containers: tuple[str, ...] = ("torch", "hf-trainer", "accelerate", "safetensors")
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for delta beside exp_avg_sq, and for scalar_lr_scale in the groups."""

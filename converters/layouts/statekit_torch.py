@@ -67,7 +67,7 @@ class StatekitTorch:
     name: str = "statekit-torch"
     title: str = "model, optimizer and step of a run with an optimizer of statekit.torch, by parameter name"
     optimizers: tuple[str, ...] = tuple(CLASSES)
-    containers: tuple[str, ...] = ("torch",)
+    containers: tuple[str, ...] = ("torch", "hf-trainer", "accelerate", "safetensors")
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at the keys of the parameter groups."""

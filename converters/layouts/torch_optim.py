@@ -86,7 +86,7 @@ class TorchOptim:
     name: str = "torch-optim"
     title: str = "torch.optim's AdamW and Adafactor, Hugging Face's Adafactor: by index or by name"
     optimizers: tuple[str, ...] = ("adamw", "adafactor")
-    containers: tuple[str, ...] = ("torch",)
+    containers: tuple[str, ...] = ("torch", "hf-trainer", "accelerate", "safetensors")
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at the options of the groups, and at the names of the slots."""

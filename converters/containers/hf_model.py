@@ -1,0 +1,170 @@
+"""A model's tensors as Hugging Face's libraries keep them: one file, or shards with an index.
+
+    model.safetensors                                        or pytorch_model.bin, a torch file
+    model-00001-of-00002.safetensors ... and
+    model.safetensors.index.json                             {"metadata": {...}, "weight_map": {name: file}}
+
+The safetensors library sorts what it writes, by dtype and name, and Transformers sorts its index: the order of the
+parameters, which an optimizer's indices need, is in neither.
+Source: huggingface/transformers, modeling_utils.py, `save_pretrained`; huggingface_hub serialization/_torch.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from statekit.commit import Stage
+from statekit.converters.containers.safetensors_file import open_safetensors, save_safetensors
+from statekit.converters.containers.torch_file import CONTAINER as TORCH
+from statekit.errors import CorruptError, FormatError, fault_list
+from statekit.manifest import inside, read_small, strict_json
+from statekit.tensor import Tensor, nbytes
+
+SHARD_BYTES = 5 * 10**9
+"""Bytes of tensors in a shard at most; a larger tensor has one to itself. Source: Transformers' usual 5 GB."""
+ADAPTER_CONFIG = "adapter_config.json"
+INDEX = ".index.json"
+_SAFE, _BIN = ".safetensors", ".bin"
+_STEMS = (("model", _SAFE), ("pytorch_model", _BIN), ("pytorch_model_fsdp", _BIN), ("adapter_model", _SAFE),
+          ("adapter_model", _BIN))  # fmt: skip
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Model:
+    """An opened model.
+
+    Attributes:
+        tensors: By name, in the order of the file or the index.
+        files: Names of the files that it lies in.
+        is_sorted: Whether the order is that of the alphabet, which says nothing about the parameters.
+        metadata: What the files say of themselves.
+    """
+
+    tensors: Mapping[str, Tensor]
+    files: tuple[str, ...]
+    is_sorted: bool
+    metadata: Mapping[str, Any]
+
+
+def find_model(folder: Path) -> str | None:
+    """Returns the name of the file or index of a folder's model, as Transformers chooses among several.
+
+    Any other safetensors file or index will do if it is the only one.
+    """
+    names = [name for stem, suffix in _STEMS for name in (f"{stem}{suffix}", f"{stem}{suffix}{INDEX}")]
+    known = next((name for name in names if (folder / name).is_file()), None)
+    if known is not None:
+        return known
+    for suffix in (f"{_SAFE}{INDEX}", _SAFE):
+        found = [entry.name for entry in folder.iterdir() if entry.name.endswith(suffix) and entry.is_file()]
+        if found:
+            return found[0] if len(found) == 1 else None
+    return None
+
+
+def open_model(folder: Path, name: str, opened: ExitStack) -> Model:
+    """Opens a model; reads headers only.
+
+    Args:
+        folder: Where it lies.
+        name: Its file, or its index.
+        opened: Closes the files.
+
+    Raises:
+        NotFoundError: A shard is missing.
+        FormatError: Index and shards don't fit each other, or one can't be trusted.
+    """
+    if not name.endswith(INDEX):
+        tensors, metadata = _open_file(folder / name, opened)
+        ordered = sorted(tensors, key=lambda one: (-tensors[one].dtype.itemsize, one))
+        is_sorted = name.endswith(_SAFE) and list(tensors) == ordered
+        return Model(tensors, (name,), is_sorted, metadata)
+    place = folder / name
+    index = strict_json(read_small(place), place)
+    weights = index.get("weight_map") if isinstance(index, Mapping) else None
+    if not isinstance(weights, Mapping) or not all(isinstance(file, str) for file in weights.values()):
+        raise FormatError("An index of shards has no map from names to files.", place=place)
+    files = tuple(sorted(set(weights.values())))
+    foreign = [("isn't a file of the folder", file) for file in files if not inside(file) or "/" in file]
+    if foreign:
+        raise FormatError("An index names files elsewhere.", place=place, found=fault_list(foreign[:_SHOWN]))
+    shards = {file: _open_file(folder / file, opened)[0] for file in files}
+    faults = [(f"isn't in {file}", one) for one, file in weights.items() if one not in shards[file]]
+    faults += [
+        (f"is in {file}, not by the index", one)
+        for file, held in shards.items()
+        for one in held
+        if weights.get(one) != file
+    ]
+    if faults:
+        raise CorruptError(
+            f"Index and shards contradict each other: {len(faults)} faults.",
+            place=place,
+            found=fault_list(faults[:_SHOWN]),
+        )
+    whole = {one: shards[file][one] for one, file in weights.items()}
+    metadata = index.get("metadata", {})
+    return Model(whole, (name, *files), list(whole) == sorted(whole), metadata)
+
+
+def save_model(
+    tensors: Mapping[str, Tensor], stage: Stage, prefix: str, stem: str, limit: int | None
+) -> None:
+    """Writes a model as safetensors, in its order: files and index keep what the order says of the parameters.
+
+    Args:
+        tensors: By name.
+        stage: Where is written; streams each under `model/<name>`.
+        prefix: The folder below the stage, with its `/`.
+        stem: What the files are called.
+        limit: Bytes in a file at most; None for a single file.
+
+    Raises:
+        FormatError: A name or dtype that safetensors can't hold.
+    """
+    shards = [dict(tensors)] if limit is None else list(_sharded(tensors, limit)) or [{}]
+    count = len(shards)
+    weights = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"{stem}{_SAFE}" if count == 1 else f"{stem}-{number:05}-of-{count:05}{_SAFE}"
+        weights.update(dict.fromkeys(shard, file))
+        with stage.file(f"{prefix}{file}") as output:
+            save_safetensors(
+                shard, output, lambda name, one: stage.stream(f"model/{name}", one), {"format": "pt"}
+            )
+    if count > 1:
+        total = {"total_size": sum(map(nbytes, tensors.values()))}
+        text = json.dumps({"metadata": total, "weight_map": weights}, indent=2) + "\n"
+        with stage.file(f"{prefix}{stem}{_SAFE}{INDEX}") as output:
+            output.write(text.encode("ascii"))
+
+
+def _open_file(path: Path, opened: ExitStack) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+    if path.name.endswith(_SAFE):
+        file = open_safetensors(path)
+        opened.callback(file.close)
+        return file.tensors, file.metadata
+    checkpoint = opened.enter_context(TORCH.open(path))
+    tree = checkpoint.tree
+    if not isinstance(tree, Mapping) or not all(isinstance(leaf, Tensor) for leaf in tree.values()):
+        raise FormatError("A model's file isn't a dict of tensors.", place=path, expected="a state_dict")
+    return tree, {}
+
+
+def _sharded(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        if shard and size + nbytes(tensor) > limit:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += nbytes(tensor)
+    if shard:
+        yield shard

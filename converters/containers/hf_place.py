@@ -1,0 +1,47 @@
+"""Brings the parts of a PyTorch tree to the keys under which folders have a file for them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from statekit.converters.torch_parts import at, places, put, without
+from statekit.format import Encoded
+from statekit.tree import Path, Tree
+
+_SCHEDULERS: tuple[Path, ...] = (
+    ("scheduler",),
+    ("lr_scheduler",),
+    ("scheduler_state_dict",),
+    ("lr_scheduler_state_dict",),
+    ("lr_schedulers", 0),
+)
+"""Paths at which others keep a scheduler's state."""
+
+
+def moved_to(encoded: Encoded, keys: Collection[str]) -> Encoded:
+    """Returns a state whose model, optimizer and only scheduler lie under these keys.
+
+    Args:
+        encoded: As a layout made it: where the source had its parts.
+        keys: Of `model`, `optimizer` and `scheduler` those that the target has.
+    """
+    found = dict(zip(("model", "optimizer"), places(encoded.tree) or (), strict=False))
+    scheduler = next((path for path in _SCHEDULERS if _is_only(encoded.tree, path)), None)
+    found |= {"scheduler": scheduler} if scheduler else {}
+    tree, exactness = encoded.tree, dict(encoded.exactness)
+    for key, path in found.items():
+        if key not in keys or path == (key,) or key in tree:
+            continue
+        tree = put(without(tree, path), (key,), at(tree, path))
+        old = "/".join(map(str, path))
+        exactness = {
+            f"{key}{name.removeprefix(old)}" if name.startswith(f"{old}/") else name: value
+            for name, value in exactness.items()
+        }
+    return replace(encoded, tree=tree, exactness=exactness)
+
+
+def _is_only(tree: Tree, path: Path) -> bool:
+    part = at(tree, path)
+    return isinstance(part, dict) and (len(path) == 1 or len(at(tree, path[:1])) == 1)
