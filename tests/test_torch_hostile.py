@@ -310,9 +310,9 @@ def test_the_checksum_is_compared_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_huge_pickle_is_refused_by_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from statekit.converters.containers import torch_file
+    from statekit.converters.containers import torch_read
 
-    monkeypatch.setattr(torch_file, "MAX_PICKLE", 50)
+    monkeypatch.setattr(torch_read, "MAX_PICKLE", 50)
     with pytest.raises(RefusedError, match="too large"):
         CONTAINER.open(torch_zip(tmp_path / "a.pt", tensor() + b"."))
 

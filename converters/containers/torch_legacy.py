@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from statekit.converters.containers.torch_names import storage_id, torch_calls
-from statekit.converters.containers.torch_storage import SourceFile, Storage
+from statekit.converters.containers.torch_storage import Source, Storage, short
 from statekit.converters.pickle_machine import TruncatedPickle
 from statekit.converters.pickle_names import shown
 from statekit.converters.pickle_reader import Unpickled, read_pickle
@@ -48,7 +48,7 @@ class LegacyFile:
 class _Storages:
     """The storages that a pickle mentions; where each lies is known only after the pickles have been read."""
 
-    def __init__(self, source: SourceFile) -> None:
+    def __init__(self, source: Source) -> None:
         self.source = source
         self.roots: dict[str, Storage] = {}
         self.starts: dict[str, int] = {}
@@ -87,7 +87,7 @@ class _Storages:
         return self.source.read(self.starts[key] + shift + start, count)
 
 
-def read_legacy(source: SourceFile) -> LegacyFile:
+def read_legacy(source: Source) -> LegacyFile:
     """Reads the pickles of a legacy file and finds its storages.
 
     Raises:
@@ -152,5 +152,5 @@ def _locate(storages: _Storages, keys: Any, at: int) -> int:
         storages.starts[key] = at + 8
         at += 8 + root.nbytes
         if at > source.size:
-            raise source.short(at - root.nbytes, root.nbytes)
+            raise short(source, at - root.nbytes, root.nbytes)
     return at

@@ -1,4 +1,4 @@
-"""The zip archives of `torch.save`: members stored as they are, read in place, their CRC-32 enforced.
+"""The zip archives of `torch.save` and MXNet: members stored as they are, read in place, their CRC-32 enforced.
 
 PyTorch's own reader skips the checksums, reads the first of two members with one name where other programs read the
 last, and inflates what it is given. Here all that is refused: an archive has one reading or none.
@@ -11,7 +11,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-from statekit.converters.containers.torch_storage import SourceFile
+from statekit.converters.containers.torch_storage import Source, short
 from statekit.errors import CorruptError, FormatError, RefusedError
 from statekit.tensor import BLOCK_BYTES, Array
 
@@ -49,7 +49,7 @@ class _Entry:
 class Archive:
     """An archive opened for reading. Only its directory and headers have been read."""
 
-    def __init__(self, source: SourceFile) -> None:
+    def __init__(self, source: Source) -> None:
         self.source = source
         entries, self._directory = _directory(source)
         self.members = _members(source, entries, self._directory)
@@ -63,7 +63,7 @@ class Archive:
         """
         member = self.members[name]
         if start < 0 or count < 0 or start + count > member.size:
-            raise self.source.short(member.start + start, count)
+            raise short(self.source, member.start + start, count)
         piece = self.source.read(member.start + start, count)
         if name not in self._checked and member.crc:
             self._compare(member, zlib.crc32(piece.data) if count == member.size else self._crc(member))
@@ -88,7 +88,7 @@ class Archive:
             )
 
 
-def directory_bytes(source: SourceFile) -> bytes:
+def directory_bytes(source: Source) -> bytes:
     """Returns the raw directory of a zip archive.
 
     Raises:
@@ -98,7 +98,7 @@ def directory_bytes(source: SourceFile) -> bytes:
     return source.read(start, size).tobytes()
 
 
-def _end(source: SourceFile) -> tuple[int, int, int]:
+def _end(source: Source) -> tuple[int, int, int]:
     """Returns start, size and number of entries of the central directory, which ends where the end record starts."""
     place = source.path
     at = source.size - END.size
@@ -138,13 +138,13 @@ def _end(source: SourceFile) -> tuple[int, int, int]:
     return start, size, count
 
 
-def _same_end(source: SourceFile, narrow: tuple[int, ...], wide: tuple[int, ...]) -> None:
+def _same_end(source: Source, narrow: tuple[int, ...], wide: tuple[int, ...]) -> None:
     pairs = [(narrow[4], wide[7], FULL16), (narrow[5], wide[8], FULL32), (narrow[6], wide[9], FULL32)]
     if wide[0] != END64_MAGIC or any(old not in (new, full) for old, new, full in pairs):
         raise FormatError("The two end records of a zip archive contradict each other.", place=source.path)
 
 
-def _directory(source: SourceFile) -> tuple[list[_Entry], int]:
+def _directory(source: Source) -> tuple[list[_Entry], int]:
     start, size, count = _end(source)
     raw = source.read(start, size).tobytes()
     entries = []
@@ -161,7 +161,7 @@ def _directory(source: SourceFile) -> tuple[list[_Entry], int]:
     return entries, start
 
 
-def _entry(source: SourceFile, raw: bytes, at: int) -> tuple[_Entry, int]:
+def _entry(source: Source, raw: bytes, at: int) -> tuple[_Entry, int]:
     fields = CENTRAL.unpack_from(raw, at)
     magic, _, _, flags, method, _, _, crc, packed, size = fields[:10]
     name_size, extra_size, comment, disk, _, _, header = fields[10:]
@@ -177,7 +177,7 @@ def _entry(source: SourceFile, raw: bytes, at: int) -> tuple[_Entry, int]:
         size, packed, header = _wide(source, raw[extra_at : extra_at + extra_size], size, packed, header)
     if method or flags & 1 or size != packed or disk:
         raise RefusedError(
-            "A member of a torch file is compressed or encrypted.",
+            "A member of a zip archive is compressed or encrypted.",
             place=f"{name.decode('utf-8', 'replace')} in {source.path}",
             expected="bytes stored as they are",
             found=f"method {method}, flags {flags:#06x}, {packed} bytes for {size}",
@@ -185,7 +185,7 @@ def _entry(source: SourceFile, raw: bytes, at: int) -> tuple[_Entry, int]:
     return _Entry(name, header, size, crc), end
 
 
-def _wide(source: SourceFile, extra: bytes, *narrow: int) -> list[int]:
+def _wide(source: Source, extra: bytes, *narrow: int) -> list[int]:
     """Returns sizes and offset with those that don't fit 32 bits taken from the zip64 field, in its fixed order."""
     at = 0
     while at + 4 <= len(extra):
@@ -199,7 +199,7 @@ def _wide(source: SourceFile, extra: bytes, *narrow: int) -> list[int]:
     raise FormatError("A zip member larger than 4 GB lacks its true size.", place=source.path)
 
 
-def _members(source: SourceFile, entries: list[_Entry], directory: int) -> dict[str, Member]:
+def _members(source: Source, entries: list[_Entry], directory: int) -> dict[str, Member]:
     """Finds where each member's bytes lie; they must not overlap, and names must differ."""
     ordered = sorted(entries, key=lambda entry: entry.header)
     if ordered and ordered[0].header:
@@ -222,7 +222,7 @@ def _members(source: SourceFile, entries: list[_Entry], directory: int) -> dict[
     return members
 
 
-def _member(source: SourceFile, entry: _Entry, limit: int) -> Member:
+def _member(source: Source, entry: _Entry, limit: int) -> Member:
     name = entry.name.decode("utf-8", "surrogateescape")
     place = f"{name} in {source.path}"
     raw = source.read(entry.header, LOCAL.size + len(entry.name)).tobytes()
