@@ -13,6 +13,7 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from statekit.commit import Stage
@@ -87,7 +88,7 @@ def write_archive(
     tensors = tensor_names(tree)
     slots = _slots(tensors)
     pickle_tree(tree, slots)  # whatever can't be written is said before gigabytes are
-    writer = _ZipWriter(file)
+    writer = ZipWriter(file)
     for name, text in (("version", "3\n"), ("byteorder", "little"), (".format_version", "1")):
         writer.add(name, len(text), [text.encode()])
     writer.add(".storage_alignment", 2, [b"64"])
@@ -116,11 +117,31 @@ def _slots(tensors: dict[str, Tensor]) -> dict[str, Slot]:
     return slots
 
 
-class _ZipWriter:
+@dataclass(frozen=True)
+class ZipForm:
+    """What programs that store the same members in a zip archive do differently.
+
+    Attributes:
+        root: What stands before every name.
+        alignment: Bytes that members are padded to; 0 for none.
+        version: The version said to be needed, where 64-bit fields aren't.
+        date: The date, as a zip archive has it.
+    """
+
+    root: str
+    alignment: int
+    version: int
+    date: int
+
+
+TORCH = ZipForm(f"{ROOT}/", ALIGNMENT, 20, _DATE)
+
+
+class ZipWriter:
     """Writes members one after the other without going back, so that nothing is held but a block."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    def __init__(self, file: BinaryIO, form: ZipForm = TORCH) -> None:
+        self._file, self._form = file, form
         self._pending = bytearray()
         self._at = 0
         self._directory = bytearray()
@@ -128,15 +149,16 @@ class _ZipWriter:
 
     def add(self, name: str, size: int, blocks: Iterable[bytes | memoryview]) -> None:
         """Writes one member of known size."""
-        raw = f"{ROOT}/{name}".encode()
+        form = self._form
+        raw = f"{form.root}{name}".encode()
         header_at = self._at
         wide = _wide(size, size, header_at)
         flags = _UTF8 | (_DESCRIPTOR if size else 0)
-        extra = wide + _padding(header_at + LOCAL.size + len(raw) + len(wide))
-        version = 45 if wide else 20
-        self._put(
-            LOCAL.pack(LOCAL_MAGIC, version, flags, 0, 0, _DATE, 0, 0, 0, len(raw), len(extra)) + raw + extra
-        )
+        body_at = header_at + LOCAL.size + len(raw) + len(wide)
+        extra = wide + (_padding(body_at, form.alignment) if form.alignment else b"")
+        version = 45 if wide else form.version
+        head = LOCAL.pack(LOCAL_MAGIC, version, flags, 0, 0, form.date, 0, 0, 0, len(raw), len(extra))
+        self._put(head + raw + extra)
         data_at, crc = self._at, 0
         for block in blocks:
             crc = zlib.crc32(block, crc)
@@ -151,7 +173,7 @@ class _ZipWriter:
         if size:
             self._put(struct.pack("<IIQQ" if wide else "<IIII", _DESCRIPTOR_MAGIC, crc, size, size))
         self._directory += CENTRAL.pack(
-            CENTRAL_MAGIC, version, version, flags, 0, 0, _DATE, crc, _narrow(size), _narrow(size),
+            CENTRAL_MAGIC, version, version, flags, 0, 0, form.date, crc, _narrow(size), _narrow(size),
             len(raw), len(wide), 0, 0, 0, 0, _narrow(header_at),
         )  # fmt: skip
         self._directory += raw + wide
@@ -191,6 +213,6 @@ def _wide(*numbers: int) -> bytes:
     return struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
 
 
-def _padding(at: int) -> bytes:
-    count = -(at + 4) % ALIGNMENT
+def _padding(at: int, alignment: int) -> bytes:
+    count = -(at + 4) % alignment
     return struct.pack("<2sH", b"FB", count) + b"Z" * count
