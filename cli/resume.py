@@ -13,12 +13,12 @@ from statekit.optim.adafactor_forms import Hyperparameters
 from statekit.plan import Plan
 from statekit.schema import load_schema
 
-T5X_LAYOUT, ORBAX = "t5x", "orbax"
+T5X_LAYOUT, ORBAX, FLAX = "t5x", "orbax", "flax"
 _RULES = ("factor_map", "logical_factor_rules")
 
 
 def resume_lines(plan: Plan) -> list[str]:
-    """Returns the lines that go on from a conversion's result: gin for T5X, Orbax for JAX, Python for all else."""
+    """Returns the lines that go on from a conversion's result: gin for T5X, Python of JAX or PyTorch for all else."""
     groups, target = plan.state["groups"], plan.request.target
     if plan.target.layout == T5X_LAYOUT:
         offsets = {group["hyperparameters"].get("step_offset") or 0 for group in groups}
@@ -27,8 +27,8 @@ def resume_lines(plan: Plan) -> list[str]:
             'utils.RestoreCheckpointConfig.mode = "specific"',
             *(f"adafactor.Adafactor.step_offset = {offset}" for offset in offsets if offset),
         ]
-    if plan.target.container == ORBAX:
-        return _orbax_lines(plan, target)
+    if plan.target.container in (ORBAX, FLAX):
+        return _jax_lines(plan, target)
     missing = dict.fromkeys(name for group in groups for name in _missing(plan.state, group))
     name = json.dumps(str(target))
     return [
@@ -38,14 +38,23 @@ def resume_lines(plan: Plan) -> list[str]:
     ]
 
 
-def _orbax_lines(plan: Plan, target: Path) -> list[str]:
-    step = str(plan.target.step)
-    folder = (target if target.name == step else target / step).absolute() / "default"
-    lines = [
-        "import orbax.checkpoint as ocp",
-        'target = {"params": params, "opt_state": optimizer.init(params)}',
-        f"state = ocp.StandardCheckpointer().restore({json.dumps(str(folder))}, target)",
-    ]
+def _jax_lines(plan: Plan, target: Path) -> list[str]:
+    lines = ['target = {"params": params, "opt_state": optimizer.init(params)}']
+    if plan.target.container == FLAX:
+        folder = json.dumps(str(target.absolute()))
+        lines = [
+            "from flax.training import checkpoints",
+            *lines,
+            f"state = checkpoints.restore_checkpoint({folder}, target)",
+        ]
+    else:
+        step = str(plan.target.step)
+        folder = json.dumps(str((target if target.name == step else target / step).absolute() / "default"))
+        lines = [
+            "import orbax.checkpoint as ocp",
+            *lines,
+            f"state = ocp.StandardCheckpointer().restore({folder}, target)",
+        ]
     if plan.target.layout != "statekit-jax":
         return lines
     arguments = dict.fromkeys(a for group in plan.state["groups"] for a in _arguments(plan.state, group))

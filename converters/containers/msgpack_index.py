@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,11 +41,12 @@ _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
 
 @dataclass(frozen=True)
 class Inline:
-    """An array whose values lie in the file."""
+    """An array whose values lie in the file; `scalar` if it was one of NumPy's scalars."""
 
     shape: Shape
     dtype: DType
     data: Value
+    scalar: bool = False
 
     def tensor(self, name: str) -> Stored:
         """Returns it as a tensor of that name."""
@@ -247,7 +248,7 @@ class _Parser:
             return _complex(part(cursor.value, start, size), cursor, size)
         array = _array(part(cursor.value, start, size))
         cursor.skip(size)
-        return array
+        return replace(array, scalar=code == 3)
 
 
 def _array(value: Value) -> Inline:

@@ -84,7 +84,7 @@ def trusted_manifest(
     step: Path, number: int | None, tree: Tree
 ) -> tuple[Mapping[str, Any] | None, tuple[Finding, ...]]:
     """Reads `statekit.json` in a step's folder or in its run's, if it is about this step and these tensors."""
-    for folder in (step, step.parent) if step.is_dir() else ():
+    for folder in (step, step.parent) if step.is_dir() else (step.parent,):
         manifest, findings = find_manifest(folder)
         if manifest is None:
             if findings:

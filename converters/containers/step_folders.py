@@ -14,8 +14,8 @@ from typing import Literal, TypeAlias
 from statekit.checkpoint import Finding
 from statekit.errors import FormatError, NotFoundError
 
-Kind: TypeAlias = Literal["legacy", "orbax"]
-"""Which generation of T5X's code wrote a folder: msgpack with zarr folders, or Orbax."""
+Kind: TypeAlias = Literal["legacy", "orbax", "flax"]
+"""Who wrote a step: T5X before Orbax (msgpack with zarr folders), Orbax, or Flax (a msgpack file)."""
 
 INDEX = "checkpoint"
 """The msgpack file of a legacy checkpoint, and of Orbax items before OCDBT."""
@@ -30,6 +30,7 @@ STATE = "state"
 _KINDS: dict[Kind, tuple[str, str]] = {
     "legacy": ("T5X checkpoint of the legacy generation", "t5x"),
     "orbax": ("checkpoint of Orbax", "orbax"),
+    "flax": ("msgpack file of Flax", "flax"),
 }
 """What each kind is called, and the container that reads it."""
 
@@ -127,9 +128,10 @@ def step_number(path: Path) -> int | None:
 
 
 def kind_of(path: Path) -> Kind | None:
-    """Looks at names and first bytes to tell who wrote a step's folder or file; None if it isn't T5X or Orbax."""
+    """Looks at names and first bytes to tell who wrote a step's folder or file; None if it's none of these."""
     if path.is_file():
-        return "legacy" if _is_legacy(_head(path)) else None
+        head = _head(path)
+        return "legacy" if _is_legacy(head) else "flax" if _is_map(head) and _begins_with_name(head) else None
     if not path.is_dir():
         return None
     if is_item(path):
@@ -149,8 +151,7 @@ def is_item(folder: Path) -> bool:
 
 def items(step: Path) -> list[Path]:
     """Returns the folders of the Orbax items in a step's folder: trees, and JSON documents beside one."""
-    with os.scandir(step) as entries:
-        folders = sorted(Path(entry.path) for entry in entries if entry.is_dir())
+    folders = sorted(entry for entry in step.iterdir() if entry.is_dir())
     named = [f for f in folders if step_number(f) is None and not _UNFINISHED.fullmatch(f.name)]
     trees = [f for f in named if is_item(f) or (f.name == STATE and _is_map(_head(f / INDEX)))]
     return [f for f in named if f in trees or (trees and (f / JSON_ITEM).is_file())]
@@ -179,7 +180,17 @@ def _is_map(head: bytes) -> bool:
 
 
 def _is_legacy(head: bytes) -> bool:
-    if not _is_map(head):
-        return False
+    return _is_map(head) and any(_first_key(head) == bytes([0xA0 + len(key)]) + key for key in _LEGACY_KEYS)
+
+
+def _begins_with_name(head: bytes) -> bool:
+    """Tells whether a map's first key is a short name: other files begin with the byte of a map by chance."""
+    key = _first_key(head)
+    return len(key) > 1 and key[1:].isascii() and key[1:].decode("ascii", "replace").isprintable()
+
+
+def _first_key(head: bytes) -> bytes:
+    """Returns the first key of a map with its length before it, if it's a name of up to 31 bytes; else nothing."""
     start = {0xDE: 3, 0xDF: 5}.get(head[0], 1)
-    return any(head[start + 1 :].startswith(key) and head[start] == 0xA0 + len(key) for key in _LEGACY_KEYS)
+    size = head[start] - 0xA0 if len(head) > start else -1
+    return head[start : start + 1 + size] if 0 < size < 32 else b""

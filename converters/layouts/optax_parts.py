@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from statekit.checkpoint import Checkpoint
+from statekit.checkpoint import SEQUENCES_AS_MAPS, Checkpoint
 from statekit.converters.layouts.optax_frame import frame_of
-from statekit.converters.layouts.optax_tree import Link, find_params, is_tensor, leaves, links, under
+from statekit.converters.layouts.optax_tree import (
+    Link,
+    find_params,
+    is_tensor,
+    leaves,
+    links,
+    under,
+    with_sequences,
+)
 from statekit.converters.layouts.told import Known, Settings, manifest_state
 from statekit.errors import StateError
 from statekit.optim.factoring import Entry, first_entry, labels, map_entries
@@ -78,6 +86,8 @@ def opened(checkpoint: Checkpoint, kinds: Collection[str], faults: Faults) -> Op
     Raises:
         StateError: There are none.
     """
+    if checkpoint.meta.get(SEQUENCES_AS_MAPS):
+        checkpoint = replace(checkpoint, tree=with_sequences(checkpoint.tree))
     found = links(checkpoint.tree)
     where = find_params(checkpoint.tree, found, kinds)
     if where is None:

@@ -60,7 +60,7 @@ class Optax:
         "Optax: params and opt_state, bare or in a TrainState; chains, MultiSteps, inject_hyperparams, masked"
     )
     optimizers: tuple[str, ...] = ("adafactor", "adamw", "lamb")
-    containers: tuple[str, ...] = ("orbax",)
+    containers: tuple[str, ...] = ("orbax", "flax")
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for the fields of a link's state, and for parameters that fit them."""
@@ -83,7 +83,7 @@ class Optax:
         faults: Faults = []
         tree = opened(checkpoint, ENGINES, faults)
         found = [link for link in tree.found if link.kind in ENGINES]
-        engines = [engine(link, tree.found, checkpoint.tree, tree.where) for link in found]
+        engines = [engine(link, tree.found, tree.checkpoint.tree, tree.where) for link in found]
         schema, notes = _schema(engines, hints, faults)
         told = canonical(schema, hints.hyperparameters)
         parts = [_part(own, schema, tree.params, faults) for own in engines]

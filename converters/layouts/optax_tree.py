@@ -61,6 +61,9 @@ SLOT_TREES: dict[str, tuple[str, ...]] = {
     "ema": ("ema",),
 }
 """The fields of a link's state that are trees like the parameters'."""
+_SLOTS = {name for names in SLOT_TREES.values() for name in names}
+_LABELLED = "inner_states"
+_INNER = {"inner_state", "inner_opt_state", _LABELLED}
 ENGINES = ("adafactor", "adam")
 """The links that an optimizer of Optax is known by."""
 OWN_ENGINES = tuple(f"statekit.{schema}" for schema in OWN_FIELDS)
@@ -128,6 +131,39 @@ def sequence(node: Any) -> list[Any] | None:
     ):
         return list(node.values())
     return None
+
+
+def with_sequences(tree: Tree) -> Tree:
+    """Returns a tree whose chains are lists, and None where a NamedTuple is empty, as Orbax has them.
+
+    Maps with the keys "0", "1", ... are sequences only where they lead to a link's state: parameters may be named so.
+    """
+    found = links(tree)
+    above = [link.path[:i] for link in found for i in range(len(link.path) + 1)]
+    chains = {path: _chain(node) for path in above if _is_state(node := under(tree, path))}
+    return replaced(tree, chains)
+
+
+def _is_state(node: Any) -> bool:
+    return sequence(node) is not None or bool(_INNER & node.keys()) or frozenset(node) in KINDS
+
+
+def _chain(node: Any) -> Tree:
+    if node == {}:
+        return None
+    if (items := sequence(node)) is not None:
+        return [_chain(item) for item in items]
+    if not isinstance(node, Mapping):
+        return node
+    parts: dict[str, Tree] = {}
+    for name, child in node.items():
+        if name == _LABELLED and isinstance(child, Mapping):
+            parts[name] = {label: _chain(state) for label, state in child.items()}
+        elif name in _SLOTS:
+            parts[name] = replaced(child, {keys: None for keys, leaf in leaves(child) if leaf == {}})
+        else:
+            parts[name] = _chain(child) if name in _INNER else child
+    return parts
 
 
 def under(tree: Tree, path: Path) -> Tree:

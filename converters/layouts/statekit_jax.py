@@ -63,7 +63,7 @@ class StatekitJax:
     name: str = "statekit-jax"
     title: str = "params and opt_state of a run with statekit.jax, by canonical slot names"
     optimizers: tuple[str, ...] = tuple(OWN_FIELDS)
-    containers: tuple[str, ...] = ("orbax",)
+    containers: tuple[str, ...] = ("orbax", "flax")
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for the fields of a state, and for parameters that fit them."""

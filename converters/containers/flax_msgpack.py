@@ -1,0 +1,112 @@
+"""Container `flax`: the msgpack files of Flax, alone or in the folder of a run.
+
+    <run>/checkpoint_<step>    flax.training.checkpoints, with flax_use_orbax_checkpointing=False
+    <anything>.msgpack         flax.serialization.to_bytes, Hugging Face's Flax models
+
+One map holds everything; arrays lie in it. Numbers are read as arrays of rank 0 and written back as numbers.
+Source: google/flax flax/serialization.py, `msgpack_serialize`; flax/training/checkpoints.py, `save_checkpoint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from statekit.checkpoint import SEQUENCES_AS_MAPS, Checkpoint
+from statekit.commit import Stage
+from statekit.converters.containers.flax_write import NUMBER, SCALAR, gathered, packed
+from statekit.converters.containers.kv_stores import FolderStore
+from statekit.converters.containers.msgpack_index import Inline, parse
+from statekit.converters.containers.step_files import step_checkpoint
+from statekit.converters.containers.step_folders import find_step, locate
+from statekit.converters.containers.step_target import FOLDER
+from statekit.errors import FormatError, NotFoundError, RefusedError
+from statekit.format import Encoded, Evidence
+from statekit.tensor import Stored, in_memory
+from statekit.tree import Path as Keys
+from statekit.tree import Tree
+
+_ELSEWHERE = "//GDAPlaceholder:"
+"""What stands for an array that several processes wrote into a folder beside the file."""
+
+
+@dataclass(frozen=True)
+class FlaxFile:
+    """Flax' msgpack files."""
+
+    name: str = "flax"
+    title: str = "Flax msgpack: checkpoint_<step> files of a run, or a .msgpack file"
+    suffixes: tuple[str, ...] = ()
+    target_kind: Literal["file", "folder"] | None = "folder"
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Looks at file names and first bytes only."""
+        try:
+            found = locate(path)
+        except FormatError:
+            return None
+        if found is None or found.kind != "flax":
+            return None
+        return Evidence(10, f"{found.path} is a msgpack map that begins with a name")
+
+    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+        """Parses the map, skipping the values of arrays.
+
+        Raises:
+            NotFoundError: No checkpoint, or no such step.
+            FormatError: The file doesn't follow the format or can't be trusted.
+        """
+        found = find_step(path, step, "flax")
+        value = FolderStore.of(found.path.parent).value(found.path.name)
+        if value is None:
+            raise NotFoundError("The checkpoint's file is gone.", place=found.path)
+        tree = _with_tensors(parse(value), (), value.place)
+        if not isinstance(tree, dict):
+            raise FormatError("A Flax file holds no map.", place=found.path, found=type(tree).__name__)
+        meta = {"generation": "msgpack", SEQUENCES_AS_MAPS: True}
+        return step_checkpoint(self.name, found, tree, meta, {found.path.name}, ())
+
+    def write(self, encoded: Encoded, stage: Stage) -> None:
+        """Writes `checkpoint_<step>` as `flax.training.checkpoints` does.
+
+        Raises:
+            UsageError: The tree holds what Flax can't.
+        """
+        with stage.file(FOLDER.format(step=encoded.step)) as output:
+            for block in gathered(packed(encoded.tree, stage)):
+                output.write(block)
+
+
+def _with_tensors(node: Any, path: Keys, place: str) -> Tree:
+    """Returns a parsed tree with tensors in the place of arrays and numbers."""
+    children = (
+        node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    )
+    below = {}
+    for key, child in children:  # a loop, because a comprehension costs a second stack frame for each level
+        below[key] = _with_tensors(child, (*path, key), place)
+    if below:
+        return below if isinstance(node, Mapping) else list(below.values())
+    name = "/".join(map(str, path))
+    if isinstance(node, Inline):
+        return replace(node.tensor(name), note=SCALAR if node.scalar else "")
+    if isinstance(node, Stored):
+        return replace(node, name=name, note=NUMBER)  # a complex number
+    if isinstance(node, (bool, int, float)):
+        return replace(in_memory(np.asarray(node), name, place), note=NUMBER)
+    if isinstance(node, str) and node.startswith(_ELSEWHERE):
+        raise RefusedError(
+            "An array lies in a folder beside the file, which several processes wrote.",
+            place=f"{name} in {place}",
+            expected="arrays inside of the file",
+            found=node[:200],
+            remedy="restore it with Flax and save it with Orbax",
+        )
+    return node
+
+
+CONTAINER = FlaxFile()
