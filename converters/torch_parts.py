@@ -21,6 +21,9 @@ OPTIMIZERS: tuple[Path, ...] = (
 MODELS: tuple[Path, ...] = (("model",), ("state_dict",), ("model_state_dict",), ("module",))
 """Paths at which others keep an optimizer's state, and a model's; the first of each is ours."""
 
+SORTED = "model_sorted"
+"""Key in a checkpoint's `meta`: whether the model part is sorted by name, and not in the order of its parameters."""
+
 
 def places(tree: Tree) -> tuple[Path, Path] | None:
     """Returns the paths of a model's state and of an optimizer's; None if one is missing."""

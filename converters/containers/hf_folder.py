@@ -42,7 +42,7 @@ from statekit.converters.containers.hf_place import moved_to
 from statekit.converters.containers.step_files import trusted_manifest
 from statekit.converters.containers.step_target import step_prefix
 from statekit.converters.containers.torch_names import named
-from statekit.converters.torch_parts import at
+from statekit.converters.torch_parts import SORTED, at
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.format import Encoded, Evidence
 from statekit.tree import Tree
@@ -194,7 +194,7 @@ def _opened(path: Path, opened: ExitStack) -> tuple[Tree, dict[str, Any], tuple[
     if name is not None:
         model = open_model(folder, name, opened)
         tree["model"], taken = dict(model.tensors), model.files
-        meta = {"model": list(taken), "model_sorted": model.is_sorted, "metadata": dict(model.metadata)}
+        meta = {"model": list(taken), SORTED: model.is_sorted, "metadata": dict(model.metadata)}
     if alone:
         return named(tree), meta, ()
     _check_single(folder)

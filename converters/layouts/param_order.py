@@ -1,8 +1,8 @@
 """Which parameter an optimizer's index means: by names in its groups, by names that were given, or by shapes.
 
 An index says nothing by itself. Shapes decide where they can; parameters of one shape in one group are taken in the
-order of the model part, which is said. Where equal shapes stand in several groups, or the model has more tensors of a
-shape than the optimizer, nothing decides.
+order of the model part, or of the names that were given, which is said. Where equal shapes stand in several groups, the
+model has more tensors of a shape than the optimizer, or its file sorts them by name, nothing decides.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from statekit.errors import StateError, fault_list
-from statekit.tensor import Shape
+from statekit.tensor import Shape, Stored, Tensor
 
 _SHOWN = 5
+BY_NAME = "and the model's file sorts them by name"
 REMEDY = "give the names in the order of the parameters: --param-names FILE"
 
 
@@ -29,6 +30,42 @@ class Order:
 
     groups: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
+
+
+def found_order(
+    groups: Sequence[Mapping[str, Any]],
+    shapes: Sequence[Sequence[Shape | None]],
+    model: Mapping[str, Tensor],
+    given: Sequence[str] | None,
+    is_sorted: bool,
+) -> Order:
+    """Returns the order by what tells it.
+
+    Args:
+        groups: The optimizer's groups.
+        shapes: For each group the shape of each of its parameters, as its slots have it; None where it has none.
+        model: By name.
+        given: Names in the order of the optimizer's parameters, or all of the model in its order (`named_parameters()`,
+            the keys of `state_dict()`), with dots or slashes.
+        is_sorted: Whether the model part is sorted by name.
+
+    Raises:
+        StateError: Nothing tells it; names every case.
+    """
+    named = named_order(groups, model, None)
+    if named is not None:
+        return named
+    own = {name: tensor.shape for name, tensor in _apart(model).items()}
+    if given is None:
+        return shaped_order(shapes, own, "the model part", is_sorted)
+    names = _known(given, model)
+    flat = [shape for group in shapes for shape in group]
+    listed = len(names) == len(flat) and all(
+        shape in (None, model[name].shape) for name, shape in zip(names, flat, strict=True)
+    )
+    if listed or len(names) < len(flat):
+        return _cut(groups, names)
+    return shaped_order(shapes, {name: own[name] for name in names if name in own}, "the names given")
 
 
 def named_order(
@@ -50,32 +87,58 @@ def named_order(
         return Order(tuple(tuple(map(str, group["param_names"])) for group in groups))
     if given is None:
         return None
-    count = sum(len(group["params"]) for group in groups)
-    if len(given) != count:
-        raise StateError(
-            "Names were given for another number of parameters.", expected=count, found=len(given)
-        )
+    return _cut(groups, _known(given, model))
+
+
+def _known(given: Sequence[str], model: Mapping[str, Any]) -> list[str]:
+    """Returns names as the model has them."""
     dotted = [name if name in model else name.replace("/", ".") for name in given]
     unknown = [("isn't in the model part", name) for name in dotted if name not in model]
     if unknown:
         raise StateError("Names were given that the model hasn't.", found=fault_list(unknown[:_SHOWN]))
-    names = iter(dotted)
-    return Order(tuple(tuple(next(names) for _ in group["params"]) for group in groups))
+    return dotted
 
 
-def shaped_order(groups: Sequence[Sequence[Shape | None]], model: Mapping[str, Shape]) -> Order:
+def _cut(groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Order:
+    """Returns the order in which names follow one another over the groups."""
+    count = sum(len(group["params"]) for group in groups)
+    if len(names) != count:
+        raise StateError(
+            "Names were given for another number of parameters.", expected=count, found=len(names)
+        )
+    left = iter(names)
+    return Order(tuple(tuple(next(left) for _ in group["params"]) for group in groups))
+
+
+def _apart(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a model without the further names of tied tensors: an optimizer has each once."""
+    found: dict[Any, str] = {}
+    for name, tensor in model.items():
+        source = (tensor.fetch if isinstance(tensor, Stored) else id(tensor), tensor.shape, tensor.dtype)
+        found.setdefault(source, name)
+    return {name: model[name] for name in found.values()}
+
+
+def shaped_order(
+    groups: Sequence[Sequence[Shape | None]],
+    model: Mapping[str, Shape],
+    source: str = "the model part",
+    is_sorted: bool = False,
+) -> Order:
     """Returns the order that shapes tell.
 
     Args:
         groups: For each group the shape of each of its parameters, as its slots have it; None where it has none.
         model: Shape by name, in the order of the model part.
+        source: What has this order, for people.
+        is_sorted: Whether that is the order of the alphabet.
 
     Raises:
         StateError: Shapes don't decide; names every case.
     """
     open_slots = sum(shape is None for group in groups for shape in group)
     if open_slots:
-        return _whole_order(groups, model)
+        return _whole_order(groups, model, source, is_sorted)
     names: dict[Shape, list[str]] = {}
     for name, shape in model.items():
         names.setdefault(shape, []).append(name)
@@ -90,6 +153,8 @@ def shaped_order(groups: Sequence[Sequence[Shape | None]], model: Mapping[str, S
             faults.append((f"{len(numbers)} in the optimizer, {len(found)} in the model", f"shape {shape}"))
         elif len(set(numbers)) > 1:
             faults.append((f"stands in groups {sorted(set(numbers))}", f"shape {shape}"))
+        elif is_sorted and len(numbers) > 1:
+            faults.append((f"{len(numbers)} of it, {BY_NAME}", f"shape {shape}"))
         several += len(numbers) if len(numbers) > 1 else 0
     if faults:
         raise StateError(
@@ -99,15 +164,17 @@ def shaped_order(groups: Sequence[Sequence[Shape | None]], model: Mapping[str, S
         )
     left = {shape: iter(found) for shape, found in names.items()}
     order = tuple(tuple(next(left[shape]) for shape in group if shape is not None) for group in groups)
-    return Order(order, (_said(several),) if several else ())
+    return Order(order, (_said(several, source),) if several else ())
 
 
-def _whole_order(groups: Sequence[Sequence[Shape | None]], model: Mapping[str, Shape]) -> Order:
+def _whole_order(
+    groups: Sequence[Sequence[Shape | None]], model: Mapping[str, Shape], source: str, is_sorted: bool
+) -> Order:
     """Takes all of the model in its order, where some parameters have no slots to show a shape."""
-    if len(groups) != 1 or len(groups[0]) != len(model):
+    if len(groups) != 1 or len(groups[0]) != len(model) or (is_sorted and len(model) > 1):
         raise StateError(
             "Some parameters have no slots, so that nothing tells which the optimizer's indices mean.",
-            expected=f"one group of {len(model)} parameters, all that the model has",
+            expected=f"one group of {len(model)} parameters, all that the model has, in their order",
             found=f"{len(groups)} groups of {[len(group) for group in groups]}",
             remedy=REMEDY,
         )
@@ -122,8 +189,8 @@ def _whole_order(groups: Sequence[Sequence[Shape | None]], model: Mapping[str, S
             found=fault_list(wrong[:_SHOWN]),
             remedy=REMEDY,
         )
-    return Order((tuple(model),), (_said(len(model)),))
+    return Order((tuple(model),), (_said(len(model), source),))
 
 
-def _said(count: int) -> str:
-    return f"The optimizer names no parameters; {count} of equal shapes are taken in the order of the model part."
+def _said(count: int, source: str) -> str:
+    return f"The optimizer names no parameters; {count} of equal shapes are taken in the order of {source}."
