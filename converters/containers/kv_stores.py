@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -165,7 +165,7 @@ class FolderStore:
                 "A file of the checkpoint can't be read.", place=path, found=str(error)
             ) from error
         if not stat.S_ISREG(facts.st_mode):
-            raise RefusedError("A checkpoint's file is no regular file.", place=path)
+            raise _irregular(path)
         return Value(facts.st_size, lambda offset, count: _pread(path, offset, count), path)
 
     def headers(self, keys: Sequence[str]) -> list[bytes | None]:
@@ -229,14 +229,13 @@ class OcdbtStore:
         """Opens the database whose `manifest.ocdbt` lies in a folder.
 
         Raises:
-            RefusedError: A link in it leads out of the folder.
+            RefusedError: A link in it leads out of the folder, or a file is none that can be read like one.
             CorruptError: tensorstore can't open it.
         """
         import tensorstore as ts
 
         root = os.path.realpath(folder)
-        for path in _links(root):
-            _check_link(root, path)
+        _check_files(root)
         context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE}})
         spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{root}/"}}
         try:
@@ -308,9 +307,18 @@ class OcdbtStore:
             raise _damaged(f"{key} in {self.place}", error) from error
 
 
-def _links(root: str) -> Iterator[str]:
+def _check_files(root: str) -> None:
+    """Checks what tensorstore, which reads whatever is there, will find below a folder."""
     for folder, folders, files in os.walk(root):
-        yield from (path for name in (*folders, *files) if os.path.islink(path := f"{folder}/{name}"))
+        for path in (f"{folder}/{name}" for name in (*folders, *files)):
+            if os.path.islink(path):
+                _check_link(root, path)
+            elif not (os.path.isfile(path) or os.path.isdir(path)):  # a pipe would be waited for
+                raise _irregular(path)
+
+
+def _irregular(path: str) -> RefusedError:
+    return RefusedError("A checkpoint's file is no regular file.", place=path)
 
 
 def _damaged(place: str, error: Exception) -> CorruptError:
