@@ -63,11 +63,7 @@ class Native:
 
 def looks_native(checkpoint: Checkpoint) -> str | None:
     """Returns why a checkpoint is a T5X train state with Adafactor's slots; None if it isn't."""
-    tree = checkpoint.tree
-    if not isinstance(tree, Mapping) or not isinstance(tree.get("target"), Mapping):
-        return None
-    state = tree.get("state")
-    if not isinstance(state, Mapping) or "step" not in state:
+    if not _is_train_state(checkpoint.tree):
         return None
     slots = [name for name in checkpoint.tensors if name.startswith("state/param_states/")]
     if not slots:
@@ -79,13 +75,24 @@ def looks_native(checkpoint: Checkpoint) -> str | None:
     return None
 
 
+def _is_train_state(tree: Tree) -> bool:
+    if not isinstance(tree, Mapping) or not isinstance(tree.get("target"), Mapping):
+        return False
+    state = tree.get("state")
+    return isinstance(state, Mapping) and "step" in state
+
+
 def read_native(checkpoint: Checkpoint) -> Native:
     """Sorts a tree into parameters, slots, step and the rest.
 
     Raises:
         StateError: Names or shapes aren't those of T5X's Adafactor; lists every fault.
     """
-    tree: Mapping[str, Any] = checkpoint.tree
+    tree = checkpoint.tree
+    if not _is_train_state(tree):
+        raise StateError(
+            "The checkpoint isn't a train state of T5X.", place=checkpoint.path, expected="target and state/step"
+        )
     state: Mapping[str, Any] = tree["state"]
     faults: list[tuple[str, str]] = []
     params = {}

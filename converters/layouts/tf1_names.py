@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from statekit.errors import StateError
 from statekit.tensor import Tensor
 
 GLOBAL_STEP = "global_step"
@@ -51,7 +52,12 @@ def sorted_names(tree: Mapping[str, Any], pattern: re.Pattern[str]) -> Named:
     Args:
         tree: Tensor by name; bytes; dicts of a partitioned variable's slices.
         pattern: Matches a slot's whole name; `base` is its variable's, perhaps below a scope, `slot` which it is.
+
+    Raises:
+        StateError: The tree has no names.
     """
+    if not isinstance(tree, Mapping):
+        raise StateError("The checkpoint has no names.", expected="variables by name", found=type(tree).__name__)
     flat, parts = _parted(tree, pattern)
     params: dict[str, Tensor] = {}
     slots: dict[str, dict[str, Tensor]] = {}
