@@ -46,13 +46,60 @@ def pickle_tree(tree: Tree, slots: Mapping[str, Slot]) -> bytes:
     return bytes(writer.out)
 
 
-class _Writer:
+class Opcodes:
+    """Collects the opcodes of a pickle of protocol 2. Texts and names stand once, then in the memo."""
+
+    def __init__(self) -> None:
+        self.out = bytearray(b"\x80\x02")
+        self._memo: dict[bytes, bytes] = {}
+
+    def integer(self, value: int) -> bool:
+        """Emits an integer; False if it is too large."""
+        if 0 <= value < 256:
+            self.out += b"K" + bytes([value])
+        elif -(2**31) <= value < 2**31:
+            self.out += b"J" + struct.pack("<i", value)
+        else:
+            size = value.bit_length() // 8 + 1
+            if size > MAX_LONG_BYTES:
+                return False
+            self.out += b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)
+        return True
+
+    def integers(self, values: Shape) -> None:
+        """Emits a tuple of integers."""
+        self.out += b"("
+        for value in values:
+            self.integer(value)
+        self.out += b"t"
+
+    def text(self, text: str) -> None:
+        """Emits a text."""
+        raw = text.encode("utf-8", "surrogatepass")
+        self._once(b"X" + struct.pack("<I", len(raw)) + raw)
+
+    def name(self, module: str, name: str) -> None:
+        """Emits the name of a class or function."""
+        self._once(f"c{module}\n{name}\n".encode())
+
+    def _once(self, opcodes: bytes) -> None:
+        known = self._memo.get(opcodes)
+        if known is None:
+            index = len(self._memo)
+            get, put = (b"h", b"q") if index < 256 else (b"j", b"r")
+            number = struct.pack("<B" if index < 256 else "<I", index)
+            self._memo[opcodes] = get + number
+            self.out += opcodes + put + number
+        else:
+            self.out += known
+
+
+class _Writer(Opcodes):
     """Emits opcodes without recursion; a piece of bytes on the stack of work is emitted as it is."""
 
     def __init__(self, slots: Mapping[str, Slot]) -> None:
+        super().__init__()
         self.slots = slots
-        self.out = bytearray(b"\x80\x02")
-        self.memo: dict[bytes, bytes] = {}
         self.faults: list[tuple[str, str]] = []
 
     def run(self, tree: Tree) -> None:
@@ -79,7 +126,7 @@ class _Writer:
 
     def _mapping(self, path: Path, node: Mapping[Any, Any]) -> list[tuple[Path, Any, bool]]:
         if isinstance(node, OrderedDict):
-            self._name("collections", "OrderedDict")
+            self.name("collections", "OrderedDict")
             self.out += b")R("
         else:
             self.out += b"}("
@@ -94,16 +141,17 @@ class _Writer:
         elif isinstance(node, (bool, np.bool_)):
             self.out += b"\x88" if node else b"\x89"
         elif isinstance(node, (int, np.integer)):
-            self._int(path, int(node))
+            if not self.integer(int(node)):
+                self.faults.append((f"an integer of {int(node).bit_length()} bits", "/".join(map(str, path))))
         elif isinstance(node, (float, np.floating)):
             self.out += b"G" + struct.pack(">d", float(node))
         elif isinstance(node, str):
-            self._text(node)
+            self.text(node)
         elif isinstance(node, bytes):
             # Source: CPython Lib/pickle.py, `save_bytes`: protocol 2 has no bytes.
-            self._name("_codecs", "encode")
-            self._text(node.decode("latin1"))
-            self._text("latin1")
+            self.name("_codecs", "encode")
+            self.text(node.decode("latin1"))
+            self.text("latin1")
             self.out += b"\x86R"
         elif isinstance(node, Tensor):
             self._tensor(self.slots["/".join(map(str, path))])
@@ -111,63 +159,26 @@ class _Writer:
             what = f"an object of {node.name}" if isinstance(node, Record) else type(node).__name__
             self.faults.append((what, "/".join(map(str, path))))
 
-    def _int(self, path: Path, value: int) -> None:
-        if 0 <= value < 256:
-            self.out += b"K" + bytes([value])
-        elif -(2**31) <= value < 2**31:
-            self.out += b"J" + struct.pack("<i", value)
-        else:
-            size = value.bit_length() // 8 + 1
-            if size > MAX_LONG_BYTES:
-                self.faults.append((f"an integer of {value.bit_length()} bits", "/".join(map(str, path))))
-                return
-            self.out += b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)
-
-    def _text(self, text: str) -> None:
-        raw = text.encode("utf-8", "surrogatepass")
-        self._once(b"X" + struct.pack("<I", len(raw)) + raw)
-
-    def _name(self, module: str, name: str) -> None:
-        self._once(f"c{module}\n{name}\n".encode())
-
-    def _once(self, opcodes: bytes) -> None:
-        """Emits a text or name, or where it is in the memo if it was emitted before."""
-        known = self.memo.get(opcodes)
-        if known is None:
-            index = len(self.memo)
-            get, put = (b"h", b"q") if index < 256 else (b"j", b"r")
-            number = struct.pack("<B" if index < 256 else "<I", index)
-            self.memo[opcodes] = get + number
-            self.out += opcodes + put + number
-        else:
-            self.out += known
-
-    def _ints(self, values: Shape) -> None:
-        self.out += b"("
-        for value in values:
-            self._int((), value)
-        self.out += b"t"
-
     def _tensor(self, slot: Slot) -> None:
         # Source: torch/_tensor.py, `_reduce_ex_internal`: types without a storage class of their own are windows of
         # untyped storages.
         kind = _CLASSES.get(slot.dtype.name)
-        self._name("torch._utils", "_rebuild_tensor_v2" if kind else "_rebuild_tensor_v3")
+        self.name("torch._utils", "_rebuild_tensor_v2" if kind else "_rebuild_tensor_v3")
         self.out += b"(("
-        self._text("storage")
-        self._name(*(("torch", kind) if kind else ("torch.storage", "UntypedStorage")))
-        self._text(slot.key)
-        self._text("cpu")
+        self.text("storage")
+        self.name(*(("torch", kind) if kind else ("torch.storage", "UntypedStorage")))
+        self.text(slot.key)
+        self.text("cpu")
         count = math.prod(slot.shape)
-        self._int((), count if kind else count * slot.dtype.itemsize)
+        self.integer(count if kind else count * slot.dtype.itemsize)
         self.out += b"tQK\x00"
-        self._ints(slot.shape)
-        self._ints(_strides(slot.shape))
+        self.integers(slot.shape)
+        self.integers(_strides(slot.shape))
         self.out += b"\x89"
-        self._name("collections", "OrderedDict")
+        self.name("collections", "OrderedDict")
         self.out += b")R"
         if not kind:
-            self._name("torch", slot.dtype.name)
+            self.name("torch", slot.dtype.name)
         self.out += b"tR"
 
 

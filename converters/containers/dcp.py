@@ -1,0 +1,192 @@
+"""Container `dcp`: the folders of torch.distributed.checkpoint, as one process or any number of ranks wrote them.
+
+    .metadata          what there is, and in which piece of which file it lies: a pickle
+    __<rank>_<n>.distcp    the pieces, one after the other, each a file of torch.save by itself
+
+A dict or list of the saved state is a dict or list of the tree, as the planner noted it; a state that was flattened
+before it was saved keeps its flat names. Tensors are joined from the boxes of all ranks: DTensors, ShardedTensors of
+FSDP, Megatron-Core's.
+Source: pytorch/pytorch torch/distributed/checkpoint/filesystem.py, default_planner.py, _nested_dict.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from statekit.checkpoint import Checkpoint, Finding
+from statekit.commit import Stage
+from statekit.converters.containers.dcp_metadata import Contents, read_metadata
+from statekit.converters.containers.dcp_tree import tree_of
+from statekit.converters.containers.dcp_values import Files, read_values
+from statekit.converters.containers.dcp_write import write_dcp
+from statekit.converters.containers.step_files import files_beside
+from statekit.converters.containers.torch_names import named
+from statekit.errors import NotFoundError
+from statekit.format import Encoded, Evidence
+from statekit.manifest import FILE, find_manifest, read_small, tensor_faults
+from statekit.tree import Tree, tensor_names
+
+METADATA = ".metadata"
+_STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """An opened folder of pieces: what it holds by path, its files, and how many pieces there are."""
+
+    contents: Contents
+    values: Mapping[str, Tree]
+    files: Files
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the folder's own files."""
+        pieces = [chunk.piece for entry in self.contents.tensors.values() for chunk in entry.chunks]
+        return {METADATA, *(piece.file for piece in [*pieces, *self.contents.objects.values()])}
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What is known of the folder besides its tree."""
+        chunks = [len(entry.chunks) for entry in self.contents.tensors.values()]
+        return {
+            "version": self.contents.version,
+            "files": len(self.names) - 1,
+            "parts": sum(chunks),
+            "cut": sum(count > 1 for count in chunks),
+            "objects": len(self.contents.objects),
+        }
+
+
+def open_folder(path: Path) -> Folder:
+    """Opens the pieces of a folder.
+
+    Raises:
+        NotFoundError: A file isn't there.
+        FormatError: Metadata or pieces don't follow the format or can't be trusted.
+    """
+    contents = read_metadata(read_small(path / METADATA), f"{path / METADATA}")
+    files = Files(path)
+    try:
+        return Folder(contents, read_values(contents, files), files)
+    except BaseException:
+        files.close()
+        raise
+
+
+def known_manifest(path: Path, tree: Tree) -> tuple[Mapping[str, Any] | None, tuple[Finding, ...]]:
+    """Reads a folder's `statekit.json`, if it is about these tensors."""
+    manifest, findings = find_manifest(path)
+    faults = tensor_faults(manifest, tensor_names(tree)) if manifest else []
+    if not faults:
+        return manifest, findings
+    return None, (Finding(f"the manifest isn't trusted: {faults[0][0]} @ {faults[0][1]}", f"{path / FILE}"),)
+
+
+def steps_below(run: Path, mark: str) -> dict[int, Path]:
+    """Returns the folders of a run that hold a file of this name, by the number their own name ends with."""
+    return dict(sorted(_steps_below(run, mark))) if run.is_dir() else {}
+
+
+def _steps_below(run: Path, mark: str) -> Iterator[tuple[int, Path]]:
+    with os.scandir(run) as entries:
+        for entry in entries:
+            match = _STEP.fullmatch(entry.name)
+            if match and (run / entry.name / mark).is_file():
+                yield int(match[1]), run / entry.name
+
+
+def step_folder(path: Path, step: int | None, mark: str, what: str) -> tuple[Path, int | None, list[int]]:
+    """Finds a checkpoint: the folder itself, or of a run's folder the newest step or the given one.
+
+    Args:
+        path: The folder.
+        step: The step that is asked for.
+        mark: A file that each checkpoint has.
+        what: What it is called.
+
+    Returns:
+        The checkpoint's folder, the number in its name, and those of all steps beside it if a run was named.
+
+    Raises:
+        NotFoundError: There is none, or no such step.
+    """
+    path = Path(os.path.abspath(path))
+    if (path / mark).is_file():
+        match = _STEP.fullmatch(path.name)
+        number = int(match[1]) if match else None
+        if step is not None and step != number:
+            raise NotFoundError(
+                "This is the checkpoint of one step, and of another.", place=path, expected=step, found=number
+            )
+        return path, number, []
+    found = steps_below(path, mark)
+    if not found or (step is not None and step not in found):
+        raise NotFoundError(
+            f"There is no {what}." if step is None else "There is no such step.",
+            place=path,
+            expected=step,
+            found=", ".join(map(str, found)) or "none at all",
+        )
+    number = max(found) if step is None else step
+    return found[number], number, list(found)
+
+
+@dataclass(frozen=True)
+class Dcp:
+    """The folders of torch.distributed.checkpoint."""
+
+    name: str = "dcp"
+    title: str = "folders of torch.distributed.checkpoint: one process, FSDP, DTensors of any number of ranks"
+    suffixes: tuple[str, ...] = (".dcp",)
+    target_kind: Literal["file", "folder"] | None = "folder"
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Looks for `.metadata` beside files of pieces, here or in a run's steps."""
+        for folder in [path, *reversed(steps_below(path, METADATA).values())]:
+            if (folder / METADATA).is_file() and any(folder.glob("*.distcp")):
+                return Evidence(10, f"{folder} has {METADATA} and *.distcp")
+        return None
+
+    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+        """Reads the metadata and what is no tensor; values of tensors are read when asked for.
+
+        Raises:
+            NotFoundError: No checkpoint, or no such step; or a file isn't there.
+            FormatError: Metadata or pieces don't follow the format or can't be trusted.
+        """
+        place, number, steps = step_folder(path, step, METADATA, "checkpoint of torch.distributed.checkpoint")
+        folder = open_folder(place)
+        try:
+            tree = named(tree_of(folder.contents.paths, folder.values, f"{place / METADATA}"))
+            manifest, findings = known_manifest(place, tree)
+            notes = tuple(Finding(note, f"{place / METADATA}") for note in folder.contents.notes)
+            beside = files_beside(place, folder.names)
+        except BaseException:
+            folder.files.close()
+            raise
+        return Checkpoint(
+            container=self.name,
+            path=place,
+            tree=tree,
+            meta={**folder.meta, "steps": steps, "files_beside": beside},
+            step=number,
+            manifest=manifest,
+            findings=(*notes, *findings),
+            on_close=folder.files.close,
+        )
+
+    def write(self, encoded: Encoded, stage: Stage) -> None:
+        """Writes a folder that `torch.distributed.checkpoint.load` reads.
+
+        Raises:
+            UsageError: Two places of the tree have one flat name, or something in it can't be saved.
+        """
+        write_dcp(encoded.tree, stage)
+
+
+CONTAINER = Dcp()

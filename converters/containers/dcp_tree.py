@@ -1,0 +1,125 @@
+"""Between a tree and the flat keys that PyTorch's planner makes of it: paths joined with dots.
+
+Source: pytorch/pytorch torch/distributed/checkpoint/_traverse.py, `traverse_state_dict`, `set_element`: mappings are
+entered, and lists that hold a tensor or a mapping at any depth; what else there is is saved as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from statekit.errors import FormatError, RefusedError, UsageError, fault_list
+from statekit.tensor import Tensor
+from statekit.tree import MAX_DEPTH, Path, Tree
+
+MAX_HOLES = 64
+"""Places of one list that nothing was saved for, such as an empty dict."""
+_SHOWN = 20
+
+
+def tree_of(paths: Mapping[str, Path], values: Mapping[str, Tree], place: str) -> dict[Any, Tree]:
+    """Returns the tree that holds the values at their paths: an index belongs to a list, a name to a dict.
+
+    Raises:
+        FormatError: A path leads through a value, through a list by name or a dict by index, or is taken.
+        RefusedError: A list has too many places, or the tree too many levels.
+    """
+    root: dict[Any, Any] = {}
+    for key, path in paths.items():
+        if len(path) > MAX_DEPTH:
+            raise RefusedError("A tree is too deep.", place=place, expected=MAX_DEPTH, found=len(path))
+        node = root
+        for part in path[:-1]:
+            below = node.setdefault(part, {})
+            if type(below) is not dict:
+                raise _clash(key, place)
+            node = below
+        if path[-1] in node:
+            raise _clash(key, place)
+        node[path[-1]] = _Leaf(values[key])
+    return {key: _plain(node, place) for key, node in root.items()}
+
+
+class _Leaf:
+    """A value, which may itself be a dict."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tree) -> None:
+        self.value = value
+
+
+def _plain(node: Any, place: str) -> Tree:
+    if isinstance(node, _Leaf):
+        return node.value
+    indices = [key for key in node if type(key) is int]
+    if not indices:
+        return {key: _plain(below, place) for key, below in node.items()}
+    if len(indices) < len(node):
+        raise FormatError(
+            "A part of the tree is a list and a dict.", place=place, found=f"index {indices[0]} beside names"
+        )
+    if min(indices) < 0 or max(indices) >= len(indices) + MAX_HOLES:
+        raise RefusedError("A list has impossible places.", place=place, found=f"index {max(indices)}")
+    listed: list[Tree] = [None] * (max(indices) + 1)
+    for index, below in node.items():
+        listed[index] = _plain(below, place)
+    return listed
+
+
+def _clash(key: str, place: str) -> FormatError:
+    return FormatError(
+        "Two entries of the metadata can't both be in one tree.", place=place, found=repr(key)[:200]
+    )
+
+
+def flat_paths(tree: Tree) -> dict[str, tuple[Path, Tree]]:
+    """Returns path and value of every flat key of a tree, in order.
+
+    Raises:
+        UsageError: The tree is no dict, or two paths give the same key; lists every such.
+    """
+    if not isinstance(tree, Mapping):
+        raise UsageError("A distributed checkpoint holds a dict.", found=type(tree).__name__)
+    found: dict[str, tuple[Path, Tree]] = {}
+    faults = []
+    for path, value in _leaves((), tree):
+        key = ".".join(map(str, path))
+        if key in found:
+            faults.append(
+                (
+                    f"has the flat name {key}, as has {'/'.join(map(str, found[key][0]))}",
+                    "/".join(map(str, path)),
+                )
+            )
+        found[key] = (path, value)
+    if faults:
+        raise UsageError(
+            f"{len(faults)} entries have the name of another once they are flat.",
+            found=fault_list(faults[:_SHOWN]),
+            remedy="rename one of each pair",
+        )
+    return found
+
+
+def _leaves(path: Path, node: Tree) -> Iterator[tuple[Path, Tree]]:
+    # An empty dict is saved as a value, where PyTorch saves nothing and loses it.
+    if isinstance(node, Mapping) and node:
+        for key, below in node.items():
+            yield from _leaves((*path, str(key)), below)
+    elif isinstance(node, list) and _is_entered(node):
+        for i, below in enumerate(node):
+            yield from _leaves((*path, i), below)
+    else:
+        yield path, node
+
+
+def _is_entered(node: list[Any]) -> bool:
+    return any(
+        isinstance(item, Mapping | Tensor) or (isinstance(item, list) and _is_entered(item)) for item in node
+    )
+
+
+def _shown(path: Path) -> str:
+    return "/".join(map(str, path))
