@@ -134,17 +134,26 @@ class HuggingFaceFolder:
             FormatError: A name or dtype that safetensors can't hold.
         """
         tree = dict(encoded.tree)
-        if "model" not in tree or stage.target.name.endswith(".safetensors"):
+        if stage.target.name.endswith(".safetensors"):
             raise UsageError(
-                f"A folder of {self.name} is a folder with a model in it.",
+                "A single safetensors file has no place for an optimizer's state.",
                 place=stage.target,
-                remedy="name a folder, and choose a layout of PyTorch with --layout",
+                remedy="give the folder that shall hold it another name",
+            )
+        if "model" not in tree:
+            raise UsageError(
+                f"The container {self.name} holds a model with its optimizer, as PyTorch's layouts write them.",
+                place="--layout",
+                found=", ".join(map(str, tree)),
             )
         number = _global_step(tree) or encoded.step
         prefix = step_prefix(stage, number, self.step_folder) if self.step_folder else ""
         files = tree.pop(FILES) if are_files(tree.get(FILES)) else {}
         stem = "adapter_model" if ADAPTER_CONFIG in files else "model"
-        save_model(tree.pop("model"), stage, prefix, stem, self.shard_bytes)
+        model = tree.pop("model")
+        save_model(
+            model, stem, self.shard_bytes, stage, lambda name, one: stage.stream(f"model/{name}", one), prefix
+        )
         for key in [one for one in self.parts if one in tree]:
             write_part(stage, f"{prefix}{self.parts[key]}", key, tree.pop(key))
         write_files(stage, prefix, files)

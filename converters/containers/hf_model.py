@@ -12,11 +12,11 @@ Source: huggingface/transformers, modeling_utils.py, `save_pretrained`; huggingf
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from statekit.commit import Stage
 from statekit.converters.containers.safetensors_file import open_safetensors, save_safetensors
@@ -33,6 +33,8 @@ _SAFE, _BIN = ".safetensors", ".bin"
 _STEMS = (("model", _SAFE), ("pytorch_model", _BIN), ("pytorch_model_fsdp", _BIN), ("adapter_model", _SAFE),
           ("adapter_model", _BIN))  # fmt: skip
 _SHOWN = 20
+
+Stream: TypeAlias = Callable[[str, Tensor], Iterable[memoryview]]
 
 
 @dataclass(frozen=True)
@@ -114,16 +116,22 @@ def open_model(folder: Path, name: str, opened: ExitStack) -> Model:
 
 
 def save_model(
-    tensors: Mapping[str, Tensor], stage: Stage, prefix: str, stem: str, limit: int | None
+    tensors: Mapping[str, Tensor],
+    stem: str,
+    limit: int | None,
+    stage: Stage,
+    stream: Stream,
+    prefix: str = "",
 ) -> None:
     """Writes a model as safetensors, in its order: files and index keep what the order says of the parameters.
 
     Args:
         tensors: By name.
-        stage: Where is written; streams each under `model/<name>`.
-        prefix: The folder below the stage, with its `/`.
         stem: What the files are called.
         limit: Bytes in a file at most; None for a single file.
+        stage: Where is written.
+        stream: Gives a tensor's bytes by its name.
+        prefix: The folder below the stage, with its `/`.
 
     Raises:
         FormatError: A name or dtype that safetensors can't hold.
@@ -135,9 +143,7 @@ def save_model(
         file = f"{stem}{_SAFE}" if count == 1 else f"{stem}-{number:05}-of-{count:05}{_SAFE}"
         weights.update(dict.fromkeys(shard, file))
         with stage.file(f"{prefix}{file}") as output:
-            save_safetensors(
-                shard, output, lambda name, one: stage.stream(f"model/{name}", one), {"format": "pt"}
-            )
+            save_safetensors(shard, output, stream, {"format": "pt"})
     if count > 1:
         total = {"total_size": sum(map(nbytes, tensors.values()))}
         text = json.dumps({"metadata": total, "weight_map": weights}, indent=2) + "\n"
