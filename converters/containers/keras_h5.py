@@ -1,0 +1,116 @@
+"""The container `keras-h5`: weights of Keras 3, an HDF5 file named `.weights.h5`.
+
+    layers/dense/vars/0, 1 ...      a layer's variables; the group `vars` has the layer's name as its attribute
+    optimizer/vars/0, 1 ...         the optimizer's
+
+An HDF5 file of Keras has no checksums: what statekit wrote is held to the digests of the manifest inside.
+Source: keras-team/keras, keras/src/saving/saving_lib.py, `save_weights_only`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from statekit.checkpoint import Checkpoint, Finding
+from statekit.commit import Stage
+from statekit.converters.containers.hdf5_read import ATTRIBUTES, open_hdf5
+from statekit.converters.containers.hdf5_write import MANIFEST, write_hdf5
+from statekit.durable import writing
+from statekit.errors import NotFoundError, StatekitError
+from statekit.format import Encoded, Evidence
+from statekit.manifest import parse, strict_json, tensor_faults
+from statekit.reading import open_regular
+from statekit.tree import tensor_names
+
+MAGIC = b"\x89HDF\r\n\x1a\n"
+CONFIG, METADATA = "config.json", "metadata.json"
+"""Attributes of the whole file that are documents: a `.keras` file's, which statekit's `.weights.h5` keeps."""
+SAYINGS = "statekit_keras"
+"""Attribute of the whole file in which statekit says what files of Keras don't: the names of all variables."""
+
+
+@dataclass(frozen=True)
+class KerasH5:
+    """The container of `.weights.h5` files."""
+
+    name: str = "keras-h5"
+    title: str = "Keras 3 weights (.weights.h5, HDF5)"
+    suffixes: tuple[str, ...] = (".weights.h5", ".h5")
+    target_kind: Literal["file", "folder"] | None = "file"
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Looks at the first bytes."""
+        try:
+            with open_regular(path) as file:
+                fits = file.read(len(MAGIC)) == MAGIC
+        except (OSError, StatekitError):
+            return None
+        return Evidence(10, "the first bytes are those of HDF5") if fits else None
+
+    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+        """Parses headers; values are read when asked for.
+
+        Raises:
+            NotFoundError: No such file, or a step is asked of it.
+            CorruptError: Headers are broken, or speak of more than there is.
+            RefusedError: It wants values of other files, or filters that aren't allowed.
+        """
+        refuse_step(path, step)
+        open_regular(path).close()
+        opened = open_hdf5(str(path), f"{path}")
+        try:
+            manifest, findings = documents(opened.tree, path)
+        except BaseException:
+            opened.close()
+            raise
+        return Checkpoint(self.name, path, opened.tree, {}, None, manifest, findings, opened.close)
+
+    def write(self, encoded: Encoded, stage: Stage) -> None:
+        """Writes the file.
+
+        Raises:
+            FormatError: The format can't hold something; lists every such place.
+        """
+        write_hdf5(encoded.tree, str(stage.path), stage)
+        with writing(stage.target), stage.path.open("rb") as written:
+            os.fsync(written.fileno())
+
+
+def refuse_step(path: Path, step: int | None) -> None:
+    """Raises NotFoundError if a step is asked of a file that holds one state."""
+    if step is not None:
+        raise NotFoundError(
+            "A file of Keras holds one state and isn't chosen by its step.",
+            place=path,
+            found=f"step {step}",
+            remedy="name the file of that step",
+        )
+
+
+def documents(tree: dict[str, Any], path: Path) -> tuple[Mapping[str, Any] | None, tuple[Finding, ...]]:
+    """Takes the manifest out of a tree's attributes, and parses documents among them, in place."""
+    attributes = tree.get(ATTRIBUTES, {})
+    for name in (CONFIG, METADATA, SAYINGS):
+        if isinstance(attributes.get(name), str):
+            attributes[name] = strict_json(attributes[name], f"{name} in {path}")
+    text = attributes.pop(MANIFEST, None)
+    if ATTRIBUTES in tree and not attributes:
+        del tree[ATTRIBUTES]
+    if not isinstance(text, str):
+        return None, ()
+    try:
+        manifest = parse(text, path)
+        faults = tensor_faults(manifest, tensor_names(tree))
+    except StatekitError as error:
+        return None, (Finding(f"the manifest inside isn't trusted: {error.subject}", f"{path}"),)
+    if faults:
+        why = f"{faults[0][0]} @ {faults[0][1]}"
+        return None, (Finding(f"the manifest inside isn't trusted: {why}", f"{path}"),)
+    return manifest, ()
+
+
+CONTAINER = KerasH5()

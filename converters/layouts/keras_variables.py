@@ -1,0 +1,302 @@
+"""The variables of a Keras model as its files number them: which there are, what they are called, in what order.
+
+Files number a layer's variables, and the optimizer's, which come in the order of the model's trainable variables.
+That order is not in the file. It follows from the model's config where there is one, and from names that are given;
+else from the order in which layers were written, which is said. Where layers of a class that isn't known hold others,
+their order isn't known, and only shapes that occur once tell.
+
+Source: keras-team/keras, keras/src/saving/saving_lib.py, `_save_state`; keras/src/layers/layer.py, `Layer.variables`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, TypeAlias, TypeVar
+
+from statekit.converters.containers.hdf5_read import ATTRIBUTES
+from statekit.errors import StateError, fault_list
+from statekit.tensor import Shape, Tensor
+
+T = TypeVar("T")
+Place: TypeAlias = tuple[str, ...]
+"""Keys of a variable in the tree."""
+
+VARIABLES = "vars"
+REMEDY = "name them in the order of model.trainable_variables: --param-names FILE, or read the .keras file"
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable of a layer.
+
+    Attributes:
+        place: Where it lies.
+        name: Names of the layers around it and its own, or its number where its class doesn't tell, joined with `/`.
+        tensor: Its values.
+        trained: Whether an optimizer may move it.
+        ordered: Whether its place among the trained ones is known.
+    """
+
+    place: Place
+    name: str
+    tensor: Tensor
+    trained: bool
+    ordered: bool
+
+
+@dataclass(frozen=True)
+class Order:
+    """The variables that an optimizer moves, in its order.
+
+    Attributes:
+        moved: They, with the names that they go by.
+        notes: What was assumed, a sentence each.
+    """
+
+    moved: Mapping[str, Variable]
+    notes: tuple[str, ...] = ()
+
+
+@cache
+def _known() -> Any:
+    text = resources.files("statekit.converters").joinpath("keras_layers.json").read_text(encoding="utf-8")
+    return json.loads(text)
+
+
+def variables(tree: Mapping[str, Any], config: Any = None) -> list[Variable]:
+    """Returns the variables of all layers, in the order in which the model has them as far as that is known.
+
+    Args:
+        tree: The file's.
+        config: The model's, as config.json has it; None if there is none.
+    """
+    return list(_below(tree, (), (), config, True, True))
+
+
+def _below(
+    node: Mapping[str, Any], place: Place, names: tuple[str, ...], config: Any, trained: bool, ordered: bool
+) -> Iterator[Variable]:
+    held = node.get(VARIABLES)
+    own = held.get(ATTRIBUTES, {}).get("name") if isinstance(held, Mapping) else None
+    if place and place[-1] != "layers":
+        names = (*names, str(own or place[-1]))
+    if isinstance(config, Mapping) and _of(config).get("trainable") is False:
+        trained = False
+    if isinstance(held, Mapping):
+        tensors = {key: leaf for key, leaf in held.items() if isinstance(leaf, Tensor)}
+        called = _called(_kind(place), len(tensors))
+        for i, (key, tensor) in enumerate(tensors.items()):
+            name = called[i] if called else key
+            moved = trained and name not in _known()["not_trained"] and tensor.dtype.kind in "fV"
+            prefix = names or ((str(own),) if own else ())
+            yield Variable((*place, VARIABLES, key), "/".join((*prefix, name)), tensor, moved, ordered)
+    inner, told = _children(node, place, config)
+    for key in inner:
+        below = _layer_config(config, key)
+        yield from _below(node[key], (*place, key), names, below, trained, ordered and told)
+
+
+def _children(node: Mapping[str, Any], place: Place, config: Any) -> tuple[list[str], bool]:
+    """Returns what lies below a layer, and whether it is in the order in which the layer has it."""
+    found = [
+        key
+        for key, child in node.items()
+        if key not in (VARIABLES, ATTRIBUTES, *_known()["no_layers"]) and isinstance(child, Mapping)
+    ]
+    full = [key for key in found if _holds(node[key])]
+    if place and place[-1] == "layers":
+        return found, True
+    order = _known()["children"].get(_kind(place))
+    if order is not None and set(full) <= set(order):
+        return [key for key in order if key in found], True
+    return found, len(full) < 2
+
+
+def _layer_config(config: Any, key: str) -> Any:
+    """Returns the config of what lies below a key of a layer with this config."""
+    if not isinstance(config, Mapping):
+        return None
+    inner = _of(config)
+    if key == "layers" and isinstance(inner.get("layers"), list):
+        return {"keyed": _keyed(inner["layers"])}
+    if "keyed" in config:
+        return config["keyed"].get(key)
+    attribute = {"forward_layer": "layer"}.get(key, key)
+    return inner.get(attribute)
+
+
+def _of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = config.get("config")
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def _keyed(layers: Sequence[Any]) -> dict[str, Any]:
+    """Returns the layers of a config by the keys that a file has for them."""
+    found: dict[str, Any] = {}
+    used: dict[str, int] = {}
+    for layer in layers:
+        if not isinstance(layer, Mapping):
+            continue
+        kind = snake_case(str(layer.get("class_name")))
+        number = used[kind] = used.get(kind, -1) + 1
+        found[f"{kind}_{number}" if number else kind] = layer
+    return found
+
+
+def snake_case(name: str) -> str:
+    """Returns a class's name as Keras writes it in files.
+
+    Example:
+        >>> snake_case("Conv2DTranspose"), snake_case("RMSNormalization")
+        ('conv2d_transpose', 'rms_normalization')
+
+    Source: keras-team/keras, keras/src/utils/naming.py, `to_snake_case`.
+    """
+    name = re.sub(r"\W+", "", name)
+    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
+    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
+
+
+def _kind(place: Place) -> str:
+    key = place[-1] if place else ""
+    return key if key in _known()["children"] or key in _known()["variables"] else re.sub(r"_\d+$", "", key)
+
+
+def _called(kind: str, count: int) -> list[str] | None:
+    return next((names for names in _known()["variables"].get(kind, ()) if len(names) == count), None)
+
+
+def _holds(node: Any) -> bool:
+    return any(
+        _holds(child) if isinstance(child, Mapping) else isinstance(child, Tensor)
+        for key, child in node.items()
+        if key != ATTRIBUTES and key not in _known()["no_layers"]
+    )
+
+
+def in_order(found: Sequence[Variable], shapes: Sequence[Shape], by_config: bool) -> Order:
+    """Finds the variables that an optimizer's slots of these shapes belong to, where nobody names them.
+
+    Raises:
+        StateError: Shapes contradict the order of the layers, or nothing tells the order.
+    """
+    moved = [variable for variable in found if variable.trained]
+    if all(variable.ordered for variable in moved):
+        if [variable.tensor.shape for variable in moved] == list(shapes):
+            alike = sum(list(shapes).count(shape) > 1 for shape in shapes)
+            said = f"The optimizer numbers its variables; {alike} of equal shapes are taken in the order of writing."
+            notes = () if by_config or not alike else (said,)
+            return Order({variable.name: variable for variable in moved}, notes)
+        raise _unknown(moved, shapes)
+    by_shape: dict[Shape, list[Variable]] = {}
+    for variable in moved:
+        by_shape.setdefault(variable.tensor.shape, []).append(variable)
+    counts = {shape: list(shapes).count(shape) for shape in {*shapes, *by_shape}}
+    told = all(
+        len(by_shape.get(shape, ())) == count and (count == 1 or all(v.ordered for v in by_shape[shape]))
+        for shape, count in counts.items()
+    )
+    if not told:
+        raise _unknown(moved, shapes)
+    left = {shape: iter(alike) for shape, alike in by_shape.items()}
+    return Order({v.name: v for v in (next(left[shape]) for shape in shapes)})
+
+
+def _unknown(moved: Sequence[Variable], shapes: Sequence[Shape]) -> StateError:
+    return StateError(
+        "The optimizer numbers its variables, and nothing tells which parameters they belong to.",
+        expected=f"slots of {len(moved)} parameters: {[v.tensor.shape for v in moved][:_SHOWN]}",
+        found=f"{len(shapes)}: {list(shapes)[:_SHOWN]}",
+        remedy=REMEDY,
+    )
+
+
+def by_names(found: Sequence[Variable], names: Sequence[str], shapes: Sequence[Shape] | None = None) -> Order:
+    """Finds the variables of these names: by the names of layers around them, then by their own or their order.
+
+    Args:
+        found: All variables.
+        names: Paths of variables, as Keras has them.
+        shapes: Theirs, in the same order, where known.
+
+    Raises:
+        StateError: A name has no variable, or one of another shape; lists every fault.
+    """
+    if shapes is not None and len(shapes) != len(names):
+        raise StateError(
+            "Names were given for another number of parameters.", expected=len(shapes), found=len(names)
+        )
+    floats = [variable for variable in found if variable.tensor.dtype.kind in "fV"]
+    inside = _grouped(floats, lambda variable: variable.name.rpartition("/")[0])
+    wanted = _grouped(names, lambda name: name.rpartition("/")[0])
+    same = _scopes(list(wanted), list(inside))
+    moved: dict[str, Variable] = {}
+    faults: list[tuple[str, str]] = []
+    for scope, own in wanted.items():
+        if scope not in same:
+            faults += [("has no layer of its name in the file", name) for name in own]
+            continue
+        here = inside[same[scope]]
+        known = {variable.name.rpartition("/")[2]: variable for variable in here}
+        if all(name.rpartition("/")[2] in known for name in own):
+            moved |= {name: known[name.rpartition("/")[2]] for name in own}
+        elif len(own) <= len(here):  # trained ones come first, in the order in which they were made
+            moved |= dict(zip(own, here, strict=False))
+        else:
+            faults += [("is one of more variables than the layer has in the file", name) for name in own]
+    for name, shape in zip(names, shapes or (), strict=False):
+        if name in moved and moved[name].tensor.shape != shape:
+            faults.append((f"has shape {moved[name].tensor.shape}, its slots {shape}", name))
+    if len({v.place for v in moved.values()}) != len(moved):
+        faults.append(("name a variable twice", "names"))
+    if faults:
+        raise StateError(
+            "The names aren't those of the variables.", found=fault_list(faults[:_SHOWN]), remedy=REMEDY
+        )
+    return Order({name: moved[name] for name in names})
+
+
+def _grouped(items: Iterable[T], key: Callable[[T], str]) -> dict[str, list[T]]:
+    found: dict[str, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
+
+
+def _scopes(wanted: Sequence[str], inside: Sequence[str]) -> dict[str, str]:
+    """Returns which layer of the file each scope is: of the same names, but for what stands before all of them."""
+    found = {scope: scope for scope in wanted if scope in inside}
+    if len(found) == len(wanted):
+        return found
+    for scope in wanted:
+        ends = [one for one in inside if _ends(one, scope) or _ends(scope, one)]
+        if scope not in found and len(ends) == 1:
+            found[scope] = ends[0]
+    return found
+
+
+def _ends(scope: str, other: str) -> bool:
+    return bool(other) and (scope == other or scope.endswith(f"/{other}"))
+
+
+def without(tree: Mapping[str, Any], places: Iterable[Place]) -> dict[str, Any]:
+    """Returns a tree without what lies at these places; groups stay."""
+    gone = {*places}
+
+    def kept(node: Any, place: Place) -> Any:
+        if not isinstance(node, Mapping):
+            return node
+        return {
+            key: child if key == ATTRIBUTES else kept(child, (*place, key))
+            for key, child in node.items()
+            if (*place, key) not in gone
+        }
+
+    found: dict[str, Any] = kept(tree, ())
+    return found
