@@ -1,0 +1,168 @@
+"""Which files of MXNet belong together: `.states` beside `.params`, found by their names.
+
+Files of one name belong together (`0100.params`, `0100.states`). Otherwise the only other one beside does; of several,
+the parameters under the names of Gluon, without a Module's `arg:`, and the states that hold their optimizer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from statekit.converters.containers.mxnet_params import NPZ, form_of
+from statekit.errors import NotFoundError
+from statekit.reading import open_regular
+
+PARAMS, STATES = ".params", ".states"
+MODULE_PREFIXES = ("arg:", "aux:")
+"""What a Module's files put before names. Source: apache/mxnet, python/mxnet/model.py, `save_checkpoint`."""
+HEAD = 2**12
+"""Bytes that a file is judged by, from either end."""
+_NUMBER = re.compile(r"(\d{1,18})$")
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of one checkpoint.
+
+    Attributes:
+        states: The updater's states, if there are any.
+        params: The parameters, if there are any.
+        because: How they were found.
+        step: The number at the end of their common name.
+        steps: Those of all checkpoints in the folder.
+    """
+
+    states: Path | None
+    params: Path | None
+    because: str
+    step: int | None = None
+    steps: tuple[int, ...] = ()
+
+
+def find_files(path: Path, step: int | None = None) -> Files:
+    """Finds the files that a path means: one of them, or their folder.
+
+    Args:
+        path: A `.states`, a `.params`, or the folder of both.
+        step: The number at the end of their name, where a folder has several.
+
+    Raises:
+        NotFoundError: There are none, or several and no telling which.
+    """
+    if path.is_dir():
+        return _in_folder(path, step)
+    own = step_of(path)
+    if step is not None and step != own:
+        raise NotFoundError("The checkpoint has another step.", place=path, expected=step, found=own)
+    if not path.is_file():
+        raise NotFoundError("There is no such file.", place=path, expected=f"a {STATES} or {PARAMS}")
+    is_states = path.suffix != PARAMS and is_states_file(path)
+    beside, how = _partner(path, PARAMS if is_states else STATES)
+    states, params = (path, beside) if is_states else (beside, path)
+    return Files(states, params, how, own)
+
+
+def is_states_file(path: Path) -> bool:
+    """Tells whether a file is a pickle that names MXNet."""
+    head = _end_of(path, 0)
+    return head[:1] in (b"\x80", b"(", b"}", b"c") and (b"mxnet" in head or b"mxnet" in _end_of(path, 2))
+
+
+def is_params_file(path: Path) -> bool:
+    """Tells whether a file is a list of NDArrays, or an npz named `.params`."""
+    form = form_of(_end_of(path, 0))
+    return form is not None and (form != NPZ or path.suffix == PARAMS)
+
+
+def step_of(path: Path) -> int | None:
+    """Returns the number at the end of a file's name, before the suffix."""
+    found = _NUMBER.search(path.stem)
+    return int(found[1]) if found else None
+
+
+def _in_folder(folder: Path, step: int | None) -> Files:
+    states, params = _found(folder, STATES, is_states_file), _found(folder, PARAMS, is_params_file)
+    stems = {p.stem for p in params}
+    pairs = [one for one in states if one.stem in stems]
+    numbered = {number: one for one in pairs if (number := step_of(one)) is not None}
+    if step is not None or (numbered and len(numbered) == len(pairs)):
+        wanted = max(numbered) if step is None else step
+        if wanted not in numbered:
+            raise NotFoundError(
+                "There is no such step in the folder.",
+                place=folder,
+                expected=f"<name>{wanted}{STATES} beside {PARAMS}",
+                found=", ".join(map(str, sorted(numbered))) or "none",
+            )
+        one = numbered[wanted]
+        steps = tuple(sorted(numbered))
+        return Files(one, one.with_suffix(PARAMS), _same_name(one), wanted, steps)
+    if not states and not params:
+        raise NotFoundError("There are no files of MXNet in the folder.", place=folder, expected=f"*{STATES}")
+    if not states:
+        return Files(None, _only(params, folder, PARAMS, _is_gluon), f"{PARAMS} in the folder")
+    chosen = pairs[0] if len(pairs) == 1 else _only(states, folder, STATES, _holds_optimizer)
+    beside, how = _partner(chosen, PARAMS)
+    return Files(chosen, beside, f"{chosen.name} in the folder, {how}")
+
+
+def _partner(path: Path, suffix: str) -> tuple[Path | None, str]:
+    """Returns the file that belongs to another one, and how it was found."""
+    twin = path.with_suffix(suffix)
+    if twin.is_file():
+        return twin, _same_name(path)
+    fits = is_params_file if suffix == PARAMS else is_states_file
+    other = STATES if suffix == PARAMS else PARAMS
+    found = [p for p in _found(path.parent, suffix, fits) if not p.with_suffix(other).is_file()]
+    if not found:
+        return None, f"no {suffix} beside it"
+    chosen = _only(found, path.parent, suffix, _is_gluon if suffix == PARAMS else _holds_optimizer)
+    if len(found) == 1:
+        return chosen, f"{chosen.name}, the only {suffix} beside it"
+    passed = ", ".join(p.name for p in found if p != chosen)
+    return (
+        chosen,
+        f"{chosen.name}, {'of Gluon' if suffix == PARAMS else 'with its optimizer'}, beside it; not {passed}",
+    )
+
+
+def _same_name(path: Path) -> str:
+    return f"{path.stem}{PARAMS} and {path.stem}{STATES} have one name"
+
+
+def _found(folder: Path, suffix: str, fits: Callable[[Path], bool]) -> list[Path]:
+    return [p for p in sorted(folder.glob(f"*{suffix}")) if p.is_file() and fits(p)]
+
+
+def _only(found: Iterable[Path], folder: Path, suffix: str, better: Callable[[Path], bool]) -> Path:
+    """Returns the only file, or the only one of those that are better than the others."""
+    every = list(found)
+    best = every if len(every) == 1 else [p for p in every if better(p)]
+    if len(best) != 1:
+        raise NotFoundError(
+            f"Several {suffix} files lie in the folder, and nothing tells which is meant.",
+            place=folder,
+            found=", ".join(p.name for p in every),
+            remedy="name the file, or move the others away",
+        )
+    return best[0]
+
+
+def _is_gluon(path: Path) -> bool:
+    """Tells whether parameters have no names of a Module: these stand at the end of a list, and never in an npz."""
+    tail = _end_of(path, 2)
+    return not any(prefix.encode() in tail for prefix in MODULE_PREFIXES)
+
+
+def _holds_optimizer(path: Path) -> bool:
+    return b"mxnet.optimizer" in _end_of(path, 2)
+
+
+def _end_of(path: Path, whence: int) -> bytes:
+    with open_regular(path) as file:
+        if whence:
+            file.seek(max(file.seek(0, 2) - HEAD, 0))
+        return file.read(HEAD)
