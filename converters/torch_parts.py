@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from statekit.converters.optimizer_forms import is_flat
 from statekit.tensor import Tensor
 from statekit.tree import Path, Tree
 
@@ -26,10 +27,20 @@ SORTED = "model_sorted"
 
 
 def places(tree: Tree) -> tuple[Path, Path] | None:
-    """Returns the paths of a model's state and of an optimizer's; None if one is missing."""
+    """Returns the paths of a model's state and of an optimizer's; None if one is missing.
+
+    The path of a model whose tensors stand at the top, as torchtitan keeps them, is empty: see `loose`.
+    """
     optimizer = next((path for path in OPTIMIZERS if _is_optimizer(at(tree, path))), None)
     model = next((path for path in MODELS if _is_model(at(tree, path))), None)
+    if model is None and isinstance(tree, Mapping) and loose(tree):
+        model = ()
     return None if optimizer is None or model is None else (model, optimizer)
+
+
+def loose(tree: Mapping[Any, Tree]) -> dict[Any, Tensor]:
+    """Returns the tensors that stand at the top of a tree."""
+    return {name: part for name, part in tree.items() if isinstance(part, Tensor)}
 
 
 def without(tree: Tree, path: Path) -> Tree:
@@ -65,6 +76,8 @@ def at(tree: Tree, path: Path) -> Any:
 
 
 def _is_optimizer(node: Any) -> bool:
+    if is_flat(node):
+        return True
     if not isinstance(node, Mapping) or not {"state", "param_groups"} <= node.keys():
         return False
     groups, state = node["param_groups"], node["state"]

@@ -12,7 +12,8 @@ from typing import Any
 
 from statekit.converters.layouts.statekit_torch import BESIDE, BUFFERS, GROUPS, is_plain
 from statekit.converters.layouts.unplaced import unplaced
-from statekit.converters.torch_parts import MODELS, OPTIMIZERS, at, places, put, without
+from statekit.converters.optimizer_forms import Form, flat_form, nested_form
+from statekit.converters.torch_parts import MODELS, OPTIMIZERS, at, loose, places, put, without
 from statekit.tensor import Tensor
 from statekit.tree import Path, Tree
 
@@ -29,6 +30,7 @@ class Frame:
         model: Every tensor of the model by name, parameters and buffers.
         groups: The optimizer's groups.
         state: The optimizer's state by index, or by name.
+        form: How it lies in the file.
         rest: The tree without model and optimizer.
     """
 
@@ -36,6 +38,7 @@ class Frame:
     model: Mapping[str, Tensor]
     groups: Sequence[Mapping[str, Any]]
     state: Mapping[Any, Mapping[str, Any]]
+    form: Form
     rest: Tree
 
 
@@ -45,9 +48,16 @@ def frame(tree: Tree) -> Frame | None:
     if found is None:
         return None
     model_at, optimizer_at = found
-    optimizer, model = at(tree, optimizer_at), at(tree, model_at)
-    rest = without(without(tree, model_at), optimizer_at)
-    return Frame((model_at, optimizer_at), dict(model), optimizer["param_groups"], optimizer["state"], rest)
+    model = at(tree, model_at) if model_at else loose(tree)
+    rest = without(tree, optimizer_at)
+    rest = (
+        without(rest, model_at) if model_at else {key: part for key, part in rest.items() if key not in model}
+    )
+    optimizer = nested_form(at(tree, optimizer_at), model)
+    if optimizer is None:
+        return None
+    (parts, form) = optimizer
+    return Frame((model_at, optimizer_at), dict(model), parts["param_groups"], parts["state"], form, rest)
 
 
 def extra_of(parts: Frame, params: Iterable[str], options: Iterable[str]) -> dict[str, Tree]:
@@ -74,6 +84,7 @@ def joined(
     groups: Sequence[Mapping[str, Any]],
     state: Mapping[Any, Any],
     placed: Sequence[str] = (),
+    form: Form = "index",
 ) -> tuple[Tree, dict[str, str]]:
     """Returns a checkpoint's tree, and what had to be left out of it; undoes `frame` and `extra_of`.
 
@@ -83,6 +94,7 @@ def joined(
         groups: The optimizer's groups, without what the extra holds for each.
         state: The optimizer's state.
         placed: Further keys of the extra that the layout has a place for.
+        form: How the optimizer shall lie in the file; groups and state are by name if it isn't by index.
     """
     model_at, optimizer_at = extra.get(PLACES) or (MODELS[0], OPTIMIZERS[0])
     others = extra.get(GROUPS) or []
@@ -94,9 +106,8 @@ def joined(
         if not is_plain(part)
     }
     kept = {key: part for key, part in beside.items() if f"extra/{BESIDE}/{key}" not in dropped}
-    tree = put(kept, model_at, {**params, **(extra.get(BUFFERS) or {})})
+    model = {**params, **(extra.get(BUFFERS) or {})}
+    tree = put(kept, model_at, model) if model_at else {**model, **kept}
+    optimizer = {"state": dict(state), "param_groups": full} if form != "flat" else flat_form(state, full)
     used = (BUFFERS, GROUPS, BESIDE, PLACES, *placed)
-    return put(tree, optimizer_at, {"state": dict(state), "param_groups": full}), {
-        **dropped,
-        **unplaced(extra, used, "the file"),
-    }
+    return put(tree, optimizer_at, optimizer), {**dropped, **unplaced(extra, used, "the file")}

@@ -10,14 +10,17 @@ Source: pytorch/pytorch torch/optim/{adamw,_adafactor}.py; huggingface/transform
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from statekit.checkpoint import Checkpoint
-from statekit.converters.layouts.param_order import named_order, shaped_order
+from statekit.converters.layouts.param_order import found_order
+from statekit.converters.layouts.statekit_torch import GROUPS
 from statekit.converters.layouts.torch_frame import Frame, extra_of, frame, joined
+from statekit.converters.optimizer_forms import Form
+from statekit.converters.torch_parts import SORTED
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.factoring import by_shape
@@ -40,6 +43,7 @@ class Kind:
         options: Keys that its groups have and no other optimizer's together.
         beside: What its state holds besides slots and `step`, for people: kept, never used.
         count: Dtype of `step` where it is a tensor; "" where it is a number.
+        usual: Options of a new optimizer's groups: loading a distributed checkpoint asks for all of them.
     """
 
     schema: str
@@ -47,6 +51,7 @@ class Kind:
     options: tuple[str, ...]
     count: str = "float32"
     beside: tuple[str, ...] = ()
+    usual: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def names(self) -> dict[str, str]:
@@ -68,11 +73,19 @@ class Kind:
         return Rule(by_shape(self.form, shape, True) if factors else (Axis.NONE,) * len(shape), "file")
 
 
+_ADAMW = {
+    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False,
+    "fused": None, "decoupled_weight_decay": True,
+}  # fmt: skip
 KINDS = (
-    Kind("adafactor", "torch", ("beta2_decay", "d")),
+    Kind("adafactor", "torch", ("beta2_decay", "d"), usual={"foreach": None, "maximize": False}),
     Kind("adafactor", "hf", ("scale_parameter", "clip_threshold"), "", ("RMS",)),
-    Kind("adamw", "torch", ("betas", "amsgrad", "eps", "weight_decay", "maximize")),
+    Kind("adamw", "torch", ("betas", "amsgrad", "eps", "weight_decay", "maximize"), usual=_ADAMW),
 )
+_SAID = {"index": "by index", "name": "by name", "flat": "an entry for each parameter's option"}
+_FORM_NOTES = {
+    "flat": ("The options stand by parameter; parameters with equal ones are taken as one group.",)
+}
 _BY_NAME = "torch_by_name"
 """Key in `extra`: whether the state lies under names."""
 _INFORMATION = "torch_information"
@@ -81,18 +94,31 @@ _INFORMATION = "torch_information"
 
 @dataclass(frozen=True)
 class TorchOptim:
-    """AdamW and Adafactors in a torch file."""
+    """AdamW and Adafactors in a torch file.
+
+    Attributes:
+        form: How the optimizer lies in the file; None for by index, or by name if it was so.
+    """
 
     name: str = "torch-optim"
     title: str = "torch.optim's AdamW and Adafactor, Hugging Face's Adafactor: by index or by name"
-    optimizers: tuple[str, ...] = ("adamw", "adafactor")
-    containers: tuple[str, ...] = ("torch", "hf-trainer", "accelerate", "safetensors")
+    variants: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: {"adamw": ("torch",), "adafactor": ("hf", "torch")}
+    )
+    containers: tuple[str, ...] = ("torch", "hf-trainer", "accelerate", "safetensors", "dcp-safetensors")
+    form: Form | None = None
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at the options of the groups, and at the names of the slots."""
         parts = frame(checkpoint.tree)
         kind = _kind(parts) if parts else None
-        return Evidence(20, f"groups with {', '.join(kind.options)}") if kind else None
+        forms = (self.form,) if self.form else ("index", "name")
+        if parts is None or kind is None or parts.form not in forms:
+            return None
+        if self.form and checkpoint.container not in self.containers:
+            return None
+        because = f"groups with {', '.join(kind.options)}"
+        return Evidence(21, f"{because}, {_SAID[parts.form]}") if self.form else Evidence(20, because)
 
     def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
         """Returns the canonical state.
@@ -109,11 +135,10 @@ class TorchOptim:
         shapes = [
             [_shape_of(kind, parts.state.get(i, {})) for i in group["params"]] for group in parts.groups
         ]
-        order = named_order(parts.groups, parts.model, hints.param_names) or shaped_order(
-            shapes, {name: tensor.shape for name, tensor in parts.model.items()}
-        )
-        moved = [name for names in order.groups for name in names]
-        params = {_path(name): parts.model[name] for name in moved if name in parts.model}
+        is_sorted = bool(checkpoint.meta.get(SORTED))
+        order = found_order(parts.groups, shapes, parts.model, hints.param_names, is_sorted)
+        moved = {name: None for names in order.groups for name in names}
+        params = {_path(name): tensor for name, tensor in parts.model.items() if name in moved}
         faults += [("isn't in the model part", name) for name in moved if name not in parts.model]
         rules = {path: kind.rule(p.shape) for path, p in params.items()}
         slots, counts, beside = {}, dict[str, int](), dict[str, Any]()
@@ -144,7 +169,7 @@ class TorchOptim:
                 _counts(counts, params),
                 rules if kind.schema == "adafactor" else {},
                 extra,
-                order.notes,
+                (*order.notes, *_FORM_NOTES.get(parts.form, ())),
             )
         )
 
@@ -160,32 +185,36 @@ class TorchOptim:
         )
         if kind is None:
             raise InexactError(
-                "The layout torch-optim holds no optimizer of this rule.",
+                f"The layout {self.name} holds no optimizer of this rule.",
                 expected="; ".join(f"{k.schema}, variant {k.variant}" for k in KINDS),
                 found=f"{optimizer.schema}, variant {optimizer.variant or 'unknown'}",
             )
         faults: list[tuple[str, str]] = []
         order = [path for group in optimizer.groups for path in group.paths]
-        by_name = bool(state.extra.get(_BY_NAME))
+        by_name = self.form is not None or bool(state.extra.get(_BY_NAME))
         index = {path: _name(path) if by_name else i for i, path in enumerate(order)}
         native = {
             index[path]: _native(kind, state, path, own, faults) for path, own in state.slots.items() if own
         }
+        stated = [*(state.extra.get(GROUPS) or ()), *({} for _ in optimizer.groups)]
         groups = [
             {
+                **{key: kind.usual[key] for key in kind.usual if self.form and key not in others},
                 **load_schema(kind.schema).native(kind.variant, group.hyperparameters),
                 "params": [index[path] for path in group.paths],
                 **({} if by_name else {"param_names": [_name(path) for path in group.paths]}),
             }
-            for group in optimizer.groups
+            for group, others in zip(optimizer.groups, stated, strict=False)
         ]
         if faults:
             raise InexactError(
-                f"The layout torch-optim can't hold the state: {len(faults)} faults.",
+                f"The layout {self.name} can't hold the state: {len(faults)} faults.",
                 found=fault_list(faults[:_SHOWN]),
             )
         params = {_name(path): tensor for path, tensor in state.params.items()}
-        tree, dropped = joined(state.extra, params, groups, native, (_INFORMATION, _BY_NAME))
+        tree, dropped = joined(
+            state.extra, params, groups, native, (_INFORMATION, _BY_NAME), self.form or "index"
+        )
         return Encoded(tree, state.counts.updates, dropped=dropped)
 
 
@@ -295,3 +324,15 @@ def _name(path: str) -> str:
 
 
 LAYOUT = TorchOptim()
+BY_NAME = TorchOptim(
+    "torch-fqn",
+    "torch.optim's AdamW and Adafactor, Hugging Face's Adafactor: by name, as get_state_dict gathers them",
+    containers=("dcp",),
+    form="name",
+)
+FLAT = TorchOptim(
+    "torch-fqn-flat",
+    "the same flat, an entry for each parameter's option, as flatten_optimizer_state_dict asks for",
+    containers=("dcp", "torch"),
+    form="flat",
+)
