@@ -457,6 +457,51 @@ def test_copies_and_pickles_go_on_alike(schema: str) -> None:
         assert differing(tensors(other, own), tensors(optimizer, named)) == []
 
 
+def layers(count: int) -> Named:
+    """Returns equal small parameters, whose slots share their memory."""
+    return parameters(**{f"layer_{i}": (6, 4) for i in range(count)})
+
+
+def sharing(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
+    """Returns whether each of the first parameter's slots shares a memory with the last one's, by name."""
+    first, *_, last = (optimizer.state[param] for param in optimizer.param_groups[0]["params"])
+    return {
+        name: slot.untyped_storage().data_ptr() == last[name].untyped_storage().data_ptr()
+        for name, slot in first.items()
+    }
+
+
+@pytest.mark.parametrize("schema", EVERY)
+def test_equal_slots_share_a_memory_and_what_leaves_the_optimizer_does_not(schema: str) -> None:
+    named = layers(3)
+    optimizer = make(schema, named)
+    train(optimizer, named, 0, 1)
+    twin, unpickled, loaded = (
+        copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer)), make(schema, layers(3))
+    )  # fmt: skip
+    loaded.load_state_dict(optimizer.state_dict())
+    for other in (optimizer, twin, unpickled, loaded):
+        assert all(sharing(other).values())
+    for slots in optimizer.state_dict()["state"].values():
+        for slot in slots.values():
+            assert slot.untyped_storage().nbytes() == slot.numel() * slot.itemsize
+
+
+@pytest.mark.parametrize("schema", EVERY)
+def test_it_does_not_matter_whether_slots_share_a_memory_or_gradients_are_missing(schema: str) -> None:
+    named, others = layers(5), layers(5)
+    together, apart = make(schema, named), make(schema, others)
+    for slots in apart.state.values():
+        slots.update({name: slot.clone() for name, slot in slots.items()})
+    assert not any(sharing(apart).values())
+    for update in range(4):
+        for optimizer, params in ((together, named), (apart, others)):
+            give_grads(params, update)
+            params[f"layer_{update}"].grad = None
+            optimizer.step()
+    assert differing(tensors(together, named), tensors(apart, others)) == []
+
+
 def through_a_file(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, TypeAlias
@@ -19,7 +20,8 @@ from statekit.torch.groups import ParamGroup, check_named, settle
 from statekit.torch.loading import match, taken_over
 from statekit.torch.movement import move
 from statekit.torch.settlement import Settlement, settle_group
-from statekit.torch.slots import first_group_slots, first_slots
+from statekit.torch.slots import Held, first_group_slots, first_slots
+from statekit.torch.stacks import in_own_memory, laid_together
 
 Params: TypeAlias = Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 Rate: TypeAlias = float | torch.Tensor | None
@@ -83,6 +85,7 @@ class Engine(torch.optim.Optimizer, ABC):
         """Takes over what a copy or a pickle holds."""
         super().__setstate__(state)
         self._settled = {}
+        self._hold([*self.state], [*self.state.values()])
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Adds a group of (name, parameter) with its own options and a count of its own.
@@ -99,7 +102,7 @@ class Engine(torch.optim.Optimizer, ABC):
         except BaseException:
             self.param_groups.pop()
             raise
-        self.state.update(zip(param_group["params"], slots, strict=True))
+        self._hold(param_group["params"], slots)
         if whole:
             param_group["slots"] = whole
 
@@ -124,6 +127,24 @@ class Engine(torch.optim.Optimizer, ABC):
         self._update()
         return loss
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy or a pickle holds."""
+        held = super().__getstate__()
+        return {
+            **held,
+            "state": defaultdict(dict, {key: _own(slots) for key, slots in held["state"].items()}),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns slots by index and the groups, as `torch.optim.Optimizer` does.
+
+        Small slots of equal parameters are copies: in the optimizer they share their memory.
+        """
+        found = super().state_dict()
+        if "state" in found:  # a hook may return anything
+            found["state"] = {index: _own(slots) for index, slots in found["state"].items()}
+        return found
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` returned, or the `optimizer` part of a converted checkpoint, by parameter name.
 
@@ -139,10 +160,12 @@ class Engine(torch.optim.Optimizer, ABC):
             state_dict = state_dict if changed is None else changed
         found = match(self._schema().name, self.param_groups, state_dict)
         self.param_groups, self._settled = list(found.groups), {}
-        for param, slots in found.slots:
-            self.state[param] = taken_over(param, slots)
+        self._hold([p for p, _ in found.slots], [taken_over(p, sources) for p, sources in found.slots])
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _hold(self, params: Sequence[torch.Tensor], slots: Sequence[Held]) -> None:
+        self.state.update(zip(params, laid_together(slots), strict=True))
 
     @_disable_dynamo  # a compiled caller runs it as it is: the fast paths leave nothing to fuse
     def _update(self) -> None:
@@ -190,3 +213,7 @@ class Engine(torch.optim.Optimizer, ABC):
         for group in self.param_groups:
             if "step_offset" in group and "decay_rate" in group:
                 next_decay(group["step"], group["step_offset"], group["decay_rate"])
+
+
+def _own(slots: Held) -> Held:
+    return {name: in_own_memory(value) for name, value in slots.items()}

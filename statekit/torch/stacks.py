@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -57,26 +57,63 @@ def in_stacks(
 
 
 class _Stacks:
-    """Stacks of some tensors, one after the other in the same memory; a tensor that fills a stack is its own."""
+    """Stacks of some tensors, one after the other in the same memory; tensors that lie so already are their own."""
 
     def __init__(self, tensors: Tensors, most: int) -> None:
-        self._tensors = tensors
-        whole = most == 1 and all(tensor.is_contiguous() for tensor in tensors)
-        self._memory = None if whole else tensors[0].new_empty((most, *tensors[0].shape))
+        self._tensors, self._most = tensors, most
+        self._memory: torch.Tensor | None = None
+        self._copied = False
 
     def read(self, part: slice) -> torch.Tensor:
-        stack: torch.Tensor
+        tensors = self._tensors[part]
+        first = tensors[0]
+        self._copied = not _adjacent(tensors)
+        if not self._copied:
+            return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
         if self._memory is None:
-            stack = self._tensors[part.start].unsqueeze(0)
-            return stack
-        stack = self._memory[: part.stop - part.start]
-        torch.stack(list(self._tensors[part]), out=stack)
+            self._memory = first.new_empty((self._most, *first.shape))
+        stack = self._memory[: len(tensors)]
+        torch.stack(list(tensors), out=stack)
         return stack
 
     def write(self, part: slice) -> None:
-        if self._memory is not None:
+        if self._copied and self._memory is not None:
             tensors = list(self._tensors[part])
             torch._foreach_copy_(tensors, self._memory[: len(tensors)].unbind())
+
+
+def _adjacent(tensors: Tensors) -> bool:
+    """Tells whether equal tensors lie one after the other in one memory."""
+    first = tensors[0]
+    start, size = first.data_ptr(), first.numel() * first.itemsize
+    storage = first.untyped_storage()
+    return (
+        start + len(tensors) * size <= storage.data_ptr() + storage.nbytes()
+        and all(tensor.data_ptr() == start + i * size for i, tensor in enumerate(tensors))
+        and all(tensor.is_contiguous() for tensor in tensors)
+    )
+
+
+def laid_together(slots: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """Returns parameters' slots, of which small equal ones share a memory in which they lie as stacks want them."""
+    found = [dict(own) for own in slots]
+    places: dict[tuple[str, Hashable], list[int]] = {}
+    for i, own in enumerate(slots):
+        for name, slot in own.items():
+            if type(slot) is torch.Tensor and 0 < 2 * slot.numel() <= _largest(slot):
+                places.setdefault((name, (slot.shape, slot.dtype, slot.device)), []).append(i)
+    for (name, _), equal in places.items():
+        if len(equal) > 1:
+            rows = torch.stack([slots[i][name] for i in equal]).unbind()
+            for i, row in zip(equal, rows, strict=True):
+                found[i][name] = row
+    return found
+
+
+def in_own_memory(value: torch.Tensor) -> torch.Tensor:
+    """Returns a slot as a tensor that shares no memory: a pickle of it holds no more than itself."""
+    shares = type(value) is torch.Tensor and value.numel() * value.itemsize < value.untyped_storage().nbytes()
+    return value.clone() if shares else value
 
 
 def by_name(
