@@ -117,6 +117,8 @@ def _partner(path: Path, suffix: str) -> tuple[Path | None, str]:
     fits = is_params_file if suffix == PARAMS else is_states_file
     other = STATES if suffix == PARAMS else PARAMS
     found = [p for p in _found(path.parent, suffix, fits) if not p.with_suffix(other).is_file()]
+    if not found and suffix == PARAMS:  # one that is damaged is an error, not absent
+        found = [p for p in _found(path.parent, suffix, Path.exists) if not p.with_suffix(other).is_file()]
     if not found:
         return None, f"no {suffix} beside it"
     chosen = _only(found, path.parent, suffix, _is_gluon if suffix == PARAMS else _holds_optimizer)

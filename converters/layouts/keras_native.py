@@ -78,7 +78,8 @@ class Keras:
             StateError: Nothing tells which optimizer it is, or whose the variables are; or shapes contradict it.
             UsageError: A hint that the schema doesn't know.
         """
-        tree, config = checkpoint.tree, config_of(checkpoint.tree)
+        tree = checkpoint.tree if isinstance(checkpoint.tree, Mapping) else {}
+        config = config_of(tree)
         named = _named(tree, config)
         if named is None:
             raise StateError(

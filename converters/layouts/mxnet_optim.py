@@ -106,7 +106,7 @@ class MXNetOptim:
             UsageError: A hint that the schema doesn't know.
         """
         tree = checkpoint.tree
-        if not tree.get("params"):
+        if not isinstance(tree, Mapping) or not tree.get("params"):
             raise StateError(
                 "MXNet's states lie alone: without parameters they are no state of a run.",
                 place=checkpoint.path,

@@ -156,7 +156,10 @@ def _names(paths: Iterable[str]) -> Names:
     return {path: name for name, path in taken.items()}
 
 
-def _decoded(tree: Mapping[str, Any], faults: list[tuple[str, str]]) -> TrainState | None:
+def _decoded(tree: Any, faults: list[tuple[str, str]]) -> TrainState | None:
+    if not isinstance(tree, Mapping) or "optimizer" not in tree:
+        faults.append(("there is none", "optimizer"))
+        return None
     ours = tree.get("optimizer_class") in CLASSES.values()
     own = {key: tree[key] for key in _FORMS if ours and key in tree}
     model, optimizer = tree.get("model"), tree["optimizer"]
