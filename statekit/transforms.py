@@ -1,7 +1,8 @@
-"""Tensors made of others, which are read when they are: axes of length 1, members of a stack, stacks, means."""
+"""Tensors made of others, which are read when they are: axes of length 1, members, stacks, means, flat pieces."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from statekit.errors import UsageError
-from statekit.tensor import Array, DType, Index, Shape, Tensor, index_shape, normal_index
+from statekit.tensor import Array, DType, Index, Shape, Tensor, index_shape, normal_index, positions
 
 
 @dataclass(frozen=True)
@@ -177,8 +178,91 @@ class Mean:
             along = slice(start, min(start + step, length))
             block = self.tensor.read((*index[: self.axis], along, *index[self.axis :]))
             total += block.sum(axis=self.axis, dtype=np.float64)
-        return (total / length).astype(self.dtype)
+        with np.errstate(invalid="ignore"):  # the mean of nothing is NaN, as the optimizers have it
+            return (total / length).astype(self.dtype)
 
     def to_json(self) -> dict[str, Any]:
         """Describes the tensor."""
         return {"op": "mean", "source": self.tensor.to_json(), "axis": self.axis}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Some values of a tensor of rank 1, one after the other."""
+
+    tensor: Tensor
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Runs of flat tensors, one after the other, as one tensor in C order: a parameter that was cut over ranks.
+
+    Raises:
+        UsageError: The runs hold another number of values, other dtypes, or reach beyond their tensors.
+
+    Example:
+        >>> from statekit.tensor import in_memory
+        >>> flat = in_memory(np.arange(6))
+        >>> Joined((Run(flat, 4, 2), Run(flat, 0, 2)), (2, 2)).read().tolist()
+        [[4, 5], [0, 1]]
+    """
+
+    runs: tuple[Run, ...]
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        count = sum(run.count for run in self.runs)
+        inside = all(r.start >= 0 and 0 <= r.count <= r.tensor.shape[0] - r.start for r in self.runs)
+        if not self.runs or count != math.prod(self.shape) or not inside or len(self._dtypes()) != 1:
+            raise UsageError(
+                "Parts don't make up a tensor.",
+                expected=f"{math.prod(self.shape)} values of one dtype for shape {self.shape}",
+                found=f"{count} values of {', '.join(sorted(self._dtypes())) or 'nothing'}",
+            )
+
+    def _dtypes(self) -> set[str]:
+        return {run.tensor.dtype.name for run in self.runs}
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype."""
+        return self.runs[0].tensor.dtype
+
+    @property
+    def grain(self) -> Shape:
+        """The cheapest block: what lies together in memory does in the runs."""
+        return self.shape
+
+    def read(self, index: Index | None = None) -> Array:
+        """Reads a block, in runs as long as the block has whole trailing axes."""
+        index = normal_index(index, self.shape)
+        out = np.empty(index_shape(index), self.dtype)
+        if not out.size:
+            return out
+        axis = len(self.shape)
+        while axis and index[axis - 1] == slice(0, self.shape[axis - 1]):
+            axis -= 1
+        outer, inner = index[: max(axis - 1, 0)], index[max(axis - 1, 0) :]
+        count = math.prod(index_shape(inner))
+        for place in positions([range(part.start, part.stop) for part in outer]):
+            first = (*place, *(part.start for part in inner))
+            start = sum(i * math.prod(self.shape[n + 1 :]) for n, i in enumerate(first))
+            block = self._flat(start, count).reshape(index_shape(inner))
+            out[tuple(i - part.start for i, part in zip(place, outer, strict=True))] = block
+        return out
+
+    def _flat(self, start: int, count: int) -> Array:
+        parts, begin = [], 0
+        for run in self.runs:
+            low, high = max(start, begin), min(start + count, begin + run.count)
+            if low < high:
+                parts.append(run.tensor.read((slice(run.start + low - begin, run.start + high - begin),)))
+            begin += run.count
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes the tensor."""
+        runs = [{"op": "run", "source": r.tensor.to_json(), "span": [r.start, r.count]} for r in self.runs]
+        return {"op": "joined", "sources": runs, "shape": list(self.shape)}

@@ -188,9 +188,9 @@ def test_broken_copy_is_refused(path: str, value: object, fault: str) -> None:
 
 def test_slots_are_those_of_the_design() -> None:
     slots = {name: list(load_schema(name).slots) for name in schema_names()}
-    assert slots["adafactor"] == ["v_row", "v_col", "v", "m", "average"]
+    assert slots["adafactor"] == ["v_row", "v_col", "v", "m", "master", "average"]
     assert slots["lans"] == ["m", "v", "master"] and slots["lamb"] == ["m", "v", "master", "average"]
-    assert slots["adamw"] == ["m", "v", "v_max", "average"]
+    assert slots["adamw"] == ["m", "v", "v_max", "master", "average"]
     groupwise = ["model_norms", "model_norm_threshold", "num_clipped"]
     assert slots["scaled_adam"] == [
         "delta",
@@ -202,7 +202,7 @@ def test_slots_are_those_of_the_design() -> None:
     ]
     assert {n: s.shape for n, s in load_schema("adafactor").slots.items()} == {
         "v_row": "row", "v_col": "column", "v": "parameter", "m": "parameter",
-        "average": "parameter",
+        "master": "parameter", "average": "parameter",
     }  # fmt: skip
 
 

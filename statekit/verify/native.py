@@ -11,6 +11,7 @@ from typing import TypeVar
 from statekit.convert import OpenState, open_state
 from statekit.errors import StateError
 from statekit.format import Hints
+from statekit.masters import MASTER, as_params
 from statekit.state import TrainState
 from statekit.tensor import Cast, Tensor, widens
 
@@ -22,7 +23,7 @@ def native_state(path: Path, said: TrainState) -> Iterator[TrainState]:
     """Opens a checkpoint and yields its state, moved as a recorded state says.
 
     Names may have a prefix in the file, such as the attribute that a Lightning module holds its network in; parameters
-    are taken in the dtypes that the run went on with.
+    are taken in the dtypes that the run went on with, and so are masters where they are what was recorded.
 
     Args:
         path: The checkpoint.
@@ -32,7 +33,7 @@ def native_state(path: Path, said: TrainState) -> Iterator[TrainState]:
         StateError: The file makes no state, even with the names of its parameters.
     """
     with _opened(path, said) as opened:
-        state = _renamed(opened.state, said)
+        state = _moved(_renamed(opened.state, said), said)
         params = {name: _widened(tensor, said.params.get(name)) for name, tensor in state.params.items()}
         yield told(replace(state, params=params), said)
 
@@ -78,6 +79,16 @@ def _renamed(state: TrainState, said: TrainState) -> TrainState:
         optimizer=replace(state.optimizer, groups=groups),
         counts=replace(state.counts, behind=bare(state.counts.behind)),
     )
+
+
+def _moved(state: TrainState, said: TrainState) -> TrainState:
+    """Returns a state with masters in the place of parameters, if the recorded parameters are of their dtype."""
+    recorded = [
+        said.params[path].dtype == own[MASTER].dtype
+        for path, own in state.slots.items()
+        if MASTER in own and path in said.params
+    ]
+    return as_params(state)[0] if recorded and all(recorded) else state
 
 
 def _widened(tensor: Tensor, live: Tensor | None) -> Tensor:

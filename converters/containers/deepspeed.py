@@ -1,0 +1,247 @@
+"""Container `deepspeed`: checkpoints of DeepSpeed with ZeRO 1, 2 and 3, and universal ones; read, never written.
+
+The tree is that of other PyTorch checkpoints, whole parameters in it, which are put together when they are read:
+
+    model               parameters and buffers by name, in the model's own dtype
+    optimizer           state by name: step, exp_avg, ..., and `fp32`, the weight that the optimizer moves; param_groups
+    lr_scheduler, ...   client state, as it was given to save_checkpoint
+    deepspeed           what the engine keeps besides: steps, loss scaler, configuration
+
+Under ZeRO-3 the model isn't stored: its parameters are the float32 weights, rounded to the model's dtype.
+Source: deepspeedai/DeepSpeed deepspeed/runtime/engine.py, `_save_checkpoint`, `_save_zero_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from statekit.checkpoint import Checkpoint, Finding
+from statekit.commit import Stage
+from statekit.converters.containers.deepspeed_files import MASTER, Tag, complete, locate, open_file, require
+from statekit.converters.containers.deepspeed_universal import universal_state
+from statekit.converters.containers.deepspeed_zero import Shapes, joined, part_of
+from statekit.converters.containers.torch_names import named
+from statekit.errors import CorruptError, FormatError, NotFoundError, StatekitError, UsageError
+from statekit.format import Encoded, Evidence
+from statekit.tensor import Cast, Shape, Tensor
+from statekit.transforms import Joined, Run
+from statekit.tree import Record, Tree, to_json
+
+_ENGINE = {
+    "buffer_names", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
+    "checkpoint_parallel_dimensions", "ds_config", "ds_version", "data_sampler", "random_ltd",
+    "sparse_tensor_module_names",
+}  # fmt: skip
+"""What the engine keeps in a model's file, beside the model and the client's state."""
+_TAKEN = {
+    "module", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
+}  # fmt: skip
+_OPTIMIZER_TAKEN = {
+    "base_optimizer_state", "optimizer_state_dict", "single_partition_of_fp32_groups", "fp32_flat_groups",
+    "param_slice_mappings", "param_groups",
+}  # fmt: skip
+_STAGE = "zero_stage"
+
+
+@dataclass(frozen=True)
+class DeepSpeedFolder:
+    """Folders of DeepSpeed."""
+
+    name: str = "deepspeed"
+    title: str = "DeepSpeed: global_step<step> folders of ZeRO 1, 2 and 3, and universal checkpoints"
+    suffixes: tuple[str, ...] = ()
+    target_kind: Literal["file", "folder"] | None = None
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Looks at file names, and at the name in `latest`."""
+        try:
+            found = locate(path)
+        except (StatekitError, OSError):
+            return None
+        if found is None:
+            return None
+        model = next(iter(found.tag.models.values()))
+        return Evidence(20, f"{found.tag.path} has {model.name}")
+
+    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+        """Parses the pickles of all ranks, and says where each parameter's values are.
+
+        Raises:
+            NotFoundError: No checkpoint, or no such step.
+            CorruptError: Ranks are missing, or what they hold doesn't make up the parameters.
+            FormatError: A file can't be trusted.
+        """
+        found = locate(path, step)
+        if found is None:
+            raise NotFoundError("There is no checkpoint of DeepSpeed.", place=path, remedy="check the path")
+        findings: list[Finding] = []
+        tree = named(_tree(found.tag, findings))
+        number = tree["deepspeed"].get("global_steps")
+        meta = {
+            "zero_stage": tree["deepspeed"].get(_STAGE),
+            "universal": found.tag.universal,
+            "ranks": len(found.tag.optimizers),
+            "steps": list(found.steps),
+        }
+        number = number if type(number) is int and number >= 0 else None
+        return Checkpoint(self.name, found.tag.path, tree, meta, number, findings=tuple(findings))
+
+    def write(self, encoded: Encoded, stage: Stage) -> None:
+        """Isn't done: DeepSpeed cuts a state by its own configuration.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError("Checkpoints of DeepSpeed can only be read.", place=stage.target)
+
+
+def _tree(tag: Tag, findings: list[Finding]) -> dict[str, Tree]:
+    models = [_model_file(path, findings) for _, path in sorted(tag.models.items())]
+    first, place = models[0], f"{tag.path}"
+    shapes = _shapes(first.get("param_shapes"), place)
+    if tag.universal:
+        state, groups, engine = universal_state(tag.path, shapes, findings)
+    else:
+        state, groups, engine = _ranked(tag, first, shapes, findings)
+    if len(groups) != len(shapes):
+        raise CorruptError(
+            "The optimizer has other groups than the model.",
+            place=place,
+            expected=len(shapes),
+            found=len(groups),
+        )
+    own = {key: value for key, value in first.items() if key in _ENGINE}
+    engine = {key: _plain(value) for key, value in engine.items()} | {_STAGE: _stage(engine.get(_STAGE))}
+    client = {key: value for key, value in first.items() if key not in _ENGINE | _TAKEN and value is not None}
+    apart = _apart(models)
+    return {
+        **client,
+        "model": _model(models, state, shapes, place),
+        "optimizer": {
+            "state": state,
+            "param_groups": [{**g, "params": list(names)} for g, names in zip(groups, shapes, strict=True)],
+        },
+        "deepspeed": {**own, **engine, **({"ranks": apart} if apart else {})},
+    }
+
+
+def _model_file(path: Path, findings: list[Finding]) -> dict[str, Any]:
+    tree = require(open_file(path, findings), dict, "a dict with module", path)
+    module = require(tree.get("module"), dict, "the state of a model", path)
+    for name, tensor in module.items():
+        if not isinstance(tensor, Tensor):
+            raise FormatError("A model holds something else than tensors.", place=f"{name} in {path}")
+    return {str(key): value for key, value in tree.items()}
+
+
+def _shapes(node: Any, place: str) -> Shapes:
+    if isinstance(node, dict):  # an early DeepSpeed, with one group
+        node = [node]
+    return [
+        {str(name): _shape(one, place) for name, one in require(group, dict, "shapes by name", place).items()}
+        for group in require(node, list, "param_shapes", place)
+    ]
+
+
+def _shape(node: Any, place: str) -> Shape:
+    if not isinstance(node, (tuple, list)) or any(type(n) is not int or n < 0 for n in node):
+        raise FormatError("A parameter's shape isn't one.", place=place, found=str(node)[:80])
+    return tuple(node)
+
+
+def _ranked(
+    tag: Tag, model: Mapping[str, Any], shapes: Shapes, findings: list[Finding]
+) -> tuple[dict[str, dict[str, Any]], list[Mapping[str, Any]], dict[str, Tree]]:
+    """Returns the optimizer's state by name, its groups, and what the engine keeps beside."""
+    if not tag.optimizers:
+        raise FormatError(
+            "A DeepSpeed checkpoint has no optimizer's state.",
+            place=tag.path,
+            expected="zero_pp_rank_<n>_mp_rank_00_optim_states.pt",
+            remedy="copy the files of all ranks; without ZeRO, convert the model's file with --from torch",
+        )
+    ranks = model.get("dp_world_size")
+    files = complete(tag.optimizers, ranks if type(ranks) is int else len(tag.optimizers), "optimizer")
+    trees = [open_file(path, findings) for path in files]
+    parts = [part_of(tree, f"{path}") for tree, path in zip(trees, files, strict=True)]
+    own = trees[0]["optimizer_state_dict"]
+    for count in own["partition_count"] if isinstance(own.get("partition_count"), list) else ():
+        complete(tag.optimizers, count if type(count) is int else len(parts), "optimizer")
+    engine = {str(key): value for key, value in own.items() if key not in _OPTIMIZER_TAKEN}
+    return joined(parts, shapes, _stage(own.get(_STAGE))), list(parts[0].groups), engine
+
+
+def _stage(node: Any) -> int:
+    """Returns ZeRO's stage, which is a number or an enumeration's member."""
+    value = node.args[0] if isinstance(node, Record) and len(node.args) == 1 else node
+    return value if type(value) is int else 0
+
+
+def _plain(node: Any) -> Tree:
+    """Returns what an object of DeepSpeed's holds, such as a loss scaler, with the name of its class."""
+    if isinstance(node, Record) and isinstance(node.state, Mapping):
+        return {"class": node.name, **node.state}
+    return node
+
+
+def _model(
+    models: list[dict[str, Any]], state: Mapping[str, Any], shapes: Shapes, place: str
+) -> dict[str, Tree]:
+    """Returns the model's tensors; those that ranks hold in parts are put together."""
+    first = models[0]
+    shape_of = {name: shape for group in shapes for name, shape in group.items()}
+    frozen = first.get("frozen_param_shapes") or {}
+    shared = first.get("shared_params") or {}
+    found: dict[str, Tree] = {}
+    for name, tensor in first["module"].items():
+        held = shared.get(name, name)
+        if held in shape_of:
+            found[name] = _weight(tensor, state[held][MASTER], shape_of[held], f"{name} in {place}")
+        elif held in frozen and tensor.shape == (0,):
+            found[name] = _frozen(models, held, _shape(frozen[held], place), place)
+        else:
+            found[name] = tensor
+    lost = [name for name in shape_of if name not in found]
+    if lost:
+        raise CorruptError(
+            "The optimizer moves what the model hasn't.", place=place, found=", ".join(lost[:5])
+        )
+    return found
+
+
+def _weight(tensor: Tensor, master: Tensor, shape: Shape, place: str) -> Tensor:
+    if tensor.shape == shape:
+        return tensor
+    if tensor.shape != (0,):  # that is what ZeRO-3 leaves of a parameter
+        raise CorruptError(
+            "A parameter has another shape than it had.", place=place, expected=shape, found=tensor.shape
+        )
+    return master if tensor.dtype == master.dtype else Cast(master, tensor.dtype)
+
+
+def _frozen(models: list[dict[str, Any]], name: str, shape: Shape, place: str) -> Tensor:
+    """Returns a parameter that isn't trained, of which each rank keeps a part."""
+    held = [(one.get("frozen_param_fragments") or {}).get(name) for one in models]
+    parts = [part for part in held if isinstance(part, Tensor) and len(part.shape) == 1]
+    length, count = -(-math.prod(shape) // len(models)), math.prod(shape)
+    left = [min(length, max(0, count - rank * length)) for rank in range(len(models))]
+    if len(parts) != len(models) or any(part.shape[0] < n for part, n in zip(parts, left, strict=True)):
+        raise CorruptError("The ranks' parts don't make up a frozen parameter.", place=f"{name} in {place}")
+    return Joined(tuple(Run(part, 0, n) for part, n in zip(parts, left, strict=True) if n), shape)
+
+
+def _apart(models: list[dict[str, Any]]) -> dict[int, Tree]:
+    """Returns what other ranks say otherwise than the first, beside the model."""
+    views = [{k: to_json(v) for k, v in one.items() if k not in _TAKEN} for one in models]
+    apart = {
+        rank: {key: models[rank][key] for key, view in own.items() if view != views[0].get(key)}
+        for rank, own in enumerate(views)
+    }
+    return {rank: others for rank, others in apart.items() if others}
+
+
+CONTAINER = DeepSpeedFolder()

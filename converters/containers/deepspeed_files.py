@@ -1,0 +1,233 @@
+"""The files of a DeepSpeed checkpoint, and of its universal form: which there are, and what each holds.
+
+    <run>/latest                                      the name of the newest tag
+    <run>/<tag>/mp_rank_00_model_states.pt            the model, client state; ZeRO-3: one for each rank
+    <run>/<tag>/[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt    a rank's part of the optimizer
+    <run>/<tag>_universal/zero/<parameter>/{fp32,exp_avg,...}.pt    what ds_to_universal makes of these
+
+Source: deepspeedai/DeepSpeed deepspeed/runtime/engine.py, `_get_ckpt_name`, `_get_zero_ckpt_name`;
+deepspeed/checkpoint/ds_to_universal.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from statekit.checkpoint import Finding
+from statekit.converters.containers.torch_names import named
+from statekit.converters.containers.torch_read import read_object
+from statekit.converters.containers.torch_storage import SourceFile
+from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
+from statekit.manifest import inside
+from statekit.reading import open_regular
+from statekit.tensor import Array, Stored, Tensor
+from statekit.tree import Tree
+
+LATEST = ("latest", "latest_universal")
+UNIVERSAL = "zero"
+"""The folder of a universal checkpoint that holds a folder for each parameter."""
+MASTER = "fp32"
+"""What DeepSpeed calls a parameter's float32 copy there."""
+_TAG = re.compile(r"global_step(\d{1,18})(_universal)?")
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
+_OTHER = re.compile(r"(layer_\d+-model.*|.*expert_\d+.*|expp_rank_.*)\.pt")
+_MAX_TAG = 4096
+
+
+@dataclass(frozen=True)
+class Tag:
+    """One step's checkpoint.
+
+    Attributes:
+        path: Its folder.
+        models: Files of the model, by rank.
+        optimizers: Files of the optimizer, by rank.
+        universal: Whether it is in universal form.
+    """
+
+    path: Path
+    models: Mapping[int, Path]
+    optimizers: Mapping[int, Path]
+    universal: bool
+
+
+@dataclass(frozen=True)
+class Located:
+    """A checkpoint, and the numbers of all steps in the run's folder."""
+
+    tag: Tag
+    steps: tuple[int, ...] = ()
+
+
+def tag_of(folder: Path) -> Tag | None:
+    """Returns the checkpoint that a folder is, by the names of its files; None if it is none.
+
+    Raises:
+        RefusedError: Ranks hold slices of the model, or experts.
+    """
+    if not folder.is_dir():
+        return None
+    names = sorted(entry.name for entry in folder.iterdir())
+    models, optimizers = _ranks(folder, names, _MODEL), _ranks(folder, names, _OPTIMIZER)
+    if not models:
+        return None
+    foreign = [name for name in names if _OTHER.fullmatch(name)]
+    found = [*foreign, *(f"mp_rank_{mp:02d}" for mp in {mp for _, mp in (*models, *optimizers)} if mp)]
+    if found:
+        raise RefusedError(
+            "Ranks of this run hold slices of the model, or experts; statekit joins data-parallel ranks only.",
+            place=folder,
+            expected="files of mp_rank_00",
+            found=", ".join(found[:3]),
+            remedy="make a universal checkpoint on one model-parallel rank: ds_to_universal.py",
+        )
+    universal = (folder / UNIVERSAL).is_dir() and not optimizers
+    return Tag(
+        folder, {r: p for (r, _), p in models.items()}, {r: p for (r, _), p in optimizers.items()}, universal
+    )
+
+
+def _ranks(folder: Path, names: list[str], pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
+    found = ((pattern.fullmatch(name), name) for name in names)
+    return {(int(match[1] or 0), int(match[2])): folder / name for match, name in found if match}
+
+
+def locate(path: Path, step: int | None = None) -> Located | None:
+    """Finds the checkpoint at a path: itself, or of a run's folder the one that `latest` names, or the given step's.
+
+    Raises:
+        NotFoundError: The given step isn't there.
+        RefusedError: `latest` names something outside the folder, or ranks hold slices.
+    """
+    if not path.is_dir():
+        return None
+    here = tag_of(path)
+    if here is not None:
+        number = _number(path)
+        if step is not None and number is not None and step != number:
+            raise NotFoundError(
+                "This is the checkpoint of one step, and of another.", place=path, expected=step, found=number
+            )
+        return Located(here)
+    return _among(path, step)
+
+
+def _among(run: Path, step: int | None) -> Located | None:
+    matches = sorted((int(m[1]), bool(m[2]), e) for e in run.iterdir() if (m := _TAG.fullmatch(e.name)))
+    folders: dict[int, Path] = {}
+    for number, _, entry in matches:  # the ranks' own files come before the universal copy of them
+        folders.setdefault(number, entry)
+    steps = tuple(folders)
+    if step is not None:
+        tag = tag_of(folders[step]) if step in folders else None
+        if tag is None and steps:
+            raise NotFoundError(
+                "There is no such step.", place=run, expected=step, found=", ".join(map(str, steps))
+            )
+        return None if tag is None else Located(tag, steps)
+    named_ = next((name for file in LATEST if (name := _latest(run / file))), None)
+    newest = [run / named_] if named_ else [folders[n] for n in sorted(folders, reverse=True)]
+    tag = next((tag for folder in newest if (tag := tag_of(folder)) is not None), None)
+    return None if tag is None else Located(tag, steps)
+
+
+def _latest(file: Path) -> str | None:
+    if not file.is_file():
+        return None
+    with open_regular(file) as stream:
+        name = stream.read(_MAX_TAG).decode("utf-8", "replace").strip()
+    if not inside(name) or "/" in name or not name.isprintable():
+        raise RefusedError(
+            "The newest checkpoint's name leads out of its folder.",
+            place=file,
+            expected="the name of a folder beside it",
+            found=repr(name[:80]),
+        )
+    return name
+
+
+def _number(folder: Path) -> int | None:
+    match = _TAG.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+class _Reopened:
+    """A file that is opened for each read: a universal checkpoint has thousands."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with closing(SourceFile(path)) as file:
+            self.size = file.size
+
+    def read(self, start: int, count: int) -> Array:
+        """Reads `count` bytes from byte `start` on."""
+        with closing(SourceFile(self.path)) as file:
+            return file.read(start, count)
+
+
+def open_file(path: Path, findings: list[Finding]) -> Tree:
+    """Returns what a torch file holds; its tensors are named after the file.
+
+    Raises:
+        FormatError: The file can't be trusted.
+    """
+    opened = read_object(_Reopened(path))
+    findings += opened.findings
+    tree = named(opened.tree)
+    return _mapped(tree, partial(_after, f"{path.parent.name}/{path.name}"))
+
+
+def _after(file: str, tensor: Tensor) -> Tensor:
+    return replace(tensor, name=f"{file}:{tensor.name}") if isinstance(tensor, Stored) else tensor
+
+
+def _mapped(node: Any, change: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _mapped(child, change) for key, child in node.items()}
+    if isinstance(node, list | tuple):
+        items = [_mapped(child, change) for child in node]
+        return items if isinstance(node, list) else tuple(items)
+    return change(node) if isinstance(node, Stored) else node
+
+
+def complete(files: Mapping[int, Path], ranks: int, what: str) -> list[Path]:
+    """Returns the files of all ranks in order.
+
+    Raises:
+        CorruptError: Some are missing, or there are more than ranks.
+    """
+    missing = [rank for rank in range(ranks) if rank not in files]
+    if missing or len(files) != ranks:
+        raise CorruptError(
+            f"A DeepSpeed checkpoint doesn't have the files of all ranks: {what}.",
+            place=next(iter(files.values())).parent,
+            expected=f"{ranks} ranks",
+            found=f"{len(files)} files, without rank {', '.join(map(str, missing[:5]))}"
+            if missing
+            else len(files),
+            remedy="copy what every machine of the run wrote into one folder",
+        )
+    return [files[rank] for rank in range(ranks)]
+
+
+def require(node: Any, kind: type | tuple[type, ...], what: str, place: object) -> Any:
+    """Returns a node if it is of a kind.
+
+    Raises:
+        FormatError: It isn't.
+    """
+    if isinstance(node, bool) or not isinstance(node, kind):
+        raise FormatError(
+            "A DeepSpeed checkpoint isn't made as DeepSpeed makes it.",
+            place=place,
+            expected=what,
+            found=type(node).__name__,
+        )
+    return node

@@ -1,0 +1,98 @@
+"""DeepSpeed's universal checkpoints: a folder for each parameter, a file for each of its tensors.
+
+    zero/<parameter>/fp32.pt, exp_avg.pt, ...   {param: tensor, cat_dim} (ZeRO 1 and 2), or a flat tensor (ZeRO 3)
+    zero/<parameter>/step.pt                    ZeRO 1 and 2
+    zero/optimizer_state.pt                     the groups, and the state of rank 0 without its parts; ZeRO 3 with them
+
+Source: deepspeedai/DeepSpeed deepspeed/checkpoint/ds_to_universal.py, `merge_tp_slices`, `_save_optimizer_state`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from statekit.checkpoint import Finding
+from statekit.converters.containers.deepspeed_files import MASTER, UNIVERSAL, open_file, require
+from statekit.converters.containers.deepspeed_zero import Shapes
+from statekit.errors import CorruptError, FormatError
+from statekit.tensor import Shape, Tensor
+from statekit.transforms import Joined, Run
+from statekit.tree import Record, Tree
+
+_STATE = "optimizer_state.pt"
+_STEP = "step"
+_OF_RANK = {
+    "optimizer_state_dict",
+    "base_optimizer_state",
+    "fp32_flat_groups",
+    "single_partition_of_fp32_groups",
+}
+
+
+def universal_state(
+    tag: Path, shapes: Shapes, findings: list[Finding]
+) -> tuple[dict[str, dict[str, Any]], list[Mapping[str, Any]], dict[str, Tree]]:
+    """Returns the optimizer's state by name, its groups, and what the engine keeps beside.
+
+    Raises:
+        CorruptError: A parameter's files are missing, or hold another number of values.
+        FormatError: A file has another form than DeepSpeed gives it.
+    """
+    folder = tag / UNIVERSAL
+    if not (folder / _STATE).is_file():
+        raise CorruptError("A universal checkpoint has no groups.", place=folder / _STATE)
+    held = require(open_file(folder / _STATE, findings), dict, "a dict with param_groups", folder / _STATE)
+    groups = require(held.get("param_groups"), list, "groups", folder / _STATE)
+    known = {entry.name for entry in folder.iterdir() if entry.is_dir()}
+    wanted = {name: shape for group in shapes for name, shape in group.items()}
+    if missing := [name for name in wanted if name not in known]:
+        raise CorruptError(
+            "A universal checkpoint lacks the folders of parameters.",
+            place=folder,
+            found=", ".join(missing[:5]),
+        )
+    findings += [
+        Finding("belongs to no parameter, passed over", str(folder / name))
+        for name in sorted(known - wanted.keys())
+    ]
+    step = _step_of(held)
+    state = {name: _parameter(folder / name, shape, step, findings) for name, shape in wanted.items()}
+    engine = {key: value for key, value in held.items() if key not in _OF_RANK and key != "param_groups"}
+    return state, [require(one, dict, "a group", folder / _STATE) for one in groups], engine
+
+
+def _parameter(folder: Path, shape: Shape, step: Any, findings: list[Finding]) -> dict[str, Any]:
+    files = sorted(entry for entry in folder.iterdir() if entry.suffix == ".pt")
+    found: dict[str, Any] = {} if step is None else {_STEP: step}
+    for file in files:
+        node = open_file(file, findings)
+        found[file.stem] = node if file.stem == _STEP else _shaped(node, shape, file)
+    if MASTER not in found:
+        raise CorruptError(
+            "A parameter of a universal checkpoint has no weight.", place=folder / f"{MASTER}.pt"
+        )
+    return found
+
+
+def _shaped(node: Any, shape: Shape, file: Path) -> Tensor:
+    tensor = node.get("param") if isinstance(node, Mapping) else node
+    if not isinstance(tensor, Tensor):
+        raise FormatError("A file of a universal checkpoint holds no tensor.", place=file)
+    if tensor.shape == shape:
+        return tensor
+    if tensor.shape != (math.prod(shape),):
+        raise CorruptError(
+            "A parameter has another shape than it had.", place=file, expected=shape, found=tensor.shape
+        )
+    return Joined((Run(tensor, 0, math.prod(shape)),), shape)
+
+
+def _step_of(held: Mapping[str, Any]) -> Any:
+    """Returns the count of updates that stands with rank 0's state, as under ZeRO 3."""
+    base = held.get("optimizer_state_dict")
+    state = base.get("state") if isinstance(base, Mapping) else None
+    first = next(iter(state.values()), None) if isinstance(state, Mapping) else None
+    return first.get(_STEP) if isinstance(first, Mapping) and not isinstance(first, Record) else None

@@ -1,0 +1,212 @@
+"""What ZeRO cut over ranks, put together again: the optimizer's state of each parameter, in its shape.
+
+Stages 1 and 2 flatten the parameters of a group one after the other, fill up at the end, and cut the whole in equal
+parts; what a rank holds of which parameter stands in its `param_slice_mappings`. Its float32 weights lack the filling.
+Stage 3 cuts every parameter by itself, filled up to a multiple of the ranks; a rank's pieces lie one after the other
+in flat sub-groups.
+Source: deepspeedai/DeepSpeed deepspeed/runtime/zero/stage_1_and_2.py, `state_dict`, `_get_groups_without_padding`;
+stage3.py, `_rigid_state_dict`; deepspeed/utils/zero_to_fp32.py; deepspeed/utils/tensor_fragment.py, `fragment_address`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from statekit.converters.containers.deepspeed_files import MASTER, require
+from statekit.errors import CorruptError, FormatError
+from statekit.tensor import Shape, Tensor
+from statekit.transforms import Joined, Run
+from statekit.tree import Record, Tree
+
+Shapes: TypeAlias = Sequence[Mapping[str, Shape]]
+"""For each group of the optimizer, the shape of each parameter by name, in order."""
+Flat: TypeAlias = Mapping[str, Any]
+"""What the optimizer keeps of one flat vector: tensors as long as it, and scalars."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank holds.
+
+    Attributes:
+        masters: Its float32 weights, flat, by group or sub-group.
+        state: The optimizer's state of each of these.
+        groups: The optimizer's groups; `params` are positions in `masters`.
+        spans: Where each parameter lies in each of `masters`, if it says so: name -> start, count.
+        place: For messages.
+    """
+
+    masters: Sequence[Tensor]
+    state: Sequence[Flat]
+    groups: Sequence[Mapping[str, Any]]
+    spans: Sequence[Mapping[str, tuple[int, int]]] | None
+    place: str
+
+
+def part_of(tree: Tree, place: str) -> Part:
+    """Reads a rank's `optimizer_state_dict`.
+
+    Raises:
+        FormatError: It has another form than DeepSpeed gives it.
+    """
+    own = require(tree.get("optimizer_state_dict") if isinstance(tree, dict) else None, dict, "a dict", place)
+    cut = "fp32_flat_groups" in own
+    masters = own.get("fp32_flat_groups" if cut else "single_partition_of_fp32_groups")
+    base = own.get("optimizer_state_dict" if cut else "base_optimizer_state")
+    if isinstance(base, list):
+        raise FormatError(
+            "This is an elastic checkpoint of an early DeepSpeed, which doesn't keep its groups.",
+            place=place,
+            expected="base_optimizer_state with param_groups",
+            remedy="load it with DeepSpeed and save it with elastic_checkpoint off",
+        )
+    flats = [_flat(one, place) for one in require(masters, list, "flat weights", place)]
+    held = require(
+        require(base, dict, "the state of an optimizer", place).get("state"), dict, "a state", place
+    )
+    groups = [
+        require(one, dict, "a group", place)
+        for one in require(base.get("param_groups"), list, "groups", place)
+    ]
+    state = [require(held.get(i, {}), dict, "the state of a flat vector", place) for i in range(len(flats))]
+    spans = None if cut else _spans(own.get("param_slice_mappings"), place)
+    if any(i not in range(len(flats)) for group in groups for i in group.get("params", ())):
+        raise FormatError("A group has another vector than there are.", place=place, expected=f"{len(flats)}")
+    return Part(flats, state, groups, spans, place)
+
+
+def _flat(node: Any, place: str) -> Tensor:
+    if not isinstance(node, Tensor) or len(node.shape) != 1:
+        raise FormatError("A rank's weights aren't flat.", place=place, found=type(node).__name__)
+    return node
+
+
+def _spans(node: Any, place: str) -> list[dict[str, tuple[int, int]]] | None:
+    if node is None:
+        return None
+    return [
+        {
+            str(name): _address(one, place)
+            for name, one in require(group, dict, "slices by name", place).items()
+        }
+        for group in require(node, list, "a list of slices", place)
+    ]
+
+
+def _address(node: Any, place: str) -> tuple[int, int]:
+    state = node.state if isinstance(node, Record) else node
+    if isinstance(state, Mapping):
+        start, count = state.get("start"), state.get("numel")
+        if type(start) is int and type(count) is int and start >= 0 and count >= 0:
+            return start, count
+    raise FormatError("A slice has no start and length.", place=place, found=str(node)[:80])
+
+
+def joined(parts: Sequence[Part], shapes: Shapes, stage: int) -> dict[str, dict[str, Any]]:
+    """Returns the optimizer's state by parameter, its float32 weight among it.
+
+    Args:
+        parts: What each rank holds.
+        shapes: The parameters.
+        stage: ZeRO's stage.
+
+    Raises:
+        CorruptError: What ranks hold doesn't make up the parameters.
+    """
+    first = parts[0]
+    if any(len(part.masters) != len(first.masters) for part in parts):
+        raise CorruptError("Ranks hold different numbers of groups.", place=first.place)
+    whole = {}
+    for name, shape, runs in _interleaved(parts, shapes) if stage == 3 else _concatenated(parts, shapes):
+        held = sum(count for _, _, _, count in runs)
+        if held != math.prod(shape):
+            raise CorruptError(
+                "The ranks' parts don't make up a parameter.",
+                place=f"{name} in {first.place}",
+                expected=f"{math.prod(shape)} values for shape {shape}",
+                found=held,
+            )
+        whole[name] = dict(_state(parts, name, shape, runs))
+    return whole
+
+
+_Runs: TypeAlias = list[tuple[int, int, int, int]]
+"""Rank, position of the flat vector, start, count."""
+
+
+def _concatenated(parts: Sequence[Part], shapes: Shapes) -> Iterator[tuple[str, Shape, _Runs]]:
+    for number, group in enumerate(shapes):
+        if number >= len(parts[0].masters):
+            raise CorruptError("A group has no flat weights.", place=parts[0].place, found=f"group {number}")
+        spans = [_own_spans(part, number) for part in parts]
+        if any(own is None for own in spans):
+            spans = list(_usual_spans(parts, number, group))
+        for name, shape in group.items():
+            runs = [(rank, number, *own[name]) for rank, own in enumerate(spans) if own and name in own]
+            yield name, shape, [run for run in runs if run[3]]
+
+
+def _own_spans(part: Part, number: int) -> Mapping[str, tuple[int, int]] | None:
+    return None if part.spans is None or number >= len(part.spans) else part.spans[number]
+
+
+def _usual_spans(
+    parts: Sequence[Part], number: int, group: Mapping[str, Shape]
+) -> Iterator[dict[str, tuple[int, int]]]:
+    """Yields where parameters lie in each rank's part, if they lie there one after the other."""
+    ends = list(itertools.accumulate(math.prod(shape) for shape in group.values()))
+    places = dict(zip(group, zip([0, *ends], ends, strict=False), strict=True))
+    begin = 0
+    for part in parts:
+        size = part.masters[number].shape[0]
+        cut = {n: (max(a, begin), min(b, begin + size)) for n, (a, b) in places.items()}
+        yield {name: (low - begin, high - low) for name, (low, high) in cut.items() if low < high}
+        begin += size
+
+
+def _interleaved(parts: Sequence[Part], shapes: Shapes) -> Iterator[tuple[str, Shape, _Runs]]:
+    ranks, number, offset = len(parts), 0, 0
+    sizes = [flat.shape[0] for flat in parts[0].masters]
+    for name, shape in (pair for group in shapes for pair in group.items()):
+        count = math.prod(shape)
+        length = -(-count // ranks)
+        while number < len(sizes) and offset == sizes[number]:
+            number, offset = number + 1, 0
+        if number == len(sizes) or offset + length > sizes[number]:
+            raise CorruptError(
+                "A parameter reaches beyond its sub-group.", place=f"{name} in {parts[0].place}", found=shape
+            )
+        left = [min(length, max(0, count - rank * length)) for rank in range(ranks)]
+        yield name, shape, [(rank, number, offset, n) for rank, n in enumerate(left) if n]
+        offset += length
+
+
+def _state(parts: Sequence[Part], name: str, shape: Shape, runs: _Runs) -> Iterator[tuple[str, Any]]:
+    own = parts[runs[0][0]] if runs else parts[0]
+    for key, value in (own.state[runs[0][1]] if runs else {}).items():
+        if isinstance(value, Tensor) and value.shape:
+            held = [(parts[rank].state[number].get(key), start, n) for rank, number, start, n in runs]
+            yield str(key), _joined(held, shape, f"{key} of {name} in {own.place}")
+        else:
+            yield str(key), value
+    weights = [(parts[rank].masters[number], start, n) for rank, number, start, n in runs]
+    yield MASTER, _joined(weights, shape, f"weights of {name} in {own.place}")
+
+
+def _joined(held: Sequence[tuple[Any, int, int]], shape: Shape, place: str) -> Tensor:
+    """Returns a parameter's tensor from flat ones: tensor, start, count."""
+    short = [
+        flat for flat, start, n in held
+        if not isinstance(flat, Tensor) or len(flat.shape) != 1 or start + n > flat.shape[0]
+    ]  # fmt: skip
+    if short or not held or len({flat.dtype for flat, _, _ in held}) != 1:
+        raise CorruptError(
+            "A rank's part is shorter than it says, or of another kind than the others.",
+            place=place,
+            found="; ".join(str(getattr(flat, "shape", flat)) for flat in short[:3]),
+        )
+    return Joined(tuple(Run(flat, start, n) for flat, start, n in held), shape)

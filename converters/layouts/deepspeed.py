@@ -1,0 +1,155 @@
+"""Layout `deepspeed`: torch.optim's AdamW, and Adafactors, as DeepSpeed's ZeRO keeps them; read, never written.
+
+What the optimizer moves is the float32 weight `fp32`. Beside a parameter of lower precision it is that parameter's
+master; where the model itself is of float32 it is the parameter, and the model's copy of it is passed over, as
+DeepSpeed does when it loads a checkpoint.
+
+ZeRO hands flat vectors to the optimizer. AdamW, which moves each element by itself, doesn't notice. Adafactor doesn't
+factor them, and takes its means over what a rank holds of a group: no variant does that, so none is said.
+Source: deepspeedai/DeepSpeed deepspeed/runtime/zero/stage_1_and_2.py, `step`, `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from statekit.checkpoint import Checkpoint
+from statekit.converters.layouts.torch_frame import frame
+from statekit.converters.layouts.torch_optim import LAYOUT as TORCH_OPTIM
+from statekit.errors import InexactError, StateError
+from statekit.format import Encoded, Evidence, Hints
+from statekit.masters import MASTER
+from statekit.schema import load_schema
+from statekit.state import Axis, Rule, TrainState
+from statekit.tensor import Filled, Tensor
+from statekit.tree import Tree
+
+_WEIGHT = "fp32"
+_UNFACTORED = ("variance", "exp_avg_sq")
+"""What torch's and Hugging Face's Adafactor call the second moment of what they don't factor."""
+_FLAT = (
+    "Adafactor moved the flat pieces that ranks hold, and took its means over them: no variant does that, so a step"
+    " with one is another run."
+)
+
+
+@dataclass(frozen=True)
+class DeepSpeed:
+    """The optimizers of PyTorch under ZeRO."""
+
+    name: str = "deepspeed"
+    title: str = (
+        "torch.optim's AdamW and Adafactor, Hugging Face's Adafactor under DeepSpeed's ZeRO, with masters"
+    )
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict(TORCH_OPTIM.variants))
+    containers: tuple[str, ...] = ("deepspeed",)
+
+    def detect(self, checkpoint: Checkpoint) -> Evidence | None:
+        """Looks for a float32 weight beside the slots of every parameter."""
+        parts = frame(checkpoint.tree)
+        if parts is None or not parts.state or any(_WEIGHT not in own for own in parts.state.values()):
+            return None
+        why = TORCH_OPTIM.detect(replace(checkpoint, tree=_bare(checkpoint.tree)))
+        return (
+            None
+            if why is None
+            else Evidence(20, f"{why.because}, and {_WEIGHT} beside each parameter's slots")
+        )
+
+    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+        """Returns the canonical state.
+
+        Raises:
+            StateError: The parts don't fit each other; lists every fault.
+            UsageError: A hint that the schema doesn't know.
+        """
+        if frame(checkpoint.tree) is None:
+            raise StateError("The checkpoint has no optimizer of DeepSpeed.", place=checkpoint.path)
+        tree, weights = _bare(checkpoint.tree), _weights(checkpoint.tree)
+        flat = any(_is_flat(own) for own in tree["optimizer"]["state"].values())
+        state = TORCH_OPTIM.decode(replace(checkpoint, tree=_flattened(tree) if flat else tree), hints)
+        model = {_path(name): tensor for name, tensor in tree["model"].items()}
+        held = {
+            path: tensor for path, tensor in model.items() if tensor.dtype != weights.get(path, tensor).dtype
+        }
+        slots = _whole(state, checkpoint.tree) if flat else state.slots
+        return replace(
+            state,
+            params={path: held.get(path, weights[path]) for path in state.params},
+            slots={p: {**own, **({MASTER: weights[p]} if p in held else {})} for p, own in slots.items()},
+            rules={path: Rule((Axis.NONE,) * len(weights[path].shape), "file") for path in state.rules},
+            optimizer=replace(state.optimizer, variant=hints.variant) if flat else state.optimizer,
+            assumptions=(*state.assumptions, *([_FLAT] if flat else [])),
+        )
+
+    def encode(self, state: TrainState) -> Encoded:
+        """Isn't done: DeepSpeed cuts a state by its own configuration.
+
+        Raises:
+            InexactError: Always.
+        """
+        raise InexactError(
+            "The layout deepspeed can only be read.",
+            remedy="write a torch file, and load it with load_state_dict before deepspeed.initialize",
+        )
+
+
+def _bare(tree: Tree) -> dict[str, Any]:
+    """Returns a checkpoint as torch.optim numbers it, without the float32 weights."""
+    optimizer = tree["optimizer"]
+    numbers = {
+        name: i for i, name in enumerate(n for group in optimizer["param_groups"] for n in group["params"])
+    }
+    state = {
+        numbers[name]: {key: value for key, value in own.items() if key != _WEIGHT}
+        for name, own in optimizer["state"].items()
+    }
+    groups = [
+        {**group, "params": [numbers[name] for name in group["params"]], "param_names": list(group["params"])}
+        for group in optimizer["param_groups"]
+    ]
+    return {**tree, "optimizer": {"state": state, "param_groups": groups}}
+
+
+def _weights(tree: Tree) -> dict[str, Tensor]:
+    return {_path(name): own[_WEIGHT] for name, own in tree["optimizer"]["state"].items()}
+
+
+def _path(name: str) -> str:
+    return name.replace(".", "/")
+
+
+def _is_flat(own: Mapping[str, Any]) -> bool:
+    """Tells whether the slots are Adafactor's of a vector, whatever the parameter's shape."""
+    return "exp_avg" not in own and any(key in own for key in _UNFACTORED)
+
+
+def _flattened(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a checkpoint whose parameters are vectors, as the optimizer saw them; shapes only."""
+    optimizer = tree["optimizer"]
+    moved = {name for group in optimizer["param_groups"] for name in group["param_names"]}
+    state = {i: {key: _vector(value) for key, value in own.items()} for i, own in optimizer["state"].items()}
+    model = {name: _vector(tensor) if name in moved else tensor for name, tensor in tree["model"].items()}
+    return {**tree, "optimizer": {**optimizer, "state": state}, "model": model}
+
+
+def _vector(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.shape:
+        return Filled((math.prod(value.shape),), value.dtype)
+    return value
+
+
+def _whole(state: TrainState, tree: Tree) -> dict[str, dict[str, Tensor]]:
+    """Returns the slots of a state with flat ones, as the checkpoint has them."""
+    schema, held = load_schema(state.optimizer.schema), tree["optimizer"]["state"]
+    native = {name: slot.aliases.get(str(state.optimizer.variant)) for name, slot in schema.slots.items()}
+    names = {_path(name): name for name in held}
+    return {
+        path: {name: held[names[path]][native[name]] for name in own} for path, own in state.slots.items()
+    }
+
+
+LAYOUT = DeepSpeed()
