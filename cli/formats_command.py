@@ -8,17 +8,22 @@ import click
 
 from statekit import registry
 from statekit.cli import output
+from statekit.cli.matrix_view import show_matrix
 from statekit.format import Container, Layout
 
 
 @click.command("formats")
+@click.option("--matrix", is_flag=True, help="How exactly a run of each variant goes on in each layout.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(as_json: bool) -> None:
+def command(matrix: bool, as_json: bool) -> None:
     """Lists the containers and layouts that statekit knows.
 
     A container is how arrays lie in files; `--from` and `--to` name one. A layout is what the names mean to one
     optimizer; `--layout` names one.
     """
+    if matrix:
+        show_matrix(as_json)
+        return
     containers = [_container(registry.container(name)) for name in registry.container_names()]
     layouts = [_layout(registry.layout(name)) for name in registry.layout_names()]
     if as_json:
@@ -51,6 +56,6 @@ def _layout(layout: Layout) -> dict[str, Any]:
     return {
         "name": layout.name,
         "title": layout.title,
-        "optimizers": list(layout.optimizers),
+        "optimizers": list(layout.variants),
         "containers": list(layout.containers),
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,11 +18,13 @@ from typing import Any
 from statekit import registry
 from statekit.checkpoint import Checkpoint
 from statekit.commit import Entries, Kind, OnProgress, Stage, check_target, silent, staged
+from statekit.crossing import Crossing, best_crossing
 from statekit.durable import writing
 from statekit.errors import CommitError, CorruptError, StateError, UsageError, fault_list
-from statekit.format import Container, Encoded, Evidence, Exactness, Fitting, Hints, Layout
+from statekit.format import Container, Encoded, Evidence, Exactness, Fitting, Hints, KeepsMasters, Layout
 from statekit.lineage import content_digest, digest_rest, passed_through, prove, source_digests
 from statekit.manifest import tensor_faults
+from statekit.masters import as_params
 from statekit.plan import NO_HINTS, Plan, Request, Side, StepOffset, build_plan
 from statekit.schema import load_schema
 from statekit.state import TrainState
@@ -241,6 +243,7 @@ class _Prepared:
     """A conversion up to the first byte: the source open, the state encoded, the plan made."""
 
     opened: OpenState
+    state: TrainState
     container: Container
     layout: Layout
     encoded: Encoded
@@ -256,7 +259,7 @@ class _Prepared:
         written = self.container.open(path)
         try:
             found = _outline(self.layout.decode(written, NO_HINTS))
-            meant = _outline(self.opened.state)
+            meant = _outline(self.state)
             faults = [
                 (f"is {found.get(key)}, meant {meant.get(key)}", key)
                 for key in {**meant, **found}
@@ -280,7 +283,9 @@ def _prepared(request: Request) -> Iterator[_Prepared]:
         state, offset = with_offset(opened.state, request.step_offset)
         name = request.layout or implied
         layout = choose_layout(container, state.optimizer.schema, name, opened.layout)
-        encoded = layout.encode(state)
+        crossing = crossing_to(layout, state, opened.layout)
+        state = crossing.state if crossing else state
+        encoded, state = _encoded(layout, state)
         if isinstance(container, Fitting):
             encoded = container.fitted(encoded)
         options = {
@@ -291,9 +296,20 @@ def _prepared(request: Request) -> Iterator[_Prepared]:
             "require": request.require.name.lower(),
         }
         target = Side(container.name, layout.name, encoded.step)
-        built = build_plan(opened.checkpoint, opened.layout, state, encoded, target, options, request)
-        built.check()
-        yield _Prepared(opened, container, layout, encoded, built)
+        built = build_plan(
+            opened.checkpoint, opened.layout, state, encoded, target, options, request, crossing
+        )
+        built.check(_nearest(state, opened, request) if built.exactness > request.require else ())
+        yield _Prepared(opened, state, container, layout, encoded, built)
+
+
+def _encoded(layout: Layout, state: TrainState) -> tuple[Encoded, TrainState]:
+    """Returns a state in native form, and as it is there: with masters as parameters, if the layout lacks their place."""
+    if isinstance(layout, KeepsMasters):
+        return layout.encode(state), state
+    state, left = as_params(state)
+    encoded = layout.encode(state)
+    return replace(encoded, dropped={**encoded.dropped, **left}), state
 
 
 def with_offset(state: TrainState, asked: StepOffset) -> tuple[TrainState, int | None]:
@@ -318,6 +334,29 @@ def with_offset(state: TrainState, asked: StepOffset) -> tuple[TrainState, int |
             found=asked,
         )
     return state.with_hyperparameters(step_offset=value), value
+
+
+def crossing_to(layout: Layout, state: TrainState, source: str) -> Crossing | None:
+    """Returns how a state goes on where a layout is at home; None if it may follow its own rule there.
+
+    Args:
+        layout: The target's layout.
+        state: The state.
+        source: Name of the layout it is from, which knows the candidates where the state doesn't say its variant.
+    """
+    schema = state.optimizer.schema
+    return best_crossing(
+        state, registry.layout(source).variants.get(schema, ()), layout.variants.get(schema, ())
+    )
+
+
+def _nearest(state: TrainState, opened: OpenState, request: Request) -> list[str]:
+    """Returns the layouts that hold the optimizer and go on as exactly as was required."""
+    layouts = [
+        one for one in map(registry.layout, registry.layout_names()) if state.optimizer.schema in one.variants
+    ]
+    ways = {one.name: crossing_to(one, opened.state, opened.layout) for one in layouts}
+    return [name for name, way in ways.items() if way is None or way.exactness <= request.require]
 
 
 def _outline(state: TrainState) -> dict[str, Any]:

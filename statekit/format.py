@@ -142,6 +142,13 @@ class Fitting(Protocol):
         """Returns a state with its parts in the container's places, and with what the container can't do without."""
 
 
+@runtime_checkable
+class KeepsMasters(Protocol):
+    """A layout with a place for masters beside parameters of lower precision, whoever keeps them."""
+
+    keeps_masters: bool
+
+
 class Layout(Protocol):
     """What the names mean for one optimizer implementation. Knows nothing about files."""
 
@@ -154,8 +161,8 @@ class Layout(Protocol):
         """One line for people."""
 
     @property
-    def optimizers(self) -> tuple[str, ...]:
-        """Schemas whose states it can hold."""
+    def variants(self) -> Mapping[str, tuple[str, ...]]:
+        """Schemas whose states it can hold, each with the variants that its own optimizers are, the usual one first."""
 
     @property
     def containers(self) -> tuple[str, ...]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from statekit.checkpoint import Checkpoint, Finding
+from statekit.crossing import Crossing
 from statekit.digest import json_digest
 from statekit.errors import InexactError, fault_list
 from statekit.format import Encoded, Exactness, Hints
@@ -112,7 +113,8 @@ class Plan:
         dropped: What the target has no place for: canonical name -> reason.
         assumptions: What was assumed because the source doesn't say.
         options: What was asked for that changes the result.
-        state: Schema, variant, steps, groups, rules: the state without its tensors.
+        state: Schema, variant, steps, groups, rules: the state without its tensors, as the target has it.
+        crossing: How the run goes on under another rule; None if the target may follow the source's own.
         findings: What was odd about the source; not part of the digest, as it names places on this machine.
         request: What was asked for, with paths; not part of the digest.
     """
@@ -124,6 +126,7 @@ class Plan:
     assumptions: tuple[str, ...]
     options: Mapping[str, Any]
     state: Mapping[str, Any]
+    crossing: Crossing | None
     findings: tuple[Finding, ...]
     request: Request
 
@@ -134,9 +137,11 @@ class Plan:
 
     @property
     def exactness(self) -> Exactness:
-        """The exactness of the least exact tensor; what is dropped of the training state counts as `lossy`."""
-        dropped = [Exactness.LOSSY for _ in _lost(self.dropped)]
-        return max([Exactness.BITWISE, *dropped, *(entry.exactness for entry in self.entries)])
+        """The exactness of the least exact tensor, or of the rule; what is dropped of the state counts as `lossy`."""
+        whole = [Exactness.LOSSY for _ in _lost(self.dropped)]
+        if self.crossing is not None:
+            whole.append(self.crossing.exactness)
+        return max([Exactness.BITWISE, *whole, *(entry.exactness for entry in self.entries)])
 
     @cached_property
     def digest(self) -> str:
@@ -156,14 +161,18 @@ class Plan:
             "assumptions": list(self.assumptions),
             "dropped": dict(self.dropped),
             "state": dict(self.state),
+            "crossing": self.crossing.to_json() if self.crossing is not None else None,
             "tensors": [entry.to_json() for entry in self.entries],
         }
 
-    def check(self) -> None:
+    def check(self, nearest: Sequence[str] = ()) -> None:
         """Refuses a plan that is less exact than was required.
 
+        Args:
+            nearest: Layouts that go on more exactly, for the remedy.
+
         Raises:
-            InexactError: Lists every tensor that is.
+            InexactError: Lists every tensor that is, and every difference between the rules.
         """
         allowed = self.request.require
         faults = [
@@ -173,13 +182,15 @@ class Plan:
         ]
         if allowed < Exactness.LOSSY:
             faults += [(f"dropped: {self.dropped[name]}", name) for name in _lost(self.dropped)]
-        if faults:
+        rules = self.crossing.faults(allowed) if self.crossing else []
+        if faults or rules:
+            other = f"another layout: {', '.join(nearest)}" if nearest else "another layout"
             raise InexactError(
-                f"The conversion would be less exact than required for {len(faults)} tensors.",
+                f"The conversion would be less exact than required: {_amount(faults, rules)}.",
                 place=self.request.target,
                 expected=f"{allowed.name.lower()} or better",
-                found=fault_list(faults),
-                remedy=f"allow it with --require {self.exactness.name.lower()}, or choose another layout",
+                found=fault_list([*rules, *faults]),
+                remedy=f"allow it with --require {self.exactness.name.lower()}, or choose {other}",
             )
 
 
@@ -191,6 +202,7 @@ def build_plan(
     target: Side,
     options: Mapping[str, Any],
     request: Request,
+    crossing: Crossing | None = None,
 ) -> Plan:
     """Builds the plan of a conversion from names, shapes and dtypes alone.
 
@@ -202,6 +214,7 @@ def build_plan(
         target: What will be written.
         options: What was asked for that changes the result.
         request: What was asked for.
+        crossing: How the state came under another rule, if it did.
     """
     sources = {name for tensor in checkpoint.tensors.values() for name in _stored_names(tensor.to_json())}
     names = tensor_names(encoded.tree)
@@ -214,6 +227,7 @@ def build_plan(
         assumptions=state.assumptions,
         options=to_json(options),
         state=to_json(state.to_json()),
+        crossing=crossing,
         findings=checkpoint.findings,
         request=request,
     )
@@ -251,6 +265,12 @@ def _stored_names(expression: Any) -> Iterator[str]:
     elif isinstance(expression, (list, tuple)):
         for part in expression:
             yield from _stored_names(part)
+
+
+def _amount(tensors: Sequence[object], rules: Sequence[object]) -> str:
+    """Returns how much is less exact, for people."""
+    said = [f"{len(tensors)} tensors"] if tensors else []
+    return " and ".join([*([f"{len(rules)} differences of the rule"] if rules else []), *said])
 
 
 def _lost(dropped: Mapping[str, str]) -> list[str]:

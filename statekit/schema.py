@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -154,6 +154,11 @@ def schema_names() -> list[str]:
     return sorted(
         f.name[:-5] for f in files if f.name.endswith(".json") and not f.name.endswith(".schema.json")
     )
+
+
+def all_variants(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Returns the variants of schemas, for layouts that hold the state of any."""
+    return {name: tuple(load_schema(name).variants) for name in names}
 
 
 @cache

@@ -74,12 +74,12 @@ def choose_layout(container: Container, schema: str, name: str | None, source: s
             layout = registry.layout(name)
         except NotFoundError as error:
             raise UsageError(error.subject, place="--layout", expected=error.expected, found=name) from None
-        if schema not in layout.optimizers:
+        if schema not in layout.variants:
             raise UsageError(
                 f"The layout {name} can't hold the state of {schema}.",
                 place="--layout",
                 expected=f"a layout of {schema}: {', '.join(_layouts_of(schema)) or 'there is none'}",
-                found=f"{name}, which holds {', '.join(layout.optimizers)}",
+                found=f"{name}, which holds {', '.join(layout.variants)}",
             )
         return layout
     layouts = [registry.layout(one) for one in _layouts_of(schema)]
@@ -160,7 +160,7 @@ def _writable(container: Container, layout: str | None) -> tuple[Container, str 
 
 
 def _layouts_of(schema: str) -> list[str]:
-    return [name for name in registry.layout_names() if schema in registry.layout(name).optimizers]
+    return [name for name in registry.layout_names() if schema in registry.layout(name).variants]
 
 
 def _has_suffix(target: Path, container: Container) -> bool:

@@ -176,7 +176,7 @@ class Renamed:
 
     name: str = "renamed"
     containers: tuple[str, ...] = ("packed",)
-    optimizers: tuple[str, ...] = ("adafactor",)
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"adafactor": ("t5x",)})
     title: str = "other names, for tests"
     change: Callable[[str, Tensor], Tensor] = field(default=lambda name, tensor: tensor)
     exactness: Mapping[str, tuple[Exactness, str]] = field(default_factory=dict)

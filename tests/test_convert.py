@@ -277,9 +277,9 @@ def choices(monkeypatch: pytest.MonkeyPatch) -> None:
         Packed("t5x", (), "folder"),
         Packed("orbax", (), "folder"),
         Packed("tf-bundle", (".index",), None),
-        Renamed("statekit-torch", ("torch",), ("adafactor", "adamw")),
+        Renamed("statekit-torch", ("torch",), {"adafactor": ("t5x",), "adamw": ("torch",)}),
         Renamed("t5x", ("t5x", "orbax")),
-        Renamed("optax", ("orbax",), ("adamw",)),
+        Renamed("optax", ("orbax",), {"adamw": ("torch",)}),
     )
 
 
@@ -346,7 +346,7 @@ def test_a_target_that_isnt_clear_is_a_usage_error_with_the_choices(
 def test_a_container_without_a_layout_for_the_optimizer_is_refused(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    register(monkeypatch, Packed("torch"), Renamed("adam", ("torch",), ("adamw",)))
+    register(monkeypatch, Packed("torch"), Renamed("adam", ("torch",), {"adamw": ("torch",)}))
     with pytest.raises(UsageError, match="No layout of the container torch holds the state of adafactor"):
         plan(source, tmp_path / "torch-ckpt")
 

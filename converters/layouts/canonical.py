@@ -9,7 +9,7 @@ from typing import Any
 from statekit.checkpoint import Checkpoint
 from statekit.errors import StateError
 from statekit.format import Encoded, Evidence, Hints
-from statekit.schema import schema_names
+from statekit.schema import all_variants, schema_names
 from statekit.state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensor import Tensor
 
@@ -20,8 +20,9 @@ class Canonical:
 
     name: str = "statekit"
     title: str = "canonical names: params, slots, groups, extra, state"
-    optimizers: tuple[str, ...] = field(default_factory=lambda: tuple(schema_names()))
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: all_variants(schema_names()))
     containers: tuple[str, ...] = ("statekit",)
+    keeps_masters: bool = True
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for the five parts."""

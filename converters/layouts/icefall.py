@@ -11,20 +11,21 @@ Source: k2-fsa/icefall, egs/librispeech/ASR/zipformer/optim.py, `BatchedOptimize
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from statekit.backend_numpy import NumpyBackend
 from statekit.checkpoint import Checkpoint
-from statekit.converters.layouts.param_order import REMEDY, Order, named_order
+from statekit.converters.layouts.param_order import BY_NAME, REMEDY, Order, named_order
 from statekit.converters.layouts.torch_frame import Frame, extra_of, frame, joined
+from statekit.converters.torch_parts import SORTED
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.format import Encoded, Evidence, Hints
 from statekit.optim import scaled_adam
 from statekit.optim.scaled_adam_clip import batches
-from statekit.schema import load_schema
+from statekit.schema import all_variants, load_schema
 from statekit.state import Counts, Group, Optimizer, TrainState
 from statekit.tensor import Shape, Tensor, in_memory
 from statekit.transforms import Member, Stack
@@ -44,7 +45,7 @@ class Icefall:
 
     name: str = "icefall"
     title: str = "ScaledAdam of icefall and GPT-SoVITS: slots of equally shaped parameters in one tensor"
-    optimizers: tuple[str, ...] = (SCHEMA,)
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: all_variants((SCHEMA,)))
     containers: tuple[str, ...] = ("torch", "hf-trainer", "accelerate", "safetensors")
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
@@ -65,7 +66,9 @@ class Icefall:
         parts = frame(checkpoint.tree)
         if parts is None:
             raise StateError("The checkpoint has no model beside an optimizer.", place=checkpoint.path)
-        order = named_order(parts.groups, parts.model, hints.param_names) or _order(parts)
+        order = named_order(parts.groups, parts.model, hints.param_names) or _order(
+            parts, bool(checkpoint.meta.get(SORTED))
+        )
         known = load_schema(SCHEMA).hyperparameters
         groups = []
         for options, names in zip(parts.groups, order.groups, strict=True):
@@ -193,7 +196,7 @@ class _Filling:
         return Group(group.paths, group.hyperparameters, group.known_from, own)
 
 
-def _order(parts: Frame) -> Order:
+def _order(parts: Frame, is_sorted: bool) -> Order:
     """Returns which parameter an index means: by the shapes of batches, and in each group as the model has them.
 
     Raises:
@@ -209,6 +212,8 @@ def _order(parts: Frame) -> Order:
         for count, shape in shapes.values():
             if (other := claimed.setdefault(shape, number)) != number:
                 faults.append((f"stands in the groups {other} and {number}", f"shape {shape}"))
+            elif is_sorted and count > 1:
+                faults.append((f"{count} of it, {BY_NAME}", f"shape {shape}"))
             elif len(by_shape.get(shape, [])) != count:
                 in_model = len(by_shape.get(shape, []))
                 faults.append((f"{count} in the optimizer, {in_model} in the model", f"shape {shape}"))

@@ -9,7 +9,7 @@ multi_transform. What the tree is like beside parameters and slots is kept in ex
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from statekit.checkpoint import Checkpoint
@@ -59,7 +59,9 @@ class Optax:
     title: str = (
         "Optax: params and opt_state, bare or in a TrainState; chains, MultiSteps, inject_hyperparams, masked"
     )
-    optimizers: tuple[str, ...] = ("adafactor", "adamw", "lamb")
+    variants: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: {"adafactor": (VARIANT,), "adamw": (VARIANT,), "lamb": (VARIANT,)}
+    )
     containers: tuple[str, ...] = ("orbax", "flax")
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:

@@ -47,6 +47,7 @@ from statekit.errors import InexactError, StateError, fault_list
 from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.factoring import by_shape
 from statekit.optim.settings import form
+from statekit.optim.run import stepped_variants
 from statekit.schema import OptimizerSchema, load_schema
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensor import Shape, Tensor
@@ -62,8 +63,12 @@ class StatekitJax:
 
     name: str = "statekit-jax"
     title: str = "params and opt_state of a run with statekit.jax, by canonical slot names"
-    optimizers: tuple[str, ...] = tuple(OWN_FIELDS)
     containers: tuple[str, ...] = ("orbax", "flax")
+
+    @property
+    def variants(self) -> Mapping[str, tuple[str, ...]]:
+        """Those that statekit steps."""
+        return {schema: stepped_variants(schema) for schema in OWN_FIELDS}
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for the fields of a state, and for parameters that fit them."""

@@ -66,8 +66,12 @@ class StatekitTorch:
 
     name: str = "statekit-torch"
     title: str = "model, optimizer and step of a run with an optimizer of statekit.torch, by parameter name"
-    optimizers: tuple[str, ...] = tuple(CLASSES)
     containers: tuple[str, ...] = ("torch", "hf-trainer", "accelerate", "safetensors")
+
+    @property
+    def variants(self) -> Mapping[str, tuple[str, ...]]:
+        """Those that statekit steps."""
+        return {schema: stepped_variants(schema) for schema in CLASSES}
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at the keys of the parameter groups."""

@@ -8,7 +8,7 @@ Source: T5X t5x/adafactor.py, t5x/train_state.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ class T5XAdafactor:
 
     name: str = "t5x"
     title: str = "T5X's Adafactor: target and state/param_states, unused slots as zeros of shape (1,)"
-    optimizers: tuple[str, ...] = ("adafactor",)
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"adafactor": ("t5x",)})
     containers: tuple[str, ...] = ("t5x", "orbax")
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:

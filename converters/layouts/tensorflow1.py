@@ -45,7 +45,7 @@ class TensorFlow1:
         name: The name for `--layout`.
         title: One line for people.
         schema: The optimizer.
-        variants: Those that write such names, the usual one first.
+        makers: Variants that write such names, the usual one first.
         pattern: Matches the whole name of a slot.
         native: Slot, in the order in which slots are made -> what stands for it in its name; `""` and `_1`, `_2`, ...
             by its place if all are empty.
@@ -55,16 +55,16 @@ class TensorFlow1:
     name: str
     title: str
     schema: str
-    variants: tuple[str, ...]
+    makers: tuple[str, ...]
     pattern: re.Pattern[str]
     suffix: str
     native: Mapping[str, str]
     containers: tuple[str, ...] = ("tf-bundle",)
 
     @property
-    def optimizers(self) -> tuple[str, ...]:
-        """The schema."""
-        return (self.schema,)
+    def variants(self) -> Mapping[str, tuple[str, ...]]:
+        """The schema's variants that write such names."""
+        return {self.schema: self.makers}
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for slots beside variables."""
@@ -161,10 +161,10 @@ class TensorFlow1:
         return Encoded(tree, state.counts.updates, dropped=unplaced(state.extra, (HOME,), self.title))
 
     def _only_variant(self) -> str | None:
-        return self.variants[0] if len(self.variants) == 1 else None
+        return self.makers[0] if len(self.makers) == 1 else None
 
     def _form(self, variant: str | None) -> Mapping[str, Any]:
-        chosen = variant if variant in self.variants else self.variants[0]
+        chosen = variant if variant in self.makers else self.makers[0]
         constants: Mapping[str, Any] = load_schema(self.schema).variant(chosen)["constants"]
         return constants
 
@@ -232,7 +232,7 @@ class TensorFlow1:
         """Returns the one group, with what the variant has unless told otherwise, and what was assumed for that."""
         schema, paths = load_schema(self.schema), tuple(slots)
         if variant is None:
-            candidates = ", ".join(self.variants)
+            candidates = ", ".join(self.makers)
             return (Group(paths),), [
                 f"The file doesn't say which variant ran: {candidates}. Name it with --variant."
             ]
@@ -272,7 +272,7 @@ class TensorFlow1:
     def _usual(self, rule: Rule, shape: Shape) -> tuple[Axis, ...]:
         stacked = (
             rule.dims(Axis.BATCH)
-            if "stacked_dim_names" in load_schema(self.schema).variant(self.variants[0])["defaults"]
+            if "stacked_dim_names" in load_schema(self.schema).variant(self.makers[0])["defaults"]
             else ()
         )
         return by_shape(self._form(None), shape, rule.factored, 0, stacked)

@@ -1,0 +1,313 @@
+"""Whether the rule of another implementation goes on with a run, and with which hyperparameters.
+
+Slots may fit into another system's files to the last bit while that system makes another update of them: epsilon stands
+elsewhere, the learning rate is capped, a decay can't be set back. schemas/*.json says in what implementations differ,
+what each difference changes, and when it doesn't matter; here two of them are held against one state.
+
+Source: the variants' own in `schemas`; the classes of differences, modern.md's experiments on pairs of originals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from statekit.format import Exactness
+from statekit.optim.factoring import by_shape
+from statekit.optim.settings import EXCLUDED
+from statekit.schema import OptimizerSchema, load_schema
+from statekit.state import Axis, Group, Rule, TrainState
+from statekit.tensor import Tensor
+from statekit.transforms import Mean
+
+EFFECTS: Mapping[str, Exactness] = {
+    "none": Exactness.BITWISE,
+    "rounding": Exactness.ROUNDING,
+    "exceptions": Exactness.ROUNDING,
+    "update": Exactness.STATISTICS,
+    "slots": Exactness.ESTIMATE,
+}
+"""How exactly a run goes on under another rule, by what the difference changes."""
+_DECAY, _EXCLUDED = "weight_decay_rate", "exclude_from_weight_decay"
+_BY_NAME = ("name_regex", "last_name_regex", "mask")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One respect in which the target's rule isn't the source's.
+
+    Attributes:
+        what: Key of the schema's differences or hyperparameters, or what the target does with slots.
+        source: The source's form or value.
+        target: The target's.
+        exactness: How exactly the run goes on in spite of it.
+    """
+
+    what: str
+    source: Any
+    target: Any
+    exactness: Exactness
+
+    def __str__(self) -> str:
+        return f"{self.what} is {self.source} in the source, {self.target} in the target"
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the difference as it stands in a plan."""
+        return {**vars(self), "exactness": self.exactness.name.lower()}
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A state under another implementation's rule.
+
+    Attributes:
+        source: The variant that made the state.
+        target: The variant that goes on with it.
+        state: The state as the target's rule has it, with its hyperparameters.
+        differences: What isn't the same, from the worst on.
+        made_up: What hyperparameters make up for, a sentence each.
+    """
+
+    source: str
+    target: str
+    state: TrainState
+    differences: tuple[Difference, ...] = ()
+    made_up: tuple[str, ...] = ()
+
+    @property
+    def exactness(self) -> Exactness:
+        """How exactly the run goes on."""
+        return max([Exactness.BITWISE, *(one.exactness for one in self.differences)])
+
+    def faults(self, allowed: Exactness) -> list[tuple[str, str]]:
+        """Returns the differences that are less exact than allowed, each with the two variants."""
+        place = f"{self.source} to {self.target}"
+        worse = (one for one in self.differences if one.exactness > allowed)
+        return [(f"{one.exactness.name.lower()}: {one}", place) for one in worse]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the crossing as it stands in a plan."""
+        return {
+            "from": self.source,
+            "to": self.target,
+            "exactness": self.exactness.name.lower(),
+            "differences": [one.to_json() for one in self.differences],
+            "made_up": list(self.made_up),
+        }
+
+
+def best_crossing(state: TrainState, sources: Iterable[str], targets: Iterable[str]) -> Crossing | None:
+    """Returns how a state goes on in a system that follows other rules; None if it may follow the state's own.
+
+    Args:
+        state: The state.
+        sources: Variants that may have made it, where it doesn't say which.
+        targets: Variants whose rule the target follows, the usual one first.
+    """
+    makers = (state.optimizer.variant,) if state.optimizer.variant else tuple(sources)
+    follow = tuple(targets)
+    if not follow or not makers or set(makers) & set(follow):
+        return None
+    return min((cross(state, a, b) for a in makers for b in follow), key=lambda one: one.exactness)
+
+
+def cross(state: TrainState, source: str, target: str) -> Crossing:
+    """Returns a state as another variant goes on with it.
+
+    Args:
+        state: The state.
+        source: The variant that made it.
+        target: The variant that shall go on.
+
+    Raises:
+        NotFoundError: The schema has no such variant.
+    """
+    way = _Way(load_schema(state.optimizer.schema), source, target, _has(state))
+    groups, found, made_up, shift = [], {}, {}, 0
+    for group in state.optimizer.groups:
+        side = way.over(group)
+        found.update({one.what: one for one in side.differences})
+        made_up.update(dict.fromkeys(side.made_up))
+        shift = max(shift, side.shift)
+        groups += [replace(group, hyperparameters=side.values, known_from=side.known_from)]
+    if way.schema.variant(target)["constants"].get("decay_exclusions") == "groups":
+        groups = [
+            part
+            for group, old in zip(groups, state.optimizer.groups, strict=True)
+            for part in way.split(group, old)
+        ]
+    optimizer = replace(state.optimizer, variant=target, groups=tuple(groups))
+    counts = replace(state.counts, updates=state.counts.updates - shift)
+    moved, refactored = _refactored(replace(state, optimizer=optimizer, counts=counts), target)
+    worst_first = sorted([*found.values(), *refactored], key=lambda one: -one.exactness)
+    return Crossing(source, target, moved, tuple(worst_first), tuple(made_up))
+
+
+def _has(state: TrainState) -> Mapping[str, bool]:
+    """Returns what the keys `needs` of the schema ask of a state."""
+    batch = any(Axis.BATCH in rule.axes for rule in state.rules.values())
+    return {"batch_axes": batch, "behind": bool(state.counts.behind)}
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One group under the target's rule."""
+
+    values: Mapping[str, Any]
+    known_from: Mapping[str, Any]
+    differences: tuple[Difference, ...]
+    made_up: tuple[str, ...]
+    shift: int
+
+
+@dataclass(frozen=True)
+class _Way:
+    """From one variant to another, for states that have certain things."""
+
+    schema: OptimizerSchema
+    source: str
+    target: str
+    has: Mapping[str, bool] = field(default_factory=dict)
+
+    def over(self, group: Group) -> _Side:
+        """Returns one group under the target's rule."""
+        own = {**self.schema.settings(self.source), **group.hyperparameters}
+        bridges = [one for one in self.schema.data.get("bridges", ()) if self._fits(one, own)]
+        covered = {key for one in bridges for key in one["covers"]}
+        carried = self._carried(group, own)
+        settable = self.schema.variant(self.target)["defaults"]
+        bridged = {key: value for one in bridges for key, value in one["set"].items() if key in settable}
+        values = {**carried, **bridged}
+        known = {name: group.known_from.get(name, "assumed") for name in values}
+        missed, shift = self._missed(own, values, covered)
+        return _Side(
+            values,
+            known,
+            (*self._forms(own, covered), *missed),
+            (
+                *(one["because"] for one in bridges),
+                *(("step_offset is taken off the count",) if shift else ()),
+            ),
+            shift,
+        )
+
+    def _fits(self, bridge: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+        here = {**own, **self.schema.variant(self.source)["constants"]}
+        there = self.schema.variant(self.target)["constants"]
+        return _meets(here, bridge["from"]) and _meets(there, bridge["to"])
+
+    def _carried(self, group: Group, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the target's hyperparameters as the source behaves; an unknown one stays unknown."""
+        offered = self.schema.variant(self.source)["defaults"]
+        defaults = self.schema.variant(self.target)["defaults"]
+        known = {name for name in defaults if name in group.hyperparameters or name not in offered}
+        return {
+            name: self._spelt(name, own[name], usual) for name, usual in defaults.items() if name in known
+        }
+
+    def _spelt(self, name: str, value: Any, usual: Any) -> Any:
+        """Returns a value that means off as the target spells it."""
+        off = self.schema.hyperparameters[name].get("off", ())
+        if not _among(value, off):
+            return value
+        same_kind = [one for one in off if (one is None) == (usual is None)]
+        return value if not same_kind else None if usual is None else type(usual)(same_kind[0])
+
+    def _forms(self, own: Mapping[str, Any], covered: set[str]) -> Iterator[Difference]:
+        here, there = (self.schema.variant(one)["constants"] for one in (self.source, self.target))
+        for key, spec in self.schema.data["differences"].items():
+            alike = any({here[key], there[key]} <= set(some) for some in spec.get("alike", ()))
+            if here[key] != there[key] and not alike and key not in covered and self._matters(spec, own):
+                yield Difference(key, here[key], there[key], EFFECTS[spec["effect"]])
+
+    def _missed(
+        self, own: Mapping[str, Any], values: Mapping[str, Any], covered: set[str]
+    ) -> tuple[list[Difference], int]:
+        """Returns what hyperparameters of the source the target can't have, and what is taken off the count instead."""
+        theirs = {**self.schema.settings(self.target), **values}
+        offered = self.schema.variant(self.target)["defaults"]
+        found, shift = [], 0
+        for name, spec in self.schema.hyperparameters.items():
+            mine, other, off = own[name], theirs[name], spec.get("off", ())
+            same = _same(mine, other) or (_among(mine, off) and _among(other, off))
+            if same or name in covered or name in offered or not self._matters(spec, own):
+                continue
+            there = {**theirs, **self.schema.variant(self.target)["constants"]}
+            if "instead" in spec and _meets(there, spec["instead"]["to"]):
+                shift = int(mine)
+            elif not self._split_later(name):
+                found.append(Difference(name, mine, other, EFFECTS[spec["effect"]]))
+        return found, shift
+
+    def _matters(self, spec: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+        idle = any(_among(own[name], values) for name, values in spec.get("unless", {}).items())
+        return (
+            EFFECTS[spec["effect"]] > Exactness.BITWISE
+            and not idle
+            and self.has.get(spec.get("needs", ""), True)
+        )
+
+    def _split_later(self, name: str) -> bool:
+        """Tells whether a hyperparameter becomes groups of their own."""
+        if name != _EXCLUDED:
+            return False
+        forms = [
+            self.schema.variant(one)["constants"]["decay_exclusions"] for one in (self.source, self.target)
+        ]
+        return forms[0] in _BY_NAME and forms[1] == "groups"
+
+    def split(self, group: Group, old: Group) -> list[Group]:
+        """Returns a group as two where the source keeps some of its parameters from weight decay by their names."""
+        excluded = old.hyperparameters.get(_EXCLUDED)
+        constants = self.schema.variant(self.source)["constants"]
+        by: Callable[[str, Any], bool] = EXCLUDED[constants["decay_exclusions"]]
+        without = [path for path in group.paths if excluded and by(path, excluded)]
+        if not without or not group.hyperparameters.get(_DECAY):
+            return [group]
+        rest = tuple(path for path in group.paths if path not in without)
+        none = {**group.hyperparameters, _DECAY: 0.0}
+        both = [
+            replace(group, paths=rest),
+            replace(group, paths=tuple(without), hyperparameters=none, slots={}),
+        ]
+        return [one for one in both if one.paths]
+
+
+def _meets(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    return all(_among(found.get(key), values) for key, values in wanted.items())
+
+
+def _among(value: Any, values: Iterable[Any]) -> bool:
+    return any(_same(value, one) for one in values)
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Tells whether two values are equal; True isn't 1."""
+    return bool(left == right) and isinstance(left, bool) == isinstance(right, bool)
+
+
+def _refactored(state: TrainState, target: str) -> tuple[TrainState, list[Difference]]:
+    """Returns a state with a full second moment averaged where the target would have factored it from the start."""
+    form = load_schema(state.optimizer.schema).variant(target)["constants"]
+    if (
+        "factored_rank" not in form
+        or form["factored_rank"] == "two_or_rule"
+        or form["factored_minimum"] != "none"
+    ):
+        return state, []
+    slots, rules, done = {**state.slots}, {**state.rules}, []
+    for path, own in state.slots.items():
+        factored = load_schema(state.optimizer.schema).settings(target)["factored"]
+        axes = by_shape(form, state.params[path].shape, factored)
+        rule = Rule(axes, "assumed")
+        if not rule.factored or "v" not in own or "v_row" in own:
+            continue
+        column, row = rule.dims(Axis.COLUMN)[0], rule.dims(Axis.ROW)[0]
+        averages: dict[str, Tensor] = {"v_row": Mean(own["v"], column), "v_col": Mean(own["v"], row)}
+        slots[path] = {**averages, **{name: slot for name, slot in own.items() if name != "v"}}
+        rules[path] = rule
+        done.append(path)
+    said = f"v of {len(done)} parameters ({', '.join(done[:3])}{', ...' if len(done) > 3 else ''})"
+    lost = [Difference(said, "full", "averaged into v_row and v_col", Exactness.STATISTICS)] if done else []
+    return replace(state, slots=slots, rules=rules), lost
