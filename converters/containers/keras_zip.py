@@ -28,7 +28,7 @@ from statekit.commit import Stage
 from statekit.converters.containers.hdf5_read import ATTRIBUTES, open_hdf5
 from statekit.converters.containers.hdf5_write import write_hdf5
 from statekit.converters.containers.keras_h5 import CONFIG, METADATA, documents, refuse_step
-from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
+from statekit.errors import CorruptError, FormatError, InexactError, RefusedError, StatekitError
 from statekit.format import Encoded, Evidence
 from statekit.manifest import strict_json
 from statekit.reading import open_regular
@@ -97,20 +97,31 @@ class KerasZip:
         meta = {"keras_version": held.get(METADATA, {}).get("keras_version"), "not_read": others}
         return Checkpoint(self.name, path, tree, meta, None, manifest, findings, close)
 
-    def write(self, encoded: Encoded, stage: Stage) -> None:
-        """Writes the archive; the weights go through an unnamed temporary file beside it.
+    def fitted(self, encoded: Encoded) -> Encoded:
+        """Returns the state as it is, if the model's config is there.
 
         Raises:
-            FormatError: The model's config isn't known, or the format can't hold something.
+            InexactError: It isn't: Keras couldn't load the file.
         """
         tree = encoded.tree
         attributes = tree.get(ATTRIBUTES, {}) if isinstance(tree, Mapping) else {}
         if CONFIG not in attributes:
-            raise FormatError(
-                "A .keras file needs the model's config, and only a .keras file has it.",
-                place=stage.target,
+            raise InexactError(
+                "A .keras file needs the model's config, which only files from .keras files have.",
+                expected=CONFIG,
                 remedy="write the container keras-h5 (.weights.h5), and load it into the model",
             )
+        return encoded
+
+    def write(self, encoded: Encoded, stage: Stage) -> None:
+        """Writes the archive; the weights go through an unnamed temporary file beside it.
+
+        Raises:
+            InexactError: The model's config isn't known.
+            FormatError: The format can't hold something.
+        """
+        tree = self.fitted(encoded).tree
+        attributes = tree[ATTRIBUTES]
         told = {METADATA: attributes.get(METADATA, {}), CONFIG: attributes[CONFIG]}
         rest = {name: value for name, value in attributes.items() if name not in told}
         with tempfile.TemporaryFile(dir=stage.path.parent) as weights, stage.file() as output:
@@ -229,7 +240,7 @@ def _start(file: IO[bytes], info: zipfile.ZipInfo, path: Path) -> int:
     same = file.read(name) == info.orig_filename.encode("utf-8" if flags & 0x800 else "cp437")
     if magic != 0x04034B50 or method != info.compress_type or not same:
         raise CorruptError("The two headers of a zip member contradict each other.", place=place)
-    start = info.header_offset + _LOCAL.size + name + extra
+    start = int(info.header_offset + _LOCAL.size + name + extra)
     if start + info.file_size > file.seek(0, os.SEEK_END):
         raise CorruptError("A member of a zip archive lies beyond its end.", place=place)
     return start
@@ -250,7 +261,7 @@ class _Window(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}
-        self._at = base[whence] + offset
+        self._at = int(base[whence] + offset)
         return self._at
 
     def tell(self) -> int:

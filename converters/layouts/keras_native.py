@@ -13,7 +13,7 @@ Source: keras-team/keras, keras/src/saving/saving_lib.py; keras/src/optimizers/b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from statekit.checkpoint import Checkpoint
@@ -59,7 +59,9 @@ class Keras:
 
     name: str = "keras"
     title: str = "Keras 3's Adafactor, LAMB, Adam and AdamW"
-    optimizers: tuple[str, ...] = ("adafactor", "lamb", "adamw")
+    variants: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: dict.fromkeys(("adafactor", "lamb", "adamw"), (VARIANT,))
+    )
     containers: tuple[str, ...] = ("keras-h5", "keras")
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
