@@ -85,6 +85,8 @@ def step_of(path: Path) -> int | None:
 
 def _in_folder(folder: Path, step: int | None) -> Files:
     states, params = _found(folder, STATES, is_states_file), _found(folder, PARAMS, is_params_file)
+    if params and not states:  # one that is damaged is an error, not absent
+        states = _found(folder, STATES, Path.exists)
     stems = {p.stem for p in params}
     pairs = [one for one in states if one.stem in stems]
     numbered = {number: one for one in pairs if (number := step_of(one)) is not None}
