@@ -10,11 +10,11 @@ Source: pytorch/pytorch torch/distributed/checkpoint/hf_storage.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -24,9 +24,9 @@ from statekit.converters.containers.hf_model import SHARD_BYTES, find_model, ope
 from statekit.converters.containers.hf_place import moved_to
 from statekit.converters.containers.step_files import files_beside, trusted_manifest
 from statekit.converters.containers.torch_names import named
-from statekit.converters.torch_flat import GROUPS, STATE, flattened, unflattened
-from statekit.converters.torch_parts import SORTED, at
-from statekit.errors import FormatError, NotFoundError, UsageError, fault_list
+from statekit.converters.optimizer_forms import is_flat
+from statekit.converters.torch_parts import SORTED
+from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.format import Encoded, Evidence
 from statekit.manifest import read_small, strict_json
 from statekit.tensor import Tensor, in_memory
@@ -34,9 +34,10 @@ from statekit.tree import Tree
 
 OPTIONS = "optimizer_hyperparameters.json"
 PREFIX = "optim."
-_MARK = f'"{PREFIX}{STATE}.'.encode()
+KEYS = ("model", "optimizer")
+_STATE, _GROUPS = "state.", "param_groups."
+_MARK = f'"{PREFIX}{_STATE}'.encode()
 _HEAD = 2**20
-_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -60,83 +61,70 @@ class DcpSafetensors:
                 found = _MARK in file.read(_HEAD)
         except OSError:
             return None
-        return Evidence(20, f"{path / name} names {PREFIX}{STATE}.*") if found else None
+        return Evidence(20, f"{path / name} names {PREFIX}{_STATE}*") if found else None
 
     def open(self, path: Path, step: int | None = None) -> Checkpoint:
         """Reads headers, index and options.
 
         Raises:
             NotFoundError: It isn't such a folder, or a step is asked of it.
-            FormatError: Index and shards don't fit, or slots belong to no parameter.
+            FormatError: Index and shards don't fit each other.
         """
         name = find_model(path) if path.is_dir() else None
         if name is None or step is not None:
-            raise NotFoundError(
-                "There is no such checkpoint.", place=path, found=f"step {step}" if step else ""
-            )
+            found = f"step {step}" if step is not None else None
+            raise NotFoundError("There is no such checkpoint.", place=path, found=found)
         with ExitStack() as opened:
-            model = open_model(path, name, opened)
-            flat = {
-                key.removeprefix(PREFIX): tensor
-                for key, tensor in model.tensors.items()
-                if key.startswith(PREFIX)
-            }
-            params = {key: one for key, one in model.tensors.items() if not key.startswith(PREFIX)}
-            optimizer = unflattened({**_options(path), **flat}, params.keys(), path)
-            tree = named({"model": params, "optimizer": optimizer})
+            whole = open_model(path, name, opened)
+            model = {key: one for key, one in whole.tensors.items() if not key.startswith(PREFIX)}
+            slots = {key.removeprefix(PREFIX): one for key, one in whole.tensors.items() if key not in model}
+            tree = named({"model": model, "optimizer": {**_options(path), **slots}})
             manifest, findings = trusted_manifest(path, None, tree)
-            meta = {
-                SORTED: model.is_sorted, "files_beside": files_beside(path, {OPTIONS, *model.files}),
-            }  # fmt: skip
+            beside = files_beside(path, {OPTIONS, *whole.files})
             close = opened.pop_all().close
+        meta = {SORTED: whole.is_sorted, "files_beside": beside}
         return Checkpoint(self.name, path, tree, meta, None, manifest, findings, close)
 
     def fitted(self, encoded: Encoded) -> Encoded:
-        """Returns a state whose slots lie under names; all else has no place here."""
-        encoded = moved_to(encoded, {"model", "optimizer"})
-        optimizer = at(encoded.tree, ("optimizer",))
-        if not isinstance(optimizer, Mapping) or not {STATE, GROUPS} <= optimizer.keys():
-            return encoded
-        indices = {index: name for group in optimizer[GROUPS] for index, name in _names(group)}
-        state = {
-            indices.get(index, index): {slot: _tensor(value) for slot, value in own.items()}
-            for index, own in optimizer[STATE].items()
-        }
-        groups = [{**group, "params": [name for _, name in _names(group)]} for group in optimizer[GROUPS]]
-        kept = {"model": encoded.tree["model"], "optimizer": {STATE: state, GROUPS: groups}}
-        old = {f"optimizer/{STATE}/{index}/": f"optimizer/{STATE}/{name}/" for index, name in indices.items()}
-        dropped = {key: "safetensors shards have no place for it" for key in encoded.tree if key not in kept}
-        return replace(
-            encoded,
-            tree=kept,
-            exactness={_renamed(name, old): value for name, value in encoded.exactness.items()},
-            dropped={**encoded.dropped, **{f"extra/torch/{key}": why for key, why in dropped.items()}},
-        )
+        """Returns a state of tensors alone, with options that JSON can hold; all else has no place here."""
+        encoded = moved_to(encoded, KEYS)
+        optimizer = encoded.tree.get("optimizer")
+        if not is_flat(optimizer) or "model" not in encoded.tree:
+            raise UsageError(
+                f"The container {self.name} holds a model and an optimizer under flat names.",
+                place="--layout",
+                expected="torch-fqn-flat",
+            )
+        flat = {key: _fitted(key, value) for key, value in optimizer.items()}
+        reason = "safetensors shards have no place for it"
+        dropped = {f"extra/torch/{key}": reason for key in encoded.tree if key not in KEYS}
+        tree = {"model": encoded.tree["model"], "optimizer": flat}
+        return replace(encoded, tree=tree, dropped={**encoded.dropped, **dropped})
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes shards that HuggingFaceStorageReader reads, their index, and the options as JSON.
 
         Raises:
-            UsageError: The tree isn't a model with an optimizer whose parameters have names, or options are no JSON.
+            UsageError: An option is neither a number nor plain.
             FormatError: A name or dtype that safetensors can't hold.
         """
-        if "model" not in encoded.tree or "optimizer" not in encoded.tree:
-            raise UsageError(
-                f"The container {self.name} holds a model with its optimizer, as PyTorch's layouts write them.",
-                place="--layout",
-                found=", ".join(map(str, encoded.tree)),
-            )
-        flat = flattened(encoded.tree["optimizer"])
-        slots = {key: value for key, value in flat.items() if key.startswith(f"{STATE}.")}
-        options = {key: value for key, value in flat.items() if key not in slots}
-        _check(options)
-        whole = {**encoded.tree["model"], **{f"{PREFIX}{key}": value for key, value in slots.items()}}
-        if len(whole) < len(encoded.tree["model"]) + len(slots):
-            raise FormatError("A parameter has the name of a slot.", place=stage.target)
-        places = dict(_places(encoded.tree))
-        save_model(whole, "model", SHARD_BYTES, stage, lambda key, one: stage.stream(places[key], one))
+        model, optimizer = encoded.tree["model"], encoded.tree["optimizer"]
+        slots = {f"{PREFIX}{key}": one for key, one in optimizer.items() if isinstance(one, Tensor)}
+        options = {key: value for key, value in optimizer.items() if not isinstance(value, Tensor)}
+        clash = next((name for name in model if name.startswith(PREFIX)), None)
+        if clash is not None:
+            raise FormatError(f"A parameter's name begins with {PREFIX}", place=clash)
+
+        def stream(name: str, tensor: Tensor) -> Iterable[memoryview]:
+            place = f"optimizer/{name.removeprefix(PREFIX)}" if name in slots else f"model/{name}"
+            return stage.stream(place, tensor)
+
+        save_model({**model, **slots}, "model", SHARD_BYTES, stage, stream)
         with stage.file(OPTIONS) as output:
-            output.write((json.dumps(options, indent=2) + "\n").encode("ascii"))
+            try:
+                output.write((json.dumps(options, indent=2, allow_nan=False) + "\n").encode("ascii"))
+            except (TypeError, ValueError) as error:
+                raise UsageError("Options can't be written as JSON.", place=OPTIONS, found=error) from None
 
 
 def _options(folder: Path) -> dict[str, Tree]:
@@ -144,40 +132,16 @@ def _options(folder: Path) -> dict[str, Tree]:
     if not path.is_file():
         return {}
     options = strict_json(read_small(path), path)
-    if not isinstance(options, dict) or not all(key.startswith(f"{GROUPS}.") for key in options):
-        raise FormatError("Options aren't a JSON object by parameter.", place=path, expected=f"{GROUPS}.*")
-    return options
+    if not isinstance(options, dict) or not all(key.startswith(_GROUPS) for key in options):
+        raise FormatError("Options aren't a JSON object by parameter.", place=path, expected=f"{_GROUPS}*")
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
 
 
-def _names(group: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
-    return zip(group["params"], group.get("param_names", group["params"]), strict=True)
-
-
-def _tensor(value: Tree) -> Tree:
-    """Returns a count that is a number as a tensor: only these are saved."""
-    is_count = isinstance(value, int) and not isinstance(value, bool)
-    return in_memory(np.asarray(value, np.int64), "step") if is_count else value
-
-
-def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
-    parts = name.split("/", 3)
-    old = "/".join(parts[:3]) + "/"
-    return prefixes.get(old, old) + parts[3] if len(parts) == 4 else name
-
-
-def _places(tree: Tree) -> Iterator[tuple[str, str]]:
-    """Yields the name in the files, and the name in the tree, of every tensor."""
-    for name in tree["model"]:
-        yield name, f"model/{name}"
-    for name, own in tree["optimizer"][STATE].items():
-        for slot in own:
-            yield f"{PREFIX}{STATE}.{name}.{slot}", f"optimizer/{STATE}/{name}/{slot}"
-
-
-def _check(options: Mapping[str, Tree]) -> None:
-    faults = [("is a tensor", key) for key, value in options.items() if isinstance(value, Tensor)]
-    if faults:
-        raise UsageError("Options can't be written as JSON.", found=fault_list(faults[:_SHOWN]))
+def _fitted(key: str, value: Tree) -> Tree:
+    """Returns a count that is a number as a tensor, as only these are saved; an option that is a tensor as a number."""
+    if key.startswith(_STATE):
+        return in_memory(np.asarray(value, np.int64), "step") if type(value) is int else value
+    return value.read().item() if isinstance(value, Tensor) and value.shape == () else value
 
 
 CONTAINER = DcpSafetensors()

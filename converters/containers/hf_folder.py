@@ -226,7 +226,9 @@ def _for_trainer(encoded: Encoded) -> Mapping[str, Tree]:
     groups = at(encoded.tree, ("optimizer", "param_groups")) or ()
     lambdas = [None] * len(groups)
     scheduler = {"last_epoch": encoded.step, "_step_count": encoded.step + 1, "lr_lambdas": lambdas}
-    state = {"epoch": 0.0, "global_step": encoded.step, "log_history": []}
+    # Nobody knows the batch size: without a number Trainer fails, and those of 4.x would train with the one they find;
+    # 0 makes these stop, and newer ones warn.
+    state = {"epoch": 0.0, "global_step": encoded.step, "log_history": [], "train_batch_size": 0}
     return {"scheduler": scheduler, "trainer_state": state}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from statekit.converters.torch_parts import at, places, put, without
+from statekit.converters.torch_parts import at, loose, places, put, without
 from statekit.format import Encoded
 from statekit.tree import Path, Tree
 
@@ -33,12 +33,17 @@ def moved_to(encoded: Encoded, keys: Collection[str]) -> Encoded:
     for key, path in found.items():
         if key not in keys or path == (key,) or key in tree:
             continue
-        tree = put(without(tree, path), (key,), at(tree, path))
-        old = "/".join(map(str, path))
-        exactness = {
-            f"{key}{name.removeprefix(old)}" if name.startswith(f"{old}/") else name: value
-            for name, value in exactness.items()
-        }
+        if path:
+            old, part, tree = "/".join(map(str, path)), at(tree, path), without(tree, path)
+            names = {
+                name: f"{key}{name.removeprefix(old)}" for name in exactness if name.startswith(f"{old}/")
+            }
+        else:
+            part = loose(tree)
+            tree = {name: other for name, other in tree.items() if name not in part}
+            names = {name: f"{key}/{name}" for name in part}
+        tree = put(tree, (key,), part)
+        exactness = {names.get(name, name): value for name, value in exactness.items()}
     return replace(encoded, tree=tree, exactness=exactness)
 
 

@@ -105,7 +105,7 @@ class TorchOptim:
     variants: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: {"adamw": ("torch",), "adafactor": ("hf", "torch")}
     )
-    containers: tuple[str, ...] = ("torch", "hf-trainer", "accelerate", "safetensors", "dcp-safetensors")
+    containers: tuple[str, ...] = ("torch", "hf-trainer", "accelerate", "safetensors")
     form: Form | None = None
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
@@ -333,6 +333,6 @@ BY_NAME = TorchOptim(
 FLAT = TorchOptim(
     "torch-fqn-flat",
     "the same flat, an entry for each parameter's option, as flatten_optimizer_state_dict asks for",
-    containers=("dcp", "torch"),
+    containers=("dcp", "torch", "dcp-safetensors"),
     form="flat",
 )
