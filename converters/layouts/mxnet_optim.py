@@ -249,10 +249,9 @@ class _Reading:
         return {path: value for path, value in found.items() if path in self.params}
 
     def _home(self) -> dict[str, Any]:
-        offered = load_schema(self.layout.schema).native(
-            self.layout.makers[0], dict.fromkeys(load_schema(self.layout.schema).hyperparameters, 0)
-        )
-        taken = {*offered, BY_DEVICE, CURRENT, "num_update", "use_fused_step", "multi_precision"}
+        schema = load_schema(self.layout.schema)
+        offered = schema.native(self.layout.makers[0], dict.fromkeys(schema.hyperparameters, 0))
+        taken = {*offered, BY_DEVICE, CURRENT, "num_update", "use_fused_step"}
         scheduled = self.attributes.get("lr_scheduler") is not None
         rest = {
             name: value
@@ -362,14 +361,11 @@ class _Writing:
             self.home.get("apart", {}),
         )
         masters = any("master" in slots for slots in self.state.slots.values())
-        found = {
-            **BASE,
-            **layout.own,
-            **attributes,
-            **self.home.get("attributes", {}),
-            **written_counts(own),
+        found = {**BASE, **layout.own, **attributes, **self.home.get("attributes", {}), **written_counts(own)}
+        found |= {
+            "wd": found["wd"] or 0.0,
             "num_update": max(begin + counts.updates, counts.schedule),
-            "multi_precision": masters or bool(attributes.get("multi_precision")),
+            "multi_precision": masters or found["multi_precision"],
             "use_fused_step": form != layout.unfused,
         }
         if variant is None and cls.startswith(_FIRST_RELEASE):
@@ -423,4 +419,9 @@ LANS = MXNetOptim(
 LAMB = MXNetOptim(
     "mxnet-lamb", "MXNet's LAMB", "lamb", "mxnet.optimizer.lamb.LAMB",
     {**_MOMENTS, **_BOUNDS, "bias_correction": True}, ("mxnet_fused", "mxnet_fused"), "mxnet_unfused",
+)  # fmt: skip
+ADAM = MXNetOptim(
+    "mxnet-adam", "MXNet's Adam", "adamw", "mxnet.optimizer.adam.Adam",
+    {"lazy_update": False, **_MOMENTS, "epsilon": 1e-08}, ("mxnet_fused", "mxnet_fused"), "mxnet_unfused",
+    ("float32", "float16", "float64"),
 )  # fmt: skip
