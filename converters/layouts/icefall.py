@@ -46,7 +46,7 @@ class Icefall:
     name: str = "icefall"
     title: str = "ScaledAdam of icefall and GPT-SoVITS: slots of equally shaped parameters in one tensor"
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: all_variants((SCHEMA,)))
-    containers: tuple[str, ...] = ("torch", "hf-trainer", "accelerate", "safetensors")
+    containers: tuple[str, ...] = ("torch",)
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for delta beside exp_avg_sq, and for scalar_lr_scale in the groups."""
