@@ -105,7 +105,7 @@ class TorchOptim:
     variants: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: {"adamw": ("torch",), "adafactor": ("hf", "torch")}
     )
-    containers: tuple[str, ...] = ("torch", "hf-trainer", "accelerate", "safetensors")
+    containers: tuple[str, ...] = ("torch", "hf-trainer", "accelerate", "safetensors", "fsdp1-ranks")
     form: Form | None = None
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:

@@ -1,0 +1,162 @@
+"""Container `fsdp1-ranks`: what each rank's own optimizer.state_dict() holds under FSDP1, flat, a file for each rank.
+
+    rank<r>.pt     {optimizer, flat_param_shard, rank, world_size, fqns, shapes}
+
+With use_orig_params=False a wrapped unit has one flat parameter: its parameters one after the other, zeros at the end,
+cut into one equal piece for each rank. PyTorch keeps the names and shapes on the module, in no file; so these files
+must have been given them: `fqns` and `shapes` in the order of the flat parameter, and the rank's piece of it.
+
+Source: pytorch/pytorch torch/distributed/fsdp/_flat_param.py, `FlatParamHandle`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from statekit.checkpoint import Checkpoint
+from statekit.commit import Stage
+from statekit.converters.containers.step_files import files_beside
+from statekit.converters.containers.torch_file import CONTAINER as TORCH
+from statekit.converters.containers.torch_names import named
+from statekit.errors import FormatError, NotFoundError, UsageError
+from statekit.format import Encoded, Evidence
+from statekit.tensor import Shape, Tensor
+from statekit.transforms import Joined, Run
+from statekit.tree import Tree
+
+MAX_RANKS = 4096
+_RANK = re.compile(r"rank(\d{1,5})\.pt")
+_KEYS = {"optimizer", "flat_param_shard", "rank", "world_size", "fqns", "shapes"}
+
+
+@dataclass(frozen=True)
+class FsdpRanks:
+    """The files of all ranks, with the layout of their flat parameter."""
+
+    name: str = "fsdp1-ranks"
+    title: str = "FSDP1's flat states, a torch file rank<r>.pt for each rank, with names and shapes in it"
+    suffixes: tuple[str, ...] = ()
+    target_kind: Literal["file", "folder"] | None = None
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Looks for a torch file of rank 0."""
+        first = path / "rank0.pt"
+        return Evidence(10, f"{first} is a torch file") if TORCH.detect(first) is not None else None
+
+    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+        """Reads the pickles of all ranks, and joins their pieces.
+
+        Raises:
+            NotFoundError: No such folder, or a step is asked of it.
+            FormatError: A rank's file is missing, contradicts another, or can't be trusted.
+        """
+        if step is not None or not (path / "rank0.pt").is_file():
+            found = f"step {step}" if step is not None else None
+            raise NotFoundError(
+                "There are no files of ranks.", place=path, expected="rank0.pt ...", found=found
+            )
+        with ExitStack() as opened:
+            files = sorted((entry for entry in path.iterdir() if _RANK.fullmatch(entry.name)), key=_number)
+            ranks = [opened.enter_context(TORCH.open(file)).tree for file in files[:MAX_RANKS]]
+            _check(path, [_number(file) for file in files], ranks)
+            tree = named(_joined(path, ranks))
+            meta = {"ranks": len(ranks), "files_beside": files_beside(path, {file.name for file in files})}
+            close = opened.pop_all().close
+        return Checkpoint(self.name, path, tree, meta, on_close=close)
+
+    def write(self, encoded: Encoded, stage: Stage) -> None:
+        """Refuses: only FSDP itself knows how it cuts."""
+        raise UsageError("This container can only be read.", place="--to", found=self.name)
+
+
+def _number(file: Path) -> int:
+    match = _RANK.fullmatch(file.name)
+    return int(match[1]) if match else -1
+
+
+def _check(path: Path, numbers: Sequence[int], ranks: Sequence[Tree]) -> None:
+    for number, tree in zip(numbers, ranks, strict=False):
+        lacking = _KEYS - tree.keys() if isinstance(tree, Mapping) else _KEYS
+        if lacking:
+            raise FormatError(
+                "A rank's file lacks what tells the layout of its flat parameter.",
+                place=path / f"rank{number}.pt",
+                expected=", ".join(sorted(_KEYS)),
+                found=f"without {', '.join(sorted(lacking))}",
+            )
+        same = all(tree[key] == ranks[0][key] for key in ("world_size", "fqns", "shapes"))
+        if tree["rank"] != number or tree["world_size"] != len(numbers) or not same:
+            raise FormatError(
+                "The files of ranks contradict each other.",
+                place=path / f"rank{number}.pt",
+                expected=f"rank {number} of {len(numbers)}, with the names and shapes of rank 0",
+                found=f"rank {tree['rank']} of {tree['world_size']}",
+            )
+
+
+def _joined(path: Path, ranks: Sequence[Mapping[str, Any]]) -> Tree:
+    fqns, shapes = ranks[0]["fqns"], ranks[0]["shapes"]
+    if not _are_names(fqns) or not isinstance(shapes, list | tuple) or len(shapes) != len(fqns):
+        raise FormatError("Names and shapes of a flat parameter don't fit.", place=path)
+    spans = list(_spans(fqns, [tuple(shape) for shape in shapes]))
+    groups = ranks[0]["optimizer"].get("param_groups")
+    owns = [rank["optimizer"].get("state", {}).get(0) for rank in ranks]
+    if not isinstance(groups, list) or len(groups) != 1 or not all(isinstance(own, Mapping) for own in owns):
+        raise FormatError(
+            "A rank's optimizer has more than one flat parameter.", place=path, found=len(groups or ())
+        )
+    slots = {
+        slot: [own.get(slot) for own in owns] for slot, leaf in owns[0].items() if getattr(leaf, "shape", ())
+    }
+    beside = {slot: leaf for slot, leaf in owns[0].items() if slot not in slots}
+    whole = [rank["flat_param_shard"] for rank in ranks]
+    state = {
+        name: {**beside, **{slot: _part(pieces, at, shape, path) for slot, pieces in slots.items()}}
+        for name, at, shape in spans
+    }
+    return {
+        "model": {name: _part(whole, at, shape, path) for name, at, shape in spans},
+        "optimizer": {"state": state, "param_groups": [{**groups[0], "params": list(fqns)}]},
+    }
+
+
+def _are_names(fqns: Any) -> bool:
+    return (
+        isinstance(fqns, list) and all(isinstance(name, str) for name in fqns) and len(set(fqns)) == len(fqns)
+    )
+
+
+def _spans(fqns: Sequence[str], shapes: Sequence[Shape]) -> Iterator[tuple[str, int, Shape]]:
+    """Yields name, first element in the flat parameter, and shape."""
+    at = 0
+    for name, shape in zip(fqns, shapes, strict=True):
+        if not all(type(n) is int and 0 <= n < 2**48 for n in shape):
+            raise FormatError("A parameter has an impossible shape.", place=name, found=str(shape)[:100])
+        yield name, at, shape
+        at += math.prod(shape)
+
+
+def _part(pieces: Sequence[Any], start: int, shape: Shape, path: Path) -> Tensor:
+    """Returns one parameter's share of a flat vector of which each rank holds a piece."""
+    runs, at, stop = [], 0, start + math.prod(shape)
+    for piece in pieces:
+        if not isinstance(piece, Tensor) or len(piece.shape) != 1 or piece.dtype != pieces[0].dtype:
+            raise FormatError("The ranks' pieces of a flat parameter don't fit each other.", place=path)
+        first, last = max(start - at, 0), min(stop - at, piece.shape[0])
+        if first < last:
+            runs.append(Run(piece, first, last - first))
+        at += piece.shape[0]
+    if at < stop:
+        raise FormatError(
+            "The ranks' pieces are too short for the shapes.", place=path, expected=stop, found=at
+        )
+    return Joined(tuple(runs) or (Run(pieces[0], 0, 0),), shape)
+
+
+CONTAINER = FsdpRanks()
