@@ -284,7 +284,9 @@ def _prepared(request: Request) -> Iterator[_Prepared]:
         name = request.layout or implied
         layout = choose_layout(container, state.optimizer.schema, name, opened.layout)
         crossing = crossing_to(layout, state, opened.layout)
-        state = crossing.state if crossing else state
+        if crossing is not None:
+            crossing.check(request.require, lambda: _nearest(opened, request))
+            state = crossing.state
         encoded, state = _encoded(layout, state)
         if isinstance(container, Fitting):
             encoded = container.fitted(encoded)
@@ -299,12 +301,12 @@ def _prepared(request: Request) -> Iterator[_Prepared]:
         built = build_plan(
             opened.checkpoint, opened.layout, state, encoded, target, options, request, crossing
         )
-        built.check(_nearest(state, opened, request) if built.exactness > request.require else ())
+        built.check()
         yield _Prepared(opened, state, container, layout, encoded, built)
 
 
 def _encoded(layout: Layout, state: TrainState) -> tuple[Encoded, TrainState]:
-    """Returns a state in native form, and as it is there: with masters as parameters, if the layout lacks their place."""
+    """Returns a state in native form, and as it is there: masters are the parameters of layouts without their place."""
     if isinstance(layout, KeepsMasters):
         return layout.encode(state), state
     state, left = as_params(state)
@@ -350,8 +352,9 @@ def crossing_to(layout: Layout, state: TrainState, source: str) -> Crossing | No
     )
 
 
-def _nearest(state: TrainState, opened: OpenState, request: Request) -> list[str]:
+def _nearest(opened: OpenState, request: Request) -> list[str]:
     """Returns the layouts that hold the optimizer and go on as exactly as was required."""
+    state = opened.state
     layouts = [
         one for one in map(registry.layout, registry.layout_names()) if state.optimizer.schema in one.variants
     ]

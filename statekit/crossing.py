@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from statekit.errors import InexactError, fault_list
 from statekit.format import Exactness
 from statekit.optim.factoring import by_shape
 from statekit.optim.settings import EXCLUDED
@@ -80,11 +81,26 @@ class Crossing:
         """How exactly the run goes on."""
         return max([Exactness.BITWISE, *(one.exactness for one in self.differences)])
 
-    def faults(self, allowed: Exactness) -> list[tuple[str, str]]:
-        """Returns the differences that are less exact than allowed, each with the two variants."""
-        place = f"{self.source} to {self.target}"
-        worse = (one for one in self.differences if one.exactness > allowed)
-        return [(f"{one.exactness.name.lower()}: {one}", place) for one in worse]
+    def check(self, allowed: Exactness, nearest: Callable[[], Iterable[str]]) -> None:
+        """Refuses to go on less exactly than was required.
+
+        Args:
+            allowed: The worst exactness allowed.
+            nearest: Gives the layouts that go on well enough.
+
+        Raises:
+            InexactError: Lists every difference that is less exact.
+        """
+        worse = [one for one in self.differences if one.exactness > allowed]
+        if worse:
+            raise InexactError(
+                "The target's rule would make other updates than the run's.",
+                place=f"{self.source} to {self.target}",
+                expected=f"{allowed.name.lower()} or better",
+                found=fault_list((str(one), one.exactness.name.lower()) for one in worse),
+                remedy=f"choose another layout: {', '.join(nearest())}; or allow it with --require "
+                f"{self.exactness.name.lower()}",
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Returns the crossing as it stands in a plan."""
@@ -261,10 +277,14 @@ class _Way:
         """Returns a group as two where the source keeps some of its parameters from weight decay by their names."""
         excluded = old.hyperparameters.get(_EXCLUDED)
         constants = self.schema.variant(self.source)["constants"]
-        by: Callable[[str, Any], bool] = EXCLUDED[constants["decay_exclusions"]]
-        without = [path for path in group.paths if excluded and by(path, excluded)]
-        if not without or not group.hyperparameters.get(_DECAY):
+        if (
+            constants["decay_exclusions"] not in _BY_NAME
+            or not excluded
+            or not group.hyperparameters.get(_DECAY)
+        ):
             return [group]
+        by: Callable[[str, Any], bool] = EXCLUDED[constants["decay_exclusions"]]
+        without = [path for path in group.paths if by(path, excluded)]
         rest = tuple(path for path in group.paths if path not in without)
         none = {**group.hyperparameters, _DECAY: 0.0}
         both = [
