@@ -7,7 +7,7 @@ default_planner.py, `create_default_local_save_plan`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -37,32 +37,36 @@ class Saved:
     piece: Piece
 
 
-def write_dcp(tree: Tree, stage: Stage, prefix: str = "", nested: bool = True) -> None:
+def write_dcp(tree: Tree, stage: Stage, below: str = "", named: str = "", nested: bool = True) -> None:
     """Writes a tree as a distributed checkpoint below a stage.
 
     Args:
         tree: A dict.
         stage: Where.
-        prefix: What the tensors' names begin with in the checkpoint as a whole, with its `/`.
-        nested: Whether the metadata says how the flat keys make a tree.
+        below: The folder below it, with its `/`.
+        named: What the tensors' names begin with in the checkpoint as a whole, with its `/`.
+        nested: Whether the metadata says how the flat keys make a tree; without, each key of the dict is one.
 
     Raises:
         UsageError: Two paths give one flat key, or something can't be saved; lists every such place.
     """
-    saved = list(_written(tree, stage, prefix))
-    with stage.file(".metadata") as file:
+    entries = flat_paths(tree) if nested else {key: ((key,), value) for key, value in tree.items()}
+    saved = list(_written(entries, stage, below, named))
+    with stage.file(f"{below}.metadata") as file:
         file.write(_Metadata().whole(saved, nested))
 
 
-def _written(tree: Tree, stage: Stage, prefix: str) -> Iterator[Saved]:
+def _written(
+    entries: Mapping[str, tuple[Path, Tree]], stage: Stage, below: str, named: str
+) -> Iterator[Saved]:
     number, file, start = 0, None, 0
     with ExitStack() as opened:
-        for key, (path, value) in flat_paths(tree).items():
+        for key, (path, value) in entries.items():
             if file is None or start >= FILE_BYTES:
                 opened.close()
                 name, start = f"__0_{number}.distcp", 0
-                file, number = opened.enter_context(stage.file(name)), number + 1
-            _save(file, value, stage, f"{prefix}{'/'.join(map(str, path))}")
+                file, number = opened.enter_context(stage.file(f"{below}{name}")), number + 1
+            _save(file, value, stage, f"{named}{'/'.join(map(str, path))}")
             yield Saved(key, path, value, Piece(name, start, file.tell() - start))
             start = file.tell()
 

@@ -1,0 +1,156 @@
+"""Container `megatron`: distributed checkpoints of Megatron-Core.
+
+    <run>/latest_checkpointed_iteration.txt    which iteration is the newest
+    <run>/iter_0000004/metadata.json           {"sharded_backend": "torch_dist", ...}
+                       common.pt               what no rank cuts: options of the groups, counts, arguments
+                       .metadata, *.distcp     everything that is cut, as in `dcp`, under flat keys
+
+The tree is {"common": ..., "sharded": {key: tensor or object}}.
+Source: NVIDIA/Megatron-LM megatron/core/dist_checkpointing/core.py, strategies/torch.py, strategies/common.py;
+megatron/training/checkpointing.py, `get_checkpoint_name`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from statekit.checkpoint import Checkpoint, Finding
+from statekit.commit import Stage
+from statekit.converters.containers.dcp import METADATA, known_manifest, open_folder, step_folder, steps_below
+from statekit.converters.containers.dcp_write import write_dcp
+from statekit.converters.containers.step_files import files_beside
+from statekit.converters.containers.torch_names import named
+from statekit.converters.containers.torch_read import read_object
+from statekit.converters.containers.torch_storage import SourceFile
+from statekit.converters.containers.torch_writer import write_archive
+from statekit.errors import FormatError, RefusedError, StatekitError, UsageError
+from statekit.format import Encoded, Evidence
+from statekit.manifest import read_small, strict_json
+
+COMMON, SHARDED = "common", "sharded"
+"""The parts of the tree."""
+_CONFIG, _COMMON_FILE = "metadata.json", "common.pt"
+_LATEST = "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"iter_(\d{7,18})")
+_WRITTEN = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+@dataclass(frozen=True)
+class Megatron:
+    """The folders of megatron.core.dist_checkpointing."""
+
+    name: str = "megatron"
+    title: str = "Megatron-Core's distributed checkpoints: common.pt beside a folder of torch.distributed"
+    suffixes: tuple[str, ...] = ()
+    target_kind: Literal["file", "folder"] | None = "folder"
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Looks at `metadata.json`, here or in a run's iterations."""
+        for folder in [path, *reversed(steps_below(path, _CONFIG).values())]:
+            try:
+                found = _config(folder) if (folder / METADATA).is_file() else None
+            except StatekitError:
+                continue
+            if found:
+                return Evidence(20, f"{folder / _CONFIG} says {found['sharded_backend']}, beside {METADATA}")
+        return None
+
+    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+        """Reads the metadata and what is no tensor; values of tensors are read when asked for.
+
+        Raises:
+            NotFoundError: No checkpoint, or no such iteration; or a file isn't there.
+            FormatError: Metadata or pieces don't follow the format or can't be trusted.
+        """
+        place, number, steps = step_folder(path, step, _CONFIG, "checkpoint of Megatron-Core")
+        _backend(place)
+        with ExitStack() as opened:
+            source = SourceFile(place / _COMMON_FILE)
+            opened.callback(source.close)
+            common = read_object(source)
+            folder = open_folder(place)
+            opened.callback(folder.files.close)
+            sharded = {key: folder.values[key] for key in folder.contents.paths}
+            tree = named({COMMON: common.tree, SHARDED: sharded})
+            manifest, findings = known_manifest(place, tree)
+            notes = tuple(Finding(note, f"{place / METADATA}") for note in folder.contents.notes)
+            beside = files_beside(place, folder.names | {_CONFIG, _COMMON_FILE})
+            close = opened.pop_all().close
+        return Checkpoint(
+            container=self.name,
+            path=place,
+            tree=tree,
+            meta={**folder.meta, "steps": steps, "files_beside": beside},
+            step=number,
+            manifest=manifest,
+            findings=(*common.findings, *notes, *findings),
+            on_close=close,
+        )
+
+    def write(self, encoded: Encoded, stage: Stage) -> None:
+        """Writes an iteration, or a run's folder with one, as the target is called.
+
+        Raises:
+            UsageError: The target is named for another iteration, or something can't be saved.
+        """
+        prefix = _prefix(encoded.step, stage)
+        common, sharded = encoded.tree[COMMON], encoded.tree[SHARDED]
+        with stage.file(f"{prefix}{_COMMON_FILE}") as file:
+            write_archive(common, file, lambda name, tensor: stage.stream(f"{COMMON}/{name}", tensor))
+        write_dcp(sharded, stage, below=prefix, named=f"{SHARDED}/", nested=False)
+        with stage.file(f"{prefix}{_CONFIG}") as file:
+            file.write(json.dumps(_WRITTEN).encode())
+        if prefix:
+            with stage.file(_LATEST) as file:
+                file.write(str(encoded.step).encode())
+
+
+def _prefix(step: int, stage: Stage) -> str:
+    """Returns the iteration's folder below the target, with its `/`; "" if the target is named for it."""
+    match = _ITERATION.fullmatch(stage.target.name)
+    if match is None:
+        return f"iter_{step:07d}/"
+    if int(match[1]) != step:
+        raise UsageError(
+            "The target is named for another iteration than the state has.",
+            place=stage.target,
+            expected=f"iter_{step:07d}",
+        )
+    return ""
+
+
+def _config(folder: Path) -> dict[str, Any] | None:
+    place = folder / _CONFIG
+    if not place.is_file():
+        return None
+    found = strict_json(read_small(place), place)
+    return found if isinstance(found, dict) and isinstance(found.get("sharded_backend"), str) else None
+
+
+def _backend(folder: Path) -> None:
+    """Refuses what lies otherwise than in a folder of torch.distributed."""
+    config = _config(folder)
+    if config is None:
+        raise FormatError("The configuration names no backend.", place=folder / _CONFIG)
+    found = (config["sharded_backend"], config.get("common_backend", "torch"))
+    if found != ("torch_dist", "torch"):
+        raise RefusedError(
+            "This generation of Megatron-Core's checkpoints isn't read.",
+            place=folder / _CONFIG,
+            expected="sharded_backend torch_dist, common_backend torch",
+            found=f"{found[0]}, {found[1]}",
+            remedy="load it with Megatron-LM and save it with --dist-ckpt-format torch_dist",
+        )
+
+
+CONTAINER = Megatron()

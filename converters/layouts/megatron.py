@@ -1,0 +1,296 @@
+"""Layout `megatron`: Adam of Megatron-Core, alone or distributed, with or without float32 masters.
+
+    sharded  <name>                            a parameter of the model, or a buffer
+             optimizer.state.<slot>.<name>     exp_avg, exp_avg_sq; the float32 master: fp32_param, or param
+    common   optimizer/param_groups            options without parameters; under `optimizer` again beside a scaler
+             optimizer/state/common_step       the count of updates, or `step` of every group
+
+Which parameters a group moves isn't said: Megatron-Core finds a group again by its multipliers. By its standard rule
+those whose name ends with .bias and those of one axis have no weight decay. Layers of one kind may be stacked along
+a first axis, which doesn't count.
+Source: NVIDIA/Megatron-LM megatron/core/optimizer/optimizer.py, `Float16OptimizerWithFloat16Params`, `FP32Optimizer`;
+distrib_optimizer.py, `sharded_param_state_fully_reshardable`; __init__.py, `get_standard_config_overrides`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from statekit.checkpoint import Checkpoint
+from statekit.converters.layouts.torch_optim import BY_NAME
+from statekit.errors import InexactError, StateError, fault_list
+from statekit.format import Encoded, Evidence, Hints
+from statekit.masters import MASTER
+from statekit.state import TrainState
+from statekit.tensor import Shape, Tensor
+from statekit.tree import Tree
+
+COMMON, SHARDED = "common", "sharded"
+_STATE = "optimizer.state."
+_SLOTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": MASTER, "param": MASTER}
+"""Slot in a key -> slot of torch.optim, or the master."""
+_MASTER_KEY = "fp32_param"
+_OBJECTS, _IN_SCALER, _MASTER_NAME = "megatron_objects", "megatron_mixed_precision", "megatron_master"
+"""Keys in `extra`: what is cut and no tensor; whether the optimizer lies beside a scaler; what masters are called."""
+_MULTIPLIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+_STACKED = re.compile(r"(^|\.)layers\.(?!\d)")
+_RULE = (
+    "The file doesn't say which parameters its groups move; by Megatron-Core's standard rule those named *.bias and "
+    "those of one axis are the group without weight decay."
+)
+_FUSED = "The optimizer is FusedAdam, which equals torch's AdamW up to rounding."
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What the keys mean: tensors of the model, slots by name and native slot, other optimizer keys, the rest."""
+
+    model: Mapping[str, Tensor]
+    state: Mapping[str, Mapping[str, Tensor]]
+    unknown: Sequence[str]
+    objects: Mapping[str, Tree]
+
+
+@dataclass(frozen=True)
+class MegatronAdam:
+    """Adam of Megatron-Core."""
+
+    name: str = "megatron"
+    title: str = "Adam of Megatron-Core, with float32 masters where the model has less"
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"adamw": ("torch",)})
+    containers: tuple[str, ...] = ("megatron",)
+
+    def detect(self, checkpoint: Checkpoint) -> Evidence | None:
+        """Looks at the keys of what is cut."""
+        tree = checkpoint.tree
+        if not isinstance(tree, Mapping) or not all(
+            isinstance(tree.get(k), Mapping) for k in (COMMON, SHARDED)
+        ):
+            return None
+        if _inner(tree[COMMON]) is None:
+            return None
+        return Evidence(20, f"{COMMON}/optimizer/param_groups beside keys of {SHARDED}")
+
+    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+        """Returns the canonical state.
+
+        Raises:
+            StateError: The keys are of another form, or parts don't fit; lists every fault.
+            UsageError: A hint that the schema doesn't know.
+        """
+        common, parts = checkpoint.tree[COMMON], _parts(checkpoint.tree[SHARDED])
+        optimizer = _inner(common)
+        if optimizer is None or parts.unknown:
+            raise _unknown(checkpoint, parts.unknown)
+        moved = [name for name in parts.model if name in parts.state] or list(parts.model)
+        groups, notes = _grouped(
+            optimizer["param_groups"], {name: parts.model[name].shape for name in moved}, checkpoint
+        )
+        step = _step(optimizer)
+        state = {
+            name: {"step": step, **{_SLOTS[slot]: t for slot, t in own.items() if _SLOTS[slot] != MASTER}}
+            for name, own in parts.state.items()
+        }
+        tree = {
+            "model": dict(parts.model),
+            "optimizer": {"state": state, "param_groups": groups},
+            COMMON: _without_optimizer(common),
+        }
+        found = BY_NAME.decode(replace(checkpoint, tree=tree), hints)
+        masters = {
+            name.replace(".", "/"): {MASTER: tensor}
+            for name, own in parts.state.items()
+            for slot, tensor in own.items()
+            if _SLOTS[slot] == MASTER
+        }
+        called = next((slot for own in parts.state.values() for slot in own if _SLOTS[slot] == MASTER), None)
+        extra = {
+            _OBJECTS: parts.objects, _IN_SCALER: "param_groups" not in common["optimizer"], _MASTER_NAME: called,
+        }  # fmt: skip
+        return replace(
+            found,
+            slots={path: {**own, **masters.get(path, {})} for path, own in found.slots.items()},
+            extra={**found.extra, **{key: part for key, part in extra.items() if part}},
+            assumptions=(*found.assumptions, *notes),
+        )
+
+    def encode(self, state: TrainState) -> Encoded:
+        """Returns the parts of the files.
+
+        Raises:
+            InexactError: Parameters have different counts, or groups that couldn't be told apart again.
+        """
+        if state.counts.behind:
+            raise InexactError(
+                "Megatron-Core keeps one count for all parameters.",
+                expected=state.counts.updates,
+                found=", ".join(f"{path}: {n}" for path, n in list(state.counts.behind.items())[:_SHOWN]),
+            )
+        bare = {path: {k: t for k, t in own.items() if k != MASTER} for path, own in state.slots.items()}
+        extra = {k: v for k, v in state.extra.items() if k not in (_OBJECTS, _IN_SCALER, _MASTER_NAME)}
+        encoded = BY_NAME.encode(replace(state, slots=bare, extra=extra))
+        model, optimizer = encoded.tree.pop("model"), encoded.tree.pop("optimizer")
+        groups = [_with_multipliers(group) for group in optimizer["param_groups"]]
+        _check_groups(groups, {name: tensor.shape for name, tensor in model.items()})
+        steps = [own.pop("step") for own in optimizer["state"].values()]
+        sharded: dict[str, Tree] = dict(model)
+        for name, own in optimizer["state"].items():
+            sharded |= {f"{_STATE}{slot}.{name}": tensor for slot, tensor in own.items()}
+        key = state.extra.get(_MASTER_NAME) or _MASTER_KEY
+        for path, slots in state.slots.items():
+            if MASTER in slots:
+                sharded[f"{_STATE}{key}.{path.replace('/', '.')}"] = slots[MASTER]
+        inner = {
+            "state": {"common_step": steps[0]} if steps else {},
+            "param_groups": [{k: v for k, v in group.items() if k != "params"} for group in groups],
+        }
+        kept = encoded.tree.pop(COMMON, {})
+        beside = kept.pop("optimizer", {})
+        common = {
+            "optimizer": {**beside, "optimizer": inner}
+            if state.extra.get(_IN_SCALER)
+            else {**beside, **inner},
+            "iteration": state.counts.updates,
+            "checkpoint_version": 3.0,
+            **kept,
+        }
+        dropped = {
+            **encoded.dropped,
+            **{f"extra/torch/{name}": "the file has no place for it" for name in encoded.tree},
+        }
+        return replace(
+            encoded,
+            tree={COMMON: common, SHARDED: {**sharded, **state.extra.get(_OBJECTS, {})}},
+            dropped=dropped,
+        )
+
+
+def _inner(common: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns what holds the groups."""
+    node = common.get("optimizer")
+    if isinstance(node, Mapping) and "param_groups" not in node:
+        node = node.get("optimizer")
+    groups = node.get("param_groups") if isinstance(node, Mapping) else None
+    fits = isinstance(groups, list) and bool(groups) and all(isinstance(one, Mapping) for one in groups)
+    return node if fits else None
+
+
+def _without_optimizer(common: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what isn't the optimizer's: counts and arguments, and what lies beside it, such as a scaler."""
+    node = common["optimizer"]
+    known = ("param_groups", "state") if "param_groups" in node else ("optimizer",)
+    beside = {key: part for key, part in node.items() if key not in known}
+    kept = {key: part for key, part in common.items() if key != "optimizer"}
+    return {**kept, "optimizer": beside} if beside else kept
+
+
+def _parts(sharded: Mapping[str, Tree]) -> _Parts:
+    model = {k: t for k, t in sharded.items() if isinstance(t, Tensor) and not _is_optimizers(k)}
+    state: dict[str, dict[str, Tensor]] = {}
+    unknown = []
+    for key in (k for k in sharded if _is_optimizers(k)):
+        slot, _, name = key.removeprefix(_STATE).partition(".")
+        if key.startswith(_STATE) and slot in _SLOTS and name in model and isinstance(sharded[key], Tensor):
+            state.setdefault(name, {})[slot] = sharded[key]
+        else:
+            unknown.append(key)
+    objects = {k: part for k, part in sharded.items() if k not in model and not _is_optimizers(k)}
+    return _Parts(model, state, unknown, objects)
+
+
+def _is_optimizers(key: str) -> bool:
+    return key.startswith(("optimizer.", "chained_"))
+
+
+def _unknown(checkpoint: Checkpoint, keys: Sequence[str]) -> StateError:
+    buckets = any(key.startswith("optimizer.distributed.") for key in keys)
+    return StateError(
+        "The optimizer's tensors are of another form than a parameter's own.",
+        place=checkpoint.path,
+        expected=f"keys {_STATE}<slot>.<parameter>, slots {', '.join(_SLOTS)}",
+        found=fault_list([("another form", key) for key in keys[:_SHOWN]]) if keys else "no groups",
+        remedy="save it with --dist-ckpt-optim-fully-reshardable, which keeps whole parameters instead of buckets"
+        if buckets
+        else "",
+    )
+
+
+def _step(optimizer: Mapping[str, Any]) -> Any:
+    state = optimizer.get("state")
+    if isinstance(state, Mapping) and "common_step" in state:
+        return state["common_step"]
+    return next((group["step"] for group in optimizer["param_groups"] if "step" in group), None)
+
+
+def _grouped(
+    groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Shape], checkpoint: Checkpoint
+) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Returns the groups with their parameters, and what was assumed."""
+    fused = any("bias_correction" in group for group in groups)
+    notes = (_FUSED,) if fused else ()
+    full = [{**({"amsgrad": False, "maximize": False} if fused else {}), **group} for group in groups]
+    if len(full) == 1:
+        return [{**full[0], "params": list(shapes)}], notes
+    without = [_is_without_decay(group) for group in full]
+    if len(full) != 2 or without[0] == without[1]:
+        told = [
+            ", ".join(f"{k} {group[k]}" for k in _MULTIPLIERS if k in group) or "no multipliers"
+            for group in full
+        ]
+        raise StateError(
+            "Nothing tells which parameters the groups move.",
+            place=checkpoint.path,
+            expected="one group, or one with and one without weight decay",
+            found="; ".join(told),
+        )
+    params = [
+        [name for name, shape in shapes.items() if _has_no_decay(name, shape) == one] for one in without
+    ]
+    return [{**group, "params": own} for group, own in zip(full, params, strict=True)], (*notes, _RULE)
+
+
+def _is_without_decay(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("wd_mult", group.get("weight_decay")) == 0)
+
+
+def _has_no_decay(name: str, shape: Shape) -> bool:
+    return name.endswith(".bias") or len(shape) - bool(_STACKED.search(name)) == 1
+
+
+def _with_multipliers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a group with what Megatron-Core finds it again by."""
+    usual = {
+        "wd_mult": 0.0 if group.get("weight_decay") == 0 else 1.0,
+        "lr_mult": 1.0,
+        "is_expert_parallel": False,
+        "is_decoupled_lr": False,
+    }
+    return {**usual, **group}
+
+
+def _check_groups(groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Shape]) -> None:
+    """Refuses groups that the rule wouldn't make again."""
+    if len(groups) == 1:
+        return
+    faults = list(_misplaced(groups, shapes))
+    if len(groups) > 2 or faults:
+        raise InexactError(
+            "Megatron-Core's files don't say which parameters a group moves, and its rule makes other groups.",
+            expected="one group, or those named *.bias and those of one axis apart, without weight decay",
+            found=f"{len(groups)} groups" + fault_list(faults[:_SHOWN]),
+            remedy="write another container, such as dcp",
+        )
+
+
+def _misplaced(groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Shape]) -> Iterable[tuple[str, str]]:
+    for group in groups:
+        for name in group["params"]:
+            if _has_no_decay(name, shapes[name]) != _is_without_decay(group):
+                yield "stands with weight decay" if not _is_without_decay(group) else "stands without", name
+
+
+LAYOUT = MegatronAdam()
