@@ -30,9 +30,14 @@ from statekit.tree import Tree
 _WEIGHT = "fp32"
 _UNFACTORED = ("variance", "exp_avg_sq")
 """What torch's and Hugging Face's Adafactor call the second moment of what they don't factor."""
+_NOT_STORED = 3
+"""The stage of ZeRO whose checkpoints hold no model apart from the optimizer's weights."""
 _FLAT = (
     "Adafactor moved the flat pieces that ranks hold, and took its means over them: no variant does that, so a step"
     " with one is another run."
+)
+_COPIES = (
+    "The model part's weights of the optimizer's own dtype are taken for copies of them, and passed over."
 )
 
 
@@ -53,11 +58,9 @@ class DeepSpeed:
         if parts is None or not parts.state or any(_WEIGHT not in own for own in parts.state.values()):
             return None
         why = TORCH_OPTIM.detect(replace(checkpoint, tree=_bare(checkpoint.tree)))
-        return (
-            None
-            if why is None
-            else Evidence(20, f"{why.because}, and {_WEIGHT} beside each parameter's slots")
-        )
+        if why is None:
+            return None
+        return Evidence(20, f"{why.because}, and {_WEIGHT} beside each parameter's slots")
 
     def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
         """Returns the canonical state.
@@ -75,6 +78,8 @@ class DeepSpeed:
         held = {
             path: tensor for path, tensor in model.items() if tensor.dtype != weights.get(path, tensor).dtype
         }
+        stored = checkpoint.meta.get("zero_stage") != _NOT_STORED
+        copied = stored and any(path not in held for path in weights)
         slots = _whole(state, checkpoint.tree) if flat else state.slots
         return replace(
             state,
@@ -82,7 +87,7 @@ class DeepSpeed:
             slots={p: {**own, **({MASTER: weights[p]} if p in held else {})} for p, own in slots.items()},
             rules={path: Rule((Axis.NONE,) * len(weights[path].shape), "file") for path in state.rules},
             optimizer=replace(state.optimizer, variant=hints.variant) if flat else state.optimizer,
-            assumptions=(*state.assumptions, *([_FLAT] if flat else [])),
+            assumptions=(*state.assumptions, *([_FLAT] if flat else []), *([_COPIES] if copied else [])),
         )
 
     def encode(self, state: TrainState) -> Encoded:

@@ -19,6 +19,7 @@ from statekit.jax.leaves import Leaves, leaves_of
 from statekit.jax.sharding import slot_sharding
 from statekit.jax.states import State
 from statekit.jax.transformation import Rate, Told, built, check_options, state_of
+from statekit.masters import as_params
 from statekit.optim.options import RATE_NAMES
 from statekit.schema import load_schema
 from statekit.settling import LOGICAL, path_of
@@ -69,7 +70,7 @@ def load_optimizer(
         FormatError: The bytes can't be trusted, or no format fits.
     """
     with open_state(Path(path), step=step, hints=Hints(dict(hparams or {}), variant=variant)) as opened:
-        state = _overridden(opened.state, overrides)
+        state = _overridden(as_params(opened.state)[0], overrides)
         if not state.slots:
             raise StateError(
                 "The checkpoint holds parameters, but no optimizer state.",
@@ -183,8 +184,9 @@ def load_params(
     """
     with open_state(Path(path), step=step, hints=Hints(dict(hparams or {}))) as opened:
         leaves = leaves_of(params)
-        sources = {path_of(name): tensor for name, tensor in opened.state.params.items()}
-        faults = _shape_faults(opened.state.params, leaves)
+        stored = as_params(opened.state)[0].params
+        sources = {path_of(name): tensor for name, tensor in stored.items()}
+        faults = _shape_faults(stored, leaves)
         faults += [
             (f"is {sources[path_of(name)].dtype} and would be narrowed to {leaf.dtype}", name)
             for name, leaf in leaves.by_name.items()

@@ -23,6 +23,7 @@ from typing import Any
 
 from statekit.backends import Backend, Value
 from statekit.errors import UnknownRuleError
+from statekit.masters import MASTER
 from statekit.optim.adam_moments import CORRECTION, FIRST, RATE, SECOND, decay, slots_like
 from statekit.optim.gradient_clipping import CLIP, Limits
 from statekit.optim.settings import (
@@ -213,12 +214,15 @@ def prepare(
 def update(
     scene: Scene, param: Value, grad: Value, slots: Arrays, own: Hyperparameters, common: None
 ) -> tuple[Value, dict[str, Value]]:
-    """Returns a parameter and its slots after one update, as `statekit.optim.steps.Steps.update`."""
+    """Returns a parameter and its slots after one update, as `statekit.optim.steps.Steps.update`.
+
+    Where there is a master, it is what moves, and the parameter its rounding.
+    """
     constants = form("adamw", scene.variant)
     rate = RATE[constants["lr_precision"]](scene.xp, scene.rate)
     s = Setting(scene.xp, constants, own, rate, scene.step, scene.execution)
     xp, hyper = s.xp, s.hyper
-    p, g = xp.widen(param), -grad if hyper.maximize else grad
+    p, g = xp.widen(slots.get(MASTER, param)), -grad if hyper.maximize else grad
     w = hyper.weight_decay_rate
     if w is not None:
         p = DECAYED_FIRST[s.form["weight_decay_expression"]](s, p, w)
@@ -229,6 +233,8 @@ def update(
         used = xp.maximum(xp.widen(slots["v_max"]), used if uncorrected else used / s.corrections[1])
         new["v_max"] = used
     p = UPDATE[s.form["update_form"]](s, Moving(p, g, new["m"], used, w))
+    if MASTER in slots:
+        new[MASTER] = p
     return xp.narrow(p, xp.dtype(param)), {
         name: xp.narrow(value, xp.dtype(slots[name])) for name, value in new.items()
     }
@@ -260,7 +266,8 @@ def check(state: TrainState, group: Group) -> None:
     """Raises UnknownRuleError where the step can't go on as the original would."""
     hyper = hyperparameters(group, str(state.optimizer.variant))
     for path in group.paths:
-        require_float32(state, path)
+        if MASTER not in state.slots.get(path, {}):
+            require_float32(state, path)
         require_slots(state, path, slot_names(hyper))
     settled(Limits, "adamw", str(state.optimizer.variant), group)
     require_whole_updates(hyper.gradient_accumulation_steps)

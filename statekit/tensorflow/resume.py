@@ -13,6 +13,7 @@ from statekit.backends import backend
 from statekit.convert import open_state, with_offset
 from statekit.errors import StateError, UnknownRuleError, UsageError, fault_list
 from statekit.format import Hints
+from statekit.masters import as_params
 from statekit.optim.options import RATE_NAMES, offered
 from statekit.optim.run import steps_for
 from statekit.state import Axis, Rule, TrainState
@@ -68,7 +69,7 @@ def load_optimizer(
         FormatError: The bytes can't be trusted, or no format fits.
     """
     with open_state(Path(path), step=step, hints=Hints(dict(hparams or {}), variant)) as opened:
-        state = _checked(opened.state, path)
+        state = _checked(as_params(opened.state)[0], path)
         offset = overrides.pop("step_offset", "keep")
         state = with_offset(state, offset)[0]
         pairs = _moved(state, variables, names or {}, path)
@@ -243,7 +244,7 @@ def load_params(
     model = isinstance(variables, keras.Model)
     held = list(variables.variables if isinstance(variables, keras.Model) else variables)
     with open_state(Path(path), step=step, hints=Hints(dict(hparams or {}))) as opened:
-        sources = {normal(p): (p, t) for p, t in opened.state.params.items()}
+        sources = {normal(p): (p, t) for p, t in as_params(opened.state)[0].params.items()}
         targets = {normal((names or {}).get(path_of(v), path_of(v))): v for v in held}
         faults = [
             ("is in the checkpoint, but no variable", p)

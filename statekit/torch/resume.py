@@ -14,6 +14,7 @@ from statekit.convert import open_state, with_offset
 from statekit.converters.layouts.statekit_torch_groups import RATE_NAMES, SCALE
 from statekit.errors import StateError, UsageError, fault_list
 from statekit.format import Hints
+from statekit.masters import as_params
 from statekit.optim.adafactor_forms import MOMENTUM_ON
 from statekit.optim.run import stepped_variants
 from statekit.optim.settings import form
@@ -98,8 +99,9 @@ def load_optimizer(
             "This can't be a learning rate.", place="lr", expected="a number or 0-d tensor", found=repr(lr)
         )
     with open_state(Path(path), step=step, hints=Hints(dict(hparams or {}), variant)) as opened:
-        _class_of(opened.state, path)
-        optimizer = optimizer_for(_overridden(opened.state, overrides), named_parameters, path)
+        state = as_params(opened.state)[0]
+        _class_of(state, path)
+        optimizer = optimizer_for(_overridden(state, overrides), named_parameters, path)
     if lr is not None:
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -185,7 +187,7 @@ def load_params(
         FormatError: The bytes can't be trusted, or no format fits.
     """
     with open_state(Path(path), step=step, hints=Hints(dict(hparams or {}))) as opened:
-        for target, source in _fitted(opened.state, model, path):
+        for target, source in _fitted(as_params(opened.state)[0], model, path):
             copy_into(target, source)
 
 
