@@ -86,6 +86,10 @@ _SAID = {"index": "by index", "name": "by name", "flat": "an entry for each para
 _FORM_NOTES = {
     "flat": ("The options stand by parameter; parameters with equal ones are taken as one group.",)
 }
+_PIECES = (
+    "Matrices have a whole second moment: the optimizer saw flat pieces of them, as under FSDP1 and ZeRO, whose size "
+    "its clipping and its parameter scale went by."
+)
 _BY_NAME = "torch_by_name"
 """Key in `extra`: whether the state lies under names."""
 _INFORMATION = "torch_information"
@@ -142,12 +146,16 @@ class TorchOptim:
         faults += [("isn't in the model part", name) for name in moved if name not in parts.model]
         rules = {path: kind.rule(p.shape) for path, p in params.items()}
         slots, counts, beside = {}, dict[str, int](), dict[str, Any]()
+        notes = dict.fromkeys((*order.notes, *_FORM_NOTES.get(parts.form, ())))
         for group, names in zip(parts.groups, order.groups, strict=True):
             for index, name in zip(group["params"], names, strict=True):
                 own = parts.state.get(index)
                 if own is None or name not in parts.model:
                     continue
                 path = _path(name)
+                if _saw_pieces(kind, own, rules[path]):
+                    rules[path] = Rule((Axis.NONE,) * len(params[path].shape), "file")
+                    notes[_PIECES] = None
                 slots[path] = dict(_slots(kind, own, rules[path], params[path].shape, path, faults))
                 counts[path] = _count(own.get("step"), path, faults)
                 left = {key: own[key] for key in kind.beside if key in own}
@@ -169,7 +177,7 @@ class TorchOptim:
                 _counts(counts, params),
                 rules if kind.schema == "adafactor" else {},
                 extra,
-                (*order.notes, *_FORM_NOTES.get(parts.form, ())),
+                tuple(notes),
             )
         )
 
@@ -253,6 +261,11 @@ def _slots(
             yield name, tensor if stored == expected else Reaxed(tensor, expected)
 
 
+def _saw_pieces(kind: Kind, own: Mapping[str, Any], rule: Rule) -> bool:
+    """Tells whether a parameter that the optimizer would factor has a second moment that isn't."""
+    return kind.schema == "adafactor" and rule.factored and isinstance(own.get(kind.names["v"]), Tensor)
+
+
 def _kept(rule: Rule, name: str, shape: Shape) -> Shape:
     """Returns the shape of a slot whose averaged axes stay with length 1."""
     if name not in _FACTORED:
@@ -270,7 +283,9 @@ def _native(
     updates = state.counts.behind.get(path, state.counts.updates)
     step: Any = in_memory(np.asarray(updates, kind.count), "step") if kind.count else updates
     found: dict[str, Any] = {"step": step}
-    if rule.axes != usual.axes:
+    # Pieces are cut anew from what lies under names; by index the optimizer itself would look for factored slots.
+    pieces = not rule.factored and bool(state.extra.get(_BY_NAME))
+    if rule.axes != usual.axes and not pieces:
         axes = ", ".join(axis.value for axis in rule.axes)
         faults.append((f"is factored by {axes}; this optimizer would: {[a.value for a in usual.axes]}", path))
         return found
