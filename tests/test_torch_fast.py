@@ -176,6 +176,26 @@ def test_gradients_may_have_any_size_whose_square_is_finite(
 
 
 @pytest.mark.parametrize(("schema", "variant", "changes"), SETTINGS, ids=NAMES)
+@pytest.mark.parametrize("size", [3e17, 3e18, 3e19, 3e20])
+def test_what_overflows_in_the_text_overflows(
+    schema: str, variant: str, changes: Mapping[str, Any], size: float
+) -> None:
+    made = with_grads(
+        random_case(schema, variant, changes), lambda path, grad: np.sign(grad) * (1.0 + np.abs(grad)) * size
+    )
+    assert not moved(made).outside
+
+
+@pytest.mark.parametrize(("schema", "variant"), [("adamw", "mesh_tf"), ("lamb", "optax")])
+def test_the_kernel_alone_would_stay_finite(
+    schema: str, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"statekit.torch.fast_{schema}.squares_overflow", lambda stack: False)
+    made = with_grads(random_case(schema, variant, {}), lambda path, grad: np.sign(grad) * 3e19)
+    assert moved(made).outside
+
+
+@pytest.mark.parametrize(("schema", "variant", "changes"), SETTINGS, ids=NAMES)
 @pytest.mark.parametrize("poison", [np.nan, -np.inf])
 def test_what_is_not_a_number_spreads_as_in_the_text(
     schema: str, variant: str, changes: Mapping[str, Any], poison: float

@@ -20,9 +20,10 @@ import torch
 from statekit.backends import Value, backend
 from statekit.optim.adam_moments import RATE
 from statekit.optim.adamw import Hyperparameters, Setting
+from statekit.optim.run import steps_for
 from statekit.optim.settings import form
-from statekit.optim.steps import Scene
-from statekit.torch.stacks import Stacks, Tensors, by_name, in_stacks, plain
+from statekit.optim.steps import Scene, Steps
+from statekit.torch.stacks import Stacks, Tensors, by_name, in_stacks, plain, squares
 
 LATE = 2.0**40
 """A step at which no correction is left."""
@@ -69,6 +70,23 @@ def held(rate: Value, given: Value) -> Value:
     return rate if isinstance(given, torch.Tensor) else float(rate)
 
 
+def squares_overflow(stack: torch.Tensor) -> bool:
+    """Tells whether a square in a stack of gradients may be more than float32 holds; waits for the device.
+
+    The kernel multiplies with 1 - beta2 first and stays finite, where most originals square first and don't.
+    """
+    return not bool(squares(stack).isfinite().all())
+
+
+def by_text(steps: Steps, scene: Scene, own: Any, stacks: Stacks, common: Any) -> None:
+    """Moves stacks of parameters and moments by the reference text, in place."""
+    names = ("param", "grad", "m", "v")
+    for param, grad, m, v in zip(*(stacks[name].unbind() for name in names), strict=True):
+        moved, after = steps.update(scene, param, grad, {"m": m, "v": v}, own, common)
+        for held, value in ((param, moved), (m, after["m"]), (v, after["v"])):
+            held.copy_(value)
+
+
 @dataclass(frozen=True)
 class FastAdamW:
     """The update of parameters that share `own`, what `settle` returned."""
@@ -94,17 +112,25 @@ class FastAdamW:
         adam = Adam(own.beta1, own.beta2, own.epsilon * (root if beside_corrected else 1.0), root / c1)
         rate, w = held(rate, scene.rate), own.weight_decay_rate or 0.0
         named = by_name(slots, ("m", "v"))
-        if not w or constants["weight_decay_expression"] != "in_update":
+        squares_first = constants["second_moment_update"] != "weighted_product"
+        joined = w and constants["weight_decay_expression"] == "in_update"
+        if not squares_first and not joined:
             adam(rate, params, grads, *named.values(), weight_decay=w, maximize=own.maximize)
             return
 
         def kernel(part: slice, stacks: Stacks, rooms: Tensors) -> None:
-            # The kernel would round the decayed parameter by itself; here the decay joins the direction.
-            p, x = stacks["param"], rooms[0].zero_()
-            adam(-1.0, x.unbind(), grads[part], *(slot[part] for slot in named.values()))
-            p.sub_(x.add_(p, alpha=w).mul_(rate))
+            p, *moments = (stacks[name] for name in ("param", "grad", "m", "v"))
+            if squares_first and squares_overflow(stacks["grad"]):
+                by_text(steps_for("adamw", self.variant), scene, own, stacks, common)
+            elif joined:
+                # The kernel would round the decayed parameter by itself; here the decay joins the direction.
+                x = rooms[0].zero_()
+                adam(-1.0, [x], *([moment] for moment in moments), maximize=own.maximize)
+                p.sub_(x.add_(p, alpha=w).mul_(rate))
+            else:
+                adam(rate, [p], *([moment] for moment in moments), weight_decay=w, maximize=own.maximize)
 
-        in_stacks(kernel, {"param": params}, {})
+        in_stacks(kernel, {"param": params, **named}, {"grad": grads})
 
 
 def fast_adamw(variant: str, own: Hyperparameters, param: torch.Tensor) -> FastAdamW | None:

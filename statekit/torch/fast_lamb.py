@@ -15,10 +15,11 @@ import torch
 from statekit.backends import backend
 from statekit.optim.adam_moments import RATE
 from statekit.optim.lamb import Hyperparameters, Setting
+from statekit.optim.run import steps_for
 from statekit.optim.settings import form
 from statekit.optim.steps import Scene
 from statekit.optim.trust_ratio import RATIO
-from statekit.torch.fast_adamw import Adam
+from statekit.torch.fast_adamw import Adam, by_text, squares_overflow
 from statekit.torch.stacks import Stacks, Tensors, along, by_name, in_stacks, plain, squares
 
 
@@ -43,18 +44,21 @@ class FastLamb:
         s = Setting(xp, constants, own, rate, scene.step)
         c1, c2 = float(s.correction(own.beta1)), float(s.correction(own.beta2))
         adam = Adam(own.beta1, own.beta2, own.epsilon * math.sqrt(c2), math.sqrt(c2) / c1)
-        named, w = by_name(slots, ("m", "v")), own.weight_decay_rate or 0.0
+        w = own.weight_decay_rate or 0.0
 
         def kernel(part: slice, stacks: Stacks, rooms: Tensors) -> None:
+            if squares_overflow(stacks["grad"]):
+                by_text(steps_for("lamb", self.variant), scene, own, stacks, common)
+                return
             p, x = stacks["param"], rooms[0].zero_()
-            adam(-1.0, x.unbind(), grads[part], named["m"][part], named["v"][part])
+            adam(-1.0, [x], *([stacks[name]] for name in ("grad", "m", "v")))
             if w:
                 x.add_(p, alpha=w)
             norms = squares(p).sqrt_(), squares(x).sqrt_()
             ratio = RATIO[constants["trust_ratio_fallback"]](xp, *norms, 1.0)
             p.addcmul_(x, along(ratio * rate, p), value=-1.0)
 
-        in_stacks(kernel, {"param": params}, {})
+        in_stacks(kernel, {"param": params, **by_name(slots, ("m", "v"))}, {"grad": grads})
 
 
 def fast_lamb(variant: str, own: Hyperparameters, param: torch.Tensor) -> FastLamb | None:

@@ -44,6 +44,8 @@ class FastLans:
 
         def kernel(part: slice, stacks: Stacks, rooms: Tensors) -> None:
             (p, g, m, v), (a, b, divisor) = (stacks[name] for name in ("param", "grad", "m", "v")), rooms
+            if hyper.rescale_grad != 1.0:
+                g = torch.mul(g, hyper.rescale_grad, out=b)  # a norm is taken after that: it may overflow
             norm = squares(g).sqrt_().view(-1, 1) if hyper.normalize_grad else g.new_ones(())
             total = g.new_zeros((3, len(p)))
             for p_, g_, m_, v_, a_, b_, divisor_ in pieces(p, g, m, v, a, b, divisor):
@@ -77,7 +79,7 @@ def fast_lans(variant: str, own: lans.Own, param: torch.Tensor) -> FastLans | No
         and constants["norm_accumulation"] != "scaled"
         and (constants["gradient_normalisation"] == "norm" or not hyper.normalize_grad)
         and hyper.clip_gradient is None
-        and (hyper.rescale_grad > 0.0 if hyper.normalize_grad else hyper.rescale_grad == 1.0)
+        and (hyper.normalize_grad or constants["second_moment_update"] == "weighted_product")
         and hyper.grad_averaging
         and hyper.adam_w_mode
     )

@@ -6,7 +6,6 @@ parameter's root mean square only when its turn comes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,8 +40,7 @@ class FastScaledAdam:
         xp = backend("torch")
         s = Setting(xp, form(self.variant), self.own, xp.number(scene.rate), scene.step)
         (beta1, beta2), step = self.own.betas, scene.step
-        root = math.sqrt(1.0 - beta2 ** (step + 1)) if step < corrected_updates(beta2) else 1.0
-        epsilon = self.own.eps * root
+        correction = 1.0 - beta2 ** (step + 1) if step < corrected_updates(beta2) else 1.0
         refreshes = s.period_ends or step == 0
 
         def kernel(part: slice, stacks: Stacks, rooms: Tensors) -> None:
@@ -55,11 +53,15 @@ class FastScaledAdam:
                 rms = (squares(p) / p[0].numel()).sqrt_().view_as(rms)
             gradient = products(p, short).view_as(rms)
             after, x = torch.vmap(lambda g, r, sizes: sized(s, g, r, sizes, "float32"))(gradient, rms, sizes)
-            factor = at_least(s, after["param_rms"], "float32") * (s.rate * (beta1 - 1.0) * root)
+            factor = at_least(s, after["param_rms"], "float32") * (s.rate * (beta1 - 1.0))
             factor, x = factor.view(-1, 1), x.view(-1, 1) * (1.0 - beta1)
             for p_, g_, delta_, v_, y_ in pieces(p, used, delta, v, y):
                 v_.mul_(beta2).addcmul_(g_, g_, value=1.0 - beta2)
-                torch.div(g_, torch.sqrt(v_, out=y_).add_(epsilon), out=y_)
+                # Corrected before the root is taken: what overflows must do so as in the text.
+                root = (
+                    torch.sqrt(v_, out=y_) if correction == 1.0 else torch.div(v_, correction, out=y_).sqrt_()
+                )
+                torch.div(g_, root.add_(self.own.eps), out=y_)
                 delta_.mul_(beta1).addcmul_(y_, factor)
                 if s.size_due:
                     delta_.addcmul_(p_, x)
