@@ -32,7 +32,7 @@ class JaxBackend:
         return np.asarray(value)
 
     def compile(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        return self._jax.jit(step)  # type: ignore[no-any-return]
+        return self._jax.jit(step)  # type: ignore[no-any-return]  # jit says Any
 
     def widen(self, value: Value) -> Value:
         return self._jnp.asarray(value).astype(self._jnp.float32)
@@ -147,7 +147,7 @@ class JaxBackend:
         return self._jnp.unstack(value)
 
     def batched(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return self._jax.vmap(function)  # type: ignore[no-any-return]
+        return self._jax.vmap(function)  # type: ignore[no-any-return]  # vmap says Any
 
     def order_statistic(self, value: Value, place: int) -> Value:
         return self._jnp.sort(value)[place]

@@ -132,7 +132,7 @@ def test_without_commit_nothing_is_left(tmp_path: Path) -> None:
 def test_an_error_of_the_container_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), staged(tmp_path / "target", "folder") as stage:
         put(stage)
-        1 / 0  # noqa: B018
+        1 / 0  # noqa: B018  # what fails between writing and committing
     alone(tmp_path)
 
 

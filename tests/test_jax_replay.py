@@ -13,6 +13,7 @@ import pytest
 pytestmark = pytest.mark.jax
 jax = pytest.importorskip("jax")
 
+# Imported only where JAX is: hence E402.
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 

@@ -106,7 +106,7 @@ def test_objects_become_records(protocol: int) -> None:
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_subclasses_of_containers_keep_their_items(protocol: int) -> None:
     names, items = Names(a=1, b=2), Items(range(2500))
-    names.note = "kept"  # type: ignore[attr-defined]
+    names.note = "kept"  # type: ignore[attr-defined]  # a subclass with attributes
     found = read(pickle.dumps([names, items, Point(1, 2), collections.deque([1, 2], 5)], protocol))
     assert found[0] == Record(f"{HERE}.Names", ({"a": 1, "b": 2},), {"note": "kept"})
     assert found[1] == Record(f"{HERE}.Items", (list(range(2500)),))
@@ -139,9 +139,9 @@ def test_plain_classes_of_python_become_plain_data(protocol: int) -> None:
 
 def test_attributes_without_a_place_are_noted() -> None:
     state = collections.OrderedDict(weight=1)
-    state._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]
+    state._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]  # as PyTorch's state_dict does
     assert read_pickle(pickle.dumps(state), "test").notes == ()
-    state.more = 5  # type: ignore[attr-defined]
+    state.more = 5  # type: ignore[attr-defined]  # what has no place
     found = read_pickle(pickle.dumps(state), "test")
     assert found.value == {"weight": 1}
     assert found.notes == ("attribute more of a dict has no place in the tree",)

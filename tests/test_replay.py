@@ -152,10 +152,10 @@ def record_again(original: Recording, folder: Path) -> None:
 
     phase = original.phases[0]
     recorder = Recorder(folder, system="t5x", hyperparameters=phase.hyperparameters, execution="op_by_op")
-    recorder.start(*at(0))  # type: ignore[arg-type]
+    recorder.start(*at(0))  # type: ignore[arg-type]  # pairs of any length
     for update in range(1, original.last + 1):
         grads = {path: tensor.read() for path, tensor in original.gradients(update).items()}
-        recorder.update(grads, *at(update), original.rate(update))  # type: ignore[arg-type]
+        recorder.update(grads, *at(update), original.rate(update))  # type: ignore[arg-type]  # pairs of any length
     recorder.close()
 
 

@@ -180,7 +180,7 @@ BAD: dict[str, tuple[Any, bytes, str]] = {
     "three offsets": ({"a": entry(offsets=(0, 4, 8))}, bytes(4), "natural numbers"),
     "backward offsets": ({"a": entry(offsets=(4, 0))}, bytes(4), "needs 4 bytes"),
     "unknown dtype": ({"a": entry(dtype="F31")}, bytes(4), "F31"),
-    "list as dtype": ({"a": entry(dtype=["F32"])}, bytes(4), "has dtype"),  # type: ignore[arg-type]
+    "list as dtype": ({"a": entry(dtype=["F32"])}, bytes(4), "has dtype"),  # type: ignore[arg-type]  # the fault
     "more fields": ({"a": entry(path="/etc/passwd")}, bytes(4), "exactly"),
     "not an entry": ({"a": 4}, bytes(4), "exactly"),
     "control in name": ({"a\nb": entry()}, bytes(4), "unusable name"),

@@ -106,7 +106,7 @@ def test_every_kind_of_record_comes_back(tmp_path: Path) -> None:
     with CONTAINER.open(tmp_path / "ckpt") as checkpoint:
         back = checkpoint.tree
         assert values(checkpoint.tensors) == values(tensor_names(tree))
-        assert back["ints"].keys() == tree["ints"].keys()  # type: ignore[attr-defined]
+        assert back["ints"].keys() == tree["ints"].keys()  # type: ignore[attr-defined]  # a tree of anything
         assert back["ints"]["$tensor"] == {"name": "ints"}
         assert isinstance(back["record"], Record) and back["record"].args[1] == b"\0\xff"
         assert math.copysign(1, back["floats"][2]) == -1

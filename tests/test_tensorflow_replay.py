@@ -27,6 +27,7 @@ pytestmark = [
 ]
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 pytest.importorskip("tensorflow")
+# Imported only where TensorFlow is: hence E402.
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 import tensorflow_driving as driving  # noqa: E402
@@ -236,7 +237,7 @@ def test_a_large_tensor_is_copied_block_by_block() -> None:
     np.testing.assert_array_equal(kept.numpy(), value)
 
 
-class Net(keras.Model):  # type: ignore[misc]
+class Net(keras.Model):  # type: ignore[misc]  # Keras has no types
     """A model that holds the recorded variables."""
 
     def __init__(self, variables: list[Any]) -> None:

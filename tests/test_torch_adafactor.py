@@ -182,7 +182,7 @@ def test_regexes_may_be_written_for_t5xs_paths() -> None:
 def test_names_are_needed() -> None:
     model = torch.nn.Linear(3, 2)
     with pytest.raises(UsageError, match="named_parameters"):
-        Adafactor(model.parameters())  # type: ignore[arg-type]
+        Adafactor(model.parameters())  # type: ignore[arg-type]  # the fault
     with pytest.raises(UsageError, match="named_parameters"):
         Adafactor([{"params": model.parameters()}])
 
@@ -264,7 +264,7 @@ def test_a_tensor_may_be_the_learning_rate() -> None:
 def test_ordinary_schedulers_set_the_rate() -> None:
     named, other = parameters(), parameters()
     optimizer, plain = make(named, lr=1.0), make(other)
-    schedule: Callable[[int], float] = lambda step: max(step, 2) ** -0.5  # noqa: E731
+    schedule: Callable[[int], float] = lambda step: max(step, 2) ** -0.5  # noqa: E731  # typed in one line
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     for step in range(5):
         train(optimizer, named, 1, step)
@@ -283,7 +283,7 @@ def test_closure_missing_and_needless_gradients() -> None:
     def closure() -> float:
         optimizer.zero_grad()
         total = named["moved"].square().sum() + named["empty"].sum()
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()  # type: ignore[no-untyped-call]  # PyTorch's is untyped
         return total.item()
 
     first, second = optimizer.step(closure), optimizer.step(closure)
@@ -342,10 +342,10 @@ def test_a_gradient_scaler_drives_it() -> None:
     named, plain = parameters(), parameters()
     optimizer, other = make(named), make(plain)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    scaler.scale(loss(named)).backward()  # type: ignore[no-untyped-call]
+    scaler.scale(loss(named)).backward()  # type: ignore[no-untyped-call]  # PyTorch's is untyped
     scaler.step(optimizer)
     scaler.update()
-    loss(plain).backward()  # type: ignore[no-untyped-call]
+    loss(plain).backward()  # type: ignore[no-untyped-call]  # PyTorch's is untyped
     other.step()
     assert_same(values(optimizer, named), values(other, plain))
     for param in named.values():

@@ -135,7 +135,7 @@ def test_attributes_of_tensors_are_noted(tmp_path: Path) -> None:
     import torch
 
     weight = torch.nn.Parameter(torch.ones(2))
-    weight.axes = "embed"  # type: ignore[attr-defined]
+    weight.axes = "embed"  # type: ignore[attr-defined]  # an attribute of a user's
     torch.save({"w": weight}, tmp_path / "a.pt")
     with CONTAINER.open(tmp_path / "a.pt") as checkpoint:
         assert "attribute axes of a tensor" in checkpoint.findings[0].what

@@ -235,7 +235,7 @@ def test_a_closure_is_called_with_gradients_on(schema: str) -> None:
     def closure() -> float:
         optimizer.zero_grad()
         total = torch.stack([param.square().sum() for param in named.values()]).sum()
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()  # type: ignore[no-untyped-call]  # PyTorch's is untyped
         return total.item()
 
     losses = [optimizer.step(closure) for _ in range(4)]
@@ -259,7 +259,7 @@ def test_a_gradient_scaler_drives_it(schema: str) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     for params, step in ((named, lambda: scaler.step(optimizer)), (plain, other.step)):
         loss = torch.stack([param.square().sum() for param in params.values()]).sum()
-        (scaler.scale(loss) if params is named else loss).backward()  # type: ignore[no-untyped-call]
+        (scaler.scale(loss) if params is named else loss).backward()  # type: ignore[no-untyped-call]  # PyTorch's is untyped
         step()
     scaler.update()
     assert differing(tensors(optimizer, named), tensors(other, plain)) == []
@@ -276,7 +276,7 @@ def test_a_compiled_step_is_the_same_step(schema: str) -> None:
     compiled = torch.compile(optimizer.step, backend="aot_eager")
     for update in range(3):
         give_grads(named, update)
-        compiled()  # type: ignore[no-untyped-call]
+        compiled()  # type: ignore[no-untyped-call]  # PyTorch's is untyped
     train(other, plain, 0, 3)
     assert differing(tensors(optimizer, named), tensors(other, plain)) == []
     torch.compiler.reset()

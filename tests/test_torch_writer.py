@@ -53,7 +53,7 @@ def test_plain_torch_load_reads_what_is_written(
 
     path = save(tmp_path / "a.pt", tree(OrderedDict))
     monkeypatch.setenv("TORCH_SERIALIZATION_DEBUG", "1")  # compares calculated offsets with true ones
-    with config.patch({"load.calculate_storage_offsets": calculated}):  # type: ignore[attr-defined]
+    with config.patch({"load.calculate_storage_offsets": calculated}):  # type: ignore[attr-defined]  # made at run time
         loaded = torch.load(path, weights_only=True, mmap=mmap)
     assert isinstance(loaded.pop("statekit"), str)
     assert type(loaded["model"]) is OrderedDict
@@ -89,6 +89,7 @@ def test_round_trip_keeps_bytes_tree_and_manifest(tmp_path: Path) -> None:
         assert "statekit" not in checkpoint.tree
         assert checkpoint.tree["plain"] == tree()["plain"]
         assert checkpoint.tree["empty"] == tree()["empty"]
+        # Tensors of a container have names; the Protocol doesn't say so.
         names = [name for name, tensor in checkpoint.tensors.items() if tensor.name != name]  # type: ignore[attr-defined]
         assert names == []
         again = save(tmp_path / "b.pt", checkpoint.tree)
@@ -152,7 +153,7 @@ def test_what_weights_only_refuses_is_named_at_once(tmp_path: Path) -> None:
 def test_a_tensor_that_gives_other_bytes_than_it_says_is_an_error(tmp_path: Path) -> None:
     whole = in_memory(np.zeros(4, np.float32))
     with pytest.raises(CommitError, match="other bytes"), staged(tmp_path / "a.pt", "file") as stage:
-        stage.stream = lambda name, tensor: iter([memoryview(bytes(12))])  # type: ignore[method-assign]
+        stage.stream = lambda name, tensor: iter([memoryview(bytes(12))])  # type: ignore[method-assign]  # the fault
         CONTAINER.write(Encoded({"w": whole}, 0), stage)
     assert list(tmp_path.iterdir()) == []
 
@@ -238,6 +239,7 @@ def test_a_manifest_that_does_not_fit_is_not_trusted(tmp_path: Path) -> None:
         (b'{"digest"', b'["digest"'),
         (b'"w": {', b'"x": {'),
     ):
+        # mypy can't infer a lambda whose defaults bind what the loop changes.
         changed = rewritten(path, lambda data, old=old, new=new: data.replace(old, new))  # type: ignore[misc]
         with CONTAINER.open(changed) as checkpoint:
             assert checkpoint.manifest is None

@@ -77,7 +77,7 @@ def assert_same(ours: Any, theirs: Any, path: str) -> int:
         return 1
     if isinstance(theirs, _Stub):
         assert isinstance(ours, Record), path
-        assert ours.name == theirs.name, path  # type: ignore[attr-defined]
+        assert ours.name == theirs.name, path  # type: ignore[attr-defined]  # told by isinstance of the other
         return assert_same(ours.state, getattr(theirs, "state", None), f"{path}.state")
     if isinstance(theirs, dict):
         assert list(ours) == list(theirs), path

@@ -41,7 +41,7 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 def run_sharded(work: Callable[..., None], folder: Path, *arguments: Any) -> None:
     """Runs a function in two processes that hold parts of everything: work(mesh, rank, folder, ...)."""
-    processes.spawn(_begin, (work, folder, arguments), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
+    processes.spawn(_begin, (work, folder, arguments), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]  # untyped in PyTorch
 
 
 def _begin(rank: int, work: Callable[..., None], folder: Path, arguments: tuple[Any, ...]) -> None:

@@ -9,7 +9,7 @@ model.compile(optimizer=optimizer, loss=...)
 
 from statekit.tensorflow.keras_backend import require_tensorflow
 
-require_tensorflow()  # before what follows imports Keras, which settles its backend for good
+require_tensorflow()  # before what follows (hence E402) imports Keras, which settles its backend for good
 
 from statekit.tensorflow.optimizers import LAMB, LANS, Adafactor, AdamW, ScaledAdam  # noqa: E402
 from statekit.tensorflow.resume import load_optimizer, load_params  # noqa: E402

@@ -14,7 +14,7 @@ def require_tensorflow() -> None:
     """
     try:
         import keras
-        import tensorflow  # noqa: F401
+        import tensorflow  # noqa: F401  # only whether it is there
     except ImportError as error:
         raise MissingExtraError(
             "TensorFlow isn't installed.", found=error, remedy="pip install 'statekit[tensorflow]'"

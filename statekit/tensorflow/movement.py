@@ -162,7 +162,7 @@ class Movement:
                 return tf.vectorized_map(one, moving) if together else one(moving)
 
             self._kernels[key] = tf.function(update, jit_compile=self.jit_compile or None, autograph=False)
-        return self._kernels[key]  # type: ignore[no-any-return]
+        return self._kernels[key]  # type: ignore[no-any-return]  # TensorFlow has no types
 
 
 def _batches(

@@ -22,7 +22,7 @@ from statekit.tensorflow.settings import KERAS, Settings, Told, by_keras, refuse
 Rate: TypeAlias = float | keras.optimizers.schedules.LearningRateSchedule | Callable[[], Any] | None
 
 
-class Engine(keras.optimizers.Optimizer):  # type: ignore[misc]
+class Engine(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras has no types
     """An optimizer of one schema. Its classes differ in the schema and the usual variant alone.
 
     Slots are variables named `<optimizer>/<path of the parameter>/<slot>`, slots of a group as a whole
