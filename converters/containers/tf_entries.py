@@ -69,7 +69,7 @@ def parse_header(data: bytes, place: object) -> int:
     Raises:
         FormatError: It isn't a header, or the data is big-endian.
     """
-    fields = dict(_fields(data, place))
+    fields = dict(fields_of(data, place))
     if fields.get(2, 0) != 0:
         raise FormatError("The checkpoint's data is big-endian.", place=place, expected="little-endian")
     shards = fields.get(1, 0)
@@ -91,7 +91,7 @@ def parse_entry(data: bytes, place: object) -> Entry:
     """
     values: dict[int, Any] = {1: 0, 2: b"", 3: 0, 4: 0, 5: 0, 6: 0}
     slices = []
-    for number, value in _fields(data, place):
+    for number, value in fields_of(data, place):
         if number == 7:
             slices.append(value)
         elif number in values:
@@ -145,11 +145,11 @@ def slice_key(name: bytes, extent: Extent) -> bytes:
 
 def _shape(data: bytes, place: object) -> Shape:
     sizes = []
-    for number, value in _fields(data, place):
+    for number, value in fields_of(data, place):
         if number == 3 and value:
             raise FormatError("A tensor has a shape of unknown rank.", place=place)
         if number == 2 and isinstance(value, bytes):
-            sizes.append(dict(_fields(value, place)).get(1, 0))
+            sizes.append(dict(fields_of(value, place)).get(1, 0))
     sane = all(isinstance(size, int) and 0 <= size < 2**63 for size in sizes) and len(sizes) <= MAX_RANK
     if not sane or math.prod(max(size, 1) for size in sizes) >= 2**60:
         raise FormatError("A tensor has an absurd shape.", place=place, found=sizes[:MAX_RANK])
@@ -157,7 +157,7 @@ def _shape(data: bytes, place: object) -> Shape:
 
 
 def _extent(data: Any, shape: Shape, place: object) -> Extent:
-    parts = [dict(_fields(value, place)) for number, value in _fields(data, place) if number == 1]
+    parts = [dict(fields_of(value, place)) for number, value in fields_of(data, place) if number == 1]
     if len(parts) != len(shape):
         raise FormatError("A slice has another rank than its tensor.", place=place, found=len(parts))
     extent = tuple((part.get(1, 0), part[2]) if 2 in part else (0, FULL) for part in parts)
@@ -167,7 +167,7 @@ def _extent(data: Any, shape: Shape, place: object) -> Extent:
     return extent
 
 
-def _fields(data: Any, place: object) -> Iterator[tuple[int, Any]]:
+def fields_of(data: Any, place: object) -> Iterator[tuple[int, Any]]:
     """Yields number and value of each field: int for varint, fixed32 and fixed64, bytes for what has a length."""
     if not isinstance(data, bytes):
         raise FormatError("An entry of an index breaks the format.", place=place)

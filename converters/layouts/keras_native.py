@@ -20,14 +20,18 @@ from statekit.checkpoint import Checkpoint
 from statekit.converters.containers.hdf5_read import ATTRIBUTES
 from statekit.converters.containers.keras_h5 import CONFIG, SAYINGS
 from statekit.converters.layouts.keras_parts import (
+    NO_RATE,
     SCHEMAS,
     VARIANT,
     Named,
     Parts,
     by_config,
     by_name,
+    kind_of,
     order_of,
+    rate_of,
     state_of,
+    usual_name,
     variables_of,
 )
 from statekit.converters.layouts.keras_slots import Kept, numbered
@@ -43,7 +47,7 @@ from statekit.converters.layouts.keras_variables import (
 from statekit.converters.layouts.told import manifest_state
 from statekit.converters.layouts.unplaced import unplaced
 from statekit.errors import StateError
-from statekit.format import Encoded, Evidence, Hints
+from statekit.format import Encoded, Evidence, Exactness, Hints
 from statekit.schema import load_schema
 from statekit.state import TrainState
 from statekit.tensor import Tensor
@@ -116,13 +120,27 @@ class Keras:
         home = home_in(state)
         kept, numbers = variables_of(state, home, self.name)
         own = {str(i): tensor for i, (_, _, tensor) in enumerate(numbers)}
-        kind = _class(state, home)
+        kind = kind_of(state, home)
         tree = model_tree(state, home, {"class": kind, "kept": asdict(kept)})
         held = tree.get(OPTIMIZER, {}).get(VARIABLES, {}).get(ATTRIBUTES)
-        name = held if home.get("class") == kind and held else {"name": _name(kind)}
+        name = held if home.get("class") == kind and held else {"name": usual_name(kind)}
         tree[OPTIMIZER] = {**tree.get(OPTIMIZER, {}), VARIABLES: {ATTRIBUTES: name, **own}}
         with_config(tree, "keras.optimizers", kind, None, _arguments(state, home, kind))
-        return Encoded(tree, state.counts.updates, dropped=unplaced(state.extra, (HOME,), "a file of Keras"))
+        unknown = kept.rate and rate_of(state) is None
+        exactness = {RATE_PLACE: (Exactness.ROUNDING, NO_RATE)} if unknown else {}
+        return Encoded(tree, state.counts.updates, exactness, left_out(state))
+
+
+RATE_PLACE = f"{OPTIMIZER}/{VARIABLES}/1"
+"""Where the learning rate lies if it does."""
+
+
+def left_out(state: TrainState) -> dict[str, str]:
+    """Returns what a file of Keras has no place for."""
+    dropped = unplaced(state.extra, (HOME,), "a file of Keras")
+    if "graph" in home_in(state):
+        dropped[f"extra/{HOME}/graph"] = "the objects of tf.train.Checkpoint that aren't parameters"
+    return dropped
 
 
 def optimizer_variables(tree: Any) -> dict[str, Tensor]:
@@ -292,23 +310,10 @@ def with_config(
     }
 
 
-def _class(state: TrainState, home: Mapping[str, Any]) -> str:
-    """Returns the class that goes on with a state: Adam only if that was it, and nothing is decayed."""
-    found = {"adafactor": "Adafactor", "lamb": "Lamb"}.get(state.optimizer.schema)
-    if found:
-        return found
-    decays = any(group.hyperparameters.get("weight_decay_rate") for group in state.optimizer.groups)
-    return "Adam" if home.get("class") == "Adam" and not decays else "AdamW"
-
-
-def _name(kind: str) -> str:
-    return {"Adam": "adam", "AdamW": "adam_w", "Lamb": "lamb", "Adafactor": "adafactor"}[kind]
-
-
 def _arguments(state: TrainState, home: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Returns the arguments of a class for a state."""
     before = by_config(config_of(home.get("tree", {})))
-    same = dict(before.config or {}) if before and before.kind == kind else {"name": _name(kind)}
+    same = dict(before.config or {}) if before and before.kind == kind else {"name": usual_name(kind)}
     groups = state.optimizer.groups
     values = dict(groups[0].hyperparameters) if groups else {}
     native = load_schema(state.optimizer.schema).native(VARIANT, values)

@@ -8,6 +8,7 @@ Source: keras-team/keras, keras/src/optimizers/base_optimizer.py, `BaseOptimizer
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -154,6 +155,7 @@ def state_of(parts: Parts, key: str, known: Known | None, hints: Hints) -> Train
         "class": parts.named.kind,
         "iteration": calls,
         "iteration_dtype": found.iteration.dtype.name,
+        "schedule": True if found.rate is None else None,
         "derived_v": derived,
         "gradient_accumulators": accumulated,
     }
@@ -202,9 +204,24 @@ def _settings(parts: Parts) -> tuple[Settings, list[str]]:
         settings = settings.over({n: v for n, v in seen.items() if n in usual}, "file")
         open_ = ", ".join(f"{n}={v}" for n, v in settings.assumed().items())
         notes.append(f"The file holds no config; assumed: {open_}.")
-    if parts.numbered.rate is not None:
-        settings = settings.over({RATE: float(parts.numbered.rate.read())}, "file")
+    rate = None if parts.numbered.rate is None else float(parts.numbered.rate.read())
+    if rate is not None and math.isfinite(rate):
+        settings = settings.over({RATE: rate}, "file")
     return settings, notes
+
+
+def kind_of(state: TrainState, home: Mapping[str, Any]) -> str:
+    """Returns the class that goes on with a state: Adam only if that was it, and nothing is decayed."""
+    found = {"adafactor": "Adafactor", "lamb": "Lamb"}.get(state.optimizer.schema)
+    if found:
+        return found
+    decays = any(group.hyperparameters.get(_DECAY) for group in state.optimizer.groups)
+    return "Adam" if home.get("class") == "Adam" and not decays else "AdamW"
+
+
+def usual_name(kind: str) -> str:
+    """Returns what an optimizer of a class is called unless it was given a name."""
+    return next(name for name, one in _NAMES.items() if one == kind)
 
 
 def order_of(state: TrainState) -> list[str]:
@@ -231,14 +248,16 @@ def variables_of(
         )
     order, faults = order_of(state), list[tuple[str, str]]()
     own = [_own(state, path, home, faults) for path in order]
-    kept = _kept(state, own, order, faults)
+    kept = _kept(state, home, own, order, faults)
     found: list[tuple[int | None, str, Tensor]] = []
     dtype = DTYPES[str(home.get("iteration_dtype", "int64"))]
     for i, name, shape in places(schema, [state.params[path].shape for path in order], kept):
         if name == ITERATION:
             found.append((i, name, in_memory(np.asarray(calls_of(state, home), dtype), ITERATION)))
         elif i is None:
-            found.append((i, name, in_memory(np.asarray(rate_of(state), np.float32), RATE)))
+            rate = rate_of(state)
+            value = np.asarray(math.nan if rate is None else rate, np.float32)
+            found.append((i, name, in_memory(value, RATE)))
         elif name in own[i]:
             found.append((i, name, own[i].pop(name)))
         elif name in ("v_row", "v_col") and not shape and len(state.params[order[i]].shape) < 2:
@@ -271,6 +290,10 @@ def calls_of(state: TrainState, home: Mapping[str, Any]) -> int:
     return calls if calls // periods == state.counts.updates else state.counts.updates * periods
 
 
+NO_RATE = "nobody said the learning rate: it is NaN, to be set before training goes on"
+"""Why the learning rate in a file isn't one."""
+
+
 def rate_of(state: TrainState) -> float | None:
     """Returns the learning rate that all groups have; None if nobody said one, or a schedule does."""
     rates = {group.hyperparameters.get(RATE) for group in state.optimizer.groups}
@@ -280,6 +303,7 @@ def rate_of(state: TrainState) -> float | None:
 
 def _kept(
     state: TrainState,
+    home: Mapping[str, Any],
     own: Sequence[Mapping[str, Tensor]],
     order: Sequence[str],
     faults: list[tuple[str, str]],
@@ -291,7 +315,8 @@ def _kept(
         found[name] = bool(having)
         if having and len(having) < len(order):
             faults.append((f"some parameters have {name} and others don't", having[0]))
-    return Kept(rate_of(state) is not None, found[AVERAGE], found[ACCUMULATOR], found["v_max"])
+    rate = rate_of(state) is not None or not home.get("schedule")
+    return Kept(rate, found[AVERAGE], found[ACCUMULATOR], found["v_max"])
 
 
 def _own(

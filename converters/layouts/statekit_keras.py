@@ -23,6 +23,7 @@ from statekit.converters.layouts.keras_native import (
     frozen_of,
     home_in,
     home_of,
+    left_out,
     model_tree,
     optimizer_variables,
     saved_order,
@@ -42,7 +43,6 @@ from statekit.converters.layouts.statekit_keras_parts import (
     paths_of,
 )
 from statekit.converters.layouts.told import manifest_state
-from statekit.converters.layouts.unplaced import unplaced
 from statekit.errors import StateError
 from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.run import stepped_variants
@@ -117,7 +117,7 @@ class StatekitKeras:
         tree[OPTIMIZER] = {**tree.get(OPTIMIZER, {}), VARIABLES: held}
         if config_of(tree) is not None:
             with_config(tree, MODULE, kind, f"statekit>{kind}", arguments(state, before))
-        return Encoded(tree, state.counts.updates, dropped=unplaced(state.extra, (HOME,), "a file of Keras"))
+        return Encoded(tree, state.counts.updates, dropped=left_out(state))
 
 
 LAYOUT = StatekitKeras()
