@@ -38,6 +38,11 @@ def places(tree: Tree) -> tuple[Path, Path] | None:
     return None if optimizer is None or model is None else (model, optimizer)
 
 
+def model_in(tree: Tree) -> Tree:
+    """Returns a model's state in a tree; the tree itself where it is nothing else."""
+    return next((at(tree, path) for path in MODELS if _is_model(at(tree, path))), tree)
+
+
 def loose(tree: Mapping[Any, Tree]) -> dict[Any, Tensor]:
     """Returns the tensors that stand at the top of a tree."""
     return {name: part for name, part in tree.items() if isinstance(part, Tensor)}
