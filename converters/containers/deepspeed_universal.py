@@ -60,6 +60,13 @@ def universal_state(
     ]
     step = _step_of(held)
     state = {name: _parameter(folder / name, shape, step, findings) for name, shape in wanted.items()}
+    every = dict.fromkeys(key for own in state.values() for key in own)
+    if gone := [f"{name}/{key}.pt" for name, own in state.items() for key in every if key not in own]:
+        raise CorruptError(
+            "A universal checkpoint lacks files that its other parameters have.",
+            place=folder,
+            found=", ".join(gone[:5]),
+        )
     engine = {key: value for key, value in held.items() if key not in _OF_RANK and key != "param_groups"}
     return state, [require(one, dict, "a group", folder / _STATE) for one in groups], engine
 
