@@ -26,10 +26,7 @@ class FastMove(Protocol):
         slots: Sequence[dict[str, torch.Tensor]],
         common: Any,
     ) -> None:
-        """Moves parameters and slots. Runs under `torch.no_grad()`.
-
-        Waits for the device only where the rule squares gradients by themselves and the kernel wouldn't overflow as
-        they do: in LAMB, and in AdamW of other variants than `torch`.
+        """Moves parameters and slots. Runs under `torch.no_grad()`, without waiting for the device.
 
         Args:
             scene: The update. `step` counts the updates that all of the batch have had before, as an int.

@@ -20,9 +20,8 @@ import torch
 from statekit.backends import Value, backend
 from statekit.optim.adam_moments import RATE
 from statekit.optim.adamw import Hyperparameters, Setting
-from statekit.optim.run import steps_for
 from statekit.optim.settings import form
-from statekit.optim.steps import Scene, Steps
+from statekit.optim.steps import Scene
 from statekit.torch.stacks import Stacks, Tensors, by_name, in_stacks, plain, squares
 
 LATE = 2.0**40
@@ -70,21 +69,17 @@ def held(rate: Value, given: Value) -> Value:
     return rate if isinstance(given, torch.Tensor) else float(rate)
 
 
-def squares_overflow(stack: torch.Tensor) -> bool:
-    """Tells whether a square in a stack of gradients may be more than float32 holds; waits for the device.
+def overflow(grad: torch.Tensor, v: torch.Tensor, direction: torch.Tensor) -> None:
+    """Makes second moments infinite, and directions 0, where a gradient's square is more than float32 holds.
 
-    The kernel multiplies with 1 - beta2 first and stays finite, where most originals square first and don't.
+    The kernel multiplies with 1 - beta2 first and stays finite; rules that square first don't. Where asking is cheap,
+    the sum of squares is asked whether there is anything to do.
     """
-    return not bool(squares(stack).isfinite().all())
-
-
-def by_text(steps: Steps, scene: Scene, own: Any, stacks: Stacks, common: Any) -> None:
-    """Moves stacks of parameters and moments by the reference text, in place."""
-    names = ("param", "grad", "m", "v")
-    for param, grad, m, v in zip(*(stacks[name].unbind() for name in names), strict=True):
-        moved, after = steps.update(scene, param, grad, {"m": m, "v": v}, own, common)
-        for held, value in ((param, moved), (m, after["m"]), (v, after["v"])):
-            held.copy_(value)
+    if grad.is_cpu and bool(squares(grad).isfinite().all()):
+        return
+    over = (grad * grad).isinf() & grad.isfinite()
+    v.masked_fill_(over, math.inf)
+    direction.masked_fill_(over, 0.0)
 
 
 @dataclass(frozen=True)
@@ -112,23 +107,16 @@ class FastAdamW:
         adam = Adam(own.beta1, own.beta2, own.epsilon * (root if beside_corrected else 1.0), root / c1)
         rate, w = held(rate, scene.rate), own.weight_decay_rate or 0.0
         named = by_name(slots, ("m", "v"))
-        squares_first = constants["second_moment_update"] != "weighted_product"
-        joined = w and constants["weight_decay_expression"] == "in_update"
-        if not squares_first and not joined:
+        if constants["weight_decay_expression"] != "in_update":
             adam(rate, params, grads, *named.values(), weight_decay=w, maximize=own.maximize)
             return
 
         def kernel(part: slice, stacks: Stacks, rooms: Tensors) -> None:
-            p, *moments = (stacks[name] for name in ("param", "grad", "m", "v"))
-            if squares_first and squares_overflow(stacks["grad"]):
-                by_text(steps_for("adamw", self.variant), scene, own, stacks, common)
-            elif joined:
-                # The kernel would round the decayed parameter by itself; here the decay joins the direction.
-                x = rooms[0].zero_()
-                adam(-1.0, [x], *([moment] for moment in moments), maximize=own.maximize)
-                p.sub_(x.add_(p, alpha=w).mul_(rate))
-            else:
-                adam(rate, [p], *([moment] for moment in moments), weight_decay=w, maximize=own.maximize)
+            # The kernel would round the decayed parameter by itself; here the decay joins the direction.
+            p, g, m, v, x = *(stacks[name] for name in ("param", "grad", "m", "v")), rooms[0].zero_()
+            adam(-1.0, [x], [g], [m], [v], maximize=own.maximize)
+            overflow(g, v, x)
+            p.sub_(x.add_(p, alpha=w).mul_(rate))
 
         in_stacks(kernel, {"param": params, **named}, {"grad": grads})
 
@@ -136,8 +124,14 @@ class FastAdamW:
 def fast_adamw(variant: str, own: Hyperparameters, param: torch.Tensor) -> FastAdamW | None:
     """Returns the fast path of a parameter, or None if it hasn't one.
 
-    The kernel loses a NaN in v_max, and m + (g - m) (1 - beta1) is closer to m than the sums that it takes.
+    The kernel loses a NaN in v_max, and m + (g - m) (1 - beta1) is closer to m than the sums that it takes. Rules that
+    square the gradient by itself have their decay in the update.
     """
+    constants = form("adamw", variant)
+    product = constants["second_moment_update"] == "weighted_product"
+    decays = constants["weight_decay_expression"] in (
+        ("product_first", "in_update") if product else ("in_update",)
+    )
     other = own.amsgrad or own.nesterov or own.epsilon_root or own.dtype_momentum not in (None, "float32")
-    fits = plain(param) and form("adamw", variant)["first_moment_update"] != "difference" and not other
-    return FastAdamW(own, variant) if fits else None
+    fits = decays and constants["first_moment_update"] != "difference" and not other
+    return FastAdamW(own, variant) if fits and plain(param) else None

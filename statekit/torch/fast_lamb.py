@@ -15,11 +15,10 @@ import torch
 from statekit.backends import backend
 from statekit.optim.adam_moments import RATE
 from statekit.optim.lamb import Hyperparameters, Setting
-from statekit.optim.run import steps_for
 from statekit.optim.settings import form
 from statekit.optim.steps import Scene
 from statekit.optim.trust_ratio import RATIO
-from statekit.torch.fast_adamw import Adam, by_text, squares_overflow
+from statekit.torch.fast_adamw import Adam, overflow
 from statekit.torch.stacks import Stacks, Tensors, along, by_name, in_stacks, plain, squares
 
 
@@ -47,11 +46,9 @@ class FastLamb:
         w = own.weight_decay_rate or 0.0
 
         def kernel(part: slice, stacks: Stacks, rooms: Tensors) -> None:
-            if squares_overflow(stacks["grad"]):
-                by_text(steps_for("lamb", self.variant), scene, own, stacks, common)
-                return
-            p, x = stacks["param"], rooms[0].zero_()
-            adam(-1.0, [x], *([stacks[name]] for name in ("grad", "m", "v")))
+            p, g, m, v, x = *(stacks[name] for name in ("param", "grad", "m", "v")), rooms[0].zero_()
+            adam(-1.0, [x], [g], [m], [v])
+            overflow(g, v, x)
             if w:
                 x.add_(p, alpha=w)
             norms = squares(p).sqrt_(), squares(x).sqrt_()
