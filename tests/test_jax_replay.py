@@ -17,10 +17,12 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 
+import statekit.jax as sj  # noqa: E402
 from goldens import GOLDEN  # noqa: E402
 from replaying import present  # noqa: E402
 from statekit.backends import Backend, backend  # noqa: E402
 from statekit.convert import open_state  # noqa: E402
+from statekit.errors import UsageError  # noqa: E402
 from statekit.jax.leaves import leaves_of  # noqa: E402
 from statekit.jax.loading import told_of  # noqa: E402
 from statekit.jax.states import State  # noqa: E402
@@ -103,6 +105,13 @@ def test_a_count_that_is_off_is_noticed() -> None:
     with open_recording(Path(GOLDEN / "t5x" / "momentum_f32")) as recording:
         found = replay(Subject(recording, "init"), backend("jax"), make=late)
     assert any(judged.outside for judged in found.judged)
+
+
+def test_an_override_that_decides_which_slots_there_are_is_refused_with_a_way_out() -> None:
+    with pytest.raises(
+        UsageError, match=r"which slots there are @ factored(.|\n)*begin anew: statekit.jax.adafactor"
+    ):
+        sj.load_optimizer(GOLDEN / "t5x" / "momentum_f32" / "checkpoint", {}, factored=False)
 
 
 def test_the_readme_goes_on_in_jax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,7 +229,10 @@ def _overridden(state: TrainState, overrides: Mapping[str, Any]) -> TrainState:
     fixed = [(name, "would change which slots there are") for name in overrides if name in _FIXED]
     if fixed:
         raise UsageError(
-            f"Overrides can't be made: {len(fixed)}.", found=fault_list([(why, name) for name, why in fixed])
+            f"Overrides can't be made: {len(fixed)}.",
+            found=fault_list([(why, name) for name, why in fixed]),
+            remedy=f"leave them as the run had them, or begin anew: statekit.jax.{state.optimizer.schema}(...)"
+            ".init(params)",
         )
     changes = dict(overrides)
     offset = changes.pop("step_offset", "keep")
