@@ -153,7 +153,8 @@ class TorchBackend:
         return self._torch.stack(list(values))
 
     def unstack(self, value: Value) -> Sequence[Value]:
-        return value.unbind()  # type: ignore[no-any-return]
+        rows: Sequence[Value] = value.unbind()
+        return rows
 
     def batched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return self._torch.vmap(function)

@@ -46,7 +46,7 @@ def rule_of(
     """Returns how an Adafactor factors a parameter, or None and why nobody can say.
 
     Args:
-        path: The parameter.
+        path: The parameter; its name in a framework may have dots for the slashes.
         shape: Its shape.
         variant: Whose rule.
         settings: The group's hyperparameters; `factored` and `min_dim_size_to_factor` count.
@@ -54,7 +54,7 @@ def rule_of(
     """
     known = {**load_schema("adafactor").settings(variant), **settings}
     factored, minimum = known["factored"], known["min_dim_size_to_factor"]
-    entry = first_entry(entries, path)
+    entry = first_entry(entries, path, path.replace(".", "/"))
     if entry is None and factored and entries and entries[0].is_regex:
         return None, "is found by no regex of factor_map"
     said = labels(entry.value) if entry else None

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from statekit.schema import OptimizerSchema, load_schema
-from statekit.torch.optimizer import UNSET, Engine, Params, Rate, Unset, given
+from statekit.settling import UNSET, Unset, given
+from statekit.torch.optimizer import Engine, Params, Rate
 
 
 @final

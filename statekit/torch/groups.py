@@ -22,28 +22,23 @@ from typing import Any, TypeAlias
 
 import torch
 
-from statekit.converters.layouts.statekit_torch_groups import RATE_NAMES, SCALE, by_other_names
+from statekit.converters.layouts.statekit_torch_groups import by_other_names
 from statekit.errors import UsageError, fault_list
-from statekit.optim.factoring import Entry, by_shape, effective, first_entry, labels, map_entries
+from statekit.optim.options import RATE_NAMES, option_faults
 from statekit.optim.settings import form
 from statekit.schema import OptimizerSchema, load_schema
-from statekit.state import Axis, Group, Rule
+from statekit.settling import EXCLUDED, MULTIPLIERS, SCALE, Faults, by_name, factor_rules, path_of
+from statekit.state import Group, Rule
 from statekit.tensor import DTYPES
 
 ParamGroup: TypeAlias = dict[str, Any]
 
-EXCLUDED = "exclude_from_weight_decay"
 _SHOWN = 40
 _RULES_REMEDY = (
     'give factor_map=[(regex, ["ROW", "COLUMN", "BATCH" or "NONE" for each axis]), ...] as in the run whose rule '
     "it is, or factored=False"
 )
 _OURS = ("params", "param_names", "lr", "schema", "variant", "step", "behind", "rules", "slots", "foreach")
-
-
-def path_of(name: str) -> str:
-    """Returns the canonical path of a parameter's name."""
-    return name.replace(".", "/")
 
 
 def check_named(group: ParamGroup, others: Sequence[ParamGroup]) -> None:
@@ -105,25 +100,21 @@ def settle(group: ParamGroup, schema: OptimizerSchema, variant: str) -> None:
             lists every one.
     """
     _refuse("The optimizer's options can't be used", list(_option_faults(group, schema, variant)))
-    factor_map = group.pop("factor_map", None)
-    faults: list[tuple[str, str]] = []
+    names: list[str] = group["param_names"]
+    faults: Faults = []
+    shapes = {name: tuple(param.shape) for name, param in zip(names, group["params"], strict=True)}
     if "rules" not in group:
-        group["rules"] = {}
-        if "v_row" in schema.slots:
-            entries = None if factor_map is None else map_entries(factor_map, "factor_map")
-            group["rules"] = {
-                name: _rule(name, tuple(param.shape), entries, group, faults)
-                for name, param in zip(group["param_names"], group["params"], strict=True)
-            }
-    if SCALE in group:
-        group[SCALE] = flags_of(SCALE, group[SCALE], group["param_names"], faults)
-    if group.get(EXCLUDED) is not None and form(schema.name, variant)["decay_exclusions"] == "mask":
-        group[EXCLUDED] = _mask(group[EXCLUDED], group["param_names"], faults)
+        rules = factor_rules(schema, variant, group, shapes, faults)
+        group["rules"] = {name: rule.to_json() for name, rule in rules.items()}
+    group.pop("factor_map", None)
+    flags = {option: group[option] for option in (SCALE, EXCLUDED) if option in group}
+    own_names = {path_of(name): name for name in names}
+    group.update(by_other_names(by_name(schema, variant, flags, names, faults), own_names))
     faults += [
         (f"isn't a parameter of the group; {key} belongs into the group that has it", name)
-        for key in ("lr_mult", "wd_mult")
+        for key in MULTIPLIERS
         for name in group.get(key) or ()
-        if path_of(name) not in map(path_of, group["param_names"])
+        if path_of(name) not in own_names
     ]
     if faults:
         raise UsageError(
@@ -134,14 +125,8 @@ def settle(group: ParamGroup, schema: OptimizerSchema, variant: str) -> None:
 
 
 def _option_faults(group: ParamGroup, schema: OptimizerSchema, variant: str) -> Iterator[tuple[str, str]]:
-    offered = (*schema.variant(variant)["defaults"], "factor_map")
-    for name in schema.hyperparameters:
-        if name not in group or name == "lr":
-            continue
-        if name not in offered or name in RATE_NAMES:
-            yield f"isn't an option of variant {variant}", name
-        elif name not in (SCALE, "factor_map") and (fault := schema.fault(name, group[name])):
-            yield f"is {group[name]!r}, {fault}", name
+    options = {name: group[name] for name in schema.hyperparameters if name in group and name != "lr"}
+    yield from option_faults(schema.name, variant, options)
     by_mask = form(schema.name, variant).get("decay_exclusions") == "mask"
     if isinstance(group.get(EXCLUDED), Mapping) and not by_mask:
         yield "is a map, expected a list of regexes", EXCLUDED
@@ -165,64 +150,6 @@ def is_rate(lr: Any) -> bool:
     if isinstance(lr, torch.Tensor):
         return lr.dim() == 0
     return lr is None or (isinstance(lr, (int, float)) and not isinstance(lr, bool) and 0 <= lr < math.inf)
-
-
-def _rule(
-    name: str,
-    shape: tuple[int, ...],
-    entries: tuple[Entry, ...] | None,
-    group: ParamGroup,
-    faults: list[tuple[str, str]],
-) -> dict[str, Any]:
-    """Returns one parameter's rule as it stands in a group."""
-    settings = {**load_schema(group["schema"]).settings(group["variant"]), **group}
-    factored, minimum = settings["factored"], settings["min_dim_size_to_factor"]
-    entry = first_entry(entries or (), name, path_of(name))
-    given = labels(entry.value) if entry else None
-    axes: tuple[Axis, ...] | None
-    if form(group["schema"], group["variant"])["factored_rank"] == "two_or_rule":
-        axes = effective(given, shape, factored, minimum)
-    else:
-        axes = given or by_shape(form(group["schema"], group["variant"]), shape, factored, minimum)
-    if entries and entry is None and entries[0].is_regex and factored:
-        faults.append(("is found by no regex of factor_map", name))
-    elif axes is None:
-        faults.append((f"has shape {shape} and no factor rule", name))
-    elif len(axes) != len(shape):
-        faults.append((f"has shape {shape}, but a factor rule for {len(axes)} axes", name))
-    return Rule(axes or (), "given").to_json()
-
-
-def flags_of(
-    option: str, value: Any, names: Sequence[str], faults: list[tuple[str, str]]
-) -> bool | dict[str, bool]:
-    """Returns an option as one bool, or one for each name; adds to `faults` the names it leaves open.
-
-    Args:
-        option: What it is called, for errors.
-        value: A bool, {name: bool}, or [(regex, bool), ...].
-        names: Names of the parameters.
-        faults: Where faults are added.
-    """
-    if isinstance(value, bool):
-        return value
-    entries = map_entries(value, option)
-    found = {}
-    for name in names:
-        entry = first_entry(entries, name, path_of(name))
-        if entry is None or not isinstance(entry.value, bool):
-            faults.append((f"{option} has no true or false for it", name))
-        else:
-            found[name] = entry.value
-    return found
-
-
-def _mask(value: Any, names: Sequence[str], faults: list[tuple[str, str]]) -> Any:
-    """Returns which parameters are kept from weight decay, by name; regexes are searched in name and path."""
-    if isinstance(value, Mapping):
-        return flags_of(EXCLUDED, value, names, faults)
-    entries = map_entries([(pattern, True) for pattern in value], EXCLUDED)
-    return {name: first_entry(entries, name, path_of(name)) is not None for name in names}
 
 
 def _refuse(subject: str, faults: Sequence[tuple[str, str]]) -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum
 from typing import Any, TypeAlias
 
 import torch
 from torch._compile import _disable_dynamo
 
-from statekit.converters.layouts.statekit_torch_groups import RATE_NAMES
 from statekit.errors import UnknownRuleError, UsageError, fault_list
 from statekit.optim.adafactor import next_decay
+from statekit.optim.options import offered
 from statekit.optim.run import steps_for
 from statekit.schema import OptimizerSchema
+from statekit.settling import LOGICAL
 from statekit.torch.groups import ParamGroup, check_named, settle
 from statekit.torch.loading import match, taken_over
 from statekit.torch.movement import move
@@ -25,26 +25,6 @@ from statekit.torch.stacks import in_own_memory, laid_together
 
 Params: TypeAlias = Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 Rate: TypeAlias = float | torch.Tensor | None
-
-
-class Unset(Enum):
-    """What an option is that nobody has given."""
-
-    UNSET = "as the variant has it"
-
-    def __repr__(self) -> str:
-        return "UNSET"
-
-
-UNSET = Unset.UNSET
-LEFT_OUT = (*RATE_NAMES, "logical_factor_rules")
-"""Hyperparameters that no group has: the rate is `lr`, and rules by logical axes are for models of T5X."""
-
-
-def given(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a constructor that were given, of those with no default but the variant's."""
-    apart = ("self", "__class__", "params", "lr", "variant", "foreach")
-    return {name: value for name, value in arguments.items() if name not in apart and value is not UNSET}
 
 
 class Engine(torch.optim.Optimizer, ABC):
@@ -69,9 +49,7 @@ class Engine(torch.optim.Optimizer, ABC):
     ) -> None:
         schema = self._schema()
         steps_for(schema.name, variant)
-        known = {
-            name: value for name, value in schema.variant(variant)["defaults"].items() if name not in LEFT_OUT
-        }
+        known = {name: value for name, value in offered(schema.name, variant).items() if name != LOGICAL}
         kept = {"lr": lr, "step": 0, "schema": schema.name, "variant": variant, "foreach": foreach}
         self._settled: dict[int, Settlement] = {}
         super().__init__(params, {**kept, **known, **options})

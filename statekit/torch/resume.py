@@ -11,24 +11,24 @@ from typing import Any, TypeAlias
 import torch
 
 from statekit.convert import open_state, with_offset
-from statekit.converters.layouts.statekit_torch_groups import RATE_NAMES, SCALE
 from statekit.errors import StateError, UsageError, fault_list
 from statekit.format import Hints
 from statekit.masters import as_params
 from statekit.optim.adafactor_forms import MOMENTUM_ON
+from statekit.optim.options import RATE_NAMES, offered
 from statekit.optim.run import stepped_variants
 from statekit.optim.settings import form
 from statekit.registry import layout
 from statekit.schema import OptimizerSchema, load_schema
+from statekit.settling import EXCLUDED, LOGICAL, SCALE, flags_of, path_of
 from statekit.state import Axis, Rule, TrainState
 from statekit.tensor import DTYPES, Cast, Filled, Tensor, widens
 from statekit.torch.adafactor import Adafactor
 from statekit.torch.adamw import AdamW
-from statekit.torch.groups import EXCLUDED, flags_of, is_rate, path_of
+from statekit.torch.groups import is_rate
 from statekit.torch.lamb import LAMB
 from statekit.torch.lans import LANS
 from statekit.torch.loading import copy_into
-from statekit.torch.optimizer import LEFT_OUT
 from statekit.torch.scaled_adam import ScaledAdam
 from statekit.torch.slots import dtype_of
 
@@ -280,12 +280,12 @@ def _rules_completed(state: TrainState) -> TrainState:
 def _overridden(state: TrainState, overrides: Mapping[str, Any]) -> TrainState:
     """Returns a state with hyperparameters as asked for, and momentum to fit them."""
     schema = load_schema(state.optimizer.schema)
-    own = schema.variant(str(state.optimizer.variant))["defaults"]
-    offered = [name for name in own if name not in (*_FIXED, *LEFT_OUT)]
+    own = offered(schema.name, str(state.optimizer.variant))
+    open_to_change = [name for name in own if name not in (*_FIXED, LOGICAL)]
     faults = [
         (fault, f"{name}={value!r}")
         for name, value in overrides.items()
-        if (fault := _override_fault(name, value, offered, schema))
+        if (fault := _override_fault(name, value, open_to_change, schema))
     ]
     if faults:
         raise UsageError(
@@ -302,10 +302,12 @@ def _overridden(state: TrainState, overrides: Mapping[str, Any]) -> TrainState:
     return _momentum_fitted(state) if {"beta1", "dtype_momentum"} & changes.keys() else state
 
 
-def _override_fault(name: str, value: Any, offered: Sequence[str], schema: OptimizerSchema) -> str:
-    if name not in offered:
+def _override_fault(name: str, value: Any, open_to_change: Sequence[str], schema: OptimizerSchema) -> str:
+    if name not in open_to_change:
         fixed = name in _FIXED and name in schema.hyperparameters
-        return "would change which slots there are" if fixed else f"expected one of {', '.join(offered)}"
+        return (
+            "would change which slots there are" if fixed else f"expected one of {', '.join(open_to_change)}"
+        )
     if name == SCALE or (name == "step_offset" and value in ("keep", "reset")):
         return ""
     return schema.fault(name, value)
@@ -317,7 +319,7 @@ def _flags_by_path(name: str, value: Any, state: TrainState) -> bool | dict[str,
     flags = flags_of(name, value, paths, faults)
     if faults:
         raise UsageError("Overrides can't be made.", found=fault_list(faults))
-    return flags
+    return flags if isinstance(flags, bool) else {path: flags[path_of(path)] for path in paths}
 
 
 def _momentum_fitted(state: TrainState) -> TrainState:

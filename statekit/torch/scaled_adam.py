@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import final
 
 from statekit.schema import OptimizerSchema, load_schema
-from statekit.torch.optimizer import UNSET, Engine, Params, Rate, Unset, given
+from statekit.settling import UNSET, Unset, given
+from statekit.torch.optimizer import Engine, Params, Rate
 
 
 @final

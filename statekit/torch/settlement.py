@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from operator import is_
@@ -12,10 +12,9 @@ from typing import Any, TypeAlias
 import torch
 
 from statekit.backends import backend
-from statekit.converters.layouts.statekit_torch_groups import RATE_NAMES
 from statekit.errors import StateError, UnknownRuleError
+from statekit.optim.options import RATE_NAMES, rate_needed
 from statekit.optim.run import steps_for
-from statekit.optim.settings import form
 from statekit.optim.steps import Steps
 from statekit.schema import load_schema
 from statekit.state import Counts, Group, Optimizer, Rule, TrainState
@@ -120,7 +119,7 @@ def settle_group(group: ParamGroup, slots: Mapping[torch.Tensor, Held]) -> Settl
         owns,
         faults,
         tuple(_batches(group, params, owns)),
-        _rate_needed(group),
+        rate_needed(group["schema"], variant, group),
         any(map(is_sharded, params.values())),
     )
 
@@ -180,17 +179,3 @@ def _batches(
     for fast, most, paths in found.values():
         for start in range(0, len(paths), most):
             yield Batch(fast, tuple(paths[start : start + most]))
-
-
-def _rate_needed(group: ParamGroup) -> bool:
-    source = form(group["schema"], group["variant"]).get("lr_source", "given")
-    own = OWN_RATE.get(source)
-    return own is None or not own({**load_schema(group["schema"]).settings(group["variant"]), **group})
-
-
-OWN_RATE: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
-    "given_or_rsqrt": lambda settings: True,
-    "given_or_relative": lambda settings: bool(settings["relative_step"]),
-    "given_or_relative_compounding": lambda settings: bool(settings["relative_step"]),
-}
-"""Whether an optimizer has a learning rate of its own if none is given, by `lr_source`."""
