@@ -300,6 +300,7 @@ class _Writing:
         self.home: Mapping[str, Any] = home if isinstance(home, Mapping) else {}
         names = self.home.get("names", {})
         self.names = {path: names.get(path) or _name(path) for path in state.params}
+        self.bare = {path: _bare(name) for path, name in self.names.items()}
         self.index: Mapping[str, Any] = self.home.get("index") or _usual_index(self.names)
 
     def tree(self) -> dict[str, Any]:
@@ -376,7 +377,7 @@ class _Writing:
         """Returns multipliers by name where the optimizer holds names, else by index."""
         known = self.home.get("attributes", {}).get("idx2name", {})
         index = {path: self.index[path] for path in factors if path in self.index}
-        return {self.names[p] if i in known else i: factors[p] for p, i in index.items()}
+        return {self.bare[p] if known.get(i) == self.bare[p] else i: factors[p] for p, i in index.items()}
 
 
 def _parts(own: Any) -> dict[str, Tensor] | None:

@@ -1,0 +1,345 @@
+"""MXNet's checkpoints: decoded as they were recorded, replayed from, written back byte for byte."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import mxnet_files
+import numpy as np
+import pytest
+from mxnet_files import array_list, attributes, states
+
+from goldens import GOLDEN, bundles
+from replaying import everywhere, present
+from statekit import registry
+from statekit.backend_numpy import NumpyBackend
+from statekit.backends import backend
+from statekit.checkpoint import Checkpoint
+from statekit.commit import staged
+from statekit.convert import convert, open_state, plan
+from statekit.converters.containers.mxnet import CONTAINER
+from statekit.converters.layouts.mxnet_optim import LANS
+from statekit.errors import InexactError, NotFoundError, StateError, UnknownFormatError
+from statekit.format import Encoded, Hints
+from statekit.inspection import inspect
+from statekit.optim.run import load, store
+from statekit.state import TrainState
+from statekit.tensor import Array, same_values
+from statekit.tree import Record
+from statekit.verify.recording import open_recording
+from statekit.verify.replay import Subject, replay
+
+ALL = [f"mxnet_lans/{path.name}" for path in bundles("mxnet_lans")]
+BOUNDS, UPDATER = "mxnet_lans/fused_bounds_clip_rescale", "mxnet_lans/updater_unfused_fp16_legacy"
+TWO, SCHEDULED = "mxnet_lans/fused_two_devices", "mxnet_lans/trainer_scheduler_unfused"
+LANS_CLASS = "mxnet.optimizer.lans.LANS"
+
+
+def recorded(case: str) -> TrainState:
+    with open_recording(GOLDEN / case) as recording:
+        step = recording.checkpoint_step
+        assert step is not None
+        state, xp = recording.state(step, recording.trajectories[0], step + 1), NumpyBackend()
+        return store(xp, load(xp, state), state)  # the file is closed from here on
+
+
+def differences(ours: TrainState, theirs: TrainState) -> list[str]:
+    """What differs in parameters and slots, dtypes included."""
+    left = dict(ours.params) | {f"{p} {n}": t for p, own in ours.slots.items() for n, t in own.items()}
+    right = dict(theirs.params) | {f"{p} {n}": t for p, own in theirs.slots.items() for n, t in own.items()}
+    assert left.keys() == right.keys()
+    return [n for n in left if left[n].dtype != right[n].dtype or not same_values(left[n], right[n])]
+
+
+def write(encoded: Encoded, target: Path) -> Path:
+    with staged(target, "folder") as stage:
+        CONTAINER.write(encoded, stage)
+        stage.commit(CONTAINER.open)
+    return target
+
+
+def changed(written: Path, original: Path) -> list[str]:
+    """The files that aren't byte for byte those of the original."""
+    files = [f.name for f in written.iterdir() if f.name != "statekit.json"]
+    assert files
+    return [name for name in files if (written / name).read_bytes() != (original / name).read_bytes()]
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_a_checkpoint_is_decoded_as_it_was_recorded_and_written_back_byte_for_byte(
+    case: str, tmp_path: Path
+) -> None:
+    source, theirs = GOLDEN / case / "checkpoint", recorded(case)
+    with open_state(source) as opened:
+        ours = opened.state
+        assert differences(ours, theirs) == []
+        assert ours.counts == theirs.counts
+        assert ours.optimizer.variant == theirs.optimizer.variant
+        for name, value in theirs.optimizer.groups[0].hyperparameters.items():
+            if ours.optimizer.groups[0].known_from.get(name) != "file":
+                assert name in ("lr_mult", "wd_mult", "learning_rate")
+                continue
+            told = {path: n for path, n in value.items() if n != 1} if name.endswith("_mult") else value
+            assert ours.optimizer.groups[0].hyperparameters[name] == told, name
+        encoded = LANS.encode(ours)
+        assert encoded.dropped == {}
+        written, again = write(encoded, tmp_path / "one"), write(encoded, tmp_path / "two")
+    assert changed(written, source) == [] and changed(again, written) == []
+    with open_state(written) as opened:
+        assert differences(opened.state, theirs) == []
+
+
+@pytest.mark.parametrize("case", present(UPDATER, TWO, SCHEDULED))
+def test_the_way_through_statekits_own_folder_loses_nothing(case: str, tmp_path: Path) -> None:
+    source = GOLDEN / case / "checkpoint"
+    convert(plan(source, tmp_path / "between", to="statekit"))
+    back = plan(tmp_path / "between", tmp_path / "back", to="mxnet")
+    assert back.exactness == 0 and back.dropped == {}
+    convert(back)
+    assert changed(tmp_path / "back", source) == []
+
+
+@pytest.mark.parametrize(("name", "case"), everywhere(ALL, (UPDATER,), present(UPDATER)))
+def test_training_goes_on_from_the_native_checkpoint(name: str, case: str) -> None:
+    with open_recording(GOLDEN / case) as recording:
+        subject = Subject(recording)
+        assert subject.obstacle() == ""
+        result = replay(subject, backend(name))
+    assert result.start == "checkpoint" and result.decoded == () and result.passed
+
+
+def test_any_of_the_files_and_their_folder_mean_one_checkpoint() -> None:
+    folder = GOLDEN / BOUNDS / "checkpoint"
+    theirs = recorded(BOUNDS)
+    for path in (folder, folder / "trainer.states", folder / "net.params"):
+        with open_state(path) as opened:
+            assert differences(opened.state, theirs) == []
+            assert (
+                "net.params" in opened.evidence[0].because or "trainer.states" in opened.evidence[0].because
+            )
+
+
+def test_of_several_files_the_telling_one_is_taken_and_the_others_are_named() -> None:
+    folder = GOLDEN / UPDATER / "checkpoint"
+    because = CONTAINER.detect(folder)
+    assert because is not None
+    assert "updater_with_optimizer.states" in because.because and "not module_style.params" in because.because
+    with CONTAINER.open(folder / "module_style.params") as opened:
+        assert all(name.startswith("arg:") for name in opened.tree["params"])
+        state = LANS.decode(opened, Hints())
+    assert set(state.params) == set(recorded(UPDATER).params)
+
+
+def test_names_of_a_module_are_written_back(tmp_path: Path) -> None:
+    folder = GOLDEN / UPDATER / "checkpoint"
+    with open_state(folder / "module_style.params") as opened:
+        written = write(LANS.encode(opened.state), tmp_path / "out")
+    assert changed(written, folder) == []
+    assert {f.name for f in written.glob("*.params")} == {"module_style.params"}
+
+
+def test_states_alone_are_anybodys(tmp_path: Path) -> None:
+    """Without an optimizer in the file the user names whose states they are, and how many updates there were."""
+    source = GOLDEN / UPDATER / "checkpoint" / "updater_states_only.states"
+    with pytest.raises(UnknownFormatError, match=r"mxnet-adam.*mxnet-lamb.*mxnet-lans"):
+        open_state(source)
+    with open_state(source, layout="mxnet-lans", hints=Hints({"begin_num_update": 3})) as opened:
+        state = opened.state
+        assert differences(state, recorded(UPDATER)) == []
+        assert state.counts == recorded(UPDATER).counts and state.optimizer.variant is None
+        assert any("mxnet_fused, mxnet_unfused, mxnet_gpu" in note for note in state.assumptions)
+        assert not any("counts" in note for note in state.assumptions)
+        written = write(LANS.encode(state), tmp_path / "out")
+    assert changed(written, source.parent) == []
+    with open_state(source, layout="mxnet-lans") as opened:
+        assert opened.state.counts.updates == 0
+        assert any("no counts" in note for note in opened.state.assumptions)
+
+
+@pytest.mark.parametrize("case", present(SCHEDULED))
+def test_a_schedule_is_kept_and_its_rate_is_not_taken_for_a_constant(case: str) -> None:
+    with open_state(GOLDEN / case / "checkpoint") as opened:
+        state = opened.state
+    schedule = state.extra["mxnet"]["attributes"]["lr_scheduler"]
+    assert isinstance(schedule, Record) and schedule.name == "mxnet.lr_scheduler.FactorScheduler"
+    assert schedule.state["count"] > 0
+    assert "learning_rate" not in state.optimizer.groups[0].hyperparameters
+    assert any("schedule" in note for note in state.assumptions)
+
+
+def test_inspect_says_what_is_assumed() -> None:
+    seen = inspect(GOLDEN / BOUNDS / "checkpoint")
+    assert seen.layout is not None and seen.layout.name == "mxnet-lans"
+    assert any("sorted by name" in note for note in seen.assumptions)
+    assert any("Multipliers" in note for note in seen.assumptions)
+
+
+PARAMS = {
+    "b.weight": np.full((2, 3), 1.5, np.float32),
+    "a.weight": np.full((2, 3), 2.5, np.float32),
+    "c.bias": np.full(4, 3.5, np.float32),
+}
+
+
+def moments(*shapes: tuple[int, ...]) -> dict[int, tuple[Array, ...]]:
+    return {
+        i: (np.full(shape, i, np.float32), np.full(shape, i + 10, np.float32))
+        for i, shape in enumerate(shapes)
+    }
+
+
+def put(folder: Path, slots: bytes, params: bytes | None = None, name: str = "x") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.states").write_bytes(slots)
+    (folder / f"{name}.params").write_bytes(array_list(PARAMS) if params is None else params)
+    return folder
+
+
+HELD = {0: 4, 1: 4, 2: 4}
+SHAPES = ((2, 3), (2, 3), (4,))
+
+
+def first(state: TrainState, path: str) -> float:
+    return float(state.slots[path]["m"].read().flat[0])
+
+
+def test_indices_count_sorted_names_in_mxnet_2_and_the_files_order_in_mxnet_1(tmp_path: Path) -> None:
+    new = states(moments(*SHAPES), (LANS_CLASS, attributes(HELD)))
+    with open_state(put(tmp_path / "new", new)) as opened:
+        assert first(opened.state, "a/weight") == 0 and first(opened.state, "b/weight") == 1
+        assert any("sorted by name" in note for note in opened.state.assumptions)
+    old = states(moments(*SHAPES), ("mxnet.optimizer.optimizer.LAMB", attributes(HELD)), 3, 2)
+    with open_state(put(tmp_path / "old", old)) as opened:
+        assert opened.layout == "mxnet-lamb"
+        assert first(opened.state, "b/weight") == 0 and first(opened.state, "a/weight") == 1
+        assert any("order of the .params file" in note for note in opened.state.assumptions)
+
+
+def test_names_in_the_optimizer_or_given_outweigh_any_order(tmp_path: Path) -> None:
+    names = {0: "b.weight", 1: "a.weight", 2: "c.bias"}
+    told = states(moments(*SHAPES), (LANS_CLASS, attributes(HELD, idx2name=names)))
+    with open_state(put(tmp_path / "told", told)) as opened:
+        assert first(opened.state, "b/weight") == 0
+        assert not any("order" in note or "sorted" in note for note in opened.state.assumptions)
+    plain = states(moments(*SHAPES), (LANS_CLASS, attributes(HELD)))
+    folder = put(tmp_path / "plain", plain)
+    with open_state(folder, hints=Hints(param_names=("b/weight", "a.weight", "c/bias"))) as opened:
+        assert first(opened.state, "b/weight") == 0
+        (tmp_path / "out").mkdir()
+        written = write(LANS.encode(opened.state), tmp_path / "out" / "x")
+    assert (written / "x.states").read_bytes() == plain
+
+
+def test_where_no_order_fits_names_are_asked_for(tmp_path: Path) -> None:
+    slots = states(moments((4,), (2, 3)), (LANS_CLASS, attributes({0: 4, 1: 4})))
+    folder = put(tmp_path / "part", slots)
+    with pytest.raises(StateError, match="--param-names"):
+        open_state(folder)
+    with open_state(folder, hints=Hints(param_names=("c.bias", "b.weight"))) as opened:
+        assert first(opened.state, "c/bias") == 0 and opened.state.group_of("a/weight") is None
+    for wrong in (("c.bias",), ("c.bias", "nobody"), ("b.weight", "c.bias")):
+        with pytest.raises(StateError, match="fit"):
+            open_state(folder, hints=Hints(param_names=wrong))
+
+
+def test_counts_of_devices_and_parameters_that_fell_behind_are_kept(tmp_path: Path) -> None:
+    slots = moments(*SHAPES)
+    held = attributes({0: 7, 1: 5, 2: 7}, begin_num_update=2, num_update=9)
+    held["_all_index_update_counts"] = {0: {}, 3: held["_all_index_update_counts"][0]}
+    held["lr_mult"] = {1: 0.5}
+    data = states(slots, (LANS_CLASS, held))
+    with open_state(put(tmp_path / "behind", data)) as opened:
+        counts = opened.state.counts
+        assert (counts.updates, counts.schedule, counts.behind) == (5, 9, {"b/weight": 3})
+        assert opened.state.optimizer.groups[0].hyperparameters["lr_mult"] == {"b/weight": 0.5}
+        written = write(LANS.encode(opened.state), tmp_path / "out")
+    assert (written / "x.states").read_bytes() == data
+
+
+@pytest.mark.parametrize(("device", "variant"), [((1, 0), "mxnet_fused"), ((2, 1), "mxnet_gpu")])
+def test_arrays_say_which_kernels_ran(tmp_path: Path, device: tuple[int, int], variant: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mxnet_files.record, "__defaults__", (3, device))
+        data = states(moments(*SHAPES), (LANS_CLASS, attributes(HELD)))
+    with open_state(put(tmp_path / "x", data)) as opened:
+        assert opened.state.optimizer.variant == variant
+        written = write(LANS.encode(opened.state), tmp_path / "out")
+    assert (written / "x.states").read_bytes() == data
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
+def test_every_protocol_of_pickle_is_read(tmp_path: Path, protocol: int) -> None:
+    slots = moments((2, 3), (2, 3), (400,))
+    params = array_list({**PARAMS, "c.bias": np.zeros(400, np.float32)})
+    data = states(slots, (LANS_CLASS, attributes(HELD)), protocol)
+    with open_state(put(tmp_path / "x", data, params)) as opened:
+        for i, path in enumerate(("a/weight", "b/weight", "c/bias")):
+            np.testing.assert_array_equal(opened.state.slots[path]["m"].read(), slots[i][0])
+            np.testing.assert_array_equal(opened.state.slots[path]["v"].read(), slots[i][1])
+
+
+def test_steps_of_a_folder_are_found_by_the_numbers_of_their_names(tmp_path: Path) -> None:
+    for step in (8, 12, 100):
+        held = dict.fromkeys(HELD, step)
+        put(
+            tmp_path / "run", states(moments(*SHAPES), (LANS_CLASS, attributes(held))), name=f"net-{step:04d}"
+        )
+    with CONTAINER.open(tmp_path / "run") as opened:
+        assert opened.step == 100 and opened.meta["steps"] == [8, 12, 100]
+    with open_state(tmp_path / "run", step=12) as state:
+        assert state.state.counts.updates == 12
+    with pytest.raises(NotFoundError, match="8, 12, 100"):
+        CONTAINER.open(tmp_path / "run", 9)
+    with pytest.raises(NotFoundError, match="another step"):
+        CONTAINER.open(tmp_path / "run" / "net-0012.states", 8)
+    shutil.copy(tmp_path / "run" / "net-0008.params", tmp_path / "one.params")
+    shutil.copy(tmp_path / "run" / "net-0012.params", tmp_path / "two.params")
+    shutil.copy(tmp_path / "run" / "net-0012.states", tmp_path / "net.states")
+    with pytest.raises(NotFoundError, match=r"one\.params, two\.params"):
+        CONTAINER.open(tmp_path / "net.states")
+
+
+def test_states_without_parameters_are_listed_but_make_no_state(tmp_path: Path) -> None:
+    (tmp_path / "x.states").write_bytes(states(moments(*SHAPES), (LANS_CLASS, attributes(HELD))))
+    with CONTAINER.open(tmp_path / "x.states") as opened:
+        assert set(opened.tensors) == {f"states/{i}/{j}" for i in range(3) for j in range(2)}
+        with pytest.raises(StateError, match=r"\.params"):
+            LANS.decode(opened, Hints())
+    seen = inspect(tmp_path / "x.states")
+    assert seen.layout is None and len(seen.others) == 6
+
+
+@pytest.mark.parametrize("name", ["mxnet-lans", "mxnet-lamb", "mxnet-adam"])
+def test_what_mxnet_cannot_hold_is_refused_with_every_reason(name: str, tmp_path: Path) -> None:
+    layout = registry.layout(name)
+    slots = moments(*SHAPES)
+    held = attributes(HELD)
+    last = {"mxnet-lans": "lans.LANS", "mxnet-lamb": "lamb.LAMB", "mxnet-adam": "adam.Adam"}[name]
+    with open_state(put(tmp_path / "x", states(slots, (f"mxnet.optimizer.{last}", held)))) as opened:
+        assert opened.layout == name
+        state = opened.state
+        less = {path: {n: t for n, t in own.items() if n != "m"} for path, own in state.slots.items()}
+        with pytest.raises(InexactError, match="expected m, v"):
+            layout.encode(dataclasses.replace(state, slots=less))
+        other = registry.layout("mxnet-lans" if name != "mxnet-lans" else "mxnet-adam")
+        with pytest.raises(InexactError, match="only"):
+            other.encode(state)
+
+
+def test_a_state_of_another_system_becomes_a_trainers_files(tmp_path: Path) -> None:
+    """Without MXNet's own extra: numbered by sorted names, in numpy mode, and no learning rate but a given one."""
+    with open_state(GOLDEN / BOUNDS / "checkpoint") as opened:
+        state = dataclasses.replace(opened.state, extra={"rng": {"seed": 1}})
+        bare = {k: v for k, v in state.optimizer.groups[0].hyperparameters.items() if k != "learning_rate"}
+        group = dataclasses.replace(state.optimizer.groups[0], hyperparameters=bare)
+        state = dataclasses.replace(state, optimizer=dataclasses.replace(state.optimizer, groups=(group,)))
+        encoded = LANS.encode(state)
+        assert list(encoded.dropped) == ["extra/rng"]
+        assert encoded.tree["optimizer"].state["lr"] is None
+        written = write(encoded, tmp_path / "out")
+    with CONTAINER.open(written) as again:
+        assert isinstance(again, Checkpoint)
+        assert again.tree["files"]["params"]["form"] == "npz"
+        assert differences(LANS.decode(again, Hints()), recorded(BOUNDS)) == []
