@@ -125,7 +125,8 @@ def open_state(
             meaning, why = registry.layout(layout), Evidence(0, "named by the user")
         else:
             meaning, why = registry.detect_layout(checkpoint)
-        return OpenState(checkpoint, meaning.name, (seen, why), meaning.decode(checkpoint, hints))
+        state = registry.decoded(meaning, checkpoint, hints)
+        return OpenState(checkpoint, meaning.name, (seen, why), state)
     except BaseException:
         checkpoint.close()
         raise

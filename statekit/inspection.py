@@ -229,7 +229,7 @@ def inspect(
         opened = replace(opened, findings=(*checkpoint.findings, *_manifest_faults(checkpoint)))
         try:
             layout, because = _layout(checkpoint, request.layout)
-            state = layout.decode(checkpoint, request.hints)
+            state = registry.decoded(layout, checkpoint, request.hints)
         except (UnknownFormatError, StateError) as error:
             if request.layout or request.hints != Hints():
                 raise

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import cast
 
 from statekit.checkpoint import Checkpoint
-from statekit.errors import NotFoundError, UnknownFormatError
-from statekit.format import Container, Evidence, Layout
+from statekit.errors import NotFoundError, StateError, StatekitError, UnknownFormatError
+from statekit.format import Container, Evidence, Hints, Layout
+from statekit.state import TrainState
 
 CONTAINERS = "statekit.containers"
 LAYOUTS = "statekit.layouts"
@@ -79,6 +80,29 @@ def detect_layout(checkpoint: Checkpoint) -> tuple[Layout, Evidence]:
     found = [(lay, e) for lay in map(layout, layout_names()) if (e := lay.detect(checkpoint)) is not None]
     best = _best([(lay.name, e) for lay, e in found], f"{checkpoint.path}", "layout", "--layout")
     return found[best]
+
+
+def decoded(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    """Decodes a checkpoint by a layout, which may be one that somebody named for names that aren't its own.
+
+    Raises:
+        StateError: The checkpoint's names aren't the layout's.
+        UsageError: A hint that the schema doesn't know.
+    """
+    try:
+        return layout.decode(checkpoint, hints)
+    except StatekitError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        if layout.detect(checkpoint) is not None:
+            raise
+        raise StateError(
+            "The checkpoint hasn't the names of this layout.",
+            place=checkpoint.path,
+            expected=layout.title,
+            found=f"{type(error).__name__}: {error}",
+            remedy="leave out --layout: the names say which it is",
+        ) from error
 
 
 def _best(found: list[tuple[str, Evidence]], place: str, kind: str, option: str) -> int:
