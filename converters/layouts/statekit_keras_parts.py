@@ -185,7 +185,7 @@ def _groups(
     own: Own, variant: str | None, paths: tuple[str, ...], rate: Tensor | None, known: Known | None
 ) -> tuple[tuple[Group, ...], list[str]]:
     """Returns the groups in the order in which the optimizer has them."""
-    if known is not None and known.groups:
+    if known is not None and known.groups and known.variant == variant:
         told = tuple(Group(one.paths, one.told.values, one.told.known_from) for one in known.groups)
         return told, list(known.assumptions)
     value = None if rate is None else float(rate.read())

@@ -252,15 +252,18 @@ class Engine(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras has no 
         """Returns all variables by their names in files."""
         found = {v.path.rpartition("/")[2]: v for v in (self._iterations, self._learning_rate) if _is_own(v)}
         held = {path: dict(own) for path, own in self.slots().items()}
-        theirs = {
-            "average": "_model_variables_moving_average",
-            "gradient_accumulator": "_accumulated_gradients",
-        }
-        for slot, attribute in theirs.items():
-            for variable, own in zip(self._trainable_variables, getattr(self, attribute, ()), strict=False):
-                if own is not None:
-                    held.setdefault(self._canonical(variable), {})[slot] = own
+        kept = (self.averages(), self._kept_by_keras("gradient_accumulator", "_accumulated_gradients"))
+        for path, own in (item for each in kept for item in each.items()):
+            held.setdefault(path, {}).update(own)
         return found | {_key(path, slot): v for path, own in held.items() for slot, v in own.items()}
+
+    def averages(self) -> dict[str, dict[str, Any]]:
+        """Returns the averages of the parameters by their paths, as `{"average": variable}`."""
+        return self._kept_by_keras("average", "_model_variables_moving_average")
+
+    def _kept_by_keras(self, name: str, attribute: str) -> dict[str, dict[str, Any]]:
+        pairs = zip(self._trainable_variables, getattr(self, attribute, ()), strict=False)
+        return {self._canonical(variable): {name: own} for variable, own in pairs if own is not None}
 
     def slots(self) -> dict[str, dict[str, Any]]:
         """Returns the slots of each parameter by its path and their names; of groups as a whole by `groups/<i>`."""

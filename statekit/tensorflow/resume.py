@@ -196,7 +196,8 @@ def _trainable(variables: Variables) -> list[Any]:
 
 def _targets(optimizer: Engine, state: TrainState, place: object) -> list[tuple[Any, Tensor]]:
     """Returns each variable of an optimizer with what is copied into it."""
-    mine = {(path, name): v for path, own in optimizer.slots().items() for name, v in own.items()}
+    held = (*optimizer.slots().items(), *optimizer.averages().items())
+    mine = {(path, name): v for path, own in held for name, v in own.items()}
     groups = [group for group in state.optimizer.groups if any((p in optimizer.slots()) for p in group.paths)]
     theirs = {
         (path, name): t

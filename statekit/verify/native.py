@@ -34,7 +34,12 @@ def native_state(path: Path, said: TrainState) -> Iterator[TrainState]:
     """
     with _opened(path, said) as opened:
         state = _moved(_renamed(opened.state, said), said)
-        params = {name: _widened(tensor, said.params.get(name)) for name, tensor in state.params.items()}
+        moved = {path for group in state.optimizer.groups for path in group.paths}
+        params = {
+            name: _widened(tensor, said.params.get(name))
+            for name, tensor in state.params.items()
+            if name in said.params or name in moved  # a recording has no parameters that nothing moves
+        }
         yield told(replace(state, params=params), said)
 
 
@@ -49,11 +54,15 @@ def told(state: TrainState, said: TrainState) -> TrainState:
 
 
 def _opened(path: Path, said: TrainState) -> OpenState:
+    names = tuple(name for group in said.optimizer.groups for name in group.paths)
     try:
-        return open_state(path, hints=Hints())
+        opened = open_state(path, hints=Hints())
     except StateError:  # it may only number its parameters
-        names = tuple(name for group in said.optimizer.groups for name in group.paths)
         return open_state(path, hints=Hints(param_names=names))
+    if {*names} <= _renamed(opened.state, said).params.keys():
+        return opened
+    opened.checkpoint.close()  # it may number those of some layers
+    return open_state(path, hints=Hints(param_names=names))
 
 
 def _renamed(state: TrainState, said: TrainState) -> TrainState:
