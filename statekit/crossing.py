@@ -156,6 +156,7 @@ def cross(state: TrainState, source: str, target: str) -> Crossing:
     optimizer = replace(state.optimizer, variant=target, groups=tuple(groups))
     counts = replace(state.counts, updates=state.counts.updates - shift)
     moved, refactored = _refactored(replace(state, optimizer=optimizer, counts=counts), target)
+    moved = _relabelled(moved, target)
     worst_first = sorted([*found.values(), *refactored], key=lambda one: -one.exactness)
     return Crossing(source, target, moved, tuple(worst_first), tuple(made_up))
 
@@ -331,3 +332,24 @@ def _refactored(state: TrainState, target: str) -> tuple[TrainState, list[Differ
     said = f"v of {len(done)} parameters ({', '.join(done[:3])}{', ...' if len(done) > 3 else ''})"
     lost = [Difference(said, "full", "averaged into v_row and v_col", Exactness.STATISTICS)] if done else []
     return replace(state, slots=slots, rules=rules), lost
+
+
+def _relabelled(state: TrainState, target: str) -> TrainState:
+    """Returns a state whose labels are the target's, where both average the same two axes and call them otherwise.
+
+    What a square matrix is written as, and read again, would else depend on whose labels the reader takes.
+    """
+    form = load_schema(state.optimizer.schema).variant(target)["constants"]
+    slots, rules = {**state.slots}, {**state.rules}
+    for path, rule in state.rules.items():
+        if not rule.factored or "tie_break" not in form:
+            continue
+        swapped = tuple(_SWAPPED.get(axis, axis) for axis in rule.axes)
+        if swapped == by_shape(form, state.params[path].shape, True):
+            names = {"v_row": "v_col", "v_col": "v_row"}
+            slots[path] = {names.get(name, name): slot for name, slot in state.slots.get(path, {}).items()}
+            rules[path] = replace(rule, axes=swapped)
+    return replace(state, slots=slots, rules=rules)
+
+
+_SWAPPED = {Axis.ROW: Axis.COLUMN, Axis.COLUMN: Axis.ROW}
