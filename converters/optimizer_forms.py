@@ -32,6 +32,19 @@ def is_flat(node: Any) -> bool:
     )
 
 
+def is_nested(node: Any) -> bool:
+    """Tells whether a part of a tree is an optimizer by index or by name."""
+    if not isinstance(node, Mapping) or not {"state", "param_groups"} <= node.keys():
+        return False
+    groups, state = node["param_groups"], node["state"]
+    return (
+        isinstance(groups, list | tuple)
+        and all(isinstance(one, Mapping) and isinstance(one.get("params"), list | tuple) for one in groups)
+        and isinstance(state, Mapping)
+        and all(isinstance(own, Mapping) for own in state.values())
+    )
+
+
 def nested_form(optimizer: Mapping[str, Any], names: Iterable[str]) -> tuple[Mapping[str, Any], Form] | None:
     """Returns an optimizer with `state` and `param_groups`, and the form that it was in.
 
@@ -53,6 +66,37 @@ def nested_form(optimizer: Mapping[str, Any], names: Iterable[str]) -> tuple[Map
         int(i) if isinstance(i, str) and i.isdecimal() and len(i) < 10 else i: own for i, own in state.items()
     }
     return {**optimizer, "state": numbered}, "index"
+
+
+def by_name(optimizer: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Any, str]] | None:
+    """Returns an optimizer under the names that its groups give its indices, and name by index; None if they don't."""
+    names: dict[Any, str] = {}
+    for group in optimizer["param_groups"]:
+        own = group.get("param_names")
+        if not isinstance(own, list) or len(own) != len(group["params"]):
+            return None
+        names |= zip(group["params"], own, strict=True)
+    if not all(isinstance(i, int) for i in names) or not optimizer["state"].keys() <= names.keys():
+        return None
+    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in optimizer["param_groups"]]
+    return {
+        **optimizer,
+        "state": {names[i]: own for i, own in optimizer["state"].items()},
+        "param_groups": groups,
+    }, names
+
+
+def by_index(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns an optimizer under the indices of its parameters over all groups; undoes `by_name`."""
+    params = [param for group in optimizer["param_groups"] for param in group["params"]]
+    if not params or not all(isinstance(param, str) for param in params):
+        return optimizer
+    index = {name: i for i, name in enumerate(params)}
+    groups = [
+        {**group, "params": [index[name] for name in group["params"]]} for group in optimizer["param_groups"]
+    ]
+    state = {index.get(name, name): own for name, own in optimizer["state"].items()}
+    return {**optimizer, "state": state, "param_groups": groups}
 
 
 def flat_form(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Tree]:

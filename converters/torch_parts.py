@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from statekit.converters.optimizer_forms import is_flat
+from statekit.converters.optimizer_forms import is_flat, is_nested
 from statekit.tensor import Tensor
 from statekit.tree import Path, Tree
 
@@ -81,17 +81,7 @@ def at(tree: Tree, path: Path) -> Any:
 
 
 def _is_optimizer(node: Any) -> bool:
-    if is_flat(node):
-        return True
-    if not isinstance(node, Mapping) or not {"state", "param_groups"} <= node.keys():
-        return False
-    groups, state = node["param_groups"], node["state"]
-    return (
-        isinstance(groups, list | tuple)
-        and all(isinstance(one, Mapping) and isinstance(one.get("params"), list | tuple) for one in groups)
-        and isinstance(state, Mapping)
-        and all(isinstance(own, Mapping) for own in state.values())
-    )
+    return is_flat(node) or is_nested(node)
 
 
 def _is_model(node: Any) -> bool:

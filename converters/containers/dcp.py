@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from statekit.converters.containers.dcp_values import Files, read_values
 from statekit.converters.containers.dcp_write import write_dcp
 from statekit.converters.containers.step_files import files_beside
 from statekit.converters.containers.torch_names import named
+from statekit.converters.optimizer_forms import by_name, is_nested
 from statekit.errors import NotFoundError
 from statekit.format import Encoded, Evidence
 from statekit.manifest import FILE, find_manifest, read_small, tensor_faults
@@ -136,6 +137,11 @@ def step_folder(path: Path, step: int | None, mark: str, what: str) -> tuple[Pat
     return found[number], number, list(found)
 
 
+def _renamed(name: str, renamed: Mapping[str, str]) -> str:
+    head, slash, slot = name.rpartition("/")
+    return renamed.get(f"{head}{slash}", f"{head}{slash}") + slot
+
+
 @dataclass(frozen=True)
 class Dcp:
     """The folders of torch.distributed.checkpoint."""
@@ -179,6 +185,17 @@ class Dcp:
             findings=(*notes, *findings),
             on_close=folder.files.close,
         )
+
+    def fitted(self, encoded: Encoded) -> Encoded:
+        """Returns a state whose optimizers are by name, as torch.distributed.checkpoint.state_dict gathers them."""
+        tree, renamed = dict(encoded.tree), dict[str, str]()
+        for place, part in encoded.tree.items():
+            found = by_name(part) if is_nested(part) else None
+            if found:
+                tree[place], names = found
+                renamed |= {f"{place}/state/{i}/": f"{place}/state/{name}/" for i, name in names.items()}
+        exactness = {_renamed(name, renamed): why for name, why in encoded.exactness.items()}
+        return replace(encoded, tree=tree, exactness=exactness)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes a folder that `torch.distributed.checkpoint.load` reads.

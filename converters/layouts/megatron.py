@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from statekit.checkpoint import Checkpoint
+from statekit.converters.layouts.statekit_torch import is_plain
 from statekit.converters.layouts.torch_optim import BY_NAME
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.format import Encoded, Evidence, Hints
@@ -33,8 +34,10 @@ _STATE = "optimizer.state."
 _SLOTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": MASTER, "param": MASTER}
 """Slot in a key -> slot of torch.optim, or the master."""
 _MASTER_KEY = "fp32_param"
-_OBJECTS, _IN_SCALER, _MASTER_NAME = "megatron_objects", "megatron_mixed_precision", "megatron_master"
-"""Keys in `extra`: what is cut and no tensor; whether the optimizer lies beside a scaler; what masters are called."""
+_COMMON, _OBJECTS = "megatron_common", "megatron_objects"
+"""Keys in `extra`: what lies in common.pt beside the optimizer; what is cut and no tensor."""
+_IN_SCALER, _MASTER_NAME = "megatron_mixed_precision", "megatron_master"
+"""Keys in `extra`: whether the optimizer lies beside a scaler; what masters are called."""
 _MULTIPLIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 _STACKED = re.compile(r"(^|\.)layers\.(?!\d)")
 _RULE = (
@@ -63,6 +66,7 @@ class MegatronAdam:
     title: str = "Adam of Megatron-Core, with float32 masters where the model has less"
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"adamw": ("torch",)})
     containers: tuple[str, ...] = ("megatron",)
+    keeps_masters: bool = True
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at the keys of what is cut."""
@@ -87,9 +91,8 @@ class MegatronAdam:
         if optimizer is None or parts.unknown:
             raise _unknown(checkpoint, parts.unknown)
         moved = [name for name in parts.model if name in parts.state] or list(parts.model)
-        groups, notes = _grouped(
-            optimizer["param_groups"], {name: parts.model[name].shape for name in moved}, checkpoint
-        )
+        shapes = {name: parts.model[name].shape for name in moved}
+        groups, notes = _grouped(optimizer["param_groups"], shapes, checkpoint)
         step = _step(optimizer)
         state = {
             name: {"step": step, **{_SLOTS[slot]: t for slot, t in own.items() if _SLOTS[slot] != MASTER}}
@@ -98,7 +101,6 @@ class MegatronAdam:
         tree = {
             "model": dict(parts.model),
             "optimizer": {"state": state, "param_groups": groups},
-            COMMON: _without_optimizer(common),
         }
         found = BY_NAME.decode(replace(checkpoint, tree=tree), hints)
         masters = {
@@ -109,8 +111,11 @@ class MegatronAdam:
         }
         called = next((slot for own in parts.state.values() for slot in own if _SLOTS[slot] == MASTER), None)
         extra = {
-            _OBJECTS: parts.objects, _IN_SCALER: "param_groups" not in common["optimizer"], _MASTER_NAME: called,
-        }  # fmt: skip
+            _COMMON: _without_optimizer(common),
+            _OBJECTS: parts.objects,
+            _IN_SCALER: "param_groups" not in common["optimizer"],
+            _MASTER_NAME: called,
+        }
         return replace(
             found,
             slots={path: {**own, **masters.get(path, {})} for path, own in found.slots.items()},
@@ -131,10 +136,12 @@ class MegatronAdam:
                 found=", ".join(f"{path}: {n}" for path, n in list(state.counts.behind.items())[:_SHOWN]),
             )
         bare = {path: {k: t for k, t in own.items() if k != MASTER} for path, own in state.slots.items()}
-        extra = {k: v for k, v in state.extra.items() if k not in (_OBJECTS, _IN_SCALER, _MASTER_NAME)}
+        extra = {
+            k: v for k, v in state.extra.items() if k not in (_COMMON, _OBJECTS, _IN_SCALER, _MASTER_NAME)
+        }
         encoded = BY_NAME.encode(replace(state, slots=bare, extra=extra))
         model, optimizer = encoded.tree.pop("model"), encoded.tree.pop("optimizer")
-        groups = [_with_multipliers(group) for group in optimizer["param_groups"]]
+        groups = [_with_multipliers(group, state.counts.updates) for group in optimizer["param_groups"]]
         _check_groups(groups, {name: tensor.shape for name, tensor in model.items()})
         steps = [own.pop("step") for own in optimizer["state"].values()]
         sharded: dict[str, Tree] = dict(model)
@@ -148,7 +155,7 @@ class MegatronAdam:
             "state": {"common_step": steps[0]} if steps else {},
             "param_groups": [{k: v for k, v in group.items() if k != "params"} for group in groups],
         }
-        kept = encoded.tree.pop(COMMON, {})
+        kept = {k: part for k, part in state.extra.get(_COMMON, {}).items() if is_plain(part)}
         beside = kept.pop("optimizer", {})
         common = {
             "optimizer": {**beside, "optimizer": inner}
@@ -158,10 +165,14 @@ class MegatronAdam:
             "checkpoint_version": 3.0,
             **kept,
         }
-        dropped = {
-            **encoded.dropped,
-            **{f"extra/torch/{name}": "the file has no place for it" for name in encoded.tree},
+        reason = "a torch file that loads with weights_only can't hold it"
+        lost = {
+            f"extra/{_COMMON}/{k}": reason
+            for k in state.extra.get(_COMMON, {})
+            if k not in (*kept, "optimizer")
         }
+        others = {f"extra/torch/{name}": "the file has no place for it" for name in encoded.tree}
+        dropped = {**encoded.dropped, **lost, **others}
         return replace(
             encoded,
             tree={COMMON: common, SHARDED: {**sharded, **state.extra.get(_OBJECTS, {})}},
@@ -261,15 +272,15 @@ def _has_no_decay(name: str, shape: Shape) -> bool:
     return name.endswith(".bias") or len(shape) - bool(_STACKED.search(name)) == 1
 
 
-def _with_multipliers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a group with what Megatron-Core finds it again by."""
+def _with_multipliers(group: Mapping[str, Any], updates: int) -> dict[str, Any]:
+    """Returns a group with what Megatron-Core finds it again by, and with its count if it has one."""
     usual = {
         "wd_mult": 0.0 if group.get("weight_decay") == 0 else 1.0,
         "lr_mult": 1.0,
         "is_expert_parallel": False,
         "is_decoupled_lr": False,
     }
-    return {**usual, **group}
+    return {**usual, **group, **({"step": updates} if "step" in group else {})}
 
 
 def _check_groups(groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Shape]) -> None:

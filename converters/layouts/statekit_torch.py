@@ -33,6 +33,7 @@ from statekit.converters.layouts.statekit_torch_groups import (
     looks_ours,
     moved_names,
 )
+from statekit.converters.optimizer_forms import by_index
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.run import stepped_variants
@@ -66,7 +67,7 @@ class StatekitTorch:
 
     name: str = "statekit-torch"
     title: str = "model, optimizer and step of a run with an optimizer of statekit.torch, by parameter name"
-    containers: tuple[str, ...] = ("torch", "hf-trainer", "accelerate", "safetensors")
+    containers: tuple[str, ...] = ("torch", "dcp", "hf-trainer", "accelerate", "safetensors")
 
     @property
     def variants(self) -> Mapping[str, tuple[str, ...]]:
@@ -121,7 +122,7 @@ class StatekitTorch:
         of_groups = extra.pop(GROUPS, [])
         dropped = {
             name: "a torch file that loads with weights_only can't hold it"
-            for key, part in extra.items()
+            for key, part in [*extra.items(), *((f"{BESIDE}/{key}", part) for key, part in beside.items())]
             if not is_plain(part)
             for name in _leaf_names(key, part)
         }
@@ -135,7 +136,7 @@ class StatekitTorch:
             "paths": {name: path for path, name in names.items()},
             "assumptions": list(state.assumptions),
             "extra": {key: part for key, part in extra.items() if is_plain(part)},
-            **beside,
+            **{key: part for key, part in beside.items() if is_plain(part)},
         }
         return Encoded(tree, state.counts.updates, dropped=dropped)
 
@@ -166,7 +167,7 @@ def _decoded(tree: Any, faults: list[tuple[str, str]]) -> TrainState | None:
         return None
     ours = tree.get("optimizer_class") in CLASSES.values()
     own = {key: tree[key] for key in _FORMS if ours and key in tree}
-    model, optimizer = tree.get("model"), tree["optimizer"]
+    model, optimizer = tree.get("model"), by_index(tree["optimizer"])
     faults += [("has another form", key) for key, part in own.items() if not isinstance(part, _FORMS[key])]
     if not isinstance(model, Mapping):
         faults.append(("there are no parameters", "model"))

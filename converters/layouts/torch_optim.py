@@ -90,6 +90,8 @@ _PIECES = (
     "Matrices have a whole second moment: the optimizer saw flat pieces of them, as under FSDP1 and ZeRO, whose size "
     "its clipping and its parameter scale went by."
 )
+_GATHERED = ("dcp",)
+"""Containers in which an optimizer by name is nothing special."""
 _BY_NAME = "torch_by_name"
 """Key in `extra`: whether the state lies under names."""
 _INFORMATION = "torch_information"
@@ -109,7 +111,7 @@ class TorchOptim:
     variants: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: {"adamw": ("torch",), "adafactor": ("hf", "torch")}
     )
-    containers: tuple[str, ...] = ("torch", "hf-trainer", "accelerate", "safetensors", "fsdp1-ranks")
+    containers: tuple[str, ...] = ("torch", "hf-trainer", "accelerate", "safetensors", "dcp", "fsdp1-ranks")
     form: Form | None = None
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
@@ -119,7 +121,7 @@ class TorchOptim:
         forms = (self.form,) if self.form else ("index", "name")
         if parts is None or kind is None or parts.form not in forms:
             return None
-        if self.form and checkpoint.container not in self.containers:
+        if self.form == "name" and checkpoint.container not in _GATHERED:
             return None
         because = f"groups with {', '.join(kind.options)}"
         return Evidence(21, f"{because}, {_SAID[parts.form]}") if self.form else Evidence(20, because)
@@ -342,12 +344,12 @@ LAYOUT = TorchOptim()
 BY_NAME = TorchOptim(
     "torch-fqn",
     "torch.optim's AdamW and Adafactor, Hugging Face's Adafactor: by name, as get_state_dict gathers them",
-    containers=("dcp",),
+    containers=("torch", "dcp"),
     form="name",
 )
 FLAT = TorchOptim(
     "torch-fqn-flat",
     "the same flat, an entry for each parameter's option, as flatten_optimizer_state_dict asks for",
-    containers=("dcp", "torch", "dcp-safetensors"),
+    containers=("torch", "dcp", "dcp-safetensors"),
     form="flat",
 )
