@@ -47,13 +47,20 @@ class Found:
 
 
 def looks_ours(optimizer: Any) -> bool:
-    """Tells whether every parameter group has the keys that mark ours."""
+    """Tells whether every parameter group has the keys that mark ours.
+
+    Rules may be lacking beside a schema: torch.distributed.checkpoint saves no empty dict.
+    """
     groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
     return (
         isinstance(groups, list)
         and bool(groups)
-        and all(isinstance(group, Mapping) and group.keys() >= {*_OURS} for group in groups)
+        and all(isinstance(group, Mapping) and {*_OURS} <= {*group, *_absent(group)} for group in groups)
     )
+
+
+def _absent(group: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("rules",) if "schema" in group else ()
 
 
 def moved_names(optimizer: Mapping[str, Any]) -> list[str]:
@@ -238,7 +245,7 @@ class _Part:
 
     def rules(self, paths: Names, faults: Faults) -> Iterator[tuple[str, Rule]]:
         for name in self.names:
-            if name not in self.values["rules"]:
+            if name not in self.values.get("rules", {}):
                 continue
             try:
                 rule = Rule.from_json(self.values["rules"][name])
