@@ -1,0 +1,447 @@
+"""The laws that every container obeys; whoever writes a container inherits them.
+
+    from statekit.testing.containers import LAWS, Sample, Trial
+
+    @pytest.mark.parametrize("law", LAWS)
+    def test_my_container_obeys(law: str, tmp_path: Path) -> None:
+        sample = Sample("mine", Path("checkpoint-of-the-original.xyz"))
+        LAWS[law](Trial(MyContainer(), sample, tmp_path))
+
+A law is a function of a trial, i.e. of a container and a checkpoint that the original system wrote, and raises
+AssertionError with what was found. It works on a copy of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from statekit.checkpoint import Checkpoint
+from statekit.commit import staged
+from statekit.errors import StatekitError
+from statekit.format import Container, Encoded
+from statekit.tensor import DTYPES, Index, Tensor, chunks, in_memory, nbytes, whole
+from statekit.testing.damage import Damage, damages, files_of, poisons, restored, within_budget
+from statekit.testing.trees import mapped
+from statekit.tree import Tree, to_json, walk
+
+Values: TypeAlias = Mapping[str, tuple[str, tuple[int, ...], bytes]]
+"""Name -> dtype, shape and bytes."""
+
+LEAST = 16
+"""Bytes of a tensor that is looked for in files: fewer are found by chance."""
+LARGE = 16 * 2**20
+"""Bytes of a tensor that opening must not read."""
+LITTLE = 4 * 2**20
+"""Bytes that opening may read, however large the tensors are."""
+THOROUGH = 24
+"""At how many places a file is damaged when no effort is spared."""
+FILES = 3
+"""How many files are damaged for each place that is damaged in them."""
+SMALL_BLOCK = 64
+"""Bytes of the blocks in which tensors are read, to see that blocks are parts of a whole."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A checkpoint that the original system wrote, and what its format leaves open.
+
+    Attributes:
+        container: Name of its container.
+        path: The checkpoint.
+        root: The folder that holds all its files, where that is more than `path`.
+        unchecked: Globs of files in which a flipped bit may change what is read: the format has no checksum there.
+        optional: Globs of files that a checkpoint of its kind may lack.
+        plain: Whether values lie in the files as they do in memory, apart from all that opening reads.
+        writes: What the container makes of the same tree: the `same` bytes again and again; the bytes of another
+            library, which come `anew` each time; or `nothing`, as it can't write all that the sample holds.
+    """
+
+    container: str
+    path: Path
+    root: Path | None = None
+    unchecked: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    plain: bool = True
+    writes: Literal["same", "anew", "nothing"] = "same"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """All that a checkpoint holds."""
+
+    values: Values
+    view: Any
+    findings: frozenset[str]
+
+    @staticmethod
+    def of(checkpoint: Checkpoint) -> Contents:
+        """Reads everything."""
+        values = {
+            name: (tensor.dtype.name, tensor.shape, tensor.read().tobytes())
+            for name, tensor in checkpoint.tensors.items()
+        }
+        return Contents(values, to_json(checkpoint.tree), frozenset(f.what for f in checkpoint.findings))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A container and a checkpoint of it.
+
+    Attributes:
+        container: The container.
+        sample: A checkpoint.
+        work: A folder for copies.
+        peers: The containers that it is told from.
+        effort: How many of the sample's files are damaged, and at how many places each; 0 is all of them.
+    """
+
+    container: Container
+    sample: Sample
+    work: Path
+    peers: tuple[Container, ...] = ()
+    effort: int = 4
+    _kept: dict[str, Path] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def root(self) -> Path:
+        """A copy of all that the sample is made of."""
+        original = self.sample.root or self.sample.path
+        copy = self.work / "copy" / original.name
+        copy.parent.mkdir()
+        shutil.copytree(original, copy) if original.is_dir() else shutil.copy(original, copy)
+        return copy
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint in the copy."""
+        return self.root / self.sample.path.relative_to(self.sample.root or self.sample.path)
+
+    @property
+    def writes(self) -> bool:
+        """Whether the sample can be written again."""
+        return self.container.target_kind is not None and self.sample.writes != "nothing"
+
+    @cached_property
+    def contents(self) -> Contents:
+        """All that the sample holds."""
+        return self.read()
+
+    def read(self) -> Contents:
+        """Opens the copy and reads everything."""
+        with self.container.open(self.path) as opened:
+            return Contents.of(opened)
+
+    @property
+    def victims(self) -> list[Path]:
+        """The files that are damaged: all, or as many as the effort allows, evenly spread."""
+        files = files_of(self.root)
+        few = FILES * self.effort
+        return [files[i] for i in sorted({len(files) * k // few for k in range(few)})] if few else files
+
+    def name_of(self, file: Path) -> str:
+        """Returns the name of a file of the copy, as globs see it."""
+        return file.relative_to(self.root).as_posix() if file != self.root else file.name
+
+    def write(self, tree: Tree, step: int | None, folder: str) -> Path:
+        """Writes a tree as a checkpoint of the container, and returns where."""
+        (self.work / folder).mkdir()
+        target = self.work / folder / f"written{next(iter(self.container.suffixes), '')}"
+        assert self.container.target_kind is not None
+        with staged(target, self.container.target_kind) as stage:
+            self.container.write(Encoded(tree, step or 0), stage)
+            stage.commit(self.container.open)
+        return target
+
+
+Law: TypeAlias = Callable[[Trial], None]
+
+
+def is_told_from_others(trial: Trial) -> None:
+    """Its checkpoint is detected, with a reason, and no other container is as sure of it."""
+    evidence = trial.container.detect(trial.path)
+    assert evidence is not None, "doesn't detect its own checkpoint"
+    assert evidence.specificity > 0 and evidence.because, f"detects it without a reason: {evidence}"
+    for peer in trial.peers:
+        other = peer.detect(trial.path) if peer.name != trial.container.name else None
+        surer = other is not None and other.specificity >= evidence.specificity
+        assert not surer, f"{peer.name} is as sure: {other}, and {trial.container.name}: {evidence}"
+
+
+def passes_over_what_is_not_its(trial: Trial) -> None:
+    """Whatever else a path may be: nothing is detected, and opening it is a typed error."""
+    places = trial.work / "foreign"
+    places.mkdir()
+    (places / "folder").mkdir()
+    (places / "folder" / "notes.txt").write_text("nothing of interest\n")
+    (places / "empty").mkdir()
+    suffix = next(iter(trial.container.suffixes), "")
+    (places / f"empty{suffix or '.bin'}").write_bytes(b"")
+    (places / f"text{suffix}").write_text("nothing of interest\n" * 100)
+    (places / f"noise{suffix}").write_bytes(np.random.default_rng(0).bytes(5000))
+    (places / "dangling").symlink_to(places / "nothing")
+    os.mkfifo(places / f"pipe{suffix}")
+    for path in [*sorted(places.iterdir()), places / "missing", places / "missing" / "deeper"]:
+        with within_budget():
+            evidence = trial.container.detect(path)
+        assert evidence is None, f"takes {path.name} for its own: {evidence}"
+        found = _outcome(trial.container, path)
+        assert isinstance(found, StatekitError), f"opens {path.name}: {found!r}"
+
+
+def describes_what_it_holds(trial: Trial) -> None:
+    """Names, shapes and dtypes are known before reading and are those of the values; the rest can be shown as JSON."""
+    with trial.container.open(trial.path) as opened:
+        assert opened.container == trial.container.name, f"says it is a {opened.container}"
+        assert opened.tensors, "holds no tensors"
+        json.dumps([to_json(opened.tree), to_json(dict(opened.meta))], allow_nan=False)
+        for name, tensor in opened.tensors.items():
+            value = tensor.read()
+            assert tensor.dtype.name in DTYPES, f"{name} has a dtype of its own: {tensor.dtype}"
+            told = (tensor.shape, tensor.dtype)
+            assert (value.shape, value.dtype) == told, f"{name} is {value.shape} {value.dtype}, told {told}"
+            assert value.dtype.isnative, f"{name} has the byte order of another machine"
+            assert len(tensor.grain) == len(tensor.shape), f"{name} has a grain of another rank"
+            json.dumps(tensor.to_json(), allow_nan=False)
+    assert trial.read() == trial.contents, "holds something else when it is opened again"
+
+
+def blocks_are_parts_of_the_whole(trial: Trial) -> None:
+    """Whatever block is asked for: it is what the whole tensor has there."""
+    with trial.container.open(trial.path) as opened:
+        for name, tensor in opened.tensors.items():
+            value = tensor.read()
+            for index in _blocks(tensor):
+                block = tensor.read(index)
+                assert block.tobytes() == value[index].tobytes(), f"{name}{list(index)} isn't in the whole"
+            joined = b"".join(block.tobytes() for block in chunks(tensor, _limit(tensor)))
+            assert joined == value.tobytes(), f"{name} isn't its blocks"
+
+
+def _limit(tensor: Tensor) -> int:
+    """Returns a size that cuts a tensor into several blocks, but few."""
+    return max(SMALL_BLOCK, nbytes(tensor) // 10)
+
+
+def _blocks(tensor: Tensor) -> Iterator[Index]:
+    shape = tensor.shape
+    yield whole(shape)
+    yield tuple(slice(0, 0) for _ in shape)
+    yield tuple(slice(n // 2, n) for n in shape)
+    yield tuple(slice(n // 3, n - n // 3) for n in shape)
+    yield tuple(slice(max(n - 1, 0), n) for n in shape)
+
+
+def opens_without_values(trial: Trial) -> None:
+    """Other bytes where the values lie change nothing that opening tells; reading notices them, or reads them.
+
+    Opening may notice them too where values lie among what it reads: in small files that a manifest proves.
+    """
+    found = _spans(trial)
+    assert found or not trial.sample.plain, "no tensor's values lie in the files as they are"
+    for file, spans in found.items():
+        before = file.read_bytes()
+        with restored(file, before):
+            file.write_bytes(_inverted(before, spans))
+            _require_noise(trial, file, spans)
+
+
+def _spans(trial: Trial) -> dict[Path, dict[str, tuple[int, int]]]:
+    """Returns, by file and tensor, where values lie that are there once only."""
+    files = {file: file.read_bytes() for file in files_of(trial.root)}
+    found: dict[Path, dict[str, tuple[int, int]]] = {}
+    for name, (_, _, data) in trial.contents.values.items():
+        holders = [file for file, held in files.items() for _ in range(held.count(data))]
+        if len(data) >= LEAST and len(holders) == 1:
+            start = files[holders[0]].index(data)
+            found.setdefault(holders[0], {})[name] = (start, start + len(data))
+    return found
+
+
+def _inverted(data: bytes, spans: Mapping[str, tuple[int, int]]) -> bytes:
+    mask = np.zeros(len(data), np.uint8)  # tensors may share their bytes
+    for start, stop in spans.values():
+        mask[start:stop] = 0xFF
+    return (np.frombuffer(data, np.uint8) ^ mask).tobytes()
+
+
+def _require_noise(trial: Trial, file: Path, spans: Mapping[str, tuple[int, int]]) -> None:
+    where = trial.name_of(file)
+    try:
+        opened = trial.container.open(trial.path)
+    except StatekitError as error:
+        assert not trial.sample.plain, f"opening reads the values in {where}: {error}"
+        return
+    with opened:
+        if {finding.what for finding in opened.findings} - trial.contents.findings:
+            return
+        assert to_json(opened.tree) == trial.contents.view, f"tells something else by the values in {where}"
+        for name in spans:
+            try:
+                value = opened.tensors[name].read().tobytes()
+            except StatekitError:
+                continue
+            if value == trial.contents.values[name][2] and not trial.sample.plain:
+                continue  # a database keeps what it no longer reads
+            assert value != trial.contents.values[name][2], f"{name} isn't read from {where}"
+            assert _may_change(trial, file), f"{name} is read from {where} without a look at its checksum"
+
+
+def opens_large_in_little(trial: Trial) -> None:
+    """Opening reads a little, however large a tensor is, if the container can write one."""
+    if not trial.writes:
+        return
+    with trial.container.open(trial.path) as opened:
+        target = trial.write(*_enlarged(opened), "large")
+    before = _bytes_read()
+    with trial.container.open(target) as again:
+        read = _bytes_read() - before
+        assert any(nbytes(tensor) >= LARGE for tensor in again.tensors.values()), "isn't large"
+    assert read <= LITTLE, f"opening reads {read} bytes"
+
+
+def _enlarged(opened: Checkpoint) -> tuple[Tree, int | None]:
+    """Returns a checkpoint's tree in which one tensor has become large: a parameter rather than part of something."""
+    leaves = [(path, leaf) for path, leaf in walk(opened.tree) if isinstance(leaf, Tensor) and nbytes(leaf)]
+    _, small = min(leaves, key=lambda one: (one[1].dtype.kind not in "fV", len(one[0]), -nbytes(one[1])))
+    rest = nbytes(small) // (small.shape or (1,))[0]
+    random = np.random.default_rng(0).bytes(-(-LARGE // rest) * rest)
+    large = in_memory(np.frombuffer(random, small.dtype).reshape(-1, *small.shape[1:]))
+    return mapped(opened.tree, lambda leaf: large if leaf is small else leaf), opened.step
+
+
+def _bytes_read() -> int:
+    """Returns how many bytes this process has read from files, by whatever call."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def comes_back_as_written(trial: Trial) -> None:
+    """What it wrote it detects, and reads with the same tree and the same bits."""
+    if not trial.writes:
+        return
+    with trial.container.open(trial.path) as opened:
+        tree, step = opened.tree, opened.step
+        target = trial.write(tree, step, "once")
+        assert trial.container.detect(target), "doesn't detect what it wrote"
+        with trial.container.open(target) as again:
+            found = Contents.of(again)
+    assert found.values == trial.contents.values, f"other tensors: {_unlike(found, trial.contents)}"
+    assert found.view == trial.contents.view, "the tree is another one"
+    assert not found.findings, f"is odd: {set(found.findings)}"
+
+
+def writes_the_same_twice(trial: Trial) -> None:
+    """Two writes give equal files, where statekit writes the bytes itself."""
+    if not trial.writes or trial.sample.writes == "anew":
+        return
+    with trial.container.open(trial.path) as opened:
+        first, second = (trial.write(opened.tree, opened.step, folder) for folder in ("one", "two"))
+    names = [[file.relative_to(target) for file in files_of(target)] for target in (first, second)]
+    assert names[0] == names[1], f"other files: {set(names[0]) ^ set(names[1])}"
+    unlike = [f"{name}" for name in names[0] if (first / name).read_bytes() != (second / name).read_bytes()]
+    assert not unlike, f"other bytes the second time: {unlike}"
+
+
+def notices_damage(trial: Trial) -> None:
+    """Whatever befalls a file: a typed error, or the same contents, or a finding; in time, in little memory.
+
+    A flipped bit may change what the format has no checksum for, and a file may be missing that needn't be there.
+    """
+    sound, broken = trial.contents, []
+    for file in trial.victims:
+        data = file.read_bytes()
+        for damage in damages(data, trial.effort or THOROUGH):
+            with restored(file, data):
+                damage.apply(file)
+                found = _outcome(trial.container, trial.path)
+            if not _noticed(trial, file, damage, found, sound):
+                what = f"{found!r}" if isinstance(found, BaseException) else _unlike(found, sound)
+                broken.append(f"{trial.name_of(file)} {damage.what}: {what}")
+    assert not broken, f"{len(broken)} damages:\n" + "\n".join(broken[:20])
+
+
+def _noticed(
+    trial: Trial, file: Path, damage: Damage, found: Contents | BaseException, sound: Contents
+) -> bool:
+    if isinstance(found, BaseException):
+        return isinstance(found, StatekitError)
+    if found.findings - sound.findings or (found.values, found.view) == (sound.values, sound.view):
+        return True
+    if damage.flips:
+        return _may_change(trial, file)
+    less = found.values.items() <= sound.values.items()
+    return damage.loses and less and _matches(trial.name_of(file), trial.sample.optional)
+
+
+def runs_no_code(trial: Trial) -> None:
+    """A pickle that calls for code, in place of a file or inside of it, calls nothing."""
+    canary, broken = trial.work / "canary", []
+    for file in trial.victims:
+        data = file.read_bytes()
+        for poison in poisons(data, canary):
+            with restored(file, data):
+                poison.apply(file)
+                found = _outcome(trial.container, trial.path)
+            if canary.exists():
+                canary.unlink()
+                broken.append(f"{trial.name_of(file)} {poison.what}, which runs")
+            if isinstance(found, BaseException) and not isinstance(found, StatekitError):
+                broken.append(f"{trial.name_of(file)} {poison.what}: {found!r}")
+    assert not broken, "\n".join(broken[:20])
+
+
+LAWS: Mapping[str, Law] = {
+    law.__name__: law
+    for law in (
+        is_told_from_others,
+        passes_over_what_is_not_its,
+        describes_what_it_holds,
+        blocks_are_parts_of_the_whole,
+        opens_without_values,
+        opens_large_in_little,
+        comes_back_as_written,
+        writes_the_same_twice,
+        notices_damage,
+        runs_no_code,
+    )
+}
+
+
+def _outcome(container: Container, path: Path) -> Contents | BaseException:
+    """Detects, opens and reads a checkpoint; returns what it holds, or the error that says why not."""
+    try:
+        with within_budget():
+            container.detect(path)
+            with container.open(path) as opened:
+                return Contents.of(opened)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return error
+
+
+def _may_change(trial: Trial, file: Path) -> bool:
+    return _matches(trial.name_of(file), trial.sample.unchecked)
+
+
+def _matches(name: str, globs: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def _unlike(found: Contents, sound: Contents) -> str:
+    names = [n for n in {**sound.values, **found.values} if found.values.get(n) != sound.values.get(n)]
+    if not names:
+        return "another tree"
+    return f"{len(names)} other tensors: " + ", ".join(
+        f"{n} {(sound.values.get(n) or ('absent',))[:2]} -> {(found.values.get(n) or ('absent',))[:2]}"
+        for n in names[:2]
+    )

@@ -1,0 +1,233 @@
+"""A checkpoint of every kind that a container reads, with what its format leaves open and what its names mean.
+
+Whoever adds a container or a layout adds a row, and has its conformance tests. The systems' own checkpoints are
+recordings; statekit's are written when they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from goldens import GOLDEN
+from statekit import registry
+from statekit.commit import staged
+from statekit.format import Hints
+from statekit.plan import NO_HINTS
+from statekit.testing.containers import Sample
+from statekit.testing.layouts import made_state
+
+Write = Callable[[Path], Path]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A checkpoint.
+
+    Attributes:
+        name: Its place among the recordings, or what was written.
+        sample: The checkpoint, and what its container can't notice.
+        layout: Name of the layout of its names.
+        hints: What the layout must be told.
+        write: Writes it into a folder, if it isn't recorded.
+    """
+
+    name: str
+    sample: Sample
+    layout: str
+    hints: Hints = NO_HINTS
+    write: Write | None = None
+
+    def found(self, folder: Path) -> Sample:
+        """Returns the sample, written into a folder if it must be."""
+        return replace(self.sample, path=self.write(folder)) if self.write else self.sample
+
+    @property
+    def here(self) -> bool:
+        """Whether it is at hand: the compact copy of the recordings lacks some."""
+        return self.write is not None or (self.sample.root or self.sample.path).exists()
+
+
+def recorded(
+    container: str,
+    layout: str,
+    place: str,
+    within: str = "",
+    *,
+    unchecked: tuple[str, ...] = (),
+    optional: tuple[str, ...] = (),
+    plain: bool = True,
+    writes: Literal["same", "anew", "nothing"] = "same",
+    hints: Hints = NO_HINTS,
+) -> Row:
+    """Makes a row of a place among the recordings; `within` says what in that folder is opened."""
+    root = GOLDEN / place
+    sample = Sample(container, root / within, root, unchecked, optional, plain, writes)
+    return Row(f"{place}/{within}" if within else place, sample, layout, hints)
+
+
+def written(
+    container: str,
+    layout: str,
+    schema: str,
+    variant: str,
+    *,
+    unchecked: tuple[str, ...] = (),
+    optional: tuple[str, ...] = (),
+    writes: Literal["same", "anew"] = "same",
+) -> Row:
+    """Makes a row of a state that statekit writes."""
+
+    def write(folder: Path) -> Path:
+        home, state = registry.container(container), made_state(schema, variant)
+        target = folder / f"written{next(iter(home.suffixes), '')}"
+        assert home.target_kind is not None
+        with staged(target, home.target_kind) as stage:
+            home.write(registry.layout(layout).encode(state), stage)
+            stage.commit(home.open)
+        return target
+
+    sample = Sample(container, Path(), None, unchecked, optional, False, writes)
+    return Row(schema, sample, layout, Hints(variant=variant), write)
+
+
+ANYWHERE = ("*",)
+"""For formats without a checksum."""
+T5X = ("checkpoint", "*/.zarray")
+"""An index of msgpack and the headers of arrays have no checksum, gzip has one."""
+ZARR = ("*/.zarray", "*/_METADATA", "*/[0-9]*")
+"""Chunks of Orbax' own compressor have none."""
+VALUES = ("*.safetensors",)
+OPTIONS = ("optimizer_hyperparameters.json",)
+MXNET = ("*.params", "*.states")
+"""Either may lie alone."""
+TRAINER = (
+    "model.safetensors",
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state*.pth",
+    "training_args.bin",
+    "*.json",
+)
+ACCELERATE = ("optimizer.bin", "scheduler.bin", "random_states_*.pkl")
+
+ALL = (
+    written("statekit", "statekit", "adafactor", "t5x"),
+    recorded("t5x", "t5x", "t5x/momentum_f32/checkpoint/checkpoint_4", unchecked=T5X),
+    recorded("t5x", "t5x", "t5x/multi_optimizer/checkpoint/checkpoint_4", unchecked=T5X),
+    recorded("t5x", "t5x", "t5x_checkpoints/sharded_2x2/legacy", unchecked=ANYWHERE),
+    recorded("orbax", "t5x", "t5x/momentum_f32/checkpoint_orbax/checkpoint_4", plain=False, writes="anew"),
+    recorded(
+        "orbax", "optax", "optax_adafactor/adafactor_orbax_v1/checkpoint/ckpt", plain=False, writes="anew"
+    ),
+    recorded(
+        "orbax",
+        "optax",
+        "optax_adafactor/adamw_bf16mu_manager_multiitem/checkpoint/run",
+        plain=False,
+        writes="nothing",
+    ),
+    recorded(
+        "orbax", "optax", "optax_adafactor/lamb_pytree_noocdbt/checkpoint/ckpt", unchecked=ZARR, writes="anew"
+    ),
+    written("orbax", "optax", "lamb", "optax", writes="anew"),
+    written("flax", "optax", "adamw", "optax"),
+    written("accelerate", "torch-optim", "adamw", "torch", unchecked=VALUES, optional=ACCELERATE),
+    written("keras-h5", "statekit-keras", "scaled_adam", "zip2025", unchecked=ANYWHERE),
+    written("dcp-safetensors", "torch-fqn-flat", "adamw", "torch", unchecked=VALUES, optional=OPTIONS),
+    written("dcp", "torch-fqn-flat", "adamw", "torch", unchecked=(".metadata",)),
+    written("mxnet", "mxnet-lamb", "lamb", "mxnet_fused", unchecked=ANYWHERE, optional=MXNET),
+    written("orbax", "statekit-jax", "adafactor", "t5x", writes="anew"),
+    recorded("flax", "optax", "optax_adafactor/adamw_flax_msgpack/checkpoint", unchecked=ANYWHERE),
+    recorded("torch", "torch-optim", "torch_adafactor/adafactor_bf16/checkpoint", "checkpoint.pt"),
+    recorded(
+        "torch", "torch-optim", "torch_formats/adamw_legacy/checkpoint", "checkpoint.pt", unchecked=ANYWHERE
+    ),
+    recorded("torch", "torch-optim", "torch_formats/adafactor_lightning/checkpoint", "epoch=0-step=4.ckpt"),
+    recorded("torch", "icefall", "scaled_adam/zipformer2025_bf16/checkpoint", "checkpoint-4.pt"),
+    recorded("torch", "icefall", "scaled_adam/gptsovits_basic/checkpoint", "checkpoint-6.pt"),
+    written("torch", "statekit-torch", "scaled_adam", "zip2025"),
+    recorded("tf-bundle", "t2t", "t2t/late_bf16_encoded_beta1/checkpoint"),
+    recorded("tf-bundle", "t2t", "t2t/late_beta1_scaled_extlr/checkpoint"),
+    recorded("tf-bundle", "t2t", "t2t/late_partitioned_unfactored/checkpoint"),
+    recorded("tf-bundle", "mesh-tf", "mesh_tf/adafactor_bf16_master_t5/checkpoint"),
+    recorded("tf-bundle", "mesh-tf-adam", "mesh_tf/adamw_2device_stacked_sharded/checkpoint"),
+    written("tf-bundle", "tf-adam", "adamw", "tf1"),
+    recorded("keras-h5", "keras", "keras/adafactor_default/checkpoint/model.weights.h5", unchecked=ANYWHERE),
+    recorded("keras", "keras", "keras/adamw_ema_schedule_clip/checkpoint/model.keras"),
+    recorded(
+        "mxnet",
+        "mxnet-lans",
+        "mxnet_lans/fused_bounds_clip_rescale/checkpoint",
+        unchecked=ANYWHERE,
+        optional=MXNET,
+    ),
+    recorded(
+        "dcp", "torch-fqn", "torch_formats/adafactor_dcp_single/checkpoint/dcp", unchecked=(".metadata",)
+    ),
+    recorded(
+        "dcp",
+        "torch-fqn",
+        "torch_formats/adamw_fsdp1_sharded_dcp/checkpoint/dcp",
+        plain=False,
+        unchecked=(".metadata",),
+    ),
+    recorded(
+        "dcp-safetensors",
+        "torch-fqn-flat",
+        "torch_formats/adafactor_dcp_hf_safetensors/checkpoint/hf",
+        unchecked=VALUES,
+        optional=OPTIONS,
+    ),
+    recorded("deepspeed", "deepspeed", "torch_formats/adamw_deepspeed_bf16_zero1/checkpoint/global_step4"),
+    recorded(
+        "deepspeed", "deepspeed", "torch_formats/adamw_deepspeed_bf16_zero1/checkpoint/global_step4_universal"
+    ),
+    recorded(
+        "deepspeed", "deepspeed", "torch_formats/adamw_deepspeed_zero3/checkpoint/global_step4", plain=False
+    ),
+    recorded(
+        "megatron",
+        "megatron",
+        "torch_formats/adamw_megatron_core/checkpoint/iter_0000004",
+        unchecked=(".metadata",),
+    ),
+    recorded("fsdp1-ranks", "torch-optim", "torch_formats/adamw_fsdp1_rank_local_flat/checkpoint"),
+    written("keras-h5", "keras", "lamb", "keras", unchecked=ANYWHERE),
+    written("mxnet", "mxnet-adam", "adamw", "mxnet_unfused", unchecked=ANYWHERE, optional=MXNET),
+    written("tf-bundle", "tf2-keras", "adamw", "keras"),
+    written("tf-bundle", "tf2-t2t", "adafactor", "t2t_late"),
+    written("tf-bundle", "tf2-adam", "adamw", "tf1"),
+    written("tf-bundle", "tf2-statekit", "scaled_adam", "zip2025"),
+    recorded(
+        "hf-trainer",
+        "torch-optim",
+        "torch_formats/adamw_trainer/checkpoint/checkpoint-4",
+        unchecked=VALUES,
+        optional=TRAINER,
+    ),
+    recorded(
+        "accelerate",
+        "torch-optim",
+        "torch_formats/adafactor_accelerate/checkpoint/checkpoint_0",
+        unchecked=VALUES,
+        optional=ACCELERATE,
+    ),
+    recorded(
+        "safetensors",
+        "torch-optim",
+        "hf_adafactor/fixedlr_scale_beta1_wd/checkpoint",
+        unchecked=VALUES,
+        optional=TRAINER,
+    ),
+    recorded(
+        "safetensors",
+        "torch-optim",
+        "torch_formats/adamw_safetensors_shards/checkpoint",
+        unchecked=VALUES,
+        optional=TRAINER,
+    ),
+)
+ROWS = tuple(row for row in ALL if row.here)
