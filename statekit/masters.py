@@ -71,11 +71,12 @@ class Proven:
 def as_params(state: TrainState) -> tuple[TrainState, dict[str, str]]:
     """Returns a state whose masters are its parameters, and what that leaves behind, with the reason.
 
-    A state of a variant that has masters of its own stays as it is.
+    A state of a variant that has masters of its own, or may, stays as it is.
     """
     slot = load_schema(state.optimizer.schema).slots.get(MASTER)
     masters = {path: own[MASTER] for path, own in state.slots.items() if MASTER in own}
-    if not masters or slot is None or state.optimizer.variant in slot.aliases:
+    keepers = slot.aliases if slot else {}
+    if not masters or (keepers and state.optimizer.variant in (None, *keepers)):
         return state, {}
     params = {path: _proven(masters, path, tensor) for path, tensor in state.params.items()}
     slots = {
