@@ -98,7 +98,7 @@ def states(
     protocol: int = 4,
     generation: int = 3,
 ) -> bytes:
-    """A `.states` as CPython pickles it: arrays, or tuples of them, by index, and the optimizer: class and attributes."""
+    """A `.states` as CPython pickles it: arrays, or tuples of them, by index; the optimizer by class and attributes."""
     with mxnet(*((optimizer[0],) if optimizer else ())) as classes:
         made = classes["NDArray"]
 
