@@ -24,10 +24,10 @@ _STATE, _GROUPS = "state.", "param_groups."
 
 
 def is_flat(node: Any) -> bool:
-    """Tells whether a part of a tree is an optimizer in the flat form."""
+    """Tells whether a part of a tree is an optimizer in the flat form; options may be missing."""
     return (
         isinstance(node, Mapping)
-        and any(isinstance(key, str) and key.startswith(_GROUPS) for key in node)
+        and bool(node)
         and all(isinstance(key, str) and key.startswith((_STATE, _GROUPS)) for key in node)
     )
 
@@ -140,7 +140,8 @@ def _nested(flat: Mapping[str, Any], names: set[str]) -> dict[str, Any] | None:
             groups.append({**own, "params": [name]})
         else:
             same["params"].append(name)
-    return {"state": state, "param_groups": groups}
+    bare = [name for name in state if name not in options]
+    return {"state": state, "param_groups": [*groups, *([{"params": bare}] if bare else [])]}
 
 
 def _owner(rest: str, names: set[str]) -> str | None:

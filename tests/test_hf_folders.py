@@ -339,6 +339,33 @@ def test_tied_weights_count_once_and_stay_tied(tmp_path: Path) -> None:
         assert same_values(opened.tensors["model/head"], opened.tensors["model/embed"])
 
 
+def test_slots_without_options_tell_their_optimizer(tmp_path: Path) -> None:
+    """PyTorch's own writer saves tensors only."""
+    names = {"adamw": ("exp_avg", "exp_avg_sq"), "hf": ("exp_avg_sq", "RMS"), "torch": ("variance",)}
+    for variant, slots in names.items():
+        model = arrays(a=(3,), b=(2,))
+        step = in_memory(np.asarray(4, np.float32))
+        held = {f"optim.state.{n}.{slot}": one for n, one in model.items() for slot in slots}
+        steps = {f"optim.state.{n}.step": step for n in model}
+        folder = tmp_path / variant
+        folder.mkdir()
+        with (folder / "model.safetensors").open("wb") as file:
+            save_safetensors(
+                {**model, **held, **steps}, file, lambda _, one: [memoryview(one.read().tobytes())], {}
+            )
+        assert container_of(folder) == "dcp-safetensors"
+        with open_state(folder) as opened:
+            state = opened.state
+            assert state.optimizer.schema == ("adamw" if variant == "adamw" else "adafactor")
+            assert state.optimizer.variant == ("torch" if variant == "adamw" else variant)
+            assert any("Only tensors were saved" in note for note in state.assumptions)
+            assert not state.optimizer.groups[0].hyperparameters and state.counts.updates == 4
+        told = Hints({"learning_rate": 0.5})
+        convert(plan(folder, tmp_path / f"{variant}.pt", layout="torch-optim", hints=told))
+        with open_state(tmp_path / f"{variant}.pt") as opened:
+            assert dict(opened.state.optimizer.groups[0].hyperparameters) == {"learning_rate": 0.5}
+
+
 # What a hostile or damaged folder can't do.
 
 

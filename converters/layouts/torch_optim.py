@@ -86,6 +86,7 @@ _SAID = {"index": "by index", "name": "by name", "flat": "an entry for each para
 _FORM_NOTES = {
     "flat": ("The options stand by parameter; parameters with equal ones are taken as one group.",)
 }
+_BARE = "Only tensors were saved: the hyperparameters aren't known."
 _PIECES = (
     "Matrices have a whole second moment: the optimizer saw flat pieces of them, as under FSDP1 and ZeRO, whose size "
     "its clipping and its parameter scale went by."
@@ -123,7 +124,7 @@ class TorchOptim:
             return None
         if self.form == "name" and checkpoint.container not in _GATHERED:
             return None
-        because = f"groups with {', '.join(kind.options)}"
+        because = "slots of its names" if _is_bare(parts) else f"groups with {', '.join(kind.options)}"
         return Evidence(21, f"{because}, {_SAID[parts.form]}") if self.form else Evidence(20, because)
 
     def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
@@ -148,7 +149,8 @@ class TorchOptim:
         faults += [("isn't in the model part", name) for name in moved if name not in parts.model]
         rules = {path: kind.rule(p.shape) for path, p in params.items()}
         slots, counts, beside = {}, dict[str, int](), dict[str, Any]()
-        notes = dict.fromkeys((*order.notes, *_FORM_NOTES.get(parts.form, ())))
+        said = (_BARE,) if _is_bare(parts) else _FORM_NOTES.get(parts.form, ())
+        notes = dict.fromkeys((*order.notes, *said))
         for group, names in zip(parts.groups, order.groups, strict=True):
             for index, name in zip(group["params"], names, strict=True):
                 own = parts.state.get(index)
@@ -229,12 +231,18 @@ class TorchOptim:
 
 
 def _kind(parts: Frame) -> Kind | None:
-    fits = (k for k in KINDS if all(set(k.options) <= group.keys() for group in parts.groups))
-    kind = next(fits, None)
-    if kind is None or not parts.groups:
-        return None
-    known = {*kind.names.values(), "step", *kind.beside}
-    return kind if all(own.keys() <= known for own in parts.state.values()) else None
+    held = {key for own in parts.state.values() for key in own}
+    fits = [kind for kind in KINDS if held <= {*kind.names.values(), "step", *kind.beside}]
+    if held and _is_bare(parts):
+        # Where only tensors were saved, slots must do: the notes of Hugging Face's Adafactor tell it from AdamW.
+        return next((kind for kind in fits if set(kind.beside) <= held), None)
+    kind = next((k for k in fits if all(set(k.options) <= group.keys() for group in parts.groups)), None)
+    return kind if parts.groups else None
+
+
+def _is_bare(parts: Frame) -> bool:
+    """Tells whether the groups say nothing of their optimizer."""
+    return not any(kind.options[0] in group for kind in KINDS for group in parts.groups)
 
 
 def _shape_of(kind: Kind, own: Mapping[str, Any]) -> Shape | None:
