@@ -97,8 +97,9 @@ class Keras:
             )
         own = optimizer_variables(tree)
         known = manifest_state(checkpoint, named.schema)
-        found = numbered(named.schema, [own[str(i)] for i in range(len(own))], named.told(hints))
         every = variables(tree, config)
+        trained = [variable.tensor.shape for variable in every if variable.trained]
+        found = numbered(named.schema, [own[str(i)] for i in range(len(own))], named.told(hints), trained)
         order = _order(tree, every, hints, found.shapes, config)
         frozen = frozen_of(tree, every, order)
         parts = Parts(
@@ -230,8 +231,15 @@ def _named(tree: Mapping[str, Any], config: Any) -> Named | None:
 def _order(
     tree: Mapping[str, Any], every: Sequence[Variable], hints: Hints, shapes: Sequence[Any], config: Any
 ) -> Order:
-    if hints.param_names is not None:
-        return by_names(every, hints.param_names, shapes)
+    names = hints.param_names
+    if names is not None and len(names) == len(shapes):
+        try:
+            return by_names(every, names, shapes)
+        except StateError:  # layers may have been numbered anew since: the names are right if the order is
+            order = in_order(every, shapes, config is not None)
+            return Order(dict(zip(names, order.moved.values(), strict=True)), order.notes)
+    if names is not None:
+        return by_names(every, names, shapes)
     said = saved_order(tree, every)
     if said is None or [v.tensor.shape for v in said.moved.values()] != list(shapes):
         return in_order(every, shapes, config is not None)

@@ -10,6 +10,7 @@ Source: keras-team/keras, keras/src/optimizers/{base_optimizer,adam,lamb,adafact
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -81,13 +82,16 @@ def slot_shape(slot: str, shape: Shape) -> Shape:
     return shape[:-1] if slot == "v_row" else (*shape[:-2], shape[-1])
 
 
-def numbered(schema: str, variables: Sequence[Tensor], told: Mapping[str, bool]) -> Numbered:
+def numbered(
+    schema: str, variables: Sequence[Tensor], told: Mapping[str, bool], model: Sequence[Shape] = ()
+) -> Numbered:
     """Tells an optimizer's variables apart.
 
     Args:
         schema: The optimizer.
         variables: In their order.
         told: What is known of what it keeps: `rate`, `average`, `accumulate`, `amsgrad`.
+        model: Shapes of all variables that it may move, which decide where its own leave several ways open.
 
     Raises:
         StateError: They aren't the variables of such an optimizer, or could be several ways.
@@ -99,6 +103,8 @@ def numbered(schema: str, variables: Sequence[Tensor], told: Mapping[str, bool])
         for choice in choices
         if (fit := _fit(schema, variables, Kept(**dict(zip(options, choice, strict=True))))) is not None
     ]
+    if len(found) > 1:
+        found = [fit for fit in found if Counter(fit.shapes) == Counter(model)] or found
     if len(found) == 1:
         return found[0]
     raise StateError(

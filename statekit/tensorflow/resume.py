@@ -10,15 +10,16 @@ from typing import Any, TypeAlias
 import keras
 
 from statekit.backends import backend
-from statekit.convert import open_state, with_offset
+from statekit.convert import OpenState, open_state, with_offset
 from statekit.errors import StateError, UnknownRuleError, UsageError, fault_list
 from statekit.format import Hints
 from statekit.masters import as_params
 from statekit.optim.options import RATE_NAMES, offered
 from statekit.optim.run import steps_for
+from statekit.registry import detect_container
 from statekit.state import Axis, Rule, TrainState
 from statekit.tensor import DTYPES, Tensor, blocks, widens
-from statekit.tensorflow.naming import normal, path_of, twice
+from statekit.tensorflow.naming import normal, partners, path_of, twice
 from statekit.tensorflow.optimizer import Engine, Rate
 from statekit.tensorflow.optimizers import LAMB, LANS, Adafactor, AdamW, ScaledAdam
 from statekit.tensorflow.settings import by_keras
@@ -30,6 +31,10 @@ OPTIMIZERS: Mapping[str, Callable[..., Engine]] = {
     kind.SCHEMA: kind for kind in (Adafactor, ScaledAdam, LANS, LAMB, AdamW)
 }
 """Schema -> the class that goes on with it."""
+KERAS_FILES = ("keras", "keras-h5")
+"""Containers that number a model's variables."""
+KERAS_LAYOUTS = ("keras", "statekit-keras", "tf2-keras", "tf2-statekit")
+"""Layouts whose names are paths of Keras' variables."""
 _SHOWN = 40
 
 
@@ -68,8 +73,10 @@ def load_optimizer(
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    with open_state(Path(path), step=step, hints=Hints(dict(hparams or {}), variant)) as opened:
+    hints = Hints(dict(hparams or {}), variant, _order(Path(path), variables))
+    with open_state(Path(path), step=step, hints=hints) as opened:
         state = _checked(as_params(opened.state)[0], path)
+        names = names or _renumbered(opened, _trainable(variables))
         offset = overrides.pop("step_offset", "keep")
         state = with_offset(state, offset)[0]
         pairs = _moved(state, variables, names or {}, path)
@@ -80,6 +87,22 @@ def load_optimizer(
         periods = optimizer.gradient_accumulation_steps or 1
         optimizer._iterations.assign(state.counts.updates * periods)
     return optimizer
+
+
+def _order(path: Path, variables: Variables) -> tuple[str, ...] | None:
+    """Returns the names of a model's trainable variables if a file of Keras numbers them; None for other files."""
+    if not isinstance(variables, keras.Model) or detect_container(path)[0].name not in KERAS_FILES:
+        return None
+    return tuple(map(path_of, variables.trainable_variables))
+
+
+def _renumbered(opened: OpenState, variables: Sequence[Any]) -> dict[str, str]:
+    """Returns names in one of Keras' own files by the variables' paths, where Keras has numbered layers anew since."""
+    mine, theirs = [path_of(variable) for variable in variables], list(opened.state.params)
+    if opened.layout not in KERAS_LAYOUTS or {*mine} <= {*theirs}:
+        return {}
+    found = partners(mine, theirs)
+    return {path: name for path, name in found.items() if path != name}
 
 
 def _checked(state: TrainState, place: object) -> TrainState:
@@ -244,7 +267,9 @@ def load_params(
     """
     model = isinstance(variables, keras.Model)
     held = list(variables.variables if isinstance(variables, keras.Model) else variables)
-    with open_state(Path(path), step=step, hints=Hints(dict(hparams or {}))) as opened:
+    hints = Hints(dict(hparams or {}), None, _order(Path(path), variables))
+    with open_state(Path(path), step=step, hints=hints) as opened:
+        names = names or _renumbered(opened, held)
         sources = {normal(p): (p, t) for p, t in as_params(opened.state)[0].params.items()}
         targets = {normal((names or {}).get(path_of(v), path_of(v))): v for v in held}
         faults = [
