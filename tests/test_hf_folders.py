@@ -413,9 +413,24 @@ def test_what_isnt_a_small_regular_file_isnt_carried(
     (folder / "sub").mkdir()
     (folder / "large.txt").write_bytes(b"12345")
     monkeypatch.setattr(hf_files, "MAX_CARRIED", 4)
+    shutil.copy(folder / "optimizer.pt", folder / "optimizer.bin")
+    shutil.copy(folder / "model.safetensors", folder / "pytorch_model.bin")
     with registry.container("hf-trainer").open(folder) as opened:
         assert hf_files.FILES not in opened.tree
-        assert sum("isn't carried" in finding.what for finding in opened.findings) == 3
+        assert sum("isn't carried" in finding.what for finding in opened.findings) == 5
+
+
+def test_a_scheduler_that_is_an_object_is_carried_as_it_is(folder: Path, tmp_path: Path) -> None:
+    torch_zip(folder / "scheduler.pt", b"\x80\x02cmine\nSchedule\n)\x81.")
+    convert(plan(folder, tmp_path / "out", to="hf-trainer", layout="torch-optim"))
+    written = next((tmp_path / "out").rglob("scheduler.pt"))
+    assert written.read_bytes() == (folder / "scheduler.pt").read_bytes()
+
+
+def test_a_state_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    source = save(tmp_path / "a.pt", made(DIFFERENT, trainer_state={"global_step": 5, "raw": b"x"}))
+    with pytest.raises(UsageError, match="JSON"):
+        convert(plan(source, tmp_path / "run", to="hf-trainer"))
 
 
 def damaged(folder: Path, what: str) -> None:

@@ -37,7 +37,7 @@ PREFIX = "optim."
 KEYS = ("model", "optimizer")
 _STATE, _GROUPS = "state.", "param_groups."
 _MARK = f'"{PREFIX}{_STATE}'.encode()
-_HEAD = 2**20
+_HEAD = 2**24
 
 
 @dataclass(frozen=True)

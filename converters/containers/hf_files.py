@@ -8,6 +8,7 @@ them are read inertly first: one that would run code isn't carried.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.containers.torch_storage import SourceFile
 from statekit.converters.containers.torch_writer import write_archive
 from statekit.converters.pickle_reader import read_pickle
-from statekit.errors import FormatError, StatekitError
+from statekit.errors import FormatError, StatekitError, UsageError
 from statekit.manifest import FILE, inside, read_small
 from statekit.tensor import Stored, Tensor, index_shape
 from statekit.tree import Tree, holds_records
@@ -45,6 +46,7 @@ MAX_CARRIED = 64 * 2**20
 """The largest file that is carried without being understood, in bytes."""
 _PICKLES = (".bin", ".pkl", ".pt", ".pth", ".ckpt")
 _JSON = ".json"
+_MODEL = re.compile(r"(pytorch_model|adapter_model|model).*\.(bin|safetensors)(\.index\.json)?")
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def open_beside(folder: Path, taken: Collection[str], opened: ExitStack) -> Besi
         FormatError: The optimizer's state, or another part, can't be trusted.
     """
     tree: dict[str, Tree] = {}
-    read = {FILE, *taken}
+    read, passed = {FILE, *taken}, set[str]()
     for key, names in PARTS.items():
         name = next((one for one in names if (folder / one).is_file()), None)
         part = None if name is None else _part(folder / name, opened)
@@ -80,22 +82,33 @@ def open_beside(folder: Path, taken: Collection[str], opened: ExitStack) -> Besi
         if name is not None and (key == "optimizer" or not holds_records(part)):
             tree[key] = part
             read.add(name)
+            passed |= {*names} - {name}
     if (folder / REST).is_file():
         rest = _part(folder / REST, opened)
-        tree = {**(rest if isinstance(rest, Mapping) else {}), **tree}
+        if not isinstance(rest, Mapping):
+            raise FormatError("This isn't what statekit writes.", place=folder / REST, expected="a dict")
+        tree = {**rest, **tree}
         read.add(REST)
-    carried, findings = _carried(folder, read, opened)
+    carried, findings = _carried(folder, read, passed, opened)
     return Beside({**tree, **({FILES: carried} if carried else {})}, findings)
 
 
 def write_part(stage: Stage, file: str, key: str, part: Tree) -> None:
-    """Writes one part as its file's suffix says; tensors are streamed under `<key>/...`."""
+    """Writes one part as its file's suffix says; tensors are streamed under `<key>/...`.
+
+    Raises:
+        UsageError: The part holds what the file can't.
+    """
     with stage.file(file) as output:
-        if file.endswith(_JSON):
-            output.write((json.dumps(part, indent=2, sort_keys=True) + "\n").encode("ascii"))
-        else:
+        if not file.endswith(_JSON):
             under = f"{key}/" if key else ""
             write_archive(part, output, lambda name, tensor: stage.stream(f"{under}{name}", tensor))
+            return
+        try:
+            text = json.dumps(part, indent=2, sort_keys=True)
+        except (TypeError, ValueError) as error:
+            raise UsageError("A part can't be written as JSON.", place=key, found=error) from None
+        output.write(f"{text}\n".encode("ascii"))
 
 
 def write_files(stage: Stage, prefix: str, files: Mapping[str, Tensor]) -> None:
@@ -131,14 +144,15 @@ def _part(path: Path, opened: ExitStack) -> Tree:
 
 
 def _carried(
-    folder: Path, read: Collection[str], opened: ExitStack
+    folder: Path, read: Collection[str], passed: Collection[str], opened: ExitStack
 ) -> tuple[dict[str, Tensor], tuple[Finding, ...]]:
     carried: dict[str, Tensor] = {}
     findings = []
     for entry in sorted(folder.iterdir()):
         if entry.name in read:
             continue
-        why = _uncarried(entry)
+        other = entry.name in passed or _MODEL.fullmatch(entry.name)
+        why = "another file is taken for what it holds" if other else _uncarried(entry)
         if why:
             findings.append(Finding(f"isn't carried: {why}", str(entry)))
         else:

@@ -124,7 +124,9 @@ class HuggingFaceFolder:
     def fitted(self, encoded: Encoded) -> Encoded:
         """Returns a state with its parts where the folder keeps them, and what the library can't do without."""
         encoded = moved_to(encoded, {"model", *self.parts})
-        return replace(encoded, tree={**self.needed(encoded), **encoded.tree})
+        carried = encoded.tree.get(FILES) or {}
+        needed = {key: part for key, part in self.needed(encoded).items() if self.parts[key] not in carried}
+        return replace(encoded, tree={**needed, **encoded.tree})
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes a folder that the library loads: the model as safetensors, all else as torch files and JSON.
