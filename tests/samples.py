@@ -16,7 +16,7 @@ from statekit import registry
 from statekit.commit import staged
 from statekit.format import Hints
 from statekit.plan import NO_HINTS
-from statekit.testing.containers import Sample
+from statekit.testing.container_trials import Sample
 from statekit.testing.layouts import made_state
 
 Write = Callable[[Path], Path]

@@ -28,7 +28,7 @@ from statekit.format import Container, Encoded, Evidence, Exactness, Hints, Layo
 from statekit.state import TrainState
 from statekit.tensor import DTYPES, Index, Stored, Tensor, in_memory
 from statekit.testing import containers, damage, layouts
-from statekit.testing.containers import Sample
+from statekit.testing.container_trials import Sample, Trial
 from statekit.testing.layouts import made_state
 from statekit.testing.trees import mapped
 from statekit.tree import from_json, tensor_names, to_json
@@ -58,30 +58,30 @@ def obey(trial: Any, laws: Mapping[str, Callable[[Any], None]]) -> None:
     assert not broken
 
 
-def container_trials(row: Row, folder: Path, effort: int) -> Callable[[str], containers.Trial]:
+def trials_of(row: Row, folder: Path, effort: int) -> Callable[[str], Trial]:
     """Returns what makes a trial of a row for a law, each in a folder of its own."""
     (folder / "found").mkdir()
     sample = row.found(folder / "found")
     peers = tuple(map(registry.container, registry.container_names()))
 
-    def trial(law: str) -> containers.Trial:
+    def trial(law: str) -> Trial:
         (folder / law).mkdir()
         container = registry.container(sample.container)
-        return containers.Trial(container, sample, folder / law, peers, effort)
+        return Trial(container, sample, folder / law, peers, effort)
 
     return trial
 
 
 @rows(lambda row: row.sample.container)
 def test_every_container_obeys_the_laws(row: Row, tmp_path: Path) -> None:
-    obey(container_trials(row, tmp_path, SAMPLED), containers.LAWS)
+    obey(trials_of(row, tmp_path, SAMPLED), containers.LAWS)
 
 
 @pytest.mark.slow
 @rows(lambda row: row.name)
 def test_every_container_notices_damage_anywhere(row: Row, tmp_path: Path) -> None:
     thorough = {name: containers.LAWS[name] for name in ("notices_damage", "runs_no_code")}
-    obey(container_trials(row, tmp_path, 0), thorough)
+    obey(trials_of(row, tmp_path, 0), thorough)
 
 
 @rows(lambda row: f"{row.sample.container} {row.layout}")
@@ -256,12 +256,12 @@ FLAWS = {
 def toy(tmp_path: Path) -> Sample:
     tree = {"a": {"b": in_memory(np.arange(6, dtype=np.float32).reshape(2, 3))}, "step": 4}
     empty = Sample("toy", tmp_path / "empty")
-    return Sample("toy", containers.Trial(Toy(), empty, tmp_path).write(tree, 4, "toy"))
+    return Sample("toy", Trial(Toy(), empty, tmp_path).write(tree, 4, "toy"))
 
 
-def toy_trial(flaw: str, sample: Sample, folder: Path, *peers: Container) -> containers.Trial:
+def toy_trial(flaw: str, sample: Sample, folder: Path, *peers: Container) -> Trial:
     folder.mkdir()
-    return containers.Trial(Toy(flaw), sample, folder, peers)
+    return Trial(Toy(flaw), sample, folder, peers)
 
 
 @pytest.mark.parametrize("law", containers.LAWS)

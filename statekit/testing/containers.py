@@ -1,6 +1,7 @@
 """The laws that every container obeys; whoever writes a container inherits them.
 
-    from statekit.testing.containers import LAWS, Sample, Trial
+    from statekit.testing.container_trials import Sample, Trial
+    from statekit.testing.containers import LAWS
 
     @pytest.mark.parametrize("law", LAWS)
     def test_my_container_obeys(law: str, tmp_path: Path) -> None:
@@ -15,27 +16,21 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from statekit.checkpoint import Checkpoint
-from statekit.commit import staged
 from statekit.errors import StatekitError
-from statekit.format import Container, Encoded
+from statekit.format import Container
 from statekit.tensor import DTYPES, Index, Tensor, chunks, in_memory, nbytes, whole
+from statekit.testing.container_trials import Contents, Trial
 from statekit.testing.damage import Damage, damages, files_of, poisons, restored, within_budget
 from statekit.testing.trees import mapped
 from statekit.tree import Tree, to_json, walk
-
-Values: TypeAlias = Mapping[str, tuple[str, tuple[int, ...], bytes]]
-"""Name -> dtype, shape and bytes."""
 
 LEAST = 16
 """Bytes of a tensor that is looked for in files: fewer are found by chance."""
@@ -45,122 +40,8 @@ LITTLE = 4 * 2**20
 """Bytes that opening may read, however large the tensors are."""
 THOROUGH = 24
 """At how many places a file is damaged when no effort is spared."""
-FILES = 3
-"""How many files are damaged for each place that is damaged in them."""
 SMALL_BLOCK = 64
 """Bytes of the blocks in which tensors are read, to see that blocks are parts of a whole."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A checkpoint that the original system wrote, and what its format leaves open.
-
-    Attributes:
-        container: Name of its container.
-        path: The checkpoint.
-        root: The folder that holds all its files, where that is more than `path`.
-        unchecked: Globs of files in which a flipped bit may change what is read: the format has no checksum there.
-        optional: Globs of files that a checkpoint of its kind may lack.
-        plain: Whether values lie in the files as they do in memory, apart from all that opening reads.
-        writes: What the container makes of the same tree: the `same` bytes again and again; the bytes of another
-            library, which come `anew` each time; or `nothing`, as it can't write all that the sample holds.
-    """
-
-    container: str
-    path: Path
-    root: Path | None = None
-    unchecked: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
-    plain: bool = True
-    writes: Literal["same", "anew", "nothing"] = "same"
-
-
-@dataclass(frozen=True)
-class Contents:
-    """All that a checkpoint holds."""
-
-    values: Values
-    view: Any
-    findings: frozenset[str]
-
-    @staticmethod
-    def of(checkpoint: Checkpoint) -> Contents:
-        """Reads everything."""
-        values = {
-            name: (tensor.dtype.name, tensor.shape, tensor.read().tobytes())
-            for name, tensor in checkpoint.tensors.items()
-        }
-        return Contents(values, to_json(checkpoint.tree), frozenset(f.what for f in checkpoint.findings))
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A container and a checkpoint of it.
-
-    Attributes:
-        container: The container.
-        sample: A checkpoint.
-        work: A folder for copies.
-        peers: The containers that it is told from.
-        effort: How many of the sample's files are damaged, and at how many places each; 0 is all of them.
-    """
-
-    container: Container
-    sample: Sample
-    work: Path
-    peers: tuple[Container, ...] = ()
-    effort: int = 4
-    _kept: dict[str, Path] = field(default_factory=dict, repr=False, compare=False)
-
-    @cached_property
-    def root(self) -> Path:
-        """A copy of all that the sample is made of."""
-        original = self.sample.root or self.sample.path
-        copy = self.work / "copy" / original.name
-        copy.parent.mkdir()
-        shutil.copytree(original, copy) if original.is_dir() else shutil.copy(original, copy)
-        return copy
-
-    @property
-    def path(self) -> Path:
-        """The checkpoint in the copy."""
-        return self.root / self.sample.path.relative_to(self.sample.root or self.sample.path)
-
-    @property
-    def writes(self) -> bool:
-        """Whether the sample can be written again."""
-        return self.container.target_kind is not None and self.sample.writes != "nothing"
-
-    @cached_property
-    def contents(self) -> Contents:
-        """All that the sample holds."""
-        return self.read()
-
-    def read(self) -> Contents:
-        """Opens the copy and reads everything."""
-        with self.container.open(self.path) as opened:
-            return Contents.of(opened)
-
-    @property
-    def victims(self) -> list[Path]:
-        """The files that are damaged: all, or as many as the effort allows, evenly spread."""
-        files = files_of(self.root)
-        few = FILES * self.effort
-        return [files[i] for i in sorted({len(files) * k // few for k in range(few)})] if few else files
-
-    def name_of(self, file: Path) -> str:
-        """Returns the name of a file of the copy, as globs see it."""
-        return file.relative_to(self.root).as_posix() if file != self.root else file.name
-
-    def write(self, tree: Tree, step: int | None, folder: str) -> Path:
-        """Writes a tree as a checkpoint of the container, and returns where."""
-        (self.work / folder).mkdir()
-        target = self.work / folder / f"written{next(iter(self.container.suffixes), '')}"
-        assert self.container.target_kind is not None
-        with staged(target, self.container.target_kind) as stage:
-            self.container.write(Encoded(tree, step or 0), stage)
-            stage.commit(self.container.open)
-        return target
 
 
 Law: TypeAlias = Callable[[Trial], None]
