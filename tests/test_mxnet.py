@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from pathlib import Path
+from typing import Any
 
 import mxnet_files
 import numpy as np
@@ -20,7 +21,7 @@ from statekit.checkpoint import Checkpoint
 from statekit.commit import staged
 from statekit.convert import convert, open_state, plan
 from statekit.converters.containers.mxnet import CONTAINER
-from statekit.converters.layouts.mxnet_optim import LANS
+from statekit.converters.layouts.mxnet_optim import LANS, MXNetOptim
 from statekit.errors import InexactError, NotFoundError, StateError, UnknownFormatError
 from statekit.format import Encoded, Hints
 from statekit.inspection import inspect
@@ -343,3 +344,92 @@ def test_a_state_of_another_system_becomes_a_trainers_files(tmp_path: Path) -> N
         assert isinstance(again, Checkpoint)
         assert again.tree["files"]["params"]["form"] == "npz"
         assert differences(LANS.decode(again, Hints()), recorded(BOUNDS)) == []
+
+
+ADAM_CLASS = "mxnet.optimizer.adam.Adam"
+
+
+def adam(**changes: Any) -> dict[str, Any]:
+    """All attributes of an Adam, in its order."""
+    own = ("lower_bound", "upper_bound", "beta1", "beta2", "epsilon")
+    base = {k: v for k, v in attributes(HELD).items() if k not in own}
+    moments = {"lazy_update": False, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-08}
+    return {**base, **moments, "aggregate_num": 1, **changes}
+
+
+def rates(state: TrainState) -> dict[str, tuple[float, float]]:
+    return {
+        path: (g.hyperparameters["learning_rate"], g.hyperparameters["weight_decay_rate"])
+        for g in state.optimizer.groups
+        for path in g.paths
+    }
+
+
+def test_multipliers_become_groups_where_the_schema_has_none(tmp_path: Path) -> None:
+    """A Module decays only names that end in weight, or gamma."""
+    name = "".join(["c.", "bias"])  # another object than the key, as in the recordings
+    held = adam(lr=0.1, wd=0.01, lr_mult={0: 3.0}, wd_mult={"c.bias": 0.0}, idx2name={2: name})
+    data = states(moments(*SHAPES), (ADAM_CLASS, held))
+    with open_state(put(tmp_path / "x", data)) as opened:
+        assert opened.layout == "mxnet-adam"
+        expected = {"a/weight": (0.1 * 3.0, 0.01), "b/weight": (0.1, 0.01), "c/bias": (0.1, 0.0)}
+        assert rates(opened.state) == expected
+        written = write(opened_layout("mxnet-adam").encode(opened.state), tmp_path / "out")
+    assert (written / "x.states").read_bytes() == data
+
+
+def test_groups_become_multipliers_where_these_are_exact(tmp_path: Path) -> None:
+    data = states(moments(*SHAPES), (ADAM_CLASS, adam(wd=0.01)))
+    layout = opened_layout("mxnet-adam")
+    with open_state(put(tmp_path / "x", data)) as opened:
+        state = opened.state
+        (whole,) = state.optimizer.groups
+
+        def grouped(*decays: float | None, **other: Any) -> TrainState:
+            changes = [{"weight_decay_rate": decay} for decay in decays]
+            groups = tuple(
+                dataclasses.replace(
+                    whole, paths=(path,), hyperparameters={**whole.hyperparameters, **change, **other}
+                )
+                for path, change in zip(whole.paths, changes, strict=True)
+            )
+            return dataclasses.replace(state, optimizer=dataclasses.replace(state.optimizer, groups=groups))
+
+        again = layout.encode(grouped(0.0, 0.03, 0.03)).tree["optimizer"].state
+        assert again["wd"] == 0.03 and again["wd_mult"] == {0: 0.0}
+        written = write(layout.encode(grouped(0.02, 0.0, 0.01)), tmp_path / "out")
+        with open_state(written) as read:
+            assert [decay for _, decay in rates(read.state).values()] == [0.02, 0.0, 0.01]
+        with pytest.raises(InexactError, match="weight_decay_rate"):
+            layout.encode(grouped(None, 0.03, 0.03))
+        one = grouped(0.0, 0.0, 0.0).optimizer.groups
+        other = dataclasses.replace(one[0], hyperparameters={**one[0].hyperparameters, "beta1": 0.5})
+        mixed = dataclasses.replace(state.optimizer, groups=(other, *one[1:]))
+        with pytest.raises(InexactError, match="one set"):
+            layout.encode(dataclasses.replace(state, optimizer=mixed))
+
+
+def opened_layout(name: str) -> MXNetOptim:
+    found = registry.layout(name)
+    assert isinstance(found, MXNetOptim)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr_mult", [1]),
+        ("wd_mult", {0: "much"}),
+        ("begin_num_update", -1),
+        ("num_update", 2.5),
+        ("idx2name", None),
+        ("beta1", "0.9"),
+        ("clip_gradient", {}),
+        ("_all_index_update_counts", {0: [1]}),
+        ("_index_update_count", {0: "four"}),
+    ],
+)
+def test_attributes_that_no_optimizer_has_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+    data = states(moments(*SHAPES), (LANS_CLASS, attributes(HELD, **{name: value})))
+    with pytest.raises(StateError, match=name if not name.endswith("count") else "counts"):
+        open_state(put(tmp_path / "x", data))

@@ -7,7 +7,7 @@ Source: apache/mxnet, python/mxnet/optimizer/optimizer.py, `Optimizer.__init__`,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ Without a learning rate, MXNet steps only after `set_learning_rate`.
 ARGUMENTS = {"lr": "learning_rate"}
 """Attributes that are called otherwise than the constructor's arguments."""
 MULTIPLIERS = ("lr_mult", "wd_mult")
+_COUNTS = ("begin_num_update", "num_update")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,63 @@ class Counted:
     devices: tuple[int, ...] = (0,)
     current: int = 0
     apart: Mapping[int, Mapping[Any, int]] = field(default_factory=dict)
+
+
+def attribute_faults(attributes: Mapping[str, Any], arguments: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yields what no optimizer of MXNet has: a fault, and the attribute.
+
+    Args:
+        attributes: Of a pickled optimizer.
+        arguments: Arguments of its constructor that are numbers, unless they are multipliers.
+    """
+    for name, usual in BASE.items():
+        value = attributes.get(name, usual)
+        if isinstance(usual, dict):
+            if not isinstance(value, dict):
+                yield "isn't a dict", name
+            elif name in MULTIPLIERS and not all(_is_number(factor) for factor in value.values()):
+                yield "holds something that isn't a number", name
+        elif name in _COUNTS and (type(value) is not int or not 0 <= value < 2**62):
+            yield "isn't a count", name
+    for name, value in attributes.items():
+        is_argument = ARGUMENTS.get(name, name) in arguments and name not in MULTIPLIERS
+        if is_argument and not (value is None or _is_number(value)):
+            yield "isn't a number", name
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float))
+
+
+def shared_value(
+    values: Mapping[str, float | None], told: Mapping[str, float]
+) -> tuple[float | None, dict[str, float]] | None:
+    """Returns one value, and by which factors those of single parameters differ from it, exactly.
+
+    Args:
+        values: Path -> value.
+        told: Path -> factor, where it was read; taken where it still holds.
+
+    Returns:
+        The value and the factors that aren't 1; None if there are none that give the values to the last bit.
+
+    Example:
+        >>> shared_value({"w": 0.1, "b": 0.0}, {})
+        (0.1, {'b': 0.0})
+    """
+    known = {path: value for path, value in values.items() if value is not None}
+    if len(known) != len(values):
+        return None if known else (None, {})
+    plain = [value for path, value in known.items() if path not in told]
+    undone = [value / told[path] for path, value in known.items() if told.get(path)]
+    for base in dict.fromkeys([*plain, *undone, *known.values(), 0.0]):
+        factors = {path: told[path] for path in told if path in known}
+        for path, value in known.items():
+            if base * factors.get(path, 1.0) != value:
+                factors[path] = value / base if base else 1.0
+        if all(base * factors.get(path, 1.0) == value for path, value in known.items()):
+            return base, factors
+    return None
 
 
 def read_counts(attributes: Mapping[str, Any]) -> Counted:
