@@ -1,0 +1,192 @@
+"""Megatron-Core's distributed checkpoints: groups found by its rule, masters kept, other forms refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from dcp_files import MEGATRON, folder, plain, save, torch_read
+
+from statekit.checkpoint import Checkpoint
+from statekit.convert import convert, open_state, plan
+from statekit.converters.containers.dcp import CONTAINER as DCP
+from statekit.converters.containers.megatron import CONTAINER
+from statekit.converters.layouts.megatron import LAYOUT
+from statekit.errors import InexactError, NotFoundError, RefusedError, StateError, UsageError
+from statekit.format import Hints
+from statekit.registry import detect_container
+from statekit.state import Counts, TrainState
+from statekit.tensor import DTYPES, Cast, Filled, in_memory, same_values
+
+SOURCE = folder(MEGATRON)
+F32 = np.dtype("float32")
+
+
+def test_the_more_specific_container_wins() -> None:
+    assert DCP.detect(SOURCE) is not None
+    assert detect_container(SOURCE)[0].name == detect_container(SOURCE.parent)[0].name == "megatron"
+    with CONTAINER.open(SOURCE.parent) as checkpoint:
+        assert (checkpoint.step, checkpoint.meta["cut"], checkpoint.meta["parts"]) == (4, 6, 21)
+    with pytest.raises(NotFoundError, match="no such step"):
+        CONTAINER.open(SOURCE.parent, 3)
+
+
+def test_groups_are_found_by_the_rule_and_said_so() -> None:
+    with open_state(SOURCE) as opened:
+        decayed, plain_ones = opened.state.optimizer.groups
+        assert plain_ones.paths == ("enc/bias",) and plain_ones.hyperparameters["weight_decay_rate"] == 0.0
+        assert len(decayed.paths) == 4 and decayed.hyperparameters["weight_decay_rate"] == 0.1
+        assert any("doesn't say which parameters" in note for note in opened.state.assumptions)
+
+
+@pytest.mark.torch
+def test_it_is_written_as_it_was(tmp_path: Path) -> None:
+    """megatron-core 0.16.1's dist_checkpointing.load read such a folder, and found the recorded values."""
+    convert(plan(SOURCE, tmp_path / "run", to="megatron"))
+    there = tmp_path / "run" / "iter_0000004"
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert json.loads((there / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+    with open_state(SOURCE) as before, open_state(tmp_path / "run") as after:
+        assert plain(before.checkpoint.tree) == plain(after.checkpoint.tree)
+        assert before.state.counts == after.state.counts
+    assert {k: v.tolist() for k, v in torch_read(SOURCE).items()} == {
+        k: v.tolist() for k, v in torch_read(there).items()
+    }
+    convert(plan(SOURCE, tmp_path / "iter_0000004", to="megatron"))
+    with open_state(tmp_path / "iter_0000004") as after:
+        assert after.checkpoint.step == 4
+    with pytest.raises(UsageError, match="another iteration"):
+        convert(plan(SOURCE, tmp_path / "iter_0000005", to="megatron"))
+
+
+def mixed(state: TrainState) -> TrainState:
+    """The state of a run whose parameters are bfloat16, beside float32 masters."""
+    low = {path: Cast(tensor, DTYPES["bfloat16"]) for path, tensor in state.params.items()}
+    slots = {path: {**own, "master": state.params[path]} for path, own in state.slots.items()}
+    return replace(state, params=low, slots=slots)
+
+
+@pytest.mark.parametrize("name", ["fp32_param", "param"])
+def test_masters_lie_beside_their_parameters(name: str, tmp_path: Path) -> None:
+    with open_state(SOURCE) as opened:
+        state = mixed(opened.state)
+        kept = {"megatron_master": name, "megatron_mixed_precision": True}
+        encoded = LAYOUT.encode(replace(state, extra={**state.extra, **kept}))
+        save(tmp_path / "iter_0000004", encoded.tree, CONTAINER)
+        with open_state(tmp_path / "iter_0000004") as again:
+            assert f"sharded/optimizer.state.{name}.enc.bias" in again.checkpoint.tensors
+            assert "optimizer" in again.checkpoint.tree["common"]["optimizer"]
+            for path, own in state.slots.items():
+                found = again.state
+                assert found.params[path].dtype == DTYPES["bfloat16"]
+                assert same_values(found.params[path], state.params[path])
+                assert found.slots[path].keys() == own.keys()
+                assert all(same_values(found.slots[path][slot], own[slot]) for slot in own)
+        convert(plan(tmp_path / "iter_0000004", tmp_path / "back", to="megatron"))
+        convert(plan(tmp_path / "iter_0000004", tmp_path / "plain.dcp"))
+        with open_state(tmp_path / "back") as back, open_state(tmp_path / "plain.dcp") as wide:
+            assert same_values(back.state.slots["enc/bias"]["master"], state.slots["enc/bias"]["master"])
+            assert same_values(wide.state.params["enc/bias"], state.slots["enc/bias"]["master"])
+
+
+def opened(sharded: dict[str, Any], *groups: dict[str, Any], **common: Any) -> Checkpoint:
+    optimizer = {"param_groups": list(groups), "state": {"common_step": 3}}
+    return Checkpoint(
+        "megatron", Path("x"), {"common": {"optimizer": optimizer, **common}, "sharded": sharded}
+    )
+
+
+def adam(weight_decay: float = 0.1, **more: Any) -> dict[str, Any]:
+    return {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": weight_decay, "amsgrad": False,
+            "maximize": False, **more}  # fmt: skip
+
+
+def slots(**shapes: tuple[int, ...]) -> dict[str, Any]:
+    named = {name.replace("_", "."): shape for name, shape in shapes.items()}
+    kept = {name: Filled(shape, F32) for name, shape in named.items()}
+    return kept | {
+        f"optimizer.state.{slot}.{name}": Filled(shape, F32)
+        for name, shape in named.items()
+        for slot in ("exp_avg", "exp_avg_sq")
+    }
+
+
+def test_stacked_layers_count_without_their_first_axis() -> None:
+    fused = [
+        {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": w, "bias_correction": True, "step": 3}
+        for w in (0.1, 0.0)
+    ]
+    sharded = slots(
+        decoder_layers_norm_weight=(2, 4), decoder_layers_fc_weight=(2, 4, 4), decoder_layers_0_w=(4, 4)
+    )
+    sharded["decoder.layers.attention._extra_state/shard_0_1"] = b"bytes"
+    state = LAYOUT.decode(opened(sharded, *fused), Hints())
+    assert [group.paths for group in state.optimizer.groups] == [
+        ("decoder/layers/fc/weight", "decoder/layers/0/w"),
+        ("decoder/layers/norm/weight",),
+    ]
+    assert any("FusedAdam" in note for note in state.assumptions)
+    again = LAYOUT.encode(state).tree
+    assert again["sharded"]["decoder.layers.attention._extra_state/shard_0_1"] == b"bytes"
+    assert [group["step"] for group in again["common"]["optimizer"]["param_groups"]] == [3, 3]
+
+
+def test_other_forms_are_refused_with_a_reason() -> None:
+    bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(bf16, bf16).bucket_idx_0.exp_avg"
+    with pytest.raises(StateError, match=r"bucket_idx_0(.|\n)*fully-reshardable"):
+        LAYOUT.decode(opened({**slots(w=(2, 2)), bucket: Filled((4,), F32)}, adam()), Hints())
+    with pytest.raises(StateError, match="another form"):
+        LAYOUT.decode(
+            opened({**slots(w=(2, 2)), "chained_0.optimizer.x": Filled((4,), F32)}, adam()), Hints()
+        )
+    with pytest.raises(StateError, match=r"Nothing tells(.|\n)*lr_mult 2"):
+        LAYOUT.decode(opened(slots(w=(2, 2)), adam(), adam(), adam(lr_mult=2)), Hints())
+    assert LAYOUT.detect(Checkpoint("megatron", Path("x"), {"common": {}, "sharded": {}})) is None
+
+
+def test_what_the_files_cannot_say_is_not_written() -> None:
+    sharded = slots(w=(2, 2), b_bias=(2,))
+    state = LAYOUT.decode(opened(sharded, adam(), adam(0.0, wd_mult=0.0), args=1), Hints())
+    with pytest.raises(InexactError, match="one count for all"):
+        LAYOUT.encode(replace(state, counts=Counts(3, 3, {"w": 2})))
+    first, second = state.optimizer.groups
+    turned = (replace(first, paths=second.paths), replace(second, paths=first.paths))
+    with pytest.raises(InexactError, match=r"its rule makes other groups(.|\n)*with weight decay @ b\.bias"):
+        LAYOUT.encode(replace(state, optimizer=replace(state.optimizer, groups=turned)))
+    encoded = LAYOUT.encode(state).tree["common"]
+    assert encoded["args"] == 1 and encoded["iteration"] == 3
+    assert [group["wd_mult"] for group in encoded["optimizer"]["param_groups"]] == [1.0, 0.0]
+    assert all("params" not in group for group in encoded["optimizer"]["param_groups"])
+
+
+def test_what_is_no_plain_data_is_named_when_it_is_left_out(tmp_path: Path) -> None:
+    from statekit.tree import Record
+
+    state = LAYOUT.decode(
+        opened(slots(w=(2, 2)), adam(), args=Record("argparse.Namespace", (), {"lr": 1})), Hints()
+    )
+    encoded = LAYOUT.encode(state)
+    assert "args" not in encoded.tree["common"] and "extra/megatron_common/args" in encoded.dropped
+
+
+def test_another_generation_is_refused(tmp_path: Path) -> None:
+    copy = tmp_path / "it"
+    shutil.copytree(SOURCE, copy)
+    copy.chmod(0o755)
+    (copy / "metadata.json").chmod(0o644)
+    (copy / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
+    with pytest.raises(RefusedError, match=r"generation(.|\n)*zarr"):
+        CONTAINER.open(copy)
+    (copy / "metadata.json").write_text("{}")
+    assert CONTAINER.detect(copy) is None
+
+
+def test_a_step_that_is_a_tensor_is_read() -> None:
+    tree = opened(slots(w=(2, 2)), adam()).tree
+    tree["common"]["optimizer"]["state"]["common_step"] = in_memory(np.float32(9))
+    assert LAYOUT.decode(Checkpoint("megatron", Path("x"), tree), Hints()).counts.updates == 9
