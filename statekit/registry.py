@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from itertools import islice
 from pathlib import Path
 from typing import cast
 
@@ -14,6 +15,8 @@ from statekit.state import TrainState
 
 CONTAINERS = "statekit.containers"
 LAYOUTS = "statekit.layouts"
+MOST_ENTRIES = 1000
+"""How many entries of a folder are looked at for checkpoints."""
 
 
 @cache
@@ -62,13 +65,36 @@ def detect_container(path: Path) -> tuple[Container, Evidence]:
 
     Raises:
         NotFoundError: Nothing is there.
-        UnknownFormatError: No container fits, or several fit equally well.
+        UnknownFormatError: No container fits, or several fit equally well. Lists the checkpoints in a folder.
     """
-    found = [(c, e) for c in map(container, container_names()) if (e := c.detect(path)) is not None]
+    found = _fitting(path)
     if not found and not path.exists():  # a prefix of file names isn't there itself
         raise NotFoundError("There is no such file or folder.", place=path, remedy="check the path")
+    if not found and path.is_dir() and (inside := _inside(path)):
+        raise UnknownFormatError(
+            "The folder isn't a checkpoint, but there are checkpoints in it.",
+            place=path,
+            found="".join(f"\n    {name}: {kind}" for name, kind in inside.items()),
+            remedy="name one of them",
+        )
     best = _best([(c.name, e) for c, e in found], f"{path}", "container", "--from")
     return found[best]
+
+
+def _fitting(path: Path) -> list[tuple[Container, Evidence]]:
+    return [(c, e) for c in map(container, container_names()) if (e := c.detect(path)) is not None]
+
+
+def _inside(folder: Path) -> dict[str, str]:
+    """Returns the checkpoints directly in a folder, by name, each with its container and why it is one."""
+    inside = {}
+    for entry in islice(sorted(folder.iterdir()), MOST_ENTRIES):
+        found = _fitting(entry)
+        top = max((e.specificity for _, e in found), default=0)
+        fits = [f"{c.name} ({e.because})" for c, e in found if e.specificity == top]
+        if fits and not entry.name.startswith("."):
+            inside[entry.name] = " or ".join(fits)
+    return inside
 
 
 def detect_layout(checkpoint: Checkpoint) -> tuple[Layout, Evidence]:

@@ -157,6 +157,8 @@ def test_ten_thousand_tensors_take_a_second_or_two(
     ("arguments", "code", "words"),
     [
         (["nosuchpath"], FAILED, "There is no such file or folder."),
+        (["t5x/momentum_f32"], FAILED, "\n    checkpoint: t5x ("),
+        (["t5x/momentum_f32"], FAILED, "\n    checkpoint_orbax: orbax ("),
         (["t5x/momentum_f32/checkpoint", "--step", "99"], FAILED, "step"),
         (["t5x/momentum_f32/checkpoint", "--from", "nosuch"], USAGE, "no container of that name"),
         (["gs://bucket/run"], USAGE, "gcloud storage cp"),
