@@ -99,7 +99,10 @@ class Keras:
         known = manifest_state(checkpoint, named.schema)
         every = variables(tree, config)
         trained = [variable.tensor.shape for variable in every if variable.trained]
-        found = numbered(named.schema, [own[str(i)] for i in range(len(own))], named.told(hints), trained)
+        rows = [own[key] for key in map(str, range(len(own))) if key in own]
+        if len(rows) != len(own):
+            raise StateError("The optimizer's variables aren't numbered from 0 on.", place=checkpoint.path)
+        found = numbered(named.schema, rows, named.told(hints), trained)
         order = _order(tree, every, hints, found.shapes, config)
         frozen = frozen_of(tree, every, order)
         parts = Parts(
