@@ -188,5 +188,5 @@ def test_another_generation_is_refused(tmp_path: Path) -> None:
 
 def test_a_step_that_is_a_tensor_is_read() -> None:
     tree = opened(slots(w=(2, 2)), adam()).tree
-    tree["common"]["optimizer"]["state"]["common_step"] = in_memory(np.float32(9))
+    tree["common"]["optimizer"]["state"]["common_step"] = in_memory(np.asarray(9, F32))
     assert LAYOUT.decode(Checkpoint("megatron", Path("x"), tree), Hints()).counts.updates == 9
