@@ -249,3 +249,24 @@ def _read(container: Container, place: Path) -> dict[str, bytes] | None:
             return {key: tensor.read().tobytes() for key, tensor in checkpoint.tensors.items()}
     except StatekitError:
         return None
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("flattened", [False, True])
+def test_the_metadata_of_older_megatron(flattened: bool, tmp_path: Path) -> None:
+    """The same, but for tensors that were flattened first."""
+    place = spoilt(tmp_path, lambda metadata: None)
+    raw = (place / ".metadata").read_bytes()
+    home, name = b"ctorch.distributed.checkpoint.metadata\nMetadata\n", b"MCoreMetadata"
+    metadata = pickle.loads(raw)
+    metadata.mcore_data = {MODEL: {"nd_reformulated_orig_global_shape": (6, 4)} if flattened else {}}
+    old = pickle.dumps(metadata, 2)
+    assert home in old
+    there = b"cmegatron.core.dist_checkpointing.strategies.torch\n" + name + b"\n"
+    (place / ".metadata").write_bytes(old.replace(home, there))
+    if flattened:
+        with pytest.raises(RefusedError, match=r"flattened before(.|\n)*model\.embed\.weight"):
+            CONTAINER.open(place)
+    else:
+        with CONTAINER.open(place) as checkpoint:
+            assert checkpoint.tensors["model/embed.weight"].shape == (6, 4)

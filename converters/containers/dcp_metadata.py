@@ -23,6 +23,7 @@ from statekit.tree import Path, Record
 MAX_RANK = 64
 _SHOWN = 20
 _HOME = "torch.distributed."
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def read_metadata(data: bytes, place: str) -> Contents:
         FormatError: It isn't what PyTorch writes.
     """
     found = read_pickle(data, place, calls=torch_calls)
-    whole = _fields(found.value, "Metadata", place)
+    whole = _whole(found.value, place)
     listed, stored = whole.get("state_dict_metadata"), whole.get("storage_data")
     if not isinstance(listed, dict) or not isinstance(stored, dict):
         raise FormatError("The metadata lists no entries or no places.", place=place)
@@ -124,6 +125,23 @@ def read_metadata(data: bytes, place: str) -> Contents:
         version if isinstance(version, str) else None,
         found.notes,
     )
+
+
+def _whole(record: Any, place: str) -> Mapping[str, Any]:
+    """Returns the fields of the metadata, PyTorch's or those of Megatron-Core before 0.16."""
+    if not isinstance(record, Record) or record.name != _MEGATRON or not isinstance(record.state, dict):
+        return _fields(record, "Metadata", place)
+    told = record.state.get("mcore_data")
+    flattened = [key for key, one in told.items() if one] if isinstance(told, dict) else []
+    if flattened:
+        raise RefusedError(
+            "Tensors were flattened before they were cut, as Megatron-Core did before 0.16.",
+            place=place,
+            found=f"{len(flattened)} tensors, such as {shown(flattened[0])}",
+            remedy="save it with --dist-ckpt-optim-fully-reshardable, or with Megatron-Core 0.16",
+        )
+    fields: Mapping[str, Any] = record.state
+    return fields
 
 
 def _is(record: Any, name: str) -> bool:
