@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.converters.hparams import read_text
-from statekit.converters.torch_parts import model_in
+from statekit.converters.torch_parts import apart, model_in
 from statekit.errors import FormatError
 from statekit.registry import container
 from statekit.tree import tensor_names
@@ -18,7 +18,7 @@ def read_param_names(path: Path) -> tuple[str, ...]:
 
     Args:
         path: A name per line; or a JSON list, or list of lists, one for each group; or a torch file with a state_dict,
-            bare or in a checkpoint, whose order counts.
+            bare or in a checkpoint, whose order counts; of tied tensors the first.
 
     Raises:
         NotFoundError: No such file.
@@ -26,7 +26,7 @@ def read_param_names(path: Path) -> tuple[str, ...]:
     """
     if container("torch").detect(path) is not None:
         with container("torch").open(path) as opened:
-            return tuple(tensor_names(model_in(opened.tree)))
+            return tuple(apart(tensor_names(model_in(opened.tree))))
     if container("safetensors").detect(path) is not None:
         raise FormatError(
             "A safetensors file doesn't tell the order of parameters: it sorts their names.",

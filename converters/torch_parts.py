@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from statekit.converters.optimizer_forms import is_flat, is_nested
-from statekit.tensor import Tensor
+from statekit.tensor import Stored, Tensor
 from statekit.tree import Path, Tree
 
 OPTIMIZERS: tuple[Path, ...] = (
@@ -41,6 +41,15 @@ def places(tree: Tree) -> tuple[Path, Path] | None:
 def model_in(tree: Tree) -> Tree:
     """Returns a model's state in a tree; the tree itself where it is nothing else."""
     return next((at(tree, path) for path in MODELS if _is_model(at(tree, path))), tree)
+
+
+def apart(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a model without the further names of tied tensors: an optimizer has each once."""
+    found: dict[Any, str] = {}
+    for name, tensor in model.items():
+        source = (tensor.fetch if isinstance(tensor, Stored) else id(tensor), tensor.shape, tensor.dtype)
+        found.setdefault(source, name)
+    return {name: model[name] for name in found.values()}
 
 
 def loose(tree: Mapping[Any, Tree]) -> dict[Any, Tensor]:

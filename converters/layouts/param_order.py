@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from statekit.converters.torch_parts import apart
 from statekit.errors import StateError, fault_list
-from statekit.tensor import Shape, Stored, Tensor
+from statekit.tensor import Shape, Tensor
 
 _SHOWN = 5
 BY_NAME = "and the model's file sorts them by name"
@@ -55,7 +56,7 @@ def found_order(
     named = named_order(groups, model, None)
     if named is not None:
         return named
-    own = {name: tensor.shape for name, tensor in _apart(model).items()}
+    own = {name: tensor.shape for name, tensor in apart(model).items()}
     if given is None:
         return shaped_order(shapes, own, "the model part", is_sorted)
     names = _known(given, model)
@@ -108,15 +109,6 @@ def _cut(groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Order:
         )
     left = iter(names)
     return Order(tuple(tuple(next(left) for _ in group["params"]) for group in groups))
-
-
-def _apart(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a model without the further names of tied tensors: an optimizer has each once."""
-    found: dict[Any, str] = {}
-    for name, tensor in model.items():
-        source = (tensor.fetch if isinstance(tensor, Stored) else id(tensor), tensor.shape, tensor.dtype)
-        found.setdefault(source, name)
-    return {name: model[name] for name in found.values()}
 
 
 def shaped_order(
