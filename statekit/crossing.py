@@ -16,6 +16,7 @@ from typing import Any
 from statekit.errors import InexactError, fault_list
 from statekit.format import Exactness
 from statekit.optim.factoring import by_shape
+from statekit.optim.options import RATE_NAMES
 from statekit.optim.settings import EXCLUDED
 from statekit.schema import OptimizerSchema, load_schema
 from statekit.state import Axis, Group, Rule, TrainState
@@ -155,7 +156,9 @@ def cross(state: TrainState, source: str, target: str) -> Crossing:
         ]
     optimizer = replace(state.optimizer, variant=target, groups=tuple(groups))
     counts = replace(state.counts, updates=state.counts.updates - shift)
-    moved, refactored = _refactored(replace(state, optimizer=optimizer, counts=counts), target)
+    said = (*state.assumptions, *way.assumed(state.optimizer.groups))
+    taken = replace(state, optimizer=optimizer, counts=counts, assumptions=said)
+    moved, refactored = _refactored(taken, target)
     moved = _relabelled(moved, target)
     worst_first = sorted([*found.values(), *refactored], key=lambda one: -one.exactness)
     return Crossing(source, target, moved, tuple(worst_first), tuple(made_up))
@@ -189,10 +192,10 @@ class _Way:
 
     def over(self, group: Group) -> _Side:
         """Returns one group under the target's rule."""
-        own = {**self.schema.settings(self.source), **group.hyperparameters}
+        own = {**self.schema.settings(self.source), **dict.fromkeys(RATE_NAMES), **group.hyperparameters}
         bridges = [one for one in self.schema.data.get("bridges", ()) if self._fits(one, own)]
         covered = {key for one in bridges for key in one["covers"]}
-        carried = self._carried(group, own)
+        carried = self._carried(own)
         settable = self.schema.variant(self.target)["defaults"]
         bridged = {key: value for one in bridges for key, value in one["set"].items() if key in settable}
         values = {**carried, **bridged}
@@ -209,18 +212,25 @@ class _Way:
             shift,
         )
 
+    def assumed(self, groups: Iterable[Group]) -> list[str]:
+        """Returns what is taken for granted of the source's hyperparameters, if anything."""
+        offered = [name for name in self.schema.variant(self.source)["defaults"] if name not in RATE_NAMES]
+        unknown = {name for group in groups for name in offered if name not in group.hyperparameters}
+        names = ", ".join(name for name in offered if name in unknown)
+        return [f"Taken for a run of {self.source} with its defaults of {names}."] if unknown else []
+
     def _fits(self, bridge: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
         here = {**own, **self.schema.variant(self.source)["constants"]}
         there = self.schema.variant(self.target)["constants"]
         return _meets(here, bridge["from"]) and _meets(there, bridge["to"])
 
-    def _carried(self, group: Group, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the target's hyperparameters as the source behaves; an unknown one stays unknown."""
-        offered = self.schema.variant(self.source)["defaults"]
-        defaults = self.schema.variant(self.target)["defaults"]
-        known = {name for name in defaults if name in group.hyperparameters or name not in offered}
+    def _carried(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the target's hyperparameters as the source behaves, or would with its defaults; never a rate."""
+        offered = self.schema.variant(self.target)["defaults"]
         return {
-            name: self._spelt(name, own[name], usual) for name, usual in defaults.items() if name in known
+            name: self._spelt(name, own[name], usual)
+            for name, usual in offered.items()
+            if name not in RATE_NAMES or own[name] is not None
         }
 
     def _spelt(self, name: str, value: Any, usual: Any) -> Any:

@@ -224,7 +224,10 @@ def test_unknown_hyperparameters_stop_nothing() -> None:
     bare = replace(state, optimizer=replace(state.optimizer, groups=(Group(("w",)),)))
     way = cross(bare, "t5x", "hf")
     assert way.exactness == Exactness.ROUNDING
-    assert "decay_rate" not in way.state.optimizer.groups[0].hyperparameters
+    group = way.state.optimizer.groups[0]
+    assert (group.hyperparameters["decay_rate"], group.known_from["decay_rate"]) == (0.8, "assumed")
+    assert group.hyperparameters.get("learning_rate") is None
+    assert "decay_rate" in way.state.assumptions[-1]
 
 
 def test_every_effect_has_an_exactness() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from statekit.converters.layouts.told import Settings
-from statekit.optim.factoring import by_size
+from statekit.optim.factoring import by_shape, by_size
+from statekit.optim.settings import form
 from statekit.state import Axis, Rule
-from statekit.tensor import Shape
+from statekit.tensor import Shape, Tensor
 
 MINIMUM = "min_dim_size_to_factor"
 _MAX_RANK = 8
@@ -66,3 +67,19 @@ def from_slots(shape: Shape, row: Shape, column: Shape, by_logical_axes: bool) -
         return None
     proven = len(found) == 1 and (by_logical_axes or Axis.BATCH not in found[0])
     return Rule(found[0], "file" if proven else "assumed")
+
+
+def shown_rule(shape: Shape, slots: Mapping[str, Tensor], variant: str | None) -> Rule | None:
+    """Returns the rule of a parameter as its slots show it, or as the variant has it where that goes by shape alone."""
+    constants = form("adafactor", variant) if variant else {"factored_rank": "two_or_rule"}
+    by_rule = constants["factored_rank"] == "two_or_rule"
+    if "v_row" not in slots:
+        return Rule((Axis.NONE,) * len(shape), "file" if len(shape) < 2 or not by_rule else "assumed")
+    row, column = slots["v_row"].shape, slots["v_col"].shape
+    if not by_rule and len(shape) > 1 and fits(axes := by_shape(constants, shape, True), shape, row, column):
+        open_tie = constants["tie_break"] == "argsort" and len(shape) > 3 and row == column
+        return Rule(axes, "assumed" if open_tie else "file")
+    for axes in ((Axis.ROW, Axis.COLUMN), (Axis.COLUMN, Axis.ROW)):
+        if len(shape) == 2 and fits(axes, shape, row, column):
+            return Rule(axes, "assumed" if shape[0] == shape[1] else "file")
+    return from_slots(shape, row, column, False)

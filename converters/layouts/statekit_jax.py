@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from statekit.checkpoint import Checkpoint
-from statekit.converters.layouts.factored_slots import fits, from_slots
+from statekit.converters.layouts.factored_slots import shown_rule
 from statekit.converters.layouts.optax_frame import Contents, count, usual_tree
 from statekit.converters.layouts.optax_parts import (
     Faults,
@@ -45,12 +45,10 @@ from statekit.converters.layouts.optax_tree import (
 from statekit.converters.layouts.told import Settings
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.format import Encoded, Evidence, Hints
-from statekit.optim.factoring import by_shape
-from statekit.optim.settings import form
 from statekit.optim.run import stepped_variants
 from statekit.schema import OptimizerSchema, load_schema
-from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensor import Shape, Tensor
+from statekit.state import Counts, Group, Optimizer, Rule, TrainState
+from statekit.tensor import Tensor
 from statekit.tree import Tree
 
 _KEY = "jax"
@@ -189,29 +187,13 @@ def _rules(
             faults.append(("has v_row and no v_col", path))
             continue
         given = given_rule(entries, path, shape, own, faults) if factored else None
-        rule = given or rule_of(shape, own, variant)
+        rule = given or shown_rule(shape, own, variant)
         if rule is None:
             faults.append(
                 (f"has v_row {own['v_row'].shape} and v_col {own['v_col'].shape}, which fit no rule", path)
             )
         else:
             yield path, rule
-
-
-def rule_of(shape: Shape, slots: Mapping[str, Tensor], variant: str | None) -> Rule | None:
-    """Returns the rule of a parameter as its slots show it, or as the variant has it where that goes by shape alone."""
-    constants = form("adafactor", variant) if variant else {"factored_rank": "two_or_rule"}
-    by_rule = constants["factored_rank"] == "two_or_rule"
-    if "v_row" not in slots:
-        return Rule((Axis.NONE,) * len(shape), "file" if len(shape) < 2 or not by_rule else "assumed")
-    row, column = slots["v_row"].shape, slots["v_col"].shape
-    if not by_rule and len(shape) > 1 and fits(axes := by_shape(constants, shape, True), shape, row, column):
-        open_tie = constants["tie_break"] == "argsort" and len(shape) > 3 and row == column
-        return Rule(axes, "assumed" if open_tie else "file")
-    for axes in ((Axis.ROW, Axis.COLUMN), (Axis.COLUMN, Axis.ROW)):
-        if len(shape) == 2 and fits(axes, shape, row, column):
-            return Rule(axes, "assumed" if shape[0] == shape[1] else "file")
-    return from_slots(shape, row, column, False)
 
 
 def _rule_notes(rules: Mapping[str, Rule]) -> Iterator[str]:

@@ -12,19 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from statekit.converters.layouts.factored_slots import from_slots
+from statekit.converters.layouts.factored_slots import shown_rule
 from statekit.converters.layouts.keras_parts import calls_of
 from statekit.converters.layouts.keras_slots import ACCUMULATOR, ITERATION, RATE
 from statekit.converters.layouts.keras_variables import snake_case
 from statekit.converters.layouts.told import Known
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.format import Hints
-from statekit.optim.factoring import by_shape, map_entries
+from statekit.optim.factoring import map_entries
 from statekit.optim.options import RATE_NAMES, offered, rule_of
 from statekit.optim.run import stepped_variants
 from statekit.optim.settings import form
 from statekit.schema import load_schema
-from statekit.state import Axis, Counts, Group, KnownFrom, Optimizer, Rule, TrainState
+from statekit.state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensor import DTYPES, Tensor, in_memory
 
 CLASSES = {
@@ -239,26 +239,13 @@ def _rules(
                 rule = Rule.from_json(said[path])
             elif variant is not None and own.config is not None:
                 rule = rule_of(path, shape, variant, group.hyperparameters, entries)[0]
-            elif "v_row" not in held:
-                rule = Rule((Axis.NONE,) * len(shape), "file" if len(shape) < 2 else "assumed")
-            elif "v_col" in held:
-                rule = _usual(variant, shape, held) or from_slots(
-                    shape, held["v_row"].shape, held["v_col"].shape, False
-                )
+            elif {"v_row", "v_col"} & held.keys() in ({"v_row", "v_col"}, set()):
+                rule = shown_rule(shape, held, variant)
             if rule is None:
                 faults.append(("has slots that follow from no rule", path))
             else:
                 found[path] = rule
     return found
-
-
-def _usual(variant: str | None, shape: tuple[int, ...], held: Mapping[str, Tensor]) -> Rule | None:
-    """Returns what a variant does with a shape, if that gives the slots."""
-    if variant is None:
-        return None
-    rule = Rule(by_shape(form("adafactor", variant), shape, True), "assumed")
-    fits = rule.factored and all(rule.slot_shape(n, shape) == held[n].shape for n in ("v_row", "v_col"))
-    return rule if fits else None
 
 
 def own_variables(state: TrainState, home: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -1,0 +1,177 @@
+"""The matrix of conversions, cell by cell: every sample of a checkpoint into every layout of its optimizer.
+
+A conversion that is planned is carried out, and the target holds every parameter and slot bit for bit, a factored slot
+by the axes it has averaged away. One that isn't is refused by a typed error that says why, and only where the rules
+differ or the target has no place.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import conversion_table
+import numpy as np
+import pytest
+from samples import ROWS, Row
+
+from statekit import registry
+from statekit.cli.main import DONE, main
+from statekit.convert import convert, crossing_to, open_state, plan
+from statekit.crossing import Crossing
+from statekit.errors import InexactError, StateError, StatekitError
+from statekit.format import Exactness, Hints, KeepsMasters, Layout
+from statekit.masters import as_params
+from statekit.matrix import cells
+from statekit.schema import load_schema
+from statekit.state import TrainState
+from statekit.tensor import Array
+
+SAMPLED = 5
+"""One cell of so many runs in CI."""
+
+
+def targets(row: Row) -> list[str]:
+    """Returns the layouts that hold an optimizer that the row's own layout holds, and that can be written."""
+    own = registry.layout(row.layout).variants.keys()
+    layouts = [registry.layout(name) for name in registry.layout_names()]
+    return [one.name for one in layouts if own & one.variants.keys() and home(one) is not None]
+
+
+def home(layout: Layout) -> str | None:
+    """Returns the container that a layout is written in; not the one that needs the config of a Keras model."""
+    writable = (
+        name for name in layout.containers if registry.container(name).target_kind and name != "keras"
+    )
+    return next(writable, None)
+
+
+def pairs() -> Iterator[Any]:
+    for row in ROWS:
+        for target in targets(row):
+            name = f"{row.name}-to-{target}"
+            chosen = zlib.crc32(name.encode()) % SAMPLED == 0
+            yield pytest.param(row, target, id=name, marks=[] if chosen else [pytest.mark.slow])
+
+
+def held(state: TrainState) -> dict[tuple[str, Any], Array]:
+    """Returns parameters and slots, factored ones by the axes that they have averaged away."""
+    found: dict[tuple[str, Any], Array] = {(path, "param"): p.read() for path, p in state.params.items()}
+    for path, own in state.slots.items():
+        for name, slot in own.items():
+            found[path, averaged(state, path, name)] = slot.read()
+    return found
+
+
+def averaged(state: TrainState, path: str, slot: str) -> Any:
+    kept = {"v_row": "COLUMN", "v_col": "ROW"}.get(slot)
+    if kept is None:
+        return slot
+    return tuple(i for i, axis in enumerate(state.rules[path].axes) if axis.value == kept)
+
+
+def unlike(ours: Mapping[tuple[str, Any], Array], theirs: Mapping[tuple[str, Any], Array]) -> list[Any]:
+    """Returns what differs in a bit, but for exact widening."""
+    both = ours.keys() & theirs.keys()
+    return [*(ours.keys() ^ theirs.keys()), *(key for key in both if not _equal(ours[key], theirs[key]))]
+
+
+def _equal(left: Array, right: Array) -> bool:
+    wide = np.promote_types(left.dtype, right.dtype) if left.dtype != right.dtype else left.dtype
+    return left.shape == right.shape and left.astype(wide).tobytes() == right.astype(wide).tobytes()
+
+
+@pytest.mark.parametrize(("row", "target"), list(pairs()))
+def test_a_cell(row: Row, target: str, tmp_path: Path) -> None:
+    sample, layout = row.found(tmp_path), registry.layout(target)
+    with open_state(sample.path, hints=row.hints) as opened:
+        state = opened.state
+        if state.optimizer.schema not in layout.variants:
+            pytest.skip(f"{target} holds no {state.optimizer.schema}")
+        way = crossing_to(layout, state, opened.layout)
+        place = tmp_path / "target"
+        try:
+            planned = plan(sample.path, place, to=home(layout), layout=target, hints=row.hints)
+        except (InexactError, StateError) as error:
+            refused(error, way, layout, state)
+            return
+        convert(planned)
+        meant = kept(layout, way.state if way else state)
+        variant = meant.optimizer.variant
+        with open_state(place, layout=target, hints=Hints(variant=variant)) as written:
+            assert unlike(held(meant), held(written.state)) == []
+            assert written.state.counts.updates == meant.counts.updates
+
+
+def kept(layout: Layout, state: TrainState) -> TrainState:
+    """Returns a state as the layout holds it: masters are the parameters where they have no other place."""
+    return state if isinstance(layout, KeepsMasters) else as_params(state)[0]
+
+
+def refused(error: StatekitError, way: Crossing | None, layout: Layout, state: TrainState) -> None:
+    """Asserts that a refusal names a difference of the rules, or what the layout has no place for."""
+    assert error.found, error
+    if way is not None and way.exactness > Exactness.ROUNDING:
+        assert all(one.what in str(error) for one in way.differences if one.exactness > Exactness.ROUNDING)
+    else:
+        meant = kept(layout, way.state if way else state)
+        with pytest.raises((InexactError, StateError)):
+            assert not _lost(layout, meant)
+
+
+def _lost(layout: Layout, state: TrainState) -> bool:
+    encoded = layout.encode(state)
+    lost = [name for name in encoded.dropped if name.startswith(("params/", "slots/", "groups/"))]
+    worst = max([Exactness.BITWISE, *(exactness for exactness, _ in encoded.exactness.values())])
+    if lost or worst > Exactness.ROUNDING:
+        raise InexactError(f"{layout.name} loses {lost}")
+    return False
+
+
+def test_a_swapped_slot_is_noticed() -> None:
+    left = {("w", (0,)): np.ones(3, np.float32), ("w", (1,)): np.zeros(3, np.float32)}
+    right = {("w", (1,)): np.ones(3, np.float32), ("w", (0,)): np.zeros(3, np.float32)}
+    assert len(unlike(left, right)) == 2
+
+
+# The table
+
+
+def test_the_table_has_every_variant_and_every_layout() -> None:
+    found = {(cell.schema, cell.variant, cell.layout) for cell in cells()}
+    layouts = [registry.layout(name) for name in registry.layout_names()]
+    assert found == {
+        (schema, variant, one.name)
+        for one in layouts
+        for schema in one.variants
+        for variant in load_schema(schema).variants
+    }
+
+
+def test_a_cell_has_reasons_exactly_where_it_is_refused() -> None:
+    for cell in cells():
+        assert bool(cell.reasons) == (cell.exactness > Exactness.ROUNDING)
+
+
+def test_known_cells() -> None:
+    found = {(cell.schema, cell.variant, cell.layout): cell.exactness.name for cell in cells()}
+    assert found["adafactor", "t5x", "t5x"] == "BITWISE"
+    assert found["adafactor", "hf", "torch-optim"] == "BITWISE"
+    assert found["adafactor", "t2t_late", "t5x"] == "ROUNDING"
+    assert found["adamw", "torch", "optax"] == "ROUNDING"
+    assert found["adamw", "torch", "keras"] == "STATISTICS"  # epsilon beside the uncorrected root
+    assert found["adamw", "mesh_tf", "optax"] == "STATISTICS"  # no bias correction
+    assert found["adafactor", "torch", "t5x"] == "ESTIMATE"  # epsilon beside the roots
+
+
+def test_the_table_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["formats", "--matrix"]) == DONE
+    shown = capsys.readouterr().out
+    assert all(f"\n{variant} " in shown for variant in load_schema("adafactor").variants)
+    assert "= the same rule" in shown
+
+
+def test_the_page_is_the_table() -> None:
+    assert conversion_table.TARGET.read_text(encoding="utf-8") == conversion_table.page()
