@@ -395,6 +395,16 @@ def test_what_does_not_fit_is_refused(fault: str, tmp_path: Path) -> None:
         DEEPSPEED.open(run)
 
 
+def test_why_a_folder_of_slices_is_refused_is_said(tmp_path: Path) -> None:
+    run = write(Made(some_groups([(4,)])), tmp_path / "run")
+    shutil.copy(run / TAG / "mp_rank_00_model_states.pt", run / TAG / "mp_rank_01_model_states.pt")
+    with pytest.raises(RefusedError, match=r"slices of the model(.|\n)*ds_to_universal"):
+        open_state(run)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "latest").write_text("../of/another/system")
+    assert DEEPSPEED.detect(tmp_path / "other") is None
+
+
 def test_code_in_any_file_does_not_run(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     command = f"touch {canary}".encode()

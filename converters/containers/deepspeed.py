@@ -25,7 +25,7 @@ from statekit.converters.containers.deepspeed_files import MASTER, Tag, complete
 from statekit.converters.containers.deepspeed_universal import universal_state
 from statekit.converters.containers.deepspeed_zero import Shapes, joined, part_of
 from statekit.converters.containers.torch_names import named
-from statekit.errors import CorruptError, FormatError, NotFoundError, StatekitError, UsageError
+from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, UsageError
 from statekit.format import Encoded, Evidence
 from statekit.tensor import Cast, Shape, Tensor
 from statekit.transforms import Joined, Run
@@ -60,6 +60,8 @@ class DeepSpeedFolder:
         """Looks at file names, and at the name in `latest`."""
         try:
             found = locate(path)
+        except RefusedError as error:  # it is one, and opening it says why not
+            return Evidence(20, error.subject)
         except (StatekitError, OSError):
             return None
         if found is None:

@@ -132,25 +132,28 @@ def _among(run: Path, step: int | None) -> Located | None:
                 "There is no such step.", place=run, expected=step, found=", ".join(map(str, steps))
             )
         return None if tag is None else Located(tag, steps)
-    named_ = next((name for file in LATEST if (name := _latest(run / file))), None)
+    named_ = next((name for file in LATEST if (name := _latest(run / file, bool(steps)))), None)
     newest = [run / named_] if named_ else [folders[n] for n in sorted(folders, reverse=True)]
     tag = next((tag for folder in newest if (tag := tag_of(folder)) is not None), None)
     return None if tag is None else Located(tag, steps)
 
 
-def _latest(file: Path) -> str | None:
+def _latest(file: Path, ours: bool) -> str | None:
+    """Returns the name in a file; None if there is none, or one that isn't a folder's beside files that aren't ours."""
     if not file.is_file():
         return None
     with open_regular(file) as stream:
         name = stream.read(_MAX_TAG).decode("utf-8", "replace").strip()
-    if not inside(name) or "/" in name or not name.isprintable():
+    if inside(name) and "/" not in name and name.isprintable():
+        return name
+    if ours:
         raise RefusedError(
             "The newest checkpoint's name leads out of its folder.",
             place=file,
             expected="the name of a folder beside it",
             found=repr(name[:80]),
         )
-    return name
+    return None
 
 
 def _number(folder: Path) -> int | None:
