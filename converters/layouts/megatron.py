@@ -127,7 +127,7 @@ class MegatronAdam:
         """Returns the parts of the files.
 
         Raises:
-            InexactError: Parameters have different counts, or groups that couldn't be told apart again.
+            InexactError: Parameters have different counts or foreign slots, or groups that couldn't be told apart again.
         """
         if state.counts.behind:
             raise InexactError(
@@ -144,6 +144,10 @@ class MegatronAdam:
         groups = [_with_multipliers(group, state.counts.updates) for group in optimizer["param_groups"]]
         _check_groups(groups, {name: tensor.shape for name, tensor in model.items()})
         steps = [own.pop("step") for own in optimizer["state"].values()]
+        if foreign := {slot for own in optimizer["state"].values() for slot in own} - _SLOTS.keys():
+            raise InexactError(
+                "Megatron-Core's Adam has no such slots.", expected=", ".join(_SLOTS), found=", ".join(foreign)
+            )
         sharded: dict[str, Tree] = dict(model)
         for name, own in optimizer["state"].items():
             sharded |= {f"{_STATE}{slot}.{name}": tensor for slot, tensor in own.items()}
