@@ -14,7 +14,7 @@ from rich.text import Text
 
 from statekit.tree import to_json
 
-PIPED_WIDTH = 200
+PIPED_WIDTH = 240
 """Columns where stdout is no terminal, so that lines there aren't cut at 80."""
 
 

@@ -127,7 +127,7 @@ class MegatronAdam:
         """Returns the parts of the files.
 
         Raises:
-            InexactError: Parameters have different counts or foreign slots, or groups that couldn't be told apart again.
+            InexactError: Counts differ, slots have no place, or groups couldn't be told apart again.
         """
         if state.counts.behind:
             raise InexactError(
@@ -146,7 +146,9 @@ class MegatronAdam:
         steps = [own.pop("step") for own in optimizer["state"].values()]
         if foreign := {slot for own in optimizer["state"].values() for slot in own} - _SLOTS.keys():
             raise InexactError(
-                "Megatron-Core's Adam has no such slots.", expected=", ".join(_SLOTS), found=", ".join(foreign)
+                "Megatron-Core's Adam has no such slots.",
+                expected=", ".join(_SLOTS),
+                found=", ".join(foreign),
             )
         sharded: dict[str, Tree] = dict(model)
         for name, own in optimizer["state"].items():

@@ -351,13 +351,13 @@ def _name(path: str) -> str:
 LAYOUT = TorchOptim()
 BY_NAME = TorchOptim(
     "torch-fqn",
-    "torch.optim's AdamW and Adafactor, Hugging Face's Adafactor: by name, as get_state_dict gathers them",
+    "the same as torch-optim, by name as get_state_dict gathers it",
     containers=("torch", "dcp"),
     form="name",
 )
 FLAT = TorchOptim(
     "torch-fqn-flat",
-    "the same flat, an entry for each parameter's option, as flatten_optimizer_state_dict asks for",
+    "the same flat, an entry for each option of a parameter",
     containers=("torch", "dcp", "dcp-safetensors"),
     form="flat",
 )
