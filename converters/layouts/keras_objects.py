@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from statekit.converters.containers.hdf5_read import ATTRIBUTES
+from statekit.converters.containers.keras_h5 import CONFIG
 from statekit.converters.containers.tf_object_graph import (
     GRAPH,
     SAVE_COUNTER,
@@ -194,7 +196,8 @@ def encoded_graph(
         return Encoded(tree, state.counts.updates, dropped=dropped)
     if had:
         dropped |= {f"extra/{HOME}/graph/{key}": "the objects are new ones" for key in had["others"]}
-    return Encoded(_new(state, name, lists, rows, silent), state.counts.updates, dropped=dropped)
+    tree = _new(state, home, name, lists, rows, silent)
+    return Encoded(tree, state.counts.updates, dropped=dropped)
 
 
 def _same(had: Mapping[str, Any], order: Sequence[str], frozen: Sequence[str], rows: Sequence[Row]) -> bool:
@@ -203,10 +206,16 @@ def _same(had: Mapping[str, Any], order: Sequence[str], frozen: Sequence[str], r
 
 
 def _new(
-    state: TrainState, name: str, lists: Mapping[str, str], rows: Sequence[Row], silent: bool
+    state: TrainState,
+    home: Mapping[str, Any],
+    name: str,
+    lists: Mapping[str, str],
+    rows: Sequence[Row],
+    silent: bool,
 ) -> dict[str, Any]:
     order = order_of(state)
     builder, tree = Builder(), dict[str, Any]()
+    operations = _operations(home)
     optimizer = builder.at(("optimizer",))
     builder.add(builder.at(("model",)), "optimizer", optimizer)
     trained = builder.add(optimizer, TRAINED)
@@ -219,7 +228,12 @@ def _new(
     for path, tensor in state.params.items():
         if path not in {*order}:
             key = f"model/{path}"
-            _model_place(builder, path, builder.free(path, key))
+            node = builder.free(path, key)
+            _model_place(builder, path, node)
+            layer, _, rest = path.partition("/")
+            if layer in operations and rest:  # where a Functional model holds its layers
+                inside = ("model", "_operations", str(operations[layer]), *rest.split("/")[:-1])
+                builder.add(builder.at(inside), rest.rpartition("/")[2], node)
             tree[key + SUFFIX] = tensor
     held = builder.add(optimizer, VARIABLES)
     attributes = {ITERATION: ITERATIONS, RATE: _RATE}
@@ -239,6 +253,15 @@ def _new(
     builder.variable(0, SAVE_COUNTER, SAVE_COUNTER, SAVE_COUNTER)
     tree[SAVE_COUNTER + SUFFIX] = in_memory(np.asarray(1, np.int64), SAVE_COUNTER)
     return {**tree, GRAPH: builder.done()}
+
+
+def _operations(home: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the numbers of a Functional model's layers by their names, if its config is known."""
+    config = home.get("tree", {}).get(ATTRIBUTES, {}).get(CONFIG)
+    if not isinstance(config, Mapping) or config.get("class_name") != "Functional":
+        return {}
+    layers = config.get("config", {}).get("layers", ())
+    return {str(layer.get("name")): i for i, layer in enumerate(layers) if isinstance(layer, Mapping)}
 
 
 def _model_place(builder: Builder, path: str, node: int) -> None:
