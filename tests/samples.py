@@ -99,7 +99,8 @@ T5X = ("checkpoint", "*/.zarray")
 """An index of msgpack and the headers of arrays have no checksum, gzip has one."""
 ZARR = ("*/.zarray", "*/_METADATA", "*/[0-9]*")
 """Chunks of Orbax' own compressor have none."""
-VALUES = ("*.safetensors",)
+VALUES = ("*.safetensors", "*.json", "rng_state*.pth", "training_args.bin", "random_states_*.pkl")
+"""Safetensors and JSON have no checksum; what can't be read without running it is kept as it is, byte for byte."""
 OPTIONS = ("optimizer_hyperparameters.json",)
 MXNET = ("*.params", "*.states")
 """Either may lie alone."""
