@@ -14,13 +14,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from rich.console import Console
 from rich.table import Table
-from synthetic import state, write_t5x
+from synthetic import moments, state, write_neutral, write_t5x
+
+from statekit import registry
+from statekit.state import TrainState
+from statekit.tensor import nbytes
 
 MIB, GB = 2**20, 1e9
 
@@ -90,6 +95,51 @@ def conversions(work: Path, gigabytes: float, out: Console) -> None:
     out.print(table)
 
 
+def containers(work: Path, gigabytes: float, out: Console) -> None:
+    """Measures every container: a state of a layout at home in it, from statekit's folder and back to it."""
+    table = Table("container", "layout", "written, GB/s", "of cp", "read, GB/s", "of cp")
+    for name in registry.container_names():
+        home = next(homes(name), None)
+        if registry.container(name).target_kind is None or home is None:
+            continue
+        layout, schema, variant = home
+        made = state(4, 2048, 2048) if schema == "adafactor" else moments(schema, variant, 4, 2048)
+        matrices = max(1, round(gigabytes * GB / tensor_bytes(made))) * 4
+        made = (
+            state(matrices, 2048, 2048) if schema == "adafactor" else moments(schema, variant, matrices, 2048)
+        )
+        source, target, again = work / "neutral", work / "native", work / "again"
+        write_neutral(source, made)
+        copied = run("cp", "-r", str(source), str(work / "copy")) + run("sync")
+        there, _ = statekit("convert", str(source), str(target), "--to", name, "--layout", layout)
+        back, _ = statekit("convert", str(target), str(again), "--to", "statekit", *hints(schema, variant))
+        speeds = [tensor_bytes(made) / GB / seconds for seconds in (copied, there, back)]
+        cells = (f"{cell:.2f}" for speed in speeds[1:] for cell in (speed, speed / speeds[0]))
+        table.add_row(name, layout, *cells)
+        for folder in (source, target, again, work / "copy"):
+            shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
+    out.print(table)
+
+
+def homes(container: str) -> Iterator[tuple[str, str, str]]:
+    """Yields the layouts at home in a container, with an optimizer of which a state of any size can be made."""
+    for layout in map(registry.layout, registry.layout_names()):
+        for schema in ("adamw", "adafactor", "lans"):
+            if container in layout.containers and schema in layout.variants and container != "keras":
+                yield layout.name, schema, layout.variants[schema][0]
+
+
+def hints(schema: str, variant: str) -> tuple[str, ...]:
+    """Returns what a file of this optimizer may not tell."""
+    return ("--variant", variant) if schema == "lans" else ()
+
+
+def tensor_bytes(made: TrainState) -> int:
+    """Returns the size of a state's values."""
+    slots = (slot for own in made.slots.values() for slot in own.values())
+    return sum(map(nbytes, (*made.params.values(), *slots)))
+
+
 def inspections(work: Path, out: Console) -> None:
     """Measures how soon a checkpoint of 10 000 tensors is inspected."""
     source = work / "many"
@@ -113,6 +163,7 @@ def main() -> None:
     out = Console()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         inspections(Path(folder), out)
+        containers(Path(folder), arguments.gigabytes / 16, out)
         conversions(Path(folder), arguments.gigabytes, out)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from statekit.commit import staged
 from statekit.registry import container, layout
+from statekit.schema import load_schema
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensor import Array, DType, Index, Shape, Tensor, index_shape, normal_index
 
@@ -72,6 +73,27 @@ def state(matrices: int, rows: int, columns: int) -> TrainState:
         Counts(1000, 1000),
         dict.fromkeys(params, rule),
     )
+
+
+def moments(schema: str, variant: str, matrices: int, side: int) -> TrainState:
+    """Returns a state of an optimizer that keeps `m` and `v`, of square matrices, with a variant's own settings."""
+    params: dict[str, Tensor] = {}
+    slots: dict[str, dict[str, Tensor]] = {}
+    for i in range(matrices):
+        path = f"encoder/layers_{i}/mlp/wi/kernel"
+        params[path] = Noise((side, side), 3 * i)
+        slots[path] = {"m": Noise((side, side), 3 * i + 1), "v": Noise((side, side), 3 * i + 2)}
+    values = {**load_schema(schema).variant(variant)["defaults"], "learning_rate": 1e-3}
+    group = Group(tuple(params), values, dict.fromkeys(values, "given"))
+    return TrainState(params, slots, Optimizer(schema, variant, (group,)), Counts(1000, 1000))
+
+
+def write_neutral(target: Path, made: TrainState) -> None:
+    """Writes a state as statekit's own folder."""
+    neutral = container("statekit")
+    with staged(target, "folder") as stage:
+        neutral.write(layout("statekit").encode(made), stage)
+        stage.commit(neutral.open)
 
 
 def write_t5x(target: Path, made: TrainState) -> None:
