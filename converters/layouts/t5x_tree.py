@@ -91,7 +91,9 @@ def read_native(checkpoint: Checkpoint) -> Native:
     tree = checkpoint.tree
     if not _is_train_state(tree):
         raise StateError(
-            "The checkpoint isn't a train state of T5X.", place=checkpoint.path, expected="target and state/step"
+            "The checkpoint isn't a train state of T5X.",
+            place=checkpoint.path,
+            expected="target and state/step",
         )
     state: Mapping[str, Any] = tree["state"]
     faults: list[tuple[str, str]] = []

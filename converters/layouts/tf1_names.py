@@ -57,7 +57,9 @@ def sorted_names(tree: Mapping[str, Any], pattern: re.Pattern[str]) -> Named:
         StateError: The tree has no names.
     """
     if not isinstance(tree, Mapping):
-        raise StateError("The checkpoint has no names.", expected="variables by name", found=type(tree).__name__)
+        raise StateError(
+            "The checkpoint has no names.", expected="variables by name", found=type(tree).__name__
+        )
     flat, parts = _parted(tree, pattern)
     params: dict[str, Tensor] = {}
     slots: dict[str, dict[str, Tensor]] = {}
