@@ -19,6 +19,8 @@ from goldens import bundles
 from statekit import registry
 from statekit.commit import staged
 from statekit.convert import convert, open_state, plan
+from statekit.converters.containers.hdf5_order import Names
+from statekit.converters.containers.hdf5_read import ATTRIBUTES, open_hdf5
 from statekit.converters.containers.hdf5_write import write_hdf5
 from statekit.converters.containers.keras_h5 import CONTAINER as H5
 from statekit.converters.containers.keras_zip import CONTAINER as ZIP
@@ -396,6 +398,32 @@ def test_compressed_hdf5_is_read(tmp_path: Path) -> None:
         for tensor in checkpoint.tensors.values():
             assert tensor.dtype == np.float32
             np.testing.assert_array_equal(tensor.read((slice(3, 40), slice(0, 64))), array[3:40])
+
+
+def test_members_stand_in_the_order_of_writing_though_later_ones_fill_gaps(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    written = [f"a_name_that_makes_the_heap_grow_{7 * i % 60:02}" for i in range(60)]
+    with h5py.File(path, "w") as file:
+        group = file.create_group("vars")
+        for number, name in enumerate(written):
+            group.attrs[f"attribute_{number}"] = "its header goes on elsewhere"
+            group[name] = np.float32(number)
+        places = [h5py.h5o.get_info(group[name].id).addr for name in written]
+        at = h5py.h5o.get_info(group.id).addr
+    assert places != sorted(places)  # where they are described doesn't tell
+    opened = open_hdf5(str(path), "a.h5")
+    assert [key for key in opened.tree["vars"] if key != ATTRIBUTES] == written
+    opened.close()
+
+    data = path.read_bytes()
+    size = len(data)
+
+    def names(data: bytes, size: int) -> list[str]:
+        return list(Names(lambda start, length: data[start : start + length], size).of(at))
+
+    assert names(data, size)[-60:] == written
+    assert names(data, 100) == [] and names(data[: at + 20], size) == []
+    assert names(data.replace(b"HEAP", b"HELP"), size) == []
 
 
 def test_a_file_of_a_step_or_none_is_not_found(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_statekit_goes_on_from_what_keras_wrote(kind: str, form: str, tmp_path: 
         variable.assign(variable + 1.0)
     said = {"use_ema": True} if kind == "lamb" and form == "a.weights.h5" else None
     silent = kind == "statekit" and form != "a.keras"
-    more = {"variant": "t5x", "beta1": 0.9, "min_dim_size_to_factor": 4} if silent else {}
+    more: dict[str, Any] = {"variant": "t5x", "beta1": 0.9, "min_dim_size_to_factor": 4} if silent else {}
     statekit.tensorflow.load_params(tmp_path / form, loaded, hparams=said)
     resumed = statekit.tensorflow.load_optimizer(tmp_path / form, loaded, hparams=said, **more)
     assert int(resumed.iterations) == 2

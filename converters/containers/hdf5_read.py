@@ -2,7 +2,8 @@
 
 The library that parses HDF5 is the original one. What it would do on the file's word alone isn't asked of it: links
 to elsewhere, values in other files, filters that would have to be loaded, and sizes that the file doesn't hold are
-refused before anything is read. Groups and datasets stand in the order in which they were written.
+refused before anything is read. Groups and datasets stand in the order in which they were written: by their names'
+places in the group's heap, or where a group has none, by the places of what they hold.
 
 Source: The HDF Group, HDF5 File Format Specification 3.0; keras-team/keras, keras/src/saving/saving_lib.py,
 `H5IOStore`.
@@ -12,12 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from statekit.converters.containers.hdf5_order import Names
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
 from statekit.tensor import DTYPES, Array, DType, Index, Shape, Stored
 from statekit.tree import MAX_DEPTH, MAX_NODES
@@ -72,8 +75,8 @@ def open_hdf5(source: Any, place: str) -> Opened:
     with parsing(place):
         file = h5py.File(source, "r")
     try:
-        with parsing(place):
-            tree = _Reader(file, place).group(file["/"], "", 0)[1]
+        with parsing(place), _names(file, source) as names:
+            tree = _Reader(file, place, names).group(file["/"], "", 0)[1]
     except BaseException:
         file.close()
         raise
@@ -96,11 +99,27 @@ def parsing(place: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def _names(file: Any, source: Any) -> Iterator[Names | None]:
+    """Gives what reads the names of a file's groups; None where addresses aren't as usual."""
+    if file.id.get_create_plist().get_sizes() != (8, 8) or file.userblock_size:
+        yield None
+        return
+    with ExitStack() as stack:
+        stream = source if hasattr(source, "read") else stack.enter_context(Path(source).open("rb"))
+
+        def read(address: int, length: int) -> bytes:
+            stream.seek(address)
+            return bytes(stream.read(length))
+
+        yield Names(read, int(file.id.get_filesize()))
+
+
 class _Reader:
     """Walks a file once; counts what it meets."""
 
-    def __init__(self, file: Any, place: str) -> None:
-        self._file, self._place = file, place
+    def __init__(self, file: Any, place: str, names: Names | None) -> None:
+        self._file, self._place, self._names = file, place, names
         self._nodes = 0
         self._seen: set[int] = set()
 
@@ -110,6 +129,9 @@ class _Reader:
 
         address = self._met(group, name, depth)
         found: list[tuple[tuple[int, int], str, Any]] = []
+        named = self._names.of(address) if self._names else {}
+        named = named if all(key in named for key in group) else {}
+        firsts = []
         for key in group:
             path = f"{name}/{key}" if name else key
             if not isinstance(group.get(key, getlink=True), h5py.HardLink):
@@ -129,10 +151,12 @@ class _Reader:
                 at, value = self._met(member, path, depth), self._tensor(member, path)
             else:
                 raise FormatError("An HDF5 file holds a named type.", place=f"{path} in {self._place}")
-            found.append(((int(key) if key.isdecimal() and len(key) < 19 else -1, at), key, value))
+            number = int(key) if key.isdecimal() and len(key) < 19 else -1
+            found.append(((number, named.get(key, at)), key, value))
+            if not isinstance(value, dict) or _holds(value):
+                firsts.append(at)
         found.sort(key=lambda item: item[0])
         tree = {key: value for _, key, value in found}
-        firsts = [at for (_, at), _, value in found if not isinstance(value, dict) or _holds(value)]
         attributes = self._attributes(group, name)
         return min(firsts, default=address), {**({ATTRIBUTES: attributes} if attributes else {}), **tree}
 
