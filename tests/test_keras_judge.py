@@ -157,6 +157,33 @@ def test_statekit_goes_on_from_what_keras_wrote(kind: str, form: str, tmp_path: 
             assert np.array_equal(part["average"], own._model_variables_moving_average[number])
 
 
+def test_groups_that_arent_in_the_models_order_are_restored_by_tensorflow(tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    import statekit.tensorflow
+
+    groups = [{"paths": ["first_by_name/kernel", "norm/gamma"], "learning_rate_factor": 0.3}]
+
+    def fresh() -> tuple[Any, Any]:
+        net = model()
+        own = statekit.tensorflow.Adafactor(RATE, beta1=0.9, min_dim_size_to_factor=4, groups=groups)
+        own.build(net.trainable_variables)
+        net.compile(own, "mse")
+        return net, own
+
+    net, own = fresh()
+    move(net, own, 2)
+    net.save(tmp_path / "a.keras")
+    tf.train.Checkpoint(model=net, optimizer=own).save(str(tmp_path / "a" / "ckpt"))
+    for form in ("a.keras", "a"):
+        written = tmp_path / f"{form}.ckpt.d"
+        convert(plan(tmp_path / form, written, layout="tf2-statekit"))
+        loaded, theirs = fresh()
+        prefix = str(next(written.glob("*.index")).with_suffix(""))
+        tf.train.Checkpoint(model=loaded, optimizer=theirs).restore(prefix).assert_existing_objects_matched()
+        assert same(values(loaded, theirs), values(net, own)), form
+
+
 def test_the_layers_variables_are_called_as_keras_calls_them() -> None:
     import keras
 

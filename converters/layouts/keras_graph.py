@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from statekit.checkpoint import Checkpoint
-from statekit.converters.layouts.keras_native import HOME, home_in
+from statekit.converters.layouts.keras_native import home_in
 from statekit.converters.layouts.keras_objects import (
     BASE_LISTS,
     ITERATIONS,
@@ -35,6 +35,7 @@ from statekit.converters.layouts.keras_objects import (
     values_of,
 )
 from statekit.converters.layouts.keras_parts import (
+    HOME,
     SCHEMAS,
     VARIANT,
     Named,

@@ -20,6 +20,7 @@ from statekit.checkpoint import Checkpoint
 from statekit.converters.containers.hdf5_read import ATTRIBUTES
 from statekit.converters.containers.keras_h5 import CONFIG, SAYINGS
 from statekit.converters.layouts.keras_parts import (
+    HOME,
     NO_RATE,
     SCHEMAS,
     VARIANT,
@@ -52,8 +53,6 @@ from statekit.schema import load_schema
 from statekit.state import TrainState
 from statekit.tensor import Tensor
 
-HOME = "keras"
-"""Key in `extra` of what a file of Keras holds besides."""
 OPTIMIZER = "optimizer"
 
 

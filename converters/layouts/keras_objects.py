@@ -22,8 +22,7 @@ from statekit.converters.containers.tf_object_graph import (
     Graph,
     parse_graph,
 )
-from statekit.converters.layouts.keras_native import HOME
-from statekit.converters.layouts.keras_parts import order_of
+from statekit.converters.layouts.keras_parts import HOME, order_of
 from statekit.converters.layouts.keras_slots import ACCUMULATOR, AVERAGE, ITERATION, RATE, Kept
 from statekit.converters.layouts.unplaced import unplaced
 from statekit.errors import StateError, fault_list

@@ -35,6 +35,8 @@ from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensor import DTYPES, Cast, Filled, Shape, Tensor, in_memory
 
 VARIANT = "keras"
+HOME = "keras"
+"""Key in `extra` of what a file of Keras holds besides."""
 SCHEMAS = {"Adam": "adamw", "AdamW": "adamw", "Lamb": "lamb", "Adafactor": "adafactor"}
 """Class in a config -> schema."""
 _NAMES = {"adam": "Adam", "adam_w": "AdamW", "lamb": "Lamb", "adafactor": "Adafactor"}
@@ -225,10 +227,15 @@ def usual_name(kind: str) -> str:
 
 
 def order_of(state: TrainState) -> list[str]:
-    """Returns the parameters that the optimizer moves, in the order of its variables."""
+    """Returns the parameters that the optimizer moves, in the order in which a model has them.
+
+    Files of Keras make states whose parameters stand in that order; those from elsewhere say it by their only group.
+    """
     groups = state.optimizer.groups
     moved = {path for group in groups for path in group.paths}
-    return list(groups[0].paths) if len(groups) == 1 else [path for path in state.params if path in moved]
+    if len(groups) == 1 and HOME not in state.extra:
+        return list(groups[0].paths)
+    return [path for path in state.params if path in moved]
 
 
 def variables_of(

@@ -10,13 +10,12 @@ Source: statekit/tensorflow/optimizer.py, `Engine.save_own_variables`, `get_conf
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from statekit.checkpoint import Checkpoint
 from statekit.converters.containers.hdf5_read import ATTRIBUTES
 from statekit.converters.layouts.keras_native import (
-    HOME,
     OPTIMIZER,
     attribute,
     config_of,
@@ -29,7 +28,8 @@ from statekit.converters.layouts.keras_native import (
     saved_order,
     with_config,
 )
-from statekit.converters.layouts.keras_variables import VARIABLES, by_names, variables
+from statekit.converters.layouts.keras_parts import HOME
+from statekit.converters.layouts.keras_variables import VARIABLES, Order, Variable, by_names, variables
 from statekit.converters.layouts.statekit_keras_parts import (
     CLASSES,
     MODULE,
@@ -87,8 +87,8 @@ class StatekitKeras:
         paths = paths_of(named)
         order = saved_order(tree, every)
         if order is None or {*order.moved} != {*paths}:
-            order = by_names(every, [own.variable_of(path) for path in paths])
-            order = type(order)(dict(zip(paths, order.moved.values(), strict=True)))
+            found = by_names(every, [own.variable_of(path) for path in paths])
+            order = _as_in_model(dict(zip(paths, found.moved.values(), strict=True)), every)
         frozen = frozen_of(tree, every, order)
         return own_state(
             own,
@@ -118,6 +118,14 @@ class StatekitKeras:
         if config_of(tree) is not None:
             with_config(tree, MODULE, kind, f"statekit>{kind}", arguments(state, before))
         return Encoded(tree, state.counts.updates, dropped=left_out(state))
+
+
+def _as_in_model(moved: Mapping[str, Variable], every: Sequence[Variable]) -> Order:
+    """Returns parameters in the model's order, where that is known; slots stand in the order of groups."""
+    if not all(variable.ordered for variable in moved.values()):
+        return Order(moved)
+    number = {variable.place: i for i, variable in enumerate(every)}
+    return Order(dict(sorted(moved.items(), key=lambda item: number[item[1].place])))
 
 
 LAYOUT = StatekitKeras()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from statekit.converters.layouts.factored_slots import shown_rule
-from statekit.converters.layouts.keras_parts import calls_of
+from statekit.converters.layouts.keras_parts import HOME, calls_of
 from statekit.converters.layouts.keras_slots import ACCUMULATOR, ITERATION, RATE
 from statekit.converters.layouts.keras_variables import snake_case
 from statekit.converters.layouts.told import Known
@@ -34,7 +34,6 @@ CLASSES = {
 MODULE = "statekit.tensorflow.optimizers"
 SEPARATOR = ":"
 GROUPS = "groups"
-HOME = "keras"
 _SCHEMAS = {kind: schema for schema, kind in CLASSES.items()}
 _FACTOR = "learning_rate_factor"
 _EXCLUDED = "exclude_from_weight_decay"
@@ -127,7 +126,7 @@ def own_state(
     Args:
         own: The optimizer.
         named: Its variables.
-        moved: The parameters that have slots.
+        moved: The parameters that have slots, in the model's order; slots stand in that of groups.
         frozen: Other parameters.
         extra: What the files hold besides.
         known: What a conversion's manifest says.
@@ -140,7 +139,7 @@ def own_state(
     variant = hints.variant or own.said("variant") or (known.variant if known else None)
     schema, faults = load_schema(own.schema), list[tuple[str, str]]()
     rate = named.get("", {}).get(RATE)
-    groups, notes = _groups(own, variant, tuple(moved), rate, known)
+    groups, notes = _groups(own, variant, tuple(paths_of(named)), rate, known)
     groups = tuple(
         Group(g.paths, g.hyperparameters, g.known_from, named.get(f"{GROUPS}/{i}", {}))
         for i, g in enumerate(groups)
@@ -169,6 +168,9 @@ def own_state(
     behind = {path: updates - int(n) for path, n in own.said("missed", {}).items() if path in moved}
     home = {**extra.get(HOME, {}), "class": own.kind, "iteration": calls, "beside": beside}
     home |= {"iteration_dtype": iteration.dtype.name, "schedule": rate is None}
+    first, base = _first_rate(groups), float(rate.read()) if rate is not None else 0.0
+    if first and base and first != base:
+        home["first_factor"] = first / base
     state = TrainState(
         {**moved, **frozen},
         slots,
@@ -279,8 +281,13 @@ def own_variables(state: TrainState, home: Mapping[str, Any]) -> dict[str, Tenso
 
 
 def _rate(state: TrainState) -> float | None:
-    """Returns the first group's learning rate; others have a factor to it."""
-    groups = state.optimizer.groups
+    """Returns the optimizer's learning rate: the first group's without the factor that it had in a file."""
+    first, home = _first_rate(state.optimizer.groups), state.extra.get(HOME, {})
+    same = home.get("class") == CLASSES.get(state.optimizer.schema)
+    return first / float(home.get("first_factor", 1.0)) if first and same else first
+
+
+def _first_rate(groups: Sequence[Group]) -> float | None:
     values = groups[0].hyperparameters if groups else {}
     rate = next((values[name] for name in RATE_NAMES if name in values), None)
     return float(rate) if isinstance(rate, (int, float)) else None
