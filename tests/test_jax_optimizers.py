@@ -31,7 +31,13 @@ OPTIMIZERS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (sj.adamw, {"amsgrad": True}),
 ]
 every = pytest.mark.parametrize(
-    ("make", "options"), OPTIMIZERS, ids=[f"{make.__name__}-{len(o)}" for make, o in OPTIMIZERS]
+    ("make", "options"),
+    [
+        pytest.param(
+            m, o, id=f"{m.__name__}-{len(o)}", marks=[] if m is sj.adamw or "beta1" in o else pytest.mark.slow
+        )
+        for m, o in OPTIMIZERS
+    ],
 )
 
 
