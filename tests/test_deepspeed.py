@@ -229,6 +229,7 @@ def test_a_parameter_that_is_not_its_masters_rounding_is_noticed(bundle: Path, t
     convert(plan(copy, tmp_path / "neutral", to="statekit"))
 
 
+@pytest.mark.skipif(RECORDED == ADAMW, reason="the compact recordings have no Adafactor under DeepSpeed")
 def test_masters_of_a_variant_that_keeps_them_stay() -> None:
     with open_state(RECORDED[0] / "checkpoint") as opened:
         state = opened.state
