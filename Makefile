@@ -35,10 +35,10 @@ demo: $(READY)
 	@$(BIN)/statekit demo
 
 test: $(READY)
-	@$(BIN)/pytest -q -m "not slow"
+	@$(BIN)/pytest -q -n 2 -m "not slow"
 
 test-all: $(READY)
-	@$(BIN)/pytest -q
+	@$(BIN)/pytest -q -n 2
 
 check: $(READY)
 	@$(BIN)/ruff check --quiet .
