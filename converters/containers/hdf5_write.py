@@ -6,7 +6,7 @@ Source: keras-team/keras, keras/src/saving/saving_lib.py, `H5IOStore.__setitem__
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,6 @@ def _faults(tree: Tree) -> Iterator[tuple[str, str]]:
     if not isinstance(tree, Mapping):
         yield "isn't a dict of groups", type(tree).__name__
         return
-    check: Callable[[Any], bool] = lambda leaf: leaf.dtype.kind in _KINDS or leaf.dtype.name == "bfloat16"  # noqa: E731
     for path, leaf in walk(tree):
         name = "/".join(map(str, path))
         if ATTRIBUTES in path or leaf == {}:
@@ -83,5 +82,5 @@ def _faults(tree: Tree) -> Iterator[tuple[str, str]]:
             yield "can't be a name", name
         elif not isinstance(leaf, Tensor):
             yield f"is {type(leaf).__name__}", name
-        elif not check(leaf):
+        elif leaf.dtype.kind not in _KINDS and leaf.dtype.name != "bfloat16":
             yield f"is {leaf.dtype}, which the format lacks", name

@@ -12,14 +12,14 @@ Source: huggingface/transformers, modeling_utils.py, `save_pretrained`; huggingf
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from statekit.commit import Stage
-from statekit.converters.containers.safetensors_file import open_safetensors, save_safetensors
+from statekit.converters.containers.safetensors_file import open_safetensors, save_safetensors, sharded
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.errors import CorruptError, FormatError, fault_list
 from statekit.manifest import inside, read_small, strict_json
@@ -136,7 +136,7 @@ def save_model(
     Raises:
         FormatError: A name or dtype that safetensors can't hold.
     """
-    shards = [dict(tensors)] if limit is None else list(_sharded(tensors, limit)) or [{}]
+    shards = [dict(tensors)] if limit is None else list(sharded(tensors, limit)) or [{}]
     count = len(shards)
     weights = {}
     for number, shard in enumerate(shards, 1):
@@ -161,16 +161,3 @@ def _open_file(path: Path, opened: ExitStack) -> tuple[Mapping[str, Tensor], Map
     if not isinstance(tree, Mapping) or not all(isinstance(leaf, Tensor) for leaf in tree.values()):
         raise FormatError("A model's file isn't a dict of tensors.", place=path, expected="a state_dict")
     return tree, {}
-
-
-def _sharded(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        if shard and size + nbytes(tensor) > limit:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor
-        size += nbytes(tensor)
-    if shard:
-        yield shard

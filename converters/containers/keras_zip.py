@@ -202,7 +202,7 @@ class _Weights:
         if info.compress_type == zipfile.ZIP_STORED:
             self.stream = _Window(file, _start(file, info, path), info.file_size)
             return
-        self.stream = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        self.stream = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  # the stack closes it
         with _zip_errors(path), zipfile.ZipFile(file) as archive, archive.open(info) as member:
             shutil.copyfileobj(member, self.stream, BLOCK_BYTES)  # zipfile stops at the declared size
         if self.stream.tell() != info.file_size:

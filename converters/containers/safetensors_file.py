@@ -117,6 +117,20 @@ def save_safetensors(
     return bytes_digest(head)
 
 
+def sharded(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
+    """Yields tensors in their order, in parts of at most `limit` bytes; a larger tensor is a part by itself."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        if shard and size + nbytes(tensor) > limit:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += nbytes(tensor)
+    if shard:
+        yield shard
+
+
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     faults = [(fault, name) for name, tensor in tensors.items() if (fault := _unwritable(name, tensor))]
     if faults:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from statekit.checkpoint import Checkpoint, Finding
 from statekit.commit import Stage
-from statekit.converters.containers.safetensors_file import open_safetensors, save_safetensors
+from statekit.converters.containers.safetensors_file import open_safetensors, save_safetensors, sharded
 from statekit.errors import CorruptError, FormatError, NotFoundError, StatekitError, fault_list
 from statekit.format import Encoded, Evidence
 from statekit.manifest import FILE, read_small, require_manifest, strict_json, tensor_faults, unnamed_files
-from statekit.tensor import Tensor, nbytes
+from statekit.tensor import Tensor
 from statekit.tree import Tree, from_json, tensor_names, to_json
 
 SHARD_BYTES = 4 * 2**30
@@ -73,7 +73,7 @@ class StatekitFolder:
         Raises:
             FormatError: A name or dtype that safetensors can't hold.
         """
-        shards = list(_sharded(tensor_names(encoded.tree)))
+        shards = list(sharded(tensor_names(encoded.tree), SHARD_BYTES))
         headers = {}
         for i, tensors in enumerate(shards, 1):
             name = f"tensors-{i:05}-of-{len(shards):05}.safetensors"
@@ -109,19 +109,6 @@ def _claims(path: Path) -> bool:
         return False
     target = document.get("target") if isinstance(document, dict) else None
     return isinstance(target, dict) and target.get("container") == "statekit"
-
-
-def _sharded(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        if shard and size + nbytes(tensor) > SHARD_BYTES:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor
-        size += nbytes(tensor)
-    if shard:
-        yield shard
 
 
 def _open_shards(path: Path, manifest: Mapping[str, Any], opened: ExitStack) -> dict[str, Tensor]:
