@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+import statekit.torch
 from statekit.backends import backend
 from statekit.optim.run import load, mover, settled_group, steps_of
 from statekit.optim.steps import Scene
 from statekit.state import Axis
 from statekit.tensor import Array
 from statekit.testing.step_cases import Case, Table, case
-from statekit.torch import stacks
+from statekit.torch import passes, stacks
 from statekit.torch.fast import FastMove, fast_path
 from statekit.torch.fast_adafactor import FastAdafactor
 from statekit.verify.intervals import Interval
@@ -44,6 +46,7 @@ SETTINGS: Sequence[tuple[str, str, Mapping[str, Any]]] = (
     ("adafactor", "t5x", {}),
     ("adafactor", "t5x", {"beta1": 0.9, "weight_decay_rate": 0.4, "max_parameter_scale": 0.6}),
     ("adafactor", "t5x", {"multiply_by_parameter_scale": False, "clipping_threshold": None, "beta1": 0.5}),
+    ("adafactor", "t5x", {"multiply_by_parameter_scale": False, "clipping_threshold": None}),
     ("adafactor", "t5x", {"weight_decay_rate_lr_exponent": 2.0, "global_norm_clip_threshold": 0.5}),
     ("adafactor", "t5x", {"clipping_threshold": 0.1, "epsilon1": 1e-3, "step_offset": -3}),
     ("adafactor", "t2t_early", {"beta1": 0.9}),
@@ -67,6 +70,26 @@ SETTINGS: Sequence[tuple[str, str, Mapping[str, Any]]] = (
     ("scaled_adam", "zip2025", {"size_update_period": 3}),
 )
 NAMES = [f"{schema}-{variant}-{'-'.join(changes) or 'defaults'}" for schema, variant, changes in SETTINGS]
+
+
+LOOPED = ("adafactor", "lans")
+"""Schemas with loops for Numba."""
+WAYS = [
+    pytest.param(*setting, way, id=f"{name}-{way}")
+    for setting, name in zip(SETTINGS, NAMES, strict=True)
+    for way in (("loops", "eager") if setting[0] in LOOPED else ("eager",))
+]
+
+
+@pytest.fixture
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Says whether loops or eager operations run."""
+    chosen: str = request.param
+    monkeypatch.setattr(passes, "_numba_is_there", lambda: chosen == "loops")
+    return chosen
+
+
+by_every_way = pytest.mark.parametrize(("schema", "variant", "changes", "way"), WAYS, indirect=["way"])
 
 
 @dataclass(frozen=True)
@@ -150,10 +173,10 @@ def random_case(schema: str, variant: str, changes: Mapping[str, Any], seed: int
     return case(schema, variant, table=TABLE, seed=seed, **changes)
 
 
-@pytest.mark.parametrize(("schema", "variant", "changes"), SETTINGS, ids=NAMES)
+@by_every_way
 @pytest.mark.parametrize("update", [0, 2])
 def test_every_element_is_within_the_bound_of_the_text(
-    schema: str, variant: str, changes: Mapping[str, Any], update: int
+    schema: str, variant: str, changes: Mapping[str, Any], way: str, update: int
 ) -> None:
     for seed in range(2):
         made = with_grads(random_case(schema, variant, changes, seed), lambda path, grad: grad, update)
@@ -162,10 +185,10 @@ def test_every_element_is_within_the_bound_of_the_text(
         assert not result.outside
 
 
-@pytest.mark.parametrize(("schema", "variant", "changes"), SETTINGS, ids=NAMES)
+@by_every_way
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e-16, 1e8])
 def test_gradients_may_have_any_size_whose_square_is_finite(
-    schema: str, variant: str, changes: Mapping[str, Any], size: float
+    schema: str, variant: str, changes: Mapping[str, Any], way: str, size: float
 ) -> None:
     def sized(path: str, grad: Array) -> Array:
         spread = np.random.default_rng(len(path)).uniform(-6, 6, grad.shape)
@@ -175,10 +198,10 @@ def test_gradients_may_have_any_size_whose_square_is_finite(
     assert not moved(with_grads(random_case(schema, variant, changes), sized)).outside
 
 
-@pytest.mark.parametrize(("schema", "variant", "changes"), SETTINGS, ids=NAMES)
+@by_every_way
 @pytest.mark.parametrize("size", [3e17, 3e18, 3e19, 3e20])
 def test_what_overflows_in_the_text_overflows(
-    schema: str, variant: str, changes: Mapping[str, Any], size: float
+    schema: str, variant: str, changes: Mapping[str, Any], way: str, size: float
 ) -> None:
     made = with_grads(
         random_case(schema, variant, changes), lambda path, grad: np.sign(grad) * (1.0 + np.abs(grad)) * size
@@ -195,10 +218,10 @@ def test_the_kernel_alone_would_stay_finite(
     assert moved(made).outside
 
 
-@pytest.mark.parametrize(("schema", "variant", "changes"), SETTINGS, ids=NAMES)
+@by_every_way
 @pytest.mark.parametrize("poison", [np.nan, -np.inf])
 def test_what_is_not_a_number_spreads_as_in_the_text(
-    schema: str, variant: str, changes: Mapping[str, Any], poison: float
+    schema: str, variant: str, changes: Mapping[str, Any], way: str, poison: float
 ) -> None:
     def poisoned(path: str, grad: Array) -> Array:
         changed = np.array(grad)
@@ -213,17 +236,43 @@ def test_what_is_not_a_number_spreads_as_in_the_text(
 def test_it_does_not_matter_how_many_share_a_stack(
     schema: str, variant: str, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(passes, "_numba_is_there", lambda: False)
     monkeypatch.setitem(stacks.STACK, "cpu", largest)
     for update in (0, 1):
         made = with_grads(random_case(schema, variant, {}), lambda path, grad: grad, update)
         assert not moved(made).outside
 
 
-@pytest.mark.parametrize(("schema", "variant", "changes"), SETTINGS, ids=NAMES)
-def test_a_fault_of_a_thousandth_is_noticed(schema: str, variant: str, changes: Mapping[str, Any]) -> None:
+@by_every_way
+def test_a_fault_of_a_thousandth_is_noticed(
+    schema: str, variant: str, changes: Mapping[str, Any], way: str
+) -> None:
     made = with_grads(random_case(schema, variant, changes), lambda path, grad: grad)
     told = moved(made, rate=RATE * 1.001).outside
     assert len({path for path, _ in told}) > len(TABLE) // 2
+
+
+@pytest.mark.parametrize("schema", LOOPED)
+def test_loops_run_and_threads_change_no_bit(schema: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = with_grads(
+        random_case(schema, {"adafactor": "t5x", "lans": "mxnet_fused"}[schema], {}), lambda path, grad: grad
+    )
+    alone = moved(made).arrays
+    used: list[int] = []
+
+    class Watched(ThreadPoolExecutor):
+        def submit(self, loop: Any, /, *arguments: Any, **named: Any) -> Any:
+            used.append(arguments[1] - arguments[0])
+            return super().submit(loop, *arguments, **named)
+
+    monkeypatch.setattr(passes, "_ALONE", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    with Watched(3) as threads:
+        monkeypatch.setattr(passes, "_threads", lambda process: threads)
+        shared = moved(made).arrays
+    assert sum(used) > 3
+    enough = [key for key in alone if key[0].startswith("matrix")]
+    assert all(np.array_equal(alone[key], shared[key]) for key in enough)
 
 
 @pytest.mark.parametrize(
@@ -239,6 +288,18 @@ def test_a_fault_of_a_thousandth_is_noticed(schema: str, variant: str, changes: 
 def test_a_wrong_step_is_noticed(schema: str, variant: str, changes: Mapping[str, Any]) -> None:
     made = with_grads(random_case(schema, variant, changes), lambda path, grad: grad)
     assert moved(made, step=made.state.counts.updates + 1).outside
+
+
+@pytest.mark.parametrize("schema", LOOPED)
+def test_autograd_notices_that_loops_move_parameters(schema: str) -> None:
+    kind = {"adafactor": statekit.torch.Adafactor, "lans": statekit.torch.LANS}[schema]
+    weight = torch.nn.Parameter(torch.ones(3, 3))
+    optimizer = kind([("weight", weight)], lr=RATE)
+    weight.grad = torch.ones(3, 3)
+    loss = (weight * weight).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, weight)
 
 
 def test_rows_taken_for_columns_are_noticed_in_a_square() -> None:

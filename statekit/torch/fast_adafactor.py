@@ -21,7 +21,19 @@ from statekit.optim.steps import Scene
 from statekit.schema import load_schema
 from statekit.state import Axis, Rule
 from statekit.tensor import Shape
-from statekit.torch.stacks import Stacks, Tensors, along, by_name, in_stacks, pieces, plain, squares
+from statekit.torch.passes import compiled, run
+from statekit.torch.stacks import (
+    Slots,
+    Stacked,
+    Stacks,
+    Tensors,
+    along,
+    by_name,
+    in_stacks,
+    pieces,
+    plain,
+    squares,
+)
 
 _FITS: Mapping[str, tuple[Any, ...]] = {
     "second_moment_update": ("weighted_sum",),
@@ -65,6 +77,9 @@ class FastAdafactor:
         decay, mix = forms.DECAY[hyper.decay_type](s, scene.step)
         rate = forms.LEARNING_RATE[form["lr_source"]](s, given, scene.step).to(params[0].device)
         update = _Update(self, s, given, float(decay), float(mix), rate)
+        if update.bare and compiled(params):
+            update.in_loops(params, grads, slots)
+            return
         kernel = update.matrices if self.sides else update.vectors
         names = (*(self.sides or ("v",)), *(("m",) if s.momentum else ()))
         in_stacks(kernel, {"param": params, **by_name(slots, names)}, {"grad": grads})
@@ -115,6 +130,39 @@ class _Update:
     decay: float
     mix: float
     rate: torch.Tensor
+
+    @property
+    def bare(self) -> bool:
+        """Whether there is neither momentum nor weight decay."""
+        hyper = self.s.hyper
+        return not (self.s.momentum or hyper.weight_decay_rate or hyper.weight_decay_rate_lr_exponent)
+
+    @property
+    def scales(self) -> bool:
+        """Whether step sizes follow the size of the parameters."""
+        return self.s.hyper.multiply_by_parameter_scale or self.s.form["parameter_scale"] == "always"
+
+    def in_loops(self, params: Tensors, grads: Tensors, slots: Slots) -> None:
+        """Moves `bare` parameters where they lie."""
+        from statekit.torch import loops
+
+        hyper = self.s.hyper
+        most, threshold = hyper.max_parameter_scale, hyper.clipping_threshold
+        told = (
+            self.decay, self.mix, self.s.epsilon1, self.scales, threshold is not None, float(self.rate),
+            hyper.epsilon2, math.inf if most is None else most, 1.0 if threshold is None else threshold,
+        )  # fmt: skip
+        items = [params, [grad.contiguous() for grad in grads]]
+        if not self.path.sides:
+            items.append([own["v"] for own in slots])
+            run(loops.adafactor_vectors, self.path.item, items, *told)
+            return
+        sides = [Stacked([own[name] for own in slots], len(slots)) for name in self.path.sides]
+        left, right = (side.read().view(-1, size) for side, size in zip(sides, self.path.item, strict=True))
+        rows_are_left = self.path.sides[0] == "v_row"
+        run(loops.adafactor_matrices, self.path.item, items, left, right, rows_are_left, *told)
+        for side in sides:
+            side.write()
 
     def matrices(self, part: slice, stacks: Stacks, rooms: Tensors) -> None:
         """Moves a stack of factored parameters."""
@@ -172,7 +220,7 @@ class _Update:
         if form["weight_decay_place"] == "first":
             self._decay(p, self.rate)
         size, late = self.rate, None
-        if hyper.multiply_by_parameter_scale or form["parameter_scale"] == "always":
+        if self.scales:
             rms = squares(p).div_(count).sqrt_()
             size = along(rms.clamp_(hyper.epsilon2, hyper.max_parameter_scale).mul_(self.rate), p)
         if form["weight_decay_expression"] == "sum":

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from statekit.backends import backend
+from statekit.backends import Value, backend
 from statekit.optim import lans
 from statekit.optim.adam_moments import CORRECTION, RATE
 from statekit.optim.settings import form
 from statekit.optim.steps import Scene
 from statekit.torch.fast_adamw import Adam
-from statekit.torch.stacks import Stacks, Tensors, by_name, in_stacks, pieces, plain, squares
+from statekit.torch.passes import compiled, run
+from statekit.torch.stacks import Slots, Stacks, Tensors, by_name, in_stacks, pieces, plain, squares
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,13 @@ class FastLans:
         xp, hyper, constants = backend("torch"), self.own.hyper, form("lans", self.variant)
         rate = RATE[constants["lr_precision"]](xp, scene.rate) * self.own.lr_mult
         s = lans.Setting(xp, constants, hyper, rate, self.own.wd, scene.step + hyper.begin_num_update)
-        c1, root = self._correction(s, hyper.beta1), math.sqrt(self._correction(s, hyper.beta2))
+        c1, c2 = (self._correction(s, beta) for beta in (hyper.beta1, hyper.beta2))
+        share, root = lans.SECOND_SHARE[constants["second_half_factor"]](s), math.sqrt(c2)
+        if compiled(params):
+            self._in_loops(s, c1, c2, share, params, grads, slots)
+            return
         # The kernel takes 1 - beta in float64; so it gets the weight that the rule has.
         adam = Adam(1.0 - s.first.new, 1.0 - s.second.new, hyper.epsilon * root, root / c1)
-        share = lans.SECOND_SHARE[constants["second_half_factor"]](s)
 
         def kernel(part: slice, stacks: Stacks, rooms: Tensors) -> None:
             (p, g, m, v), (a, b, divisor) = (stacks[name] for name in ("param", "grad", "m", "v")), rooms
@@ -64,6 +68,32 @@ class FastLans:
                 p_.addcmul_(a_, first, value=-1.0).addcmul_(b_, second, value=-1.0)
 
         in_stacks(kernel, {"param": params, **by_name(slots, ("m", "v"))}, {"grad": grads}, rooms=3)
+
+    def _in_loops(
+        self,
+        s: lans.Setting,
+        c1: float,
+        c2: float,
+        share: Value,
+        params: Tensors,
+        grads: Tensors,
+        slots: Slots,
+    ) -> None:
+        """Moves parameters and slots where they lie; c1 and c2 correct the moments."""
+        from statekit.torch import loops
+
+        items = [params, [grad.contiguous() for grad in grads], *by_name(slots, ("m", "v")).values()]
+        shape, hyper = (params[0].numel(),), s.hyper
+        norms, sums = (params[0].new_empty((len(params), width)) for width in (1, 3))
+        told, corrections = (hyper.rescale_grad, s.wd), (c1, c2, hyper.epsilon)
+        weights = (s.first.old, s.first.new, s.second.old, s.second.new)
+        run(
+            loops.lans_moments, shape, items, norms, sums, hyper.normalize_grad, *told, *weights, *corrections
+        )
+        weight, first, second = sums.sqrt_().unbind(1)
+        weight = lans.bounded(s, weight)
+        halves = lans.coefficient(s, weight, first, s.first.old), lans.coefficient(s, weight, second, share)
+        run(loops.lans_params, shape, items, norms, torch.stack(halves, 1), *told, *corrections)
 
     def _correction(self, s: lans.Setting, beta: float) -> float:
         if not s.hyper.bias_correction:

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
+Slots: TypeAlias = Sequence[Mapping[str, torch.Tensor]]
 Stacks: TypeAlias = Mapping[str, torch.Tensor]
 Kernel: TypeAlias = Callable[[slice, Stacks, Tensors], None]
 """Moves a part of the parameters: (which, stacks, rooms).
@@ -47,7 +48,7 @@ def in_stacks(
     most = min(len(like), max(1, _largest(like[0]) // like[0].numel()))
     # Memory is taken once for all stacks: fresh pages cost more than what is done with them.
     room = like[0].new_empty((rooms, most, *like[0].shape))
-    fields = {name: _Stacks(tensors, most) for name, tensors in {**moved, **read}.items()}
+    fields = {name: Stacked(tensors, most) for name, tensors in {**moved, **read}.items()}
     for start in range(0, len(like), most):
         part = slice(start, min(start + most, len(like)))
         stacks = {name: field.read(part) for name, field in fields.items()}
@@ -56,7 +57,7 @@ def in_stacks(
             fields[name].write(part)
 
 
-class _Stacks:
+class Stacked:
     """Stacks of some tensors, one after the other in the same memory; tensors that lie so already are their own."""
 
     def __init__(self, tensors: Tensors, most: int) -> None:
@@ -64,7 +65,8 @@ class _Stacks:
         self._memory: torch.Tensor | None = None
         self._copied = False
 
-    def read(self, part: slice) -> torch.Tensor:
+    def read(self, part: slice = slice(None)) -> torch.Tensor:
+        """Returns a stack of some tensors."""
         tensors = self._tensors[part]
         first = tensors[0]
         self._copied = not _adjacent(tensors)
@@ -76,7 +78,8 @@ class _Stacks:
         torch.stack(list(tensors), out=stack)
         return stack
 
-    def write(self, part: slice) -> None:
+    def write(self, part: slice = slice(None)) -> None:
+        """Writes the stack that was read last back into them."""
         if self._copied and self._memory is not None:
             tensors = list(self._tensors[part])
             torch._foreach_copy_(tensors, self._memory[: len(tensors)].unbind())
@@ -94,7 +97,7 @@ def _adjacent(tensors: Tensors) -> bool:
     )
 
 
-def laid_together(slots: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+def laid_together(slots: Slots) -> list[dict[str, torch.Tensor]]:
     """Returns parameters' slots, of which small equal ones share a memory in which they lie as stacks want them."""
     found = [dict(own) for own in slots]
     places: dict[tuple[str, Hashable], list[int]] = {}
@@ -116,9 +119,7 @@ def in_own_memory(value: torch.Tensor) -> torch.Tensor:
     return value.clone() if shares else value
 
 
-def by_name(
-    slots: Sequence[Mapping[str, torch.Tensor]], names: Sequence[str]
-) -> dict[str, list[torch.Tensor]]:
+def by_name(slots: Slots, names: Sequence[str]) -> dict[str, list[torch.Tensor]]:
     """Returns slots by name, each in the order of the parameters."""
     return {name: [own[name] for own in slots] for name in names}
 
