@@ -271,7 +271,7 @@ def made_state(schema: str, variant: str, *, full: bool = False) -> TrainState:
     Args:
         schema: Name of the schema.
         variant: Name of the variant; of one that statekit doesn't step, the state has another one's slots.
-        full: Whether all is switched on that brings slots of its own.
+        full: Whether all is switched on that brings slots of its own, in a variant that statekit steps.
     """
     stepped = stepped_variants(schema)
     stepping = variant if variant in stepped else stepped[0]
@@ -281,7 +281,7 @@ def made_state(schema: str, variant: str, *, full: bool = False) -> TrainState:
         form = load_schema(schema).variant(stepping)["constants"]
         changes = {"min_dim_size_to_factor": 1} if form["factored_minimum"] != "none" else {}
         table = {path: (shape, by_shape(form, shape, True, 1)) for path, (shape, _) in table.items()}
-    state = case(schema, stepping, full=full, table=table, **changes).before(2)
+    state = case(schema, stepping, full=full and stepping == variant, table=table, **changes).before(2)
     return replace(state, optimizer=replace(state.optimizer, variant=variant))
 
 
