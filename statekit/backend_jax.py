@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from statekit.backends import Value, expanded_shape, round_number
+from statekit.backends import Backend, Value, expanded_shape
 from statekit.tensor import Array
 
 
-class JaxBackend:
+class JaxBackend(Backend):
     """JAX, one jitted computation per step."""
 
     name = "jax"
@@ -55,18 +55,6 @@ class JaxBackend:
         subnormal = self._jnp.round(value / least) * least
         return self._jnp.where(self._jnp.abs(value) < float(info.smallest_normal), subnormal, normal)
 
-    def constant(self, value: float, dtype: str = "float32") -> float:
-        return round_number(value, dtype)
-
-    def number(self, value: Value) -> Value:
-        return float(value) if isinstance(value, (int, float)) else self.widen(value)
-
-    def shape(self, value: Value) -> tuple[int, ...]:
-        return tuple(value.shape)
-
-    def dtype(self, value: Value) -> str:
-        return str(value.dtype.name)
-
     def zeros(self, like: Value, shape: tuple[int, ...], dtype: str) -> Value:
         return self._jnp.zeros(shape, self._jax.dtypes.canonicalize_dtype(dtype))
 
@@ -102,9 +90,6 @@ class JaxBackend:
     def exponential(self, base: float, exponent: Value) -> Value:
         return self._jnp.power(self._jnp.float32(base), exponent)
 
-    def lerp(self, old: Value, new: Value, weight: Value) -> Value:
-        return old + weight * (new - old)
-
     def absolute(self, value: Value) -> Value:
         return self._jnp.abs(value)
 
@@ -125,9 +110,6 @@ class JaxBackend:
             return self.rounded(total + term, dtype), None
 
         return self._jax.lax.scan(add, self._jnp.zeros((), self._jnp.float32), value.reshape(-1))[0]
-
-    def either(self, first: Callable[[], Value], second: Callable[[], Value]) -> Value:
-        return first()
 
     def one_minus_power(self, base: float, exponent: Value) -> Value:
         if isinstance(exponent, int):

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from statekit.backends import Value, expanded_shape, round_number
+from statekit.backends import Backend, Value, expanded_shape
 from statekit.tensor import DTYPES, Array
 
 
 @dataclass(frozen=True)
-class NumpyBackend:
+class NumpyBackend(Backend):
     """NumPy on the CPU; with `compute=float64` the oracle, which also rounds nothing on the way."""
 
     compute: str = "float32"
@@ -45,18 +45,6 @@ class NumpyBackend:
         if self.compute in (dtype, "float64"):
             return value
         return np.asarray(value).astype(DTYPES[dtype]).astype(self.compute)
-
-    def constant(self, value: float, dtype: str = "float32") -> float:
-        return round_number(value, dtype)
-
-    def number(self, value: Value) -> Value:
-        return float(value) if isinstance(value, (int, float)) else self.widen(value)
-
-    def shape(self, value: Value) -> tuple[int, ...]:
-        return tuple(value.shape)
-
-    def dtype(self, value: Value) -> str:
-        return str(value.dtype.name)
 
     def zeros(self, like: Value, shape: tuple[int, ...], dtype: str) -> Value:
         return np.zeros(shape, DTYPES[dtype])
@@ -96,9 +84,6 @@ class NumpyBackend:
     def exponential(self, base: float, exponent: Value) -> Value:
         return np.power(np.asarray(base, self.compute), exponent)
 
-    def lerp(self, old: Value, new: Value, weight: Value) -> Value:
-        return old + weight * (new - old)
-
     def absolute(self, value: Value) -> Value:
         return np.abs(value)
 
@@ -119,9 +104,6 @@ class NumpyBackend:
         for term in np.ravel(value):
             total = self.rounded(total + term, dtype)
         return total
-
-    def either(self, first: Callable[[], Value], second: Callable[[], Value]) -> Value:
-        return first()
 
     def one_minus_power(self, base: float, exponent: Value) -> Value:
         if isinstance(exponent, int):

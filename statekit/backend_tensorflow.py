@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from statekit.backends import Value, expanded_shape, round_number
+from statekit.backends import Backend, Value, expanded_shape
 from statekit.tensor import DTYPES, Array, float_info
 
 
-class TensorFlowBackend:
+class TensorFlowBackend(Backend):
     """TensorFlow, one XLA computation per step; the operations also run eagerly and in anyone's `tf.function`."""
 
     name = "tensorflow"
@@ -65,18 +65,6 @@ class TensorFlowBackend:
             near = tf.where(small, tf.round(value * (1.0 / unit)) * unit, near)
         return tf.where(tf.math.is_nan(value), value, near)
 
-    def constant(self, value: float, dtype: str = "float32") -> float:
-        return round_number(value, dtype)
-
-    def number(self, value: Value) -> Value:
-        return float(value) if isinstance(value, (int, float)) else self.widen(value)
-
-    def shape(self, value: Value) -> tuple[int, ...]:
-        return tuple(value.shape)
-
-    def dtype(self, value: Value) -> str:
-        return str(value.dtype.name)
-
     def zeros(self, like: Value, shape: tuple[int, ...], dtype: str) -> Value:
         return self._tf.zeros(shape, dtype)
 
@@ -119,9 +107,6 @@ class TensorFlowBackend:
     def exponential(self, base: float, exponent: Value) -> Value:
         return self._tf.pow(self.widen(base), exponent)
 
-    def lerp(self, old: Value, new: Value, weight: Value) -> Value:
-        return old + weight * (new - old)
-
     def absolute(self, value: Value) -> Value:
         return self._tf.abs(value)
 
@@ -148,9 +133,6 @@ class TensorFlowBackend:
 
         loop = self._tf.while_loop(lambda i, _: i < flat.shape[0], add, (self._tf.constant(0), self.widen(0)))
         return loop[1]
-
-    def either(self, first: Callable[[], Value], second: Callable[[], Value]) -> Value:
-        return first()
 
     def one_minus_power(self, base: float, exponent: Value) -> Value:
         if isinstance(exponent, int):

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from statekit.backends import Value, expanded_shape, round_number
+from statekit.backends import Backend, Value, expanded_shape
 from statekit.tensor import DTYPES, Array
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """PyTorch, eager, on whatever device the tensors live."""
 
     name = "torch"
@@ -55,15 +55,6 @@ class TorchBackend:
 
     def rounded(self, value: Value, dtype: str) -> Value:
         return value if dtype == "float32" else value.to(self._dtypes[dtype]).to(self._torch.float32)
-
-    def constant(self, value: float, dtype: str = "float32") -> float:
-        return round_number(value, dtype)
-
-    def number(self, value: Value) -> Value:
-        return float(value) if isinstance(value, (int, float)) else self.widen(value)
-
-    def shape(self, value: Value) -> tuple[int, ...]:
-        return tuple(value.shape)
 
     def dtype(self, value: Value) -> str:
         return str(self._names[value.dtype])
@@ -130,9 +121,6 @@ class TorchBackend:
         for term in value.reshape(-1):
             total = self.rounded(total + term, dtype)
         return total
-
-    def either(self, first: Callable[[], Value], second: Callable[[], Value]) -> Value:
-        return first()
 
     def one_minus_power(self, base: float, exponent: Value) -> Value:
         if isinstance(exponent, int):

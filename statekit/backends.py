@@ -22,7 +22,10 @@ Value: TypeAlias = Any
 
 
 class Backend(Protocol):
-    """What a step may do with arrays, beside the operators + - * / and unary minus."""
+    """What a step may do with arrays, beside the operators + - * / and unary minus.
+
+    A method with a body is what most backends do; they inherit it.
+    """
 
     @property
     def name(self) -> str:
@@ -56,15 +59,19 @@ class Backend(Protocol):
 
     def constant(self, value: float, dtype: str = "float32") -> float:
         """Returns a number as the original holds it: rounded to a dtype."""
+        return round_number(value, dtype)
 
     def number(self, value: Value) -> Value:
         """Returns a scalar as precise as it is at hand: a Python number stays one (float64)."""
+        return float(value) if isinstance(value, (int, float)) else self.widen(value)
 
     def shape(self, value: Value) -> tuple[int, ...]:
         """Returns the shape."""
+        return tuple(value.shape)
 
     def dtype(self, value: Value) -> str:
         """Returns the dtype's name."""
+        return str(value.dtype.name)
 
     def zeros(self, like: Value, shape: tuple[int, ...], dtype: str) -> Value:
         """Returns zeros where `like` lives."""
@@ -101,6 +108,7 @@ class Backend(Protocol):
 
     def lerp(self, old: Value, new: Value, weight: Value) -> Value:
         """Returns old + weight * (new - old), or the same from the other end."""
+        return old + weight * (new - old)
 
     def absolute(self, value: Value) -> Value:
         """Returns the absolute value."""
@@ -122,6 +130,7 @@ class Backend(Protocol):
 
     def either(self, first: Callable[[], Value], second: Callable[[], Value]) -> Value:
         """Returns the first of two values, where the kernels of an original arrive at one or at the other."""
+        return first()
 
     def one_minus_power(self, base: float, exponent: Value) -> Value:
         """Returns 1 - base**exponent without cancellation, as a number if the exponent is one; 0 < base < 1."""

@@ -7,7 +7,6 @@ differ or the target has no place.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,6 @@ from statekit.schema import load_schema
 from statekit.state import TrainState
 from statekit.tensor import Array
 
-SAMPLED = 5
-"""One cell of so many runs in CI."""
-
 
 def targets(row: Row) -> list[str]:
     """Returns the layouts that hold an optimizer that the row's own layout holds, and that can be written."""
@@ -51,9 +47,7 @@ def home(layout: Layout) -> str | None:
 def pairs() -> Iterator[Any]:
     for row in ROWS:
         for target in targets(row):
-            name = f"{row.name}-to-{target}"
-            chosen = zlib.crc32(name.encode()) % SAMPLED == 0
-            yield pytest.param(row, target, id=name, marks=[] if chosen else [pytest.mark.slow])
+            yield pytest.param(row, target, id=f"{row.name}-to-{target}")
 
 
 def held(state: TrainState) -> dict[tuple[str, Any], Array]:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -38,33 +39,60 @@ _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})", re.DOTALL)
 
 @dataclass(frozen=True)
 class Folder:
-    """An opened folder of pieces: what it holds by path, its files, and how many pieces there are."""
+    """An opened folder of pieces: where it is, what it holds, and the same by path."""
 
+    path: Path
     contents: Contents
     values: Mapping[str, Tree]
-    files: Files
+
+    def checkpoint(
+        self,
+        container: str,
+        tree: Tree,
+        step: int | None,
+        steps: Sequence[int],
+        opened: ExitStack,
+        others: Iterable[str] = (),
+    ) -> Checkpoint:
+        """Returns the checkpoint that the folder is, with what lies around its tensors.
+
+        Args:
+            container: Name of the container.
+            tree: What it holds.
+            step: The number in its name.
+            steps: Those of the run's folder.
+            opened: What is closed with the checkpoint.
+            others: Names of the container's files that aren't the folder's own.
+        """
+        tree = named(tree)
+        manifest, odd = _manifest(self.path, tree)
+        notes = tuple(Finding(note, f"{self.path / METADATA}") for note in self.contents.notes)
+        beside = files_beside(self.path, self._names | {*others})
+        meta = {**self._meta, "steps": steps, "files_beside": beside}
+        close = opened.pop_all().close
+        return Checkpoint(container, self.path, tree, meta, step, manifest, (*notes, *odd), close)
 
     @property
-    def names(self) -> set[str]:
+    def _names(self) -> set[str]:
         """The names of the folder's own files."""
         pieces = [chunk.piece for entry in self.contents.tensors.values() for chunk in entry.chunks]
         return {METADATA, *(piece.file for piece in [*pieces, *self.contents.objects.values()])}
 
     @property
-    def meta(self) -> dict[str, Any]:
+    def _meta(self) -> dict[str, Any]:
         """What is known of the folder besides its tree."""
         chunks = [len(entry.chunks) for entry in self.contents.tensors.values()]
         return {
             "version": self.contents.version,
-            "files": len(self.names) - 1,
+            "files": len(self._names) - 1,
             "parts": sum(chunks),
             "cut": sum(count > 1 for count in chunks),
             "objects": len(self.contents.objects),
         }
 
 
-def open_folder(path: Path) -> Folder:
-    """Opens the pieces of a folder.
+def open_folder(path: Path, opened: ExitStack) -> Folder:
+    """Opens the pieces of a folder; `opened` closes them.
 
     Raises:
         NotFoundError: A file isn't there.
@@ -72,14 +100,11 @@ def open_folder(path: Path) -> Folder:
     """
     contents = read_metadata(read_small(path / METADATA), f"{path / METADATA}")
     files = Files(path)
-    try:
-        return Folder(contents, read_values(contents, files), files)
-    except BaseException:
-        files.close()
-        raise
+    opened.callback(files.close)
+    return Folder(path, contents, read_values(contents, files))
 
 
-def known_manifest(path: Path, tree: Tree) -> tuple[Mapping[str, Any] | None, tuple[Finding, ...]]:
+def _manifest(path: Path, tree: Tree) -> tuple[Mapping[str, Any] | None, tuple[Finding, ...]]:
     """Reads a folder's `statekit.json`, if it is about these tensors."""
     manifest, findings = find_manifest(path)
     faults = tensor_faults(manifest, tensor_names(tree)) if manifest else []
@@ -166,25 +191,10 @@ class Dcp:
             FormatError: Metadata or pieces don't follow the format or can't be trusted.
         """
         place, number, steps = step_folder(path, step, METADATA, "checkpoint of torch.distributed.checkpoint")
-        folder = open_folder(place)
-        try:
-            tree = named(tree_of(folder.contents.paths, folder.values, f"{place / METADATA}"))
-            manifest, findings = known_manifest(place, tree)
-            notes = tuple(Finding(note, f"{place / METADATA}") for note in folder.contents.notes)
-            beside = files_beside(place, folder.names)
-        except BaseException:
-            folder.files.close()
-            raise
-        return Checkpoint(
-            container=self.name,
-            path=place,
-            tree=tree,
-            meta={**folder.meta, "steps": steps, "files_beside": beside},
-            step=number,
-            manifest=manifest,
-            findings=(*notes, *findings),
-            on_close=folder.files.close,
-        )
+        with ExitStack() as opened:
+            folder = open_folder(place, opened)
+            tree = tree_of(folder.contents.paths, folder.values, f"{place / METADATA}")
+            return folder.checkpoint(self.name, tree, number, steps, opened)
 
     def fitted(self, encoded: Encoded) -> Encoded:
         """Returns a state whose optimizers are by name, as torch.distributed.checkpoint.state_dict gathers them."""

@@ -22,7 +22,7 @@ from statekit.converters.containers.flax_write import NUMBER, SCALAR, gathered, 
 from statekit.converters.containers.kv_stores import FolderStore
 from statekit.converters.containers.msgpack_index import Inline, parse
 from statekit.converters.containers.step_files import step_checkpoint
-from statekit.converters.containers.step_folders import find_step, locate
+from statekit.converters.containers.step_folders import find_step, sighted
 from statekit.converters.containers.step_target import FOLDER
 from statekit.errors import FormatError, NotFoundError, RefusedError
 from statekit.format import Encoded, Evidence
@@ -45,11 +45,7 @@ class FlaxFile:
 
     def detect(self, path: Path) -> Evidence | None:
         """Looks at file names and first bytes only."""
-        try:
-            found = locate(path)
-        except FormatError:
-            return None
-        if found is None or found.kind != "flax":
+        if (found := sighted(path, "flax")) is None:
             return None
         return Evidence(10, f"{found.path} is a msgpack map that begins with a name")
 

@@ -236,7 +236,7 @@ class _Fetch:
         with parsing(self.place):
             block = np.asarray(self.dataset[index] if index else self.dataset[()])
             if block.dtype.kind == "V":
-                return np.ascontiguousarray(block).view(self.dtype)
+                return np.ascontiguousarray(block).view(self.dtype).reshape(block.shape)
             return block.astype(self.dtype, copy=False)
 
 

@@ -15,16 +15,14 @@ from __future__ import annotations
 import json
 import re
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from statekit.checkpoint import Checkpoint, Finding
+from statekit.checkpoint import Checkpoint
 from statekit.commit import Stage
-from statekit.converters.containers.dcp import METADATA, known_manifest, open_folder, step_folder, steps_below
+from statekit.converters.containers.dcp import METADATA, open_folder, step_folder, steps_below
 from statekit.converters.containers.dcp_write import write_dcp
-from statekit.converters.containers.step_files import files_beside
-from statekit.converters.containers.torch_names import named
 from statekit.converters.containers.torch_read import read_object
 from statekit.converters.containers.torch_storage import SourceFile
 from statekit.converters.containers.torch_writer import write_archive
@@ -78,24 +76,11 @@ class Megatron:
             source = SourceFile(place / _COMMON_FILE)
             opened.callback(source.close)
             common = read_object(source)
-            folder = open_folder(place)
-            opened.callback(folder.files.close)
+            folder = open_folder(place, opened)
             sharded = {key: folder.values[key] for key in folder.contents.paths}
-            tree = named({COMMON: common.tree, SHARDED: sharded})
-            manifest, findings = known_manifest(place, tree)
-            notes = tuple(Finding(note, f"{place / METADATA}") for note in folder.contents.notes)
-            beside = files_beside(place, folder.names | {_CONFIG, _COMMON_FILE})
-            close = opened.pop_all().close
-        return Checkpoint(
-            container=self.name,
-            path=place,
-            tree=tree,
-            meta={**folder.meta, "steps": steps, "files_beside": beside},
-            step=number,
-            manifest=manifest,
-            findings=(*common.findings, *notes, *findings),
-            on_close=close,
-        )
+            tree, others = {COMMON: common.tree, SHARDED: sharded}, (_CONFIG, _COMMON_FILE)
+            found = folder.checkpoint(self.name, tree, number, steps, opened, others)
+        return replace(found, findings=(*common.findings, *found.findings))
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes an iteration, or a run's folder with one, as the target is called.

@@ -28,8 +28,8 @@ from statekit.converters.containers.step_folders import (
     find_step,
     is_item,
     items,
-    locate,
     says_t5x,
+    sighted,
 )
 from statekit.converters.containers.step_target import step_prefix
 from statekit.errors import FormatError
@@ -64,11 +64,7 @@ class OrbaxFolder:
 
     def detect(self, path: Path) -> Evidence | None:
         """Looks at file names and first bytes only."""
-        try:
-            found = locate(path)
-        except FormatError:
-            return None
-        if found is None or found.kind != "orbax":
+        if (found := sighted(path, "orbax")) is None:
             return None
         for item in _items(found.path):
             if says_t5x(item):

@@ -88,6 +88,15 @@ def locate(path: Path, step: int | None = None) -> StepFolder | None:
     return _among(path, step) if path.is_dir() else None
 
 
+def sighted(path: Path, kind: Kind) -> StepFolder | None:
+    """Returns the checkpoint of one generation at a path, as `locate` finds it; None where it finds no such."""
+    try:
+        found = locate(path)
+    except FormatError:
+        return None
+    return found if found is not None and found.kind == kind else None
+
+
 def find_step(path: Path, step: int | None, kind: Kind) -> StepFolder:
     """Finds the checkpoint of one generation at a path, as `locate` does.
 

@@ -20,7 +20,7 @@ from statekit.commit import Stage
 from statekit.converters.containers.kv_stores import FolderStore
 from statekit.converters.containers.msgpack_index import parse
 from statekit.converters.containers.step_files import step_checkpoint
-from statekit.converters.containers.step_folders import INDEX, find_step, locate
+from statekit.converters.containers.step_folders import INDEX, find_step, sighted
 from statekit.converters.containers.step_target import FOLDER, array_names, step_prefix
 from statekit.converters.containers.stored_leaves import Arrays
 from statekit.converters.containers.zarr2 import header_json
@@ -46,11 +46,7 @@ class T5XFolder:
 
     def detect(self, path: Path) -> Evidence | None:
         """Looks at file names and first bytes only."""
-        try:
-            found = locate(path)
-        except FormatError:
-            return None
-        if found is None or found.kind != "legacy":
+        if (found := sighted(path, "legacy")) is None:
             return None
         where = found.path if found.path.is_file() else found.path / INDEX
         return Evidence(20, f"{where} is a msgpack map that begins as T5X's does")

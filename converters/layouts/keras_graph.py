@@ -123,7 +123,7 @@ class KerasGraph:
             for i, what, _ in places(named.schema, slots.shapes, slots.kept)
         ]
         placed = {name: key for key, name in found.moved} | frozen
-        home = graph_home(tree, found, placed, owners)
+        home = graph_home(tree, found, placed, owners, self.name)
         parts = Parts(named, slots, params, {name: tree[key] for name, key in frozen.items()}, (), home)
         return state_of(parts, HOME, manifest_state(checkpoint, named.schema), hints)
 
@@ -143,7 +143,7 @@ class KerasGraph:
             Row(None if i is None else order[i], what, _full_name(name, order, i, what, schema), tensor)
             for i, what, tensor in rows
         ]
-        return encoded_graph(state, home, name, LISTS[schema], own, silent)
+        return encoded_graph(state, home, name, LISTS[schema], own, silent, self.name)
 
 
 def _named(found: Found) -> Named | None:
@@ -241,7 +241,7 @@ class StatekitGraph:
         frozen = frozen_keys(tree, found)
         owners = [_owner(key) for key in _by_name(tree, found)]
         placed = dict(zip(moved, (key for key, _ in found.moved), strict=True)) | frozen
-        home = graph_home(tree, found, placed, owners)
+        home = graph_home(tree, found, placed, owners, self.name)
         others = {name: tree[key] for name, key in frozen.items()}
         known = manifest_state(checkpoint, own.schema)
         return own_state(own, named, moved, others, {HOME: home}, known, hints)
@@ -265,7 +265,7 @@ class StatekitGraph:
             owner, what = _owner(key)
             flat = f"{str(owner).replace('/', '_')}_{what}" if key in first else f"{owner}/{what}"
             rows.append(Row(owner, what, f"{name}/{flat}", held[key]))
-        return encoded_graph(state, home, name, {}, rows, silent)
+        return encoded_graph(state, home, name, {}, rows, silent, self.name)
 
 
 def _owner(key: str) -> tuple[str | None, str]:

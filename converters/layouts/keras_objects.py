@@ -137,6 +137,7 @@ def graph_home(
     found: Found,
     placed: Mapping[str, str],
     owners: Sequence[tuple[str | None, str]],
+    layout: str,
 ) -> dict[str, Any]:
     """Returns the objects of a checkpoint, and where in it everything lies.
 
@@ -145,11 +146,13 @@ def graph_home(
         found: Its optimizer.
         placed: Key of each parameter.
         owners: For each of the optimizer's variables, its parameter's path, and what it is.
+        layout: Who reads them.
     """
     taken = {*placed.values(), *(key for key, _ in found.own), GRAPH}
     own = [[key, path, what] for (key, _), (path, what) in zip(found.own, owners, strict=True)]
     others = {key: value for key, value in tree.items() if key not in taken}
-    return {"graph": {"objects": tree[GRAPH], "places": dict(placed), "own": own, "others": others}}
+    found_here = {"objects": tree[GRAPH], "places": dict(placed), "own": own, "others": others}
+    return {"graph": {**found_here, "layout": layout}}
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,7 @@ def encoded_graph(
     lists: Mapping[str, str],
     rows: Sequence[Row],
     silent: bool,
+    layout: str,
 ) -> Encoded:
     """Returns the tree of a checkpoint: with the objects that it had if it had all these, else with new ones.
 
@@ -179,6 +183,7 @@ def encoded_graph(
         lists: Slot -> the optimizer's list of them.
         rows: The optimizer's variables in their order.
         silent: Whether the learning rate, the second of them, is left out.
+        layout: Who writes: another layout's objects have other names.
     """
     order = order_of(state)
     frozen = [path for path in state.params if path not in {*order}]
@@ -188,7 +193,7 @@ def encoded_graph(
             "what a file of Keras has besides: its config, states that aren't parameters"
         )
     had = home.get("graph")
-    if had and not silent and _same(had, order, frozen, rows):
+    if had and had["layout"] == layout and not silent and _same(had, order, frozen, rows):
         tree = {**had["others"], GRAPH: had["objects"]}
         tree |= {key: row.tensor for (key, _, _), row in zip(had["own"], rows, strict=True)}
         tree |= {had["places"][path]: tensor for path, tensor in state.params.items()}

@@ -21,6 +21,7 @@ from typing import Any
 
 from statekit.checkpoint import Checkpoint
 from statekit.converters.layouts.statekit_torch import is_plain
+from statekit.converters.layouts.torch_frame import PLACES
 from statekit.converters.layouts.torch_optim import BY_NAME
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.format import Encoded, Evidence, Hints
@@ -136,9 +137,8 @@ class MegatronAdam:
                 found=", ".join(f"{path}: {n}" for path, n in list(state.counts.behind.items())[:_SHOWN]),
             )
         bare = {path: {k: t for k, t in own.items() if k != MASTER} for path, own in state.slots.items()}
-        extra = {
-            k: v for k, v in state.extra.items() if k not in (_COMMON, _OBJECTS, _IN_SCALER, _MASTER_NAME)
-        }
+        own = (_COMMON, _OBJECTS, _IN_SCALER, _MASTER_NAME, PLACES)
+        extra = {key: part for key, part in state.extra.items() if key not in own}
         encoded = BY_NAME.encode(replace(state, slots=bare, extra=extra))
         model, optimizer = encoded.tree.pop("model"), encoded.tree.pop("optimizer")
         groups = [_with_multipliers(group, state.counts.updates) for group in optimizer["param_groups"]]

@@ -139,8 +139,10 @@ def _factor_faults(state: TrainState) -> Iterator[tuple[str, str]]:
         if factored and rule is not None and _as_usual(rule, shape) is None:
             axes = ", ".join(axis.value for axis in rule.axes)
             yield f"is factored along {axes}; Optax factors the two largest axes of {shape}", path
-    if sizes[True] and max(sizes[False], default=0) >= min(sizes[True]):
-        low, high = min(sizes[True]), max(sizes[False])
+    if not all(sizes.values()):
+        return
+    low, high = min(sizes[True]), max(sizes[False])
+    if high >= low:
         yield (
             f"a parameter with a size of {low} is factored, one with {high} isn't; no {MINIMUM} does that",
             "slots",

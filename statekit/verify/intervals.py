@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.backends import Value
+from statekit.backends import Backend, Value
 from statekit.tensor import DTYPES, Array
 
 UNIT = 2.0**-24
@@ -142,7 +142,7 @@ def _flushed(low: Array, high: Array) -> tuple[Array, Array]:
 
 
 @dataclass(frozen=True)
-class IntervalBackend:
+class IntervalBackend(Backend):
     """Runs a step's text over intervals. Source of the method: Moore, Interval Analysis, 1966.
 
     `sqrt_units` is how far a square root may be from the exact one, in units of 2^-24, if it isn't correctly rounded.
@@ -189,9 +189,6 @@ class IntervalBackend:
     def rounded(self, value: Value, dtype: str) -> Value:
         # To float32 nothing is rounded that an operation didn't round: a contracted product stays as it is.
         return value if dtype == "float32" else self.widen(self.narrow(value, dtype))
-
-    def constant(self, value: float, dtype: str = "float32") -> float:
-        return float(np.asarray(value, np.float64).astype(DTYPES[dtype]))
 
     def number(self, value: Value) -> Value:
         if isinstance(value, Interval):
