@@ -62,18 +62,11 @@ class Reaxed:
 
 
 @dataclass(frozen=True)
-class Member:
-    """What stands at one place of an axis, without that axis.
-
-    Example:
-        >>> from statekit.tensor import in_memory
-        >>> Member(in_memory(np.arange(6).reshape(2, 3)), 0, 1).read().tolist()
-        [3, 4, 5]
-    """
+class _WithoutAxis:
+    """What a tensor becomes that loses one of its axes."""
 
     tensor: Tensor
     axis: int
-    place: int
 
     @property
     def shape(self) -> Shape:
@@ -89,6 +82,19 @@ class Member:
     def grain(self) -> Shape:
         """The cheapest block, without the axis."""
         return (*self.tensor.grain[: self.axis], *self.tensor.grain[self.axis + 1 :])
+
+
+@dataclass(frozen=True)
+class Member(_WithoutAxis):
+    """What stands at one place of an axis, without that axis.
+
+    Example:
+        >>> from statekit.tensor import in_memory
+        >>> Member(in_memory(np.arange(6).reshape(2, 3)), 0, 1).read().tolist()
+        [3, 4, 5]
+    """
+
+    place: int
 
     def read(self, index: Index | None = None) -> Array:
         """Reads a block."""
@@ -140,7 +146,7 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Mean:
+class Mean(_WithoutAxis):
     """The mean along one axis, summed in float64 and rounded once to the tensor's dtype.
 
     A second moment in full becomes a factored one's: both are linear in the squared gradients.
@@ -150,24 +156,6 @@ class Mean:
         >>> Mean(in_memory(np.array([[1.0, 2.0], [3.0, 6.0]], np.float32)), 0).read().tolist()
         [2.0, 4.0]
     """
-
-    tensor: Tensor
-    axis: int
-
-    @property
-    def shape(self) -> Shape:
-        """The shape."""
-        return (*self.tensor.shape[: self.axis], *self.tensor.shape[self.axis + 1 :])
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype."""
-        return self.tensor.dtype
-
-    @property
-    def grain(self) -> Shape:
-        """The cheapest block, without the axis."""
-        return (*self.tensor.grain[: self.axis], *self.tensor.grain[self.axis + 1 :])
 
     def read(self, index: Index | None = None) -> Array:
         """Reads a block: the tensor's blocks along the axis, one after the other."""
