@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from statekit.cli import output
+from statekit.errors import some
 from statekit.format import Exactness
 from statekit.plan import Entry, Plan
 
 MAX_ROWS = 150
 """More tensors than this aren't listed one by one."""
-MAX_NAMES = 3
 
 
 def show_plan(stdout: Console, plan: Plan, tensors: bool) -> None:
@@ -71,7 +71,7 @@ def _inexact(plan: Plan) -> Iterator[str]:
         if entry.exactness > Exactness.BITWISE:
             kinds.setdefault((entry.exactness, entry.reason), []).append(entry.name)
     for (exactness, reason), names in kinds.items():
-        yield f"{exactness.name.lower()}: {reason} ({_some(names)})"
+        yield f"{exactness.name.lower()}: {reason} ({some(names)})"
 
 
 def _differences(plan: Plan) -> Iterator[str]:
@@ -89,12 +89,7 @@ def _synthesised(plan: Plan) -> Iterator[str]:
         if entry.origin == "synthesised":
             kinds.setdefault(source_text(entry.expression), []).append(entry.name)
     for what, names in kinds.items():
-        yield f"{what} ({_some(names)})"
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
+        yield f"{what} ({some(names)})"
 
 
 def _tensors(plan: Plan) -> Table:

@@ -29,6 +29,7 @@ from statekit.errors import (
     TargetExistsError,
     UsageError,
     fault_list,
+    some,
 )
 from statekit.leftovers import make_temporary, sweep
 from statekit.manifest import (
@@ -329,7 +330,7 @@ def _check_ours(target: Path) -> None:
         raise TargetExistsError(
             "The target is a folder with files that statekit didn't write; replacing it would delete them.",
             place=target,
-            found=", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""),
+            found=some(foreign),
             remedy="choose another name, or move the folder away",
         )
 

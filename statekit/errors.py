@@ -17,7 +17,7 @@ StatekitError
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class StatekitError(Exception):
@@ -100,6 +100,12 @@ class CommitError(StatekitError, OSError):
 
 class MissingExtraError(StatekitError, ImportError):
     """An optional framework isn't installed."""
+
+
+def some(names: Sequence[str]) -> str:
+    """Returns the first few of many names."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def fault_list(faults: Iterable[tuple[str, str]]) -> str:

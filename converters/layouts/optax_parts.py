@@ -28,7 +28,6 @@ Faults: TypeAlias = list[tuple[str, str]]
 Slots: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 
 FACTOR_MAP = "factor_map"
-_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -177,9 +176,3 @@ def rules_of(known: Known, rules: Mapping[str, Rule]) -> dict[str, Rule]:
     """Returns the rules of a manifest, outweighed by those that were given."""
     given = {path: rule for path, rule in rules.items() if rule.known_from == "given"}
     return {**{path: Rule.from_json(rule) for path, rule in known.rules.items()}, **given}
-
-
-def some(paths: Sequence[str]) -> str:
-    """Returns the first few of many names."""
-    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-    return ", ".join(paths[:_SHOWN]) + more

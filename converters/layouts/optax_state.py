@@ -25,7 +25,6 @@ from statekit.converters.layouts.optax_parts import (
     opened,
     rules_of,
     slots_of,
-    some,
     stated,
     updates_of,
 )
@@ -39,7 +38,7 @@ from statekit.converters.layouts.optax_settings import (
 )
 from statekit.converters.layouts.optax_slots import Factoring, factoring, rule_of
 from statekit.converters.layouts.optax_tree import ENGINES, find_params, links
-from statekit.errors import StateError, fault_list
+from statekit.errors import StateError, fault_list, some
 from statekit.format import Encoded, Evidence, Hints
 from statekit.schema import OptimizerSchema, load_schema
 from statekit.state import Counts, Group, Optimizer, Rule, TrainState

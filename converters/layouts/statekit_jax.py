@@ -28,7 +28,6 @@ from statekit.converters.layouts.optax_parts import (
     opened,
     rules_of,
     slots_of,
-    some,
     stated,
     updates_of,
 )
@@ -43,7 +42,7 @@ from statekit.converters.layouts.optax_tree import (
     links,
 )
 from statekit.converters.layouts.told import Settings
-from statekit.errors import InexactError, StateError, fault_list
+from statekit.errors import InexactError, StateError, fault_list, some
 from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.run import stepped_variants
 from statekit.schema import OptimizerSchema, load_schema

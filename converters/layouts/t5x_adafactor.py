@@ -20,7 +20,7 @@ from statekit.converters.layouts.t5x_settings import RULES, inferred, members, s
 from statekit.converters.layouts.t5x_tree import PLACEHOLDER, SLOTS, Held, Native, looks_native, read_native
 from statekit.converters.layouts.told import Member, Settings, manifest_state
 from statekit.converters.layouts.unplaced import unplaced
-from statekit.errors import InexactError, StateError, fault_list
+from statekit.errors import InexactError, StateError, fault_list, some
 from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.factoring import by_size, effective
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
@@ -28,7 +28,6 @@ from statekit.tensor import DTYPES, Filled, Tensor, in_memory
 from statekit.tree import nested
 
 _EXTRA = ("flax_mutables", "t5x")
-_SHOWN = 3
 _PLACE = "checkpoint_{step}/state"
 
 
@@ -255,21 +254,16 @@ def _rule_notes(rules: Mapping[str, Rule]) -> Iterator[str]:
     flat = [path for path, rule in open_rules.items() if len(rule.axes) == 2 and not rule.factored]
     if high:
         yield (
-            f"How parameters of rank 3 and more are factored isn't proven by their slots ({_some(high)}): a step needs"
+            f"How parameters of rank 3 and more are factored isn't proven by their slots ({some(high)}): a step needs"
             " factor_map, or logical_factor_rules with logical_axes, or factored=false."
         )
     if square:
         yield (
-            f"In square matrices v_row is taken to average axis 1, as T5X has it ({_some(square)}); a state that T5X's"
+            f"In square matrices v_row is taken to average axis 1, as T5X has it ({some(square)}); a state that T5X's"
             " importer took from Mesh TensorFlow has the two exchanged."
         )
     if flat:
-        yield f"Unfactored matrices are taken to have no BATCH axis ({_some(flat)})."
-
-
-def _some(paths: Sequence[str]) -> str:
-    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-    return ", ".join(paths[:_SHOWN]) + more
+        yield f"Unfactored matrices are taken to have no BATCH axis ({some(flat)})."
 
 
 def _placed(
