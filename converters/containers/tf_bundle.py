@@ -22,9 +22,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from statekit.checkpoint import Checkpoint, Finding
+from statekit.checkpoint import Checkpoint
 from statekit.commit import Stage
 from statekit.converters.containers.crc32c import crc32c
+from statekit.converters.containers.step_files import trusted_manifest
 from statekit.converters.containers.tf_bundle_write import STATE_FILE, write_bundle
 from statekit.converters.containers.tf_entries import (
     STRING,
@@ -46,9 +47,7 @@ from statekit.converters.containers.tf_table import (
 from statekit.converters.containers.torch_storage import SourceFile, Storage, window
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, fault_list
 from statekit.format import Encoded, Evidence
-from statekit.manifest import find_manifest, tensor_faults
 from statekit.tensor import BLOCK_BYTES, Array, Shape, index_shape
-from statekit.tree import Tree, tensor_names
 
 MAX_STRING_BYTES = 64 * 2**20
 """The largest string tensor that is read, in bytes: an object graph is one."""
@@ -95,7 +94,7 @@ class TFBundle:
             tree = _tree(index, shards, prefix)
             close = opened.pop_all().close
         number = _number(prefix)
-        manifest, findings = _manifest(prefix, number, tree)
+        manifest, findings = trusted_manifest(prefix.with_name(f"{prefix.name}.index"), number, tree)
         meta = {"prefix": prefix.name, "shards": shards.count}
         return Checkpoint(self.name, prefix, tree, meta, number, manifest, findings, close)
 
@@ -301,18 +300,6 @@ def _spec(shape: Shape, extent: Extent) -> str:
         for part, (_, length), size in zip(bounds(extent, shape), extent, shape, strict=True)
     ]
     return " ".join(map(str, shape)) + " " + ":".join(parts)
-
-
-def _manifest(
-    prefix: Path, step: int | None, tree: Tree
-) -> tuple[Mapping[str, Any] | None, tuple[Finding, ...]]:
-    manifest, findings = find_manifest(prefix.parent)
-    if manifest is None or manifest["target"].get("step") not in (step, None):
-        return None, findings if manifest is None else ()
-    faults = tensor_faults(manifest, tensor_names(tree))
-    if faults:
-        return None, (Finding(f"the manifest isn't trusted: {faults[0][0]} @ {faults[0][1]}", f"{prefix}"),)
-    return manifest, findings
 
 
 CONTAINER = TFBundle()
