@@ -20,7 +20,7 @@ from statekit.converters.layouts.told import Known
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.format import Hints
 from statekit.optim.factoring import map_entries
-from statekit.optim.options import RATE_NAMES, offered, rule_of
+from statekit.optim.options import FACTOR, KERAS, RATE_NAMES, offered, rule_of
 from statekit.optim.run import stepped_variants
 from statekit.optim.settings import form
 from statekit.schema import load_schema
@@ -35,13 +35,6 @@ MODULE = "statekit.tensorflow.optimizers"
 SEPARATOR = ":"
 GROUPS = "groups"
 _SCHEMAS = {kind: schema for schema, kind in CLASSES.items()}
-_FACTOR = "learning_rate_factor"
-_EXCLUDED = "exclude_from_weight_decay"
-_BASE = {
-    "clipnorm": None, "clipvalue": None, "global_clipnorm": None, "use_ema": False, "ema_momentum": 0.99,
-    "ema_overwrite_frequency": None, "loss_scale_factor": None, "gradient_accumulation_steps": None,
-}  # fmt: skip
-"""Arguments of every optimizer of Keras, with their defaults."""
 _SHOWN = 40
 
 
@@ -209,10 +202,10 @@ def _groups(
     for each in [*config.get(GROUPS, ()), {"paths": paths}]:
         here = tuple(path for path in each["paths"] if path in paths and path not in taken)
         taken.update(here)
-        differs = {n: v for n, v in each.items() if n not in ("paths", _FACTOR)}
+        differs = {n: v for n, v in each.items() if n not in ("paths", FACTOR)}
         values = {**usual, **common, **differs}
         if given:
-            values[name] = given * float(each.get(_FACTOR, 1.0))
+            values[name] = given * float(each.get(FACTOR, 1.0))
         origin: dict[str, KnownFrom] = dict.fromkeys(values, "file" if config else "assumed")
         origin |= {name: "file"} if given else {}
         found += [Group(here, values, origin)] if here else []
@@ -312,12 +305,12 @@ def arguments(state: TrainState, before: Own | None) -> dict[str, Any]:
     said = [{n: v for n, v in g.hyperparameters.items() if n in names} for g in optimizer.groups]
     common = {n: v for n, v in (said[0] if said else {}).items() if all(one.get(n) == v for one in said)}
     rate = _rate(state)
-    base = {name: common.pop(name, usual) for name, usual in _BASE.items()}
+    base = {name: common.pop(name, usual) for name, usual in KERAS.items()}
     if form(optimizer.schema, optimizer.variant).get("gradient_clipping") == "base_class":
         base["global_clipnorm"] = common.pop("global_norm_clip_threshold", None)
     else:
         common |= {name: base.pop(name) for name in ("clipnorm", "global_clipnorm") if name in names}
-        base |= {name: _BASE[name] for name in ("clipnorm", "global_clipnorm") if name not in base}
+        base |= {name: KERAS[name] for name in ("clipnorm", "global_clipnorm") if name not in base}
     found = {"name": Own(kind).usual_name, RATE: rate, **base, "jit_compile": False}
     found |= {
         name: same.said(name) for name in ("name", "jit_compile") if same and name in (same.config or {})
@@ -340,7 +333,7 @@ def arguments(state: TrainState, before: Own | None) -> dict[str, Any]:
 def _group(
     group: Group, own: Mapping[str, Any], common: Mapping[str, Any], rate: float | None
 ) -> dict[str, Any]:
-    different = {name: value for name, value in own.items() if name not in common and name not in _BASE}
+    different = {name: value for name, value in own.items() if name not in common and name not in KERAS}
     mine = next((group.hyperparameters[n] for n in RATE_NAMES if n in group.hyperparameters), None)
-    factor = {_FACTOR: mine / rate} if rate and mine is not None and mine != rate else {}
+    factor = {FACTOR: mine / rate} if rate and mine is not None and mine != rate else {}
     return {"paths": list(group.paths), **different, **factor}

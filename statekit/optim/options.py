@@ -13,6 +13,14 @@ from statekit.tensor import Shape
 
 RATE_NAMES = ("learning_rate", "lr")
 """Hyperparameters that are the learning rate, which every framework has its own place for."""
+KERAS = {
+    "clipnorm": None, "clipvalue": None, "global_clipnorm": None, "use_ema": False, "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None, "loss_scale_factor": None, "gradient_accumulation_steps": None,
+}  # fmt: skip
+"""Options of every Keras optimizer that ours take too, with their defaults. Keras' own base class does what they say,
+before or after our step, whatever the variant is."""
+FACTOR = "learning_rate_factor"
+"""What a group of an optimizer in Keras multiplies the learning rate by."""
 _BY_PARAMETER = ("multiply_by_parameter_scale", "factor_map")
 """Options that may be said for each parameter; their form is checked when the parameters are known."""
 

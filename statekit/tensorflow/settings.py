@@ -8,22 +8,14 @@ from typing import Any
 
 from statekit.errors import UsageError, fault_list
 from statekit.optim.factoring import Entry, first_entry, map_entries
-from statekit.optim.options import offered, option_faults, rule_of
+from statekit.optim.options import FACTOR, KERAS, offered, option_faults, rule_of
 from statekit.optim.run import counts_apart, steps_for
 from statekit.optim.settings import form
 from statekit.schema import load_schema
+from statekit.settling import EXCLUDED, MULTIPLIERS, SCALE
 from statekit.state import Group, Rule
 from statekit.tensor import Shape
 
-KERAS = {
-    "clipnorm": None, "clipvalue": None, "global_clipnorm": None, "use_ema": False, "ema_momentum": 0.99,
-    "ema_overwrite_frequency": None, "loss_scale_factor": None, "gradient_accumulation_steps": None,
-}  # fmt: skip
-"""Options of every Keras optimizer that ours take too, with their defaults. Keras' own base class does what they say,
-before or after our step, whatever the variant is."""
-FACTOR = "learning_rate_factor"
-_FLAGS = "multiply_by_parameter_scale"
-_EXCLUDED = "exclude_from_weight_decay"
 _SHOWN = 40
 
 
@@ -125,7 +117,7 @@ def told(settings: Settings, shapes: Mapping[str, Shape]) -> list[Told]:
     grouped.append(([path for path in shapes if path not in taken], {}))
     faults += [
         (f"has {name}, but isn't among the variables", path)
-        for name in ("lr_mult", "wd_mult")
+        for name in MULTIPLIERS
         for path in common.get(name) or ()
         if path not in shapes
     ]
@@ -157,19 +149,19 @@ def _told(
                 faults.append((fault, path))
             else:
                 rules[path] = rule
-    if not isinstance(values.get(_FLAGS, True), bool):
-        values[_FLAGS] = _flags(_FLAGS, map_entries(values[_FLAGS], _FLAGS), paths, faults)
+    if not isinstance(values.get(SCALE, True), bool):
+        values[SCALE] = _flags(SCALE, map_entries(values[SCALE], SCALE), paths, faults)
     masked = form(settings.schema, settings.variant).get("decay_exclusions") == "mask"
-    if masked and values.get(_EXCLUDED) is not None:
-        values[_EXCLUDED] = _flags(_EXCLUDED, _exclusions(values[_EXCLUDED]), paths, faults)
+    if masked and values.get(EXCLUDED) is not None:
+        values[EXCLUDED] = _flags(EXCLUDED, _exclusions(values[EXCLUDED]), paths, faults)
     return Told(Group(tuple(paths), values), rules, float(known.get(FACTOR, 1.0)))
 
 
 def _exclusions(value: Any) -> tuple[Entry, ...]:
     """Returns exclusions as lines of a map: regexes exclude what they are found in, and nothing else."""
     if isinstance(value, Mapping):
-        return map_entries(value, _EXCLUDED)
-    return map_entries([*((pattern, True) for pattern in value), ("", False)], _EXCLUDED)
+        return map_entries(value, EXCLUDED)
+    return map_entries([*((pattern, True) for pattern in value), ("", False)], EXCLUDED)
 
 
 def _flags(
