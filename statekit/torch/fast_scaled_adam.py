@@ -16,7 +16,19 @@ from statekit.optim.scaled_adam import form, sized
 from statekit.optim.scaled_adam_clip import reached
 from statekit.optim.scaled_adam_forms import Hyperparameters, Setting, at_least, corrected_updates
 from statekit.optim.steps import Scene
-from statekit.torch.stacks import Stacks, Tensors, by_name, in_stacks, pieces, plain, products, squares
+from statekit.torch.passes import compiled, run
+from statekit.torch.stacks import (
+    Slots,
+    Stacked,
+    Stacks,
+    Tensors,
+    by_name,
+    in_stacks,
+    pieces,
+    plain,
+    products,
+    squares,
+)
 
 SIZES = ("param_rms", "scale_exp_avg_sq", "scale_grads")
 
@@ -39,22 +51,19 @@ class FastScaledAdam:
         """Moves parameters and slots, as `statekit.torch.fast.FastMove`."""
         xp = backend("torch")
         s = Setting(xp, form(self.variant), self.own, xp.number(scene.rate), scene.step)
-        (beta1, beta2), step = self.own.betas, scene.step
-        correction = 1.0 - beta2 ** (step + 1) if step < corrected_updates(beta2) else 1.0
-        refreshes = s.period_ends or step == 0
+        if compiled(params) and (common is None or s.form["infinite_gradient"] == "spreads" or common > 0.0):
+            self._in_loops(s, params, grads, slots, 1.0 if common is None else float(common))
+            return
+        (beta1, beta2), correction = self.own.betas, _correction(s)
 
         def kernel(part: slice, stacks: Stacks, rooms: Tensors) -> None:
             p, g, delta, v, y = *(stacks[name] for name in ("param", "grad", "delta", "exp_avg_sq")), rooms[0]
             short = g if common is None else reached(s, g, common)
             used = short if s.form["clip_reaches"] == "everything" else g
-            sizes = {name: stacks[name] for name in SIZES}
-            rms = sizes["param_rms"]
-            if refreshes:
-                rms = (squares(p) / p[0].numel()).sqrt_().view_as(rms)
-            gradient = products(p, short).view_as(rms)
-            after, x = torch.vmap(lambda g, r, sizes: sized(s, g, r, sizes, "float32"))(gradient, rms, sizes)
-            factor = at_least(s, after["param_rms"], "float32") * (s.rate * (beta1 - 1.0))
-            factor, x = factor.view(-1, 1), x.view(-1, 1) * (1.0 - beta1)
+            factor, x = _learn(
+                s, products(p, short), squares(p) if _refreshes(s) else None, p[0].numel(), stacks
+            )
+            factor, x = factor.view(-1, 1), x.view(-1, 1)
             for p_, g_, delta_, v_, y_ in pieces(p, used, delta, v, y):
                 v_.mul_(beta2).addcmul_(g_, g_, value=1.0 - beta2)
                 # Corrected before the root is taken: what overflows must do so as in the text.
@@ -66,11 +75,65 @@ class FastScaledAdam:
                 if s.size_due:
                     delta_.addcmul_(p_, x)
                 p_.add_(delta_)
-            for name in SIZES:
-                stacks[name].copy_(after[name])
 
         names = ("delta", "exp_avg_sq", *SIZES)
         in_stacks(kernel, {"param": params, **by_name(slots, names)}, {"grad": grads})
+
+    def _in_loops(self, s: Setting, params: Tensors, grads: Tensors, slots: Slots, clip: float) -> None:
+        """Moves parameters and slots where they lie; `clip` is what gradients are multiplied with."""
+        from statekit.torch import loops
+
+        (beta1, beta2), count = self.own.betas, params[0].numel()
+        moved, items = (
+            by_name(slots, ("delta", "exp_avg_sq")),
+            [params, [grad.contiguous() for grad in grads]],
+        )
+        gradient, square = (params[0].new_empty(len(params)) for _ in range(2))
+        run(loops.scaled_adam_sums, (count,), items, gradient, square, clip)
+        sizes = {name: Stacked(tensors, len(params)) for name, tensors in by_name(slots, SIZES).items()}
+        factor, x = _learn(s, gradient, square, count, {name: size.read() for name, size in sizes.items()})
+        for size in sizes.values():
+            size.write()
+        run(
+            loops.scaled_adam_params, (count,), [*items, *moved.values()],
+            factor.view(-1), x.view(-1), bool(s.size_due), clip if s.form["clip_reaches"] == "everything" else 1.0,
+            beta1, beta2, 1.0 - beta2, _correction(s), self.own.eps,
+        )  # fmt: skip
+
+
+def _refreshes(s: Setting) -> bool:
+    return bool(s.period_ends or s.step == 0)
+
+
+def _correction(s: Setting) -> float:
+    """Returns what second moments are divided by; 1 where that changes nothing any more."""
+    beta2 = s.hyper.betas[1]
+    return 1.0 - beta2 ** (s.step + 1) if s.step < corrected_updates(beta2) else 1.0
+
+
+def _learn(
+    s: Setting, gradient: torch.Tensor, square: torch.Tensor | None, count: int, sizes: Stacks
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Moves the slots that learn the sizes of parameters.
+
+    Args:
+        s: Where the update runs.
+        gradient: The sum of p g of each parameter.
+        square: The sum of p^2; None where root mean squares aren't due.
+        count: The elements of a parameter.
+        sizes: Those slots.
+
+    Returns:
+        What directions are multiplied with, and by how much of themselves parameters grow.
+    """
+    rms, beta1 = sizes["param_rms"], s.hyper.betas[0]
+    if square is not None and _refreshes(s):
+        rms = (square / count).sqrt_().view_as(rms)
+    own = {name: sizes[name] for name in SIZES}
+    after, x = torch.vmap(lambda g, r, own: sized(s, g, r, own, "float32"))(gradient.view_as(rms), rms, own)
+    for name in SIZES:
+        sizes[name].copy_(after[name])
+    return at_least(s, sizes["param_rms"], "float32") * (s.rate * (beta1 - 1.0)), x * (1.0 - beta1)
 
 
 def fast_scaled_adam(variant: str, own: Hyperparameters, param: torch.Tensor) -> FastScaledAdam | None:

@@ -22,16 +22,25 @@ Float: TypeAlias = np.float32
 F0, F1, INF = np.float32(0.0), np.float32(1.0), np.float32(np.inf)
 
 
-def _compiled(function: _Function) -> _Function:
-    def made(cache: bool) -> _Function:
-        options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract"}}
-        compiled: _Function = njit(cache=cache, **options)(function)
-        return compiled
+def _compiled(*freedoms: str) -> Callable[[_Function], _Function]:
+    """Compiles a function. `reassoc` lets LLVM sum and multiply in any order, `contract` leave products unrounded."""
 
-    try:
-        return made(cache=True)
-    except RuntimeError:  # neither the package's folder nor the user's can be written to
-        return made(cache=False)
+    def made(function: _Function, cache: bool = True) -> _Function:
+        try:
+            compiled: _Function = njit(nogil=True, error_model="numpy", fastmath={*freedoms}, cache=cache)(
+                function
+            )
+            return compiled
+        except RuntimeError:  # neither the package's folder nor the user's can be written to
+            if not cache:
+                raise
+            return made(function, cache=False)
+
+    return made
+
+
+_loop, _formula = _compiled("reassoc", "contract"), _compiled("contract")
+"""Loops sum in any order, and call formulas where the order of a product decides what overflows."""
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -44,13 +53,13 @@ def _pointer(context: Any, address: Any) -> Any:
     return types.voidptr(types.int64), generated
 
 
-@_compiled
+@_loop
 def _at(address: int, shape: tuple[int, ...]) -> Array:
     found: Array = carray(_pointer(address), shape, np.float32)
     return found
 
 
-@_compiled
+@_loop
 def _within(value: Float, least: Float, most: Float) -> Float:
     """Returns a value within limits; NaN stays what it is."""
     if value < least:
@@ -58,7 +67,13 @@ def _within(value: Float, least: Float, most: Float) -> Float:
     return most if value > most else value
 
 
-@_compiled
+@_formula
+def _moment(v: Float, x: Float, old: Float, new: Float) -> Float:
+    """Returns a second moment, moved by x; the weight goes first into the product."""
+    return old * v + new * x * x
+
+
+@_loop
 def adafactor_matrices(
     start: int, stop: int, shape: tuple[int, int], ps: Array, gs: Array, left: Array, right: Array,
     rows_are_left: bool, old: Float, new: Float, epsilon: Float,
@@ -105,7 +120,7 @@ def adafactor_matrices(
                 p[i, j] -= g[i, j] * b[j] * factor
 
 
-@_compiled
+@_loop
 def adafactor_vectors(
     start: int, stop: int, shape: tuple[int], ps: Array, gs: Array, vs: Array,
     old: Float, new: Float, epsilon: Float,
@@ -125,7 +140,7 @@ def adafactor_vectors(
             p[i] -= g[i] * (F1 / np.sqrt(v[i])) * size
 
 
-@_compiled
+@_loop
 def _mean(values: Array) -> Float:
     total = F0
     for value in values:
@@ -133,7 +148,7 @@ def _mean(values: Array) -> Float:
     return total / np.float32(len(values))
 
 
-@_compiled
+@_loop
 def _size(
     count: Float, scale: Float, total: Float,
     scales: bool, clips: bool, rate: Float, least: Float, most: Float, threshold: Float,
@@ -144,7 +159,7 @@ def _size(
     return rate / _within(np.sqrt(total / count) / threshold, F1, INF) if clips else rate
 
 
-@_compiled
+@_loop
 def lans_moments(
     start: int, stop: int, shape: tuple[int], ps: Array, gs: Array, ms: Array, vs: Array,
     norms: Array, sums: Array, normalize: bool, rescale: Float, wd: Float,
@@ -164,7 +179,7 @@ def lans_moments(
         for i in range(len(g)):
             x = rescale * g[i] / norm
             m[i] = old1 * m[i] + new1 * x
-            v[i] = old2 * v[i] + new2 * x * x
+            v[i] = _moment(v[i], x, old2, new2)
             root = np.sqrt(v[i] / c2) + epsilon
             a, b = m[i] / c1 / root + wd * p[i], x / root + wd * p[i]
             weight += p[i] * p[i]
@@ -174,7 +189,7 @@ def lans_moments(
         sums[item, 0], sums[item, 1], sums[item, 2] = weight, first, second
 
 
-@_compiled
+@_loop
 def lans_params(
     start: int, stop: int, shape: tuple[int], ps: Array, gs: Array, ms: Array, vs: Array,
     norms: Array, sizes: Array, rescale: Float, wd: Float, c1: Float, c2: Float, epsilon: Float,
@@ -187,3 +202,77 @@ def lans_params(
             root = np.sqrt(v[i] / c2) + epsilon
             a, b = m[i] / c1 / root + wd * p[i], rescale * g[i] / norm / root + wd * p[i]
             p[i] -= first * a + second * b
+
+
+@_loop
+def lamb_moments(
+    start: int, stop: int, shape: tuple[int], ps: Array, gs: Array, ms: Array, vs: Array,
+    norms: Array, others: Array, w: Float,
+    old1: Float, new1: Float, old2: Float, new2: Float, c1: Float, c2: Float, epsilon: Float,
+) -> None:  # fmt: skip
+    """Moves the slots m and v by gradients g; takes the norms of parameters and directions, both (item,)."""
+    for item in range(start, stop):
+        p, g, m, v = _at(ps[item], shape), _at(gs[item], shape), _at(ms[item], shape), _at(vs[item], shape)
+        weight, total = F0, F0
+        for i in range(len(g)):
+            m[i] = old1 * m[i] + new1 * g[i]
+            v[i] = old2 * v[i] + new2 * (g[i] * g[i])
+            x = m[i] / c1 / (np.sqrt(v[i] / c2) + epsilon) + w * p[i]
+            weight += p[i] * p[i]
+            total += x * x
+        norms[item], others[item] = np.sqrt(weight), np.sqrt(total)
+
+
+@_loop
+def lamb_params(
+    start: int, stop: int, shape: tuple[int], ps: Array, ms: Array, vs: Array,
+    sizes: Array, w: Float, c1: Float, c2: Float, epsilon: Float,
+) -> None:  # fmt: skip
+    """Takes the direction off parameters p, times the size, (item,)."""
+    for item in range(start, stop):
+        p, m, v, size = _at(ps[item], shape), _at(ms[item], shape), _at(vs[item], shape), sizes[item]
+        for i in range(len(p)):
+            p[i] -= size * (m[i] / c1 / (np.sqrt(v[i] / c2) + epsilon) + w * p[i])
+
+
+@_loop
+def scaled_adam_sums(
+    start: int,
+    stop: int,
+    shape: tuple[int],
+    ps: Array,
+    gs: Array,
+    products: Array,
+    squares: Array,
+    clip: Float,
+) -> None:
+    """Sums the products of p and the clipped gradient g, and p^2, both (item,)."""
+    for item in range(start, stop):
+        p, g, product, square = _at(ps[item], shape), _at(gs[item], shape), F0, F0
+        for i in range(len(g)):
+            product += p[i] * (clip * g[i])
+            square += p[i] * p[i]
+        products[item], squares[item] = product, square
+
+
+@_loop
+def scaled_adam_params(
+    start: int, stop: int, shape: tuple[int], ps: Array, gs: Array, deltas: Array, vs: Array,
+    sizes: Array, growths: Array, grows: bool, clip: Float,
+    beta1: Float, old: Float, new: Float, correction: Float, epsilon: Float,
+) -> None:  # fmt: skip
+    """Moves parameters p and their slots by the clipped gradient g, times the size, and by the growth, both (item,)."""
+    for item in range(start, stop):
+        p, g, delta, v = (
+            _at(ps[item], shape),
+            _at(gs[item], shape),
+            _at(deltas[item], shape),
+            _at(vs[item], shape),
+        )
+        size, growth = sizes[item], growths[item]
+        for i in range(len(g)):
+            x = clip * g[i]
+            v[i] = _moment(v[i], x, old, new)
+            moved = beta1 * delta[i] + size * (x / (np.sqrt(v[i] / correction) + epsilon))
+            delta[i] = moved + growth * p[i] if grows else moved
+            p[i] += delta[i]
