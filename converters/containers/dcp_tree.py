@@ -87,12 +87,7 @@ def flat_paths(tree: Tree) -> dict[str, tuple[Path, Tree]]:
     for path, value in _leaves((), tree):
         key = ".".join(map(str, path))
         if key in found:
-            faults.append(
-                (
-                    f"has the flat name {key}, as has {'/'.join(map(str, found[key][0]))}",
-                    "/".join(map(str, path)),
-                )
-            )
+            faults.append((f"has the flat name {key}, as has {_shown(found[key][0])}", _shown(path)))
         found[key] = (path, value)
     if faults:
         raise UsageError(

@@ -32,7 +32,7 @@ from statekit.optim.factoring import by_shape
 from statekit.optim.settings import form
 from statekit.schema import load_schema
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensor import DTYPES, Cast, Filled, Shape, Tensor, in_memory
+from statekit.tensor import DTYPES, Filled, Shape, Tensor, in_memory
 
 VARIANT = "keras"
 HOME = "keras"
@@ -40,7 +40,6 @@ HOME = "keras"
 SCHEMAS = {"Adam": "adamw", "AdamW": "adamw", "Lamb": "lamb", "Adafactor": "adafactor"}
 """Class in a config -> schema."""
 _NAMES = {"adam": "Adam", "adam_w": "AdamW", "lamb": "Lamb", "adafactor": "Adafactor"}
-_EXCLUDED = "exclude_from_weight_decay"
 _DECAY = "weight_decay_rate"
 _SHOWN = 40
 
@@ -351,8 +350,3 @@ def _own(
 def _swapped(axes: Sequence[Axis]) -> tuple[Axis, ...]:
     other = {Axis.ROW: Axis.COLUMN, Axis.COLUMN: Axis.ROW}
     return tuple(other.get(axis, axis) for axis in axes)
-
-
-def cast_like(tensor: Tensor, dtype: str | None) -> Tensor:
-    """Returns a tensor in the dtype that its variable has."""
-    return tensor if dtype is None or tensor.dtype.name == dtype else Cast(tensor, DTYPES[dtype])
