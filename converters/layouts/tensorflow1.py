@@ -5,8 +5,9 @@
     tf-adam      TensorFlow's Adam             w/Adam, w/Adam_1
     mesh-tf-adam Mesh-TensorFlow's and GPT-Neo's AdamWeightDecay   w/adam_m, w/adam_v
 
-No hyperparameter is stored. What a numbered slot is follows from how many there are, over all variables: Adafactor
-makes m, if it has momentum, then vr and vc, or v. Which release ran can't be told from a file.
+No hyperparameter is stored; only TensorFlow's Adam has powers of its betas, which tell them. What a numbered slot is
+follows from how many there are, over all variables: Adafactor makes m, if it has momentum, then vr and vc, or v. Which
+release ran can't be told from a file.
 
 Source: tensorflow/tensor2tensor, utils/adafactor.py, `_create_slots`; tensorflow/mesh, mesh_tensorflow/optimize.py.
 """
@@ -21,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from statekit.checkpoint import Checkpoint
-from statekit.converters.layouts.tf1_names import AVERAGE, GLOBAL_STEP, Named, sorted_names
+from statekit.converters.layouts.tf1_names import AVERAGE, GLOBAL_STEP, Named, saved_name, sorted_names
+from statekit.converters.layouts.tf1_powers import POWERS, held_betas, new_powers
 from statekit.converters.layouts.told import manifest_state
 from statekit.converters.layouts.unplaced import unplaced
 from statekit.errors import InexactError, StateError, fault_list
@@ -50,6 +52,7 @@ class TensorFlow1:
         native: Slot, in the order in which slots are made -> what stands for it in its name; `""` and `_1`, `_2`, ...
             by its place if all are empty.
         suffix: What goes between a variable's name and that.
+        powers: Whether the optimizer has powers of its betas for a count.
     """
 
     name: str
@@ -59,6 +62,7 @@ class TensorFlow1:
     pattern: re.Pattern[str]
     suffix: str
     native: Mapping[str, str]
+    powers: bool = False
     containers: tuple[str, ...] = ("tf-bundle",)
 
     @property
@@ -106,7 +110,7 @@ class TensorFlow1:
                 place=checkpoint.path,
                 found=fault_list(faults[:_SHOWN]),
             )
-        groups, notes = self._groups(named, slots, variant, momentum)
+        groups, notes = self._groups(named, slots, variant, momentum, updates)
         if known is not None:
             groups = tuple(Group(g.paths, g.told.values, g.told.known_from) for g in known.groups)
             notes = list(known.assumptions)
@@ -135,7 +139,7 @@ class TensorFlow1:
 
         def put(before: str, path: str, suffix: str, tensor: Tensor) -> None:
             whole, spec = parts.get(path, (path, None))
-            key = f"{before}{whole}{suffix}"
+            key = f"{before}{path}{suffix}" if spec is None else saved_name(whole, path, before, suffix)
             if spec is not None:
                 tree.setdefault(key, {})[spec] = tensor
             elif key in tree:
@@ -151,6 +155,9 @@ class TensorFlow1:
         for path, tensor in home.get("averages", {}).items():
             put("", path, AVERAGE, tensor)
         tree |= {name: value for name, value in home.get("others", {}).items() if name not in tree}
+        if self.powers and not any(name.rpartition("/")[2] in POWERS for name in tree):
+            groups, updates = state.optimizer.groups, state.counts.updates
+            tree |= {f"{scope}{name}": power for name, power in new_powers(groups, updates, faults)}
         tree[home.get("step", GLOBAL_STEP)] = in_memory(
             np.asarray(state.counts.updates, np.int64), GLOBAL_STEP
         )
@@ -227,7 +234,7 @@ class TensorFlow1:
                 yield path, rule
 
     def _groups(
-        self, named: Named, slots: Mapping[str, Any], variant: str | None, momentum: bool
+        self, named: Named, slots: Mapping[str, Any], variant: str | None, momentum: bool, updates: int
     ) -> tuple[tuple[Group, ...], list[str]]:
         """Returns the one group, with what the variant has unless told otherwise, and what was assumed for that."""
         schema, paths = load_schema(self.schema), tuple(slots)
@@ -245,8 +252,17 @@ class TensorFlow1:
                 del values["beta1"], known["beta1"]
             else:
                 known["beta1"] = "file"
+        held = held_betas(named.others, values, updates) if self.powers else {}
+        values |= held
+        known |= dict.fromkeys(held, "file")
+        odd = [name for name, value in held.items() if value is None]
+        for name in odd:
+            del values[name], known[name]
         assumed = ", ".join(f"{n}={v}" for n, v in values.items() if known[n] == "assumed")
-        return (Group(paths, values, known),), [f"The file holds no hyperparameters; assumed: {assumed}."]
+        return (Group(paths, values, known),), [
+            f"The file holds no hyperparameters; assumed: {assumed}.",
+            *(f"{name}_power is of no {name} at update {updates}: name {name}." for name in odd),
+        ]
 
     def _native(
         self, state: TrainState, path: str, own: Mapping[str, Tensor]
@@ -316,7 +332,10 @@ def _updates(named: Named, faults: list[tuple[str, str]]) -> int:
     if not isinstance(tensor, Tensor) or tensor.shape != () or tensor.dtype.kind not in "iu":
         faults.append(("isn't there, or no whole number: nothing else tells the step", GLOBAL_STEP))
         return 0
-    return int(tensor.read())
+    updates = int(tensor.read())
+    if updates < 0:
+        faults.append((f"is {updates}", name))
+    return max(updates, 0)
 
 
 def _step_name(named: Named) -> str:
@@ -360,6 +379,7 @@ MESH_TF = TensorFlow1(
 TF_ADAM = TensorFlow1(
     "tf-adam", "TensorFlow 1's Adam", "adamw", ("tf1",),
     re.compile(r"(?P<base>.+)/(?:Lazy)?Adam(?P<slot>(?:_1)?)", re.DOTALL), "/Adam", {"m": "", "v": ""},
+    powers=True,
 )  # fmt: skip
 MESH_TF_ADAM = TensorFlow1(
     "mesh-tf-adam", "Mesh-TensorFlow's and GPT-Neo's AdamWeightDecay", "adamw", ("mesh_tf", "gpt_neo"),

@@ -31,6 +31,7 @@ from statekit.converters.containers.tf_object_graph import (
 from statekit.converters.layouts import tensorflow1
 from statekit.converters.layouts.tensorflow1 import TensorFlow1
 from statekit.converters.layouts.tf1_names import GLOBAL_STEP
+from statekit.converters.layouts.tf1_powers import POWERS
 from statekit.errors import InexactError, StateError
 from statekit.format import Encoded, Evidence, Hints
 from statekit.schema import load_schema
@@ -137,12 +138,21 @@ class TF1Graph:
                 done.add(full)
         for name, value in named.items():
             if name not in done and isinstance(value, Tensor):
-                child = "step" if name == GLOBAL_STEP else name.replace("/", ".S")
-                builder.variable(0, child, name, child)
-                tree[child + SUFFIX] = value
+                *above, child = _place(name)
+                key = "/".join((*above, child))
+                builder.variable(builder.at(above), child, name, key)
+                tree[key + SUFFIX] = value
         builder.variable(0, SAVE_COUNTER, SAVE_COUNTER, SAVE_COUNTER)
         tree[SAVE_COUNTER + SUFFIX] = in_memory(np.asarray(1, np.int64), SAVE_COUNTER)
         return {**tree, GRAPH: builder.done()}
+
+
+def _place(name: str) -> tuple[str, ...]:
+    """Returns where a variable that is no parameter and no slot stands among the objects."""
+    last = name.rpartition("/")[2]
+    if last in POWERS:
+        return "optimizer", last
+    return ("step" if name == GLOBAL_STEP else name.replace("/", ".S"),)
 
 
 def _keys(checkpoint: Checkpoint) -> dict[str, str] | None:

@@ -4,23 +4,27 @@ The optimizers of TensorFlow number the slots of a variable in the order in whic
 `w/Adafactor_1`, ...; a variable scope around the training goes before: `training/w/Adafactor`. Mesh-TensorFlow's say
 which slot it is: `w_slot_vr`, `w/adam_m`.
 
-Source: tensorflow/tensorflow v1.15, python/training/slot_creator.py, `create_slot`; python/training/optimizer.py;
-tensorflow/mesh mesh_tensorflow/optimize.py.
+A partitioned variable is saved under one name with its slices. So are its slots, but below a scope their names are cut
+at the wrong place: `training/w/part_0/Adam` is saved as `w/g/w/part_0/Adam`, see `saved_name`.
+
+Source: tensorflow/tensorflow v1.15, python/training/slot_creator.py, `create_slot`, `_create_slot_var`;
+python/training/optimizer.py; tensorflow/mesh mesh_tensorflow/optimize.py.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
+from statekit.converters.layouts.tf1_powers import POWERS
 from statekit.errors import StateError
 from statekit.tensor import Tensor
 
 GLOBAL_STEP = "global_step"
 AVERAGE = "/ExponentialMovingAverage"
-PART = re.compile(r"(.+)/part_(\d+)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -97,22 +101,75 @@ def _variable(base: str, names: Mapping[str, Any]) -> str | None:
     return base or None
 
 
+def saved_name(whole: str, path: str, scope: str, suffix: str) -> str:
+    """Returns the name under which a partitioned variable's slice is saved, or that of one of its slots.
+
+    TensorFlow takes as many characters from the front of a slot's name as the part's own name has, scope or not.
+
+    Args:
+        whole: The variable's name.
+        path: The part's: `<whole>/part_<i>`.
+        scope: What goes before the names of slots, with its `/`.
+        suffix: What goes after them, such as `/Adam`; empty for the variable itself, which has no scope.
+    """
+    return f"{whole}/{f'{scope}{path}{suffix}'[len(path) + 1 :]}" if scope else f"{whole}{suffix}"
+
+
 def _parted(
     tree: Mapping[str, Any], pattern: re.Pattern[str]
 ) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
     """Returns a tree in which each part of a partitioned variable is one by itself: `w/part_0`, `w/part_0/Adam`."""
     flat: dict[str, Any] = {}
     parts: dict[str, tuple[str, str]] = {}
+    scopes = _scopes(tree, pattern)
+    numbers = {name: _numbers(value) for name, value in tree.items() if isinstance(value, Mapping)}
     for name, value in tree.items():
         if not isinstance(value, Mapping):
             flat[name] = value
             continue
-        found = pattern.fullmatch(name)
-        for i, (spec, tensor) in enumerate(value.items()):
-            if found:
-                base = found["base"]
-                flat[f"{base}/part_{i}{name[len(base) :]}"] = tensor
-            else:
-                flat[f"{name}/part_{i}"] = tensor
-                parts[f"{name}/part_{i}"] = name, spec
+        for spec, tensor in value.items():
+            slot = _sliced_slot(name, spec, numbers, pattern, scopes)
+            path = f"{name}/part_{numbers[name][spec]}"
+            flat[slot or path] = tensor
+            if slot is None:
+                parts[path] = name, spec
     return flat, parts
+
+
+def _numbers(slices: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the number of each part, which is its place along the axis that is partitioned."""
+    ordered = sorted(slices, key=lambda spec: [int(n) for n in re.findall(r"(\d+),", spec)])
+    return {spec: i for i, spec in enumerate(ordered)}
+
+
+def _sliced_slot(
+    name: str,
+    spec: str,
+    numbers: Mapping[str, Mapping[str, int]],
+    pattern: re.Pattern[str],
+    scopes: Iterable[str],
+) -> str | None:
+    """Returns the name that a slice has in the graph, if it is of a slot or an average; None if of a variable."""
+    found = pattern.fullmatch(name)
+    suffix = name[len(found["base"]) :] if found else AVERAGE if name.endswith(AVERAGE) else ""
+    base = name.removesuffix(suffix)
+    for whole in (base, *accumulate(base.split("/")[:-1], "{}/{}".format)) if suffix else ():
+        if spec in numbers.get(whole, ()):
+            path = f"{whole}/part_{numbers[whole][spec]}"
+            for scope in scopes:
+                if saved_name(whole, path, scope, suffix) == name:
+                    return f"{scope}{path}{suffix}"
+    return f"{base}/{spec}{suffix}" if found else None  # of no variable's slice, and so an orphan
+
+
+def _scopes(tree: Mapping[str, Any], pattern: re.Pattern[str]) -> list[str]:
+    """Returns what may go before the names of slots: what does so before those of whole variables, or of powers."""
+    scopes = {""}
+    for name, value in tree.items():
+        found = pattern.fullmatch(name) if isinstance(value, Tensor) else None
+        base = _variable(found["base"], tree) if found else None
+        if found and base is not None:
+            scopes.add(found["base"].removesuffix(base))
+        elif (last := name.rpartition("/")[2]) in POWERS:
+            scopes.add(name.removesuffix(last))
+    return sorted(scopes)
