@@ -28,13 +28,13 @@ def little_endian(block: Array) -> memoryview:
     return ordered.reshape(-1).view(np.uint8).data
 
 
-def tensor_bytes(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[memoryview]:
-    """Yields the values of a tensor, little-endian and in C order, at most `limit` bytes at a time.
+def tensor_bytes(tensor: Tensor) -> Iterator[memoryview]:
+    """Yields the values of a tensor, little-endian and in C order, at most BLOCK_BYTES at a time.
 
     The next block is read (and inflated) by another thread while the caller is busy with the last one.
     """
-    read = map(little_endian, chunks(tensor, limit))
-    return _ahead(read) if nbytes(tensor) > limit else read
+    read = map(little_endian, chunks(tensor, BLOCK_BYTES))
+    return _ahead(read) if nbytes(tensor) > BLOCK_BYTES else read
 
 
 def _ahead(blocks: Iterator[memoryview]) -> Iterator[memoryview]:

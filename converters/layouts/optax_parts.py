@@ -146,10 +146,10 @@ def groups_of(known: Known, told: Mapping[str, Any]) -> list[Group]:
     return [group_of(member.paths, member.told.over(told, "given")) for member in known.groups]
 
 
-def group_of(paths: Sequence[str], settings: Settings, slots: Mapping[str, Tensor] | None = None) -> Group:
+def group_of(paths: Sequence[str], settings: Settings) -> Group:
     """Returns a group with its settings; factor rules aren't among them."""
     kept = settings.without(FACTOR_MAP)
-    return Group(tuple(paths), dict(kept.values), dict(kept.known_from), slots or {})
+    return Group(tuple(paths), dict(kept.values), dict(kept.known_from))
 
 
 def entries_of(told: Mapping[str, Any]) -> tuple[Entry, ...]:
