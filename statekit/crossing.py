@@ -15,7 +15,7 @@ from typing import Any
 
 from statekit.errors import InexactError, fault_list
 from statekit.format import Exactness
-from statekit.optim.factoring import by_shape
+from statekit.optim.factoring import by_shape, swapped
 from statekit.optim.options import RATE_NAMES
 from statekit.optim.settings import EXCLUDED
 from statekit.schema import OptimizerSchema, load_schema
@@ -354,12 +354,9 @@ def _relabelled(state: TrainState, target: str) -> TrainState:
     for path, rule in state.rules.items():
         if not rule.factored or "tie_break" not in form:
             continue
-        swapped = tuple(_SWAPPED.get(axis, axis) for axis in rule.axes)
-        if swapped == by_shape(form, state.params[path].shape, True):
+        axes = swapped(rule.axes)
+        if axes == by_shape(form, state.params[path].shape, True):
             names = {"v_row": "v_col", "v_col": "v_row"}
             slots[path] = {names.get(name, name): slot for name, slot in state.slots.get(path, {}).items()}
-            rules[path] = replace(rule, axes=swapped)
+            rules[path] = replace(rule, axes=axes)
     return replace(state, slots=slots, rules=rules)
-
-
-_SWAPPED = {Axis.ROW: Axis.COLUMN, Axis.COLUMN: Axis.ROW}

@@ -28,10 +28,10 @@ from statekit.converters.layouts.keras_slots import (
 from statekit.converters.layouts.told import Known, Settings
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.format import Hints
-from statekit.optim.factoring import by_shape
+from statekit.optim.factoring import by_shape, swapped
 from statekit.optim.settings import form
 from statekit.schema import load_schema
-from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensor import DTYPES, Filled, Shape, Tensor, in_memory
 
 VARIANT = "keras"
@@ -336,7 +336,7 @@ def _own(
     if state.optimizer.schema != "adafactor":
         return own
     usual, rule = usual_rule(param.shape), state.rules.get(path)
-    if rule is not None and rule.axes == _swapped(usual.axes) and rule.factored:
+    if rule is not None and rule.axes == swapped(usual.axes) and rule.factored:
         own["v_row"], own["v_col"] = own["v_col"], own["v_row"]
     elif rule is not None and rule.axes != usual.axes:
         axes = ", ".join(axis.value for axis in rule.axes)
@@ -345,8 +345,3 @@ def _own(
         why = "Keras makes it anew from r and c at each update"
         own["v"] = home.get("derived_v", {}).get(path) or Filled(param.shape, param.dtype, 0, why)
     return own
-
-
-def _swapped(axes: Sequence[Axis]) -> tuple[Axis, ...]:
-    other = {Axis.ROW: Axis.COLUMN, Axis.COLUMN: Axis.ROW}
-    return tuple(other.get(axis, axis) for axis in axes)

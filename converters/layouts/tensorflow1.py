@@ -15,7 +15,7 @@ Source: tensorflow/tensor2tensor, utils/adafactor.py, `_create_slots`; tensorflo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from statekit.converters.layouts.told import manifest_state
 from statekit.converters.layouts.unplaced import unplaced
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.format import Encoded, Evidence, Hints
-from statekit.optim.factoring import by_shape, first_entry, labels, map_entries
+from statekit.optim.factoring import by_shape, first_entry, labels, map_entries, swapped
 from statekit.schema import load_schema
 from statekit.state import Axis, Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensor import Shape, Tensor, in_memory
@@ -280,7 +280,7 @@ class TensorFlow1:
         if (
             rule is None
             or not rule.factored
-            or rule.axes != _swapped(self._usual(rule, state.params[path].shape))
+            or rule.axes != swapped(self._usual(rule, state.params[path].shape))
         ):
             return own
         return {**own, "v_row": own["v_col"], "v_col": own["v_row"]}
@@ -311,7 +311,7 @@ class TensorFlow1:
             if rule is None or not self._factors:
                 continue
             usual = self._usual(rule, shape)
-            if rule.axes not in (usual, _swapped(usual)):
+            if rule.axes not in (usual, swapped(usual)):
                 axes = ", ".join(axis.value for axis in rule.axes)
                 yield (
                     f"is factored by {axes}; this optimizer would: {', '.join(a.value for a in usual)}",
@@ -319,11 +319,6 @@ class TensorFlow1:
                 )
         for i, group in enumerate(state.optimizer.groups):
             yield from ((f"has slot {name} as a whole", f"groups/{i}") for name in group.slots)
-
-
-def _swapped(axes: Sequence[Axis]) -> tuple[Axis, ...]:
-    other = {Axis.ROW: Axis.COLUMN, Axis.COLUMN: Axis.ROW}
-    return tuple(other.get(axis, axis) for axis in axes)
 
 
 def _updates(named: Named, faults: list[tuple[str, str]]) -> int:

@@ -132,6 +132,12 @@ def effective(
     return by_size(shape) if large else (Axis.NONE,) * len(shape)
 
 
+def swapped(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+    """Returns labels with those of rows and columns exchanged."""
+    other = {Axis.ROW: Axis.COLUMN, Axis.COLUMN: Axis.ROW}
+    return tuple(other.get(axis, axis) for axis in axes)
+
+
 def by_size(shape: Shape) -> tuple[Axis, ...]:
     """Returns the labels of a matrix that is factored by its size: the larger axis is COLUMN, the second of equals.
 
