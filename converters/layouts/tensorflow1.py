@@ -29,6 +29,7 @@ from statekit.converters.layouts.unplaced import unplaced
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.factoring import by_shape, first_entry, labels, map_entries, swapped
+from statekit.optim.settings import form
 from statekit.schema import load_schema
 from statekit.state import Axis, Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensor import Shape, Tensor, in_memory
@@ -172,8 +173,7 @@ class TensorFlow1:
 
     def _form(self, variant: str | None) -> Mapping[str, Any]:
         chosen = variant if variant in self.makers else self.makers[0]
-        constants: Mapping[str, Any] = load_schema(self.schema).variant(chosen)["constants"]
-        return constants
+        return form(self.schema, chosen)
 
     def _slots(
         self, named: Named, faults: list[tuple[str, str]]

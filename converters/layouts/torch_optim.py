@@ -24,6 +24,7 @@ from statekit.converters.torch_parts import SORTED
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.factoring import by_shape
+from statekit.optim.settings import form
 from statekit.schema import OptimizerSchema, load_schema
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensor import Shape, Tensor, in_memory
@@ -64,8 +65,7 @@ class Kind:
     @property
     def form(self) -> Mapping[str, Any]:
         """The variant's constants."""
-        constants: Mapping[str, Any] = load_schema(self.schema).variant(self.variant)["constants"]
-        return constants
+        return form(self.schema, self.variant)
 
     def rule(self, shape: Shape) -> Rule:
         """Returns how the optimizer factors a parameter."""

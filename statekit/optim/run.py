@@ -11,8 +11,8 @@ from statekit.backend_numpy import NumpyBackend
 from statekit.backends import Backend, Batching, Value
 from statekit.errors import StateError
 from statekit.optim.keras_averages import follow_average
+from statekit.optim.settings import form
 from statekit.optim.steps import Arrays, Execution, Scene, Slots, Steps
-from statekit.schema import load_schema
 from statekit.state import Counts, Group, Rule, TrainState
 from statekit.tensor import Tensor, in_memory
 
@@ -262,7 +262,7 @@ def behind_after(behind: Mapping[str, int], missed: Iterable[str], updates: int)
 
 def counts_apart(schema: str, variant: str) -> bool:
     """Tells whether a variant counts the updates of each parameter by itself: one without a gradient falls behind."""
-    return load_schema(schema).variant(variant)["constants"]["step_scope"] in OWN_COUNTS
+    return form(schema, variant)["step_scope"] in OWN_COUNTS
 
 
 OWN_COUNTS = ("per_parameter", "per_index_and_device")

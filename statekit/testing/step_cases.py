@@ -13,6 +13,7 @@ import numpy as np
 from statekit.backend_numpy import NumpyBackend
 from statekit.backends import Backend
 from statekit.optim.run import counts_apart, initial, load, mover, store
+from statekit.optim.settings import form
 from statekit.optim.steps import Execution
 from statekit.schema import load_schema
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
@@ -102,8 +103,7 @@ class Case:
     @property
     def constants(self) -> Mapping[str, Any]:
         """The variant's constants: difference -> name of its form."""
-        constants: Mapping[str, Any] = load_schema(self.schema).variant(self.variant)["constants"]
-        return constants
+        return form(self.schema, self.variant)
 
     @property
     def hyperparameters(self) -> Mapping[str, Any]:

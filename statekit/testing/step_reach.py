@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from statekit.schema import load_schema
+from statekit.optim.settings import form
 from statekit.state import Axis, TrainState
 from statekit.tensor import Array, Shape
 from statekit.verify.replay import named
@@ -59,10 +59,7 @@ def reach(
 
 
 def _form(state: TrainState) -> Mapping[str, Any]:
-    form: Mapping[str, Any] = load_schema(state.optimizer.schema).variant(str(state.optimizer.variant))[
-        "constants"
-    ]
-    return form
+    return form(state.optimizer.schema, str(state.optimizer.variant))
 
 
 def _freed(index: Index, axes: tuple[int, ...]) -> Region:

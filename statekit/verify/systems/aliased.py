@@ -23,6 +23,7 @@ from typing import Any
 from statekit.errors import FormatError, NotFoundError, fault_list
 from statekit.optim.factoring import by_shape
 from statekit.optim.run import initial
+from statekit.optim.settings import form
 from statekit.optim.steps import Execution
 from statekit.schema import OptimizerSchema, load_schema
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
@@ -119,9 +120,9 @@ def decode(tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState
     beside.check(rest, params, told, step + _base(groups))
     ordered = {path: params[path] for group in groups for path in group.paths}
     rules = dict(_rules(schema, variant, ordered, groups, told))
-    form = schema.variant(variant)["constants"]
+    constants = form(schema.name, variant)
     slots = {
-        path: canonical_slots(form, rules[path], params[path], own) if path in rules else own
+        path: canonical_slots(constants, rules[path], params[path], own) if path in rules else own
         for path, own in held.items()
     }
     unused = _others(tensors, params, slots, native)
@@ -174,7 +175,7 @@ def _rules(
     """Yields how the variant factors each parameter, if its optimizer factors at all."""
     if "v_row" not in schema.slots:
         return
-    form, settings = schema.variant(variant)["constants"], schema.settings(variant)
+    constants, settings = form(schema.name, variant), schema.settings(variant)
     names, given = told.get("dimension_names", {}), told.get("rules", {})
     for group in groups:
         said = {**settings, **group.hyperparameters}
@@ -182,7 +183,7 @@ def _rules(
         for path in group.paths:
             stacked = [i for i, name in enumerate(names.get(path, ())) if name in apart]
             minimum = said["min_dim_size_to_factor"]
-            axes = by_shape(form, params[path].shape, said["factored"], minimum, stacked)
+            axes = by_shape(constants, params[path].shape, said["factored"], minimum, stacked)
             yield path, Rule(tuple(map(Axis, given[path])) if path in given else axes, "file")
 
 
@@ -191,9 +192,7 @@ def _unborn(state: TrainState) -> bool:
 
 
 def _constants(state: TrainState) -> Mapping[str, Any]:
-    schema = load_schema(state.optimizer.schema)
-    constants: Mapping[str, Any] = schema.variant(str(state.optimizer.variant))["constants"]
-    return constants
+    return form(state.optimizer.schema, str(state.optimizer.variant))
 
 
 def _base(groups: Sequence[Group]) -> int:
@@ -207,11 +206,11 @@ def encode(state: TrainState, phase: Phase) -> dict[str, Tensor]:
     if _unborn(state):
         return named
     native = aliases(load_schema(state.optimizer.schema), variant, told.get("slots", {}))
-    form = _constants(state)
+    constants = _constants(state)
     slots: dict[str, Tensor] = {}
     for path, own in state.slots.items():
         rule = state.rules.get(path)
-        held = own.items() if rule is None else native_slots(form, rule, state.params[path], own)
+        held = own.items() if rule is None else native_slots(constants, rule, state.params[path], own)
         slots |= {f"slot/{path}/{native[name]}": tensor for name, tensor in held}
     updates = state.counts.updates + _base(state.optimizer.groups)
     return named | slots | beside.tensors(state, told, updates)
