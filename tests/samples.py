@@ -127,6 +127,7 @@ ALL = (
         "orbax",
         "optax",
         "optax_adafactor/adamw_bf16mu_manager_multiitem/checkpoint/run",
+        unchecked=("*/data_iter/metadata",),
         plain=False,
         writes="nothing",
     ),

@@ -18,6 +18,7 @@ from typing import Literal
 
 from statekit.checkpoint import Checkpoint
 from statekit.commit import Stage
+from statekit.converters.containers.kv_stores import FolderStore, read_whole
 from statekit.converters.containers.orbax_item import STRINGS, open_item
 from statekit.converters.containers.orbax_write import step_metadata, write_item
 from statekit.converters.containers.step_files import step_checkpoint
@@ -34,10 +35,19 @@ from statekit.converters.containers.step_folders import (
 from statekit.converters.containers.step_target import step_prefix
 from statekit.errors import FormatError
 from statekit.format import Encoded, Evidence
+from statekit.manifest import MAX_BYTES, strict_json
 from statekit.tree import Tree
 
 _DEFAULT = "{step}/default"
 """Where CheckpointManager keeps the only item of a step."""
+
+_HANDLERS = (
+    "PyTreeCheckpointHandler",
+    "StandardCheckpointHandler",
+    "JsonCheckpointHandler",
+    "PyTreeHandler",
+)
+"""Those whose items are trees of arrays, or JSON."""
 
 _OWN_FILES = {
     METADATA,
@@ -87,6 +97,7 @@ class OrbaxFolder:
                 expected=f"an item with {METADATA}",
             )
         opened = {folder: open_item(folder) for folder in folders}
+        _require_all(found.path, {folder.name for folder in folders})
         trees: dict[str, Tree] = {folder.name: item.tree for folder, item in opened.items()}
         tree = trees[folders[0].name] if len(folders) == 1 else trees
         known = set(_OWN_FILES) | {e.name for e in found.path.glob("ocdbt.process_*")}
@@ -119,6 +130,21 @@ class OrbaxFolder:
             handlers = {item: write_item(stage, f"{prefix}{item}", encoded.tree)}
         with stage.file(f"{prefix}{STEP_METADATA}") as output:
             output.write(step_metadata(handlers, begun))
+
+
+def _require_all(step: Path, found: set[str]) -> None:
+    """Raises FormatError if a step says that it has an item which isn't there."""
+    stated = FolderStore.of(step).value(STEP_METADATA)
+    document = None if stated is None else strict_json(read_whole(stated, MAX_BYTES), stated.place)
+    handlers = document.get("item_handlers") if isinstance(document, dict) else None
+    if isinstance(handlers, dict):
+        told = {name for name, kind in handlers.items() if str(kind).endswith(_HANDLERS)}
+        if missing := sorted(told - found):
+            raise FormatError(
+                "An Orbax checkpoint lacks items that it says it has.",
+                place=step,
+                expected=", ".join(missing),
+            )
 
 
 def _items(step: Path) -> list[Path]:
