@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.backends import Backend, Value, expanded_shape
+from statekit.backends import Backend, Value
 from statekit.tensor import Array
 
 
@@ -68,9 +68,6 @@ class JaxBackend(Backend):
 
     def mean(self, value: Value, axes: tuple[int, ...], keepdims: bool = False) -> Value:
         return self._jnp.mean(value, axis=axes, keepdims=keepdims) if axes else value
-
-    def expand(self, value: Value, axes: tuple[int, ...]) -> Value:
-        return value.reshape(expanded_shape(tuple(value.shape), axes))
 
     def sqrt(self, value: Value) -> Value:
         return math.sqrt(value) if isinstance(value, float) else self._jnp.sqrt(value)

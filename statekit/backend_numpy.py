@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.backends import Backend, Value, expanded_shape
+from statekit.backends import Backend, Value
 from statekit.tensor import DTYPES, Array
 
 
@@ -62,9 +62,6 @@ class NumpyBackend(Backend):
             return value
         count = math.prod(value.shape[axis] for axis in axes)
         return np.asarray(np.sum(value, axis=axes, keepdims=keepdims, dtype=self.compute) / np.float32(count))
-
-    def expand(self, value: Value, axes: tuple[int, ...]) -> Value:
-        return value.reshape(expanded_shape(value.shape, axes))
 
     def sqrt(self, value: Value) -> Value:
         return math.sqrt(value) if type(value) is float else np.sqrt(value)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.backends import Backend, Value, expanded_shape
+from statekit.backends import Backend, Value
 from statekit.tensor import DTYPES, Array
 
 
@@ -76,9 +76,6 @@ class TorchBackend(Backend):
         count = math.prod(value.shape[axis] for axis in axes)
         # A tensor as divisor: CUDA multiplies by the reciprocal of a Python number.
         return value.sum(axes, keepdim=keepdims) / value.new_full((), count)
-
-    def expand(self, value: Value, axes: tuple[int, ...]) -> Value:
-        return value.reshape(expanded_shape(tuple(value.shape), axes))
 
     def sqrt(self, value: Value) -> Value:
         return math.sqrt(value) if isinstance(value, float) else value.sqrt()

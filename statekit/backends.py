@@ -87,6 +87,7 @@ class Backend(Protocol):
 
     def expand(self, value: Value, axes: tuple[int, ...]) -> Value:
         """Inserts axes of length 1 at these positions of the result."""
+        return value.reshape(expanded_shape(tuple(value.shape), axes))
 
     def sqrt(self, value: Value) -> Value:
         """Returns the square root; of a number, a number."""
