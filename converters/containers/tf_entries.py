@@ -113,17 +113,17 @@ def parse_entry(data: bytes, place: object) -> Entry:
 
 def entry_bytes(entry: Entry) -> bytes:
     """Returns an entry as TensorFlow writes it; numbers that are 0 are left out."""
-    dims = b"".join(_message(2, _number(1, size)) for size in entry.shape)
-    out = _number(1, entry.code) + _message(2, dims) + _number(3, entry.shard) + _number(4, entry.offset)
-    out += _number(5, entry.size)
+    dims = b"".join(field_of(2, field_of(1, size)) for size in entry.shape)
+    out = field_of(1, entry.code) + field_of(2, dims) + field_of(3, entry.shard) + field_of(4, entry.offset)
+    out += field_of(5, entry.size)
     if entry.crc:
         out += b"\x35" + struct.pack("<I", entry.crc)
     for extent in entry.slices:
         parts = [
-            b"" if length == FULL else _number(1, start) + b"\x10" + to_varint(length)
+            b"" if length == FULL else field_of(1, start) + b"\x10" + to_varint(length)
             for start, length in extent
         ]
-        out += _message(7, b"".join(_message(1, part) for part in parts))
+        out += field_of(7, b"".join(field_of(1, part) for part in parts))
     return out
 
 
@@ -188,12 +188,11 @@ def fields_of(data: Any, place: object) -> Iterator[tuple[int, Any]]:
         at += size
 
 
-def _number(number: int, value: int) -> bytes:
+def field_of(number: int, value: int | bytes) -> bytes:
+    """Returns a field as TensorFlow writes it: a number, but none that is 0, or what has a length."""
+    if isinstance(value, bytes):
+        return bytes([number << 3 | 2]) + to_varint(len(value)) + value
     return bytes([number << 3]) + to_varint(value) if value else b""
-
-
-def _message(number: int, body: bytes) -> bytes:
-    return bytes([number << 3 | 2]) + to_varint(len(body)) + body
 
 
 def _ordered_number(value: int) -> bytes:

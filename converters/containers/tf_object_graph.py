@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from statekit.converters.containers.tf_entries import fields_of
-from statekit.converters.containers.tf_table import to_varint
+from statekit.converters.containers.tf_entries import field_of, fields_of
 from statekit.errors import FormatError
 from statekit.tree import MAX_NODES
 
@@ -141,18 +140,18 @@ def _whole(value: Any, place: object) -> int:
 def graph_bytes(nodes: Sequence[Node]) -> bytes:
     """Returns a graph as it is stored."""
     full = _full(nodes)
-    return b"".join(_message(1, _node_bytes(node, i in full)) for i, node in enumerate(nodes))
+    return b"".join(field_of(1, _node_bytes(node, i in full)) for i, node in enumerate(nodes))
 
 
 def _node_bytes(node: Node, full: bool) -> bytes:
-    parts = [_message(1, _number(1, to) + _string(2, name)) for name, to in node.children.items()]
+    parts = [field_of(1, field_of(1, to) + _string(2, name)) for name, to in node.children.items()]
     parts += [
-        _message(2, _string(1, v.name) + _string(2, v.full_name) + _string(3, v.key)) for v in node.values
+        field_of(2, _string(1, v.name) + _string(2, v.full_name) + _string(3, v.key)) for v in node.values
     ]
     parts += [
-        _message(3, _number(1, s.variable) + _string(2, s.name) + _number(3, s.node)) for s in node.slots
+        field_of(3, field_of(1, s.variable) + _string(2, s.name) + field_of(3, s.node)) for s in node.slots
     ]
-    return b"".join([*parts, _message(5, _number(1, int(full)))])
+    return b"".join([*parts, field_of(5, field_of(1, int(full)))])
 
 
 def _full(nodes: Sequence[Node]) -> set[int]:
@@ -171,16 +170,8 @@ def _full(nodes: Sequence[Node]) -> set[int]:
     return found
 
 
-def _number(number: int, value: int) -> bytes:
-    return bytes([number << 3]) + to_varint(value) if value else b""
-
-
 def _string(number: int, text: str) -> bytes:
-    return _message(number, text.encode("utf-8")) if text else b""
-
-
-def _message(number: int, body: bytes) -> bytes:
-    return bytes([number << 3 | 2]) + to_varint(len(body)) + body
+    return field_of(number, text.encode("utf-8")) if text else b""
 
 
 class Builder:
