@@ -231,6 +231,10 @@ def build_plan(
 def _entry(name: str, tensor: Tensor, encoded: Encoded, sources: set[str]) -> Entry:
     expression = tensor.to_json()
     exactness, reason = encoded.exactness.get(name, (Exactness.BITWISE, ""))
+    if any(node.get("op") == "mean" for node in _nodes(expression)):
+        exactness, reason = max(
+            (exactness, reason), (Exactness.STATISTICS, "a full slot, averaged along an axis")
+        )
     return Entry(
         name=name,
         expression=to_json(expression),
@@ -252,14 +256,18 @@ def _origin(expression: Mapping[str, Any], sources: set[str]) -> Origin:
 
 def _stored_names(expression: Any) -> Iterator[str]:
     """Yields the names of the stored tensors in an expression."""
+    return (str(node["name"]) for node in _nodes(expression) if node.get("op") == "stored")
+
+
+def _nodes(expression: Any) -> Iterator[Mapping[str, Any]]:
+    """Yields an expression and all that it is made of."""
     if isinstance(expression, Mapping):
-        if expression.get("op") == "stored":
-            yield str(expression["name"])
+        yield expression
         for part in expression.values():
-            yield from _stored_names(part)
+            yield from _nodes(part)
     elif isinstance(expression, (list, tuple)):
         for part in expression:
-            yield from _stored_names(part)
+            yield from _nodes(part)
 
 
 def _lost(dropped: Mapping[str, str]) -> list[str]:

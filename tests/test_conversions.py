@@ -14,6 +14,7 @@ from typing import Any
 import conversion_table
 import numpy as np
 import pytest
+from goldens import GOLDEN
 from samples import ROWS, Row
 
 from statekit import registry
@@ -128,6 +129,14 @@ def test_a_swapped_slot_is_noticed() -> None:
     left = {("w", (0,)): np.ones(3, np.float32), ("w", (1,)): np.zeros(3, np.float32)}
     right = {("w", (1,)): np.ones(3, np.float32), ("w", (0,)): np.zeros(3, np.float32)}
     assert len(unlike(left, right)) == 2
+
+
+def test_averaged_slots_are_not_called_bitwise(tmp_path: Path) -> None:
+    source, worst = GOLDEN / "t5x" / "momentum_f32" / "checkpoint", Exactness.STATISTICS
+    found = plan(source, tmp_path / "target", to="tf-bundle", layout="t2t", require=worst)
+    moved = [entry.name for entry in found.entries if entry.exactness == Exactness.STATISTICS]
+    table = "encoder/relpos_bias/rel_embedding/Adafactor"
+    assert moved == [f"{table}_1", f"{table}_2"]
 
 
 # The table
