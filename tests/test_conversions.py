@@ -14,9 +14,9 @@ from typing import Any
 import conversion_table
 import numpy as np
 import pytest
-from goldens import GOLDEN
 from samples import ROWS, Row
 
+from goldens import GOLDEN
 from statekit import registry
 from statekit.cli.main import DONE, main
 from statekit.convert import convert, crossing_to, open_state, plan
