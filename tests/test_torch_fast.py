@@ -13,6 +13,7 @@ import torch
 
 import statekit.torch
 from statekit.backends import backend
+from statekit.errors import StateError
 from statekit.optim.run import load, mover, settled_group, steps_of
 from statekit.optim.steps import Scene
 from statekit.state import Axis
@@ -292,6 +293,22 @@ def test_loops_run_and_threads_change_no_bit(schema: str, monkeypatch: pytest.Mo
 def test_a_wrong_step_is_noticed(schema: str, variant: str, changes: Mapping[str, Any]) -> None:
     made = with_grads(random_case(schema, variant, changes), lambda path, grad: grad)
     assert moved(made, step=made.state.counts.updates + 1).outside
+
+
+def test_loops_reach_for_no_memory_but_what_they_know() -> None:
+    good = torch.ones(3, 4)
+    assert passes.in_reach([[good, good], [good, good]])
+    for other in (
+        good.double(),
+        good.bfloat16(),
+        torch.ones(4, 3).t(),
+        good[:2],
+        torch.ones(5, 4),
+        good.to("meta"),
+    ):
+        assert not passes.in_reach([[good, good], [good, other]])
+    with pytest.raises(StateError, match="fit"):
+        passes.run(lambda *told: None, (3, 4), [[good, good]], torch.ones(1, 3))
 
 
 def test_autograd_notices_that_loops_move_parameters() -> None:

@@ -240,8 +240,10 @@ def passes_over_missing_gradients(trial: Trial) -> None:
     assert dict(after.counts.behind) == behind, f"behind: {dict(after.counts.behind)}, expected {behind}"
     old, new = tensors(before), tensors(after)
     if case.schema == "scaled_adam":
-        zeros = trial.step(before, {**rest, path: np.zeros_like(case.grads[1][path])})
-        _require_same(after, zeros, "with zeros for a missing gradient")
+        zeros = {**rest, path: np.zeros_like(case.grads[1][path])}
+        _require_within(Trial(Case(before, (zeros,)), trial.xp), after, 0)
+        if not trial.xp.contracts:  # another program, whose products may be rounded elsewhere
+            _require_same(after, trial.step(before, zeros), "with zeros for a missing gradient")
         return
     averaged = case.hyperparameters.get("use_ema")
     for (owner, name), tensor in old.items():

@@ -21,7 +21,7 @@ from statekit.optim.steps import Scene
 from statekit.schema import load_schema
 from statekit.state import Axis, Rule
 from statekit.tensor import Shape
-from statekit.torch.passes import compiled, run
+from statekit.torch.passes import in_reach, run
 from statekit.torch.stacks import (
     Slots,
     Stacked,
@@ -77,8 +77,10 @@ class FastAdafactor:
         decay, mix = forms.DECAY[hyper.decay_type](s, scene.step)
         rate = forms.LEARNING_RATE[form["lr_source"]](s, given, scene.step).to(params[0].device)
         update = _Update(self, s, given, float(decay), float(mix), rate)
-        if update.bare and compiled(params):
-            update.in_loops(params, grads, slots)
+        items = [params, [grad.contiguous() for grad in grads]]
+        items += [] if self.sides else by_name(slots, ("v",)).values()
+        if update.bare and in_reach(items):
+            update.in_loops(items, slots)
             return
         kernel = update.matrices if self.sides else update.vectors
         names = (*(self.sides or ("v",)), *(("m",) if s.momentum else ()))
@@ -142,8 +144,8 @@ class _Update:
         """Whether step sizes follow the size of the parameters."""
         return self.s.hyper.multiply_by_parameter_scale or self.s.form["parameter_scale"] == "always"
 
-    def in_loops(self, params: Tensors, grads: Tensors, slots: Slots) -> None:
-        """Moves `bare` parameters where they lie."""
+    def in_loops(self, items: Sequence[Tensors], slots: Slots) -> None:
+        """Moves `bare` parameters where they lie: those first, then gradients, and `v` if they aren't factored."""
         from statekit.torch import loops
 
         hyper = self.s.hyper
@@ -152,9 +154,7 @@ class _Update:
             self.decay, self.mix, self.s.epsilon1, self.scales, threshold is not None, float(self.rate),
             hyper.epsilon2, math.inf if most is None else most, 1.0 if threshold is None else threshold,
         )  # fmt: skip
-        items = [params, [grad.contiguous() for grad in grads]]
         if not self.path.sides:
-            items.append([own["v"] for own in slots])
             run(loops.adafactor_vectors, self.path.item, items, *told)
             return
         sides = [Stacked([own[name] for own in slots], len(slots)) for name in self.path.sides]

@@ -19,8 +19,8 @@ from statekit.optim.settings import form
 from statekit.optim.steps import Scene
 from statekit.optim.trust_ratio import RATIO
 from statekit.torch.fast_adamw import Adam, overflow
-from statekit.torch.passes import compiled, run
-from statekit.torch.stacks import Slots, Stacks, Tensors, along, by_name, in_stacks, plain, squares
+from statekit.torch.passes import in_reach, run
+from statekit.torch.stacks import Stacks, Tensors, along, by_name, in_stacks, plain, squares
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,10 @@ class FastLamb:
         rate = RATE[constants["lr_precision"]](xp, scene.rate)
         s = Setting(xp, constants, own, rate, scene.step)
         c1, c2 = float(s.correction(own.beta1)), float(s.correction(own.beta2))
-        if compiled(params):
-            self._in_loops(s, c1, c2, params, grads, slots)
+        moments = by_name(slots, ("m", "v"))
+        items = [params, [grad.contiguous() for grad in grads], *moments.values()]
+        if in_reach(items):
+            self._in_loops(s, c1, c2, items)
             return
         adam = Adam(own.beta1, own.beta2, own.epsilon * math.sqrt(c2), math.sqrt(c2) / c1)
         w = own.weight_decay_rate or 0.0
@@ -59,21 +61,19 @@ class FastLamb:
             ratio = RATIO[constants["trust_ratio_fallback"]](xp, *norms, 1.0)
             p.addcmul_(x, along(ratio * rate, p), value=-1.0)
 
-        in_stacks(kernel, {"param": params, **by_name(slots, ("m", "v"))}, {"grad": grads})
+        in_stacks(kernel, {"param": params, **moments}, {"grad": grads})
 
-    def _in_loops(
-        self, s: Setting, c1: float, c2: float, params: Tensors, grads: Tensors, slots: Slots
-    ) -> None:
-        """Moves parameters and slots where they lie; c1 and c2 correct the moments."""
+    def _in_loops(self, s: Setting, c1: float, c2: float, items: Sequence[Tensors]) -> None:
+        """Moves parameters, their gradients and slots where they lie; c1 and c2 correct the moments."""
         from statekit.torch import loops
 
-        own, shape, (m, v) = s.hyper, (params[0].numel(),), by_name(slots, ("m", "v")).values()
+        own, (params, _, *moments) = s.hyper, items
+        shape = (params[0].numel(),)
         told, (weight, total) = (c1, c2, own.epsilon), params[0].new_empty((2, len(params)))
-        w, items = own.weight_decay_rate or 0.0, [params, [grad.contiguous() for grad in grads], m, v]
-        betas = (own.beta1, 1.0 - own.beta1, own.beta2, 1.0 - own.beta2)
+        w, betas = own.weight_decay_rate or 0.0, (own.beta1, 1.0 - own.beta1, own.beta2, 1.0 - own.beta2)
         run(loops.lamb_moments, shape, items, weight, total, w, *betas, *told)
         ratio = RATIO[s.form["trust_ratio_fallback"]](s.xp, weight, total, 1.0)
-        run(loops.lamb_params, shape, [params, m, v], ratio * s.rate, w, *told)
+        run(loops.lamb_params, shape, [params, *moments], ratio * s.rate, w, *told)
 
 
 def fast_lamb(variant: str, own: Hyperparameters, param: torch.Tensor) -> FastLamb | None:

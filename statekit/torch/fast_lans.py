@@ -15,8 +15,8 @@ from statekit.optim.adam_moments import CORRECTION, RATE
 from statekit.optim.settings import form
 from statekit.optim.steps import Scene
 from statekit.torch.fast_adamw import Adam
-from statekit.torch.passes import compiled, run
-from statekit.torch.stacks import Slots, Stacks, Tensors, by_name, in_stacks, pieces, plain, squares
+from statekit.torch.passes import in_reach, run
+from statekit.torch.stacks import Stacks, Tensors, by_name, in_stacks, pieces, plain, squares
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,10 @@ class FastLans:
         s = lans.Setting(xp, constants, hyper, rate, self.own.wd, scene.step + hyper.begin_num_update)
         c1, c2 = (self._correction(s, beta) for beta in (hyper.beta1, hyper.beta2))
         share, root = lans.SECOND_SHARE[constants["second_half_factor"]](s), math.sqrt(c2)
-        if compiled(params):
-            self._in_loops(s, c1, c2, share, params, grads, slots)
+        moments = by_name(slots, ("m", "v"))
+        items = [params, [grad.contiguous() for grad in grads], *moments.values()]
+        if in_reach(items):
+            self._in_loops(s, c1, c2, share, items)
             return
         # The kernel takes 1 - beta in float64; so it gets the weight that the rule has.
         adam = Adam(1.0 - s.first.new, 1.0 - s.second.new, hyper.epsilon * root, root / c1)
@@ -67,7 +69,7 @@ class FastLans:
             for p_, a_, b_ in pieces(p, a, b):
                 p_.addcmul_(a_, first, value=-1.0).addcmul_(b_, second, value=-1.0)
 
-        in_stacks(kernel, {"param": params, **by_name(slots, ("m", "v"))}, {"grad": grads}, rooms=3)
+        in_stacks(kernel, {"param": params, **moments}, {"grad": grads}, rooms=3)
 
     def _in_loops(
         self,
@@ -75,15 +77,13 @@ class FastLans:
         c1: float,
         c2: float,
         share: Value,
-        params: Tensors,
-        grads: Tensors,
-        slots: Slots,
+        items: Sequence[Tensors],
     ) -> None:
-        """Moves parameters and slots where they lie; c1 and c2 correct the moments."""
+        """Moves parameters, their gradients and slots where they lie; c1 and c2 correct the moments."""
         from statekit.torch import loops
 
-        items = [params, [grad.contiguous() for grad in grads], *by_name(slots, ("m", "v")).values()]
-        shape, hyper = (params[0].numel(),), s.hyper
+        params, hyper = items[0], s.hyper
+        shape = (params[0].numel(),)
         norms, sums = (params[0].new_empty((len(params), width)) for width in (1, 3))
         told, corrections = (hyper.rescale_grad, s.wd), (c1, c2, hyper.epsilon)
         weights = (s.first.old, s.first.new, s.second.old, s.second.new)

@@ -16,7 +16,7 @@ from statekit.optim.scaled_adam import form, sized
 from statekit.optim.scaled_adam_clip import reached
 from statekit.optim.scaled_adam_forms import Hyperparameters, Setting, at_least, corrected_updates
 from statekit.optim.steps import Scene
-from statekit.torch.passes import compiled, run
+from statekit.torch.passes import in_reach, run
 from statekit.torch.stacks import (
     Slots,
     Stacked,
@@ -51,8 +51,13 @@ class FastScaledAdam:
         """Moves parameters and slots, as `statekit.torch.fast.FastMove`."""
         xp = backend("torch")
         s = Setting(xp, form(self.variant), self.own, xp.number(scene.rate), scene.step)
-        if compiled(params) and (common is None or s.form["infinite_gradient"] == "spreads" or common > 0.0):
-            self._in_loops(s, params, grads, slots, 1.0 if common is None else float(common))
+        items = [
+            params,
+            [grad.contiguous() for grad in grads],
+            *by_name(slots, ("delta", "exp_avg_sq")).values(),
+        ]
+        if in_reach(items) and (common is None or s.form["infinite_gradient"] == "spreads" or common > 0.0):
+            self._in_loops(s, items, slots, 1.0 if common is None else float(common))
             return
         (beta1, beta2), correction = self.own.betas, _correction(s)
 
@@ -79,23 +84,20 @@ class FastScaledAdam:
         names = ("delta", "exp_avg_sq", *SIZES)
         in_stacks(kernel, {"param": params, **by_name(slots, names)}, {"grad": grads})
 
-    def _in_loops(self, s: Setting, params: Tensors, grads: Tensors, slots: Slots, clip: float) -> None:
+    def _in_loops(self, s: Setting, items: Sequence[Tensors], slots: Slots, clip: float) -> None:
         """Moves parameters and slots where they lie; `clip` is what gradients are multiplied with."""
         from statekit.torch import loops
 
-        (beta1, beta2), count = self.own.betas, params[0].numel()
-        moved, items = (
-            by_name(slots, ("delta", "exp_avg_sq")),
-            [params, [grad.contiguous() for grad in grads]],
-        )
+        params, (beta1, beta2) = items[0], self.own.betas
+        count = params[0].numel()
         gradient, square = (params[0].new_empty(len(params)) for _ in range(2))
-        run(loops.scaled_adam_sums, (count,), items, gradient, square, clip)
+        run(loops.scaled_adam_sums, (count,), items[:2], gradient, square, clip)
         sizes = {name: Stacked(tensors, len(params)) for name, tensors in by_name(slots, SIZES).items()}
         factor, x = _learn(s, gradient, square, count, {name: size.read() for name, size in sizes.items()})
         for size in sizes.values():
             size.write()
         run(
-            loops.scaled_adam_params, (count,), [*items, *moved.values()],
+            loops.scaled_adam_params, (count,), items,
             factor.view(-1), x.view(-1), bool(s.size_due), clip if s.form["clip_reaches"] == "everything" else 1.0,
             beta1, beta2, 1.0 - beta2, _correction(s), self.own.eps,
         )  # fmt: skip

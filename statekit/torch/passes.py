@@ -17,16 +17,25 @@ from typing import Any
 import numpy as np
 import torch
 
+from statekit.errors import StateError
 from statekit.tensor import Array, Shape
 
 _ALONE = 2**16
 """Elements that a thread passes in the time it takes to wake another."""
 
 
-def compiled(tensors: Sequence[torch.Tensor]) -> bool:
-    """Tells whether loops are worth while: on a CPU where Numba is installed, with a tensor for each thread."""
-    alone = tensors[0].numel() <= _ALONE
-    return tensors[0].is_cpu and (alone or len(tensors) >= torch.get_num_threads()) and _numba_is_there()
+def in_reach(items: Sequence[Sequence[torch.Tensor]]) -> bool:
+    """Tells whether loops may move tensors, and are worth while.
+
+    They go by addresses: of Numba and a tensor for each thread, but first of all of memory that is as they take it.
+    """
+    some, size = len(items[0]), items[0][0].numel()
+    worth = (size <= _ALONE or some >= torch.get_num_threads()) and _numba_is_there()
+    return worth and all(
+        tensor.is_cpu and tensor.dtype is torch.float32 and tensor.numel() == size and tensor.is_contiguous()
+        for tensors in items
+        for tensor in tensors
+    )
 
 
 @cache
@@ -45,13 +54,17 @@ def run(
     Args:
         loop: It.
         shape: Of an item: that of a matrix, or a vector's length.
-        items: What the loop moves and reads, parameters first: equal numbers of contiguous float32 tensors, in each
-            of which one or more items lie one after the other.
+        items: What the loop moves and reads, parameters first: equal numbers of tensors `in_reach`, in each of which
+            one or more items lie one after the other.
         others: What it gets beside: tensors with a row for each item, numbers, which become float32, and switches.
+
+    Raises:
+        StateError: A tensor has more rows, or fewer.
     """
     where = [_addresses(tensors, shape) for tensors in items]
-    given = [_given(other) for other in others]
-    count = len(where[0])
+    given, count = [_given(other) for other in others], len(where[0])
+    if wrong := [other.shape for other in given if isinstance(other, np.ndarray) and len(other) != count]:
+        raise StateError("Slots don't fit their parameters.", expected=f"{count} rows", found=wrong)
     threads = max(1, min(torch.get_num_threads(), count, count * int(np.prod(shape)) // _ALONE))
     first, *rest = pairwise(count * i // threads for i in range(threads + 1))
     waited = [_threads(os.getpid()).submit(loop, *part, shape, *where, *given) for part in rest]
