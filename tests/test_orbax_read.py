@@ -272,3 +272,17 @@ def test_the_newest_step_and_the_others(tmp_path: Path) -> None:
     assert ORBAX.open(tmp_path, 2).step == 2
     with pytest.raises(NotFoundError, match="1, 2, 10"):
         ORBAX.open(tmp_path, 3)
+
+
+@only("adafactor_orbax_v1")
+def test_a_step_has_every_item_that_it_says_it_has(step: Path, tmp_path: Path) -> None:
+    target = tmp_path / "step"
+    shutil.copytree(step, target)
+    metadata = target / "_CHECKPOINT_METADATA"
+    metadata.chmod(0o644)
+    document = json.loads(metadata.read_text())
+    document["item_handlers"]["data_iter"] = "orbax.checkpoint.JsonCheckpointHandler"
+    metadata.write_text(json.dumps(document))
+    with pytest.raises(FormatError, match="lacks items") as raised:
+        ORBAX.open(target)
+    assert raised.value.expected == "data_iter" and raised.value.found

@@ -144,6 +144,8 @@ def _require_all(step: Path, found: set[str]) -> None:
                 "An Orbax checkpoint lacks items that it says it has.",
                 place=step,
                 expected=", ".join(missing),
+                found=", ".join(sorted(found)),
+                remedy=f"copy the step again; what was deleted on purpose has to go from {STEP_METADATA} too",
             )
 
 

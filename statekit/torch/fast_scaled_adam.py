@@ -90,10 +90,16 @@ class FastScaledAdam:
 
         params, (beta1, beta2) = items[0], self.own.betas
         count = params[0].numel()
-        gradient, square = (params[0].new_empty(len(params)) for _ in range(2))
+        gradient, square = params[0].new_empty((2, len(params)))
         run(loops.scaled_adam_sums, (count,), items[:2], gradient, square, clip)
         sizes = {name: Stacked(tensors, len(params)) for name, tensors in by_name(slots, SIZES).items()}
-        factor, x = _learn(s, gradient, square, count, {name: size.read() for name, size in sizes.items()})
+        factor, x = _learn(
+            s,
+            gradient,
+            square if _refreshes(s) else None,
+            count,
+            {name: size.read() for name, size in sizes.items()},
+        )
         for size in sizes.values():
             size.write()
         run(
@@ -129,7 +135,7 @@ def _learn(
         What directions are multiplied with, and by how much of themselves parameters grow.
     """
     rms, beta1 = sizes["param_rms"], s.hyper.betas[0]
-    if square is not None and _refreshes(s):
+    if square is not None:
         rms = (square / count).sqrt_().view_as(rms)
     own = {name: sizes[name] for name in SIZES}
     after, x = torch.vmap(lambda g, r, own: sized(s, g, r, own, "float32"))(gradient.view_as(rms), rms, own)

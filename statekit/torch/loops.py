@@ -43,7 +43,7 @@ _loop, _formula = _compiled("reassoc", "contract"), _compiled("contract")
 """Loops sum in any order, and call formulas where the order of a product decides what overflows."""
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
 def _pointer(context: Any, address: Any) -> Any:
     """Returns an address as a pointer."""
 

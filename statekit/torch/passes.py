@@ -25,9 +25,9 @@ _ALONE = 2**16
 
 
 def in_reach(items: Sequence[Sequence[torch.Tensor]]) -> bool:
-    """Tells whether loops may move tensors, and are worth while.
+    """Tells whether loops are worth while, and all tensors as they take them: dense float32 of one size on a CPU.
 
-    They go by addresses: of Numba and a tensor for each thread, but first of all of memory that is as they take it.
+    Loops go by addresses: memory of another kind would be misread. They need Numba, and a tensor for each thread.
     """
     some, size = len(items[0]), items[0][0].numel()
     worth = (size <= _ALONE or some >= torch.get_num_threads()) and _numba_is_there()
@@ -64,7 +64,13 @@ def run(
     where = [_addresses(tensors, shape) for tensors in items]
     given, count = [_given(other) for other in others], len(where[0])
     if wrong := [other.shape for other in given if isinstance(other, np.ndarray) and len(other) != count]:
-        raise StateError("Slots don't fit their parameters.", expected=f"{count} rows", found=wrong)
+        raise StateError(
+            "Slots don't fit their parameters.",
+            place=f"parameters of shape {tuple(items[0][0].shape)}",
+            expected=f"{count} rows",
+            found=", ".join(map(str, wrong)),
+            remedy="load the optimizer's state for these parameters anew",
+        )
     threads = max(1, min(torch.get_num_threads(), count, count * int(np.prod(shape)) // _ALONE))
     first, *rest = pairwise(count * i // threads for i in range(threads + 1))
     waited = [_threads(os.getpid()).submit(loop, *part, shape, *where, *given) for part in rest]
