@@ -22,7 +22,7 @@ from statekit.optim.adafactor import defaults
 from statekit.optim.run import Live, Move, Rates, store
 from statekit.optim.steps import Arrays, Execution
 from statekit.state import TrainState
-from statekit.tensor import Array, Tensor
+from statekit.tensors.tensor import Array, Tensor
 from statekit.verify.intervals import Interval
 from statekit.verify.recording import Recording, open_recording
 from statekit.verify.replay import Replay, Subject, replay

@@ -25,7 +25,7 @@ from statekit.inspection import (
     inspect,
     unknown_hyperparameters,
 )
-from statekit.stats import Stats, total
+from statekit.tensors.stats import Stats, total
 
 MAX_ROWS = 150
 """More rows than this are folded into modules, unless --filter asks for them."""

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from statekit.tree import to_json
+from statekit.tensors.tree import to_json
 
 PIPED_WIDTH = 240
 """Columns where stdout is no terminal, so that lines there aren't cut at 80."""

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from statekit.tensor import Tensor
-from statekit.tree import Tree
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Tree
 
 Form: TypeAlias = Literal["index", "name", "flat"]
 

@@ -10,7 +10,7 @@ from statekit.converters.hparams import read_text
 from statekit.converters.torch_parts import apart, model_in
 from statekit.errors import FormatError
 from statekit.registry import container
-from statekit.tree import tensor_names
+from statekit.tensors.tree import tensor_names
 
 
 def read_param_names(path: Path) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from statekit.converters.containers.torch_storage import SourceFile
 from statekit.converters.pickle_machine import TruncatedPickle
 from statekit.converters.pickle_reader import Unpickled, Vocabulary, read_pickle
 from statekit.errors import FormatError, RefusedError
-from statekit.tensor import Array
+from statekit.tensors.tensor import Array
 
 Fetch: TypeAlias = Callable[[int, int], Array]
 """Reads bytes: (first byte, count) -> (count,) uint8."""

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from statekit.converters.pickle_names import CALLS, Call, constructor, shown
 from statekit.errors import CorruptError, FormatError, RefusedError
-from statekit.tree import Record
+from statekit.tensors.tree import Record
 
 Persistent: TypeAlias = Callable[[Any], Any]
 

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from statekit.errors import FormatError
-from statekit.tensor import DTYPES, Array, DType, Tensor, in_memory
-from statekit.tree import Record
+from statekit.tensors.tensor import DTYPES, Array, DType, Tensor, in_memory
+from statekit.tensors.tree import Record
 
 Call: TypeAlias = Callable[[tuple[Any, ...]], Any]
 """From the arguments of a call to its inert value."""

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 from statekit.converters.pickle_machine import Machine
 from statekit.converters.pickle_names import BUILDS, Build, modern_name, shown
-from statekit.tensor import Tensor
-from statekit.tree import Record
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Record
 
 MAX_LONG_BYTES = 255
 """A stored integer: 2040 bits, what protocol 2 writes with its short opcode."""

@@ -17,7 +17,7 @@ from statekit.converters.pickle_machine import Machine, Persistent
 from statekit.converters.pickle_names import Call, shown
 from statekit.converters.pickle_opcodes import STOP, TABLE
 from statekit.errors import RefusedError, StatekitError
-from statekit.tree import MAX_DEPTH, MAX_NODES, Record
+from statekit.tensors.tree import MAX_DEPTH, MAX_NODES, Record
 
 Vocabulary: TypeAlias = Callable[[Callable[[str], None]], Mapping[str, Call]]
 

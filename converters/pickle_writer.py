@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeAlias
 
 from statekit.errors import UsageError
-from statekit.tensor import Tensor
-from statekit.tree import Path, Record, Tree
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Path, Record, Tree
 
 FRAME_BYTES = 64 * 1024
 """From here on a frame is closed, and bytes are written outside of frames."""

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from statekit.converters.optimizer_forms import is_flat, is_nested
-from statekit.tensor import Stored, Tensor
-from statekit.tree import Path, Tree
+from statekit.tensors.tensor import Stored, Tensor
+from statekit.tensors.tree import Path, Tree
 
 OPTIMIZERS: tuple[Path, ...] = (
     ("optimizer",),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from statekit.backends import Backend, Value
-from statekit.tensor import Array
+from statekit.tensors.tensor import Array
 
 
 class JaxBackend(Backend):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from statekit.backends import Backend, Value, expanded_shape
-from statekit.tensor import DTYPES, Array, float_info
+from statekit.tensors.tensor import DTYPES, Array, float_info
 
 
 class TensorFlowBackend(Backend):

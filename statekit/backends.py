@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias, cast
 import numpy as np
 
 from statekit.errors import MissingExtraError, NotFoundError
-from statekit.tensor import DTYPES, Array
+from statekit.tensors.tensor import DTYPES, Array
 
 Value: TypeAlias = Any
 """An array of a backend; numbers mix with them."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from statekit.tensor import Tensor
-from statekit.tree import Tree, tensor_names
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Tree, tensor_names
 
 SEQUENCES_AS_MAPS = "sequences_as_maps"
 """Key in `Checkpoint.meta` of containers that keep a sequence as a map with the keys "0", "1", ... and None as {}."""

@@ -20,7 +20,6 @@ from typing import Any, BinaryIO, Literal, TypeAlias
 from blake3 import blake3
 
 from statekit.checkpoint import Checkpoint
-from statekit.digest import tensor_bytes, tensor_digest
 from statekit.durable import new_file, writing
 from statekit.errors import (
     CommitError,
@@ -46,7 +45,8 @@ from statekit.manifest import (
     unnamed_files,
 )
 from statekit.rename import exchange, rename_new, sync_folder
-from statekit.tensor import Tensor
+from statekit.tensors.digest import tensor_bytes, tensor_digest
+from statekit.tensors.tensor import Tensor
 
 Kind: TypeAlias = Literal["file", "folder"]
 

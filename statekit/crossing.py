@@ -20,8 +20,8 @@ from statekit.optim.options import RATE_NAMES
 from statekit.optim.settings import EXCLUDED
 from statekit.schema import OptimizerSchema, load_schema
 from statekit.state import Axis, Group, Rule, TrainState
-from statekit.tensor import Tensor
-from statekit.transforms import Mean
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.views import Mean
 
 EFFECTS: Mapping[str, Exactness] = {
     "none": Exactness.BITWISE,

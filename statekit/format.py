@@ -16,7 +16,7 @@ from statekit.commit import Stage
 from statekit.errors import UsageError
 from statekit.schema import load_schema
 from statekit.state import TrainState
-from statekit.tree import Tree
+from statekit.tensors.tree import Tree
 
 
 class Exactness(IntEnum):

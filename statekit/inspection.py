@@ -16,10 +16,10 @@ from statekit.format import Hints, Layout
 from statekit.manifest import tensor_faults
 from statekit.schema import load_schema
 from statekit.state import Counts, Group, Optimizer, Rule, TrainState
-from statekit.stats import Stats, measure
 from statekit.targets import source_container
-from statekit.tensor import DTYPES, Shape, Tensor, nbytes
-from statekit.tree import tensor_names, to_json
+from statekit.tensors.stats import Stats, measure
+from statekit.tensors.tensor import DTYPES, Shape, Tensor, nbytes
+from statekit.tensors.tree import tensor_names, to_json
 
 NAMED = "it was named"
 FACTORING = frozenset({"factor_map", "logical_factor_rules"})

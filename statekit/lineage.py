@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from statekit.checkpoint import Checkpoint
 from statekit.commit import Entries, OnProgress, Progress
-from statekit.digest import json_digest, tensor_digest
 from statekit.errors import CorruptError, fault_list
 from statekit.manifest import tensor_entry
-from statekit.tensor import nbytes
-from statekit.tree import Tree, tensor_names
+from statekit.tensors.digest import json_digest, tensor_digest
+from statekit.tensors.tensor import nbytes
+from statekit.tensors.tree import Tree, tensor_names
 
 
 def passed_through(checkpoint: Checkpoint, tree: Tree) -> dict[str, str]:

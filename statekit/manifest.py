@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from statekit.checkpoint import Finding
-from statekit.digest import file_digest, json_digest, stream_digest
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, fault_list
 from statekit.reading import open_regular, reading
-from statekit.tensor import Tensor
+from statekit.tensors.digest import file_digest, json_digest, stream_digest
+from statekit.tensors.tensor import Tensor
 
 FILE = "statekit.json"
 FORMAT = "statekit-manifest"

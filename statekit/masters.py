@@ -15,7 +15,7 @@ import numpy as np
 from statekit.errors import InexactError
 from statekit.schema import load_schema
 from statekit.state import TrainState
-from statekit.tensor import Array, Cast, DType, Index, Shape, Tensor
+from statekit.tensors.tensor import Array, Cast, DType, Index, Shape, Tensor
 
 MASTER = "master"
 """The slot."""

@@ -10,12 +10,12 @@ from typing import Any, Literal, TypeAlias
 
 from statekit.checkpoint import Checkpoint, Finding
 from statekit.crossing import Crossing
-from statekit.digest import json_digest
 from statekit.errors import InexactError, fault_list
 from statekit.format import Encoded, Exactness, Hints
 from statekit.state import TrainState
-from statekit.tensor import Shape, Tensor, nbytes
-from statekit.tree import tensor_names, to_json
+from statekit.tensors.digest import json_digest
+from statekit.tensors.tensor import Shape, Tensor, nbytes
+from statekit.tensors.tree import tensor_names, to_json
 
 FORMAT = "statekit-plan"
 VERSION = 1

@@ -14,7 +14,7 @@ from statekit.optim.options import RATE_NAMES, rule_of
 from statekit.optim.settings import form
 from statekit.schema import OptimizerSchema
 from statekit.state import Rule
-from statekit.tensor import Shape
+from statekit.tensors.tensor import Shape
 
 Faults: TypeAlias = list[tuple[str, str]]
 

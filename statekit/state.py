@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeAlias
 
 from statekit.errors import StateError, fault_list
 from statekit.schema import OptimizerSchema, load_schema
-from statekit.tensor import Shape, Tensor
-from statekit.tree import Tree
+from statekit.tensors.tensor import Shape, Tensor
+from statekit.tensors.tree import Tree
 
 KnownFrom: TypeAlias = Literal["file", "given", "assumed"]
 

@@ -13,8 +13,8 @@ from replaying import present
 from statekit.commit import staged
 from statekit.converters.containers.dcp import CONTAINER
 from statekit.format import Container, Encoded
-from statekit.tensor import Tensor
-from statekit.tree import Tree, walk
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Tree, walk
 
 DCP = [
     case.rpartition("/")[2]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.tensor import Array
+from statekit.tensors.tensor import Array
 
 SLOTS = ("fp32", "exp_avg", "exp_avg_sq")
 TAG = "global_step7"

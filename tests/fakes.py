@@ -14,7 +14,7 @@ from statekit.checkpoint import Checkpoint, Finding
 from statekit.errors import StateError, UnknownFormatError
 from statekit.format import Evidence, Hints
 from statekit.state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState
-from statekit.tensor import Array, Index, Stored, Tensor
+from statekit.tensors.tensor import Array, Index, Stored, Tensor
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from statekit.converters.containers.t5x import CONTAINER as T5X
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.layouts.statekit_torch import LAYOUT as TORCH_LAYOUT
 from statekit.converters.layouts.t5x_adafactor import LAYOUT as T5X_LAYOUT
-from statekit.digest import tensor_digest
 from statekit.errors import StatekitError
+from statekit.tensors.digest import tensor_digest
 
 CALLS = ("open", "write", "fsync", "mkdir", "rmdir", "unlink", "link", "rename")
 DONE, REFUSED, CRASHED, UNTOUCHED = 0, 3, 4, 5

@@ -24,8 +24,8 @@ from statekit.errors import FormatError, StatekitError
 from statekit.format import Container, Encoded, Evidence, Exactness, Hints, Layout
 from statekit.manifest import parse
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensor import Array, Tensor, dtype_named, in_memory
-from statekit.tree import from_json, tensor_names, to_json
+from statekit.tensors.tensor import Array, Tensor, dtype_named, in_memory
+from statekit.tensors.tree import from_json, tensor_names, to_json
 
 FACTORED = Rule((Axis.ROW, Axis.COLUMN), "file")
 

@@ -14,7 +14,7 @@ from statekit.jax.states import STATES, State
 from statekit.jax.transformation import Told, slots_of
 from statekit.optim.run import load, mover
 from statekit.state import Counts, Group, Optimizer, TrainState
-from statekit.tensor import Tensor, in_memory
+from statekit.tensors.tensor import Tensor, in_memory
 from statekit.verify.intervals import IntervalBackend
 from statekit.verify.replay import named
 from statekit.verify.verdict import compare

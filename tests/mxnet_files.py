@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.tensor import Array
+from statekit.tensors.tensor import Array
 
 CODES = {"float32": 0, "float64": 1, "float16": 2, "int64": 6}
 MAGIC = {1: 0xF993FAC8, 2: 0xF993FAC9, 3: 0xF993FACA}

@@ -19,7 +19,7 @@ from statekit.checkpoint import Checkpoint
 from statekit.converters.containers.orbax import CONTAINER as ORBAX
 from statekit.converters.containers.t5x import CONTAINER as T5X
 from statekit.format import Container
-from statekit.tensor import Array
+from statekit.tensors.tensor import Array
 
 CONTAINERS: dict[str, Container] = {"t5x": T5X, "orbax": ORBAX}
 

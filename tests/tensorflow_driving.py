@@ -15,8 +15,8 @@ from statekit.backends import backend
 from statekit.errors import StatekitError
 from statekit.optim.run import load, mover, stepped_variants
 from statekit.state import TrainState
-from statekit.tensor import DTYPES, Array
 from statekit.tensorflow.resume import built
+from statekit.tensors.tensor import DTYPES, Array
 from statekit.verify.intervals import IntervalBackend
 from statekit.verify.recording import Recording, Trajectory, open_recording
 from statekit.verify.replay import named

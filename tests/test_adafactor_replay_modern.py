@@ -19,7 +19,7 @@ from statekit.errors import FormatError, NotFoundError, StateError
 from statekit.optim import adafactor
 from statekit.optim.settings import form
 from statekit.state import Axis, Rule
-from statekit.tensor import DTYPES, Array, Tensor, in_memory
+from statekit.tensors.tensor import DTYPES, Array, Tensor, in_memory
 from statekit.verify.recorder import Recorder
 from statekit.verify.recording import Recording, from_json, open_recording, system, to_json
 from statekit.verify.systems import optax

@@ -20,7 +20,7 @@ from statekit.optim.adafactor_forms import Setting
 from statekit.optim.adafactor_storage import noise
 from statekit.optim.settings import form
 from statekit.state import Group, Rule
-from statekit.tensor import DTYPES
+from statekit.tensors.tensor import DTYPES
 from statekit.verify.intervals import Interval, IntervalBackend
 from statekit.verify.recording import from_json, open_recording, to_json
 from statekit.verify.replay import Subject, free_run

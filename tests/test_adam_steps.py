@@ -20,7 +20,7 @@ from statekit.optim.settings import EXCLUDED
 from statekit.optim.steps import Execution
 from statekit.schema import load_schema
 from statekit.state import Counts, Group, Optimizer, TrainState
-from statekit.tensor import DTYPES, Array, in_memory
+from statekit.tensors.tensor import DTYPES, Array, in_memory
 from statekit.verify.recorder import Recorder
 from statekit.verify.recording import open_recording
 

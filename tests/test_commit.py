@@ -23,9 +23,9 @@ import pytest
 from statekit import commit, leftovers, manifest, rename
 from statekit.checkpoint import Checkpoint
 from statekit.commit import Progress, Stage, staged
-from statekit.digest import bytes_digest
 from statekit.errors import CommitError, NotFoundError, TargetExistsError, UsageError
-from statekit.tensor import Stored, Tensor, in_memory
+from statekit.tensors.digest import bytes_digest
+from statekit.tensors.tensor import Stored, Tensor, in_memory
 
 VALUES = np.arange(6, dtype=np.float32)
 TENSOR = in_memory(VALUES, "a")

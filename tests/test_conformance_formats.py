@@ -26,12 +26,12 @@ from statekit.converters.layouts.canonical import LAYOUT as CANONICAL
 from statekit.errors import CorruptError, InexactError, StateError, UnknownFormatError
 from statekit.format import Container, Encoded, Evidence, Exactness, Hints, Layout
 from statekit.state import TrainState
-from statekit.tensor import DTYPES, Index, Stored, Tensor, in_memory
+from statekit.tensors.tensor import DTYPES, Index, Stored, Tensor, in_memory
+from statekit.tensors.tree import from_json, tensor_names, to_json
 from statekit.testing import containers, damage, layouts
 from statekit.testing.container_trials import Sample, Trial
 from statekit.testing.layouts import made_state
 from statekit.testing.trees import mapped
-from statekit.tree import from_json, tensor_names, to_json
 
 SAMPLED = 1
 """How hard `make test` tries to damage a checkpoint; `make test-all` damages every file."""

@@ -27,7 +27,7 @@ from statekit.masters import as_params
 from statekit.matrix import cells
 from statekit.schema import load_schema
 from statekit.state import TrainState
-from statekit.tensor import Array
+from statekit.tensors.tensor import Array
 
 
 def targets(row: Row) -> list[str]:

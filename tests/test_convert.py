@@ -31,7 +31,7 @@ from statekit.errors import (
     UsageError,
 )
 from statekit.format import Exactness, Hints
-from statekit.tensor import Array, Cast, Filled, Index, Stored, Tensor
+from statekit.tensors.tensor import Array, Cast, Filled, Index, Stored, Tensor
 
 SHARD = "tensors-00001-of-00001.safetensors"
 ROOT = Path(__file__).parents[1]

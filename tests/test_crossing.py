@@ -18,7 +18,7 @@ from statekit.format import Exactness
 from statekit.optim.run import STEPPED, load, mover, stepped_variants
 from statekit.schema import load_schema
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensor import Array, in_memory
+from statekit.tensors.tensor import Array, in_memory
 from statekit.testing.step_cases import RATE, Case, case
 
 NEAR = 1e-9

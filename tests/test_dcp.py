@@ -28,7 +28,7 @@ from statekit.errors import NotFoundError, RefusedError, UsageError
 from statekit.format import Encoded
 from statekit.registry import detect_container
 from statekit.state import TrainState
-from statekit.tensor import BLOCK_BYTES, Filled, chunks, in_memory, same_values
+from statekit.tensors.tensor import BLOCK_BYTES, Filled, chunks, in_memory, same_values
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay
 

@@ -18,7 +18,7 @@ from statekit.converters.containers.dcp import CONTAINER
 from statekit.converters.containers.megatron import CONTAINER as MEGATRON_CONTAINER
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError
 from statekit.format import Container
-from statekit.tensor import Filled
+from statekit.tensors.tensor import Filled
 
 MODEL = "model.embed.weight"
 

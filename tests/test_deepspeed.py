@@ -38,7 +38,7 @@ from statekit.masters import MASTER, as_params
 from statekit.optim.run import load, mover, store
 from statekit.registry import detect_container
 from statekit.state import TrainState
-from statekit.tensor import in_memory
+from statekit.tensors.tensor import in_memory
 from statekit.verify.native import native_state
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay

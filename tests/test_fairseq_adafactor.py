@@ -14,7 +14,7 @@ from statekit.optim.factoring import by_shape
 from statekit.optim.run import initial, load, mover, store
 from statekit.optim.settings import form
 from statekit.state import Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensor import Array, in_memory
+from statekit.tensors.tensor import Array, in_memory
 from statekit.verify.intervals import Interval, IntervalBackend
 
 SHAPES = {"embed": (4, 6), "bias": (7,), "heads": (3, 4, 5)}

@@ -23,8 +23,8 @@ from statekit.converters.containers import flax_write
 from statekit.converters.containers.flax_msgpack import CONTAINER as FLAX
 from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitError
 from statekit.format import Encoded, Exactness
-from statekit.tensor import in_memory
-from statekit.tree import nested
+from statekit.tensors.tensor import in_memory
+from statekit.tensors.tree import nested
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay
 

@@ -31,7 +31,7 @@ from statekit.errors import (
     UsageError,
 )
 from statekit.format import Encoded, Hints
-from statekit.tensor import in_memory, same_values
+from statekit.tensors.tensor import in_memory, same_values
 from statekit.verify.native import native_state
 from statekit.verify.recording import Recording, open_recording
 from statekit.verify.replay import Subject, replay

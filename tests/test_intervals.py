@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from statekit.backend_numpy import NumpyBackend
-from statekit.tensor import DTYPES, Array
+from statekit.tensors.tensor import DTYPES, Array
 from statekit.verify.intervals import UNIT, Interval, IntervalBackend, gamma
 
 STRICT, COMPILED = IntervalBackend(), IntervalBackend(contracted=True)

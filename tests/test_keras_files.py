@@ -40,8 +40,8 @@ from statekit.errors import (
 from statekit.format import Encoded, Exactness, Hints
 from statekit.schema import load_schema
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensor import Array, Tensor, dtype_named, in_memory
-from statekit.tree import tensor_names
+from statekit.tensors.tensor import Array, Tensor, dtype_named, in_memory
+from statekit.tensors.tree import tensor_names
 
 FORMS = ("model.weights.h5", "model.keras", "tf_checkpoint")
 CASES = bundles("keras")

@@ -13,7 +13,7 @@ import pytest
 
 from statekit.convert import convert, open_state, plan
 from statekit.format import Hints
-from statekit.tensor import Array
+from statekit.tensors.tensor import Array
 
 pytestmark = [
     pytest.mark.tensorflow,

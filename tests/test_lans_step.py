@@ -17,7 +17,7 @@ from statekit.optim import lans
 from statekit.optim.run import initial, load, mover, store
 from statekit.schema import load_schema
 from statekit.state import Counts, Group, Optimizer, TrainState
-from statekit.tensor import Array, in_memory
+from statekit.tensors.tensor import Array, in_memory
 from statekit.verify.intervals import UNIT, IntervalBackend, scaled_norm_error
 
 FUSED, UNFUSED = "mxnet_fused", "mxnet_unfused"

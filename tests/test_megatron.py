@@ -21,7 +21,7 @@ from statekit.errors import InexactError, NotFoundError, RefusedError, StateErro
 from statekit.format import Hints
 from statekit.registry import detect_container
 from statekit.state import Counts, TrainState
-from statekit.tensor import DTYPES, Cast, Filled, in_memory, same_values
+from statekit.tensors.tensor import DTYPES, Cast, Filled, in_memory, same_values
 
 SOURCE = folder(MEGATRON)
 F32 = np.dtype("float32")
@@ -165,7 +165,7 @@ def test_what_the_files_cannot_say_is_not_written() -> None:
 
 
 def test_what_is_no_plain_data_is_named_when_it_is_left_out(tmp_path: Path) -> None:
-    from statekit.tree import Record
+    from statekit.tensors.tree import Record
 
     state = LAYOUT.decode(
         opened(slots(w=(2, 2)), adam(), args=Record("argparse.Namespace", (), {"lr": 1})), Hints()

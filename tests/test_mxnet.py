@@ -27,8 +27,8 @@ from statekit.format import Encoded, Hints
 from statekit.inspection import inspect
 from statekit.optim.run import load, store
 from statekit.state import TrainState
-from statekit.tensor import Array, same_values
-from statekit.tree import Record
+from statekit.tensors.tensor import Array, same_values
+from statekit.tensors.tree import Record
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay
 

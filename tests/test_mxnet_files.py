@@ -26,7 +26,7 @@ from statekit.converters.pickle_extents import KEPT_BYTES, Extent, read_thin_pic
 from statekit.converters.pickle_writer import Called, write_pickle
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError, UsageError
 from statekit.format import Encoded
-from statekit.tensor import Array, Tensor, in_memory
+from statekit.tensors.tensor import Array, Tensor, in_memory
 
 Open: TypeAlias = Callable[[Path], SourceFile]
 FOLDER = GOLDEN / "mxnet_lans" / "fused_bounds_clip_rescale" / "checkpoint"

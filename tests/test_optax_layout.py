@@ -19,8 +19,8 @@ from statekit.converters.layouts.optax_state import LAYOUT
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.format import Exactness, Hints
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensor import Tensor, in_memory
-from statekit.tree import Tree, tensor_names, to_json
+from statekit.tensors.tensor import Tensor, in_memory
+from statekit.tensors.tree import Tree, tensor_names, to_json
 from statekit.verify.recording import open_recording
 
 

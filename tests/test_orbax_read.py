@@ -19,7 +19,7 @@ from statekit.converters.containers.kv_stores import FolderStore, OcdbtStore
 from statekit.converters.containers.orbax import CONTAINER as ORBAX
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
 from statekit.inspection import inspect
-from statekit.tensor import Array
+from statekit.tensors.tensor import Array
 
 Edit = Callable[[dict[str, Any]], object]
 VALUES = np.arange(12, dtype=np.float32).reshape(4, 3)

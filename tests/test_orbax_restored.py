@@ -15,8 +15,8 @@ from goldens import GOLDEN
 from statekit.convert import convert, open_state, plan
 from statekit.converters.containers.orbax import CONTAINER as ORBAX
 from statekit.format import Encoded, Exactness
-from statekit.tensor import Array, in_memory
-from statekit.tree import nested
+from statekit.tensors.tensor import Array, in_memory
+from statekit.tensors.tree import nested
 
 pytestmark = pytest.mark.jax
 

@@ -19,7 +19,7 @@ import pytest
 from statekit.converters.pickle_machine import TruncatedPickle
 from statekit.converters.pickle_reader import read_pickle
 from statekit.errors import FormatError, RefusedError
-from statekit.tree import Record, tensor_names, walk
+from statekit.tensors.tree import Record, tensor_names, walk
 
 
 def read(data: bytes) -> Any:

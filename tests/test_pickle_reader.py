@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from goldens import GOLDEN
 from statekit.converters.containers.torch_names import torch_calls
 from statekit.converters.pickle_reader import read_pickle
-from statekit.tensor import DTYPES, Tensor
-from statekit.tree import Record, walk
+from statekit.tensors.tensor import DTYPES, Tensor
+from statekit.tensors.tree import Record, walk
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 

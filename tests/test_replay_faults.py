@@ -18,7 +18,7 @@ from statekit.commit import staged
 from statekit.convert import open_state
 from statekit.registry import container, layout
 from statekit.state import Counts, TrainState
-from statekit.tensor import Tensor
+from statekit.tensors.tensor import Tensor
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay
 

@@ -19,9 +19,9 @@ from safetensors.numpy import load_file, save_file
 
 from statekit.converters.containers import safetensors_file
 from statekit.converters.containers.safetensors_file import OpenFile, open_safetensors, save_safetensors
-from statekit.digest import bytes_digest, tensor_bytes
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError
-from statekit.tensor import DTYPES, Array, Filled, Tensor, in_memory
+from statekit.tensors.digest import bytes_digest, tensor_bytes
+from statekit.tensors.tensor import DTYPES, Array, Filled, Tensor, in_memory
 
 ARRAYS: dict[str, Array] = {
     "odd": np.array([1, 2, 3], np.uint8),

@@ -20,7 +20,7 @@ from statekit.optim.run import initial, load, mover, store
 from statekit.optim.scaled_adam_forms import corrected_updates, promoted
 from statekit.schema import load_schema
 from statekit.state import Counts, Group, Optimizer, TrainState
-from statekit.tensor import DTYPES, Array, in_memory
+from statekit.tensors.tensor import DTYPES, Array, in_memory
 from statekit.verify.intervals import UNIT, IntervalBackend
 
 DEFAULTS: dict[str, Any] = dict(load_schema("scaled_adam").variants["zip2025"]["defaults"])

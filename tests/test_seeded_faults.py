@@ -24,7 +24,7 @@ from statekit.optim.scaled_adam_clip import batches
 from statekit.optim.steps import Execution
 from statekit.schema import load_schema
 from statekit.state import Counts, TrainState
-from statekit.tensor import Array, Tensor
+from statekit.tensors.tensor import Array, Tensor
 from statekit.testing.step_cases import chosen
 from statekit.testing.steps import tensors
 from statekit.verify.intervals import Interval, IntervalBackend

@@ -26,7 +26,6 @@ from statekit.commit import staged
 from statekit.converters.containers import statekit_dir
 from statekit.converters.containers.statekit_dir import CONTAINER
 from statekit.converters.layouts.canonical import LAYOUT
-from statekit.digest import tensor_digest
 from statekit.errors import (
     CorruptError,
     FormatError,
@@ -38,8 +37,9 @@ from statekit.errors import (
 )
 from statekit.format import Encoded, Hints
 from statekit.state import Axis, Rule, TrainState
-from statekit.tensor import in_memory
-from statekit.tree import Record, tensor_names
+from statekit.tensors.digest import tensor_digest
+from statekit.tensors.tensor import in_memory
+from statekit.tensors.tree import Record, tensor_names
 
 ROOT = Path(__file__).parents[1]
 

@@ -31,7 +31,7 @@ from statekit.converters.layouts.statekit_jax import LAYOUT
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.format import Exactness, Hints
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
-from statekit.tree import Tree, nested, tensor_names
+from statekit.tensors.tree import Tree, nested, tensor_names
 
 BLANK = {"dense": {"kernel": None, "bias": None}, "scale": None}
 ADAFACTOR = {

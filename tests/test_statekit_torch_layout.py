@@ -20,9 +20,9 @@ from statekit.converters.layouts.statekit_torch import LAYOUT
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.format import Hints
 from statekit.state import Counts, Group, Optimizer, TrainState
-from statekit.tensor import in_memory
+from statekit.tensors.tensor import in_memory
+from statekit.tensors.tree import Record
 from statekit.torch import load_optimizer, load_params
-from statekit.tree import Record
 from statekit.verify.recording import Recording, open_recording
 
 T5X = [pytest.param(path, id=path.name) for path in bundles("t5x")]

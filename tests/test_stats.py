@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from statekit import stats
-from statekit.stats import Stats, measure, total
-from statekit.tensor import Array, in_memory
+from statekit.tensors import stats
+from statekit.tensors.stats import Stats, measure, total
+from statekit.tensors.tensor import Array, in_memory
 
 
 def test_of_a_known_tensor() -> None:

@@ -22,8 +22,8 @@ from statekit.errors import InexactError, StateError, UsageError
 from statekit.format import Hints
 from statekit.optim.factoring import by_size, effective
 from statekit.state import Axis, Counts, Group, KnownFrom, Optimizer, Rule, TrainState
-from statekit.tensor import Array, in_memory
-from statekit.tree import tensor_names
+from statekit.tensors.tensor import Array, in_memory
+from statekit.tensors.tree import tensor_names
 
 CASES = [bundle.name for bundle in bundles("t5x")]
 ROW, COLUMN, BATCH, NONE = Axis.ROW, Axis.COLUMN, Axis.BATCH, Axis.NONE

@@ -17,7 +17,7 @@ from t5x_files import packed_array
 from statekit.converters.containers.kv_stores import Value
 from statekit.converters.containers.msgpack_index import Inline, parse
 from statekit.errors import CorruptError, FormatError, RefusedError
-from statekit.tensor import Stored
+from statekit.tensors.tensor import Stored
 
 
 def value(data: bytes, place: str = "here") -> Value:

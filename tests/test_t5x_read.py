@@ -19,7 +19,7 @@ from statekit.checkpoint import Checkpoint
 from statekit.converters.containers.orbax import CONTAINER as ORBAX
 from statekit.converters.containers.t5x import CONTAINER as T5X
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
-from statekit.tensor import Array
+from statekit.tensors.tensor import Array
 
 RECORDED = recorded()
 KERNEL = np.arange(12, dtype=np.float32).reshape(4, 3)

@@ -18,7 +18,7 @@ from statekit.converters.containers.t5x import CONTAINER as T5X
 from statekit.converters.layouts.t5x_adafactor import LAYOUT
 from statekit.errors import CommitError, FormatError, UsageError
 from statekit.format import Container, Encoded, Hints
-from statekit.tensor import Array, in_memory
+from statekit.tensors.tensor import Array, in_memory
 
 CASES = [bundle.name for bundle in bundles("t5x")]
 CLAIM = "statekit.json"

@@ -9,7 +9,7 @@ import pytest
 
 from statekit.backend_numpy import NumpyBackend
 from statekit.backends import Backend, backend
-from statekit.tensor import DTYPES, Array
+from statekit.tensors.tensor import DTYPES, Array
 
 pytestmark = pytest.mark.tensorflow
 NAN = float("nan")

@@ -18,7 +18,7 @@ from replaying import present
 from statekit.errors import StateError, UnknownRuleError, UsageError
 from statekit.optim.options import offered
 from statekit.state import TrainState
-from statekit.tensor import in_memory
+from statekit.tensors.tensor import in_memory
 from statekit.verify.recording import open_recording
 
 pytestmark = [

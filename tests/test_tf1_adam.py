@@ -20,7 +20,7 @@ from statekit.converters.layouts.tf1_powers import beta_of, power_after
 from statekit.errors import InexactError, StateError
 from statekit.format import Hints
 from statekit.state import Counts, Group, Optimizer, TrainState
-from statekit.tensor import Array, in_memory
+from statekit.tensors.tensor import Array, in_memory
 
 WEIGHTS = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
 

@@ -24,8 +24,8 @@ from statekit.errors import InexactError, StateError
 from statekit.format import Hints
 from statekit.registry import detect_layout
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensor import Tensor, in_memory, same_values
-from statekit.tree import tensor_names
+from statekit.tensors.tensor import Tensor, in_memory, same_values
+from statekit.tensors.tree import tensor_names
 from statekit.verify.recording import Recording, open_recording
 from statekit.verify.replay import Subject, replay
 

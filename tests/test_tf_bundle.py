@@ -19,7 +19,7 @@ from statekit.converters.containers.tf_entries import Entry, entry_bytes, header
 from statekit.converters.containers.tf_table import masked, read_table, write_table
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
 from statekit.registry import detect_container
-from statekit.tensor import DTYPES, in_memory
+from statekit.tensors.tensor import DTYPES, in_memory
 
 PREFIXES = sorted(
     path.with_suffix("")

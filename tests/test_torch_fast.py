@@ -17,7 +17,7 @@ from statekit.errors import StateError
 from statekit.optim.run import load, mover, settled_group, steps_of
 from statekit.optim.steps import Scene
 from statekit.state import Axis
-from statekit.tensor import Array
+from statekit.tensors.tensor import Array
 from statekit.testing.step_cases import Case, Table, case
 from statekit.torch import passes, stacks
 from statekit.torch.fast import FastMove, fast_path

@@ -20,8 +20,8 @@ from goldens import GOLDEN
 from statekit.checkpoint import Checkpoint
 from statekit.converters.containers.torch_file import CONTAINER
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
-from statekit.tensor import DTYPES, Cast, Filled, Stored, Tensor, in_memory
-from statekit.tree import Record
+from statekit.tensors.tensor import DTYPES, Cast, Filled, Stored, Tensor, in_memory
+from statekit.tensors.tree import Record
 
 SYSTEMS = ("torch_formats", "torch_adafactor", "hf_adafactor", "scaled_adam")
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")

@@ -18,7 +18,7 @@ from statekit.converters.containers import torch_legacy
 from statekit.converters.containers.torch_file import CONTAINER
 from statekit.converters.containers.torch_legacy import MAGIC
 from statekit.errors import CorruptError, FormatError, RefusedError, UsageError
-from statekit.tensor import DTYPES, in_memory
+from statekit.tensors.tensor import DTYPES, in_memory
 
 
 def test_the_handmade_file_is_fine(tmp_path: Path) -> None:

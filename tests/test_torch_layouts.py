@@ -27,9 +27,9 @@ from statekit.errors import FormatError, InexactError, NotFoundError, StateError
 from statekit.format import Hints, Layout
 from statekit.registry import detect_layout
 from statekit.state import TrainState
-from statekit.tensor import Array, Tensor, in_memory, same_values
-from statekit.transforms import Member, Reaxed, Stack
-from statekit.tree import walk
+from statekit.tensors.tensor import Array, Tensor, in_memory, same_values
+from statekit.tensors.tree import walk
+from statekit.tensors.views import Member, Reaxed, Stack
 from statekit.verify.native import native_state
 from statekit.verify.recording import Recording, open_recording
 from statekit.verify.replay import Subject, replay

@@ -30,7 +30,7 @@ from statekit.errors import NotFoundError, StateError, UnknownRuleError, UsageEr
 from statekit.format import Hints
 from statekit.registry import layout
 from statekit.state import Axis, Optimizer, TrainState
-from statekit.tensor import Array, Tensor
+from statekit.tensors.tensor import Array, Tensor
 from statekit.torch import Adafactor, load_optimizer, load_params
 from statekit.verify.recording import Recording, open_recording
 from statekit.verify.replay import Subject, free_run

@@ -20,8 +20,8 @@ from statekit.converters.containers.torch_file import CONTAINER
 from statekit.converters.containers.torch_zip import LOCAL
 from statekit.errors import CommitError, UsageError
 from statekit.format import Encoded
-from statekit.tensor import BLOCK_BYTES, DTYPES, Filled, chunks, in_memory
-from statekit.tree import Record
+from statekit.tensors.tensor import BLOCK_BYTES, DTYPES, Filled, chunks, in_memory
+from statekit.tensors.tree import Record
 
 
 def tree(kind: type[dict[Any, Any]] = dict) -> dict[Any, Any]:

@@ -22,7 +22,7 @@ from statekit.converters.containers.zarr2 import parse_header
 from statekit.converters.containers.zarr2_write import chunk_shape, encoded_chunks, header_bytes, header_for
 from statekit.converters.containers.zarr_array import Header, absent_chunks, open_array
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError, UsageError
-from statekit.tensor import DTYPES, Array, Stored, chunks, in_memory
+from statekit.tensors.tensor import DTYPES, Array, Stored, chunks, in_memory
 
 RANDOM = np.random.default_rng(3)
 

@@ -18,7 +18,7 @@ from statekit.converters.containers.kv_stores import FolderStore
 from statekit.converters.containers.zarr3 import parse_header
 from statekit.converters.containers.zarr_array import absent_chunks, open_array
 from statekit.errors import CorruptError, FormatError, RefusedError
-from statekit.tensor import DTYPES, Array, Stored
+from statekit.tensors.tensor import DTYPES, Array, Stored
 
 BYTES = {"configuration": {"endian": "little"}, "name": "bytes"}
 ZSTD = {"configuration": {"checksum": False, "level": 3}, "name": "zstd"}

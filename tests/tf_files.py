@@ -7,7 +7,7 @@ from pathlib import Path
 from statekit.commit import staged, unknown_fields
 from statekit.converters.containers.tf_bundle import CONTAINER
 from statekit.format import Encoded
-from statekit.tree import Tree
+from statekit.tensors.tree import Tree
 
 
 def save(tree: Tree, target: Path, step: int = 3) -> Path:

@@ -19,7 +19,7 @@ from statekit.optim.run import load, mover, stepped_variants, store
 from statekit.registry import layout
 from statekit.schema import load_schema
 from statekit.state import Group, TrainState
-from statekit.tensor import Array
+from statekit.tensors.tensor import Array
 from statekit.torch.resume import OPTIMIZERS
 from statekit.verify.intervals import IntervalBackend
 from statekit.verify.recording import Recording, Trajectory, open_recording

@@ -15,7 +15,7 @@ from statekit.commit import staged
 from statekit.converters.containers.torch_file import CONTAINER
 from statekit.converters.containers.torch_legacy import MAGIC
 from statekit.format import Encoded
-from statekit.tree import Record, Tree
+from statekit.tensors.tree import Record, Tree
 
 
 def save(path: Path, tree: Tree) -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from statekit.backends import backend
-from statekit.tensor import Tensor
+from statekit.tensors.tensor import Tensor
 
 
 def module_of(params: Mapping[str, torch.Tensor], order: Iterable[str]) -> torch.nn.Module:

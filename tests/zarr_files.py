@@ -18,8 +18,8 @@ import numpy as np
 import zstandard
 
 from statekit.commit import Stage
-from statekit.digest import tensor_bytes
-from statekit.tensor import Array, Tensor
+from statekit.tensors.digest import tensor_bytes
+from statekit.tensors.tensor import Array, Tensor
 
 ENCODERS: dict[str | None, Callable[[bytes], bytes]] = {
     None: bytes,

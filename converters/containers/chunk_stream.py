@@ -14,7 +14,7 @@ import numpy as np
 
 from statekit.converters.containers.kv_stores import Value
 from statekit.errors import CorruptError, RefusedError
-from statekit.tensor import Array, Index, Shape, whole
+from statekit.tensors.tensor import Array, Index, Shape, whole
 
 PIECE = 2**20
 """How much is read from a file, and decoded, at a time. In bytes."""

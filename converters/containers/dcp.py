@@ -31,7 +31,7 @@ from statekit.converters.optimizer_forms import by_name, is_nested
 from statekit.errors import NotFoundError
 from statekit.format import Encoded, Evidence
 from statekit.manifest import FILE, find_manifest, read_small, tensor_faults
-from statekit.tree import Tree, tensor_names
+from statekit.tensors.tree import Tree, tensor_names
 
 METADATA = ".metadata"
 _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})", re.DOTALL)

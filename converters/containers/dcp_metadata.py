@@ -17,8 +17,8 @@ from statekit.converters.containers.torch_names import torch_calls, torch_dtype
 from statekit.converters.pickle_names import shown
 from statekit.converters.pickle_reader import read_pickle
 from statekit.errors import CorruptError, FormatError, RefusedError, fault_list
-from statekit.tensor import DType, Shape
-from statekit.tree import Path, Record
+from statekit.tensors.tensor import DType, Shape
+from statekit.tensors.tree import Path, Record
 
 MAX_RANK = 64
 _SHOWN = 20

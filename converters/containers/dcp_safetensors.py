@@ -29,8 +29,8 @@ from statekit.converters.torch_parts import SORTED
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.format import Encoded, Evidence
 from statekit.manifest import read_small, strict_json
-from statekit.tensor import Tensor, in_memory
-from statekit.tree import Tree
+from statekit.tensors.tensor import Tensor, in_memory
+from statekit.tensors.tree import Tree
 
 OPTIONS = "optimizer_hyperparameters.json"
 PREFIX = "optim."

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from statekit.errors import RefusedError
-from statekit.tensor import Shape
+from statekit.tensors.tensor import Shape
 
 Box: TypeAlias = tuple[Shape, Shape]
 """First index and size along each axis."""

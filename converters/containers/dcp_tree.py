@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from statekit.errors import FormatError, RefusedError, UsageError, fault_list
-from statekit.tensor import Tensor
-from statekit.tree import MAX_DEPTH, Path, Tree
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import MAX_DEPTH, Path, Tree
 
 MAX_HOLES = 64
 """Places of one list that nothing was saved for, such as an empty dict."""

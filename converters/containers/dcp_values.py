@@ -13,8 +13,8 @@ from statekit.converters.containers.dcp_metadata import Chunk, Contents, Entry, 
 from statekit.converters.containers.torch_read import read_object
 from statekit.converters.containers.torch_storage import Part, SourceFile
 from statekit.errors import CorruptError, UsageError, fault_list
-from statekit.tensor import Array, Index, Stored, Tensor, index_shape
-from statekit.tree import Tree
+from statekit.tensors.tensor import Array, Index, Stored, Tensor, index_shape
+from statekit.tensors.tree import Tree
 
 MAX_OPEN = 64
 """Files held open at once: a run of a thousand ranks writes thousands."""

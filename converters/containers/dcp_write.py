@@ -17,8 +17,8 @@ from statekit.converters.containers.dcp_metadata import Piece
 from statekit.converters.containers.dcp_tree import flat_paths
 from statekit.converters.containers.torch_pickle_writer import Opcodes
 from statekit.converters.containers.torch_writer import write_archive
-from statekit.tensor import Tensor
-from statekit.tree import Path, Tree
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Path, Tree
 
 FILE_BYTES = 16 * 2**30
 """The size from which on the next piece begins another file, as each thread of PyTorch's writer has one."""

@@ -27,9 +27,9 @@ from statekit.converters.containers.deepspeed_zero import Shapes, joined, part_o
 from statekit.converters.containers.torch_names import named
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, UsageError
 from statekit.format import Encoded, Evidence
-from statekit.tensor import Cast, Shape, Tensor
-from statekit.transforms import Joined, Run
-from statekit.tree import Record, Tree, to_json
+from statekit.tensors.tensor import Cast, Shape, Tensor
+from statekit.tensors.tree import Record, Tree, to_json
+from statekit.tensors.views import Joined, Run
 
 _ENGINE = {
     "buffer_names", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",

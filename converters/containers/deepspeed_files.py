@@ -26,8 +26,8 @@ from statekit.converters.containers.torch_storage import SourceFile
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
 from statekit.manifest import inside
 from statekit.reading import open_regular
-from statekit.tensor import Array, Stored, Tensor
-from statekit.tree import Tree
+from statekit.tensors.tensor import Array, Stored, Tensor
+from statekit.tensors.tree import Tree
 
 LATEST = ("latest", "latest_universal")
 UNIVERSAL = "zero"

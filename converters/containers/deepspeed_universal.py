@@ -18,9 +18,9 @@ from statekit.checkpoint import Finding
 from statekit.converters.containers.deepspeed_files import MASTER, UNIVERSAL, open_file, require
 from statekit.converters.containers.deepspeed_zero import Shapes
 from statekit.errors import CorruptError, FormatError
-from statekit.tensor import Shape, Tensor
-from statekit.transforms import Joined, Run
-from statekit.tree import Record, Tree
+from statekit.tensors.tensor import Shape, Tensor
+from statekit.tensors.tree import Record, Tree
+from statekit.tensors.views import Joined, Run
 
 _STATE = "optimizer_state.pt"
 _STEP = "step"

@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 
 from statekit.converters.containers.deepspeed_files import MASTER, require
 from statekit.errors import CorruptError, FormatError
-from statekit.tensor import Shape, Tensor
-from statekit.transforms import Joined, Run
-from statekit.tree import Record, Tree
+from statekit.tensors.tensor import Shape, Tensor
+from statekit.tensors.tree import Record, Tree
+from statekit.tensors.views import Joined, Run
 
 Shapes: TypeAlias = Sequence[Mapping[str, Shape]]
 """For each group of the optimizer, the shape of each parameter by name, in order."""

@@ -26,9 +26,9 @@ from statekit.converters.containers.step_folders import find_step, sighted
 from statekit.converters.containers.step_target import FOLDER
 from statekit.errors import FormatError, NotFoundError, RefusedError
 from statekit.format import Encoded, Evidence
-from statekit.tensor import Stored, in_memory
-from statekit.tree import Path as Keys
-from statekit.tree import Tree
+from statekit.tensors.tensor import Stored, in_memory
+from statekit.tensors.tree import Path as Keys
+from statekit.tensors.tree import Tree
 
 _ELSEWHERE = "//GDAPlaceholder:"
 """What stands for an array that several processes wrote into a folder beside the file."""

@@ -16,8 +16,8 @@ import msgpack
 from statekit.commit import Stage
 from statekit.converters.containers.msgpack_index import CHUNKED
 from statekit.errors import UsageError
-from statekit.tensor import DType, Stored, Tensor, nbytes
-from statekit.tree import Path, Tree
+from statekit.tensors.tensor import DType, Stored, Tensor, nbytes
+from statekit.tensors.tree import Path, Tree
 
 MAX_CHUNK = 2**30
 """Arrays of more bytes are cut. Source: flax/serialization.py, `MAX_CHUNK_SIZE`."""

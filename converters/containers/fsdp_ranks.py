@@ -26,9 +26,9 @@ from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.containers.torch_names import named
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.format import Encoded, Evidence
-from statekit.tensor import Shape, Tensor
-from statekit.transforms import Joined, Run
-from statekit.tree import Tree
+from statekit.tensors.tensor import Shape, Tensor
+from statekit.tensors.tree import Tree
+from statekit.tensors.views import Joined, Run
 
 MAX_RANKS = 4096
 _RANK = re.compile(r"rank(\d{1,5})\.pt")

@@ -22,8 +22,8 @@ import numpy as np
 
 from statekit.converters.containers.hdf5_order import Names
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
-from statekit.tensor import DTYPES, Array, DType, Index, Shape, Stored
-from statekit.tree import MAX_DEPTH, MAX_NODES
+from statekit.tensors.tensor import DTYPES, Array, DType, Index, Shape, Stored
+from statekit.tensors.tree import MAX_DEPTH, MAX_NODES
 
 if TYPE_CHECKING:
     import h5py

@@ -14,8 +14,8 @@ import numpy as np
 from statekit.commit import Stage
 from statekit.converters.containers.hdf5_read import ATTRIBUTES
 from statekit.errors import FormatError, fault_list
-from statekit.tensor import DTYPES, Tensor, blocks, index_shape
-from statekit.tree import Tree, walk
+from statekit.tensors.tensor import DTYPES, Tensor, blocks, index_shape
+from statekit.tensors.tree import Tree, walk
 
 MANIFEST = "statekit"
 """Attribute of the file that holds the manifest."""

@@ -25,8 +25,8 @@ from statekit.converters.containers.torch_writer import write_archive
 from statekit.converters.pickle_reader import read_pickle
 from statekit.errors import FormatError, StatekitError, UsageError
 from statekit.manifest import FILE, inside, read_small
-from statekit.tensor import Stored, Tensor, index_shape
-from statekit.tree import Tree, holds_records
+from statekit.tensors.tensor import Stored, Tensor, index_shape
+from statekit.tensors.tree import Tree, holds_records
 
 FILES = "files"
 """Key of the files that are carried as bytes, by name."""

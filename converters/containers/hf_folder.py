@@ -45,7 +45,7 @@ from statekit.converters.containers.torch_names import named
 from statekit.converters.torch_parts import SORTED, at
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.format import Encoded, Evidence
-from statekit.tree import Tree
+from statekit.tensors.tree import Tree
 
 TRAINER_STATE, DEEPSPEED_TAG = "trainer_state.json", "latest"
 _STEP = re.compile(r"checkpoint[-_](\d{1,18})")

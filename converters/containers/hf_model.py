@@ -23,7 +23,7 @@ from statekit.converters.containers.safetensors_file import open_safetensors, sa
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.errors import CorruptError, FormatError, fault_list
 from statekit.manifest import inside, read_small, strict_json
-from statekit.tensor import Tensor, nbytes
+from statekit.tensors.tensor import Tensor, nbytes
 
 SHARD_BYTES = 5 * 10**9
 """Bytes of tensors in a shard at most; a larger tensor has one to itself. Source: Transformers' usual 5 GB."""

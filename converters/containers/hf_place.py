@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from statekit.converters.torch_parts import at, loose, places, put, without
 from statekit.format import Encoded
-from statekit.tree import Path, Tree
+from statekit.tensors.tree import Path, Tree
 
 _SCHEDULERS: tuple[Path, ...] = (
     ("scheduler",),

@@ -24,7 +24,7 @@ from statekit.errors import NotFoundError, StatekitError
 from statekit.format import Encoded, Evidence
 from statekit.manifest import parse, strict_json, tensor_faults
 from statekit.reading import open_regular
-from statekit.tree import tensor_names
+from statekit.tensors.tree import tensor_names
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 CONFIG, METADATA = "config.json", "metadata.json"

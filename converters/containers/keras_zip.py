@@ -32,8 +32,8 @@ from statekit.errors import CorruptError, FormatError, InexactError, RefusedErro
 from statekit.format import Encoded, Evidence
 from statekit.manifest import strict_json
 from statekit.reading import open_regular
-from statekit.tensor import BLOCK_BYTES, Array, Index, Stored
-from statekit.tree import Tree
+from statekit.tensors.tensor import BLOCK_BYTES, Array, Index, Stored
+from statekit.tensors.tree import Tree
 
 WEIGHTS = "model.weights.h5"
 MAX_DOCUMENT = 64 * 2**20

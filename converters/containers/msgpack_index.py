@@ -16,8 +16,8 @@ from statekit.converters.containers.chunk_stream import RawStream, copy_block
 from statekit.converters.containers.kv_stores import Value, joined, part
 from statekit.converters.containers.zarr_array import checked_shape
 from statekit.errors import CorruptError, FormatError, RefusedError
-from statekit.tensor import Array, DType, Index, Shape, Stored, dtype_named, in_memory, index_shape
-from statekit.tree import MAX_DEPTH, MAX_NAME_BYTES, MAX_NODES
+from statekit.tensors.tensor import Array, DType, Index, Shape, Stored, dtype_named, in_memory, index_shape
+from statekit.tensors.tree import MAX_DEPTH, MAX_NAME_BYTES, MAX_NODES
 
 CHUNKED = "__msgpack_chunked_array__"
 """The key that marks an array cut into pieces because msgpack can't hold it at once."""

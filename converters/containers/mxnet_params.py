@@ -22,8 +22,8 @@ from statekit.converters.containers.torch_storage import SourceFile
 from statekit.converters.containers.torch_writer import ZipForm, ZipWriter
 from statekit.converters.containers.torch_zip import Archive
 from statekit.errors import CorruptError, FormatError
-from statekit.tensor import DTYPES, DType, Shape, Stored, Tensor, nbytes
-from statekit.tree import MAX_NAME_BYTES
+from statekit.tensors.tensor import DTYPES, DType, Shape, Stored, Tensor, nbytes
+from statekit.tensors.tree import MAX_NAME_BYTES
 
 LIST_MAGIC = struct.pack("<QQ", 0x112, 0)
 ZIP_MAGIC = b"PK\3\4"

@@ -21,7 +21,7 @@ import numpy as np
 
 from statekit.converters.containers.torch_storage import Storage, window
 from statekit.errors import CorruptError, FormatError, RefusedError
-from statekit.tensor import DTYPES, Array, DType, Shape, Stored
+from statekit.tensors.tensor import DTYPES, Array, DType, Shape, Stored
 
 Fetch: TypeAlias = Callable[[int, int], Array]
 """Reads bytes: (first byte, count) -> (count,) uint8."""

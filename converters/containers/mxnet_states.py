@@ -22,8 +22,8 @@ from statekit.converters.pickle_extents import Extent, read_thin_pickle
 from statekit.converters.pickle_names import CALLS, Call, kept, shown
 from statekit.converters.pickle_writer import Called, LongBytes, Name, write_pickle
 from statekit.errors import CorruptError, FormatError
-from statekit.tensor import Array, Tensor, nbytes
-from statekit.tree import Path, Record, Tree
+from statekit.tensors.tensor import Array, Tensor, nbytes
+from statekit.tensors.tree import Path, Record, Tree
 
 ARRAYS = ("mxnet.ndarray.ndarray.NDArray", "mxnet.numpy.ndarray")
 """Classes of arrays; optimizers' states are of the first, in numpy mode too."""

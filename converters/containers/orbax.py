@@ -36,7 +36,7 @@ from statekit.converters.containers.step_target import step_prefix
 from statekit.errors import FormatError
 from statekit.format import Encoded, Evidence
 from statekit.manifest import MAX_BYTES, strict_json
-from statekit.tree import Tree
+from statekit.tensors.tree import Tree
 
 _DEFAULT = "{step}/default"
 """Where CheckpointManager keeps the only item of a step."""

@@ -26,7 +26,7 @@ from statekit.converters.containers.step_folders import INDEX, JSON_ITEM, METADA
 from statekit.converters.containers.stored_leaves import ArrayPlace, Arrays
 from statekit.errors import CorruptError, FormatError, fault_list
 from statekit.manifest import strict_json
-from statekit.tree import Tree
+from statekit.tensors.tree import Tree
 
 STRINGS = "_strings.json"
 _MAX_METADATA = 100_000_000

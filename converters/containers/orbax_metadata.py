@@ -12,8 +12,8 @@ from typing import Any
 
 from statekit.errors import FormatError, UsageError, fault_list
 from statekit.manifest import strict_json
-from statekit.tensor import Shape, Stored, Tensor
-from statekit.tree import MAX_DEPTH, MAX_NODES, Tree, walk
+from statekit.tensors.tensor import Shape, Stored, Tensor
+from statekit.tensors.tree import MAX_DEPTH, MAX_NODES, Tree, walk
 
 _SEQUENCE, _DICT = 1, 2
 _EMPTY: dict[str, Any] = {"None": None, "NamedTuple": None, "Dict": {}, "List": [], "Tuple": ()}

@@ -18,8 +18,8 @@ from statekit.converters.containers.step_folders import JSON_ITEM, METADATA
 from statekit.converters.containers.step_target import array_names
 from statekit.converters.containers.zarr2_write import encoded_chunks, header_bytes, header_for
 from statekit.durable import writing
-from statekit.tensor import Tensor
-from statekit.tree import Tree, tensor_names, walk
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Tree, tensor_names, walk
 
 _HANDLERS = "orbax.checkpoint._src.handlers."
 _TREE = f"{_HANDLERS}pytree_checkpoint_handler.PyTreeCheckpointHandler"

@@ -21,12 +21,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from statekit.digest import bytes_digest
 from statekit.errors import CorruptError, FormatError, RefusedError, fault_list
 from statekit.manifest import strict_json
 from statekit.reading import open_regular, reading
-from statekit.tensor import DTYPES, Array, DType, Index, Shape, Stored, Tensor, index_shape, nbytes
-from statekit.tree import MAX_NAME_BYTES
+from statekit.tensors.digest import bytes_digest
+from statekit.tensors.tensor import DTYPES, Array, DType, Index, Shape, Stored, Tensor, index_shape, nbytes
+from statekit.tensors.tree import MAX_NAME_BYTES
 
 MAX_HEADER_BYTES = 100_000_000
 """The largest header, in bytes. Source: safetensors, `MAX_HEADER_SIZE`."""

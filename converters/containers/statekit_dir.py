@@ -15,8 +15,8 @@ from statekit.converters.containers.safetensors_file import open_safetensors, sa
 from statekit.errors import CorruptError, FormatError, NotFoundError, StatekitError, fault_list
 from statekit.format import Encoded, Evidence
 from statekit.manifest import FILE, read_small, require_manifest, strict_json, tensor_faults, unnamed_files
-from statekit.tensor import Tensor
-from statekit.tree import Tree, from_json, tensor_names, to_json
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Tree, from_json, tensor_names, to_json
 
 SHARD_BYTES = 4 * 2**30
 """How many bytes of tensors a shard holds at most; a larger tensor has a shard to itself."""

@@ -11,7 +11,7 @@ from statekit.converters.containers.step_folders import StepFolder
 from statekit.converters.hparams import find_gin, read_gin, read_text
 from statekit.errors import FormatError
 from statekit.manifest import FILE, files_below, find_manifest, tensor_faults
-from statekit.tree import Tree, tensor_names
+from statekit.tensors.tree import Tree, tensor_names
 
 _MAX_NAMED = 10_000
 

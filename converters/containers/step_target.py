@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from statekit.commit import Stage
 from statekit.errors import FormatError, UsageError, fault_list
-from statekit.tensor import Stored, Tensor
-from statekit.tree import Tree, walk
+from statekit.tensors.tensor import Stored, Tensor
+from statekit.tensors.tree import Tree, walk
 
 _MAX_FILE_NAME = 255
 

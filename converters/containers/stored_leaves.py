@@ -25,8 +25,8 @@ from statekit.converters.containers.zarr_array import (
     open_array,
 )
 from statekit.errors import CorruptError, FormatError, RefusedError, fault_list
-from statekit.tensor import DTYPES, Shape, Stored, dtype_named
-from statekit.tree import MAX_DEPTH, Tree
+from statekit.tensors.tensor import DTYPES, Shape, Stored, dtype_named
+from statekit.tensors.tree import MAX_DEPTH, Tree
 
 Parse: TypeAlias = Callable[[bytes, str], Header]
 

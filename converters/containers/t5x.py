@@ -27,7 +27,7 @@ from statekit.converters.containers.zarr2 import header_json
 from statekit.converters.containers.zarr2_write import encoded_chunks, header_bytes, header_for
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.format import Encoded, Evidence
-from statekit.tensor import Tensor, nbytes
+from statekit.tensors.tensor import Tensor, nbytes
 
 VERSION = 3
 _FIRST_VERSION = 2

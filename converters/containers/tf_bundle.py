@@ -47,7 +47,7 @@ from statekit.converters.containers.tf_table import (
 from statekit.converters.containers.torch_storage import SourceFile, Storage, window
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, fault_list
 from statekit.format import Encoded, Evidence
-from statekit.tensor import BLOCK_BYTES, Array, Shape, index_shape
+from statekit.tensors.tensor import BLOCK_BYTES, Array, Shape, index_shape
 
 MAX_STRING_BYTES = 64 * 2**20
 """The largest string tensor that is read, in bytes: an object graph is one."""

@@ -26,8 +26,8 @@ from statekit.converters.containers.tf_entries import (
 from statekit.converters.containers.tf_strings import string_bytes
 from statekit.converters.containers.tf_table import masked, write_table
 from statekit.errors import FormatError, fault_list
-from statekit.tensor import Shape, Tensor, index_shape
-from statekit.tree import Tree
+from statekit.tensors.tensor import Shape, Tensor, index_shape
+from statekit.tensors.tree import Tree
 
 STATE_FILE = "checkpoint"
 """The text file that names the newest checkpoint of a folder."""

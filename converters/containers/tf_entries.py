@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from statekit.converters.containers.tf_table import to_varint, varint
 from statekit.errors import FormatError
-from statekit.tensor import DTYPES, DType, Index, Shape
+from statekit.tensors.tensor import DTYPES, DType, Index, Shape
 
 Extent: TypeAlias = tuple[tuple[int, int], ...]
 """Start and length of a slice along each axis; length `FULL` if it isn't said, for the whole axis."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from statekit.converters.containers.tf_entries import field_of, fields_of
 from statekit.errors import FormatError
-from statekit.tree import MAX_NODES
+from statekit.tensors.tree import MAX_NODES
 
 GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 """Key of the graph."""

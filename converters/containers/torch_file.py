@@ -17,7 +17,7 @@ from statekit.converters.containers.torch_writer import MANIFEST_KEY, write_torc
 from statekit.errors import FormatError, NotFoundError, StatekitError, fault_list
 from statekit.format import Encoded, Evidence
 from statekit.manifest import parse, tensor_faults
-from statekit.tree import Tree, tensor_names
+from statekit.tensors.tree import Tree, tensor_names
 
 MAX_FAULTS = 5
 """Faults of a manifest that are named."""

@@ -18,7 +18,7 @@ from statekit.converters.pickle_machine import TruncatedPickle
 from statekit.converters.pickle_names import shown
 from statekit.converters.pickle_reader import Unpickled, read_pickle
 from statekit.errors import CorruptError, FormatError, RefusedError
-from statekit.tensor import Array
+from statekit.tensors.tensor import Array
 
 MAGIC = 0x1950A86A20F9469CFC6C
 MAGIC_BYTES = MAGIC.to_bytes(10, "little")

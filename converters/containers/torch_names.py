@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 from statekit.converters.containers.torch_storage import Storage, window
 from statekit.converters.pickle_names import Call, kept, shown
 from statekit.errors import FormatError, RefusedError
-from statekit.tensor import DTYPES, Cast, DType, Stored, Tensor, dtype_named
-from statekit.tree import Path, Record, Tree
+from statekit.tensors.tensor import DTYPES, Cast, DType, Stored, Tensor, dtype_named
+from statekit.tensors.tree import Path, Record, Tree
 
 STORAGE_DTYPES: Mapping[str, str] = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
@@ -172,7 +172,7 @@ def torch_calls(note: Callable[[str], None]) -> dict[str, Call]:
 def named(tree: Tree, path: Path = ()) -> Tree:
     """Returns a tree whose tensors carry their native names, and whose bare storages are tensors of rank 1.
 
-    One call per level, so that a tree as deep as `statekit.tree.walk` allows fits Python's recursion limit.
+    One call per level, so that a tree as deep as `statekit.tensors.tree.walk` allows fits Python's recursion limit.
     """
     if isinstance(tree, dict):
         whole = {}

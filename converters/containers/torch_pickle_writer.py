@@ -13,8 +13,8 @@ import numpy as np
 
 from statekit.converters.containers.torch_names import STORAGE_DTYPES
 from statekit.errors import UsageError, fault_list
-from statekit.tensor import DType, Shape, Tensor
-from statekit.tree import Path, Record, Tree
+from statekit.tensors.tensor import DType, Shape, Tensor
+from statekit.tensors.tree import Path, Record, Tree
 
 MAX_LONG_BYTES = 255
 _CLASSES = {dtype: name for name, dtype in STORAGE_DTYPES.items() if name[0] not in "QU_"}

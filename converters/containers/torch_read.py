@@ -17,7 +17,7 @@ from statekit.converters.containers.torch_storage import Source, Storage
 from statekit.converters.containers.torch_zip import Archive, directory_bytes
 from statekit.converters.pickle_reader import read_pickle
 from statekit.errors import CorruptError, FormatError, RefusedError
-from statekit.tree import Tree
+from statekit.tensors.tree import Tree
 
 MAX_PICKLE = 1 << 30
 MAX_RECORD = 64

@@ -13,7 +13,7 @@ import numpy as np
 
 from statekit.errors import CorruptError, FormatError, RefusedError, UsageError
 from statekit.reading import open_regular
-from statekit.tensor import BLOCK_BYTES, Array, DType, Index, Shape, Stored, index_shape
+from statekit.tensors.tensor import BLOCK_BYTES, Array, DType, Index, Shape, Stored, index_shape
 
 MAX_EXPANDED = 16 * 2**20
 """Elements of a tensor that shows the same stored values again and again."""

@@ -33,8 +33,8 @@ from statekit.converters.containers.torch_zip import (
     LOCATOR_MAGIC,
 )
 from statekit.errors import CommitError, UsageError
-from statekit.tensor import Stored, Tensor, nbytes
-from statekit.tree import Tree, tensor_names
+from statekit.tensors.tensor import Stored, Tensor, nbytes
+from statekit.tensors.tree import Tree, tensor_names
 
 MANIFEST_KEY = "statekit"
 """Key of the manifest in a top-level dict."""

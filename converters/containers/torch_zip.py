@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from statekit.converters.containers.torch_storage import Source, short
 from statekit.errors import CorruptError, FormatError, RefusedError
-from statekit.tensor import BLOCK_BYTES, Array
+from statekit.tensors.tensor import BLOCK_BYTES, Array
 
 LOCAL = struct.Struct("<IHHHHHIIIHH")
 CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")

@@ -12,7 +12,7 @@ from typing import Any
 
 from statekit.converters.containers.zarr_array import Header, checked_header
 from statekit.errors import FormatError
-from statekit.tensor import DTYPES, DType
+from statekit.tensors.tensor import DTYPES, DType
 
 FILE = ".zarray"
 COMPRESSORS = ("gzip", "zlib", "zstd")

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from statekit.commit import Stage
 from statekit.converters.containers.zarr2 import header_json
 from statekit.converters.containers.zarr_array import Header
-from statekit.digest import little_endian
-from statekit.tensor import Filled, Shape, Tensor, blocks, positions
+from statekit.tensors.digest import little_endian
+from statekit.tensors.tensor import Filled, Shape, Tensor, blocks, positions
 
 CHUNK_BYTES = 64 * 2**20
 """The size above which T5X cuts an array. Source: T5X t5x/checkpoints.py, `_DESIRED_CHUNK_SIZE_BYTES`."""

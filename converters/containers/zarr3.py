@@ -14,7 +14,7 @@ from statekit.converters.containers.zarr_array import Header, checked_header, ch
 from statekit.converters.containers.zarr_shards import Shards
 from statekit.errors import FormatError
 from statekit.manifest import strict_json
-from statekit.tensor import dtype_named
+from statekit.tensors.tensor import dtype_named
 
 FILE = "zarr.json"
 _KNOWN = {

@@ -28,7 +28,7 @@ from statekit.converters.containers.chunk_stream import (
 from statekit.converters.containers.kv_stores import Store, Value
 from statekit.converters.containers.zarr_shards import Shards
 from statekit.errors import CorruptError, FormatError, RefusedError
-from statekit.tensor import Array, DType, Index, Shape, Stored, index_shape, positions
+from statekit.tensors.tensor import Array, DType, Index, Shape, Stored, index_shape, positions
 
 _MAX_RANK = 64
 _MAX_ELEMENTS = 2**60

@@ -15,7 +15,7 @@ import numpy as np
 from statekit.converters.containers.crc32c import crc32c
 from statekit.converters.containers.kv_stores import Value, part
 from statekit.errors import CorruptError, RefusedError
-from statekit.tensor import Array, Shape
+from statekit.tensors.tensor import Array, Shape
 
 _ABSENT = 2**64 - 1
 _MAX_INDEX = 2**26

@@ -11,7 +11,7 @@ from statekit.errors import StateError
 from statekit.format import Encoded, Evidence, Hints
 from statekit.schema import all_variants, schema_names
 from statekit.state import Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensor import Tensor
+from statekit.tensors.tensor import Tensor
 
 
 @dataclass(frozen=True)

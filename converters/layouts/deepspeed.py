@@ -24,8 +24,8 @@ from statekit.format import Encoded, Evidence, Hints
 from statekit.masters import MASTER
 from statekit.schema import load_schema
 from statekit.state import Axis, Rule, TrainState
-from statekit.tensor import Filled, Tensor
-from statekit.tree import Tree
+from statekit.tensors.tensor import Filled, Tensor
+from statekit.tensors.tree import Tree
 
 _WEIGHT = "fp32"
 _UNFACTORED = ("variance", "exp_avg_sq")

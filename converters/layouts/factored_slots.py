@@ -9,7 +9,7 @@ from statekit.converters.layouts.told import Settings
 from statekit.optim.factoring import by_shape, by_size
 from statekit.optim.settings import form
 from statekit.state import Axis, Rule
-from statekit.tensor import Shape, Tensor
+from statekit.tensors.tensor import Shape, Tensor
 
 MINIMUM = "min_dim_size_to_factor"
 _MAX_RANK = 8

@@ -27,8 +27,8 @@ from statekit.optim import scaled_adam
 from statekit.optim.scaled_adam_clip import batches
 from statekit.schema import all_variants, load_schema
 from statekit.state import Counts, Group, Optimizer, TrainState
-from statekit.tensor import Shape, Tensor, in_memory
-from statekit.transforms import Member, Stack
+from statekit.tensors.tensor import Shape, Tensor, in_memory
+from statekit.tensors.views import Member, Stack
 
 SCHEMA = "scaled_adam"
 JOINT = "unused_size_slots"

@@ -72,7 +72,7 @@ from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.run import stepped_variants
 from statekit.schema import load_schema
 from statekit.state import TrainState
-from statekit.tensor import Tensor
+from statekit.tensors.tensor import Tensor
 
 _MOMENTS = {"m": "_momentums", "v": "_velocities", "v_max": "_velocity_hats"}
 LISTS = {"adafactor": {"v_row": "_r", "v_col": "_c", "v": "_v"}, "adamw": _MOMENTS, "lamb": _MOMENTS}

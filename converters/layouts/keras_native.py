@@ -51,7 +51,7 @@ from statekit.errors import StateError
 from statekit.format import Encoded, Evidence, Exactness, Hints
 from statekit.schema import load_schema
 from statekit.state import TrainState
-from statekit.tensor import Tensor
+from statekit.tensors.tensor import Tensor
 
 OPTIMIZER = "optimizer"
 

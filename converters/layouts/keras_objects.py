@@ -28,7 +28,7 @@ from statekit.converters.layouts.unplaced import unplaced
 from statekit.errors import StateError, fault_list
 from statekit.format import Encoded
 from statekit.state import TrainState
-from statekit.tensor import Tensor, in_memory
+from statekit.tensors.tensor import Tensor, in_memory
 
 VARIABLES, TRAINED = "_variables", "_trainable_variables"
 ITERATIONS, _RATE = "_iterations", "_learning_rate"

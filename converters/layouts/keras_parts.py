@@ -32,7 +32,7 @@ from statekit.optim.factoring import by_shape, swapped
 from statekit.optim.settings import form
 from statekit.schema import load_schema
 from statekit.state import Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensor import DTYPES, Filled, Shape, Tensor, in_memory
+from statekit.tensors.tensor import DTYPES, Filled, Shape, Tensor, in_memory
 
 VARIANT = "keras"
 HOME = "keras"

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from statekit.errors import StateError
-from statekit.tensor import Shape, Tensor
+from statekit.tensors.tensor import Shape, Tensor
 
 ITERATION, RATE, AVERAGE, ACCUMULATOR = "iteration", "learning_rate", "average", "gradient_accumulator"
 _OWN = {"adamw": ("m", "v"), "lamb": ("m", "v"), "adafactor": ("v_row", "v_col", "v")}

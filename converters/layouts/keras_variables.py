@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from statekit.converters.containers.hdf5_read import ATTRIBUTES
 from statekit.errors import StateError, fault_list
-from statekit.tensor import Shape, Tensor
+from statekit.tensors.tensor import Shape, Tensor
 
 T = TypeVar("T")
 Place: TypeAlias = tuple[str, ...]

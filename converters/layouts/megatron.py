@@ -27,8 +27,8 @@ from statekit.errors import InexactError, StateError, fault_list
 from statekit.format import Encoded, Evidence, Hints
 from statekit.masters import MASTER
 from statekit.state import TrainState
-from statekit.tensor import Shape, Tensor
-from statekit.tree import Tree
+from statekit.tensors.tensor import Shape, Tensor
+from statekit.tensors.tree import Tree
 
 COMMON, SHARDED = "common", "sharded"
 _STATE = "optimizer.state."

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from statekit.tensor import Tensor
+from statekit.tensors.tensor import Tensor
 
 HOME = "mxnet"
 """Key in `extra`: what MXNet's files hold besides."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from statekit.converters.layouts.param_order import REMEDY
 from statekit.errors import StateError, fault_list
-from statekit.tensor import Shape
+from statekit.tensors.tensor import Shape
 
 _SHOWN = 5
 

@@ -31,8 +31,8 @@ from statekit.errors import StateError, fault_list
 from statekit.format import Hints
 from statekit.schema import load_schema
 from statekit.state import Counts, Group, KnownFrom, Optimizer, TrainState
-from statekit.tensor import Shape
-from statekit.tree import Record
+from statekit.tensors.tensor import Shape
+from statekit.tensors.tree import Record
 
 _SHOWN = 20
 

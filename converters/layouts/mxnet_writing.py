@@ -24,8 +24,8 @@ from statekit.converters.layouts.mxnet_kinds import (
 )
 from statekit.schema import load_schema
 from statekit.state import TrainState
-from statekit.tensor import Tensor
-from statekit.tree import Record
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Record
 
 
 class Writing:

@@ -25,8 +25,8 @@ from statekit.errors import InexactError, fault_list
 from statekit.format import Encoded, Exactness
 from statekit.schema import load_schema
 from statekit.state import Axis, Group, Rule, TrainState
-from statekit.tensor import Tensor, in_memory
-from statekit.tree import Tree
+from statekit.tensors.tensor import Tensor, in_memory
+from statekit.tensors.tree import Tree
 
 _HELD = ("adafactor", "adamw", "lamb")
 _BY_RATE = ("relative_step", "warmup_init")

@@ -21,8 +21,8 @@ import numpy as np
 
 from statekit.converters.layouts.optax_tree import Link, is_tensor, leaves, replaced, under
 from statekit.errors import StateError
-from statekit.tensor import Tensor, in_memory
-from statekit.tree import Path, Tree, nested
+from statekit.tensors.tensor import Tensor, in_memory
+from statekit.tensors.tree import Path, Tree, nested
 
 PARAMS, SLOT, GROUP, COUNT, SCHEDULE = "params", "slot", "group", "count", "schedule"
 

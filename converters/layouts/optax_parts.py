@@ -21,8 +21,8 @@ from statekit.converters.layouts.told import Known, Settings, manifest_state
 from statekit.errors import StateError
 from statekit.optim.factoring import Entry, first_entry, labels, map_entries
 from statekit.state import Group, Rule
-from statekit.tensor import Tensor
-from statekit.tree import Path, Tree
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Path, Tree
 
 Faults: TypeAlias = list[tuple[str, str]]
 Slots: TypeAlias = Mapping[str, Mapping[str, Tensor]]

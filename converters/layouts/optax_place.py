@@ -14,7 +14,7 @@ from statekit.converters.layouts.optax_tree import is_tensor, leaves
 from statekit.converters.layouts.unplaced import unplaced
 from statekit.format import Encoded, Exactness
 from statekit.state import TrainState
-from statekit.tree import Tree
+from statekit.tensors.tree import Tree
 
 FORMS = {"optax": "Optax", "jax": "statekit.jax"}
 """Key in `extra` -> the system whose form it is."""

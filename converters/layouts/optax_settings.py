@@ -18,8 +18,8 @@ from statekit.converters.layouts.optax_tree import Link, is_tensor, leaves, sequ
 from statekit.converters.layouts.told import Settings
 from statekit.errors import UsageError
 from statekit.schema import OptimizerSchema
-from statekit.tensor import Tensor
-from statekit.tree import Path, Tree
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Path, Tree
 
 VARIANT = "optax"
 OPTIMIZER = "optimizer"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statekit.optim.factoring import by_shape
 from statekit.optim.settings import form
 from statekit.state import Axis, Rule
-from statekit.tensor import DTYPES, Filled, Shape, Tensor
+from statekit.tensors.tensor import DTYPES, Filled, Shape, Tensor
 
 PLACEHOLDER: Shape = (1,)
 _SETTLED_RANK = 3

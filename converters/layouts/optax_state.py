@@ -42,7 +42,7 @@ from statekit.errors import StateError, fault_list, some
 from statekit.format import Encoded, Evidence, Hints
 from statekit.schema import OptimizerSchema, load_schema
 from statekit.state import Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensor import Tensor
+from statekit.tensors.tensor import Tensor
 
 _STRANGE = "Other links act on the same parameters with statistics of their own, which statekit keeps but doesn't step."
 _BEGUN = (

@@ -21,8 +21,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from statekit.tensor import Stored, Tensor
-from statekit.tree import Path, Tree
+from statekit.tensors.tensor import Stored, Tensor
+from statekit.tensors.tree import Path, Tree
 
 OWN_FIELDS: dict[str, tuple[str, ...]] = {
     "adafactor": ("v_row", "v_col", "v", "m", "average"),
@@ -174,7 +174,7 @@ def under(tree: Tree, path: Path) -> Tree:
 
 
 def leaves(tree: Tree) -> Iterator[tuple[Path, Any]]:
-    """Yields the path and value of every leaf, as `statekit.tree.walk` does, without its budget."""
+    """Yields the path and value of every leaf, as `statekit.tensors.tree.walk` does, without its budget."""
     stack: list[tuple[Path, Any]] = [((), tree)]
     while stack:
         path, node = stack.pop()

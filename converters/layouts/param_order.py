@@ -13,7 +13,7 @@ from typing import Any
 
 from statekit.converters.torch_parts import apart
 from statekit.errors import StateError, fault_list
-from statekit.tensor import Shape, Tensor
+from statekit.tensors.tensor import Shape, Tensor
 
 _SHOWN = 5
 BY_NAME = "and the model's file sorts them by name"

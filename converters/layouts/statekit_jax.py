@@ -47,8 +47,8 @@ from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.run import stepped_variants
 from statekit.schema import OptimizerSchema, load_schema
 from statekit.state import Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensor import Tensor
-from statekit.tree import Tree
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Tree
 
 _KEY = "jax"
 _RATES = ("learning_rate", "lr")

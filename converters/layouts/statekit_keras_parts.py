@@ -25,7 +25,7 @@ from statekit.optim.run import stepped_variants
 from statekit.optim.settings import form
 from statekit.schema import load_schema
 from statekit.state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState
-from statekit.tensor import DTYPES, Tensor, in_memory
+from statekit.tensors.tensor import DTYPES, Tensor, in_memory
 
 CLASSES = {
     "adafactor": "Adafactor", "scaled_adam": "ScaledAdam", "lans": "LANS", "lamb": "LAMB", "adamw": "AdamW",

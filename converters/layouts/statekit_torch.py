@@ -39,8 +39,8 @@ from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.run import stepped_variants
 from statekit.schema import load_schema
 from statekit.state import Counts, Optimizer, TrainState
-from statekit.tensor import Tensor
-from statekit.tree import Tree, holds_records, walk
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Tree, holds_records, walk
 
 CLASSES = {
     "adafactor": "statekit.torch.Adafactor",

@@ -15,8 +15,8 @@ import numpy as np
 from statekit.errors import InexactError
 from statekit.schema import load_schema
 from statekit.state import Group, KnownFrom, Rule, TrainState
-from statekit.tensor import Tensor
-from statekit.tree import Tree
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Tree
 
 Names: TypeAlias = Mapping[str, str]
 Faults: TypeAlias = list[tuple[str, str]]

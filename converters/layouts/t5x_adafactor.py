@@ -24,8 +24,8 @@ from statekit.errors import InexactError, StateError, fault_list, some
 from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.factoring import by_size, effective
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensor import DTYPES, Filled, Tensor, in_memory
-from statekit.tree import nested
+from statekit.tensors.tensor import DTYPES, Filled, Tensor, in_memory
+from statekit.tensors.tree import nested
 
 _EXTRA = ("flax_mutables", "t5x")
 _PLACE = "checkpoint_{step}/state"

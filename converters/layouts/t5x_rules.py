@@ -14,7 +14,7 @@ from typing import Any
 from statekit.errors import UsageError
 from statekit.optim.factoring import Entry, by_size, first_entry, label, labels, map_entries
 from statekit.state import Axis, Rule
-from statekit.tensor import Shape
+from statekit.tensors.tensor import Shape
 
 STANDARD = {
     "vocab": "COLUMN", "embed": "ROW", "mlp": "COLUMN", "heads": "COLUMN", "kv": "COLUMN", "joined_kv": "COLUMN",

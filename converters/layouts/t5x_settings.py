@@ -19,7 +19,7 @@ from statekit.errors import UsageError
 from statekit.format import Hints
 from statekit.optim.factoring import first_entry, map_entries
 from statekit.schema import load_schema
-from statekit.tensor import Shape
+from statekit.tensors.tensor import Shape
 
 RULES = ("factor_map", "logical_factor_rules", "logical_axes")
 """Hyperparameters that say how parameters are factored; they become rules."""

@@ -15,8 +15,8 @@ import numpy as np
 
 from statekit.checkpoint import Checkpoint
 from statekit.errors import StateError, fault_list
-from statekit.tensor import DType, Shape, Stored, Tensor
-from statekit.tree import Tree, walk
+from statekit.tensors.tensor import DType, Shape, Stored, Tensor
+from statekit.tensors.tree import Tree, walk
 
 SLOTS = ("v_row", "v_col", "v", "m")
 PLACEHOLDER: Shape = (1,)

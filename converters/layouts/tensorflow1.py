@@ -32,7 +32,7 @@ from statekit.optim.factoring import by_shape, first_entry, labels, map_entries,
 from statekit.optim.settings import form
 from statekit.schema import load_schema
 from statekit.state import Axis, Counts, Group, KnownFrom, Optimizer, Rule, TrainState
-from statekit.tensor import Shape, Tensor, in_memory
+from statekit.tensors.tensor import Shape, Tensor, in_memory
 
 HOME = "tf1"
 """Key in `extra` of what a TensorFlow 1 checkpoint holds besides."""

@@ -36,7 +36,7 @@ from statekit.errors import InexactError, StateError
 from statekit.format import Encoded, Evidence, Hints
 from statekit.schema import load_schema
 from statekit.state import TrainState
-from statekit.tensor import Tensor, in_memory
+from statekit.tensors.tensor import Tensor, in_memory
 
 HOME = "tf1_graph"
 """Key in `extra` of the objects of such a checkpoint."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from statekit.converters.layouts.tf1_powers import POWERS
 from statekit.errors import StateError
-from statekit.tensor import Tensor
+from statekit.tensors.tensor import Tensor
 
 GLOBAL_STEP = "global_step"
 AVERAGE = "/ExponentialMovingAverage"

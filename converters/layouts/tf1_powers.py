@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from statekit.state import Group
-from statekit.tensor import Tensor, in_memory
+from statekit.tensors.tensor import Tensor, in_memory
 
 POWERS: Mapping[str, str] = {"beta1_power": "beta1", "beta2_power": "beta2"}
 """Last part of a power's name -> the hyperparameter it is of."""

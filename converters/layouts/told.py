@@ -9,7 +9,7 @@ from typing import Any
 from statekit.checkpoint import Checkpoint
 from statekit.errors import StateError
 from statekit.state import KnownFrom
-from statekit.tree import from_json
+from statekit.tensors.tree import from_json
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from statekit.converters.layouts.statekit_torch import BESIDE, BUFFERS, GROUPS, 
 from statekit.converters.layouts.unplaced import unplaced
 from statekit.converters.optimizer_forms import Form, flat_form, nested_form
 from statekit.converters.torch_parts import MODELS, OPTIMIZERS, at, loose, places, put, without
-from statekit.tensor import Tensor
-from statekit.tree import Path, Tree
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Path, Tree
 
 PLACES = "torch_places"
 """Key in `extra`: where model and optimizer lie in the file."""

@@ -27,8 +27,8 @@ from statekit.optim.factoring import by_shape
 from statekit.optim.settings import form
 from statekit.schema import OptimizerSchema, load_schema
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensor import Shape, Tensor, in_memory
-from statekit.transforms import Reaxed
+from statekit.tensors.tensor import Shape, Tensor, in_memory
+from statekit.tensors.views import Reaxed
 
 _FACTORED = ("v_row", "v_col")
 _SHOWN = 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from statekit.tree import Tree, tensor_names
+from statekit.tensors.tree import Tree, tensor_names
 
 
 def unplaced(extra: Mapping[str, Tree], placed: Collection[str], system: str) -> dict[str, str]:

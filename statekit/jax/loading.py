@@ -24,7 +24,7 @@ from statekit.optim.options import RATE_NAMES
 from statekit.schema import load_schema
 from statekit.settling import LOGICAL, path_of
 from statekit.state import Group, TrainState
-from statekit.tensor import Tensor, widens
+from statekit.tensors.tensor import Tensor, widens
 
 _SHOWN = 40
 _FIXED = ("factored", "min_dim_size_to_factor", "factor_map", "beta1", "dtype_momentum", "amsgrad", "use_ema",

@@ -25,7 +25,7 @@ from statekit.optim.steps import Arrays, Scene, Steps
 from statekit.schema import OptimizerSchema, load_schema
 from statekit.settling import LOGICAL, Faults, by_name, factor_rules
 from statekit.state import Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensor import DTYPES, Filled, Shape
+from statekit.tensors.tensor import DTYPES, Filled, Shape
 
 Rate: TypeAlias = float | jax.Array | Callable[[jax.Array], Any] | None
 """A learning rate: a number, a 0-d array, a schedule of the updates done, or None while nobody has given one."""

@@ -31,7 +31,7 @@ from statekit.optim.settings import EXCLUDED, form, settled
 from statekit.optim.steps import Arrays, Execution, Scene, Slots
 from statekit.schema import load_schema
 from statekit.state import Axis, Group, Rule, TrainState
-from statekit.tensor import Shape
+from statekit.tensors.tensor import Shape
 
 VARIANTS = ("t5x", "t2t_early", "t2t_late", "mesh_tf", "hf", "fairseq", "torch", "optax", "keras")
 REPRODUCED = ("float32", "each_operation")

@@ -18,7 +18,7 @@ from statekit.errors import UnknownRuleError
 from statekit.optim.settings import Exclusion
 from statekit.optim.steps import Execution
 from statekit.state import Axis, Rule
-from statekit.tensor import DTYPES, float_info
+from statekit.tensors.tensor import DTYPES, float_info
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from statekit.errors import UsageError
 from statekit.state import Axis
-from statekit.tensor import Shape
+from statekit.tensors.tensor import Shape
 
 HEURISTIC = "HEURISTIC"
 """The value of a factor map's entry that leaves a parameter to its shape."""

@@ -9,7 +9,7 @@ from statekit.optim.factoring import Entry, by_shape, effective, first_entry, la
 from statekit.optim.settings import form
 from statekit.schema import load_schema
 from statekit.state import Rule
-from statekit.tensor import Shape
+from statekit.tensors.tensor import Shape
 
 RATE_NAMES = ("learning_rate", "lr")
 """Hyperparameters that are the learning rate, which every framework has its own place for."""

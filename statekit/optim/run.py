@@ -14,7 +14,7 @@ from statekit.optim.keras_averages import follow_average
 from statekit.optim.settings import form
 from statekit.optim.steps import Arrays, Execution, Scene, Slots, Steps
 from statekit.state import Counts, Group, Rule, TrainState
-from statekit.tensor import Tensor, in_memory
+from statekit.tensors.tensor import Tensor, in_memory
 
 Rates: TypeAlias = Value | tuple[Value, ...]
 """A learning rate, or one for each parameter group; a number stays one, as precise as it is."""

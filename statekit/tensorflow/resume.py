@@ -18,11 +18,11 @@ from statekit.optim.options import RATE_NAMES, offered
 from statekit.optim.run import steps_for
 from statekit.registry import detect_container
 from statekit.state import Axis, Rule, TrainState
-from statekit.tensor import DTYPES, Tensor, blocks, widens
 from statekit.tensorflow.naming import normal, partners, path_of, twice
 from statekit.tensorflow.optimizer import Engine, Rate
 from statekit.tensorflow.optimizers import LAMB, LANS, Adafactor, AdamW, ScaledAdam
 from statekit.tensorflow.settings import by_keras
+from statekit.tensors.tensor import DTYPES, Tensor, blocks, widens
 
 Variables: TypeAlias = Iterable[Any] | keras.Model
 Fault: TypeAlias = tuple[str, str]

@@ -14,7 +14,7 @@ from statekit.optim.settings import form
 from statekit.schema import load_schema
 from statekit.settling import EXCLUDED, MULTIPLIERS, SCALE
 from statekit.state import Group, Rule
-from statekit.tensor import Shape
+from statekit.tensors.tensor import Shape
 
 _SHOWN = 40
 

@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeAlias
 from statekit.checkpoint import Checkpoint
 from statekit.commit import staged
 from statekit.format import Container, Encoded
+from statekit.tensors.tree import Tree, to_json
 from statekit.testing.damage import files_of
-from statekit.tree import Tree, to_json
 
 Values: TypeAlias = Mapping[str, tuple[str, tuple[int, ...], bytes]]
 """Name -> dtype, shape and bytes."""

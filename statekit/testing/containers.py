@@ -26,11 +26,11 @@ import numpy as np
 from statekit.checkpoint import Checkpoint
 from statekit.errors import StatekitError
 from statekit.format import Container
-from statekit.tensor import DTYPES, Index, Tensor, chunks, in_memory, nbytes, whole
+from statekit.tensors.tensor import DTYPES, Index, Tensor, chunks, in_memory, nbytes, whole
+from statekit.tensors.tree import Tree, to_json, walk
 from statekit.testing.container_trials import Contents, Trial
 from statekit.testing.damage import Damage, damages, files_of, poisons, restored, within_budget
 from statekit.testing.trees import mapped
-from statekit.tree import Tree, to_json, walk
 
 LEAST = 16
 """Bytes of a tensor that is looked for in files: fewer are found by chance."""

@@ -31,11 +31,11 @@ from statekit.plan import NO_HINTS
 from statekit.registry import decoded
 from statekit.schema import load_schema, schema_names
 from statekit.state import TrainState
-from statekit.tensor import Array, DType, Index, Shape, Tensor, in_memory
+from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, in_memory
+from statekit.tensors.tree import tensor_names, to_json, walk
 from statekit.testing.step_cases import PLAIN, TABLE, case
 from statekit.testing.steps import tensors
 from statekit.testing.trees import mapped
-from statekit.tree import tensor_names, to_json, walk
 
 _EMPTY: tuple[Any, ...] = (None, {}, [], ())
 SCALAR = 1

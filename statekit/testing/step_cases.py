@@ -17,7 +17,7 @@ from statekit.optim.settings import form
 from statekit.optim.steps import Execution
 from statekit.schema import load_schema
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensor import DTYPES, Array, Shape, in_memory
+from statekit.tensors.tensor import DTYPES, Array, Shape, in_memory
 from statekit.verify.intervals import Interval, IntervalBackend
 from statekit.verify.replay import named
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from statekit.optim.settings import form
 from statekit.state import Axis, TrainState
-from statekit.tensor import Array, Shape
+from statekit.tensors.tensor import Array, Shape
 from statekit.verify.replay import named
 
 Index: TypeAlias = tuple[int, ...]

@@ -28,7 +28,7 @@ from statekit.optim.run import Live, Move, load, move_group, mover, settled_grou
 from statekit.optim.steps import Execution, Scene
 from statekit.schema import load_schema
 from statekit.state import TrainState
-from statekit.tensor import Array, Tensor
+from statekit.tensors.tensor import Array, Tensor
 from statekit.testing.step_cases import EMPTY, RATE, Case, chosen
 from statekit.testing.step_reach import first_index, reach
 from statekit.verify.replay import named

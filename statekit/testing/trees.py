@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from statekit.tree import Record, Tree
+from statekit.tensors.tree import Record, Tree
 
 
 def mapped(tree: Tree, change: Callable[[Any], Any]) -> Tree:

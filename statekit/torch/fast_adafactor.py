@@ -20,7 +20,7 @@ from statekit.optim.adafactor import Own
 from statekit.optim.steps import Scene
 from statekit.schema import load_schema
 from statekit.state import Axis, Rule
-from statekit.tensor import Shape
+from statekit.tensors.tensor import Shape
 from statekit.torch.passes import in_reach, run
 from statekit.torch.stacks import (
     Slots,

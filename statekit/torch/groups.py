@@ -29,7 +29,7 @@ from statekit.optim.settings import form
 from statekit.schema import OptimizerSchema, load_schema
 from statekit.settling import EXCLUDED, MULTIPLIERS, SCALE, Faults, by_name, factor_rules, path_of
 from statekit.state import Group, Rule
-from statekit.tensor import DTYPES
+from statekit.tensors.tensor import DTYPES
 
 ParamGroup: TypeAlias = dict[str, Any]
 

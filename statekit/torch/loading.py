@@ -17,7 +17,7 @@ from statekit.optim.run import counts_apart
 from statekit.schema import load_schema
 from statekit.settling import path_of
 from statekit.state import Rule
-from statekit.tensor import Tensor, blocks, widens
+from statekit.tensors.tensor import Tensor, blocks, widens
 from statekit.torch.groups import ParamGroup
 from statekit.torch.sharding import is_sharded, laid_out_like, own_part
 from statekit.torch.slots import Held, Source, dtype_of, expected_slots, first_group_slots

@@ -15,7 +15,7 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from statekit.tensor import Array
+from statekit.tensors.tensor import Array
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Float: TypeAlias = np.float32

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from statekit.errors import StateError
-from statekit.tensor import Array, Shape
+from statekit.tensors.tensor import Array, Shape
 
 _ALONE = 2**16
 """Elements that a thread passes in the time it takes to wake another."""

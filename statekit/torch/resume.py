@@ -22,7 +22,7 @@ from statekit.registry import layout
 from statekit.schema import OptimizerSchema, load_schema
 from statekit.settling import EXCLUDED, LOGICAL, SCALE, flags_of, path_of
 from statekit.state import Axis, Rule, TrainState
-from statekit.tensor import DTYPES, Cast, Filled, Tensor, widens
+from statekit.tensors.tensor import DTYPES, Cast, Filled, Tensor, widens
 from statekit.torch.adafactor import Adafactor
 from statekit.torch.adamw import AdamW
 from statekit.torch.groups import is_rate

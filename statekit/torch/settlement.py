@@ -18,7 +18,7 @@ from statekit.optim.run import steps_for
 from statekit.optim.steps import Steps
 from statekit.schema import load_schema
 from statekit.state import Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensor import DTYPES, Filled
+from statekit.tensors.tensor import DTYPES, Filled
 from statekit.torch.fast import FastMove, fast_path
 from statekit.torch.groups import ParamGroup, canonical, rules_of
 from statekit.torch.sharding import is_sharded

@@ -12,7 +12,7 @@ from statekit.backends import backend
 from statekit.optim.run import steps_for
 from statekit.schema import load_schema
 from statekit.state import Group, Rule
-from statekit.tensor import DTYPES, DType, Tensor
+from statekit.tensors.tensor import DTYPES, DType, Tensor
 from statekit.torch.groups import ParamGroup, canonical, rules_of
 
 Held: TypeAlias = dict[str, torch.Tensor]

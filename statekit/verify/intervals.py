@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from statekit.backends import Backend, Value
-from statekit.tensor import DTYPES, Array
+from statekit.tensors.tensor import DTYPES, Array
 
 UNIT = 2.0**-24
 """Rounding unit of float32."""

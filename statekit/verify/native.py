@@ -13,7 +13,7 @@ from statekit.errors import StateError
 from statekit.format import Hints
 from statekit.masters import MASTER, as_params
 from statekit.state import TrainState
-from statekit.tensor import Cast, Tensor, widens
+from statekit.tensors.tensor import Cast, Tensor, widens
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from statekit.state import TrainState
-from statekit.tensor import Tensor
+from statekit.tensors.tensor import Tensor
 
 FORMAT = "statekit-recording"
 GRADS, TRAJECTORY, DESCRIPTION = "grads.safetensors", "trajectory.safetensors", "recording.json"

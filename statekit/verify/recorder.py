@@ -23,11 +23,11 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from statekit.converters.containers.safetensors_file import save_safetensors
-from statekit.digest import tensor_bytes
 from statekit.errors import TargetExistsError, UsageError
 from statekit.optim.steps import Execution
 from statekit.state import TrainState
-from statekit.tensor import Array, Index, Stored, Tensor
+from statekit.tensors.digest import tensor_bytes
+from statekit.tensors.tensor import Array, Index, Stored, Tensor
 from statekit.verify.phases import DESCRIPTION, GRADS, TRAJECTORY, Phase
 from statekit.verify.recording import Rate, Recording, Trajectory, rate_from, system, to_json
 

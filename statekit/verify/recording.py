@@ -28,7 +28,7 @@ from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.format import Hints
 from statekit.optim.steps import Execution
 from statekit.state import TrainState
-from statekit.tensor import Tensor, in_memory
+from statekit.tensors.tensor import Tensor, in_memory
 from statekit.verify.phases import DESCRIPTION, FORMAT, GRADS, TRAJECTORY, Phase, System
 from statekit.verify.systems import SYSTEMS
 

@@ -26,7 +26,7 @@ from statekit.format import Hints
 from statekit.optim.run import Live, Move, initial, load, mover, store
 from statekit.optim.steps import Execution
 from statekit.state import TrainState
-from statekit.tensor import DTYPES, Tensor, in_memory, widens
+from statekit.tensors.tensor import DTYPES, Tensor, in_memory, widens
 from statekit.verify.intervals import IntervalBackend
 from statekit.verify.native import native_state, told
 from statekit.verify.recorder import write_trajectory

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.tensor import Array, DType, float_info
+from statekit.tensors.tensor import Array, DType, float_info
 from statekit.verify.intervals import Interval
 
 

@@ -25,7 +25,7 @@ from synthetic import moments, state, write_neutral, write_t5x
 
 from statekit import registry
 from statekit.state import TrainState
-from statekit.tensor import nbytes
+from statekit.tensors.tensor import nbytes
 
 MIB, GB = 2**20, 1e9
 

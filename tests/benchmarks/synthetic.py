@@ -13,7 +13,7 @@ from statekit.commit import staged
 from statekit.registry import container, layout
 from statekit.schema import load_schema
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensor import Array, DType, Index, Shape, Tensor, index_shape, normal_index
+from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, index_shape, normal_index
 
 MATRIX = Rule((Axis.ROW, Axis.COLUMN), "given")
 

@@ -27,7 +27,7 @@ from statekit.optim.settings import form
 from statekit.optim.steps import Execution
 from statekit.schema import OptimizerSchema, load_schema
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensor import Tensor
+from statekit.tensors.tensor import Tensor
 from statekit.verify.phases import FORMAT, TRAJECTORY, Phase
 from statekit.verify.systems import beside
 from statekit.verify.systems.native_slots import canonical_slots, native_slots

@@ -12,7 +12,7 @@ import numpy as np
 
 from statekit.errors import StateError
 from statekit.state import TrainState
-from statekit.tensor import DTYPES, Filled, Tensor, in_memory
+from statekit.tensors.tensor import DTYPES, Filled, Tensor, in_memory
 
 CARRIED = "beside"
 """Where a state's `extra` has what it needs to be written as it was read."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from statekit.errors import FormatError
 from statekit.state import Axis, Rule
-from statekit.tensor import DType, Filled, Tensor, in_memory
+from statekit.tensors.tensor import DType, Filled, Tensor, in_memory
 
 FACTORED, WHOLE = ("v_row", "v_col"), ("v",)
 UNUSED = "stands for a slot that isn't in use"

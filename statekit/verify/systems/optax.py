@@ -16,7 +16,7 @@ from statekit.converters.containers.safetensors_file import open_safetensors
 from statekit.errors import NotFoundError
 from statekit.schema import load_schema
 from statekit.state import Axis
-from statekit.tensor import Tensor
+from statekit.tensors.tensor import Tensor
 from statekit.verify.phases import TRAJECTORY
 from statekit.verify.systems.aliased import aliases, described, kind
 

@@ -14,7 +14,7 @@ from statekit.optim.scaled_adam import form
 from statekit.optim.scaled_adam_clip import batches
 from statekit.schema import load_schema
 from statekit.state import Counts, Group, Optimizer, TrainState
-from statekit.tensor import Array, Tensor, in_memory
+from statekit.tensors.tensor import Array, Tensor, in_memory
 from statekit.verify.phases import FORMAT, TRAJECTORY, Phase
 
 RESUMED = "resumed_trajectory.safetensors"

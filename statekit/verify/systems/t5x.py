@@ -12,8 +12,8 @@ from statekit.checkpoint import Checkpoint
 from statekit.format import Hints
 from statekit.registry import layout
 from statekit.state import TrainState
-from statekit.tensor import Tensor, in_memory
-from statekit.tree import tensor_names
+from statekit.tensors.tensor import Tensor, in_memory
+from statekit.tensors.tree import tensor_names
 from statekit.verify.phases import FORMAT, TRAJECTORY, Phase
 
 SLOTS = "state/param_states/"

@@ -20,7 +20,7 @@ from statekit.errors import FormatError, NotFoundError
 from statekit.registry import container
 from statekit.schema import load_schema
 from statekit.state import Group, TrainState
-from statekit.tensor import Array, Tensor, in_memory
+from statekit.tensors.tensor import Array, Tensor, in_memory
 from statekit.verify.phases import Phase
 from statekit.verify.systems import aliased
 from statekit.verify.systems.aliased import aliases, described, kind

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from statekit.tensor import BLOCK_BYTES, Array, Tensor, chunks, nbytes
+from statekit.tensors.tensor import BLOCK_BYTES, Array, Tensor, chunks, nbytes
 
 _FILE_BLOCK = 2**20
 _END = memoryview(b"")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from statekit.errors import FormatError
-from statekit.tensor import Stored, Tensor
+from statekit.tensors.tensor import Stored, Tensor
 
 Tree: TypeAlias = Any
 Path: TypeAlias = tuple[Any, ...]

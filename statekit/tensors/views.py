@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from statekit.errors import UsageError
-from statekit.tensor import Array, DType, Index, Shape, Tensor, index_shape, normal_index, positions
+from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, index_shape, normal_index, positions
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Reaxed:
         UsageError: The shapes differ in more than axes of length 1.
 
     Example:
-        >>> from statekit.tensor import in_memory
+        >>> from statekit.tensors.tensor import in_memory
         >>> Reaxed(in_memory(np.ones((4, 1))), (4,)).read().shape
         (4,)
     """
@@ -89,7 +89,7 @@ class Member(_WithoutAxis):
     """What stands at one place of an axis, without that axis.
 
     Example:
-        >>> from statekit.tensor import in_memory
+        >>> from statekit.tensors.tensor import in_memory
         >>> Member(in_memory(np.arange(6).reshape(2, 3)), 0, 1).read().tolist()
         [3, 4, 5]
     """
@@ -152,7 +152,7 @@ class Mean(_WithoutAxis):
     A second moment in full becomes a factored one's: both are linear in the squared gradients.
 
     Example:
-        >>> from statekit.tensor import in_memory
+        >>> from statekit.tensors.tensor import in_memory
         >>> Mean(in_memory(np.array([[1.0, 2.0], [3.0, 6.0]], np.float32)), 0).read().tolist()
         [2.0, 4.0]
     """
@@ -191,7 +191,7 @@ class Joined:
         UsageError: The runs hold another number of values, other dtypes, or reach beyond their tensors.
 
     Example:
-        >>> from statekit.tensor import in_memory
+        >>> from statekit.tensors.tensor import in_memory
         >>> flat = in_memory(np.arange(6))
         >>> Joined((Run(flat, 4, 2), Run(flat, 0, 2)), (2, 2)).read().tolist()
         [[4, 5], [0, 1]]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.tensor import Array, Tensor, chunks
+from statekit.tensors.tensor import Array, Tensor, chunks
 
 BLOCK_BYTES = 4 * 2**20
 """Bytes of a tensor held at once, small because a block widens up to eightfold (float8 to float64)."""
