@@ -12,8 +12,8 @@ from statekit.cli import output
 from statekit.cli.arguments import hints_options, local_file
 from statekit.cli.plan_view import show_plan
 from statekit.cli.resume import next_update, resume_lines
-from statekit.commit import Progress
 from statekit.convert import Report, convert, plan
+from statekit.files.stage import Progress
 from statekit.format import Exactness, Hints
 from statekit.plan import Plan, StepOffset
 

@@ -16,14 +16,14 @@ from types import TracebackType
 from typing import Any
 
 from statekit import registry
-from statekit.checkpoint import Checkpoint
-from statekit.commit import Entries, Kind, OnProgress, Stage, check_target, silent, staged
 from statekit.crossing import Crossing, best_crossing
-from statekit.durable import writing
 from statekit.errors import CommitError, CorruptError, StateError, UsageError, fault_list
+from statekit.files.checkpoint import Checkpoint
+from statekit.files.durable import writing
+from statekit.files.manifest import tensor_faults
+from statekit.files.stage import Entries, Kind, OnProgress, Stage, check_target, silent, staged
 from statekit.format import Container, Encoded, Evidence, Exactness, Fitting, Hints, KeepsMasters, Layout
 from statekit.lineage import content_digest, digest_rest, passed_through, prove, source_digests
-from statekit.manifest import tensor_faults
 from statekit.masters import as_params
 from statekit.plan import NO_HINTS, Plan, Request, Side, StepOffset, build_plan
 from statekit.schema import load_schema

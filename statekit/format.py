@@ -11,9 +11,9 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from statekit.checkpoint import Checkpoint
-from statekit.commit import Stage
 from statekit.errors import UsageError
+from statekit.files.checkpoint import Checkpoint
+from statekit.files.stage import Stage
 from statekit.schema import load_schema
 from statekit.state import TrainState
 from statekit.tensors.tree import Tree

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from statekit import registry
-from statekit.checkpoint import Checkpoint, Finding
 from statekit.errors import StateError, StatekitError, UnknownFormatError
+from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.manifest import tensor_faults
 from statekit.format import Hints, Layout
-from statekit.manifest import tensor_faults
 from statekit.schema import load_schema
 from statekit.state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.targets import source_container

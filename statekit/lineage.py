@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from statekit.checkpoint import Checkpoint
-from statekit.commit import Entries, OnProgress, Progress
 from statekit.errors import CorruptError, fault_list
-from statekit.manifest import tensor_entry
+from statekit.files.checkpoint import Checkpoint
+from statekit.files.manifest import tensor_entry
+from statekit.files.stage import Entries, OnProgress, Progress
 from statekit.tensors.digest import json_digest, tensor_digest
 from statekit.tensors.tensor import nbytes
 from statekit.tensors.tree import Tree, tensor_names

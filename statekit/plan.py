@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from statekit.checkpoint import Checkpoint, Finding
 from statekit.crossing import Crossing
 from statekit.errors import InexactError, fault_list
+from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.format import Encoded, Exactness, Hints
 from statekit.state import TrainState
 from statekit.tensors.digest import json_digest

@@ -8,8 +8,8 @@ from itertools import islice
 from pathlib import Path
 from typing import cast
 
-from statekit.checkpoint import Checkpoint
 from statekit.errors import NotFoundError, StateError, StatekitError, UnknownFormatError
+from statekit.files.checkpoint import Checkpoint
 from statekit.format import Container, Evidence, Hints, Layout
 from statekit.state import TrainState
 

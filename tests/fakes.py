@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from statekit import registry
-from statekit.checkpoint import Checkpoint, Finding
 from statekit.errors import StateError, UnknownFormatError
+from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.format import Evidence, Hints
 from statekit.state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, Index, Stored, Tensor

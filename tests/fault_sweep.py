@@ -26,7 +26,6 @@ from typing import Any
 import pytest
 
 from formats import plain_state, register, save, values
-from statekit import commit, rename
 from statekit.convert import convert, open_state, plan
 from statekit.converters.containers.orbax import CONTAINER as ORBAX
 from statekit.converters.containers.t5x import CONTAINER as T5X
@@ -34,6 +33,7 @@ from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.layouts.statekit_torch import LAYOUT as TORCH_LAYOUT
 from statekit.converters.layouts.t5x_adafactor import LAYOUT as T5X_LAYOUT
 from statekit.errors import StatekitError
+from statekit.files import rename, stage
 from statekit.tensors.digest import tensor_digest
 
 CALLS = ("open", "write", "fsync", "mkdir", "rmdir", "unlink", "link", "rename")
@@ -184,7 +184,7 @@ def main(how: str, source: Path, parent: Path, name: str, options: list[str]) ->
     if "plain" in options:
         rename._renameat2 = lambda *_: False
     if "careless" in options:
-        setattr(commit, "rename_new", carelessly)  # noqa: B010  # mypy refuses =, other signature
+        setattr(stage, "rename_new", carelessly)  # noqa: B010  # mypy refuses =, other signature
     print(json.dumps(sweep(fault, source, parent, name, options)))
 
 

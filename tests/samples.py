@@ -13,7 +13,7 @@ from typing import Literal
 
 from goldens import GOLDEN
 from statekit import registry
-from statekit.commit import staged
+from statekit.files.stage import staged
 from statekit.format import Hints
 from statekit.plan import NO_HINTS
 from statekit.testing.container_trials import Sample

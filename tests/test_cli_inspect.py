@@ -11,9 +11,9 @@ import pytest
 
 from fakes import Fake
 from goldens import GOLDEN, bundles
-from statekit.checkpoint import Finding
 from statekit.cli.main import DONE, FAILED, USAGE, main
 from statekit.cli.module_tree import module_tree, rows
+from statekit.files.checkpoint import Finding
 from statekit.inspection import ParameterSummary, TensorSummary
 
 T5X = bundles("t5x")

@@ -20,10 +20,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from statekit import commit, leftovers, manifest, rename
-from statekit.checkpoint import Checkpoint
-from statekit.commit import Progress, Stage, staged
 from statekit.errors import CommitError, NotFoundError, TargetExistsError, UsageError
+from statekit.files import manifest, rename
+from statekit.files import stage as commit
+from statekit.files import temporary as leftovers
+from statekit.files.checkpoint import Checkpoint
+from statekit.files.stage import Progress, Stage, staged
 from statekit.tensors.digest import bytes_digest
 from statekit.tensors.tensor import Stored, Tensor, in_memory
 
@@ -405,7 +407,7 @@ def test_too_little_space_is_seen_before_any_work(tmp_path: Path) -> None:
 def leave(parent: Path, *, alive: bool = False) -> Path:
     """Makes a temporary folder as a process makes it that is killed, or still runs."""
     code = (
-        "import sys, pathlib; from statekit.leftovers import make_temporary;"
+        "import sys, pathlib; from statekit.files.temporary import make_temporary;"
         "folder = make_temporary(pathlib.Path(sys.argv[1])); (folder / 'part').write_text('half');"
         "print(folder, flush=True); sys.stdin.read()"
     )

@@ -17,8 +17,6 @@ import numpy as np
 import pytest
 
 from formats import Packed, Renamed, arrays, plain_state, register, save, small_state, snapshot, values
-from statekit import manifest
-from statekit.commit import Progress
 from statekit.convert import convert, open_state, plan
 from statekit.converters.containers.statekit_dir import CONTAINER
 from statekit.errors import (
@@ -30,6 +28,8 @@ from statekit.errors import (
     UnknownFormatError,
     UsageError,
 )
+from statekit.files import manifest
+from statekit.files.stage import Progress
 from statekit.format import Exactness, Hints
 from statekit.tensors.tensor import Array, Cast, Filled, Index, Stored, Tensor
 

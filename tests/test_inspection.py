@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fakes import Fake
-from statekit.checkpoint import Finding
 from statekit.errors import StateError
+from statekit.files.checkpoint import Finding
 from statekit.format import Hints
 from statekit.inspection import Inspection, Request, inspect
 from statekit.state import Axis, Rule

@@ -17,7 +17,6 @@ from safetensors.numpy import load_file
 
 from goldens import bundles
 from statekit import registry
-from statekit.commit import staged
 from statekit.convert import convert, open_state, plan
 from statekit.converters.containers.hdf5_order import Names
 from statekit.converters.containers.hdf5_read import ATTRIBUTES, open_hdf5
@@ -37,6 +36,7 @@ from statekit.errors import (
     StatekitError,
     UsageError,
 )
+from statekit.files.stage import staged
 from statekit.format import Encoded, Exactness, Hints
 from statekit.schema import load_schema
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState

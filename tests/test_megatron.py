@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from dcp_files import MEGATRON, folder, plain, save, torch_read
 
-from statekit.checkpoint import Checkpoint
 from statekit.convert import convert, open_state, plan
 from statekit.converters.containers.dcp import CONTAINER as DCP
 from statekit.converters.containers.megatron import CONTAINER
 from statekit.converters.layouts.megatron import LAYOUT
 from statekit.errors import InexactError, NotFoundError, RefusedError, StateError, UsageError
+from statekit.files.checkpoint import Checkpoint
 from statekit.format import Hints
 from statekit.registry import detect_container
 from statekit.state import Counts, TrainState

@@ -17,12 +17,12 @@ from replaying import everywhere, present
 from statekit import registry
 from statekit.backend_numpy import NumpyBackend
 from statekit.backends import backend
-from statekit.checkpoint import Checkpoint
-from statekit.commit import staged
 from statekit.convert import convert, open_state, plan
 from statekit.converters.containers.mxnet import CONTAINER
 from statekit.converters.layouts.mxnet_optim import LANS, MXNetOptim
 from statekit.errors import InexactError, NotFoundError, StateError, UnknownFormatError
+from statekit.files.checkpoint import Checkpoint
+from statekit.files.stage import staged
 from statekit.format import Encoded, Hints
 from statekit.inspection import inspect
 from statekit.optim.run import load, store

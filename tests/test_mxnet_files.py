@@ -18,13 +18,13 @@ from mxnet_files import array_list, attributes, record, states
 from test_mxnet import LANS_CLASS, PARAMS, moments, put
 
 from goldens import GOLDEN
-from statekit.commit import staged
 from statekit.converters.containers.mxnet import CONTAINER
 from statekit.converters.containers.mxnet_params import read_params
 from statekit.converters.containers.torch_storage import SourceFile
 from statekit.converters.pickle_extents import KEPT_BYTES, Extent, read_thin_pickle
 from statekit.converters.pickle_writer import Called, write_pickle
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError, UsageError
+from statekit.files.stage import staged
 from statekit.format import Encoded
 from statekit.tensors.tensor import Array, Tensor, in_memory
 

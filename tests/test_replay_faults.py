@@ -14,8 +14,8 @@ import pytest
 
 from goldens import GOLDEN
 from statekit.backends import backend
-from statekit.commit import staged
 from statekit.convert import open_state
+from statekit.files.stage import staged
 from statekit.registry import container, layout
 from statekit.state import Counts, TrainState
 from statekit.tensors.tensor import Tensor

@@ -20,9 +20,6 @@ import pytest
 from safetensors import safe_open
 
 from formats import FACTORED, save, small_state, snapshot, values
-from statekit import manifest
-from statekit.checkpoint import Checkpoint
-from statekit.commit import staged
 from statekit.converters.containers import statekit_dir
 from statekit.converters.containers.statekit_dir import CONTAINER
 from statekit.converters.layouts.canonical import LAYOUT
@@ -35,6 +32,9 @@ from statekit.errors import (
     StatekitError,
     UsageError,
 )
+from statekit.files import manifest
+from statekit.files.checkpoint import Checkpoint
+from statekit.files.stage import staged
 from statekit.format import Encoded, Hints
 from statekit.state import Axis, Rule, TrainState
 from statekit.tensors.digest import tensor_digest

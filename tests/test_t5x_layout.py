@@ -12,13 +12,13 @@ from t5x_files import Recorded, meta, open_case, recorded, tiny
 
 from goldens import GOLDEN, bundles
 from statekit import registry
-from statekit.checkpoint import Checkpoint
-from statekit.commit import staged, unknown_fields
 from statekit.converters.containers.t5x import CONTAINER as T5X
 from statekit.converters.layouts.factored_slots import from_slots
 from statekit.converters.layouts.t5x_adafactor import LAYOUT
 from statekit.converters.layouts.t5x_rules import STANDARD
 from statekit.errors import InexactError, StateError, UsageError
+from statekit.files.checkpoint import Checkpoint
+from statekit.files.stage import staged, unknown_fields
 from statekit.format import Hints
 from statekit.optim.factoring import by_size, effective
 from statekit.state import Axis, Counts, Group, KnownFrom, Optimizer, Rule, TrainState

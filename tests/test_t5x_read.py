@@ -15,10 +15,10 @@ from zarr_files import write_array
 
 from goldens import GOLDEN
 from statekit import registry
-from statekit.checkpoint import Checkpoint
 from statekit.converters.containers.orbax import CONTAINER as ORBAX
 from statekit.converters.containers.t5x import CONTAINER as T5X
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
+from statekit.files.checkpoint import Checkpoint
 from statekit.tensors.tensor import Array
 
 RECORDED = recorded()

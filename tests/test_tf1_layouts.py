@@ -16,11 +16,11 @@ from tf_files import save
 from formats import plain_state
 from goldens import bundles
 from statekit.backends import backend
-from statekit.checkpoint import Checkpoint
 from statekit.convert import convert, open_state, plan
 from statekit.converters.containers.tf_bundle import CONTAINER
 from statekit.converters.layouts.tensorflow1 import MESH_TF, MESH_TF_ADAM, T2T, TF_ADAM, TensorFlow1
 from statekit.errors import InexactError, StateError
+from statekit.files.checkpoint import Checkpoint
 from statekit.format import Hints
 from statekit.registry import detect_layout
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState

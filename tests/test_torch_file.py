@@ -17,9 +17,9 @@ import pytest
 from torch_files import assert_same, save, tensor, torch_load, torch_zip
 
 from goldens import GOLDEN
-from statekit.checkpoint import Checkpoint
 from statekit.converters.containers.torch_file import CONTAINER
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
+from statekit.files.checkpoint import Checkpoint
 from statekit.tensors.tensor import DTYPES, Cast, Filled, Stored, Tensor, in_memory
 from statekit.tensors.tree import Record
 

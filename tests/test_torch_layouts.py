@@ -14,7 +14,6 @@ from torch_files import save
 from goldens import bundles
 from replaying import BACKENDS, marks
 from statekit.backends import backend
-from statekit.checkpoint import Checkpoint
 from statekit.cli.main import main
 from statekit.convert import convert, open_state, plan
 from statekit.converters.containers.torch_file import CONTAINER
@@ -24,6 +23,7 @@ from statekit.converters.layouts.statekit_torch import is_plain
 from statekit.converters.layouts.torch_optim import LAYOUT as TORCH_OPTIM
 from statekit.converters.param_names import read_param_names
 from statekit.errors import FormatError, InexactError, NotFoundError, StateError, UsageError
+from statekit.files.checkpoint import Checkpoint
 from statekit.format import Hints, Layout
 from statekit.registry import detect_layout
 from statekit.state import TrainState

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from statekit.commit import staged, unknown_fields
 from statekit.converters.containers.tf_bundle import CONTAINER
+from statekit.files.stage import staged, unknown_fields
 from statekit.format import Encoded
 from statekit.tensors.tree import Tree
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from statekit.commit import staged
 from statekit.converters.containers.torch_file import CONTAINER
 from statekit.converters.containers.torch_legacy import MAGIC
+from statekit.files.stage import staged
 from statekit.format import Encoded
 from statekit.tensors.tree import Record, Tree
 

@@ -17,7 +17,7 @@ import google_crc32c
 import numpy as np
 import zstandard
 
-from statekit.commit import Stage
+from statekit.files.stage import Stage
 from statekit.tensors.digest import tensor_bytes
 from statekit.tensors.tensor import Array, Tensor
 

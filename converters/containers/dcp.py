@@ -19,8 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from statekit.checkpoint import Checkpoint, Finding
-from statekit.commit import Stage
 from statekit.converters.containers.dcp_metadata import Contents, read_metadata
 from statekit.converters.containers.dcp_tree import tree_of
 from statekit.converters.containers.dcp_values import Files, read_values
@@ -29,8 +27,10 @@ from statekit.converters.containers.step_files import files_beside
 from statekit.converters.containers.torch_names import named
 from statekit.converters.optimizer_forms import by_name, is_nested
 from statekit.errors import NotFoundError
+from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.manifest import FILE, find_manifest, read_small, tensor_faults
+from statekit.files.stage import Stage
 from statekit.format import Encoded, Evidence
-from statekit.manifest import FILE, find_manifest, read_small, tensor_faults
 from statekit.tensors.tree import Tree, tensor_names
 
 METADATA = ".metadata"

@@ -18,8 +18,6 @@ from typing import Literal
 
 import numpy as np
 
-from statekit.checkpoint import Checkpoint
-from statekit.commit import Stage
 from statekit.converters.containers.hf_model import SHARD_BYTES, find_model, open_model, save_model
 from statekit.converters.containers.hf_place import moved_to
 from statekit.converters.containers.step_files import files_beside, trusted_manifest
@@ -27,8 +25,10 @@ from statekit.converters.containers.torch_names import named
 from statekit.converters.optimizer_forms import is_flat
 from statekit.converters.torch_parts import SORTED
 from statekit.errors import FormatError, NotFoundError, UsageError
+from statekit.files.checkpoint import Checkpoint
+from statekit.files.manifest import read_small, strict_json
+from statekit.files.stage import Stage
 from statekit.format import Encoded, Evidence
-from statekit.manifest import read_small, strict_json
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.tensors.tree import Tree
 

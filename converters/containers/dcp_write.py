@@ -12,11 +12,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from statekit.commit import Stage
 from statekit.converters.containers.dcp_metadata import Piece
 from statekit.converters.containers.dcp_tree import flat_paths
 from statekit.converters.containers.torch_pickle_writer import Opcodes
 from statekit.converters.containers.torch_writer import write_archive
+from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Path, Tree
 

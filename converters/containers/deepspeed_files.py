@@ -19,13 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from statekit.checkpoint import Finding
 from statekit.converters.containers.torch_names import named
 from statekit.converters.containers.torch_read import read_object
 from statekit.converters.containers.torch_storage import SourceFile
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
-from statekit.manifest import inside
-from statekit.reading import open_regular
+from statekit.files.checkpoint import Finding
+from statekit.files.manifest import inside
+from statekit.files.reading import open_regular
 from statekit.tensors.tensor import Array, Stored, Tensor
 from statekit.tensors.tree import Tree
 

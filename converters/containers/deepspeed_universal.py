@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from statekit.checkpoint import Finding
 from statekit.converters.containers.deepspeed_files import MASTER, UNIVERSAL, open_file, require
 from statekit.converters.containers.deepspeed_zero import Shapes
 from statekit.errors import CorruptError, FormatError
+from statekit.files.checkpoint import Finding
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Record, Tree
 from statekit.tensors.views import Joined, Run

@@ -16,8 +16,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from statekit.checkpoint import SEQUENCES_AS_MAPS, Checkpoint
-from statekit.commit import Stage
 from statekit.converters.containers.flax_write import NUMBER, SCALAR, gathered, packed
 from statekit.converters.containers.kv_stores import FolderStore
 from statekit.converters.containers.msgpack_index import Inline, parse
@@ -25,6 +23,8 @@ from statekit.converters.containers.step_files import step_checkpoint
 from statekit.converters.containers.step_folders import find_step, sighted
 from statekit.converters.containers.step_target import FOLDER
 from statekit.errors import FormatError, NotFoundError, RefusedError
+from statekit.files.checkpoint import SEQUENCES_AS_MAPS, Checkpoint
+from statekit.files.stage import Stage
 from statekit.format import Encoded, Evidence
 from statekit.tensors.tensor import Stored, in_memory
 from statekit.tensors.tree import Path as Keys

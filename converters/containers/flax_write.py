@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgpack
 
-from statekit.commit import Stage
 from statekit.converters.containers.msgpack_index import CHUNKED
 from statekit.errors import UsageError
+from statekit.files.stage import Stage
 from statekit.tensors.tensor import DType, Stored, Tensor, nbytes
 from statekit.tensors.tree import Path, Tree
 

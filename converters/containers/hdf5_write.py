@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from statekit.commit import Stage
 from statekit.converters.containers.hdf5_read import ATTRIBUTES
 from statekit.errors import FormatError, fault_list
+from statekit.files.stage import Stage
 from statekit.tensors.tensor import DTYPES, Tensor, blocks, index_shape
 from statekit.tensors.tree import Tree, walk
 

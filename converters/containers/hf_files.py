@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from statekit.checkpoint import Finding
-from statekit.commit import Stage
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.containers.torch_storage import SourceFile
 from statekit.converters.containers.torch_writer import write_archive
 from statekit.converters.pickle_reader import read_pickle
 from statekit.errors import FormatError, StatekitError, UsageError
-from statekit.manifest import FILE, inside, read_small
+from statekit.files.checkpoint import Finding
+from statekit.files.manifest import FILE, inside, read_small
+from statekit.files.stage import Stage
 from statekit.tensors.tensor import Stored, Tensor, index_shape
 from statekit.tensors.tree import Tree, holds_records
 

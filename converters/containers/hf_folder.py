@@ -20,8 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from statekit.checkpoint import Checkpoint, Finding
-from statekit.commit import Stage
 from statekit.converters.containers.hf_files import (
     FILES,
     PARTS,
@@ -44,6 +42,8 @@ from statekit.converters.containers.step_target import step_prefix
 from statekit.converters.containers.torch_names import named
 from statekit.converters.torch_parts import SORTED, at
 from statekit.errors import FormatError, NotFoundError, UsageError
+from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.stage import Stage
 from statekit.format import Encoded, Evidence
 from statekit.tensors.tree import Tree
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from statekit.commit import Stage
 from statekit.converters.containers.safetensors_file import open_safetensors, save_safetensors, sharded
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.errors import CorruptError, FormatError, fault_list
-from statekit.manifest import inside, read_small, strict_json
+from statekit.files.manifest import inside, read_small, strict_json
+from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor, nbytes
 
 SHARD_BYTES = 5 * 10**9

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from statekit.checkpoint import Checkpoint, Finding
-from statekit.commit import Stage
 from statekit.converters.containers.hdf5_read import ATTRIBUTES, open_hdf5
 from statekit.converters.containers.hdf5_write import MANIFEST, write_hdf5
-from statekit.durable import writing
 from statekit.errors import NotFoundError, StatekitError
+from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.durable import writing
+from statekit.files.manifest import parse, strict_json, tensor_faults
+from statekit.files.reading import open_regular
+from statekit.files.stage import Stage
 from statekit.format import Encoded, Evidence
-from statekit.manifest import parse, strict_json, tensor_faults
-from statekit.reading import open_regular
 from statekit.tensors.tree import tensor_names
 
 MAGIC = b"\x89HDF\r\n\x1a\n"

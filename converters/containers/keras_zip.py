@@ -23,15 +23,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from statekit.checkpoint import Checkpoint, Finding
-from statekit.commit import Stage
 from statekit.converters.containers.hdf5_read import ATTRIBUTES, open_hdf5
 from statekit.converters.containers.hdf5_write import write_hdf5
 from statekit.converters.containers.keras_h5 import CONFIG, METADATA, documents, refuse_step
 from statekit.errors import CorruptError, FormatError, InexactError, RefusedError, StatekitError
+from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.manifest import strict_json
+from statekit.files.reading import open_regular
+from statekit.files.stage import Stage
 from statekit.format import Encoded, Evidence
-from statekit.manifest import strict_json
-from statekit.reading import open_regular
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Index, Stored
 from statekit.tensors.tree import Tree
 

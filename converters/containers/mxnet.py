@@ -19,8 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from statekit.checkpoint import Checkpoint, Finding
-from statekit.commit import Stage
 from statekit.converters.containers.mxnet_files import (
     PARAMS,
     STATES,
@@ -35,6 +33,8 @@ from statekit.converters.containers.mxnet_states import read_states, write_state
 from statekit.converters.containers.step_files import trusted_manifest
 from statekit.converters.containers.torch_storage import SourceFile
 from statekit.errors import FormatError, StatekitError
+from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.stage import Stage
 from statekit.format import Encoded, Evidence
 
 NUMPY_MODE: Mapping[str, Any] = {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from statekit.converters.containers.mxnet_params import NPZ, form_of
 from statekit.errors import NotFoundError
-from statekit.reading import open_regular
+from statekit.files.reading import open_regular
 
 PARAMS, STATES = ".params", ".states"
 MODULE_PREFIXES = ("arg:", "aux:")

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
 
-from statekit.commit import Stage
 from statekit.converters.containers.mxnet_records import CPU, DTYPE_NAMES, dense, read_record, record_header
 from statekit.converters.containers.torch_storage import SourceFile
 from statekit.converters.containers.torch_writer import ZipForm, ZipWriter
 from statekit.converters.containers.torch_zip import Archive
 from statekit.errors import CorruptError, FormatError
+from statekit.files.stage import Stage
 from statekit.tensors.tensor import DTYPES, DType, Shape, Stored, Tensor, nbytes
 from statekit.tensors.tree import MAX_NAME_BYTES
 

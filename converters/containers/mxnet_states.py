@@ -15,13 +15,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from statekit.commit import Stage
 from statekit.converters.containers.mxnet_records import CPU, Fetch, read_record, record_header
 from statekit.converters.containers.torch_storage import SourceFile
 from statekit.converters.pickle_extents import Extent, read_thin_pickle
 from statekit.converters.pickle_names import CALLS, Call, kept, shown
 from statekit.converters.pickle_writer import Called, LongBytes, Name, write_pickle
 from statekit.errors import CorruptError, FormatError
+from statekit.files.stage import Stage
 from statekit.tensors.tensor import Array, Tensor, nbytes
 from statekit.tensors.tree import Path, Record, Tree
 

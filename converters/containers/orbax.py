@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from statekit.checkpoint import Checkpoint
-from statekit.commit import Stage
 from statekit.converters.containers.kv_stores import FolderStore, read_whole
 from statekit.converters.containers.orbax_item import STRINGS, open_item
 from statekit.converters.containers.orbax_write import step_metadata, write_item
@@ -34,8 +32,10 @@ from statekit.converters.containers.step_folders import (
 )
 from statekit.converters.containers.step_target import step_prefix
 from statekit.errors import FormatError
+from statekit.files.checkpoint import Checkpoint
+from statekit.files.manifest import MAX_BYTES, strict_json
+from statekit.files.stage import Stage
 from statekit.format import Encoded, Evidence
-from statekit.manifest import MAX_BYTES, strict_json
 from statekit.tensors.tree import Tree
 
 _DEFAULT = "{step}/default"

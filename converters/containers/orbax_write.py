@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from statekit.commit import Stage
 from statekit.converters.containers.orbax_item import STRINGS
 from statekit.converters.containers.orbax_metadata import document_of
 from statekit.converters.containers.step_folders import JSON_ITEM, METADATA
 from statekit.converters.containers.step_target import array_names
 from statekit.converters.containers.zarr2_write import encoded_chunks, header_bytes, header_for
-from statekit.durable import writing
+from statekit.files.durable import writing
+from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree, tensor_names, walk
 

@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from statekit.errors import CorruptError, FormatError, RefusedError, fault_list
-from statekit.manifest import strict_json
-from statekit.reading import open_regular, reading
+from statekit.files.manifest import strict_json
+from statekit.files.reading import open_regular, reading
 from statekit.tensors.digest import bytes_digest
 from statekit.tensors.tensor import DTYPES, Array, DType, Index, Shape, Stored, Tensor, index_shape, nbytes
 from statekit.tensors.tree import MAX_NAME_BYTES

@@ -9,12 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from statekit.checkpoint import Checkpoint, Finding
-from statekit.commit import Stage
 from statekit.converters.containers.safetensors_file import open_safetensors, save_safetensors, sharded
 from statekit.errors import CorruptError, FormatError, NotFoundError, StatekitError, fault_list
+from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.manifest import (
+    FILE,
+    read_small,
+    require_manifest,
+    strict_json,
+    tensor_faults,
+    unnamed_files,
+)
+from statekit.files.stage import Stage
 from statekit.format import Encoded, Evidence
-from statekit.manifest import FILE, read_small, require_manifest, strict_json, tensor_faults, unnamed_files
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree, from_json, tensor_names, to_json
 

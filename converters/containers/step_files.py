@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from statekit.checkpoint import Checkpoint, Finding
 from statekit.converters.containers.step_folders import StepFolder
 from statekit.converters.hparams import find_gin, read_gin, read_text
 from statekit.errors import FormatError
-from statekit.manifest import FILE, files_below, find_manifest, tensor_faults
+from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.manifest import FILE, files_below, find_manifest, tensor_faults
 from statekit.tensors.tree import Tree, tensor_names
 
 _MAX_NAMED = 10_000

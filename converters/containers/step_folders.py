@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from statekit.checkpoint import Finding
 from statekit.errors import FormatError, NotFoundError
+from statekit.files.checkpoint import Finding
 
 Kind: TypeAlias = Literal["legacy", "orbax", "flax"]
 """Who wrote a step: T5X before Orbax (msgpack with zarr folders), Orbax, or Flax (a msgpack file)."""

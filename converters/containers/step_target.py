@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from statekit.commit import Stage
 from statekit.errors import FormatError, UsageError, fault_list
+from statekit.files.stage import Stage
 from statekit.tensors.tensor import Stored, Tensor
 from statekit.tensors.tree import Tree, walk
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from statekit.checkpoint import Finding
 from statekit.converters.containers import zarr2, zarr3
 from statekit.converters.containers.kv_stores import Store, checked_key
 from statekit.converters.containers.msgpack_index import Inline
@@ -25,6 +24,7 @@ from statekit.converters.containers.zarr_array import (
     open_array,
 )
 from statekit.errors import CorruptError, FormatError, RefusedError, fault_list
+from statekit.files.checkpoint import Finding
 from statekit.tensors.tensor import DTYPES, Shape, Stored, dtype_named
 from statekit.tensors.tree import MAX_DEPTH, Tree
 

@@ -15,8 +15,6 @@ from typing import Any, Literal
 
 import msgpack
 
-from statekit.checkpoint import Checkpoint, Finding
-from statekit.commit import Stage
 from statekit.converters.containers.kv_stores import FolderStore
 from statekit.converters.containers.msgpack_index import parse
 from statekit.converters.containers.step_files import step_checkpoint
@@ -26,6 +24,8 @@ from statekit.converters.containers.stored_leaves import Arrays
 from statekit.converters.containers.zarr2 import header_json
 from statekit.converters.containers.zarr2_write import encoded_chunks, header_bytes, header_for
 from statekit.errors import FormatError, NotFoundError, UsageError
+from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.stage import Stage
 from statekit.format import Encoded, Evidence
 from statekit.tensors.tensor import Tensor, nbytes
 

@@ -22,8 +22,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from statekit.checkpoint import Checkpoint
-from statekit.commit import Stage
 from statekit.converters.containers.crc32c import crc32c
 from statekit.converters.containers.step_files import trusted_manifest
 from statekit.converters.containers.tf_bundle_write import STATE_FILE, write_bundle
@@ -46,6 +44,8 @@ from statekit.converters.containers.tf_table import (
 )
 from statekit.converters.containers.torch_storage import SourceFile, Storage, window
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, fault_list
+from statekit.files.checkpoint import Checkpoint
+from statekit.files.stage import Stage
 from statekit.format import Encoded, Evidence
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Shape, index_shape
 

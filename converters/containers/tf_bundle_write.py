@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from statekit.commit import Stage
 from statekit.converters.containers.crc32c import crc32c
 from statekit.converters.containers.tf_entries import (
     FULL,
@@ -26,6 +25,7 @@ from statekit.converters.containers.tf_entries import (
 from statekit.converters.containers.tf_strings import string_bytes
 from statekit.converters.containers.tf_table import masked, write_table
 from statekit.errors import FormatError, fault_list
+from statekit.files.stage import Stage
 from statekit.tensors.tensor import Shape, Tensor, index_shape
 from statekit.tensors.tree import Tree
 

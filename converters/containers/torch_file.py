@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from statekit.checkpoint import Checkpoint, Finding
-from statekit.commit import Stage
 from statekit.converters.containers.torch_names import named
 from statekit.converters.containers.torch_read import generation, read_object
 from statekit.converters.containers.torch_storage import SourceFile
 from statekit.converters.containers.torch_writer import MANIFEST_KEY, write_torch
 from statekit.errors import FormatError, NotFoundError, StatekitError, fault_list
+from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.manifest import parse, tensor_faults
+from statekit.files.stage import Stage
 from statekit.format import Encoded, Evidence
-from statekit.manifest import parse, tensor_faults
 from statekit.tensors.tree import Tree, tensor_names
 
 MAX_FAULTS = 5

@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from statekit.checkpoint import Finding
 from statekit.converters.containers.torch_legacy import MAGIC_BYTES, read_legacy
 from statekit.converters.containers.torch_names import storage_id, torch_calls
 from statekit.converters.containers.torch_storage import Source, Storage
 from statekit.converters.containers.torch_zip import Archive, directory_bytes
 from statekit.converters.pickle_reader import read_pickle
 from statekit.errors import CorruptError, FormatError, RefusedError
+from statekit.files.checkpoint import Finding
 from statekit.tensors.tree import Tree
 
 MAX_PICKLE = 1 << 30

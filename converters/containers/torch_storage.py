@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from statekit.errors import CorruptError, FormatError, RefusedError, UsageError
-from statekit.reading import open_regular
+from statekit.files.reading import open_regular
 from statekit.tensors.tensor import BLOCK_BYTES, Array, DType, Index, Shape, Stored, index_shape
 
 MAX_EXPANDED = 16 * 2**20

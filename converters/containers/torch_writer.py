@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from statekit.commit import Stage
 from statekit.converters.containers.torch_pickle_writer import Slot, pickle_tree
 from statekit.converters.containers.torch_zip import (
     CENTRAL,
@@ -33,6 +32,7 @@ from statekit.converters.containers.torch_zip import (
     LOCATOR_MAGIC,
 )
 from statekit.errors import CommitError, UsageError
+from statekit.files.stage import Stage
 from statekit.tensors.tensor import Stored, Tensor, nbytes
 from statekit.tensors.tree import Tree, tensor_names
 

@@ -8,9 +8,9 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from statekit.commit import Stage
 from statekit.converters.containers.zarr2 import header_json
 from statekit.converters.containers.zarr_array import Header
+from statekit.files.stage import Stage
 from statekit.tensors.digest import little_endian
 from statekit.tensors.tensor import Filled, Shape, Tensor, blocks, positions
 

@@ -13,7 +13,7 @@ from typing import Any
 from statekit.converters.containers.zarr_array import Header, checked_header, checked_shape
 from statekit.converters.containers.zarr_shards import Shards
 from statekit.errors import FormatError
-from statekit.manifest import strict_json
+from statekit.files.manifest import strict_json
 from statekit.tensors.tensor import dtype_named
 
 FILE = "zarr.json"

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from statekit.checkpoint import Checkpoint
 from statekit.errors import StateError
+from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
 from statekit.schema import all_variants, schema_names
 from statekit.state import Counts, Group, Optimizer, Rule, TrainState

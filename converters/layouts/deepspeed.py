@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from statekit.checkpoint import Checkpoint
 from statekit.converters.layouts.torch_frame import frame
 from statekit.converters.layouts.torch_optim import LAYOUT as TORCH_OPTIM
 from statekit.errors import InexactError, StateError
+from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
 from statekit.masters import MASTER
 from statekit.schema import load_schema

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from statekit.backend_numpy import NumpyBackend
-from statekit.checkpoint import Checkpoint
 from statekit.converters.layouts.param_order import BY_NAME, REMEDY, Order, named_order
 from statekit.converters.layouts.torch_frame import Frame, extra_of, frame, joined
 from statekit.converters.torch_parts import SORTED
 from statekit.errors import InexactError, StateError, fault_list
+from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
 from statekit.optim import scaled_adam
 from statekit.optim.scaled_adam_clip import batches

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from statekit.checkpoint import Checkpoint
 from statekit.converters.layouts.keras_native import home_in
 from statekit.converters.layouts.keras_objects import (
     BASE_LISTS,
@@ -68,6 +67,7 @@ from statekit.converters.layouts.statekit_keras_parts import (
 )
 from statekit.converters.layouts.told import manifest_state
 from statekit.errors import StateError, fault_list
+from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.run import stepped_variants
 from statekit.schema import load_schema

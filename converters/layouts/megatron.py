@@ -19,11 +19,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from statekit.checkpoint import Checkpoint
 from statekit.converters.layouts.statekit_torch import is_plain
 from statekit.converters.layouts.torch_frame import PLACES
 from statekit.converters.layouts.torch_optim import BY_NAME
 from statekit.errors import InexactError, StateError, fault_list
+from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
 from statekit.masters import MASTER
 from statekit.state import TrainState

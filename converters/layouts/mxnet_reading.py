@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from statekit.checkpoint import Checkpoint
 from statekit.converters.layouts.mxnet_attributes import (
     ARGUMENTS,
     BY_DEVICE,
@@ -28,6 +27,7 @@ from statekit.converters.layouts.mxnet_kinds import (
 )
 from statekit.converters.layouts.mxnet_order import Numbered, numbered
 from statekit.errors import StateError, fault_list
+from statekit.files.checkpoint import Checkpoint
 from statekit.format import Hints
 from statekit.schema import load_schema
 from statekit.state import Counts, Group, KnownFrom, Optimizer, TrainState

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from statekit.checkpoint import SEQUENCES_AS_MAPS, Checkpoint
 from statekit.converters.layouts.optax_frame import frame_of
 from statekit.converters.layouts.optax_tree import (
     Link,
@@ -19,6 +18,7 @@ from statekit.converters.layouts.optax_tree import (
 )
 from statekit.converters.layouts.told import Known, Settings, manifest_state
 from statekit.errors import StateError
+from statekit.files.checkpoint import SEQUENCES_AS_MAPS, Checkpoint
 from statekit.optim.factoring import Entry, first_entry, labels, map_entries
 from statekit.state import Group, Rule
 from statekit.tensors.tensor import Tensor

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from statekit.checkpoint import Checkpoint
 from statekit.converters.layouts.optax_chain import encoded
 from statekit.converters.layouts.optax_parts import (
     FACTOR_MAP,
@@ -39,6 +38,7 @@ from statekit.converters.layouts.optax_settings import (
 from statekit.converters.layouts.optax_slots import Factoring, factoring, rule_of
 from statekit.converters.layouts.optax_tree import ENGINES, find_params, links
 from statekit.errors import StateError, fault_list, some
+from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
 from statekit.schema import OptimizerSchema, load_schema
 from statekit.state import Counts, Group, Optimizer, Rule, TrainState

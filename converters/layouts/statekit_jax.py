@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from statekit.checkpoint import Checkpoint
 from statekit.converters.layouts.factored_slots import shown_rule
 from statekit.converters.layouts.optax_frame import Contents, count, usual_tree
 from statekit.converters.layouts.optax_parts import (
@@ -43,6 +42,7 @@ from statekit.converters.layouts.optax_tree import (
 )
 from statekit.converters.layouts.told import Settings
 from statekit.errors import InexactError, StateError, fault_list, some
+from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.run import stepped_variants
 from statekit.schema import OptimizerSchema, load_schema

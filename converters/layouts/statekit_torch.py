@@ -21,7 +21,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from statekit.checkpoint import Checkpoint
 from statekit.converters.layouts.statekit_torch_groups import (
     Found,
     Kind,
@@ -35,6 +34,7 @@ from statekit.converters.layouts.statekit_torch_groups import (
 )
 from statekit.converters.optimizer_forms import by_index
 from statekit.errors import InexactError, StateError, fault_list
+from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.run import stepped_variants
 from statekit.schema import load_schema

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from statekit.checkpoint import Checkpoint
 from statekit.converters.layouts.factored_slots import with_minimum
 from statekit.converters.layouts.t5x_rules import STANDARD
 from statekit.converters.layouts.t5x_tree import Held
 from statekit.converters.layouts.told import Known, Member, Settings
 from statekit.errors import UsageError
+from statekit.files.checkpoint import Checkpoint
 from statekit.format import Hints
 from statekit.optim.factoring import first_entry, map_entries
 from statekit.schema import load_schema

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from statekit.checkpoint import Checkpoint
 from statekit.errors import StateError, fault_list
+from statekit.files.checkpoint import Checkpoint
 from statekit.tensors.tensor import DType, Shape, Stored, Tensor
 from statekit.tensors.tree import Tree, walk
 

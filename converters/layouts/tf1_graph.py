@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from statekit.checkpoint import Checkpoint
 from statekit.converters.containers.tf_object_graph import (
     GRAPH,
     SAVE_COUNTER,
@@ -33,6 +32,7 @@ from statekit.converters.layouts.tensorflow1 import TensorFlow1
 from statekit.converters.layouts.tf1_names import GLOBAL_STEP
 from statekit.converters.layouts.tf1_powers import POWERS
 from statekit.errors import InexactError, StateError
+from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
 from statekit.schema import load_schema
 from statekit.state import TrainState

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from statekit.checkpoint import Checkpoint
 from statekit.errors import StateError
+from statekit.files.checkpoint import Checkpoint
 from statekit.state import KnownFrom
 from statekit.tensors.tree import from_json
 

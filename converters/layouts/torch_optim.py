@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from statekit.checkpoint import Checkpoint
 from statekit.converters.layouts.param_order import found_order
 from statekit.converters.layouts.statekit_torch import GROUPS
 from statekit.converters.layouts.torch_frame import Frame, extra_of, frame, joined
 from statekit.converters.optimizer_forms import Form
 from statekit.converters.torch_parts import SORTED
 from statekit.errors import InexactError, StateError, fault_list
+from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.factoring import by_shape
 from statekit.optim.settings import form

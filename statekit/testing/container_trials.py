@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from statekit.checkpoint import Checkpoint
-from statekit.commit import staged
+from statekit.files.checkpoint import Checkpoint
+from statekit.files.stage import staged
 from statekit.format import Container, Encoded
 from statekit.tensors.tree import Tree, to_json
 from statekit.testing.damage import files_of

@@ -21,9 +21,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from statekit.checkpoint import Checkpoint
-from statekit.commit import staged
 from statekit.errors import InexactError, StateError, StatekitError
+from statekit.files.checkpoint import Checkpoint
+from statekit.files.stage import staged
 from statekit.format import Container, Encoded, Hints, Layout
 from statekit.optim.factoring import by_shape
 from statekit.optim.run import stepped_variants

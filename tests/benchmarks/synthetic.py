@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.commit import staged
+from statekit.files.stage import staged
 from statekit.registry import container, layout
 from statekit.schema import load_schema
 from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.checkpoint import Checkpoint
+from statekit.files.checkpoint import Checkpoint
 from statekit.format import Hints
 from statekit.registry import layout
 from statekit.state import TrainState

@@ -12,9 +12,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from statekit.checkpoint import Finding
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, fault_list
-from statekit.reading import open_regular, reading
+from statekit.files.checkpoint import Finding
+from statekit.files.reading import open_regular, reading
 from statekit.tensors.digest import file_digest, json_digest, stream_digest
 from statekit.tensors.tensor import Tensor
 

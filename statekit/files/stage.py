@@ -19,8 +19,6 @@ from typing import Any, BinaryIO, Literal, TypeAlias
 
 from blake3 import blake3
 
-from statekit.checkpoint import Checkpoint
-from statekit.durable import new_file, writing
 from statekit.errors import (
     CommitError,
     NotFoundError,
@@ -30,8 +28,9 @@ from statekit.errors import (
     fault_list,
     some,
 )
-from statekit.leftovers import make_temporary, sweep
-from statekit.manifest import (
+from statekit.files.checkpoint import Checkpoint
+from statekit.files.durable import new_file, writing
+from statekit.files.manifest import (
     FILE,
     file_entry,
     files_below,
@@ -44,7 +43,8 @@ from statekit.manifest import (
     to_text,
     unnamed_files,
 )
-from statekit.rename import exchange, rename_new, sync_folder
+from statekit.files.rename import exchange, rename_new, sync_folder
+from statekit.files.temporary import make_temporary, sweep
 from statekit.tensors.digest import tensor_bytes, tensor_digest
 from statekit.tensors.tensor import Tensor
 

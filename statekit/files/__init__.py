@@ -1,0 +1,1 @@
+"""Files: opened without trust, written without accidents, described by a manifest."""
