@@ -21,7 +21,7 @@ from statekit.errors import MissingExtraError, NotFoundError
 from statekit.optim.adafactor import defaults
 from statekit.optim.run import Live, Move, Rates, store
 from statekit.optim.steps import Arrays, Execution
-from statekit.state import TrainState
+from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, Tensor
 from statekit.verify.intervals import Interval
 from statekit.verify.recording import Recording, open_recording

@@ -11,7 +11,7 @@ from typing import Any
 from statekit.optim.adafactor import defaults, next_decay
 from statekit.optim.adafactor_forms import Hyperparameters
 from statekit.plan import Plan
-from statekit.schema import load_schema
+from statekit.state.schema import load_schema
 
 T5X_LAYOUT, ORBAX, FLAX = "t5x", "orbax", "flax"
 _RULES = ("factor_map", "logical_factor_rules")

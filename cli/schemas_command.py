@@ -10,7 +10,7 @@ import click
 from rich.table import Table
 
 from statekit.cli import output
-from statekit.schema import OptimizerSchema, load_schema, schema_names
+from statekit.state.schema import OptimizerSchema, load_schema, schema_names
 
 SIDE_BY_SIDE = 3
 """So many variants get a column each; more are listed by value, which fits any terminal."""

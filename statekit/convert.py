@@ -24,10 +24,10 @@ from statekit.files.manifest import tensor_faults
 from statekit.files.stage import Entries, Kind, OnProgress, Stage, check_target, silent, staged
 from statekit.format import Container, Encoded, Evidence, Exactness, Fitting, Hints, KeepsMasters, Layout
 from statekit.lineage import content_digest, digest_rest, passed_through, prove, source_digests
-from statekit.masters import as_params
 from statekit.plan import NO_HINTS, Plan, Request, Side, StepOffset, build_plan
-from statekit.schema import load_schema
-from statekit.state import TrainState
+from statekit.state.masters import as_params
+from statekit.state.schema import load_schema
+from statekit.state.train_state import TrainState
 from statekit.targets import check_apart, choose_container, choose_layout, source_container
 
 

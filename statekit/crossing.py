@@ -15,11 +15,11 @@ from typing import Any
 
 from statekit.errors import InexactError, fault_list
 from statekit.format import Exactness
-from statekit.optim.factoring import by_shape, swapped
-from statekit.optim.options import RATE_NAMES
-from statekit.optim.settings import EXCLUDED
-from statekit.schema import OptimizerSchema, load_schema
-from statekit.state import Axis, Group, Rule, TrainState
+from statekit.state.factoring import by_shape, swapped
+from statekit.state.hyperparameters import EXCLUDED
+from statekit.state.options import RATE_NAMES
+from statekit.state.schema import OptimizerSchema, load_schema
+from statekit.state.train_state import Axis, Group, Rule, TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.views import Mean
 

@@ -14,8 +14,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from statekit.errors import UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import Stage
-from statekit.schema import load_schema
-from statekit.state import TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import TrainState
 from statekit.tensors.tree import Tree
 
 

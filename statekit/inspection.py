@@ -14,8 +14,8 @@ from statekit.errors import StateError, StatekitError, UnknownFormatError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import tensor_faults
 from statekit.format import Hints, Layout
-from statekit.schema import load_schema
-from statekit.state import Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.targets import source_container
 from statekit.tensors.stats import Stats, measure
 from statekit.tensors.tensor import DTYPES, Shape, Tensor, nbytes

@@ -13,8 +13,8 @@ from typing import Any
 from statekit import registry
 from statekit.crossing import Crossing, best_crossing
 from statekit.format import Exactness
-from statekit.schema import load_schema, schema_names
-from statekit.state import Counts, Group, Optimizer, TrainState
+from statekit.state.schema import load_schema, schema_names
+from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from statekit.crossing import Crossing
 from statekit.errors import InexactError, fault_list
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.format import Encoded, Exactness, Hints
-from statekit.state import TrainState
+from statekit.state.train_state import TrainState
 from statekit.tensors.digest import json_digest
 from statekit.tensors.tensor import Shape, Tensor, nbytes
 from statekit.tensors.tree import tensor_names, to_json

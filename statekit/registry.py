@@ -11,7 +11,7 @@ from typing import cast
 from statekit.errors import NotFoundError, StateError, StatekitError, UnknownFormatError
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Container, Evidence, Hints, Layout
-from statekit.state import TrainState
+from statekit.state.train_state import TrainState
 
 CONTAINERS = "statekit.containers"
 LAYOUTS = "statekit.layouts"

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, TypeAlias
 
-from statekit.optim.factoring import Entry, first_entry, map_entries
-from statekit.optim.options import RATE_NAMES, rule_of
-from statekit.optim.settings import form
-from statekit.schema import OptimizerSchema
-from statekit.state import Rule
+from statekit.state.factoring import Entry, first_entry, map_entries
+from statekit.state.hyperparameters import form
+from statekit.state.options import RATE_NAMES, rule_of
+from statekit.state.schema import OptimizerSchema
+from statekit.state.train_state import Rule
 from statekit.tensors.tensor import Shape
 
 Faults: TypeAlias = list[tuple[str, str]]

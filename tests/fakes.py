@@ -13,7 +13,7 @@ from statekit import registry
 from statekit.errors import StateError, UnknownFormatError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.format import Evidence, Hints
-from statekit.state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState
+from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, Index, Stored, Tensor
 
 

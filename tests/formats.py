@@ -23,7 +23,7 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.files.manifest import parse
 from statekit.files.stage import Stage, staged, unknown_fields
 from statekit.format import Container, Encoded, Evidence, Exactness, Hints, Layout
-from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, Tensor, dtype_named, in_memory
 from statekit.tensors.tree import from_json, tensor_names, to_json
 

@@ -13,7 +13,7 @@ from statekit.jax.leaves import leaves_of
 from statekit.jax.states import STATES, State
 from statekit.jax.transformation import Told, slots_of
 from statekit.optim.run import load, mover
-from statekit.state import Counts, Group, Optimizer, TrainState
+from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.verify.intervals import IntervalBackend
 from statekit.verify.replay import named

@@ -16,7 +16,7 @@ from statekit.backends import Backend
 from statekit.optim import adafactor
 from statekit.optim.adafactor import Own
 from statekit.optim.steps import Scene
-from statekit.state import Axis
+from statekit.state.train_state import Axis
 from statekit.verify.recording import Recording, from_json, open_recording, to_json
 from statekit.verify.replay import Replay, Subject, replay
 

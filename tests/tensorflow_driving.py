@@ -14,7 +14,7 @@ import tensorflow as tf
 from statekit.backends import backend
 from statekit.errors import StatekitError
 from statekit.optim.run import load, mover, stepped_variants
-from statekit.state import TrainState
+from statekit.state.train_state import TrainState
 from statekit.tensorflow.resume import built
 from statekit.tensors.tensor import DTYPES, Array
 from statekit.verify.intervals import IntervalBackend

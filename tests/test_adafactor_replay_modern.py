@@ -17,8 +17,8 @@ from statekit.backend_numpy import ORACLE
 from statekit.backends import backend
 from statekit.errors import FormatError, NotFoundError, StateError
 from statekit.optim import adafactor
-from statekit.optim.settings import form
-from statekit.state import Axis, Rule
+from statekit.state.hyperparameters import form
+from statekit.state.train_state import Axis, Rule
 from statekit.tensors.tensor import DTYPES, Array, Tensor, in_memory
 from statekit.verify.recorder import Recorder
 from statekit.verify.recording import Recording, from_json, open_recording, system, to_json

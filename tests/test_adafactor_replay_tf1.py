@@ -18,8 +18,8 @@ from statekit.errors import NotFoundError
 from statekit.optim import adafactor
 from statekit.optim.adafactor_forms import Setting
 from statekit.optim.adafactor_storage import noise
-from statekit.optim.settings import form
-from statekit.state import Group, Rule
+from statekit.state.hyperparameters import form
+from statekit.state.train_state import Group, Rule
 from statekit.tensors.tensor import DTYPES
 from statekit.verify.intervals import Interval, IntervalBackend
 from statekit.verify.recording import from_json, open_recording, to_json

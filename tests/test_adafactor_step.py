@@ -14,7 +14,7 @@ from statekit.optim import adafactor
 from statekit.optim.adafactor_forms import Hyperparameters
 from statekit.optim.run import move_group, steps_for
 from statekit.optim.steps import Scene
-from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Array, in_memory
 
 R, C, B, N = Axis.ROW, Axis.COLUMN, Axis.BATCH, Axis.NONE

@@ -17,7 +17,7 @@ from statekit.backends import backend
 from statekit.errors import FormatError, NotFoundError, StateError
 from statekit.optim import adamw, lamb
 from statekit.optim.steps import Scene
-from statekit.schema import load_schema
+from statekit.state.schema import load_schema
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.verify.recorder import Recorder, write_trajectory
 from statekit.verify.recording import Recording, from_json, open_recording, system, to_json

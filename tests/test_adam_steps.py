@@ -16,10 +16,10 @@ from statekit.errors import StateError, UnknownRuleError
 from statekit.optim import adamw, lamb
 from statekit.optim.gradient_clipping import CLIP, Limits
 from statekit.optim.run import initial, load, mover, store
-from statekit.optim.settings import EXCLUDED
 from statekit.optim.steps import Execution
-from statekit.schema import load_schema
-from statekit.state import Counts, Group, Optimizer, TrainState
+from statekit.state.hyperparameters import EXCLUDED
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import DTYPES, Array, in_memory
 from statekit.verify.recorder import Recorder
 from statekit.verify.recording import open_recording

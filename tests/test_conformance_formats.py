@@ -25,7 +25,7 @@ from statekit.errors import CorruptError, InexactError, StateError, UnknownForma
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import Stage
 from statekit.format import Container, Encoded, Evidence, Exactness, Hints, Layout
-from statekit.state import TrainState
+from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import DTYPES, Index, Stored, Tensor, in_memory
 from statekit.tensors.tree import from_json, tensor_names, to_json
 from statekit.testing import containers, damage, layouts

@@ -17,7 +17,7 @@ from statekit.backend_numpy import NumpyBackend
 from statekit.backends import backend
 from statekit.optim import adamw, run
 from statekit.optim.run import STEPPED
-from statekit.state import Axis
+from statekit.state.train_state import Axis
 from statekit.testing.step_cases import TABLE, Case, Table, case
 from statekit.testing.steps import COSTLY, LAWS, Law, Trial, require_refusal
 from statekit.verify.intervals import IntervalBackend

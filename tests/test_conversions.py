@@ -23,10 +23,10 @@ from statekit.convert import convert, crossing_to, open_state, plan
 from statekit.crossing import Crossing
 from statekit.errors import InexactError, StateError, StatekitError
 from statekit.format import Exactness, Hints, KeepsMasters, Layout
-from statekit.masters import as_params
 from statekit.matrix import cells
-from statekit.schema import load_schema
-from statekit.state import TrainState
+from statekit.state.masters import as_params
+from statekit.state.schema import load_schema
+from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array
 
 

@@ -16,8 +16,8 @@ from statekit.backends import Value
 from statekit.crossing import Crossing, best_crossing, cross
 from statekit.format import Exactness
 from statekit.optim.run import STEPPED, load, mover, stepped_variants
-from statekit.schema import load_schema
-from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, in_memory
 from statekit.testing.step_cases import RATE, Case, case
 

@@ -27,7 +27,7 @@ from statekit.converters.containers.dcp_tiling import Box, tiling_fault
 from statekit.errors import NotFoundError, RefusedError, UsageError
 from statekit.format import Encoded
 from statekit.registry import detect_container
-from statekit.state import TrainState
+from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import BLOCK_BYTES, Filled, chunks, in_memory, same_values
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay

@@ -34,10 +34,10 @@ from statekit.errors import (
     UsageError,
 )
 from statekit.format import Exactness
-from statekit.masters import MASTER, as_params
 from statekit.optim.run import load, mover, store
 from statekit.registry import detect_container
-from statekit.state import TrainState
+from statekit.state.masters import MASTER, as_params
+from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import in_memory
 from statekit.verify.native import native_state
 from statekit.verify.recording import open_recording

@@ -10,10 +10,10 @@ import pytest
 from replaying import everywhere
 from statekit.backends import Backend, backend
 from statekit.optim import adafactor
-from statekit.optim.factoring import by_shape
 from statekit.optim.run import initial, load, mover, store
-from statekit.optim.settings import form
-from statekit.state import Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.factoring import by_shape
+from statekit.state.hyperparameters import form
+from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, in_memory
 from statekit.verify.intervals import Interval, IntervalBackend
 

@@ -13,7 +13,7 @@ from statekit.errors import StateError
 from statekit.files.checkpoint import Finding
 from statekit.format import Hints
 from statekit.inspection import Inspection, Request, inspect
-from statekit.state import Axis, Rule
+from statekit.state.train_state import Axis, Rule
 
 HERE = Path("somewhere")
 MATRIX = Rule((Axis.ROW, Axis.COLUMN), "assumed")

@@ -29,7 +29,7 @@ from statekit.jax.states import State  # noqa: E402
 from statekit.jax.transformation import built, slots_of, state_of  # noqa: E402
 from statekit.optim.run import Live, Move  # noqa: E402
 from statekit.optim.steps import Execution  # noqa: E402
-from statekit.state import TrainState  # noqa: E402
+from statekit.state.train_state import TrainState  # noqa: E402
 from statekit.verify.recording import open_recording  # noqa: E402
 from statekit.verify.replay import Subject, replay  # noqa: E402
 

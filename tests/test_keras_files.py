@@ -38,8 +38,8 @@ from statekit.errors import (
 )
 from statekit.files.stage import staged
 from statekit.format import Encoded, Exactness, Hints
-from statekit.schema import load_schema
-from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, Tensor, dtype_named, in_memory
 from statekit.tensors.tree import tensor_names
 

@@ -235,7 +235,7 @@ def test_a_model_whose_attributes_are_a_foreign_states_paths_loads_it(tmp_path: 
     from test_keras_files import foreign, write
 
     from statekit.converters.layouts.keras_native import LAYOUT
-    from statekit.state import Axis
+    from statekit.state.train_state import Axis
 
     @keras.saving.register_keras_serializable()
     class Outer(keras.Model):  # type: ignore[misc]

@@ -13,7 +13,7 @@ from replaying import everywhere, judged, mistaken, outside, present, shortened
 from statekit.backend_numpy import ORACLE
 from statekit.backends import backend
 from statekit.optim import lans
-from statekit.schema import load_schema
+from statekit.state.schema import load_schema
 from statekit.verify.recorder import write_trajectory
 from statekit.verify.recording import from_json, open_recording, to_json
 from statekit.verify.replay import Subject, free_run

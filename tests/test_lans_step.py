@@ -15,8 +15,8 @@ from statekit.backends import BACKEND_NAMES, Backend, backend
 from statekit.errors import StateError, UnknownRuleError
 from statekit.optim import lans
 from statekit.optim.run import initial, load, mover, store
-from statekit.schema import load_schema
-from statekit.state import Counts, Group, Optimizer, TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import Array, in_memory
 from statekit.verify.intervals import UNIT, IntervalBackend, scaled_norm_error
 

@@ -20,7 +20,7 @@ from statekit.errors import InexactError, NotFoundError, RefusedError, StateErro
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Hints
 from statekit.registry import detect_container
-from statekit.state import Counts, TrainState
+from statekit.state.train_state import Counts, TrainState
 from statekit.tensors.tensor import DTYPES, Cast, Filled, in_memory, same_values
 
 SOURCE = folder(MEGATRON)

@@ -26,7 +26,7 @@ from statekit.files.stage import staged
 from statekit.format import Encoded, Hints
 from statekit.inspection import inspect
 from statekit.optim.run import load, store
-from statekit.state import TrainState
+from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, same_values
 from statekit.tensors.tree import Record
 from statekit.verify.recording import open_recording

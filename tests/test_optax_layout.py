@@ -18,7 +18,7 @@ from statekit.converters.layouts.optax_state import LAYOUT
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Exactness, Hints
-from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.tensors.tree import Tree, tensor_names, to_json
 from statekit.verify.recording import open_recording

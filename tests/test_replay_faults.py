@@ -17,7 +17,7 @@ from statekit.backends import backend
 from statekit.convert import open_state
 from statekit.files.stage import staged
 from statekit.registry import container, layout
-from statekit.state import Counts, TrainState
+from statekit.state.train_state import Counts, TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay

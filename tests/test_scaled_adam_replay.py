@@ -18,7 +18,7 @@ from statekit.backends import Backend, backend
 from statekit.converters.containers.safetensors_file import open_safetensors
 from statekit.optim import scaled_adam
 from statekit.optim.scaled_adam_clip import batches
-from statekit.state import Counts, TrainState
+from statekit.state.train_state import Counts, TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.verify.recorder import write_trajectory
 from statekit.verify.recording import Recording, from_json, open_recording, system, to_json

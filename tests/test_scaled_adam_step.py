@@ -18,8 +18,8 @@ from statekit.errors import StateError, UnknownRuleError
 from statekit.optim import scaled_adam
 from statekit.optim.run import initial, load, mover, store
 from statekit.optim.scaled_adam_forms import corrected_updates, promoted
-from statekit.schema import load_schema
-from statekit.state import Counts, Group, Optimizer, TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import DTYPES, Array, in_memory
 from statekit.verify.intervals import UNIT, IntervalBackend
 

@@ -19,7 +19,7 @@ from goldens import COMPACT, GOLDEN, bundles
 from statekit.cli import schemas_command
 from statekit.cli.main import statekit
 from statekit.errors import NotFoundError
-from statekit.schema import load_schema, schema_names
+from statekit.state.schema import load_schema, schema_names
 
 ROOT = Path(__file__).parents[1]
 FILES = ROOT / "schemas"

@@ -16,7 +16,7 @@ import pytest
 from safetensors import safe_open
 
 from goldens import GOLDEN, bundles
-from statekit.schema import load_schema
+from statekit.state.schema import load_schema
 
 VARIANTS = {
     "t5x": "t5x",

@@ -22,8 +22,8 @@ from statekit.optim import adafactor, adafactor_forms, adamw, lamb, lans, scaled
 from statekit.optim.run import Move, load, mover, store
 from statekit.optim.scaled_adam_clip import batches
 from statekit.optim.steps import Execution
-from statekit.schema import load_schema
-from statekit.state import Counts, TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Counts, TrainState
 from statekit.tensors.tensor import Array, Tensor
 from statekit.testing.step_cases import chosen
 from statekit.testing.steps import tensors

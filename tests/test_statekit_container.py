@@ -36,7 +36,7 @@ from statekit.files import manifest
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged
 from statekit.format import Encoded, Hints
-from statekit.state import Axis, Rule, TrainState
+from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensors.digest import tensor_digest
 from statekit.tensors.tensor import in_memory
 from statekit.tensors.tree import Record, tensor_names

@@ -30,7 +30,7 @@ from statekit.converters.layouts.optax_tree import OWN_FIELDS, OWN_GROUP_FIELDS
 from statekit.converters.layouts.statekit_jax import LAYOUT
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.format import Exactness, Hints
-from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tree import Tree, nested, tensor_names
 
 BLANK = {"dense": {"kernel": None, "bias": None}, "scale": None}

@@ -19,7 +19,7 @@ from statekit.converters.layouts.statekit_torch import LAYOUT
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Hints
-from statekit.state import Counts, Group, Optimizer, TrainState
+from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import in_memory
 from statekit.tensors.tree import Record
 from statekit.torch import load_optimizer, load_params

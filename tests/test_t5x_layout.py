@@ -20,8 +20,8 @@ from statekit.errors import InexactError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged, unknown_fields
 from statekit.format import Hints
-from statekit.optim.factoring import by_size, effective
-from statekit.state import Axis, Counts, Group, KnownFrom, Optimizer, Rule, TrainState
+from statekit.state.factoring import by_size, effective
+from statekit.state.train_state import Axis, Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, in_memory
 from statekit.tensors.tree import tensor_names
 

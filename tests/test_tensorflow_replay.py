@@ -16,8 +16,8 @@ import pytest
 from goldens import GOLDEN
 from replaying import present
 from statekit.errors import StateError, UnknownRuleError, UsageError
-from statekit.optim.options import offered
-from statekit.state import TrainState
+from statekit.state.options import offered
+from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import in_memory
 from statekit.verify.recording import open_recording
 

@@ -19,7 +19,7 @@ from statekit.converters.layouts.tf1_powers import beta_of, power_after
 from statekit.errors import InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Hints
-from statekit.state import Counts, Group, Optimizer, TrainState
+from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import Array, in_memory
 
 WEIGHTS = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)

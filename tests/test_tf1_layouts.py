@@ -23,7 +23,7 @@ from statekit.errors import InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Hints
 from statekit.registry import detect_layout
-from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor, in_memory, same_values
 from statekit.tensors.tree import tensor_names
 from statekit.verify.recording import Recording, open_recording

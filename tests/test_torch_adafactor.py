@@ -16,7 +16,7 @@ from statekit.errors import StateError, UnknownRuleError, UsageError
 from statekit.optim import adafactor
 from statekit.optim.run import move_group, settled_group, steps_for
 from statekit.optim.steps import Scene
-from statekit.state import Axis, Group, Rule
+from statekit.state.train_state import Axis, Group, Rule
 from statekit.torch import Adafactor
 
 pytestmark = pytest.mark.torch

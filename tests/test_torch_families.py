@@ -21,7 +21,7 @@ from statekit.errors import StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Hints
 from statekit.optim.run import stepped_variants
-from statekit.state import Counts, TrainState
+from statekit.state.train_state import Counts, TrainState
 from statekit.torch import load_optimizer, load_params
 from statekit.verify.recording import open_recording
 

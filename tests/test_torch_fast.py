@@ -16,7 +16,7 @@ from statekit.backends import backend
 from statekit.errors import StateError
 from statekit.optim.run import load, mover, settled_group, steps_of
 from statekit.optim.steps import Scene
-from statekit.state import Axis
+from statekit.state.train_state import Axis
 from statekit.tensors.tensor import Array
 from statekit.testing.step_cases import Case, Table, case
 from statekit.torch import passes, stacks

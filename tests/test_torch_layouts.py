@@ -26,7 +26,7 @@ from statekit.errors import FormatError, InexactError, NotFoundError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Hints, Layout
 from statekit.registry import detect_layout
-from statekit.state import TrainState
+from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, Tensor, in_memory, same_values
 from statekit.tensors.tree import walk
 from statekit.tensors.views import Member, Reaxed, Stack

@@ -14,7 +14,7 @@ from torch_driving import LEFT_OUT, XP, Run, defaults, differing, resume
 
 from statekit.errors import StateError, UnknownRuleError, UsageError
 from statekit.optim.run import STEPPED, stepped_variants
-from statekit.schema import load_schema
+from statekit.state.schema import load_schema
 from statekit.testing.step_cases import RATE, UNSAID, case
 from statekit.torch import LANS, Adafactor, AdamW, ScaledAdam
 from statekit.torch.resume import OPTIMIZERS

@@ -29,7 +29,7 @@ from statekit.converters.containers.safetensors_file import open_safetensors
 from statekit.errors import NotFoundError, StateError, UnknownRuleError, UsageError
 from statekit.format import Hints
 from statekit.registry import layout
-from statekit.state import Axis, Optimizer, TrainState
+from statekit.state.train_state import Axis, Optimizer, TrainState
 from statekit.tensors.tensor import Array, Tensor
 from statekit.torch import Adafactor, load_optimizer, load_params
 from statekit.verify.recording import Recording, open_recording

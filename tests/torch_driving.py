@@ -17,8 +17,8 @@ from statekit.backends import backend
 from statekit.errors import StatekitError
 from statekit.optim.run import load, mover, stepped_variants, store
 from statekit.registry import layout
-from statekit.schema import load_schema
-from statekit.state import Group, TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Array
 from statekit.torch.resume import OPTIMIZERS
 from statekit.verify.intervals import IntervalBackend

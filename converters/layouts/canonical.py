@@ -9,8 +9,8 @@ from typing import Any
 from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
-from statekit.schema import all_variants, schema_names
-from statekit.state import Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.schema import all_variants, schema_names
+from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor
 
 

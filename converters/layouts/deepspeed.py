@@ -21,9 +21,9 @@ from statekit.converters.layouts.torch_optim import LAYOUT as TORCH_OPTIM
 from statekit.errors import InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
-from statekit.masters import MASTER
-from statekit.schema import load_schema
-from statekit.state import Axis, Rule, TrainState
+from statekit.state.masters import MASTER
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensors.tensor import Filled, Tensor
 from statekit.tensors.tree import Tree
 

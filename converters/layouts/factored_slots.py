@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from statekit.converters.layouts.told import Settings
-from statekit.optim.factoring import by_shape, by_size
-from statekit.optim.settings import form
-from statekit.state import Axis, Rule
+from statekit.state.factoring import by_shape, by_size
+from statekit.state.hyperparameters import form
+from statekit.state.train_state import Axis, Rule
 from statekit.tensors.tensor import Shape, Tensor
 
 MINIMUM = "min_dim_size_to_factor"

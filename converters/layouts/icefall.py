@@ -25,8 +25,8 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
 from statekit.optim import scaled_adam
 from statekit.optim.scaled_adam_clip import batches
-from statekit.schema import all_variants, load_schema
-from statekit.state import Counts, Group, Optimizer, TrainState
+from statekit.state.schema import all_variants, load_schema
+from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import Shape, Tensor, in_memory
 from statekit.tensors.views import Member, Stack
 

@@ -70,8 +70,8 @@ from statekit.errors import StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.run import stepped_variants
-from statekit.schema import load_schema
-from statekit.state import TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
 
 _MOMENTS = {"m": "_momentums", "v": "_velocities", "v_max": "_velocity_hats"}

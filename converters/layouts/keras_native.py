@@ -49,8 +49,8 @@ from statekit.converters.layouts.unplaced import unplaced
 from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Exactness, Hints
-from statekit.schema import load_schema
-from statekit.state import TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
 
 OPTIMIZER = "optimizer"

@@ -27,7 +27,7 @@ from statekit.converters.layouts.keras_slots import ACCUMULATOR, AVERAGE, ITERAT
 from statekit.converters.layouts.unplaced import unplaced
 from statekit.errors import StateError, fault_list
 from statekit.format import Encoded
-from statekit.state import TrainState
+from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 
 VARIABLES, TRAINED = "_variables", "_trainable_variables"

@@ -28,10 +28,10 @@ from statekit.converters.layouts.keras_slots import (
 from statekit.converters.layouts.told import Known, Settings
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.format import Hints
-from statekit.optim.factoring import by_shape, swapped
-from statekit.optim.settings import form
-from statekit.schema import load_schema
-from statekit.state import Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.factoring import by_shape, swapped
+from statekit.state.hyperparameters import form
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Filled, Shape, Tensor, in_memory
 
 VARIANT = "keras"

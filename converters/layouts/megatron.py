@@ -25,8 +25,8 @@ from statekit.converters.layouts.torch_optim import BY_NAME
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
-from statekit.masters import MASTER
-from statekit.state import TrainState
+from statekit.state.masters import MASTER
+from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Tree
 

@@ -22,7 +22,7 @@ from statekit.converters.layouts.unplaced import unplaced
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
-from statekit.state import TrainState
+from statekit.state.train_state import TrainState
 
 _SHOWN = 20
 

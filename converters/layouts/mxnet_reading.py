@@ -29,8 +29,8 @@ from statekit.converters.layouts.mxnet_order import Numbered, numbered
 from statekit.errors import StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Hints
-from statekit.schema import load_schema
-from statekit.state import Counts, Group, KnownFrom, Optimizer, TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, TrainState
 from statekit.tensors.tensor import Shape
 from statekit.tensors.tree import Record
 

@@ -22,8 +22,8 @@ from statekit.converters.layouts.mxnet_kinds import (
     name_of,
     usual_index,
 )
-from statekit.schema import load_schema
-from statekit.state import TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Record
 

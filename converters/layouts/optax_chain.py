@@ -23,8 +23,8 @@ from statekit.converters.layouts.optax_slots import placeholder, usual_axes
 from statekit.converters.layouts.optax_tree import is_tensor, leaves, replaced
 from statekit.errors import InexactError, fault_list
 from statekit.format import Encoded, Exactness
-from statekit.schema import load_schema
-from statekit.state import Axis, Group, Rule, TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Axis, Group, Rule, TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.tensors.tree import Tree
 

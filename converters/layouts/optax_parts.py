@@ -19,8 +19,8 @@ from statekit.converters.layouts.optax_tree import (
 from statekit.converters.layouts.told import Known, Settings, manifest_state
 from statekit.errors import StateError
 from statekit.files.checkpoint import SEQUENCES_AS_MAPS, Checkpoint
-from statekit.optim.factoring import Entry, first_entry, labels, map_entries
-from statekit.state import Group, Rule
+from statekit.state.factoring import Entry, first_entry, labels, map_entries
+from statekit.state.train_state import Group, Rule
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Path, Tree
 

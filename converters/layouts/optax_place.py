@@ -13,7 +13,7 @@ from statekit.converters.layouts.optax_frame import SLOT, Contents, rebuilt, usu
 from statekit.converters.layouts.optax_tree import is_tensor, leaves
 from statekit.converters.layouts.unplaced import unplaced
 from statekit.format import Encoded, Exactness
-from statekit.state import TrainState
+from statekit.state.train_state import TrainState
 from statekit.tensors.tree import Tree
 
 FORMS = {"optax": "Optax", "jax": "statekit.jax"}

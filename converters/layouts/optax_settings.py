@@ -17,7 +17,7 @@ from statekit.converters.layouts.optax_slots import Factoring
 from statekit.converters.layouts.optax_tree import Link, is_tensor, leaves, sequence, under
 from statekit.converters.layouts.told import Settings
 from statekit.errors import UsageError
-from statekit.schema import OptimizerSchema
+from statekit.state.schema import OptimizerSchema
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Path, Tree
 

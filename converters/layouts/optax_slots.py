@@ -12,9 +12,9 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from statekit.optim.factoring import by_shape
-from statekit.optim.settings import form
-from statekit.state import Axis, Rule
+from statekit.state.factoring import by_shape
+from statekit.state.hyperparameters import form
+from statekit.state.train_state import Axis, Rule
 from statekit.tensors.tensor import DTYPES, Filled, Shape, Tensor
 
 PLACEHOLDER: Shape = (1,)

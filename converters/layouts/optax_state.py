@@ -40,8 +40,8 @@ from statekit.converters.layouts.optax_tree import ENGINES, find_params, links
 from statekit.errors import StateError, fault_list, some
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
-from statekit.schema import OptimizerSchema, load_schema
-from statekit.state import Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.schema import OptimizerSchema, load_schema
+from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor
 
 _STRANGE = "Other links act on the same parameters with statistics of their own, which statekit keeps but doesn't step."

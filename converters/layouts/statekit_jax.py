@@ -45,8 +45,8 @@ from statekit.errors import InexactError, StateError, fault_list, some
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.run import stepped_variants
-from statekit.schema import OptimizerSchema, load_schema
-from statekit.state import Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.schema import OptimizerSchema, load_schema
+from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree
 

@@ -46,7 +46,7 @@ from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.run import stepped_variants
-from statekit.state import TrainState
+from statekit.state.train_state import TrainState
 
 
 @dataclass(frozen=True)

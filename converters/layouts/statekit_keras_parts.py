@@ -19,12 +19,12 @@ from statekit.converters.layouts.keras_variables import snake_case
 from statekit.converters.layouts.told import Known
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.format import Hints
-from statekit.optim.factoring import map_entries
-from statekit.optim.options import FACTOR, KERAS, RATE_NAMES, offered, rule_of
 from statekit.optim.run import stepped_variants
-from statekit.optim.settings import form
-from statekit.schema import load_schema
-from statekit.state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState
+from statekit.state.factoring import map_entries
+from statekit.state.hyperparameters import form
+from statekit.state.options import FACTOR, KERAS, RATE_NAMES, offered, rule_of
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Tensor, in_memory
 
 CLASSES = {

@@ -37,8 +37,8 @@ from statekit.errors import InexactError, StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.run import stepped_variants
-from statekit.schema import load_schema
-from statekit.state import Counts, Optimizer, TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Counts, Optimizer, TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree, holds_records, walk
 

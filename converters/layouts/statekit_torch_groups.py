@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from statekit.errors import InexactError
-from statekit.schema import load_schema
-from statekit.state import Group, KnownFrom, Rule, TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Group, KnownFrom, Rule, TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree
 

@@ -22,8 +22,8 @@ from statekit.converters.layouts.unplaced import unplaced
 from statekit.errors import InexactError, StateError, fault_list, some
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
-from statekit.optim.factoring import by_size, effective
-from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.factoring import by_size, effective
+from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Filled, Tensor, in_memory
 from statekit.tensors.tree import nested
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from statekit.errors import UsageError
-from statekit.optim.factoring import Entry, by_size, first_entry, label, labels, map_entries
-from statekit.state import Axis, Rule
+from statekit.state.factoring import Entry, by_size, first_entry, label, labels, map_entries
+from statekit.state.train_state import Axis, Rule
 from statekit.tensors.tensor import Shape
 
 STANDARD = {

@@ -17,8 +17,8 @@ from statekit.converters.layouts.told import Known, Member, Settings
 from statekit.errors import UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Hints
-from statekit.optim.factoring import first_entry, map_entries
-from statekit.schema import load_schema
+from statekit.state.factoring import first_entry, map_entries
+from statekit.state.schema import load_schema
 from statekit.tensors.tensor import Shape
 
 RULES = ("factor_map", "logical_factor_rules", "logical_axes")

@@ -28,10 +28,10 @@ from statekit.converters.layouts.unplaced import unplaced
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
-from statekit.optim.factoring import by_shape, first_entry, labels, map_entries, swapped
-from statekit.optim.settings import form
-from statekit.schema import load_schema
-from statekit.state import Axis, Counts, Group, KnownFrom, Optimizer, Rule, TrainState
+from statekit.state.factoring import by_shape, first_entry, labels, map_entries, swapped
+from statekit.state.hyperparameters import form
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Axis, Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Shape, Tensor, in_memory
 
 HOME = "tf1"

@@ -34,8 +34,8 @@ from statekit.converters.layouts.tf1_powers import POWERS
 from statekit.errors import InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
-from statekit.schema import load_schema
-from statekit.state import TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 
 HOME = "tf1_graph"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.state import Group
+from statekit.state.train_state import Group
 from statekit.tensors.tensor import Tensor, in_memory
 
 POWERS: Mapping[str, str] = {"beta1_power": "beta1", "beta2_power": "beta2"}

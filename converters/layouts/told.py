@@ -8,7 +8,7 @@ from typing import Any
 
 from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
-from statekit.state import KnownFrom
+from statekit.state.train_state import KnownFrom
 from statekit.tensors.tree import from_json
 
 

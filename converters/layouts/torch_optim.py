@@ -23,10 +23,10 @@ from statekit.converters.torch_parts import SORTED
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Encoded, Evidence, Hints
-from statekit.optim.factoring import by_shape
-from statekit.optim.settings import form
-from statekit.schema import OptimizerSchema, load_schema
-from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.factoring import by_shape
+from statekit.state.hyperparameters import form
+from statekit.state.schema import OptimizerSchema, load_schema
+from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Shape, Tensor, in_memory
 from statekit.tensors.views import Reaxed
 

@@ -19,11 +19,11 @@ from statekit.jax.leaves import Leaves, leaves_of
 from statekit.jax.sharding import slot_sharding
 from statekit.jax.states import State
 from statekit.jax.transformation import Rate, Told, built, check_options, state_of
-from statekit.masters import as_params
-from statekit.optim.options import RATE_NAMES
-from statekit.schema import load_schema
 from statekit.settling import LOGICAL, path_of
-from statekit.state import Group, TrainState
+from statekit.state.masters import as_params
+from statekit.state.options import RATE_NAMES
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Tensor, widens
 
 _SHOWN = 40

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
-from statekit.schema import OptimizerSchema
-from statekit.state import Axis, Rule
+from statekit.state.schema import OptimizerSchema
+from statekit.state.train_state import Axis, Rule
 
 Fresh = Callable[[Mapping[str, Any]], dict[str, dict[str, Any]]]
 """Returns fresh slots, by path and name, of parameters by path."""

@@ -19,12 +19,12 @@ from statekit.jax.sharding import laid_out
 from statekit.jax.states import STATES, State
 from statekit.jax.traced import Traced, TracedBackend, static_remedy
 from statekit.optim.keras_averages import follow_average
-from statekit.optim.options import RATE_NAMES, option_faults, rate_needed
 from statekit.optim.run import moves, settled_group, steps_for
 from statekit.optim.steps import Arrays, Scene, Steps
-from statekit.schema import OptimizerSchema, load_schema
 from statekit.settling import LOGICAL, Faults, by_name, factor_rules
-from statekit.state import Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.options import RATE_NAMES, option_faults, rate_needed
+from statekit.state.schema import OptimizerSchema, load_schema
+from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Filled, Shape
 
 Rate: TypeAlias = float | jax.Array | Callable[[jax.Array], Any] | None

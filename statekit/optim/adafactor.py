@@ -27,10 +27,10 @@ from statekit.optim import adafactor_forms as forms
 from statekit.optim.adafactor_forms import Hyperparameters, Setting
 from statekit.optim.adafactor_storage import STORAGE
 from statekit.optim.gradient_clipping import CLIP, Limits
-from statekit.optim.settings import EXCLUDED, form, settled
 from statekit.optim.steps import Arrays, Execution, Scene, Slots
-from statekit.schema import load_schema
-from statekit.state import Axis, Group, Rule, TrainState
+from statekit.state.hyperparameters import EXCLUDED, form, settled
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Axis, Group, Rule, TrainState
 from statekit.tensors.tensor import Shape
 
 VARIANTS = ("t5x", "t2t_early", "t2t_late", "mesh_tf", "hf", "fairseq", "torch", "optax", "keras")

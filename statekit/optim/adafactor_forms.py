@@ -15,9 +15,9 @@ from typing import Any
 
 from statekit.backends import Backend, Value
 from statekit.errors import UnknownRuleError
-from statekit.optim.settings import Exclusion
 from statekit.optim.steps import Execution
-from statekit.state import Axis, Rule
+from statekit.state.hyperparameters import Exclusion
+from statekit.state.train_state import Axis, Rule
 from statekit.tensors.tensor import DTYPES, float_info
 
 

@@ -23,10 +23,10 @@ from typing import Any
 
 from statekit.backends import Backend, Value
 from statekit.errors import UnknownRuleError
-from statekit.masters import MASTER
 from statekit.optim.adam_moments import CORRECTION, FIRST, RATE, SECOND, decay, slots_like
 from statekit.optim.gradient_clipping import CLIP, Limits
-from statekit.optim.settings import (
+from statekit.optim.steps import Arrays, Execution, Scene, Slots
+from statekit.state.hyperparameters import (
     EXCLUDED,
     Exclusion,
     form,
@@ -35,8 +35,8 @@ from statekit.optim.settings import (
     require_whole_updates,
     settled,
 )
-from statekit.optim.steps import Arrays, Execution, Scene, Slots
-from statekit.state import Group, Rule, TrainState
+from statekit.state.masters import MASTER
+from statekit.state.train_state import Group, Rule, TrainState
 
 VARIANTS = ("torch", "optax", "keras", "mesh_tf", "gpt_neo")
 """Every variant of the schema but tf1, of which there is no recording."""

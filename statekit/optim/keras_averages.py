@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from statekit.backends import Backend, Value
-from statekit.state import Group
+from statekit.state.train_state import Group
 
 
 def follow_average(

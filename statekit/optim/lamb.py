@@ -21,7 +21,9 @@ from typing import Any
 from statekit.backends import Backend, Value
 from statekit.optim.adam_moments import CORRECTION, FIRST, RATE, SECOND, decay, slots_like
 from statekit.optim.gradient_clipping import CLIP, Limits
-from statekit.optim.settings import (
+from statekit.optim.steps import Arrays, Scene, Slots
+from statekit.optim.trust_ratio import NORM, RATIO
+from statekit.state.hyperparameters import (
     EXCLUDED,
     Exclusion,
     form,
@@ -30,9 +32,7 @@ from statekit.optim.settings import (
     require_whole_updates,
     settled,
 )
-from statekit.optim.steps import Arrays, Scene, Slots
-from statekit.optim.trust_ratio import NORM, RATIO
-from statekit.state import Group, Rule, TrainState
+from statekit.state.train_state import Group, Rule, TrainState
 
 VARIANTS = ("optax", "keras")
 """The variants of the schema of which there are recordings."""

@@ -33,10 +33,10 @@ from statekit.optim.adam_moments import (
     decay_float32,
     slots_like,
 )
-from statekit.optim.settings import form, require_float32, require_slots, settled
 from statekit.optim.steps import Arrays, Scene, Slots
 from statekit.optim.trust_ratio import NORM, RATIO
-from statekit.state import Group, Rule, TrainState
+from statekit.state.hyperparameters import form, require_float32, require_slots, settled
+from statekit.state.train_state import Group, Rule, TrainState
 
 VARIANTS = ("mxnet_fused", "mxnet_unfused", "mxnet_gpu", "paper", "apex_fused")
 """Every variant of the schema whose rule is known in full."""

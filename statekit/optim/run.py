@@ -11,9 +11,9 @@ from statekit.backend_numpy import NumpyBackend
 from statekit.backends import Backend, Batching, Value
 from statekit.errors import StateError
 from statekit.optim.keras_averages import follow_average
-from statekit.optim.settings import form
 from statekit.optim.steps import Arrays, Execution, Scene, Slots, Steps
-from statekit.state import Counts, Group, Rule, TrainState
+from statekit.state.hyperparameters import form
+from statekit.state.train_state import Counts, Group, Rule, TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 
 Rates: TypeAlias = Value | tuple[Value, ...]

@@ -40,8 +40,8 @@ from statekit.optim.scaled_adam_forms import (
     hyperparameters,
 )
 from statekit.optim.steps import Arrays, Scene, Slots
-from statekit.schema import load_schema
-from statekit.state import Group, Rule, TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Group, Rule, TrainState
 
 VARIANTS = ("gptsovits", "pt7", "zip202305", "zip202310", "zip202407", "zip2025")
 

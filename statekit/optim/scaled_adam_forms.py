@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from statekit.backends import Backend, Value
-from statekit.optim.settings import settled
-from statekit.state import Group
+from statekit.state.hyperparameters import settled
+from statekit.state.train_state import Group
 
 
 @dataclass(frozen=True)

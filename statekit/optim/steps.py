@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
 from statekit.backends import Backend, Value
-from statekit.state import Group, Rule, TrainState
+from statekit.state.train_state import Group, Rule, TrainState
 
 Execution: TypeAlias = Literal["op_by_op", "compiled"]
 """How the original ran: `op_by_op` rounds every low-precision product, `compiled` keeps products in float32."""

@@ -11,10 +11,10 @@ import tensorflow as tf
 
 from statekit.backends import Backend
 from statekit.errors import UnknownRuleError, UsageError, fault_list
-from statekit.optim.options import rate_needed
 from statekit.optim.run import counts_apart, settled_group, steps_for
 from statekit.optim.steps import Scene, Steps
-from statekit.state import Rule
+from statekit.state.options import rate_needed
+from statekit.state.train_state import Rule
 from statekit.tensorflow.settings import Settings, Told
 
 Variables: TypeAlias = Mapping[str, Any]

@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from statekit.backends import backend
 from statekit.errors import StateError, UsageError, fault_list
-from statekit.optim.options import KERAS, RATE_NAMES
 from statekit.optim.run import steps_for
-from statekit.schema import load_schema
+from statekit.state.options import KERAS, RATE_NAMES
+from statekit.state.schema import load_schema
 from statekit.tensorflow.movement import Held, Movement, settled
 from statekit.tensorflow.naming import SEPARATOR, partners, path_of, scopes, twice
 from statekit.tensorflow.settings import Settings, Told, by_keras, refuse, told

@@ -13,11 +13,11 @@ from statekit.backends import backend
 from statekit.convert import OpenState, open_state, with_offset
 from statekit.errors import StateError, UnknownRuleError, UsageError, fault_list
 from statekit.format import Hints
-from statekit.masters import as_params
-from statekit.optim.options import RATE_NAMES, offered
 from statekit.optim.run import steps_for
 from statekit.registry import detect_container
-from statekit.state import Axis, Rule, TrainState
+from statekit.state.masters import as_params
+from statekit.state.options import RATE_NAMES, offered
+from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensorflow.naming import normal, partners, path_of, twice
 from statekit.tensorflow.optimizer import Engine, Rate
 from statekit.tensorflow.optimizers import LAMB, LANS, Adafactor, AdamW, ScaledAdam

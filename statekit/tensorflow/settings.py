@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from statekit.errors import UsageError, fault_list
-from statekit.optim.factoring import Entry, first_entry, map_entries
-from statekit.optim.options import FACTOR, KERAS, offered, option_faults, rule_of
 from statekit.optim.run import counts_apart, steps_for
-from statekit.optim.settings import form
-from statekit.schema import load_schema
 from statekit.settling import EXCLUDED, MULTIPLIERS, SCALE
-from statekit.state import Group, Rule
+from statekit.state.factoring import Entry, first_entry, map_entries
+from statekit.state.hyperparameters import form
+from statekit.state.options import FACTOR, KERAS, offered, option_faults, rule_of
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Group, Rule
 from statekit.tensors.tensor import Shape
 
 _SHOWN = 40

@@ -25,12 +25,12 @@ from statekit.errors import InexactError, StateError, StatekitError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged
 from statekit.format import Container, Encoded, Hints, Layout
-from statekit.optim.factoring import by_shape
 from statekit.optim.run import stepped_variants
 from statekit.plan import NO_HINTS
 from statekit.registry import decoded
-from statekit.schema import load_schema, schema_names
-from statekit.state import TrainState
+from statekit.state.factoring import by_shape
+from statekit.state.schema import load_schema, schema_names
+from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, in_memory
 from statekit.tensors.tree import tensor_names, to_json, walk
 from statekit.testing.step_cases import PLAIN, TABLE, case

@@ -13,10 +13,10 @@ import numpy as np
 from statekit.backend_numpy import NumpyBackend
 from statekit.backends import Backend
 from statekit.optim.run import counts_apart, initial, load, mover, store
-from statekit.optim.settings import form
 from statekit.optim.steps import Execution
-from statekit.schema import load_schema
-from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.hyperparameters import form
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Array, Shape, in_memory
 from statekit.verify.intervals import Interval, IntervalBackend
 from statekit.verify.replay import named

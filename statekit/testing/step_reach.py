@@ -23,8 +23,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from statekit.optim.settings import form
-from statekit.state import Axis, TrainState
+from statekit.state.hyperparameters import form
+from statekit.state.train_state import Axis, TrainState
 from statekit.tensors.tensor import Array, Shape
 from statekit.verify.replay import named
 

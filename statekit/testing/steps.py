@@ -26,8 +26,8 @@ from statekit.backends import Backend, Batching
 from statekit.errors import StatekitError
 from statekit.optim.run import Live, Move, load, move_group, mover, settled_group, steps_of, store
 from statekit.optim.steps import Execution, Scene
-from statekit.schema import load_schema
-from statekit.state import TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, Tensor
 from statekit.testing.step_cases import EMPTY, RATE, Case, chosen
 from statekit.testing.step_reach import first_index, reach

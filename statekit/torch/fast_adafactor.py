@@ -18,8 +18,8 @@ from statekit.backends import Value, backend
 from statekit.optim import adafactor_forms as forms
 from statekit.optim.adafactor import Own
 from statekit.optim.steps import Scene
-from statekit.schema import load_schema
-from statekit.state import Axis, Rule
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Axis, Rule
 from statekit.tensors.tensor import Shape
 from statekit.torch.passes import in_reach, run
 from statekit.torch.stacks import (

@@ -20,8 +20,8 @@ import torch
 from statekit.backends import Value, backend
 from statekit.optim.adam_moments import RATE
 from statekit.optim.adamw import Hyperparameters, Setting
-from statekit.optim.settings import form
 from statekit.optim.steps import Scene
+from statekit.state.hyperparameters import form
 from statekit.torch.stacks import Stacks, Tensors, by_name, in_stacks, plain, squares
 
 LATE = 2.0**40

@@ -15,9 +15,9 @@ import torch
 from statekit.backends import backend
 from statekit.optim.adam_moments import RATE
 from statekit.optim.lamb import Hyperparameters, Setting
-from statekit.optim.settings import form
 from statekit.optim.steps import Scene
 from statekit.optim.trust_ratio import RATIO
+from statekit.state.hyperparameters import form
 from statekit.torch.fast_adamw import Adam, overflow
 from statekit.torch.passes import in_reach, run
 from statekit.torch.stacks import Stacks, Tensors, along, by_name, in_stacks, plain, squares

@@ -12,8 +12,8 @@ import torch
 from statekit.backends import Value, backend
 from statekit.optim import lans
 from statekit.optim.adam_moments import CORRECTION, RATE
-from statekit.optim.settings import form
 from statekit.optim.steps import Scene
+from statekit.state.hyperparameters import form
 from statekit.torch.fast_adamw import Adam
 from statekit.torch.passes import in_reach, run
 from statekit.torch.stacks import Stacks, Tensors, by_name, in_stacks, pieces, plain, squares

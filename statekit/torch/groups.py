@@ -24,11 +24,11 @@ import torch
 
 from statekit.converters.layouts.statekit_torch_groups import by_other_names
 from statekit.errors import UsageError, fault_list
-from statekit.optim.options import RATE_NAMES, option_faults
-from statekit.optim.settings import form
-from statekit.schema import OptimizerSchema, load_schema
 from statekit.settling import EXCLUDED, MULTIPLIERS, SCALE, Faults, by_name, factor_rules, path_of
-from statekit.state import Group, Rule
+from statekit.state.hyperparameters import form
+from statekit.state.options import RATE_NAMES, option_faults
+from statekit.state.schema import OptimizerSchema, load_schema
+from statekit.state.train_state import Group, Rule
 from statekit.tensors.tensor import DTYPES
 
 ParamGroup: TypeAlias = dict[str, Any]

@@ -14,9 +14,9 @@ from statekit.converters.layouts.statekit_torch import CLASSES
 from statekit.converters.layouts.statekit_torch_groups import BY_NAME
 from statekit.errors import StateError, fault_list
 from statekit.optim.run import counts_apart
-from statekit.schema import load_schema
 from statekit.settling import path_of
-from statekit.state import Rule
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Rule
 from statekit.tensors.tensor import Tensor, blocks, widens
 from statekit.torch.groups import ParamGroup
 from statekit.torch.sharding import is_sharded, laid_out_like, own_part

@@ -13,8 +13,8 @@ from statekit.backends import Value
 from statekit.optim.keras_averages import follow_average
 from statekit.optim.run import behind_after, counts_apart, moves, steps_for
 from statekit.optim.steps import Scene, Steps
-from statekit.schema import load_schema
 from statekit.settling import path_of
+from statekit.state.schema import load_schema
 from statekit.torch.groups import ParamGroup
 from statekit.torch.settlement import Settlement
 from statekit.torch.sharding import readable, write

@@ -12,10 +12,10 @@ from torch._compile import _disable_dynamo
 
 from statekit.errors import UnknownRuleError, UsageError, fault_list
 from statekit.optim.adafactor import next_decay
-from statekit.optim.options import offered
 from statekit.optim.run import steps_for
-from statekit.schema import OptimizerSchema
 from statekit.settling import LOGICAL
+from statekit.state.options import offered
+from statekit.state.schema import OptimizerSchema
 from statekit.torch.groups import ParamGroup, check_named, settle
 from statekit.torch.loading import match, taken_over
 from statekit.torch.movement import move

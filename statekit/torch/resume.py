@@ -13,15 +13,15 @@ import torch
 from statekit.convert import open_state, with_offset
 from statekit.errors import StateError, UsageError, fault_list
 from statekit.format import Hints
-from statekit.masters import as_params
 from statekit.optim.adafactor_forms import MOMENTUM_ON
-from statekit.optim.options import RATE_NAMES, offered
 from statekit.optim.run import stepped_variants
-from statekit.optim.settings import form
 from statekit.registry import layout
-from statekit.schema import OptimizerSchema, load_schema
 from statekit.settling import EXCLUDED, LOGICAL, SCALE, flags_of, path_of
-from statekit.state import Axis, Rule, TrainState
+from statekit.state.hyperparameters import form
+from statekit.state.masters import as_params
+from statekit.state.options import RATE_NAMES, offered
+from statekit.state.schema import OptimizerSchema, load_schema
+from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Cast, Filled, Tensor, widens
 from statekit.torch.adafactor import Adafactor
 from statekit.torch.adamw import AdamW

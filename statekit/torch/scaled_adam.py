@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import final
 
-from statekit.schema import OptimizerSchema, load_schema
 from statekit.settling import UNSET, Unset, given
+from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.torch.optimizer import Engine, Params, Rate
 
 

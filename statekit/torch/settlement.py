@@ -13,11 +13,11 @@ import torch
 
 from statekit.backends import backend
 from statekit.errors import StateError, UnknownRuleError
-from statekit.optim.options import RATE_NAMES, rate_needed
 from statekit.optim.run import steps_for
 from statekit.optim.steps import Steps
-from statekit.schema import load_schema
-from statekit.state import Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.options import RATE_NAMES, rate_needed
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Filled
 from statekit.torch.fast import FastMove, fast_path
 from statekit.torch.groups import ParamGroup, canonical, rules_of

@@ -10,8 +10,8 @@ import torch
 
 from statekit.backends import backend
 from statekit.optim.run import steps_for
-from statekit.schema import load_schema
-from statekit.state import Group, Rule
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Group, Rule
 from statekit.tensors.tensor import DTYPES, DType, Tensor
 from statekit.torch.groups import ParamGroup, canonical, rules_of
 

@@ -11,8 +11,8 @@ from typing import TypeVar
 from statekit.convert import OpenState, open_state
 from statekit.errors import StateError
 from statekit.format import Hints
-from statekit.masters import MASTER, as_params
-from statekit.state import TrainState
+from statekit.state.masters import MASTER, as_params
+from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Cast, Tensor, widens
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ import numpy as np
 from statekit.converters.containers.safetensors_file import save_safetensors
 from statekit.errors import TargetExistsError, UsageError
 from statekit.optim.steps import Execution
-from statekit.state import TrainState
+from statekit.state.train_state import TrainState
 from statekit.tensors.digest import tensor_bytes
 from statekit.tensors.tensor import Array, Index, Stored, Tensor
 from statekit.verify.phases import DESCRIPTION, GRADS, TRAJECTORY, Phase

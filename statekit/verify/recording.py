@@ -27,7 +27,7 @@ from statekit.converters.containers.safetensors_file import OpenFile, open_safet
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.format import Hints
 from statekit.optim.steps import Execution
-from statekit.state import TrainState
+from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.verify.phases import DESCRIPTION, FORMAT, GRADS, TRAJECTORY, Phase, System
 from statekit.verify.systems import SYSTEMS

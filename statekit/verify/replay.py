@@ -25,7 +25,7 @@ from statekit.errors import NotFoundError, StateError, UnknownFormatError
 from statekit.format import Hints
 from statekit.optim.run import Live, Move, initial, load, mover, store
 from statekit.optim.steps import Execution
-from statekit.state import TrainState
+from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import DTYPES, Tensor, in_memory, widens
 from statekit.verify.intervals import IntervalBackend
 from statekit.verify.native import native_state, told

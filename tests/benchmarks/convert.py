@@ -24,7 +24,7 @@ from rich.table import Table
 from synthetic import moments, state, write_neutral, write_t5x
 
 from statekit import registry
-from statekit.state import TrainState
+from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import nbytes
 
 MIB, GB = 2**20, 1e9

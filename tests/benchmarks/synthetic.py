@@ -11,8 +11,8 @@ import numpy as np
 
 from statekit.files.stage import staged
 from statekit.registry import container, layout
-from statekit.schema import load_schema
-from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, index_shape, normal_index
 
 MATRIX = Rule((Axis.ROW, Axis.COLUMN), "given")

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from statekit.errors import FormatError, NotFoundError, fault_list
-from statekit.optim.factoring import by_shape
 from statekit.optim.run import initial
-from statekit.optim.settings import form
 from statekit.optim.steps import Execution
-from statekit.schema import OptimizerSchema, load_schema
-from statekit.state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.factoring import by_shape
+from statekit.state.hyperparameters import form
+from statekit.state.schema import OptimizerSchema, load_schema
+from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.verify.phases import FORMAT, TRAJECTORY, Phase
 from statekit.verify.systems import beside

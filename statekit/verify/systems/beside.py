@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from statekit.errors import StateError
-from statekit.state import TrainState
+from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import DTYPES, Filled, Tensor, in_memory
 
 CARRIED = "beside"

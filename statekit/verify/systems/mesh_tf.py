@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from statekit.schema import load_schema
+from statekit.state.schema import load_schema
 from statekit.verify.systems.aliased import described, kind
 from statekit.verify.systems.tensorflow1 import SQRT_UNITS, adafactor_arguments, own_rate
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from statekit.errors import FormatError
-from statekit.state import Axis, Rule
+from statekit.state.train_state import Axis, Rule
 from statekit.tensors.tensor import DType, Filled, Tensor, in_memory
 
 FACTORED, WHOLE = ("v_row", "v_col"), ("v",)

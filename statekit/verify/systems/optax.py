@@ -14,8 +14,8 @@ from typing import Any
 
 from statekit.converters.containers.safetensors_file import open_safetensors
 from statekit.errors import NotFoundError
-from statekit.schema import load_schema
-from statekit.state import Axis
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Axis
 from statekit.tensors.tensor import Tensor
 from statekit.verify.phases import TRAJECTORY
 from statekit.verify.systems.aliased import aliases, described, kind

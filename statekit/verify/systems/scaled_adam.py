@@ -12,8 +12,8 @@ import numpy as np
 from statekit.optim.run import initial
 from statekit.optim.scaled_adam import form
 from statekit.optim.scaled_adam_clip import batches
-from statekit.schema import load_schema
-from statekit.state import Counts, Group, Optimizer, TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import Array, Tensor, in_memory
 from statekit.verify.phases import FORMAT, TRAJECTORY, Phase
 

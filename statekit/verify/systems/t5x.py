@@ -11,7 +11,7 @@ import numpy as np
 from statekit.files.checkpoint import Checkpoint
 from statekit.format import Hints
 from statekit.registry import layout
-from statekit.state import TrainState
+from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.tensors.tree import tensor_names
 from statekit.verify.phases import FORMAT, TRAJECTORY, Phase

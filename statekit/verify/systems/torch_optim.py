@@ -18,8 +18,8 @@ import numpy as np
 
 from statekit.errors import FormatError, NotFoundError
 from statekit.registry import container
-from statekit.schema import load_schema
-from statekit.state import Group, TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Array, Tensor, in_memory
 from statekit.verify.phases import Phase
 from statekit.verify.systems import aliased

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from statekit.optim.factoring import Entry, by_shape, effective, first_entry, labels
-from statekit.optim.settings import form
-from statekit.schema import load_schema
-from statekit.state import Rule
+from statekit.state.factoring import Entry, by_shape, effective, first_entry, labels
+from statekit.state.hyperparameters import form
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Rule
 from statekit.tensors.tensor import Shape
 
 RATE_NAMES = ("learning_rate", "lr")

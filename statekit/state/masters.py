@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from statekit.errors import InexactError
-from statekit.schema import load_schema
-from statekit.state import TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, Cast, DType, Index, Shape, Tensor
 
 MASTER = "master"

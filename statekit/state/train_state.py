@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any, Literal, TypeAlias
 
 from statekit.errors import StateError, fault_list
-from statekit.schema import OptimizerSchema, load_schema
+from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Tree
 

@@ -8,8 +8,8 @@ from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from statekit.errors import StateError, UnknownRuleError
-from statekit.schema import load_schema
-from statekit.state import Group, TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Group, TrainState
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from statekit.errors import UsageError
-from statekit.state import Axis
+from statekit.state.train_state import Axis
 from statekit.tensors.tensor import Shape
 
 HEURISTIC = "HEURISTIC"
@@ -176,7 +176,7 @@ def by_shape(
         stacked: Axes along which parameters are stacked: they are kept apart.
 
     Example:
-        >>> from statekit.optim.settings import form
+        >>> from statekit.state.hyperparameters import form
         >>> [axis.value for axis in by_shape(form("adafactor", "t2t_late"), (3, 64, 8), True)]
         ['NONE', 'ROW', 'COLUMN']
     """
