@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 
 import statekit
-from statekit.backends import Backend, backend
+from statekit.arrays.backend import Backend, backend
 from statekit.cli import convert_command, inspect_command, output
 from statekit.cli.arguments import local_file
 from statekit.errors import MissingExtraError, NotFoundError

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from statekit.backends import BACKEND_NAMES, backend
+from statekit.arrays.backend import BACKEND_NAMES, backend
 from statekit.cli.output import console, print_json, printable, progress, table
 from statekit.converters.hparams import read_hparams
 from statekit.errors import NotFoundError, UsageError

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from goldens import GOLDEN
-from statekit.backends import Backend
+from statekit.arrays.backend import Backend
 from statekit.optim import adafactor
 from statekit.optim.adafactor import Own
 from statekit.optim.steps import Scene

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from statekit.backends import backend
+from statekit.arrays.backend import backend
 from statekit.errors import StatekitError
 from statekit.optim.run import load, mover, stepped_variants
 from statekit.state.train_state import TrainState

@@ -12,8 +12,8 @@ import pytest
 
 from goldens import GOLDEN, bundles
 from replaying import everywhere, judged, mistaken, outside, present, shortened, swapped
-from statekit.backend_numpy import ORACLE
-from statekit.backends import backend
+from statekit.arrays.backend import backend
+from statekit.arrays.numpy_backend import ORACLE
 from statekit.errors import NotFoundError
 from statekit.optim import adafactor
 from statekit.optim.adafactor_forms import Setting

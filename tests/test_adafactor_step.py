@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from statekit.backend_numpy import ORACLE
-from statekit.backends import BACKEND_NAMES, Backend, backend
+from statekit.arrays.backend import BACKEND_NAMES, Backend, backend
+from statekit.arrays.numpy_backend import ORACLE
 from statekit.errors import UnknownRuleError, UsageError
 from statekit.optim import adafactor
 from statekit.optim.adafactor_forms import Hyperparameters

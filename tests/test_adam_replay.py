@@ -12,8 +12,8 @@ import pytest
 
 from goldens import GOLDEN, bundles
 from replaying import everywhere, judged, mistaken, outside, present, shortened
-from statekit.backend_numpy import ORACLE
-from statekit.backends import backend
+from statekit.arrays.backend import backend
+from statekit.arrays.numpy_backend import ORACLE
 from statekit.errors import FormatError, NotFoundError, StateError
 from statekit.optim import adamw, lamb
 from statekit.optim.steps import Scene

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from replaying import everywhere, judged, marks
-from statekit.backends import BACKEND_NAMES, Backend, backend
+from statekit.arrays.backend import BACKEND_NAMES, Backend, backend
 from statekit.errors import StateError, UnknownRuleError
 from statekit.optim import adamw, lamb
 from statekit.optim.gradient_clipping import CLIP, Limits

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replaying import BACKENDS, COMPILING, marks
-from statekit.backend_numpy import NumpyBackend
-from statekit.backends import backend
+from statekit.arrays.backend import backend
+from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.optim import adamw, run
 from statekit.optim.run import STEPPED
 from statekit.state.train_state import Axis
@@ -270,7 +270,7 @@ def test_a_law_notices_a_step_that_breaks_it(law: str, monkeypatch: pytest.Monke
 
 @pytest.mark.torch
 def test_a_law_notices_batches_that_are_taken_apart_in_another_order() -> None:
-    from statekit.backend_torch import TorchBackend
+    from statekit.arrays.torch_backend import TorchBackend
 
     class Reversed(TorchBackend):
         def unstack(self, value: Any) -> Any:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from statekit import crossing
-from statekit.backend_numpy import NumpyBackend
-from statekit.backends import Value
+from statekit.arrays.backend import Value
+from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.crossing import Crossing, best_crossing, cross
 from statekit.format import Exactness
 from statekit.optim.run import STEPPED, load, mover, stepped_variants

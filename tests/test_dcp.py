@@ -18,7 +18,7 @@ import pytest
 from dcp_files import DCP, MEGATRON, bundle, bytes_of, folder, plain, save, torch_read
 
 from replaying import BACKENDS, marks
-from statekit.backends import backend
+from statekit.arrays.backend import backend
 from statekit.convert import convert, open_state, plan
 from statekit.converters.containers import dcp_values, dcp_write, torch_storage
 from statekit.converters.containers.dcp import CONTAINER

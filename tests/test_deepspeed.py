@@ -21,7 +21,7 @@ import statekit.torch
 from formats import values
 from goldens import bundles
 from replaying import BACKENDS, COMPILING, marks
-from statekit.backends import backend
+from statekit.arrays.backend import backend
 from statekit.convert import convert, open_state, plan
 from statekit.converters.containers.deepspeed import CONTAINER as DEEPSPEED
 from statekit.converters.layouts.deepspeed import LAYOUT

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from replaying import everywhere
-from statekit.backends import Backend, backend
+from statekit.arrays.backend import Backend, backend
 from statekit.optim import adafactor
 from statekit.optim.run import initial, load, mover, store
 from statekit.state.factoring import by_shape

@@ -17,7 +17,7 @@ from formats import check_conformance, damaged_copies, read_all, values
 from goldens import GOLDEN, bundles
 from replaying import BACKENDS, marks
 from statekit import registry
-from statekit.backends import backend
+from statekit.arrays.backend import backend
 from statekit.convert import convert, open_state, plan
 from statekit.converters.containers import flax_write
 from statekit.converters.containers.flax_msgpack import CONTAINER as FLAX

@@ -16,7 +16,7 @@ from torch_files import save, torch_zip
 from goldens import GOLDEN, bundles
 from replaying import BACKENDS, marks
 from statekit import registry
-from statekit.backends import backend
+from statekit.arrays.backend import backend
 from statekit.convert import convert, open_state, plan
 from statekit.converters.containers import hf_files, hf_folder
 from statekit.converters.containers.safetensors_file import save_safetensors

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from statekit.backend_numpy import NumpyBackend
+from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.tensors.tensor import DTYPES, Array
 from statekit.verify.intervals import UNIT, Interval, IntervalBackend, gamma
 

@@ -10,8 +10,8 @@ import pytest
 
 from goldens import GOLDEN, bundles
 from replaying import everywhere, judged, mistaken, outside, present, shortened
-from statekit.backend_numpy import ORACLE
-from statekit.backends import backend
+from statekit.arrays.backend import backend
+from statekit.arrays.numpy_backend import ORACLE
 from statekit.optim import lans
 from statekit.state.schema import load_schema
 from statekit.verify.recorder import write_trajectory

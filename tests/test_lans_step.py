@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from replaying import everywhere, marks
-from statekit.backend_numpy import ORACLE
-from statekit.backends import BACKEND_NAMES, Backend, backend
+from statekit.arrays.backend import BACKEND_NAMES, Backend, backend
+from statekit.arrays.numpy_backend import ORACLE
 from statekit.errors import StateError, UnknownRuleError
 from statekit.optim import lans
 from statekit.optim.run import initial, load, mover, store

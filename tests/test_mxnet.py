@@ -15,8 +15,8 @@ from mxnet_files import array_list, attributes, states
 from goldens import GOLDEN, bundles
 from replaying import everywhere, present
 from statekit import registry
-from statekit.backend_numpy import NumpyBackend
-from statekit.backends import backend
+from statekit.arrays.backend import backend
+from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.convert import convert, open_state, plan
 from statekit.converters.containers.mxnet import CONTAINER
 from statekit.converters.layouts.mxnet_optim import LANS, MXNetOptim

@@ -7,7 +7,7 @@ from test_orbax_read import RECORDED
 
 from goldens import GOLDEN
 from replaying import everywhere
-from statekit.backends import backend
+from statekit.arrays.backend import backend
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay
 

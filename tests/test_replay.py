@@ -11,8 +11,8 @@ import pytest
 
 from goldens import COMPACT, GOLDEN, bundles
 from replaying import marks
-from statekit.backend_numpy import ORACLE
-from statekit.backends import Backend, backend
+from statekit.arrays.backend import Backend, backend
+from statekit.arrays.numpy_backend import ORACLE
 from statekit.converters.containers.safetensors_file import open_safetensors
 from statekit.errors import FormatError, NotFoundError
 from statekit.verify.recorder import Recorder
@@ -73,7 +73,7 @@ def test_tensorflow_goes_on_from_a_checkpoint(case: str) -> None:
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("case", ["bf16_params", "momentum_bf16_wd", "skip_nan"])
 def test_tensorflow_run_eagerly_lies_in_the_bound_of_uncompiled_arithmetic(case: str) -> None:
-    from statekit.backend_tensorflow import TensorFlowBackend
+    from statekit.arrays.tensorflow_backend import TensorFlowBackend
 
     class Eager(TensorFlowBackend):
         contracts = False

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from goldens import GOLDEN
-from statekit.backends import backend
+from statekit.arrays.backend import backend
 from statekit.convert import open_state
 from statekit.files.stage import staged
 from statekit.registry import container, layout

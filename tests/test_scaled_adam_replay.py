@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from goldens import GOLDEN, bundles
-from statekit.backend_numpy import ORACLE
-from statekit.backends import Backend, backend
+from statekit.arrays.backend import Backend, backend
+from statekit.arrays.numpy_backend import ORACLE
 from statekit.converters.containers.safetensors_file import open_safetensors
 from statekit.optim import scaled_adam
 from statekit.optim.scaled_adam_clip import batches

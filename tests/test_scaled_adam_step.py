@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from statekit.backend_numpy import ORACLE
-from statekit.backends import BACKEND_NAMES, Backend, backend
+from statekit.arrays.backend import BACKEND_NAMES, Backend, backend
+from statekit.arrays.numpy_backend import ORACLE
 from statekit.errors import StateError, UnknownRuleError
 from statekit.optim import scaled_adam
 from statekit.optim.run import initial, load, mover, store

@@ -16,8 +16,8 @@ import pytest
 
 from goldens import GOLDEN
 from replaying import BACKENDS, COMPILING, marks, present
-from statekit.backend_numpy import NumpyBackend
-from statekit.backends import Backend, backend
+from statekit.arrays.backend import Backend, backend
+from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.optim import adafactor, adafactor_forms, adamw, lamb, lans, scaled_adam, scaled_adam_forms
 from statekit.optim.run import Move, load, mover, store
 from statekit.optim.scaled_adam_clip import batches

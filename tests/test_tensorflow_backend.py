@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from statekit.backend_numpy import NumpyBackend
-from statekit.backends import Backend, backend
+from statekit.arrays.backend import Backend, backend
+from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.tensors.tensor import DTYPES, Array
 
 pytestmark = pytest.mark.tensorflow

@@ -15,7 +15,7 @@ from tf_files import save
 
 from formats import plain_state
 from goldens import bundles
-from statekit.backends import backend
+from statekit.arrays.backend import backend
 from statekit.convert import convert, open_state, plan
 from statekit.converters.containers.tf_bundle import CONTAINER
 from statekit.converters.layouts.tensorflow1 import MESH_TF, MESH_TF_ADAM, T2T, TF_ADAM, TensorFlow1

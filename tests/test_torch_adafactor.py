@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from statekit.backends import backend
+from statekit.arrays.backend import backend
 from statekit.errors import StateError, UnknownRuleError, UsageError
 from statekit.optim import adafactor
 from statekit.optim.run import move_group, settled_group, steps_for

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import statekit.torch
-from statekit.backends import backend
+from statekit.arrays.backend import backend
 from statekit.errors import StateError
 from statekit.optim.run import load, mover, settled_group, steps_of
 from statekit.optim.steps import Scene

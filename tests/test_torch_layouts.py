@@ -13,7 +13,7 @@ from torch_files import save
 
 from goldens import bundles
 from replaying import BACKENDS, marks
-from statekit.backends import backend
+from statekit.arrays.backend import backend
 from statekit.cli.main import main
 from statekit.convert import convert, open_state, plan
 from statekit.converters.containers.torch_file import CONTAINER

@@ -23,7 +23,7 @@ from torch_models import blank_model, module_of, set_grads
 
 from formats import save, small_state
 from goldens import GOLDEN, bundles
-from statekit.backends import backend
+from statekit.arrays.backend import backend
 from statekit.convert import convert, open_state, plan
 from statekit.converters.containers.safetensors_file import open_safetensors
 from statekit.errors import NotFoundError, StateError, UnknownRuleError, UsageError

@@ -13,7 +13,7 @@ import torch
 
 from goldens import GOLDEN
 from replaying import present
-from statekit.backends import backend
+from statekit.arrays.backend import backend
 from statekit.errors import StatekitError
 from statekit.optim.run import load, mover, stepped_variants, store
 from statekit.registry import layout

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from statekit.backends import backend
+from statekit.arrays.backend import backend
 from statekit.tensors.tensor import Tensor
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.backend_numpy import NumpyBackend
+from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.converters.layouts.param_order import BY_NAME, REMEDY, Order, named_order
 from statekit.converters.layouts.torch_frame import Frame, extra_of, frame, joined
 from statekit.converters.torch_parts import SORTED

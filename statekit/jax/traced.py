@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from statekit.backend_jax import JaxBackend
-from statekit.backends import Value
+from statekit.arrays.backend import Value
+from statekit.arrays.jax_backend import JaxBackend
 from statekit.errors import UsageError
 
 

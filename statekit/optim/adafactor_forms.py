@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from statekit.backends import Backend, Value
+from statekit.arrays.backend import Backend, Value
 from statekit.errors import UnknownRuleError
 from statekit.optim.steps import Execution
 from statekit.state.hyperparameters import Exclusion

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from statekit.backends import Value
+from statekit.arrays.backend import Value
 from statekit.optim.adafactor_forms import Setting
 
 _PHI = (math.sqrt(5.0) - 1.0) / 2.0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from statekit.backends import Backend, Value
+from statekit.arrays.backend import Backend, Value
 
 
 @dataclass(frozen=True)

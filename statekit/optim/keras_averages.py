@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from statekit.backends import Backend, Value
+from statekit.arrays.backend import Backend, Value
 from statekit.state.train_state import Group
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from statekit.backends import Backend, Value
+from statekit.arrays.backend import Backend, Value
 from statekit.optim.adam_moments import CORRECTION, FIRST, RATE, SECOND, decay, slots_like
 from statekit.optim.gradient_clipping import CLIP, Limits
 from statekit.optim.steps import Arrays, Scene, Slots

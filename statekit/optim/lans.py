@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from statekit.backends import Backend, Value
+from statekit.arrays.backend import Backend, Value
 from statekit.optim.adam_moments import (
     CORRECTION,
     FIRST,

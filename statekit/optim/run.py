@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, TypeAlias, cast
 
-from statekit.backend_numpy import NumpyBackend
-from statekit.backends import Backend, Batching, Value
+from statekit.arrays.backend import Backend, Batching, Value
+from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.errors import StateError
 from statekit.optim.keras_averages import follow_average
 from statekit.optim.steps import Arrays, Execution, Scene, Slots, Steps

@@ -28,7 +28,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from statekit.backends import Backend, Value
+from statekit.arrays.backend import Backend, Value
 from statekit.errors import StateError
 from statekit.optim import scaled_adam_clip
 from statekit.optim.scaled_adam_forms import (

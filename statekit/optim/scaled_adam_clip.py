@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping
 
-from statekit.backends import Backend, Value
+from statekit.arrays.backend import Backend, Value
 from statekit.optim.scaled_adam_forms import Hyperparameters, Setting
 
 EARLY: Mapping[str, tuple[int, ...]] = {"none": (), "at_10_20_40": (10, 20, 40)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from statekit.backends import Backend, Value
+from statekit.arrays.backend import Backend, Value
 
 
 def _plain(xp: Backend, value: Value) -> Value:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from statekit.backends import Backend
+from statekit.arrays.backend import Backend
 from statekit.errors import UnknownRuleError, UsageError, fault_list
 from statekit.optim.run import counts_apart, settled_group, steps_for
 from statekit.optim.steps import Scene, Steps

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeAlias
 import keras
 import tensorflow as tf
 
-from statekit.backends import backend
+from statekit.arrays.backend import backend
 from statekit.errors import StateError, UsageError, fault_list
 from statekit.optim.run import steps_for
 from statekit.state.options import KERAS, RATE_NAMES

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import keras
 
-from statekit.backends import backend
+from statekit.arrays.backend import backend
 from statekit.convert import OpenState, open_state, with_offset
 from statekit.errors import StateError, UnknownRuleError, UsageError, fault_list
 from statekit.format import Hints

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from statekit.backend_numpy import NumpyBackend
-from statekit.backends import Backend
+from statekit.arrays.backend import Backend
+from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.optim.run import counts_apart, initial, load, mover, store
 from statekit.optim.steps import Execution
 from statekit.state.hyperparameters import form

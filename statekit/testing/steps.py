@@ -21,8 +21,8 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from statekit.backend_numpy import ORACLE
-from statekit.backends import Backend, Batching
+from statekit.arrays.backend import Backend, Batching
+from statekit.arrays.numpy_backend import ORACLE
 from statekit.errors import StatekitError
 from statekit.optim.run import Live, Move, load, move_group, mover, settled_group, steps_of, store
 from statekit.optim.steps import Execution, Scene

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from statekit.backends import Value, backend
+from statekit.arrays.backend import Value, backend
 from statekit.optim import adafactor_forms as forms
 from statekit.optim.adafactor import Own
 from statekit.optim.steps import Scene

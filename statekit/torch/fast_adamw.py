@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from statekit.backends import Value, backend
+from statekit.arrays.backend import Value, backend
 from statekit.optim.adam_moments import RATE
 from statekit.optim.adamw import Hyperparameters, Setting
 from statekit.optim.steps import Scene

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from statekit.backends import backend
+from statekit.arrays.backend import backend
 from statekit.optim.adam_moments import RATE
 from statekit.optim.lamb import Hyperparameters, Setting
 from statekit.optim.steps import Scene

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from statekit.backends import Value, backend
+from statekit.arrays.backend import Value, backend
 from statekit.optim import lans
 from statekit.optim.adam_moments import CORRECTION, RATE
 from statekit.optim.steps import Scene

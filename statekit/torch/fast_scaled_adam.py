@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from statekit.backends import Value, backend
+from statekit.arrays.backend import Value, backend
 from statekit.optim.scaled_adam import form, sized
 from statekit.optim.scaled_adam_clip import reached
 from statekit.optim.scaled_adam_forms import Hyperparameters, Setting, at_least, corrected_updates

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from statekit.backends import backend
+from statekit.arrays.backend import backend
 from statekit.converters.layouts.statekit_torch import CLASSES
 from statekit.converters.layouts.statekit_torch_groups import BY_NAME
 from statekit.errors import StateError, fault_list

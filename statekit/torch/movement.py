@@ -8,8 +8,8 @@ from functools import cache
 
 import torch
 
-from statekit.backend_torch import TorchBackend
-from statekit.backends import Value
+from statekit.arrays.backend import Value
+from statekit.arrays.torch_backend import TorchBackend
 from statekit.optim.keras_averages import follow_average
 from statekit.optim.run import behind_after, counts_apart, moves, steps_for
 from statekit.optim.steps import Scene, Steps

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from statekit.backends import backend
+from statekit.arrays.backend import backend
 from statekit.errors import StateError, UnknownRuleError
 from statekit.optim.run import steps_for
 from statekit.optim.steps import Steps

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from statekit.backends import backend
+from statekit.arrays.backend import backend
 from statekit.optim.run import steps_for
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, Rule

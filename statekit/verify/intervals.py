@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.backends import Backend, Value
+from statekit.arrays.backend import Backend, Value
 from statekit.tensors.tensor import DTYPES, Array
 
 UNIT = 2.0**-24

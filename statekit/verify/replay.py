@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from statekit.backend_numpy import NumpyBackend
-from statekit.backends import Backend
+from statekit.arrays.backend import Backend
+from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.convert import open_state
 from statekit.errors import NotFoundError, StateError, UnknownFormatError
 from statekit.format import Hints

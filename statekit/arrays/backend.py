@@ -171,10 +171,10 @@ def expanded_shape(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, 
 
 
 _BACKENDS = {
-    "numpy": "statekit.backend_numpy:NumpyBackend",
-    "torch": "statekit.backend_torch:TorchBackend",
-    "jax": "statekit.backend_jax:JaxBackend",
-    "tensorflow": "statekit.backend_tensorflow:TensorFlowBackend",
+    "numpy": "statekit.arrays.numpy_backend:NumpyBackend",
+    "torch": "statekit.arrays.torch_backend:TorchBackend",
+    "jax": "statekit.arrays.jax_backend:JaxBackend",
+    "tensorflow": "statekit.arrays.tensorflow_backend:TensorFlowBackend",
 }
 BACKEND_NAMES = tuple(_BACKENDS)
 

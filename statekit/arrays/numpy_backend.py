@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.backends import Backend, Value
+from statekit.arrays.backend import Backend, Value
 from statekit.tensors.tensor import DTYPES, Array
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.backends import Backend, Value, expanded_shape
+from statekit.arrays.backend import Backend, Value, expanded_shape
 from statekit.tensors.tensor import DTYPES, Array, float_info
 
 
