@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from statekit.cli.output import printable
-from statekit.format import Hints
+from statekit.conversion.contracts import Hints
 
 
 def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:

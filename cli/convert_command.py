@@ -12,10 +12,10 @@ from statekit.cli import output
 from statekit.cli.arguments import hints_options, local_file
 from statekit.cli.plan_view import show_plan
 from statekit.cli.resume import next_update, resume_lines
-from statekit.convert import Report, convert, plan
+from statekit.conversion.contracts import Exactness, Hints
+from statekit.conversion.convert import Report, convert, plan
+from statekit.conversion.plan import Plan, StepOffset
 from statekit.files.stage import Progress
-from statekit.format import Exactness, Hints
-from statekit.plan import Plan, StepOffset
 
 OFFSETS: dict[str, StepOffset] = {"keep": "keep", "reset": "reset"}
 PHASES = {"check": "checking the source", "write": "writing", "verify": "reading again"}

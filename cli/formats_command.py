@@ -6,10 +6,10 @@ from typing import Any
 
 import click
 
-from statekit import registry
 from statekit.cli import output
 from statekit.cli.matrix_view import show_matrix
-from statekit.format import Container, Layout
+from statekit.conversion import registry
+from statekit.conversion.contracts import Container, Layout
 
 
 @click.command("formats")

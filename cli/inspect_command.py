@@ -16,8 +16,8 @@ from rich.text import Text
 from statekit.cli import output
 from statekit.cli.arguments import hints_options, local_file
 from statekit.cli.module_tree import Row, module_tree, rows
-from statekit.format import Hints
-from statekit.inspection import (
+from statekit.conversion.contracts import Hints
+from statekit.conversion.inspection import (
     Inspection,
     ParameterSummary,
     Request,

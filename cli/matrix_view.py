@@ -8,8 +8,8 @@ from itertools import groupby
 from rich.table import Table
 
 from statekit.cli import output
-from statekit.format import Exactness
-from statekit.matrix import Cell, cells
+from statekit.conversion.contracts import Exactness
+from statekit.conversion.matrix import Cell, cells
 
 MARKS = {
     Exactness.BITWISE: "=",

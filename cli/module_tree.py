@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from statekit.inspection import ParameterSummary
+from statekit.conversion.inspection import ParameterSummary
 
 
 @dataclass

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from statekit.cli import output
+from statekit.conversion.contracts import Exactness
+from statekit.conversion.plan import Entry, Plan
 from statekit.errors import some
-from statekit.format import Exactness
-from statekit.plan import Entry, Plan
 
 MAX_ROWS = 150
 """More tensors than this aren't listed one by one."""

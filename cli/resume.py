@@ -8,9 +8,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from statekit.conversion.plan import Plan
 from statekit.optim.adafactor import defaults, next_decay
 from statekit.optim.adafactor_forms import Hyperparameters
-from statekit.plan import Plan
 from statekit.state.schema import load_schema
 
 T5X_LAYOUT, ORBAX, FLAX = "t5x", "orbax", "flax"

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from statekit.cli.matrix_view import layouts, rows
-from statekit.matrix import Cell, cells
+from statekit.conversion.matrix import Cell, cells
 
 TARGET = Path(__file__).parents[1] / "docs" / "conversions.md"
 TEXT = """# Conversions

@@ -10,9 +10,9 @@ from typing import Any
 
 from goldens import GOLDEN
 from replaying import present
+from statekit.conversion.contracts import Container, Encoded
 from statekit.converters.containers.dcp import CONTAINER
 from statekit.files.stage import staged
-from statekit.format import Container, Encoded
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree, walk
 

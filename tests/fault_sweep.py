@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 
 from formats import plain_state, register, save, values
-from statekit.convert import convert, open_state, plan
+from statekit.conversion.convert import convert, open_state, plan
 from statekit.converters.containers.orbax import CONTAINER as ORBAX
 from statekit.converters.containers.t5x import CONTAINER as T5X
 from statekit.converters.containers.torch_file import CONTAINER as TORCH

@@ -15,14 +15,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from statekit import registry
+from statekit.conversion import registry
+from statekit.conversion.contracts import Container, Encoded, Evidence, Exactness, Hints, Layout
 from statekit.converters.containers.statekit_dir import CONTAINER
 from statekit.converters.layouts.canonical import LAYOUT
 from statekit.errors import FormatError, StatekitError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.manifest import parse
 from statekit.files.stage import Stage, staged, unknown_fields
-from statekit.format import Container, Encoded, Evidence, Exactness, Hints, Layout
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, Tensor, dtype_named, in_memory
 from statekit.tensors.tree import from_json, tensor_names, to_json

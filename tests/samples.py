@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Literal
 
 from goldens import GOLDEN
-from statekit import registry
+from statekit.conversion import registry
+from statekit.conversion.contracts import Hints
+from statekit.conversion.plan import NO_HINTS
 from statekit.files.stage import staged
-from statekit.format import Hints
-from statekit.plan import NO_HINTS
 from statekit.testing.container_trials import Sample
 from statekit.testing.layouts import made_state
 

@@ -15,10 +15,10 @@ from safetensors.numpy import load_file
 from zarr_files import write_array
 
 from goldens import GOLDEN, bundles
+from statekit.conversion.contracts import Container
 from statekit.converters.containers.orbax import CONTAINER as ORBAX
 from statekit.converters.containers.t5x import CONTAINER as T5X
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Container
 from statekit.tensors.tensor import Array
 
 CONTAINERS: dict[str, Container] = {"t5x": T5X, "orbax": ORBAX}

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from statekit import registry
 from statekit.cli.main import DONE, main
+from statekit.conversion import registry
 
 
 def test_every_container_and_layout_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

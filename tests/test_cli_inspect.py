@@ -13,8 +13,8 @@ from fakes import Fake
 from goldens import GOLDEN, bundles
 from statekit.cli.main import DONE, FAILED, USAGE, main
 from statekit.cli.module_tree import module_tree, rows
+from statekit.conversion.inspection import ParameterSummary, TensorSummary
 from statekit.files.checkpoint import Finding
-from statekit.inspection import ParameterSummary, TensorSummary
 
 T5X = bundles("t5x")
 

@@ -18,13 +18,13 @@ import pytest
 from samples import ALL, ROWS, Row
 
 from goldens import COMPACT, GOLDEN
-from statekit import registry
+from statekit.conversion import registry
+from statekit.conversion.contracts import Container, Encoded, Evidence, Exactness, Hints, Layout
 from statekit.converters.containers.statekit_dir import CONTAINER as FOLDER
 from statekit.converters.layouts.canonical import LAYOUT as CANONICAL
 from statekit.errors import CorruptError, InexactError, StateError, UnknownFormatError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import Stage
-from statekit.format import Container, Encoded, Evidence, Exactness, Hints, Layout
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import DTYPES, Index, Stored, Tensor, in_memory
 from statekit.tensors.tree import from_json, tensor_names, to_json

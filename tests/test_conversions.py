@@ -17,13 +17,13 @@ import pytest
 from samples import ROWS, Row
 
 from goldens import GOLDEN
-from statekit import registry
 from statekit.cli.main import DONE, main
-from statekit.convert import convert, crossing_to, open_state, plan
-from statekit.crossing import Crossing
+from statekit.conversion import registry
+from statekit.conversion.contracts import Exactness, Hints, KeepsMasters, Layout
+from statekit.conversion.convert import convert, crossing_to, open_state, plan
+from statekit.conversion.matrix import cells
+from statekit.conversion.rule_change import Crossing
 from statekit.errors import InexactError, StateError, StatekitError
-from statekit.format import Exactness, Hints, KeepsMasters, Layout
-from statekit.matrix import cells
 from statekit.state.masters import as_params
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState

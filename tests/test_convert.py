@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from formats import Packed, Renamed, arrays, plain_state, register, save, small_state, snapshot, values
-from statekit.convert import convert, open_state, plan
+from statekit.conversion.contracts import Exactness, Hints
+from statekit.conversion.convert import convert, open_state, plan
 from statekit.converters.containers.statekit_dir import CONTAINER
 from statekit.errors import (
     CommitError,
@@ -30,7 +31,6 @@ from statekit.errors import (
 )
 from statekit.files import manifest
 from statekit.files.stage import Progress
-from statekit.format import Exactness, Hints
 from statekit.tensors.tensor import Array, Cast, Filled, Index, Stored, Tensor
 
 SHARD = "tensors-00001-of-00001.safetensors"
@@ -565,7 +565,7 @@ KILLED = """
 import os, signal, sys
 import pytest
 from formats import register
-from statekit.convert import convert, plan
+from statekit.conversion.convert import convert, plan
 register(pytest.MonkeyPatch())
 left = [int(sys.argv[3])]
 def progress(told):

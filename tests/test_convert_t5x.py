@@ -8,11 +8,11 @@ import pytest
 
 from formats import register, values
 from goldens import GOLDEN, bundles
-from statekit.convert import Report, convert, open_state, plan
+from statekit.conversion.contracts import Exactness
+from statekit.conversion.convert import Report, convert, open_state, plan
 from statekit.converters.containers.orbax import CONTAINER as ORBAX
 from statekit.converters.containers.t5x import CONTAINER as T5X
 from statekit.converters.layouts.t5x_adafactor import LAYOUT
-from statekit.format import Exactness
 
 BUNDLES = [bundle.name for bundle in bundles("t5x")]
 WRITTEN = [

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from statekit import crossing
 from statekit.arrays.backend import Value
 from statekit.arrays.numpy_backend import NumpyBackend
-from statekit.crossing import Crossing, best_crossing, cross
-from statekit.format import Exactness
+from statekit.conversion import rule_change
+from statekit.conversion.contracts import Exactness
+from statekit.conversion.rule_change import Crossing, best_crossing, cross
 from statekit.optim.run import STEPPED, load, mover, stepped_variants
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
@@ -118,7 +118,7 @@ def test_a_difference_that_is_called_none_is_noticed(
     real = load_schema(schema)
     spec = {**real.data["differences"][key], "effect": "none"}
     data = {**real.data, "differences": {**real.data["differences"], key: spec}}
-    monkeypatch.setattr(crossing, "load_schema", lambda name: replace(real, data=data))
+    monkeypatch.setattr(rule_change, "load_schema", lambda name: replace(real, data=data))
     run = made(schema, source)
     way = cross(run.state, source, target)
     assert key not in {one.what for one in way.differences}
@@ -233,4 +233,4 @@ def test_unknown_hyperparameters_stop_nothing() -> None:
 def test_every_effect_has_an_exactness() -> None:
     for schema in map(load_schema, STEPPED):
         for spec in (*schema.hyperparameters.values(), *schema.data["differences"].values()):
-            assert spec["effect"] in crossing.EFFECTS
+            assert spec["effect"] in rule_change.EFFECTS

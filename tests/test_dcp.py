@@ -19,14 +19,14 @@ from dcp_files import DCP, MEGATRON, bundle, bytes_of, folder, plain, save, torc
 
 from replaying import BACKENDS, marks
 from statekit.arrays.backend import backend
-from statekit.convert import convert, open_state, plan
+from statekit.conversion.contracts import Encoded
+from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.registry import detect_container
 from statekit.converters.containers import dcp_values, dcp_write, torch_storage
 from statekit.converters.containers.dcp import CONTAINER
 from statekit.converters.containers.dcp_metadata import read_metadata
 from statekit.converters.containers.dcp_tiling import Box, tiling_fault
 from statekit.errors import NotFoundError, RefusedError, UsageError
-from statekit.format import Encoded
-from statekit.registry import detect_container
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import BLOCK_BYTES, Filled, chunks, in_memory, same_values
 from statekit.verify.recording import open_recording
@@ -342,7 +342,7 @@ def test_opening_reads_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_inspecting_imports_no_framework() -> None:
     code = (
-        "import sys; from pathlib import Path; from statekit.convert import open_state\n"
+        "import sys; from pathlib import Path; from statekit.conversion.convert import open_state\n"
         f"open_state(Path({str(folder(DCP[0]))!r})).checkpoint.close()\n"
         "assert not {'torch', 'jax', 'tensorflow'} & sys.modules.keys()"
     )

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from dcp_files import DCP, MEGATRON, folder, save, spoilt
 
-from statekit.convert import open_state
+from statekit.conversion.contracts import Container
+from statekit.conversion.convert import open_state
 from statekit.converters.containers.dcp import CONTAINER
 from statekit.converters.containers.megatron import CONTAINER as MEGATRON_CONTAINER
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError
-from statekit.format import Container
 from statekit.tensors.tensor import Filled
 
 MODEL = "model.embed.weight"

@@ -22,7 +22,9 @@ from formats import values
 from goldens import bundles
 from replaying import BACKENDS, COMPILING, marks
 from statekit.arrays.backend import backend
-from statekit.convert import convert, open_state, plan
+from statekit.conversion.contracts import Exactness
+from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.registry import detect_container
 from statekit.converters.containers.deepspeed import CONTAINER as DEEPSPEED
 from statekit.converters.layouts.deepspeed import LAYOUT
 from statekit.errors import (
@@ -33,9 +35,7 @@ from statekit.errors import (
     RefusedError,
     UsageError,
 )
-from statekit.format import Exactness
 from statekit.optim.run import load, mover, store
-from statekit.registry import detect_container
 from statekit.state.masters import MASTER, as_params
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import in_memory

@@ -16,13 +16,13 @@ from test_orbax_restored import chains, exact, flat
 from formats import check_conformance, damaged_copies, read_all, values
 from goldens import GOLDEN, bundles
 from replaying import BACKENDS, marks
-from statekit import registry
 from statekit.arrays.backend import backend
-from statekit.convert import convert, open_state, plan
+from statekit.conversion import registry
+from statekit.conversion.contracts import Encoded, Exactness
+from statekit.conversion.convert import convert, open_state, plan
 from statekit.converters.containers import flax_write
 from statekit.converters.containers.flax_msgpack import CONTAINER as FLAX
 from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitError
-from statekit.format import Encoded, Exactness
 from statekit.tensors.tensor import in_memory
 from statekit.tensors.tree import nested
 from statekit.verify.recording import open_recording

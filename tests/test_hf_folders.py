@@ -15,9 +15,10 @@ from torch_files import save, torch_zip
 
 from goldens import GOLDEN, bundles
 from replaying import BACKENDS, marks
-from statekit import registry
 from statekit.arrays.backend import backend
-from statekit.convert import convert, open_state, plan
+from statekit.conversion import registry
+from statekit.conversion.contracts import Encoded, Hints
+from statekit.conversion.convert import convert, open_state, plan
 from statekit.converters.containers import hf_files, hf_folder
 from statekit.converters.containers.safetensors_file import save_safetensors
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
@@ -30,7 +31,6 @@ from statekit.errors import (
     StatekitError,
     UsageError,
 )
-from statekit.format import Encoded, Hints
 from statekit.tensors.tensor import in_memory, same_values
 from statekit.verify.native import native_state
 from statekit.verify.recording import Recording, open_recording

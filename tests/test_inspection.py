@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from fakes import Fake
+from statekit.conversion.contracts import Hints
+from statekit.conversion.inspection import Inspection, Request, inspect
 from statekit.errors import StateError
 from statekit.files.checkpoint import Finding
-from statekit.format import Hints
-from statekit.inspection import Inspection, Request, inspect
 from statekit.state.train_state import Axis, Rule
 
 HERE = Path("somewhere")

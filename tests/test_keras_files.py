@@ -16,8 +16,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from goldens import bundles
-from statekit import registry
-from statekit.convert import convert, open_state, plan
+from statekit.conversion import registry
+from statekit.conversion.contracts import Encoded, Exactness, Hints
+from statekit.conversion.convert import convert, open_state, plan
 from statekit.converters.containers.hdf5_order import Names
 from statekit.converters.containers.hdf5_read import ATTRIBUTES, open_hdf5
 from statekit.converters.containers.hdf5_write import write_hdf5
@@ -37,7 +38,6 @@ from statekit.errors import (
     UsageError,
 )
 from statekit.files.stage import staged
-from statekit.format import Encoded, Exactness, Hints
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, Tensor, dtype_named, in_memory

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from statekit.convert import convert, open_state, plan
-from statekit.format import Hints
+from statekit.conversion.contracts import Hints
+from statekit.conversion.convert import convert, open_state, plan
 from statekit.tensors.tensor import Array
 
 pytestmark = [

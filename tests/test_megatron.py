@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from dcp_files import MEGATRON, folder, plain, save, torch_read
 
-from statekit.convert import convert, open_state, plan
+from statekit.conversion.contracts import Hints
+from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.registry import detect_container
 from statekit.converters.containers.dcp import CONTAINER as DCP
 from statekit.converters.containers.megatron import CONTAINER
 from statekit.converters.layouts.megatron import LAYOUT
 from statekit.errors import InexactError, NotFoundError, RefusedError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Hints
-from statekit.registry import detect_container
 from statekit.state.train_state import Counts, TrainState
 from statekit.tensors.tensor import DTYPES, Cast, Filled, in_memory, same_values
 

@@ -14,17 +14,17 @@ from mxnet_files import array_list, attributes, states
 
 from goldens import GOLDEN, bundles
 from replaying import everywhere, present
-from statekit import registry
 from statekit.arrays.backend import backend
 from statekit.arrays.numpy_backend import NumpyBackend
-from statekit.convert import convert, open_state, plan
+from statekit.conversion import registry
+from statekit.conversion.contracts import Encoded, Hints
+from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.inspection import inspect
 from statekit.converters.containers.mxnet import CONTAINER
 from statekit.converters.layouts.mxnet_optim import LANS, MXNetOptim
 from statekit.errors import InexactError, NotFoundError, StateError, UnknownFormatError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged
-from statekit.format import Encoded, Hints
-from statekit.inspection import inspect
 from statekit.optim.run import load, store
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, same_values

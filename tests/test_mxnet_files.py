@@ -18,6 +18,7 @@ from mxnet_files import array_list, attributes, record, states
 from test_mxnet import LANS_CLASS, PARAMS, moments, put
 
 from goldens import GOLDEN
+from statekit.conversion.contracts import Encoded
 from statekit.converters.containers.mxnet import CONTAINER
 from statekit.converters.containers.mxnet_params import read_params
 from statekit.converters.containers.torch_storage import SourceFile
@@ -25,7 +26,6 @@ from statekit.converters.pickle_extents import KEPT_BYTES, Extent, read_thin_pic
 from statekit.converters.pickle_writer import Called, write_pickle
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError, UsageError
 from statekit.files.stage import staged
-from statekit.format import Encoded
 from statekit.tensors.tensor import Array, Tensor, in_memory
 
 Open: TypeAlias = Callable[[Path], SourceFile]

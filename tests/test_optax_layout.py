@@ -13,11 +13,11 @@ import pytest
 from test_orbax_read import IDS, RECORDED
 
 from formats import plain_state, values
+from statekit.conversion.contracts import Exactness, Hints
 from statekit.converters.containers.orbax import CONTAINER as ORBAX
 from statekit.converters.layouts.optax_state import LAYOUT
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Exactness, Hints
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.tensors.tree import Tree, tensor_names, to_json

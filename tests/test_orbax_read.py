@@ -13,12 +13,12 @@ import pytest
 from zarr_files import write_array, write_sharded
 
 from goldens import bundles
-from statekit import registry
+from statekit.conversion import registry
+from statekit.conversion.inspection import inspect
 from statekit.converters.containers import orbax_item
 from statekit.converters.containers.kv_stores import FolderStore, OcdbtStore
 from statekit.converters.containers.orbax import CONTAINER as ORBAX
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
-from statekit.inspection import inspect
 from statekit.tensors.tensor import Array
 
 Edit = Callable[[dict[str, Any]], object]

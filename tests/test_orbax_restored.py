@@ -12,9 +12,9 @@ from test_orbax_read import IDS, RECORDED, native_names
 
 from formats import check_conformance, damaged_copies, read_all
 from goldens import GOLDEN
-from statekit.convert import convert, open_state, plan
+from statekit.conversion.contracts import Encoded, Exactness
+from statekit.conversion.convert import convert, open_state, plan
 from statekit.converters.containers.orbax import CONTAINER as ORBAX
-from statekit.format import Encoded, Exactness
 from statekit.tensors.tensor import Array, in_memory
 from statekit.tensors.tree import nested
 

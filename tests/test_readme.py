@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from goldens import GOLDEN
-from statekit import registry
 from statekit.cli.main import main
-from statekit.convert import open_state
+from statekit.conversion import registry
+from statekit.conversion.convert import open_state
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

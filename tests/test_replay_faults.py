@@ -14,9 +14,9 @@ import pytest
 
 from goldens import GOLDEN
 from statekit.arrays.backend import backend
-from statekit.convert import open_state
+from statekit.conversion.convert import open_state
+from statekit.conversion.registry import container, layout
 from statekit.files.stage import staged
-from statekit.registry import container, layout
 from statekit.state.train_state import Counts, TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.verify.recording import open_recording

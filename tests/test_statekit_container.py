@@ -20,6 +20,7 @@ import pytest
 from safetensors import safe_open
 
 from formats import FACTORED, save, small_state, snapshot, values
+from statekit.conversion.contracts import Encoded, Hints
 from statekit.converters.containers import statekit_dir
 from statekit.converters.containers.statekit_dir import CONTAINER
 from statekit.converters.layouts.canonical import LAYOUT
@@ -35,7 +36,6 @@ from statekit.errors import (
 from statekit.files import manifest
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged
-from statekit.format import Encoded, Hints
 from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensors.digest import tensor_digest
 from statekit.tensors.tensor import in_memory

@@ -24,12 +24,12 @@ from test_orbax_restored import exact, flat
 
 from formats import plain_state, values
 from goldens import GOLDEN
-from statekit.convert import convert, open_state, plan
+from statekit.conversion.contracts import Exactness, Hints
+from statekit.conversion.convert import convert, open_state, plan
 from statekit.converters.layouts.optax_state import LAYOUT as OPTAX
 from statekit.converters.layouts.optax_tree import OWN_FIELDS, OWN_GROUP_FIELDS
 from statekit.converters.layouts.statekit_jax import LAYOUT
 from statekit.errors import InexactError, StateError, UsageError
-from statekit.format import Exactness, Hints
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tree import Tree, nested, tensor_names
 
@@ -242,7 +242,7 @@ def test_what_a_user_saves_is_recognised(tmp_path: Path) -> None:
     import optax
     import orbax.checkpoint as ocp
 
-    from statekit.inspection import inspect
+    from statekit.conversion.inspection import inspect
     from statekit.jax.states import STATES
 
     params = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}

@@ -14,11 +14,11 @@ from torch_models import blank_model, set_grads
 
 from formats import small_state, values
 from goldens import GOLDEN, bundles
-from statekit.convert import convert, open_state, plan
+from statekit.conversion.contracts import Hints
+from statekit.conversion.convert import convert, open_state, plan
 from statekit.converters.layouts.statekit_torch import LAYOUT
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Hints
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import in_memory
 from statekit.tensors.tree import Record

@@ -11,7 +11,8 @@ import pytest
 from t5x_files import Recorded, meta, open_case, recorded, tiny
 
 from goldens import GOLDEN, bundles
-from statekit import registry
+from statekit.conversion import registry
+from statekit.conversion.contracts import Hints
 from statekit.converters.containers.t5x import CONTAINER as T5X
 from statekit.converters.layouts.factored_slots import from_slots
 from statekit.converters.layouts.t5x_adafactor import LAYOUT
@@ -19,7 +20,6 @@ from statekit.converters.layouts.t5x_rules import STANDARD
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged, unknown_fields
-from statekit.format import Hints
 from statekit.state.factoring import by_size, effective
 from statekit.state.train_state import Axis, Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, in_memory

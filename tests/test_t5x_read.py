@@ -14,7 +14,7 @@ from t5x_files import CONTAINERS, Recorded, packed_array, recorded, spec, tiny, 
 from zarr_files import write_array
 
 from goldens import GOLDEN
-from statekit import registry
+from statekit.conversion import registry
 from statekit.converters.containers.orbax import CONTAINER as ORBAX
 from statekit.converters.containers.t5x import CONTAINER as T5X
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError

@@ -10,6 +10,7 @@ from t5x_files import CONTAINERS, Recorded, recorded
 from zarr_files import PlainStage, plain_stage
 
 from goldens import GOLDEN, bundles
+from statekit.conversion.contracts import Container, Encoded, Hints
 from statekit.converters.containers import zarr2_write
 from statekit.converters.containers.orbax import CONTAINER as ORBAX
 from statekit.converters.containers.t5x import CONTAINER as T5X
@@ -17,7 +18,6 @@ from statekit.converters.layouts.t5x_adafactor import LAYOUT
 from statekit.errors import CommitError, FormatError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged
-from statekit.format import Container, Encoded, Hints
 from statekit.tensors.tensor import Array, in_memory
 
 CASES = [bundle.name for bundle in bundles("t5x")]

@@ -16,13 +16,13 @@ from tf_files import save
 from formats import plain_state
 from goldens import bundles
 from statekit.arrays.backend import backend
-from statekit.convert import convert, open_state, plan
+from statekit.conversion.contracts import Hints
+from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.registry import detect_layout
 from statekit.converters.containers.tf_bundle import CONTAINER
 from statekit.converters.layouts.tensorflow1 import MESH_TF, MESH_TF_ADAM, T2T, TF_ADAM, TensorFlow1
 from statekit.errors import InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Hints
-from statekit.registry import detect_layout
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor, in_memory, same_values
 from statekit.tensors.tree import tensor_names

@@ -12,13 +12,13 @@ import pytest
 from tf_files import save
 
 from goldens import GOLDEN
+from statekit.conversion.registry import detect_container
 from statekit.converters.containers import tf_entries, tf_table
 from statekit.converters.containers.crc32c import crc32c
 from statekit.converters.containers.tf_bundle import CONTAINER
 from statekit.converters.containers.tf_entries import Entry, entry_bytes, header
 from statekit.converters.containers.tf_table import masked, read_table, write_table
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
-from statekit.registry import detect_container
 from statekit.tensors.tensor import DTYPES, in_memory
 
 PREFIXES = sorted(

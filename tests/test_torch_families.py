@@ -15,11 +15,11 @@ from torch_models import blank_model
 from formats import save
 from goldens import COMPACT, GOLDEN
 from replaying import present
-from statekit.convert import convert, open_state, plan
+from statekit.conversion.contracts import Hints
+from statekit.conversion.convert import convert, open_state, plan
 from statekit.converters.layouts.statekit_torch import CLASSES, LAYOUT
 from statekit.errors import StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Hints
 from statekit.optim.run import stepped_variants
 from statekit.state.train_state import Counts, TrainState
 from statekit.torch import load_optimizer, load_params

@@ -15,7 +15,9 @@ from goldens import bundles
 from replaying import BACKENDS, marks
 from statekit.arrays.backend import backend
 from statekit.cli.main import main
-from statekit.convert import convert, open_state, plan
+from statekit.conversion.contracts import Hints, Layout
+from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.registry import detect_layout
 from statekit.converters.containers.torch_file import CONTAINER
 from statekit.converters.layouts.icefall import LAYOUT as ICEFALL
 from statekit.converters.layouts.param_order import named_order, shaped_order
@@ -24,8 +26,6 @@ from statekit.converters.layouts.torch_optim import LAYOUT as TORCH_OPTIM
 from statekit.converters.param_names import read_param_names
 from statekit.errors import FormatError, InexactError, NotFoundError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Hints, Layout
-from statekit.registry import detect_layout
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, Tensor, in_memory, same_values
 from statekit.tensors.tree import walk

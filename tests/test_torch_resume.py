@@ -24,11 +24,11 @@ from torch_models import blank_model, module_of, set_grads
 from formats import save, small_state
 from goldens import GOLDEN, bundles
 from statekit.arrays.backend import backend
-from statekit.convert import convert, open_state, plan
+from statekit.conversion.contracts import Hints
+from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.registry import layout
 from statekit.converters.containers.safetensors_file import open_safetensors
 from statekit.errors import NotFoundError, StateError, UnknownRuleError, UsageError
-from statekit.format import Hints
-from statekit.registry import layout
 from statekit.state.train_state import Axis, Optimizer, TrainState
 from statekit.tensors.tensor import Array, Tensor
 from statekit.torch import Adafactor, load_optimizer, load_params

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from torch_files import assert_same, save
 
+from statekit.conversion.contracts import Encoded
 from statekit.converters.containers import torch_writer
 from statekit.converters.containers.torch_file import CONTAINER
 from statekit.converters.containers.torch_zip import LOCAL
 from statekit.errors import CommitError, UsageError
 from statekit.files.stage import staged
-from statekit.format import Encoded
 from statekit.tensors.tensor import BLOCK_BYTES, DTYPES, Filled, chunks, in_memory
 from statekit.tensors.tree import Record
 

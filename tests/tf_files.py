@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from statekit.conversion.contracts import Encoded
 from statekit.converters.containers.tf_bundle import CONTAINER
 from statekit.files.stage import staged, unknown_fields
-from statekit.format import Encoded
 from statekit.tensors.tree import Tree
 
 

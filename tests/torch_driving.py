@@ -14,9 +14,9 @@ import torch
 from goldens import GOLDEN
 from replaying import present
 from statekit.arrays.backend import backend
+from statekit.conversion.registry import layout
 from statekit.errors import StatekitError
 from statekit.optim.run import load, mover, stepped_variants, store
-from statekit.registry import layout
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Array

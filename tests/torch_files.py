@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from statekit.conversion.contracts import Encoded
 from statekit.converters.containers.torch_file import CONTAINER
 from statekit.converters.containers.torch_legacy import MAGIC
 from statekit.files.stage import staged
-from statekit.format import Encoded
 from statekit.tensors.tree import Record, Tree
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.dcp_metadata import Contents, read_metadata
 from statekit.converters.containers.dcp_tree import tree_of
 from statekit.converters.containers.dcp_values import Files, read_values
@@ -30,7 +31,6 @@ from statekit.errors import NotFoundError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import FILE, find_manifest, read_small, tensor_faults
 from statekit.files.stage import Stage
-from statekit.format import Encoded, Evidence
 from statekit.tensors.tree import Tree, tensor_names
 
 METADATA = ".metadata"

@@ -18,6 +18,7 @@ from typing import Literal
 
 import numpy as np
 
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.hf_model import SHARD_BYTES, find_model, open_model, save_model
 from statekit.converters.containers.hf_place import moved_to
 from statekit.converters.containers.step_files import files_beside, trusted_manifest
@@ -28,7 +29,6 @@ from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.manifest import read_small, strict_json
 from statekit.files.stage import Stage
-from statekit.format import Encoded, Evidence
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.tensors.tree import Tree
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.deepspeed_files import MASTER, Tag, complete, locate, open_file, require
 from statekit.converters.containers.deepspeed_universal import universal_state
 from statekit.converters.containers.deepspeed_zero import Shapes, joined, part_of
@@ -26,7 +27,6 @@ from statekit.converters.containers.torch_names import named
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, UsageError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.stage import Stage
-from statekit.format import Encoded, Evidence
 from statekit.tensors.tensor import Cast, Shape, Tensor
 from statekit.tensors.tree import Record, Tree, to_json
 from statekit.tensors.views import Joined, Run

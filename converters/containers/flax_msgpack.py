@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.flax_write import NUMBER, SCALAR, gathered, packed
 from statekit.converters.containers.kv_stores import FolderStore
 from statekit.converters.containers.msgpack_index import Inline, parse
@@ -25,7 +26,6 @@ from statekit.converters.containers.step_target import FOLDER
 from statekit.errors import FormatError, NotFoundError, RefusedError
 from statekit.files.checkpoint import SEQUENCES_AS_MAPS, Checkpoint
 from statekit.files.stage import Stage
-from statekit.format import Encoded, Evidence
 from statekit.tensors.tensor import Stored, in_memory
 from statekit.tensors.tree import Path as Keys
 from statekit.tensors.tree import Tree

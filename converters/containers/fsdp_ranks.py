@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.step_files import files_beside
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.containers.torch_names import named
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import Stage
-from statekit.format import Encoded, Evidence
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Tree
 from statekit.tensors.views import Joined, Run

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from statekit.conversion.contracts import Encoded
 from statekit.converters.torch_parts import at, loose, places, put, without
-from statekit.format import Encoded
 from statekit.tensors.tree import Path, Tree
 
 _SCHEDULERS: tuple[Path, ...] = (

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.hdf5_read import ATTRIBUTES, open_hdf5
 from statekit.converters.containers.hdf5_write import MANIFEST, write_hdf5
 from statekit.errors import NotFoundError, StatekitError
@@ -23,7 +24,6 @@ from statekit.files.durable import writing
 from statekit.files.manifest import parse, strict_json, tensor_faults
 from statekit.files.reading import open_regular
 from statekit.files.stage import Stage
-from statekit.format import Encoded, Evidence
 from statekit.tensors.tree import tensor_names
 
 MAGIC = b"\x89HDF\r\n\x1a\n"

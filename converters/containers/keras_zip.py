@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.hdf5_read import ATTRIBUTES, open_hdf5
 from statekit.converters.containers.hdf5_write import write_hdf5
 from statekit.converters.containers.keras_h5 import CONFIG, METADATA, documents, refuse_step
@@ -31,7 +32,6 @@ from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import strict_json
 from statekit.files.reading import open_regular
 from statekit.files.stage import Stage
-from statekit.format import Encoded, Evidence
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Index, Stored
 from statekit.tensors.tree import Tree
 

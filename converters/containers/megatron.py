@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.dcp import METADATA, open_folder, step_folder, steps_below
 from statekit.converters.containers.dcp_write import write_dcp
 from statekit.converters.containers.torch_read import read_object
@@ -28,7 +29,6 @@ from statekit.errors import FormatError, RefusedError, StatekitError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.manifest import read_small, strict_json
 from statekit.files.stage import Stage
-from statekit.format import Encoded, Evidence
 
 COMMON, SHARDED = "common", "sharded"
 """The parts of the tree."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.mxnet_files import (
     PARAMS,
     STATES,
@@ -35,7 +36,6 @@ from statekit.converters.containers.torch_storage import SourceFile
 from statekit.errors import FormatError, StatekitError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.stage import Stage
-from statekit.format import Encoded, Evidence
 
 NUMPY_MODE: Mapping[str, Any] = {
     "params": {"name": f"net{PARAMS}", "form": NPZ, "generation": 3, "device": list(CPU)},

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.kv_stores import FolderStore, read_whole
 from statekit.converters.containers.orbax_item import STRINGS, open_item
 from statekit.converters.containers.orbax_write import step_metadata, write_item
@@ -35,7 +36,6 @@ from statekit.errors import FormatError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.manifest import MAX_BYTES, strict_json
 from statekit.files.stage import Stage
-from statekit.format import Encoded, Evidence
 from statekit.tensors.tree import Tree
 
 _DEFAULT = "{step}/default"

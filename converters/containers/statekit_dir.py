@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.safetensors_file import open_safetensors, save_safetensors, sharded
 from statekit.errors import CorruptError, FormatError, NotFoundError, StatekitError, fault_list
 from statekit.files.checkpoint import Checkpoint, Finding
@@ -21,7 +22,6 @@ from statekit.files.manifest import (
     unnamed_files,
 )
 from statekit.files.stage import Stage
-from statekit.format import Encoded, Evidence
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree, from_json, tensor_names, to_json
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import msgpack
 
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.kv_stores import FolderStore
 from statekit.converters.containers.msgpack_index import parse
 from statekit.converters.containers.step_files import step_checkpoint
@@ -26,7 +27,6 @@ from statekit.converters.containers.zarr2_write import encoded_chunks, header_by
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.stage import Stage
-from statekit.format import Encoded, Evidence
 from statekit.tensors.tensor import Tensor, nbytes
 
 VERSION = 3

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.crc32c import crc32c
 from statekit.converters.containers.step_files import trusted_manifest
 from statekit.converters.containers.tf_bundle_write import STATE_FILE, write_bundle
@@ -46,7 +47,6 @@ from statekit.converters.containers.torch_storage import SourceFile, Storage, wi
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, fault_list
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import Stage
-from statekit.format import Encoded, Evidence
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Shape, index_shape
 
 MAX_STRING_BYTES = 64 * 2**20

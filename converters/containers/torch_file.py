@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.torch_names import named
 from statekit.converters.containers.torch_read import generation, read_object
 from statekit.converters.containers.torch_storage import SourceFile
@@ -16,7 +17,6 @@ from statekit.errors import FormatError, NotFoundError, StatekitError, fault_lis
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import parse, tensor_faults
 from statekit.files.stage import Stage
-from statekit.format import Encoded, Evidence
 from statekit.tensors.tree import Tree, tensor_names
 
 MAX_FAULTS = 5

@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.torch_frame import frame
 from statekit.converters.layouts.torch_optim import LAYOUT as TORCH_OPTIM
 from statekit.errors import InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Encoded, Evidence, Hints
 from statekit.state.masters import MASTER
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Rule, TrainState

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from statekit.arrays.numpy_backend import NumpyBackend
+from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.param_order import BY_NAME, REMEDY, Order, named_order
 from statekit.converters.layouts.torch_frame import Frame, extra_of, frame, joined
 from statekit.converters.torch_parts import SORTED
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Encoded, Evidence, Hints
 from statekit.optim import scaled_adam
 from statekit.optim.scaled_adam_clip import batches
 from statekit.state.schema import all_variants, load_schema

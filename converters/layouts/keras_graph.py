@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.keras_native import home_in
 from statekit.converters.layouts.keras_objects import (
     BASE_LISTS,
@@ -68,7 +69,6 @@ from statekit.converters.layouts.statekit_keras_parts import (
 from statekit.converters.layouts.told import manifest_state
 from statekit.errors import StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.run import stepped_variants
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState

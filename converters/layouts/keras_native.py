@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from statekit.conversion.contracts import Encoded, Evidence, Exactness, Hints
 from statekit.converters.containers.hdf5_read import ATTRIBUTES
 from statekit.converters.containers.keras_h5 import CONFIG, SAYINGS
 from statekit.converters.layouts.keras_parts import (
@@ -48,7 +49,6 @@ from statekit.converters.layouts.told import manifest_state
 from statekit.converters.layouts.unplaced import unplaced
 from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Encoded, Evidence, Exactness, Hints
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor

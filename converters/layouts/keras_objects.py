@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from statekit.conversion.contracts import Encoded
 from statekit.converters.containers.hdf5_read import ATTRIBUTES
 from statekit.converters.containers.keras_h5 import CONFIG
 from statekit.converters.containers.tf_object_graph import (
@@ -26,7 +27,6 @@ from statekit.converters.layouts.keras_parts import HOME, order_of
 from statekit.converters.layouts.keras_slots import ACCUMULATOR, AVERAGE, ITERATION, RATE, Kept
 from statekit.converters.layouts.unplaced import unplaced
 from statekit.errors import StateError, fault_list
-from statekit.format import Encoded
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from statekit.conversion.contracts import Hints
 from statekit.converters.layouts.keras_slots import (
     ACCUMULATOR,
     AVERAGE,
@@ -27,7 +28,6 @@ from statekit.converters.layouts.keras_slots import (
 )
 from statekit.converters.layouts.told import Known, Settings
 from statekit.errors import InexactError, StateError, fault_list
-from statekit.format import Hints
 from statekit.state.factoring import by_shape, swapped
 from statekit.state.hyperparameters import form
 from statekit.state.schema import load_schema

@@ -19,12 +19,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.statekit_torch import is_plain
 from statekit.converters.layouts.torch_frame import PLACES
 from statekit.converters.layouts.torch_optim import BY_NAME
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Encoded, Evidence, Hints
 from statekit.state.masters import MASTER
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Shape, Tensor

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.mxnet_kinds import HOME, Kind, parts
 from statekit.converters.layouts.mxnet_reading import Reading
 from statekit.converters.layouts.mxnet_writing import Writing
 from statekit.converters.layouts.unplaced import unplaced
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Encoded, Evidence, Hints
 from statekit.state.train_state import TrainState
 
 _SHOWN = 20

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from statekit.conversion.contracts import Hints
 from statekit.converters.layouts.mxnet_attributes import (
     ARGUMENTS,
     BY_DEVICE,
@@ -28,7 +29,6 @@ from statekit.converters.layouts.mxnet_kinds import (
 from statekit.converters.layouts.mxnet_order import Numbered, numbered
 from statekit.errors import StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Hints
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, TrainState
 from statekit.tensors.tensor import Shape

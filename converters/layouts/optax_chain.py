@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from statekit.conversion.contracts import Encoded, Exactness
 from statekit.converters.layouts.factored_slots import MINIMUM
 from statekit.converters.layouts.optax_frame import COUNT, Contents, count, usual_tree
 from statekit.converters.layouts.optax_place import in_own_form, own_form, placed
@@ -22,7 +23,6 @@ from statekit.converters.layouts.optax_settings import VARIANT, native_names
 from statekit.converters.layouts.optax_slots import placeholder, usual_axes
 from statekit.converters.layouts.optax_tree import is_tensor, leaves, replaced
 from statekit.errors import InexactError, fault_list
-from statekit.format import Encoded, Exactness
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Group, Rule, TrainState
 from statekit.tensors.tensor import Tensor, in_memory

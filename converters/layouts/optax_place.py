@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from statekit.conversion.contracts import Encoded, Exactness
 from statekit.converters.layouts.optax_frame import SLOT, Contents, rebuilt, usual_tree
 from statekit.converters.layouts.optax_tree import is_tensor, leaves
 from statekit.converters.layouts.unplaced import unplaced
-from statekit.format import Encoded, Exactness
 from statekit.state.train_state import TrainState
 from statekit.tensors.tree import Tree
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.optax_chain import encoded
 from statekit.converters.layouts.optax_parts import (
     FACTOR_MAP,
@@ -39,7 +40,6 @@ from statekit.converters.layouts.optax_slots import Factoring, factoring, rule_o
 from statekit.converters.layouts.optax_tree import ENGINES, find_params, links
 from statekit.errors import StateError, fault_list, some
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Encoded, Evidence, Hints
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.factored_slots import shown_rule
 from statekit.converters.layouts.optax_frame import Contents, count, usual_tree
 from statekit.converters.layouts.optax_parts import (
@@ -43,7 +44,6 @@ from statekit.converters.layouts.optax_tree import (
 from statekit.converters.layouts.told import Settings
 from statekit.errors import InexactError, StateError, fault_list, some
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.run import stepped_variants
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState

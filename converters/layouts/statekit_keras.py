@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.containers.hdf5_read import ATTRIBUTES
 from statekit.converters.layouts.keras_native import (
     OPTIMIZER,
@@ -44,7 +45,6 @@ from statekit.converters.layouts.statekit_keras_parts import (
 from statekit.converters.layouts.told import manifest_state
 from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.run import stepped_variants
 from statekit.state.train_state import TrainState
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from statekit.conversion.contracts import Hints
 from statekit.converters.layouts.factored_slots import shown_rule
 from statekit.converters.layouts.keras_parts import HOME, calls_of
 from statekit.converters.layouts.keras_slots import ACCUMULATOR, ITERATION, RATE
 from statekit.converters.layouts.keras_variables import snake_case
 from statekit.converters.layouts.told import Known
 from statekit.errors import InexactError, StateError, fault_list
-from statekit.format import Hints
 from statekit.optim.run import stepped_variants
 from statekit.state.factoring import map_entries
 from statekit.state.hyperparameters import form

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.statekit_torch_groups import (
     Found,
     Kind,
@@ -35,7 +36,6 @@ from statekit.converters.layouts.statekit_torch_groups import (
 from statekit.converters.optimizer_forms import by_index
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Encoded, Evidence, Hints
 from statekit.optim.run import stepped_variants
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Optimizer, TrainState

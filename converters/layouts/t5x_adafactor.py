@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.factored_slots import fits, from_slots
 from statekit.converters.layouts.t5x_rules import GivenRules, as_t5x, given_rules
 from statekit.converters.layouts.t5x_settings import RULES, inferred, members, scale_by_path
@@ -21,7 +22,6 @@ from statekit.converters.layouts.told import Member, Settings, manifest_state
 from statekit.converters.layouts.unplaced import unplaced
 from statekit.errors import InexactError, StateError, fault_list, some
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Encoded, Evidence, Hints
 from statekit.state.factoring import by_size, effective
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Filled, Tensor, in_memory

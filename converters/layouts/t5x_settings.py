@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from statekit.conversion.contracts import Hints
 from statekit.converters.layouts.factored_slots import with_minimum
 from statekit.converters.layouts.t5x_rules import STANDARD
 from statekit.converters.layouts.t5x_tree import Held
 from statekit.converters.layouts.told import Known, Member, Settings
 from statekit.errors import UsageError
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Hints
 from statekit.state.factoring import first_entry, map_entries
 from statekit.state.schema import load_schema
 from statekit.tensors.tensor import Shape

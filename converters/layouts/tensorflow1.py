@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
+from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.tf1_names import AVERAGE, GLOBAL_STEP, Named, saved_name, sorted_names
 from statekit.converters.layouts.tf1_powers import POWERS, held_betas, new_powers
 from statekit.converters.layouts.told import manifest_state
 from statekit.converters.layouts.unplaced import unplaced
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Encoded, Evidence, Hints
 from statekit.state.factoring import by_shape, first_entry, labels, map_entries, swapped
 from statekit.state.hyperparameters import form
 from statekit.state.schema import load_schema

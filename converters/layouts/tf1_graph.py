@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.containers.tf_object_graph import (
     GRAPH,
     SAVE_COUNTER,
@@ -33,7 +34,6 @@ from statekit.converters.layouts.tf1_names import GLOBAL_STEP
 from statekit.converters.layouts.tf1_powers import POWERS
 from statekit.errors import InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Encoded, Evidence, Hints
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor, in_memory

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.param_order import found_order
 from statekit.converters.layouts.statekit_torch import GROUPS
 from statekit.converters.layouts.torch_frame import Frame, extra_of, frame, joined
@@ -22,7 +23,6 @@ from statekit.converters.optimizer_forms import Form
 from statekit.converters.torch_parts import SORTED
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Encoded, Evidence, Hints
 from statekit.state.factoring import by_shape
 from statekit.state.hyperparameters import form
 from statekit.state.schema import OptimizerSchema, load_schema

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from statekit.convert import open_state, with_offset
+from statekit.conversion.contracts import Hints
+from statekit.conversion.convert import open_state, with_offset
 from statekit.errors import StateError, UsageError, fault_list
-from statekit.format import Hints
 from statekit.jax.leaves import Leaves, leaves_of
 from statekit.jax.sharding import slot_sharding
 from statekit.jax.states import State

@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 import keras
 
 from statekit.arrays.backend import backend
-from statekit.convert import OpenState, open_state, with_offset
+from statekit.conversion.contracts import Hints
+from statekit.conversion.convert import OpenState, open_state, with_offset
+from statekit.conversion.registry import detect_container
 from statekit.errors import StateError, UnknownRuleError, UsageError, fault_list
-from statekit.format import Hints
 from statekit.optim.run import steps_for
-from statekit.registry import detect_container
 from statekit.state.masters import as_params
 from statekit.state.options import RATE_NAMES, offered
 from statekit.state.train_state import Axis, Rule, TrainState

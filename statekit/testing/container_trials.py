@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from statekit.conversion.contracts import Container, Encoded
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged
-from statekit.format import Container, Encoded
 from statekit.tensors.tree import Tree, to_json
 from statekit.testing.damage import files_of
 

@@ -23,9 +23,9 @@ from typing import TypeAlias
 
 import numpy as np
 
+from statekit.conversion.contracts import Container
 from statekit.errors import StatekitError
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Container
 from statekit.tensors.tensor import DTYPES, Index, Tensor, chunks, in_memory, nbytes, whole
 from statekit.tensors.tree import Tree, to_json, walk
 from statekit.testing.container_trials import Contents, Trial

@@ -21,13 +21,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from statekit.conversion.contracts import Container, Encoded, Hints, Layout
+from statekit.conversion.plan import NO_HINTS
+from statekit.conversion.registry import decoded
 from statekit.errors import InexactError, StateError, StatekitError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged
-from statekit.format import Container, Encoded, Hints, Layout
 from statekit.optim.run import stepped_variants
-from statekit.plan import NO_HINTS
-from statekit.registry import decoded
 from statekit.state.factoring import by_shape
 from statekit.state.schema import load_schema, schema_names
 from statekit.state.train_state import TrainState

@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from statekit.convert import open_state, with_offset
+from statekit.conversion.contracts import Hints
+from statekit.conversion.convert import open_state, with_offset
+from statekit.conversion.registry import layout
 from statekit.errors import StateError, UsageError, fault_list
-from statekit.format import Hints
 from statekit.optim.adafactor_forms import MOMENTUM_ON
 from statekit.optim.run import stepped_variants
-from statekit.registry import layout
 from statekit.settling import EXCLUDED, LOGICAL, SCALE, flags_of, path_of
 from statekit.state.hyperparameters import form
 from statekit.state.masters import as_params

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from statekit.convert import OpenState, open_state
+from statekit.conversion.contracts import Hints
+from statekit.conversion.convert import OpenState, open_state
 from statekit.errors import StateError
-from statekit.format import Hints
 from statekit.state.masters import MASTER, as_params
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Cast, Tensor, widens

@@ -23,9 +23,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from statekit.conversion.contracts import Hints
 from statekit.converters.containers.safetensors_file import OpenFile, open_safetensors
 from statekit.errors import FormatError, NotFoundError, UsageError
-from statekit.format import Hints
 from statekit.optim.steps import Execution
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor, in_memory

@@ -20,9 +20,9 @@ import numpy as np
 
 from statekit.arrays.backend import Backend
 from statekit.arrays.numpy_backend import NumpyBackend
-from statekit.convert import open_state
+from statekit.conversion.contracts import Hints
+from statekit.conversion.convert import open_state
 from statekit.errors import NotFoundError, StateError, UnknownFormatError
-from statekit.format import Hints
 from statekit.optim.run import Live, Move, initial, load, mover, store
 from statekit.optim.steps import Execution
 from statekit.state.train_state import TrainState

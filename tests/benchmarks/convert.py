@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from synthetic import moments, state, write_neutral, write_t5x
 
-from statekit import registry
+from statekit.conversion import registry
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import nbytes
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from statekit.conversion.registry import container, layout
 from statekit.files.stage import staged
-from statekit.registry import container, layout
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, index_shape, normal_index

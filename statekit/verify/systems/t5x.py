@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from statekit.conversion.contracts import Hints
+from statekit.conversion.registry import layout
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Hints
-from statekit.registry import layout
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.tensors.tree import tensor_names

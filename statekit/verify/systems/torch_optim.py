@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from statekit.conversion.registry import container
 from statekit.errors import FormatError, NotFoundError
-from statekit.registry import container
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Array, Tensor, in_memory

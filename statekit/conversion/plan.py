@@ -8,10 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from statekit.crossing import Crossing
+from statekit.conversion.contracts import Encoded, Exactness, Hints
+from statekit.conversion.rule_change import Crossing
 from statekit.errors import InexactError, fault_list
 from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.format import Encoded, Exactness, Hints
 from statekit.state.train_state import TrainState
 from statekit.tensors.digest import json_digest
 from statekit.tensors.tensor import Shape, Tensor, nbytes

@@ -9,14 +9,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from statekit import registry
+from statekit.conversion import registry
+from statekit.conversion.contracts import Hints, Layout
+from statekit.conversion.target import source_container
 from statekit.errors import StateError, StatekitError, UnknownFormatError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import tensor_faults
-from statekit.format import Hints, Layout
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
-from statekit.targets import source_container
 from statekit.tensors.stats import Stats, measure
 from statekit.tensors.tensor import DTYPES, Shape, Tensor, nbytes
 from statekit.tensors.tree import tensor_names, to_json

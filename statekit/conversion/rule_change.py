@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from statekit.conversion.contracts import Exactness
 from statekit.errors import InexactError, fault_list
-from statekit.format import Exactness
 from statekit.state.factoring import by_shape, swapped
 from statekit.state.hyperparameters import EXCLUDED
 from statekit.state.options import RATE_NAMES

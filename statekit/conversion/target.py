@@ -6,9 +6,9 @@ import os
 import re
 from pathlib import Path
 
-from statekit import registry
+from statekit.conversion import registry
+from statekit.conversion.contracts import Container, Layout
 from statekit.errors import NotFoundError, UsageError
-from statekit.format import Container, Layout
 
 
 def choose_container(target: Path, to: str | None) -> tuple[Container, str | None]:

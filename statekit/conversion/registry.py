@@ -8,9 +8,9 @@ from itertools import islice
 from pathlib import Path
 from typing import cast
 
+from statekit.conversion.contracts import Container, Evidence, Hints, Layout
 from statekit.errors import NotFoundError, StateError, StatekitError, UnknownFormatError
 from statekit.files.checkpoint import Checkpoint
-from statekit.format import Container, Evidence, Hints, Layout
 from statekit.state.train_state import TrainState
 
 CONTAINERS = "statekit.containers"

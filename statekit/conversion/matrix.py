@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from statekit import registry
-from statekit.crossing import Crossing, best_crossing
-from statekit.format import Exactness
+from statekit.conversion import registry
+from statekit.conversion.contracts import Exactness
+from statekit.conversion.rule_change import Crossing, best_crossing
 from statekit.state.schema import load_schema, schema_names
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 

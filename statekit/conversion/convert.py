@@ -15,20 +15,35 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from statekit import registry
-from statekit.crossing import Crossing, best_crossing
+from statekit.conversion import registry
+from statekit.conversion.contracts import (
+    Container,
+    Encoded,
+    Evidence,
+    Exactness,
+    Fitting,
+    Hints,
+    KeepsMasters,
+    Layout,
+)
+from statekit.conversion.plan import NO_HINTS, Plan, Request, Side, StepOffset, build_plan
+from statekit.conversion.rule_change import Crossing, best_crossing
+from statekit.conversion.source_digests import (
+    content_digest,
+    digest_rest,
+    passed_through,
+    prove,
+    source_digests,
+)
+from statekit.conversion.target import check_apart, choose_container, choose_layout, source_container
 from statekit.errors import CommitError, CorruptError, StateError, UsageError, fault_list
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.durable import writing
 from statekit.files.manifest import tensor_faults
 from statekit.files.stage import Entries, Kind, OnProgress, Stage, check_target, silent, staged
-from statekit.format import Container, Encoded, Evidence, Exactness, Fitting, Hints, KeepsMasters, Layout
-from statekit.lineage import content_digest, digest_rest, passed_through, prove, source_digests
-from statekit.plan import NO_HINTS, Plan, Request, Side, StepOffset, build_plan
 from statekit.state.masters import as_params
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
-from statekit.targets import check_apart, choose_container, choose_layout, source_container
 
 
 @dataclass(frozen=True)
