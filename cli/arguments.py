@@ -50,7 +50,7 @@ def _hints(hparams: tuple[str, ...], variant: str | None, param_names: Path | No
         names = read_param_names(param_names)
     if not hparams:
         return Hints(variant=variant, param_names=names)
-    from statekit.converters.hparams import read_hparams
+    from statekit.converters.formats.hparams import read_hparams
 
     settings = read_hparams(hparams)
     for note in settings.left_out:
@@ -66,6 +66,6 @@ def local_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
     """
     if value is None:
         return None
-    from statekit.converters.containers.kv_stores import local_path
+    from statekit.converters.formats.zarr.stores import local_path
 
     return local_path(value)

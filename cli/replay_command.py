@@ -11,7 +11,7 @@ import click
 
 from statekit.arrays.backend import BACKEND_NAMES, backend
 from statekit.cli.output import console, print_json, printable, progress, table
-from statekit.converters.hparams import read_hparams
+from statekit.converters.formats.hparams import read_hparams
 from statekit.errors import NotFoundError, UsageError
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Replay, Start, Subject

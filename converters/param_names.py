@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.conversion.registry import container
-from statekit.converters.hparams import read_text
+from statekit.converters.formats.hparams import read_text
 from statekit.converters.torch_parts import apart, model_in
 from statekit.errors import FormatError
 from statekit.tensors.tree import tensor_names

@@ -22,10 +22,11 @@ from statekit.arrays.backend import backend
 from statekit.conversion.contracts import Encoded
 from statekit.conversion.convert import convert, open_state, plan
 from statekit.conversion.registry import detect_container
-from statekit.converters.containers import dcp_values, dcp_write, torch_storage
 from statekit.converters.containers.dcp import CONTAINER
-from statekit.converters.containers.dcp_metadata import read_metadata
-from statekit.converters.containers.dcp_tiling import Box, tiling_fault
+from statekit.converters.formats.dcp import values, writer
+from statekit.converters.formats.dcp.metadata import read_metadata
+from statekit.converters.formats.dcp.tiling import Box, tiling_fault
+from statekit.converters.formats.pytorch import storage
 from statekit.errors import NotFoundError, RefusedError, UsageError
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import BLOCK_BYTES, Filled, chunks, in_memory, same_values
@@ -201,8 +202,8 @@ def test_two_writes_give_equal_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.torch
 def test_pieces_go_to_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dcp_write, "FILE_BYTES", 4000)
-    monkeypatch.setattr(dcp_values, "MAX_OPEN", 2)
+    monkeypatch.setattr(writer, "FILE_BYTES", 4000)
+    monkeypatch.setattr(values, "MAX_OPEN", 2)
     with CONTAINER.open(folder(DCP[0])) as checkpoint:
         there = save(tmp_path / "there", checkpoint.tree)
         assert len(list(there.glob("*.distcp"))) > 5
@@ -327,13 +328,13 @@ def test_opening_reads_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = read_metadata((place / ".metadata").read_bytes(), "").tensors.values()
     pieces = [chunk.piece for entry in entries for chunk in entry.chunks]
     seen: list[int] = []
-    real = torch_storage.SourceFile.read
+    real = storage.SourceFile.read
 
     def counting(self: Any, start: int, count: int) -> Any:
         seen.extend(i for i, p in enumerate(pieces) if start < p.start + p.size and p.start < start + count)
         return real(self, start, count)
 
-    monkeypatch.setattr(torch_storage.SourceFile, "read", counting)
+    monkeypatch.setattr(storage.SourceFile, "read", counting)
     with CONTAINER.open(place) as checkpoint:
         assert not seen
         checkpoint.tensors["model/embed.weight"].read()
@@ -378,9 +379,9 @@ def test_any_cut_tiles_and_any_change_is_noticed(seed: int) -> None:
 
 
 def test_a_million_comparisons_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    from statekit.converters.containers import dcp_tiling
+    from statekit.converters.formats.dcp import tiling
 
-    monkeypatch.setattr(dcp_tiling, "MAX_COMPARED", 100)
+    monkeypatch.setattr(tiling, "MAX_COMPARED", 100)
     with pytest.raises(RefusedError, match="too many parts"):
         tiling_fault((100, 100), [((i, i), (100 - i, 1)) for i in range(100)])
 

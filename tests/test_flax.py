@@ -20,8 +20,8 @@ from statekit.arrays.backend import backend
 from statekit.conversion import registry
 from statekit.conversion.contracts import Encoded, Exactness
 from statekit.conversion.convert import convert, open_state, plan
-from statekit.converters.containers import flax_write
 from statekit.converters.containers.flax_msgpack import CONTAINER as FLAX
+from statekit.converters.formats.msgpack import writer
 from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitError
 from statekit.tensors.tensor import in_memory
 from statekit.tensors.tree import nested
@@ -115,7 +115,7 @@ def test_everything_is_written_as_flax_writes_it(
     from flax import serialization
 
     monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", chunk)
-    monkeypatch.setattr(flax_write, "MAX_CHUNK", chunk)
+    monkeypatch.setattr(writer, "MAX_CHUNK", chunk)
     tree = everything()
     (tmp_path / "a.msgpack").write_bytes(serialization.to_bytes(tree))
     with FLAX.open(tmp_path / "a.msgpack") as opened:

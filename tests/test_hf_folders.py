@@ -20,8 +20,8 @@ from statekit.conversion import registry
 from statekit.conversion.contracts import Encoded, Hints
 from statekit.conversion.convert import convert, open_state, plan
 from statekit.converters.containers import hf_files, hf_folder
-from statekit.converters.containers.safetensors_file import save_safetensors
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
+from statekit.converters.formats.safetensors import save_safetensors
 from statekit.errors import (
     CorruptError,
     FormatError,

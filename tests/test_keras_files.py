@@ -19,12 +19,12 @@ from goldens import bundles
 from statekit.conversion import registry
 from statekit.conversion.contracts import Encoded, Exactness, Hints
 from statekit.conversion.convert import convert, open_state, plan
-from statekit.converters.containers.hdf5_order import Names
-from statekit.converters.containers.hdf5_read import ATTRIBUTES, open_hdf5
-from statekit.converters.containers.hdf5_write import write_hdf5
 from statekit.converters.containers.keras_h5 import CONTAINER as H5
 from statekit.converters.containers.keras_zip import CONTAINER as ZIP
-from statekit.converters.containers.tf_object_graph import GRAPH, Node, Slot, graph_bytes, parse_graph
+from statekit.converters.formats.hdf5.order import Names
+from statekit.converters.formats.hdf5.reader import ATTRIBUTES, open_hdf5
+from statekit.converters.formats.hdf5.writer import write_hdf5
+from statekit.converters.formats.tensor_bundle.object_graph import GRAPH, Node, Slot, graph_bytes, parse_graph
 from statekit.converters.layouts.keras_native import LAYOUT
 from statekit.converters.layouts.keras_slots import Kept, numbered, places
 from statekit.errors import (

@@ -20,10 +20,10 @@ from test_mxnet import LANS_CLASS, PARAMS, moments, put
 from goldens import GOLDEN
 from statekit.conversion.contracts import Encoded
 from statekit.converters.containers.mxnet import CONTAINER
-from statekit.converters.containers.mxnet_params import read_params
-from statekit.converters.containers.torch_storage import SourceFile
-from statekit.converters.pickle_extents import KEPT_BYTES, Extent, read_thin_pickle
-from statekit.converters.pickle_writer import Called, write_pickle
+from statekit.converters.formats.mxnet.params import read_params
+from statekit.converters.formats.pickle.extents import KEPT_BYTES, Extent, read_thin_pickle
+from statekit.converters.formats.pickle.writer import Called, write_pickle
+from statekit.converters.formats.pytorch.storage import SourceFile
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError, UsageError
 from statekit.files.stage import staged
 from statekit.tensors.tensor import Array, Tensor, in_memory

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from goldens import GOLDEN
-from statekit.converters.containers.torch_names import torch_calls
-from statekit.converters.pickle_reader import read_pickle
+from statekit.converters.formats.pickle.reader import read_pickle
+from statekit.converters.formats.pytorch.names import torch_calls
 from statekit.tensors.tensor import DTYPES, Tensor
 from statekit.tensors.tree import Record, walk
 

@@ -13,7 +13,7 @@ from goldens import COMPACT, GOLDEN, bundles
 from replaying import marks
 from statekit.arrays.backend import Backend, backend
 from statekit.arrays.numpy_backend import ORACLE
-from statekit.converters.containers.safetensors_file import open_safetensors
+from statekit.converters.formats.safetensors import open_safetensors
 from statekit.errors import FormatError, NotFoundError
 from statekit.verify.recorder import Recorder
 from statekit.verify.recording import Recording, from_json, open_recording, to_json

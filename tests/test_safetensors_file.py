@@ -14,11 +14,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import safetensors
+import safetensors as safetensors_file
 from safetensors.numpy import load_file, save_file
 
-from statekit.converters.containers import safetensors_file
-from statekit.converters.containers.safetensors_file import OpenFile, open_safetensors, save_safetensors
+from statekit.converters.formats import safetensors as safetensors_file
+from statekit.converters.formats.safetensors import OpenFile, open_safetensors, save_safetensors
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError
 from statekit.tensors.digest import bytes_digest, tensor_bytes
 from statekit.tensors.tensor import DTYPES, Array, Filled, Tensor, in_memory

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from t5x_files import packed_array
 
-from statekit.converters.containers.kv_stores import Value
-from statekit.converters.containers.msgpack_index import Inline, parse
+from statekit.converters.formats.msgpack.reader import Inline, parse
+from statekit.converters.formats.zarr.stores import Value
 from statekit.errors import CorruptError, FormatError, RefusedError
 from statekit.tensors.tensor import Stored
 
@@ -232,7 +232,7 @@ def test_the_budgets_are_named() -> None:
 
 
 def test_too_many_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("statekit.converters.containers.msgpack_index.MAX_NODES", 10_000)
+    monkeypatch.setattr("statekit.converters.formats.msgpack.reader.MAX_NODES", 10_000)
     with pytest.raises(RefusedError, match="at most 10000 nodes"):
         parse(value(b"\xdd\x00\x00\x30\x00" + b"\xc0" * 0x3000))
 

@@ -11,9 +11,9 @@ from zarr_files import PlainStage, plain_stage
 
 from goldens import GOLDEN, bundles
 from statekit.conversion.contracts import Container, Encoded, Hints
-from statekit.converters.containers import zarr2_write
 from statekit.converters.containers.orbax import CONTAINER as ORBAX
 from statekit.converters.containers.t5x import CONTAINER as T5X
+from statekit.converters.formats.zarr import writer
 from statekit.converters.layouts.t5x_adafactor import LAYOUT
 from statekit.errors import CommitError, FormatError, UsageError
 from statekit.files.checkpoint import Checkpoint
@@ -134,7 +134,7 @@ def tree(**target: Any) -> Encoded:
 def test_arrays_in_several_chunks(
     container: Container, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zarr2_write.header_for, "__defaults__", (256,))
+    monkeypatch.setattr(writer.header_for, "__defaults__", (256,))
     monkeypatch.setattr("statekit.converters.containers.orbax_write.CHUNK_BYTES", 256)
     random = np.random.default_rng(5)
     arrays = {

@@ -13,11 +13,12 @@ from tf_files import save
 
 from goldens import GOLDEN
 from statekit.conversion.registry import detect_container
-from statekit.converters.containers import tf_entries, tf_table
-from statekit.converters.containers.crc32c import crc32c
 from statekit.converters.containers.tf_bundle import CONTAINER
-from statekit.converters.containers.tf_entries import Entry, entry_bytes, header
-from statekit.converters.containers.tf_table import masked, read_table, write_table
+from statekit.converters.formats.crc32c import crc32c
+from statekit.converters.formats.tensor_bundle import entries as tf_entries
+from statekit.converters.formats.tensor_bundle import table as tf_table
+from statekit.converters.formats.tensor_bundle.entries import Entry, entry_bytes, header
+from statekit.converters.formats.tensor_bundle.table import masked, read_table, write_table
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
 from statekit.tensors.tensor import DTYPES, in_memory
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from torch_files import legacy_bytes, number, read_all, save, tensor, torch_zip
 
-from statekit.converters.containers import torch_legacy
 from statekit.converters.containers.torch_file import CONTAINER
-from statekit.converters.containers.torch_legacy import MAGIC
+from statekit.converters.formats.pytorch import legacy as torch_legacy
+from statekit.converters.formats.pytorch.legacy import MAGIC
 from statekit.errors import CorruptError, FormatError, RefusedError, UsageError
 from statekit.tensors.tensor import DTYPES, in_memory
 
@@ -310,9 +310,9 @@ def test_the_checksum_is_compared_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_huge_pickle_is_refused_by_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from statekit.converters.containers import torch_read
+    from statekit.converters.formats.pytorch import reader
 
-    monkeypatch.setattr(torch_read, "MAX_PICKLE", 50)
+    monkeypatch.setattr(reader, "MAX_PICKLE", 50)
     with pytest.raises(RefusedError, match="too large"):
         CONTAINER.open(torch_zip(tmp_path / "a.pt", tensor() + b"."))
 

@@ -27,7 +27,7 @@ from statekit.arrays.backend import backend
 from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, open_state, plan
 from statekit.conversion.registry import layout
-from statekit.converters.containers.safetensors_file import open_safetensors
+from statekit.converters.formats.safetensors import open_safetensors
 from statekit.errors import NotFoundError, StateError, UnknownRuleError, UsageError
 from statekit.state.train_state import Axis, Optimizer, TrainState
 from statekit.tensors.tensor import Array, Tensor

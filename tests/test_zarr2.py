@@ -16,11 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zarr_files import ENCODERS, header, plain_stage, write_array
 
-from statekit.converters.containers import chunk_stream, zarr_array
-from statekit.converters.containers.kv_stores import FolderStore, OcdbtStore, local_path, open_store
-from statekit.converters.containers.zarr2 import parse_header
-from statekit.converters.containers.zarr2_write import chunk_shape, encoded_chunks, header_bytes, header_for
-from statekit.converters.containers.zarr_array import Header, absent_chunks, open_array
+from statekit.converters.formats.zarr import array as zarr_array
+from statekit.converters.formats.zarr import chunks as chunk_stream
+from statekit.converters.formats.zarr.array import Header, absent_chunks, open_array
+from statekit.converters.formats.zarr.stores import FolderStore, OcdbtStore, local_path, open_store
+from statekit.converters.formats.zarr.v2 import parse_header
+from statekit.converters.formats.zarr.writer import chunk_shape, encoded_chunks, header_bytes, header_for
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError, UsageError
 from statekit.tensors.tensor import DTYPES, Array, Stored, chunks, in_memory
 
@@ -408,7 +409,7 @@ def ocdbt(folder: Path, values: dict[str, bytes]) -> Path:
 
 
 def test_an_ocdbt_database_gives_values_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("statekit.converters.containers.kv_stores._PROBE", 1000)
+    monkeypatch.setattr("statekit.converters.formats.zarr.stores._PROBE", 1000)
     values = {f"a/{n}": RANDOM.bytes(n) for n in (1, 2, 999, 1000, 1001, 1999, 2000, 2001, 70_001)}
     store = open_store(ocdbt(tmp_path / "db", values))
     assert isinstance(store, OcdbtStore)

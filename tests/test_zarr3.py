@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zarr_files import header3, shard_bytes, sharding, write_sharded
 
-from statekit.converters.containers.kv_stores import FolderStore
-from statekit.converters.containers.zarr3 import parse_header
-from statekit.converters.containers.zarr_array import absent_chunks, open_array
+from statekit.converters.formats.zarr.array import absent_chunks, open_array
+from statekit.converters.formats.zarr.stores import FolderStore
+from statekit.converters.formats.zarr.v3 import parse_header
 from statekit.errors import CorruptError, FormatError, RefusedError
 from statekit.tensors.tensor import DTYPES, Array, Stored
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from statekit.conversion.contracts import Encoded
 from statekit.converters.containers.torch_file import CONTAINER
-from statekit.converters.containers.torch_legacy import MAGIC
+from statekit.converters.formats.pytorch.legacy import MAGIC
 from statekit.files.stage import staged
 from statekit.tensors.tree import Record, Tree
 

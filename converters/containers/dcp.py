@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.dcp_metadata import Contents, read_metadata
-from statekit.converters.containers.dcp_tree import tree_of
-from statekit.converters.containers.dcp_values import Files, read_values
-from statekit.converters.containers.dcp_write import write_dcp
 from statekit.converters.containers.step_files import files_beside
-from statekit.converters.containers.torch_names import named
+from statekit.converters.formats.dcp.metadata import Contents, read_metadata
+from statekit.converters.formats.dcp.tree import tree_of
+from statekit.converters.formats.dcp.values import Files, read_values
+from statekit.converters.formats.dcp.writer import write_dcp
+from statekit.converters.formats.pytorch.names import named
 from statekit.converters.optimizer_forms import by_name, is_nested
 from statekit.errors import NotFoundError
 from statekit.files.checkpoint import Checkpoint, Finding

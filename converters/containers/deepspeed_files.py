@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from statekit.converters.containers.torch_names import named
-from statekit.converters.containers.torch_read import read_object
-from statekit.converters.containers.torch_storage import SourceFile
+from statekit.converters.formats.pytorch.names import named
+from statekit.converters.formats.pytorch.reader import read_object
+from statekit.converters.formats.pytorch.storage import SourceFile
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
 from statekit.files.checkpoint import Finding
 from statekit.files.manifest import inside

@@ -17,12 +17,12 @@ from typing import Any, Literal
 import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.flax_write import NUMBER, SCALAR, gathered, packed
-from statekit.converters.containers.kv_stores import FolderStore
-from statekit.converters.containers.msgpack_index import Inline, parse
 from statekit.converters.containers.step_files import step_checkpoint
 from statekit.converters.containers.step_folders import find_step, sighted
 from statekit.converters.containers.step_target import FOLDER
+from statekit.converters.formats.msgpack.reader import Inline, parse
+from statekit.converters.formats.msgpack.writer import NUMBER, SCALAR, gathered, packed
+from statekit.converters.formats.zarr.stores import FolderStore
 from statekit.errors import FormatError, NotFoundError, RefusedError
 from statekit.files.checkpoint import SEQUENCES_AS_MAPS, Checkpoint
 from statekit.files.stage import Stage

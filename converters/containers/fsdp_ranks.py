@@ -22,7 +22,7 @@ from typing import Any, Literal
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.step_files import files_beside
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
-from statekit.converters.containers.torch_names import named
+from statekit.converters.formats.pytorch.names import named
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import Stage

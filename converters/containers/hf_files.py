@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
-from statekit.converters.containers.torch_storage import SourceFile
-from statekit.converters.containers.torch_writer import write_archive
-from statekit.converters.pickle_reader import read_pickle
+from statekit.converters.formats.pickle.reader import read_pickle
+from statekit.converters.formats.pytorch.storage import SourceFile
+from statekit.converters.formats.pytorch.writer import write_archive
 from statekit.errors import FormatError, StatekitError, UsageError
 from statekit.files.checkpoint import Finding
 from statekit.files.manifest import FILE, inside, read_small

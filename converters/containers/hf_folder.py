@@ -40,7 +40,7 @@ from statekit.converters.containers.hf_model import (
 from statekit.converters.containers.hf_place import moved_to
 from statekit.converters.containers.step_files import trusted_manifest
 from statekit.converters.containers.step_target import step_prefix
-from statekit.converters.containers.torch_names import named
+from statekit.converters.formats.pytorch.names import named
 from statekit.converters.torch_parts import SORTED, at
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.files.checkpoint import Checkpoint, Finding

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from statekit.converters.containers.safetensors_file import open_safetensors, save_safetensors, sharded
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
+from statekit.converters.formats.safetensors import open_safetensors, save_safetensors, sharded
 from statekit.errors import CorruptError, FormatError, fault_list
 from statekit.files.manifest import inside, read_small, strict_json
 from statekit.files.stage import Stage

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.hdf5_read import ATTRIBUTES, open_hdf5
-from statekit.converters.containers.hdf5_write import MANIFEST, write_hdf5
+from statekit.converters.formats.hdf5.reader import ATTRIBUTES, open_hdf5
+from statekit.converters.formats.hdf5.writer import MANIFEST, write_hdf5
 from statekit.errors import NotFoundError, StatekitError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.durable import writing

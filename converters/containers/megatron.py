@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.dcp import METADATA, open_folder, step_folder, steps_below
-from statekit.converters.containers.dcp_write import write_dcp
-from statekit.converters.containers.torch_read import read_object
-from statekit.converters.containers.torch_storage import SourceFile
-from statekit.converters.containers.torch_writer import write_archive
+from statekit.converters.formats.dcp.writer import write_dcp
+from statekit.converters.formats.pytorch.reader import read_object
+from statekit.converters.formats.pytorch.storage import SourceFile
+from statekit.converters.formats.pytorch.writer import write_archive
 from statekit.errors import FormatError, RefusedError, StatekitError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.manifest import read_small, strict_json

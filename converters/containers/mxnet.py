@@ -28,11 +28,11 @@ from statekit.converters.containers.mxnet_files import (
     is_params_file,
     is_states_file,
 )
-from statekit.converters.containers.mxnet_params import LIST, NPZ, read_params, write_list, write_npz
-from statekit.converters.containers.mxnet_records import CPU
-from statekit.converters.containers.mxnet_states import read_states, write_states
 from statekit.converters.containers.step_files import trusted_manifest
-from statekit.converters.containers.torch_storage import SourceFile
+from statekit.converters.formats.mxnet.params import LIST, NPZ, read_params, write_list, write_npz
+from statekit.converters.formats.mxnet.records import CPU
+from statekit.converters.formats.mxnet.states import read_states, write_states
+from statekit.converters.formats.pytorch.storage import SourceFile
 from statekit.errors import FormatError, StatekitError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.stage import Stage

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from statekit.converters.containers.mxnet_params import NPZ, form_of
+from statekit.converters.formats.mxnet.params import NPZ, form_of
 from statekit.errors import NotFoundError
 from statekit.files.reading import open_regular
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.kv_stores import FolderStore, read_whole
 from statekit.converters.containers.orbax_item import STRINGS, open_item
 from statekit.converters.containers.orbax_write import step_metadata, write_item
 from statekit.converters.containers.step_files import step_checkpoint
@@ -32,6 +31,7 @@ from statekit.converters.containers.step_folders import (
     sighted,
 )
 from statekit.converters.containers.step_target import step_prefix
+from statekit.converters.formats.zarr.stores import FolderStore, read_whole
 from statekit.errors import FormatError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.manifest import MAX_BYTES, strict_json

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from statekit.converters.containers.kv_stores import FolderStore, open_store, read_whole
-from statekit.converters.containers.msgpack_index import parse as parse_msgpack
 from statekit.converters.containers.orbax_metadata import STRING, Entry, TreeMetadata, parse, tree_of
 from statekit.converters.containers.step_folders import INDEX, JSON_ITEM, METADATA
 from statekit.converters.containers.stored_leaves import ArrayPlace, Arrays
+from statekit.converters.formats.msgpack.reader import parse as parse_msgpack
+from statekit.converters.formats.zarr.stores import FolderStore, open_store, read_whole
 from statekit.errors import CorruptError, FormatError, fault_list
 from statekit.files.checkpoint import Finding
 from statekit.files.manifest import strict_json

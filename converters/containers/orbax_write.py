@@ -15,7 +15,7 @@ from statekit.converters.containers.orbax_item import STRINGS
 from statekit.converters.containers.orbax_metadata import document_of
 from statekit.converters.containers.step_folders import JSON_ITEM, METADATA
 from statekit.converters.containers.step_target import array_names
-from statekit.converters.containers.zarr2_write import encoded_chunks, header_bytes, header_for
+from statekit.converters.formats.zarr.writer import encoded_chunks, header_bytes, header_for
 from statekit.files.durable import writing
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.safetensors_file import open_safetensors, save_safetensors, sharded
+from statekit.converters.formats.safetensors import open_safetensors, save_safetensors, sharded
 from statekit.errors import CorruptError, FormatError, NotFoundError, StatekitError, fault_list
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import (

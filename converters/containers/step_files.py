@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.converters.containers.step_folders import StepFolder
-from statekit.converters.hparams import find_gin, read_gin, read_text
+from statekit.converters.formats.hparams import find_gin, read_gin, read_text
 from statekit.errors import FormatError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import FILE, files_below, find_manifest, tensor_faults

@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from statekit.converters.containers import zarr2, zarr3
-from statekit.converters.containers.kv_stores import Store, checked_key
-from statekit.converters.containers.msgpack_index import Inline
-from statekit.converters.containers.zarr2 import parse_compressor, stored_dtype
-from statekit.converters.containers.zarr_array import (
+from statekit.converters.formats.msgpack.reader import Inline
+from statekit.converters.formats.zarr import v2, v3
+from statekit.converters.formats.zarr.array import (
     Header,
     absent_chunks,
     checked_header,
     checked_shape,
     open_array,
 )
+from statekit.converters.formats.zarr.stores import Store, checked_key
+from statekit.converters.formats.zarr.v2 import parse_compressor, stored_dtype
 from statekit.errors import CorruptError, FormatError, RefusedError, fault_list
 from statekit.files.checkpoint import Finding
 from statekit.tensors.tensor import DTYPES, Shape, Stored, dtype_named
@@ -31,8 +31,8 @@ from statekit.tensors.tree import MAX_DEPTH, Tree
 Parse: TypeAlias = Callable[[bytes, str], Header]
 
 FORMATS: dict[int, tuple[str, Parse]] = {
-    2: (zarr2.FILE, zarr2.parse_header),
-    3: (zarr3.FILE, zarr3.parse_header),
+    2: (v2.FILE, v2.parse_header),
+    3: (v3.FILE, v3.parse_header),
 }
 """For each format of zarr: the file that holds an array's header, and what reads it."""
 

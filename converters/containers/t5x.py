@@ -16,14 +16,14 @@ from typing import Any, Literal
 import msgpack
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.kv_stores import FolderStore
-from statekit.converters.containers.msgpack_index import parse
 from statekit.converters.containers.step_files import step_checkpoint
 from statekit.converters.containers.step_folders import INDEX, find_step, sighted
 from statekit.converters.containers.step_target import FOLDER, array_names, step_prefix
 from statekit.converters.containers.stored_leaves import Arrays
-from statekit.converters.containers.zarr2 import header_json
-from statekit.converters.containers.zarr2_write import encoded_chunks, header_bytes, header_for
+from statekit.converters.formats.msgpack.reader import parse
+from statekit.converters.formats.zarr.stores import FolderStore
+from statekit.converters.formats.zarr.v2 import header_json
+from statekit.converters.formats.zarr.writer import encoded_chunks, header_bytes, header_for
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.stage import Stage

@@ -23,10 +23,10 @@ from typing import Any, Literal
 import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.crc32c import crc32c
 from statekit.converters.containers.step_files import trusted_manifest
-from statekit.converters.containers.tf_bundle_write import STATE_FILE, write_bundle
-from statekit.converters.containers.tf_entries import (
+from statekit.converters.formats.crc32c import crc32c
+from statekit.converters.formats.pytorch.storage import SourceFile, Storage, window
+from statekit.converters.formats.tensor_bundle.entries import (
     STRING,
     Entry,
     Extent,
@@ -35,15 +35,15 @@ from statekit.converters.containers.tf_entries import (
     parse_header,
     slice_key,
 )
-from statekit.converters.containers.tf_strings import parse_strings
-from statekit.converters.containers.tf_table import (
+from statekit.converters.formats.tensor_bundle.strings import parse_strings
+from statekit.converters.formats.tensor_bundle.table import (
     FOOTER_BYTES,
     MAGIC,
     MAX_BYTES,
     masked,
     read_table,
 )
-from statekit.converters.containers.torch_storage import SourceFile, Storage, window
+from statekit.converters.formats.tensor_bundle.writer import STATE_FILE, write_bundle
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, fault_list
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import Stage

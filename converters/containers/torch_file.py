@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.torch_names import named
-from statekit.converters.containers.torch_read import generation, read_object
-from statekit.converters.containers.torch_storage import SourceFile
-from statekit.converters.containers.torch_writer import MANIFEST_KEY, write_torch
+from statekit.converters.formats.pytorch.names import named
+from statekit.converters.formats.pytorch.reader import generation, read_object
+from statekit.converters.formats.pytorch.storage import SourceFile
+from statekit.converters.formats.pytorch.writer import MANIFEST_KEY, write_torch
 from statekit.errors import FormatError, NotFoundError, StatekitError, fault_list
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import parse, tensor_faults

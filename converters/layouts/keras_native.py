@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from statekit.conversion.contracts import Encoded, Evidence, Exactness, Hints
-from statekit.converters.containers.hdf5_read import ATTRIBUTES
 from statekit.converters.containers.keras_h5 import CONFIG, SAYINGS
+from statekit.converters.formats.hdf5.reader import ATTRIBUTES
 from statekit.converters.layouts.keras_parts import (
     HOME,
     NO_RATE,

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from statekit.conversion.contracts import Encoded
-from statekit.converters.containers.hdf5_read import ATTRIBUTES
 from statekit.converters.containers.keras_h5 import CONFIG
-from statekit.converters.containers.tf_object_graph import (
+from statekit.converters.formats.hdf5.reader import ATTRIBUTES
+from statekit.converters.formats.tensor_bundle.object_graph import (
     GRAPH,
     SAVE_COUNTER,
     SUFFIX,

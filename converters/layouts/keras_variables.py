@@ -18,7 +18,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, TypeAlias, TypeVar
 
-from statekit.converters.containers.hdf5_read import ATTRIBUTES
+from statekit.converters.formats.hdf5.reader import ATTRIBUTES
 from statekit.errors import StateError, fault_list
 from statekit.tensors.tensor import Shape, Tensor
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
-from statekit.converters.containers.hdf5_read import ATTRIBUTES
+from statekit.converters.formats.hdf5.reader import ATTRIBUTES
 from statekit.converters.layouts.keras_native import (
     OPTIMIZER,
     attribute,

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
-from statekit.converters.containers.tf_object_graph import (
+from statekit.converters.formats.tensor_bundle.object_graph import (
     GRAPH,
     SAVE_COUNTER,
     SLOT,

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from statekit.converters.containers.safetensors_file import save_safetensors
+from statekit.converters.formats.safetensors import save_safetensors
 from statekit.errors import TargetExistsError, UsageError
 from statekit.optim.steps import Execution
 from statekit.state.train_state import TrainState

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from statekit.conversion.contracts import Hints
-from statekit.converters.containers.safetensors_file import OpenFile, open_safetensors
+from statekit.converters.formats.safetensors import OpenFile, open_safetensors
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.optim.steps import Execution
 from statekit.state.train_state import TrainState

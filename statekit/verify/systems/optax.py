@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from statekit.converters.containers.safetensors_file import open_safetensors
+from statekit.converters.formats.safetensors import open_safetensors
 from statekit.errors import NotFoundError
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis

@@ -1,0 +1,1 @@
+"""The files of torch.distributed.checkpoint: `.metadata` and the shards of its tensors."""

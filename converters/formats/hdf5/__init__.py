@@ -1,0 +1,1 @@
+"""HDF5 files: a walk over their groups and data sets, and their writing."""

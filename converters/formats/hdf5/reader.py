@@ -1,0 +1,265 @@
+"""Reads an HDF5 file as a tree: groups are dicts, datasets tensors, and a group's attributes lie under `@`.
+
+The library that parses HDF5 is the original one. What it would do on the file's word alone isn't asked of it: links
+to elsewhere, values in other files, filters that would have to be loaded, and sizes that the file doesn't hold are
+refused before anything is read. Groups and datasets stand in the order in which they were written: by their names'
+places in the group's heap, or where a group has none, by the places of what they hold.
+
+Source: The HDF Group, HDF5 File Format Specification 3.0; keras-team/keras, keras/src/saving/saving_lib.py,
+`H5IOStore`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from statekit.converters.formats.hdf5.order import Names
+from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
+from statekit.tensors.tensor import DTYPES, Array, DType, Index, Shape, Stored
+from statekit.tensors.tree import MAX_DEPTH, MAX_NODES
+
+if TYPE_CHECKING:
+    import h5py
+
+ATTRIBUTES = "@"
+"""Key of a group's attributes."""
+MAX_ATTRIBUTE = 64 * 2**20
+"""The largest attribute, in bytes."""
+MAX_ATTRIBUTES = 1000
+MAX_RATIO = 1032
+"""How many bytes deflate makes of one, at most."""
+MAX_CHUNK = 2**30
+_FILTERS = {1: "deflate", 2: "shuffle", 3: "fletcher32"}
+_VIRTUAL = 3
+_FAULTS = (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError, IndexError, MemoryError)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An HDF5 file.
+
+    Attributes:
+        tree: What it holds.
+        file: To be closed.
+    """
+
+    tree: dict[str, Any]
+    file: h5py.File
+
+    def close(self) -> None:
+        """Closes the file."""
+        self.file.close()
+
+
+def open_hdf5(source: Any, place: str) -> Opened:
+    """Parses the headers of an HDF5 file.
+
+    Args:
+        source: A path, or a file opened for reading.
+        place: What errors call it.
+
+    Raises:
+        CorruptError: The headers are broken, or speak of more than there is.
+        RefusedError: It wants values of other files, or filters that aren't allowed.
+        FormatError: A dtype that statekit doesn't carry.
+    """
+    import h5py
+
+    with parsing(place):
+        file = h5py.File(source, "r")
+    try:
+        with parsing(place), _names(file, source) as names:
+            tree = _Reader(file, place, names).group(file["/"], "", 0)[1]
+    except BaseException:
+        file.close()
+        raise
+    return Opened(tree, file)
+
+
+@contextmanager
+def parsing(place: str) -> Iterator[None]:
+    """Turns what the HDF5 library raises into a CorruptError."""
+    try:
+        yield
+    except StatekitError:
+        raise
+    except _FAULTS as error:
+        raise CorruptError(
+            "An HDF5 file can't be read.",
+            place=place,
+            found=f"{type(error).__name__}: {error}"[:300],
+            remedy="copy the file again, whole",
+        ) from error
+
+
+@contextmanager
+def _names(file: Any, source: Any) -> Iterator[Names | None]:
+    """Gives what reads the names of a file's groups; None where addresses aren't as usual."""
+    if file.id.get_create_plist().get_sizes() != (8, 8) or file.userblock_size:
+        yield None
+        return
+    with ExitStack() as stack:
+        stream = source if hasattr(source, "read") else stack.enter_context(Path(source).open("rb"))
+
+        def read(address: int, length: int) -> bytes:
+            stream.seek(address)
+            return bytes(stream.read(length))
+
+        yield Names(read, int(file.id.get_filesize()))
+
+
+class _Reader:
+    """Walks a file once; counts what it meets."""
+
+    def __init__(self, file: Any, place: str, names: Names | None) -> None:
+        self._file, self._place, self._names = file, place, names
+        self._nodes = 0
+        self._seen: set[int] = set()
+
+    def group(self, group: Any, name: str, depth: int) -> tuple[int, dict[str, Any]]:
+        """Returns a group's contents, and where in the file the first of its datasets is described."""
+        import h5py
+
+        address = self._met(group, name, depth)
+        found: list[tuple[tuple[int, int], str, Any]] = []
+        named = self._names.of(address) if self._names else {}
+        named = named if all(key in named for key in group) else {}
+        firsts = []
+        for key in group:
+            path = f"{name}/{key}" if name else key
+            if not isinstance(group.get(key, getlink=True), h5py.HardLink):
+                raise RefusedError(
+                    "An HDF5 file links to something elsewhere.",
+                    place=f"{path} in {self._place}",
+                    expected="values that lie where they are named",
+                    remedy="write it again with the library it came from",
+                )
+            if key == ATTRIBUTES:
+                raise FormatError("A member of an HDF5 file has an unusable name.", place=path, found=key)
+            member = group[key]
+            value: Any
+            if isinstance(member, h5py.Group):
+                at, value = self.group(member, path, depth + 1)
+            elif isinstance(member, h5py.Dataset):
+                at, value = self._met(member, path, depth), self._tensor(member, path)
+            else:
+                raise FormatError("An HDF5 file holds a named type.", place=f"{path} in {self._place}")
+            number = int(key) if key.isdecimal() and len(key) < 19 else -1
+            found.append(((number, named.get(key, at)), key, value))
+            if not isinstance(value, dict) or _holds(value):
+                firsts.append(at)
+        found.sort(key=lambda item: item[0])
+        tree = {key: value for _, key, value in found}
+        attributes = self._attributes(group, name)
+        return min(firsts, default=address), {**({ATTRIBUTES: attributes} if attributes else {}), **tree}
+
+    def _met(self, item: Any, name: str, depth: int) -> int:
+        import h5py
+
+        address = int(h5py.h5o.get_info(item.id).addr)
+        self._nodes += 1
+        if address in self._seen or self._nodes > MAX_NODES or depth > MAX_DEPTH:
+            raise RefusedError(
+                "An HDF5 file holds something twice, or too much.",
+                place=f"{name} in {self._place}",
+                expected=f"a tree of at most {MAX_NODES} members and {MAX_DEPTH} levels",
+            )
+        self._seen.add(address)
+        return address
+
+    def _attributes(self, item: Any, name: str) -> dict[str, Any]:
+        if len(item.attrs) > MAX_ATTRIBUTES:
+            raise RefusedError("A group has too many attributes.", place=f"{name} in {self._place}")
+        return {str(key): _plain(item.attrs, key, f"{name}@{key} in {self._place}") for key in item.attrs}
+
+    def _tensor(self, dataset: Any, name: str) -> Stored:
+        place = f"{name} in {self._place}"
+        kind = dataset.dtype
+        wide = kind.newbyteorder("=") if kind.kind != "V" else kind
+        if kind.kind == "V" and kind.itemsize == 2 and _says_bfloat16(dataset):
+            wide = DTYPES["bfloat16"]
+        elif kind.name not in DTYPES:
+            raise FormatError("A dataset has a dtype that statekit doesn't carry.", place=place, found=kind)
+        if dataset.shape is None or len(dataset.shape) > 32:
+            raise FormatError("A dataset has no usable shape.", place=place, found=dataset.shape)
+        shape = tuple(map(int, dataset.shape))
+        chunk = self._layout(dataset, shape, wide, place)
+        return Stored(shape, wide, _Fetch(dataset, wide, place).read, name, self._place, chunk)
+
+    def _layout(self, dataset: Any, shape: Shape, dtype: DType, place: str) -> Shape | None:
+        """Checks where a dataset's values are; returns its chunks."""
+        plan = dataset.id.get_create_plist()
+        size, stored = math.prod(shape) * dtype.itemsize, int(dataset.id.get_storage_size())
+        if plan.get_external_count() or plan.get_layout() == _VIRTUAL:
+            raise RefusedError("A dataset wants its values from other files.", place=place)
+        filters = [plan.get_filter(i)[0] for i in range(plan.get_nfilters())]
+        if any(code not in _FILTERS for code in filters):
+            raise RefusedError(
+                "A dataset went through a filter that isn't read.",
+                place=place,
+                expected=", ".join(_FILTERS.values()),
+                found=f"filter {next(code for code in filters if code not in _FILTERS)}",
+                remedy="write it again without filters",
+            )
+        ratio = MAX_RATIO if 1 in filters else 1
+        if size > stored * ratio:
+            raise CorruptError(
+                "A dataset holds fewer values than it says.",
+                place=place,
+                expected=f"{size} bytes for {dtype} {shape}",
+                found=f"{stored} bytes",
+            )
+        if dataset.chunks is not None and math.prod(dataset.chunks) * dtype.itemsize > MAX_CHUNK:
+            raise RefusedError("A dataset has absurd chunks.", place=place, found=dataset.chunks)
+        end = dataset.id.get_offset()
+        if end is not None and end + stored > self._file.id.get_filesize():
+            raise CorruptError("A dataset lies beyond the end of the file.", place=place)
+        return tuple(dataset.chunks) if dataset.chunks else None
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    """Reads blocks of one dataset."""
+
+    dataset: Any
+    dtype: DType
+    place: str
+
+    def read(self, index: Index) -> Array:
+        with parsing(self.place):
+            block = np.asarray(self.dataset[index] if index else self.dataset[()])
+            if block.dtype.kind == "V":
+                return np.ascontiguousarray(block).view(self.dtype).reshape(block.shape)
+            return block.astype(self.dtype, copy=False)
+
+
+def _holds(tree: Mapping[str, Any]) -> bool:
+    return any(
+        _holds(value) if isinstance(value, dict) else key != ATTRIBUTES
+        for key, value in tree.items()
+        if key != ATTRIBUTES
+    )
+
+
+def _says_bfloat16(dataset: Any) -> bool:
+    return "dtype" in dataset.attrs and dataset.attrs["dtype"] == "bfloat16"
+
+
+def _plain(attributes: Any, key: str, place: str) -> Any:
+    """Returns an attribute as plain data."""
+    held = attributes.get_id(key)
+    if held.get_storage_size() > MAX_ATTRIBUTE or math.prod(held.shape or (0,)) > MAX_ATTRIBUTE // 16:
+        raise RefusedError("An attribute is too long.", place=place, expected=MAX_ATTRIBUTE)
+    value = attributes[key]
+    if isinstance(value, (str, bytes)):
+        return value
+    if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufSOU":
+        return value.tolist()
+    raise FormatError("An attribute isn't plain data.", place=place, found=type(value).__name__)

@@ -1,0 +1,1 @@
+"""Flax's msgpack: an index of its arrays, made without reading them, and its writing."""

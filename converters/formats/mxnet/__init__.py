@@ -1,0 +1,1 @@
+"""MXNet's `.params` and `.states`."""

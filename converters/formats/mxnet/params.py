@@ -1,0 +1,250 @@
+"""The files of MXNet's `save_parameters`: a list of NDArrays, or in numpy mode an npz archive, whatever it is called.
+
+A list is: 0x112 and 0 as u64, the number of arrays and the arrays, the number of names (0 or as many) and the names,
+each behind its length. An npz is a zip archive of `<name>.npy`, stored.
+Source: apache/mxnet, src/ndarray/ndarray.cc, `NDArray::Save` of a list; src/serialization/cnpy.cc, `npz::save`;
+NumPy, numpy/lib/format.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, BinaryIO
+
+from statekit.converters.formats.mxnet.records import CPU, DTYPE_NAMES, dense, read_record, record_header
+from statekit.converters.formats.pytorch.archive import Archive
+from statekit.converters.formats.pytorch.storage import SourceFile
+from statekit.converters.formats.pytorch.writer import ZipForm, ZipWriter
+from statekit.errors import CorruptError, FormatError
+from statekit.files.stage import Stage
+from statekit.tensors.tensor import DTYPES, DType, Shape, Stored, Tensor, nbytes
+from statekit.tensors.tree import MAX_NAME_BYTES
+
+LIST_MAGIC = struct.pack("<QQ", 0x112, 0)
+ZIP_MAGIC = b"PK\3\4"
+NPZ, LIST = "npz", "list"
+MAX_ARRAYS = 1_000_000
+MAX_NPY_HEADER = 2**16
+_NPY_MAGIC = b"\x93NUMPY"
+_NPY_SHORT = 128
+"""MXNet's reader takes a header's length for a signed byte. Source: src/serialization/cnpy.cc, `npz::load`."""
+_SUFFIX = ".npy"
+_FORM = ZipForm("", 0, 0, 0)
+_DESCRIPTIONS = {
+    "<b2" if name == "bfloat16" else DTYPES[name].str: DTYPES[name] for name in DTYPE_NAMES
+}  # NumPy has no text for bfloat16; this one is MXNet's
+_DESCRIBED = {dtype: text for text, dtype in _DESCRIPTIONS.items()}
+
+
+@dataclass(frozen=True)
+class Params:
+    """A file of parameters.
+
+    Attributes:
+        arrays: By name, in the file's order.
+        form: `npz`, or `list`.
+        generation: Of the records of a list; 3 for an npz, which has none.
+        device: Type and id that the arrays of a list were saved from.
+    """
+
+    arrays: Mapping[str, Stored]
+    form: str
+    generation: int
+    device: tuple[int, int]
+
+
+def form_of(head: bytes) -> str | None:
+    """Returns which form a file has, by its first bytes; None if neither."""
+    if head.startswith(LIST_MAGIC):
+        return LIST
+    name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
+    return NPZ if head.startswith(ZIP_MAGIC) and name.endswith(_SUFFIX.encode()) else None
+
+
+def read_params(source: SourceFile) -> Params:
+    """Reads the headers of a file of parameters.
+
+    Raises:
+        CorruptError: Sizes or checksums disagree with the data.
+        FormatError: It is neither a list of named arrays nor an npz, or breaks its format.
+    """
+    form = form_of(source.read(0, min(source.size, 512)).tobytes())
+    if form is None:
+        raise FormatError(
+            "This is no file of MXNet's parameters.",
+            place=source.path,
+            expected="a list of NDArrays, or an npz archive",
+        )
+    return _read_npz(source) if form == NPZ else _read_list(source)
+
+
+def write_npz(arrays: Mapping[str, Tensor], below: str, file: BinaryIO, stage: Stage) -> None:
+    """Writes an npz as MXNet's numpy mode does.
+
+    Args:
+        arrays: By name.
+        below: What stands before the names in the tree.
+        file: The new file.
+        stage: Where tensors are streamed from.
+
+    Raises:
+        FormatError: An array that MXNet can't read back.
+    """
+    writer = ZipWriter(file, _FORM)
+    for name, tensor in arrays.items():
+        head = _npy_header(name, tensor.shape, tensor.dtype)
+        size = len(head) + nbytes(tensor)
+        writer.add(f"{name}{_SUFFIX}", size, _chained(head, stage, f"{below}/{name}", tensor))
+    writer.finish()
+
+
+def write_list(
+    arrays: Mapping[str, Tensor],
+    generation: int,
+    device: tuple[int, int],
+    below: str,
+    file: BinaryIO,
+    stage: Stage,
+) -> None:
+    """Writes a list of named NDArrays.
+
+    Args:
+        arrays: By name.
+        generation: 2 for the legacy mode of MXNet, 3 for numpy mode.
+        device: Type and id of the device that they shall come back to.
+        below: What stands before the names in the tree.
+        file: The new file.
+        stage: Where tensors are streamed from.
+
+    Raises:
+        FormatError: An array that has no place in such a record.
+    """
+    file.write(LIST_MAGIC + struct.pack("<Q", len(arrays)))
+    for name, tensor in arrays.items():
+        head = record_header(generation, device, tensor.shape, tensor.dtype, name)
+        for block in _chained(head, stage, f"{below}/{name}", tensor):
+            file.write(block)
+    names = [name.encode() for name in arrays]
+    file.write(b"".join([struct.pack("<Q", len(names)), *(struct.pack("<Q", len(n)) + n for n in names)]))
+
+
+def _chained(head: bytes, stage: Stage, name: str, tensor: Tensor) -> Any:
+    yield head
+    yield from stage.stream(name, tensor)
+
+
+def _read_list(source: SourceFile) -> Params:
+    place = f"{source.path}"
+    count = _number(source, len(LIST_MAGIC))
+    if count > MAX_ARRAYS:
+        raise FormatError("A list has too many arrays.", place=place, expected=MAX_ARRAYS, found=count)
+    at, records = len(LIST_MAGIC) + 8, []
+    for i in range(count):
+        record = read_record(source.read, at, source.size, f"array {i}", place)
+        records.append(record)
+        at = record.end
+    names = _names(source, at, count)
+    held = [(name, record) for name, record in zip(names, records, strict=True) if record.tensor is not None]
+    arrays = {name: record.tensor for name, record in held if record.tensor is not None}
+    if len(arrays) != len(held):
+        raise FormatError("Two arrays of a list have one name.", place=place)
+    first = records[0] if records else None
+    return Params(arrays, LIST, first.generation if first else 2, first.device if first else CPU)
+
+
+def _names(source: SourceFile, at: int, count: int) -> list[str]:
+    place, named = f"{source.path}", _number(source, at)
+    if named != count:
+        raise FormatError(
+            "The arrays of a list have no names.", place=place, expected=f"{count} names", found=named
+        )
+    at, names = at + 8, []
+    for _ in range(count):
+        size = _number(source, at)
+        if size > MAX_NAME_BYTES:
+            raise FormatError("A name is too long.", place=place, expected=MAX_NAME_BYTES, found=size)
+        try:
+            names.append(source.read(at + 8, size).tobytes().decode())
+        except UnicodeDecodeError as error:
+            raise FormatError("A name isn't UTF-8.", place=place, found=error) from None
+        at += 8 + size
+    if at != source.size:
+        raise CorruptError("Something stands behind a list.", place=place, expected=at, found=source.size)
+    return names
+
+
+def _number(source: SourceFile, at: int) -> int:
+    return int(struct.unpack("<Q", source.read(at, 8).tobytes())[0])
+
+
+def _read_npz(source: SourceFile) -> Params:
+    archive = Archive(source)
+    arrays = {}
+    for member in archive.members.values():
+        if not member.name.endswith(_SUFFIX):
+            raise FormatError("A member of an npz is no array.", place=f"{member.name} in {source.path}")
+        arrays[member.name.removesuffix(_SUFFIX)] = _npy(archive, member.name, member.size)
+    return Params(arrays, NPZ, 3, CPU)
+
+
+def _npy(archive: Archive, member: str, size: int) -> Stored:
+    place = f"{archive.source.path}"
+    head = archive.source.read(archive.members[member].start, min(size, 12)).tobytes()
+    wide = head[6:7] > b"\x01"
+    begin = 12 if wide else 10
+    if not head.startswith(_NPY_MAGIC) or len(head) < 12 or head[6] > 3:
+        raise FormatError("A member of an npz is no .npy file.", place=f"{member} in {place}")
+    length = int.from_bytes(head[8:begin], "little")
+    if length > min(MAX_NPY_HEADER, size - begin):
+        raise CorruptError("The header of an array is cut off.", place=f"{member} in {place}", found=length)
+    start = archive.members[member].start + begin
+    dtype, shape, fortran = _described(archive.source.read(start, length).tobytes(), f"{member} in {place}")
+    values = math.prod(shape) * dtype.itemsize
+    if begin + length + values != size:
+        raise CorruptError(
+            "An array has another size than its header says.",
+            place=f"{member} in {place}",
+            expected=f"{values} bytes",
+            found=f"{size - begin - length} bytes",
+        )
+    fetch = partial(_member_bytes, archive, member, begin + length)
+    return dense(member.removesuffix(_SUFFIX), place, dtype, shape, values, fetch, fortran)
+
+
+def _member_bytes(archive: Archive, member: str, by: int, start: int, count: int) -> Any:
+    return archive.read(member, by + start, count)
+
+
+def _described(raw: bytes, place: str) -> tuple[DType, Shape, bool]:
+    """Reads the header of a .npy file, a Python literal."""
+    try:
+        head = ast.literal_eval(raw.decode("latin1").strip())
+        description, shape, fortran = head["descr"], head["shape"], head["fortran_order"]
+        dtype = _DESCRIPTIONS[description]
+        if type(fortran) is not bool or not all(type(n) is int and 0 <= n < 2**40 for n in shape):
+            raise ValueError(f"shape {shape}")
+    except (SyntaxError, ValueError, TypeError, KeyError, MemoryError, RecursionError) as error:
+        raise FormatError(
+            "The header of an array breaks the format.",
+            place=place,
+            expected=f"descr, one of {', '.join(_DESCRIPTIONS)}; fortran_order; shape",
+            found=f"{type(error).__name__}: {str(error)[:200]}",
+        ) from None
+    return dtype, tuple(shape), fortran
+
+
+def _npy_header(name: str, shape: Shape, dtype: DType) -> bytes:
+    if dtype not in _DESCRIBED:
+        raise FormatError("An npz holds no such dtype.", place=name, found=dtype.name)
+    text = f"{{'descr': '{_DESCRIBED[dtype]}', 'fortran_order': False, 'shape': {shape}, }}"
+    length = -(-(len(text) + 11) // 64) * 64 - 10
+    if length >= _NPY_SHORT:
+        raise FormatError(
+            "MXNet can't read back an array of so many axes.", place=name, found=f"shape {shape}"
+        )
+    return _NPY_MAGIC + b"\1\0" + struct.pack("<H", length) + text.ljust(length - 1).encode() + b"\n"

@@ -1,0 +1,1 @@
+"""Pickles, read into inert records without executing anything, and written again."""

@@ -1,0 +1,153 @@
+"""Reads pickles of large arrays without their bytes: where each byte string lies in the file takes its place.
+
+The opcodes of a pickle are passed over one by one, and each long byte string among them becomes a persistent id (its
+number), which `converters.pickle_reader` then meets as an `Extent`. So a file of gigabytes opens by its small part.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from statekit.converters.formats.pickle.machine import TruncatedPickle
+from statekit.converters.formats.pickle.reader import Unpickled, Vocabulary, read_pickle
+from statekit.converters.formats.pytorch.storage import SourceFile
+from statekit.errors import FormatError, RefusedError
+from statekit.tensors.tensor import Array
+
+Fetch: TypeAlias = Callable[[int, int], Array]
+"""Reads bytes: (first byte, count) -> (count,) uint8."""
+
+KEPT_BYTES = 256
+"""Byte strings up to this stay where they are."""
+MAX_THIN = 64 * 2**20
+"""The largest pickle once its long byte strings are left out, in bytes."""
+MAX_WHOLE = 2**30
+"""The largest pickle of a protocol below 3, which writes bytes as text, in bytes."""
+MAX_LINE = 2**16
+_WINDOW = 2**16
+_WIDTHS = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4, pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}  # fmt: skip
+_ARGUMENTS = {ord(op.code): op.arg.n if op.arg else 0 for op in pickletools.opcodes}
+_BYTES = frozenset(b"BC\x8e\x96")
+_OUTSIDE = frozenset(b"PQ")
+_TWO_LINES = frozenset(b"ci")
+_STOP = ord(".")
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A byte string that lies in a file: its size, and how bytes of it are read."""
+
+    nbytes: int
+    fetch: Fetch = field(repr=False, compare=False)
+
+
+def read_thin_pickle(source: SourceFile, calls: Vocabulary) -> Unpickled:
+    """Reads the pickle at the start of a file; byte strings of more than 256 bytes are `Extent`s.
+
+    Those of protocols below 3 are text and read whole.
+
+    Args:
+        source: The file.
+        calls: As `read_pickle` takes it.
+
+    Raises:
+        TruncatedPickle: The file ends before the pickle does.
+        RefusedError: As `read_pickle` raises it; or the pickle is too large even without its byte strings.
+        FormatError: The bytes aren't a pickle.
+    """
+    place = f"{source.path}"
+    head = source.read(0, min(2, source.size)).tobytes()
+    if head[:1] != b"\x80" or head[1:] < b"\x03":
+        if source.size > MAX_WHOLE:
+            raise _too_large(place, MAX_WHOLE, source.size)
+        return read_pickle(source.read(0, source.size).tobytes(), place, calls=calls)
+    thin = _Thinning(source)
+    extents = thin.extents
+    read = read_pickle(
+        thin.run(),
+        f"{place} (positions without arrays)",
+        calls=calls,
+        persistent=lambda number: extents[number],
+    )
+    return replace(read, end=thin.at)
+
+
+def _too_large(place: str, limit: int, found: int) -> RefusedError:
+    return RefusedError("A pickle is too large.", place=place, expected=f"{limit} bytes", found=found)
+
+
+class _Thinning:
+    """Goes over the opcodes of a file once."""
+
+    def __init__(self, source: SourceFile) -> None:
+        self.source, self.at = source, 0
+        self.extents: list[Extent] = []
+        self._window, self._start = b"", 0
+
+    def run(self) -> bytes:
+        """Returns the pickle without its long byte strings."""
+        out = bytearray()
+        while True:
+            code = self._peek(1)[0]
+            if code in _OUTSIDE or code not in _ARGUMENTS:
+                found = f"opcode {code:#04x}"
+                raise FormatError(
+                    "A pickle doesn't follow its format.",
+                    place=f"{self.source.path}, byte {self.at}",
+                    found=found,
+                )
+            head, body = self._sizes(code)
+            if code in _BYTES and body > KEPT_BYTES:
+                out += b"J" + len(self.extents).to_bytes(4, "little") + b"Q"
+                self.extents.append(self._extent(self.at + head, body))
+            else:
+                out += self._peek(head + body)
+            self.at += head + body
+            if len(out) > MAX_THIN:
+                raise _too_large(f"{self.source.path}, without its arrays", MAX_THIN, len(out))
+            if code == _STOP:
+                return bytes(out)
+
+    def _sizes(self, code: int) -> tuple[int, int]:
+        """Returns how many bytes an opcode takes before its counted ones, and how many those are."""
+        kind = _ARGUMENTS[code]
+        if kind >= 0:
+            return 1 + kind, 0
+        if kind in _WIDTHS:
+            width = _WIDTHS[kind]
+            return 1 + width, int.from_bytes(self._peek(1 + width)[1:], "little")
+        end = 0
+        for _ in range(2 if code in _TWO_LINES else 1):
+            end = self._peek(min(MAX_LINE, self.source.size - self.at)).find(b"\n", end) + 1
+            if not end:
+                raise self._truncated()
+        return end, 0
+
+    def _extent(self, start: int, count: int) -> Extent:
+        if start + count > self.source.size:
+            raise self._truncated()
+        return Extent(count, lambda first, size: self.source.read(start + first, size))
+
+    def _peek(self, count: int) -> bytes:
+        """Returns the next bytes."""
+        have = self.at - self._start
+        if not 0 <= have <= len(self._window) - count:
+            size = min(max(count, _WINDOW), self.source.size - self.at)
+            if size < count:
+                raise self._truncated()
+            if count > MAX_THIN:
+                raise _too_large(f"{self.source.path}, without its arrays", MAX_THIN, count)
+            self._window, self._start, have = self.source.read(self.at, size).tobytes(), self.at, 0
+        return self._window[have : have + count]
+
+    def _truncated(self) -> TruncatedPickle:
+        found = f"{self.source.size} bytes"
+        return TruncatedPickle(
+            "A pickle is cut off.", place=f"{self.source.path}, byte {self.at}", found=found
+        )

@@ -1,0 +1,1 @@
+"""The files of `torch.save`: zip archives and the legacy form, storages, records."""

@@ -1,0 +1,241 @@
+"""The zip archives of `torch.save` and MXNet: members stored as they are, read in place, their CRC-32 enforced.
+
+PyTorch's own reader skips the checksums, reads the first of two members with one name where other programs read the
+last, and inflates what it is given. Here all that is refused: an archive has one reading or none.
+Source: APPNOTE.TXT (the zip format) and caffe2/serialize/inline_container.cc (what PyTorch writes).
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+
+from statekit.converters.formats.pytorch.storage import Source, short
+from statekit.errors import CorruptError, FormatError, RefusedError
+from statekit.tensors.tensor import BLOCK_BYTES, Array
+
+LOCAL = struct.Struct("<IHHHHHIIIHH")
+CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
+END = struct.Struct("<IHHHHIIH")
+END64 = struct.Struct("<IQHHIIQQQQ")
+LOCATOR = struct.Struct("<IIQI")
+LOCAL_MAGIC, CENTRAL_MAGIC, END_MAGIC, END64_MAGIC, LOCATOR_MAGIC = (
+    0x04034B50, 0x02014B50, 0x06054B50, 0x06064B50, 0x07064B50,
+)  # fmt: skip
+FULL16, FULL32 = 0xFFFF, 0xFFFFFFFF
+MAX_DIRECTORY = 512 * 2**20
+MAX_MEMBERS = 2_000_000
+
+
+@dataclass(frozen=True)
+class Member:
+    """One file in an archive: where its bytes lie, how many, and their CRC-32 (0 if it wasn't computed)."""
+
+    name: str
+    start: int
+    size: int
+    crc: int
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: bytes
+    header: int
+    size: int
+    crc: int
+
+
+class Archive:
+    """An archive opened for reading. Only its directory and headers have been read."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        entries, self._directory = _directory(source)
+        self.members = _members(source, entries, self._directory)
+        self._checked: set[str] = set()
+
+    def read(self, name: str, start: int, count: int) -> Array:
+        """Reads bytes of a member: (count,) uint8. Its checksum is compared when it is read for the first time.
+
+        Raises:
+            CorruptError: The checksum disagrees, or the bytes lie outside the member.
+        """
+        member = self.members[name]
+        if start < 0 or count < 0 or start + count > member.size:
+            raise short(self.source, member.start + start, count)
+        piece = self.source.read(member.start + start, count)
+        if name not in self._checked and member.crc:
+            self._compare(member, zlib.crc32(piece.data) if count == member.size else self._crc(member))
+        self._checked.add(name)
+        return piece
+
+    def _crc(self, member: Member) -> int:
+        crc = 0
+        for at in range(0, member.size, BLOCK_BYTES):
+            piece = self.source.read(member.start + at, min(BLOCK_BYTES, member.size - at))
+            crc = zlib.crc32(piece.data, crc)
+        return crc
+
+    def _compare(self, member: Member, crc: int) -> None:
+        if crc != member.crc:
+            raise CorruptError(
+                "The checksum of stored data disagrees with the data.",
+                place=f"{member.name} in {self.source.path}",
+                expected=f"CRC-32 {member.crc:08x}",
+                found=f"{crc:08x}",
+                remedy="the file is damaged: fetch it again",
+            )
+
+
+def directory_bytes(source: Source) -> bytes:
+    """Returns the raw directory of a zip archive.
+
+    Raises:
+        FormatError: There is none at the end of the file.
+    """
+    start, size, _ = _end(source)
+    return source.read(start, size).tobytes()
+
+
+def _end(source: Source) -> tuple[int, int, int]:
+    """Returns start, size and number of entries of the central directory, which ends where the end record starts."""
+    place = source.path
+    at = source.size - END.size
+    fields = END.unpack(source.read(at, END.size).tobytes()) if at >= 0 else (0,) * 8
+    if fields[0] != END_MAGIC or fields[7]:
+        raise CorruptError(
+            "A zip archive doesn't end as one.",
+            place=place,
+            expected="an end record as the last 22 bytes",
+            found="something else: the file is cut off, or something was added to it",
+        )
+    _, disk, other, here, count, size, start, _ = fields
+    locator_at = at - LOCATOR.size
+    if locator_at >= 0:
+        locator = LOCATOR.unpack(source.read(locator_at, LOCATOR.size).tobytes())
+        if locator[0] == LOCATOR_MAGIC:
+            at = locator[2]
+            if at + END64.size != locator_at:
+                raise FormatError("The end record of a zip archive isn't where it should be.", place=place)
+            wide = END64.unpack(source.read(at, END64.size).tobytes())
+            _same_end(source, fields, wide)
+            _, _, _, _, disk, other, here, count, size, start = wide
+    if disk or other or here != count or count > MAX_MEMBERS or size > MAX_DIRECTORY:
+        raise RefusedError(
+            "A zip archive has an impossible directory.",
+            place=place,
+            expected=f"one disk, at most {MAX_MEMBERS} members in {MAX_DIRECTORY} bytes",
+            found=f"disk {disk}, {count} members in {size} bytes",
+        )
+    if start + size != at:
+        raise CorruptError(
+            "The directory of a zip archive isn't where it should be.",
+            place=place,
+            expected=f"its end at byte {at}",
+            found=f"{size} bytes from byte {start} on",
+        )
+    return start, size, count
+
+
+def _same_end(source: Source, narrow: tuple[int, ...], wide: tuple[int, ...]) -> None:
+    pairs = [(narrow[4], wide[7], FULL16), (narrow[5], wide[8], FULL32), (narrow[6], wide[9], FULL32)]
+    if wide[0] != END64_MAGIC or any(old not in (new, full) for old, new, full in pairs):
+        raise FormatError("The two end records of a zip archive contradict each other.", place=source.path)
+
+
+def _directory(source: Source) -> tuple[list[_Entry], int]:
+    start, size, count = _end(source)
+    raw = source.read(start, size).tobytes()
+    entries = []
+    at = 0
+    for _ in range(count):
+        if at + CENTRAL.size > size:
+            raise CorruptError("The directory of a zip archive is cut off.", place=source.path)
+        entry, at = _entry(source, raw, at)
+        entries.append(entry)
+    if at != size:
+        raise CorruptError(
+            "The directory of a zip archive has the wrong size.", place=source.path, found=size - at
+        )
+    return entries, start
+
+
+def _entry(source: Source, raw: bytes, at: int) -> tuple[_Entry, int]:
+    fields = CENTRAL.unpack_from(raw, at)
+    magic, _, _, flags, method, _, _, crc, packed, size = fields[:10]
+    name_size, extra_size, comment, disk, _, _, header = fields[10:]
+    name_at = at + CENTRAL.size
+    extra_at = name_at + name_size
+    end = extra_at + extra_size + comment
+    name = raw[name_at:extra_at]
+    if magic != CENTRAL_MAGIC or end > len(raw):
+        raise CorruptError(
+            "The directory of a zip archive is damaged.", place=source.path, found=f"entry at {at}"
+        )
+    if FULL32 in (size, packed, header):
+        size, packed, header = _wide(source, raw[extra_at : extra_at + extra_size], size, packed, header)
+    if method or flags & 1 or size != packed or disk:
+        raise RefusedError(
+            "A member of a zip archive is compressed or encrypted.",
+            place=f"{name.decode('utf-8', 'replace')} in {source.path}",
+            expected="bytes stored as they are",
+            found=f"method {method}, flags {flags:#06x}, {packed} bytes for {size}",
+        )
+    return _Entry(name, header, size, crc), end
+
+
+def _wide(source: Source, extra: bytes, *narrow: int) -> list[int]:
+    """Returns sizes and offset with those that don't fit 32 bits taken from the zip64 field, in its fixed order."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, size = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            wide = iter(struct.unpack_from(f"<{size // 8}Q", extra[at + 4 : at + 4 + size]))
+            found = [next(wide, -1) if value == FULL32 else value for value in narrow]
+            if -1 not in found:
+                return found
+        at += 4 + size
+    raise FormatError("A zip member larger than 4 GB lacks its true size.", place=source.path)
+
+
+def _members(source: Source, entries: list[_Entry], directory: int) -> dict[str, Member]:
+    """Finds where each member's bytes lie; they must not overlap, and names must differ."""
+    ordered = sorted(entries, key=lambda entry: entry.header)
+    if ordered and ordered[0].header:
+        raise RefusedError(
+            "Something stands before the first member of a zip archive.",
+            place=source.path,
+            expected="a member at byte 0",
+            found=f"the first at byte {ordered[0].header}",
+        )
+    members: dict[str, Member] = {}
+    limits = [entry.header for entry in ordered[1:]] + [directory]
+    for entry, limit in zip(ordered, limits, strict=True):
+        member = _member(source, entry, limit)
+        if member.name in members:
+            raise RefusedError(
+                "A zip archive has two members of one name; which one counts depends on the reader.",
+                place=f"{member.name} in {source.path}",
+            )
+        members[member.name] = member
+    return members
+
+
+def _member(source: Source, entry: _Entry, limit: int) -> Member:
+    name = entry.name.decode("utf-8", "surrogateescape")
+    place = f"{name} in {source.path}"
+    raw = source.read(entry.header, LOCAL.size + len(entry.name)).tobytes()
+    magic, _, flags, method, _, _, _, _, _, name_size, extra_size = LOCAL.unpack_from(raw)
+    same = raw[LOCAL.size :] == entry.name and name_size == len(entry.name)
+    if magic != LOCAL_MAGIC or not same or method or flags & 1:
+        raise CorruptError("The two headers of a zip member contradict each other.", place=place)
+    start = entry.header + LOCAL.size + name_size + extra_size
+    if start + entry.size > limit:
+        raise CorruptError(
+            "A member of a zip archive overlaps the next one.",
+            place=place,
+            expected=f"at most {max(limit - start, 0)} bytes",
+            found=f"{entry.size} bytes",
+        )
+    return Member(name, start, entry.size, entry.crc)

@@ -1,0 +1,190 @@
+"""Writes trees as pickles of protocol 2 that `torch.load(weights_only=True)` reads."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from statekit.converters.formats.pytorch.names import STORAGE_DTYPES
+from statekit.errors import UsageError, fault_list
+from statekit.tensors.tensor import DType, Shape, Tensor
+from statekit.tensors.tree import Path, Record, Tree
+
+MAX_LONG_BYTES = 255
+_CLASSES = {dtype: name for name, dtype in STORAGE_DTYPES.items() if name[0] not in "QU_"}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor lies in the file: its storage's key, and what it is of it (all, in C order)."""
+
+    key: str
+    shape: Shape
+    dtype: DType
+
+
+def pickle_tree(tree: Tree, slots: Mapping[str, Slot]) -> bytes:
+    """Pickles a tree; tensors refer to the storages of their slots, by native name.
+
+    Raises:
+        UsageError: Something in the tree is refused by `weights_only`; lists every such place.
+    """
+    writer = _Writer(slots)
+    writer.run(tree)
+    if writer.faults:
+        raise UsageError(
+            "A torch file can't hold this." + fault_list(writer.faults),
+            expected="dicts, lists, tuples, numbers, text, bytes and tensors",
+            remedy="leave these entries out",
+        )
+    return bytes(writer.out)
+
+
+class Opcodes:
+    """Collects the opcodes of a pickle of protocol 2. Texts and names stand once, then in the memo."""
+
+    def __init__(self) -> None:
+        self.out = bytearray(b"\x80\x02")
+        self._memo: dict[bytes, bytes] = {}
+
+    def integer(self, value: int) -> bool:
+        """Emits an integer; False if it is too large."""
+        if 0 <= value < 256:
+            self.out += b"K" + bytes([value])
+        elif -(2**31) <= value < 2**31:
+            self.out += b"J" + struct.pack("<i", value)
+        else:
+            size = value.bit_length() // 8 + 1
+            if size > MAX_LONG_BYTES:
+                return False
+            self.out += b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)
+        return True
+
+    def integers(self, values: Shape) -> None:
+        """Emits a tuple of integers."""
+        self.out += b"("
+        for value in values:
+            self.integer(value)
+        self.out += b"t"
+
+    def text(self, text: str) -> None:
+        """Emits a text."""
+        raw = text.encode("utf-8", "surrogatepass")
+        self._once(b"X" + struct.pack("<I", len(raw)) + raw)
+
+    def name(self, module: str, name: str) -> None:
+        """Emits the name of a class or function."""
+        self._once(f"c{module}\n{name}\n".encode())
+
+    def _once(self, opcodes: bytes) -> None:
+        known = self._memo.get(opcodes)
+        if known is None:
+            index = len(self._memo)
+            get, put = (b"h", b"q") if index < 256 else (b"j", b"r")
+            number = struct.pack("<B" if index < 256 else "<I", index)
+            self._memo[opcodes] = get + number
+            self.out += opcodes + put + number
+        else:
+            self.out += known
+
+
+class _Writer(Opcodes):
+    """Emits opcodes without recursion; a piece of bytes on the stack of work is emitted as it is."""
+
+    def __init__(self, slots: Mapping[str, Slot]) -> None:
+        super().__init__()
+        self.slots = slots
+        self.faults: list[tuple[str, str]] = []
+
+    def run(self, tree: Tree) -> None:
+        """Emits a whole tree."""
+        work: list[tuple[Path, Any, bool]] = [((), tree, False), ((), b".", True)]
+        work.reverse()
+        while work:
+            path, node, ready = work.pop()
+            if ready:
+                self.out += node
+            else:
+                work.extend(reversed(self._emit(path, node)))
+
+    def _emit(self, path: Path, node: Any) -> list[tuple[Path, Any, bool]]:
+        """Emits a leaf, or the opening of a container; returns what is left to emit of it."""
+        if isinstance(node, Mapping):
+            return self._mapping(path, node)
+        if isinstance(node, (list, tuple)):
+            close = b"e" if isinstance(node, list) else b"t"
+            self.out += b"](" if isinstance(node, list) else b"("
+            return [*(((*path, i), item, False) for i, item in enumerate(node)), (path, close, True)]
+        self._leaf(path, node)
+        return []
+
+    def _mapping(self, path: Path, node: Mapping[Any, Any]) -> list[tuple[Path, Any, bool]]:
+        if isinstance(node, OrderedDict):
+            self.name("collections", "OrderedDict")
+            self.out += b")R("
+        else:
+            self.out += b"}("
+        left: list[tuple[Path, Any, bool]] = []
+        for key, value in node.items():
+            left += [((*path, key), key, False), ((*path, key), value, False)]
+        return [*left, (path, b"u", True)]
+
+    def _leaf(self, path: Path, node: Any) -> None:
+        if node is None:
+            self.out += b"N"
+        elif isinstance(node, (bool, np.bool_)):
+            self.out += b"\x88" if node else b"\x89"
+        elif isinstance(node, (int, np.integer)):
+            if not self.integer(int(node)):
+                self.faults.append((f"an integer of {int(node).bit_length()} bits", "/".join(map(str, path))))
+        elif isinstance(node, (float, np.floating)):
+            self.out += b"G" + struct.pack(">d", float(node))
+        elif isinstance(node, str):
+            self.text(node)
+        elif isinstance(node, bytes):
+            # Source: CPython Lib/pickle.py, `save_bytes`: protocol 2 has no bytes.
+            self.name("_codecs", "encode")
+            self.text(node.decode("latin1"))
+            self.text("latin1")
+            self.out += b"\x86R"
+        elif isinstance(node, Tensor):
+            self._tensor(self.slots["/".join(map(str, path))])
+        else:
+            what = f"an object of {node.name}" if isinstance(node, Record) else type(node).__name__
+            self.faults.append((what, "/".join(map(str, path))))
+
+    def _tensor(self, slot: Slot) -> None:
+        # Source: torch/_tensor.py, `_reduce_ex_internal`: types without a storage class of their own are windows of
+        # untyped storages.
+        kind = _CLASSES.get(slot.dtype.name)
+        self.name("torch._utils", "_rebuild_tensor_v2" if kind else "_rebuild_tensor_v3")
+        self.out += b"(("
+        self.text("storage")
+        self.name(*(("torch", kind) if kind else ("torch.storage", "UntypedStorage")))
+        self.text(slot.key)
+        self.text("cpu")
+        count = math.prod(slot.shape)
+        self.integer(count if kind else count * slot.dtype.itemsize)
+        self.out += b"tQK\x00"
+        self.integers(slot.shape)
+        self.integers(_strides(slot.shape))
+        self.out += b"\x89"
+        self.name("collections", "OrderedDict")
+        self.out += b")R"
+        if not kind:
+            self.name("torch", slot.dtype.name)
+        self.out += b"tR"
+
+
+def _strides(shape: Shape) -> Shape:
+    """Returns the strides of a contiguous tensor, in elements; a size of 0 counts as 1, as in PyTorch."""
+    steps = [1]
+    for n in reversed(shape[1:]):
+        steps.append(steps[-1] * max(n, 1))
+    return tuple(reversed(steps))[: len(shape)]

@@ -1,0 +1,204 @@
+"""The sorted table in which a TensorFlow checkpoint's index lies: keys and values in checked blocks.
+
+A file is: data blocks; a metaindex block, empty here; an index block, whose values say where the data blocks lie; and
+a footer of 48 bytes. A block is followed by a byte for its compression and a masked CRC-32C of both. Inside a block a
+key is stored as the number of bytes that it shares with the one before, and the rest.
+Source: google/leveldb, doc/table_format.md; tensorflow/tensorflow, core/lib/io/{format,block,table_builder}.cc.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from typing import NoReturn
+
+from statekit.converters.formats.crc32c import crc32c
+from statekit.errors import CorruptError, FormatError, RefusedError
+
+MAGIC = 0xDB4775248B80FB57
+FOOTER_BYTES = 48
+MAX_BYTES = 2**30
+"""The largest index that is read, in bytes."""
+_TRAILER = 5
+_MASK_DELTA = 0xA282EAD8
+_RESTART_INTERVAL = 16
+_BLOCK_BYTES = 256 * 2**10
+
+
+def masked(crc: int) -> int:
+    """Returns a CRC as it is stored: rotated and moved, so that the CRC of data with CRCs in it stays useful."""
+    return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
+
+
+def read_table(data: bytes, place: object) -> dict[bytes, bytes]:
+    """Returns what a table holds, its checksums enforced.
+
+    Raises:
+        CorruptError: It is truncated, or a checksum doesn't fit.
+        FormatError: It isn't a table, or breaks the format.
+        RefusedError: Its blocks are compressed, which TensorFlow doesn't do.
+    """
+    if len(data) < FOOTER_BYTES:
+        raise CorruptError("An index is too short.", place=place, found=f"{len(data)} bytes")
+    footer = data[-FOOTER_BYTES:]
+    if struct.unpack("<Q", footer[-8:])[0] != MAGIC:
+        raise CorruptError("An index doesn't end as one: it is truncated, or something else.", place=place)
+    metaindex, at = _handle(footer, 0, place)
+    _block(data, *metaindex, place)
+    index, _ = _handle(footer, at, place)
+    found: dict[bytes, bytes] = {}
+    last = b""
+    for _, where in _entries(_block(data, *index, place), place):
+        handle, _ = _handle(where, 0, place)
+        for key, value in _entries(_block(data, *handle, place), place):
+            if found and key <= last:
+                raise FormatError("The keys of an index aren't in order.", place=place, found=key)
+            found[key], last = value, key
+    return found
+
+
+def write_table(entries: Mapping[bytes, bytes]) -> bytes:
+    """Returns a table of entries, byte for byte as TensorFlow writes it."""
+    out, handles = bytearray(), []
+    keys = sorted(entries)
+    block = _BlockWriter(_RESTART_INTERVAL)
+    for i, key in enumerate(keys):
+        block.add(key, entries[key])
+        after = keys[i + 1] if i + 1 < len(keys) else None
+        if after is None or block.size >= _BLOCK_BYTES:
+            handles.append((_successor(key) if after is None else _between(key, after), _put(out, block)))
+            block = _BlockWriter(_RESTART_INTERVAL)
+    metaindex = _put(out, _BlockWriter(_RESTART_INTERVAL))
+    index = _BlockWriter(1)
+    for key, handle in handles:
+        index.add(key, handle)
+    footer = metaindex + _put(out, index)
+    return bytes(out) + footer.ljust(FOOTER_BYTES - 8, b"\0") + struct.pack("<Q", MAGIC)
+
+
+def varint(data: bytes, at: int, place: object) -> tuple[int, int]:
+    """Reads a varint at a position; returns it and the position behind it.
+
+    Raises:
+        FormatError: It leaves the data, or 64 bits.
+    """
+    value = shift = 0
+    while at < len(data) and shift < 64:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80 and value < 2**64:
+            return value, at
+    raise FormatError("A number in an index is cut off or too long.", place=place)
+
+
+def to_varint(value: int) -> bytes:
+    """Returns a number, 0 or more, as a varint."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _handle(data: bytes, at: int, place: object) -> tuple[tuple[int, int], int]:
+    offset, at = varint(data, at, place)
+    size, at = varint(data, at, place)
+    return (offset, size), at
+
+
+def _block(data: bytes, offset: int, size: int, place: object) -> bytes:
+    end = offset + size + _TRAILER
+    if end > len(data) - FOOTER_BYTES:
+        raise CorruptError("A block of an index lies outside the file.", place=place, found=f"byte {end}")
+    block, kind = data[offset : end - _TRAILER], data[end - _TRAILER]
+    stored = struct.unpack("<I", data[end - 4 : end])[0]
+    if masked(crc32c(data[offset : end - 4])) != stored:
+        raise CorruptError(
+            "A block of an index doesn't fit its checksum.",
+            place=place,
+            found=f"block at byte {offset}",
+            remedy="copy the checkpoint again",
+        )
+    if kind != 0:
+        raise RefusedError("An index is compressed.", place=place, expected="compression 0", found=kind)
+    return block
+
+
+def _entries(block: bytes, place: object) -> Iterator[tuple[bytes, bytes]]:
+    if len(block) < 4:
+        _broken(place)
+    end = len(block) - 4 - 4 * struct.unpack("<I", block[-4:])[0]
+    if end < 0:
+        _broken(place)
+    at, key = 0, b""
+    while at < end:
+        shared, at = varint(block, at, place)
+        rest, at = varint(block, at, place)
+        size, at = varint(block, at, place)
+        if shared > len(key) or at + rest + size > end:
+            _broken(place)
+        key = key[:shared] + block[at : at + rest]
+        yield key, block[at + rest : at + rest + size]
+        at += rest + size
+
+
+def _broken(place: object) -> NoReturn:
+    raise FormatError("A block of an index breaks the format.", place=place)
+
+
+class _BlockWriter:
+    """A block in the making."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval, self._data = interval, bytearray()
+        self._restarts, self._since, self._last = [0], 0, b""
+
+    @property
+    def size(self) -> int:
+        """Bytes so far, with the restarts."""
+        return len(self._data) + 4 * len(self._restarts) + 4
+
+    def add(self, key: bytes, value: bytes) -> None:
+        shared = 0
+        if self._since < self._interval:
+            while shared < min(len(key), len(self._last)) and key[shared] == self._last[shared]:
+                shared += 1
+        else:
+            self._restarts.append(len(self._data))
+            self._since = 0
+        self._data += to_varint(shared) + to_varint(len(key) - shared) + to_varint(len(value))
+        self._data += key[shared:] + value
+        self._since, self._last = self._since + 1, key
+
+    def finished(self) -> bytes:
+        """Returns the block."""
+        return bytes(self._data) + struct.pack(
+            f"<{len(self._restarts) + 1}I", *self._restarts, len(self._restarts)
+        )
+
+
+def _put(out: bytearray, block: _BlockWriter) -> bytes:
+    """Appends a block with its trailer, and returns its handle."""
+    body, at = block.finished() + b"\0", len(out)
+    out += body + struct.pack("<I", masked(crc32c(body)))
+    return to_varint(at) + to_varint(len(body) - 1)
+
+
+def _between(key: bytes, after: bytes) -> bytes:
+    """Returns a short key that is neither before `key` nor at `after` or beyond."""
+    same = 0
+    while same < min(len(key), len(after)) and key[same] == after[same]:
+        same += 1
+    if same < min(len(key), len(after)) and key[same] < 0xFF and key[same] + 1 < after[same]:
+        return key[:same] + bytes([key[same] + 1])
+    return key
+
+
+def _successor(key: bytes) -> bytes:
+    """Returns a short key that isn't before `key`."""
+    for i, byte in enumerate(key):
+        if byte != 0xFF:
+            return key[:i] + bytes([byte + 1])
+    return key

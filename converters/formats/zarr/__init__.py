@@ -1,0 +1,1 @@
+"""Zarr arrays, versions 2 and 3, in folders and in OCDBT stores."""

@@ -1,0 +1,130 @@
+"""The header of zarr arrays of format 3, `zarr.json`, as Orbax writes it: chunks in shards, zstd.
+
+Source: zarr-specs, "Zarr core specification version 3", codecs `bytes`, `gzip`, `zstd`, `sharding_indexed`; the data
+type `bfloat16` is an extension of TensorStore.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from statekit.converters.formats.zarr.array import Header, checked_header, checked_shape
+from statekit.converters.formats.zarr.shards import Shards
+from statekit.errors import FormatError
+from statekit.files.manifest import strict_json
+from statekit.tensors.tensor import dtype_named
+
+FILE = "zarr.json"
+_KNOWN = {
+    "zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "fill_value", "codecs",
+    "attributes", "dimension_names", "storage_transformers",
+}  # fmt: skip
+_COMPRESSORS = ("gzip", "zstd")
+_INDEX_CODECS = (["bytes"], ["bytes", "crc32c"])
+_SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def parse_header(data: bytes, place: str) -> Header:
+    """Reads `zarr.json`.
+
+    Raises:
+        FormatError: It isn't an array of format 3 on a regular grid, of a known dtype and known codecs.
+    """
+    parsed = strict_json(data, place)
+    if not isinstance(parsed, dict):
+        raise FormatError("An array's header isn't a JSON object.", place=place)
+    unknown = [
+        name
+        for name, value in parsed.items()
+        if name not in _KNOWN and not (isinstance(value, dict) and value.get("must_understand") is False)
+    ]
+    if (parsed.get("zarr_format"), parsed.get("node_type")) != (3, "array") or unknown:
+        raise _unread(place, "an array of zarr_format 3", f"{parsed.get('zarr_format')!r}, {unknown}")
+    if parsed.get("storage_transformers"):
+        raise _unread(place, "no storage transformers", parsed["storage_transformers"])
+    grid, grid_of = _named(parsed.get("chunk_grid"), place)
+    if grid != "regular":
+        raise _unread(place, "a regular chunk grid", grid)
+    keys, separator = _key_encoding(parsed.get("chunk_key_encoding"), place)
+    codecs = _codecs(parsed.get("codecs"), place)
+    outer, shards = grid_of.get("chunk_shape"), None
+    if [name for name, _ in codecs] == ["sharding_indexed"]:
+        chunks, codecs, shards = _sharding(codecs[0][1], checked_shape(outer, place, 1), place)
+    else:
+        chunks = outer
+    compressor, level = _compression(codecs, place)
+    return checked_header(
+        parsed.get("shape"), chunks, dtype_named(parsed.get("data_type", ""), place), place,
+        compressor, level, _fill(parsed.get("fill_value"), place), separator, keys, shards,
+    )  # fmt: skip
+
+
+def _sharding(
+    configuration: Mapping[str, Any], outer: tuple[int, ...], place: str
+) -> tuple[Any, list[tuple[str, Mapping[str, Any]]], Shards]:
+    """Returns the shape of the chunks in a shard, their codecs, and how they lie."""
+    chunks = checked_shape(configuration.get("chunk_shape"), place, 1)
+    if len(chunks) != len(outer) or any(n % c for n, c in zip(outer, chunks, strict=True)):
+        raise _unread(place, f"chunks that divide a shard of shape {outer}", chunks)
+    index = [name for name, _ in _codecs(configuration.get("index_codecs"), place)]
+    where = configuration.get("index_location", "end")
+    if index not in _INDEX_CODECS or where not in ("start", "end"):
+        raise _unread(place, "an index of bytes, with crc32c or not, at start or end", f"{index}, {where!r}")
+    codecs = _codecs(configuration.get("codecs"), place)
+    return list(chunks), codecs, Shards(outer, where == "end", "crc32c" in index)
+
+
+def _codecs(value: Any, place: str) -> list[tuple[str, Mapping[str, Any]]]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value or len(value) > 8:
+        raise _unread(place, "a list of codecs", value)
+    codecs = [_named(codec, place) for codec in value]
+    if any(name == "bytes" and own.get("endian", "little") != "little" for name, own in codecs):
+        raise _unread(place, "little-endian bytes", value)
+    return codecs
+
+
+def _compression(codecs: list[tuple[str, Mapping[str, Any]]], place: str) -> tuple[str | None, int]:
+    names = [name for name, _ in codecs]
+    if names == ["bytes"]:
+        return None, 0
+    if len(names) != 2 or names[0] != "bytes" or names[1] not in _COMPRESSORS:
+        raise _unread(place, f"codecs bytes, then nothing, {' or '.join(_COMPRESSORS)}", names)
+    level = codecs[1][1].get("level", 1)
+    return names[1], level if type(level) is int else 1
+
+
+def _key_encoding(value: Any, place: str) -> tuple[str, str]:
+    """Returns what a chunk's key begins with, and what joins its parts."""
+    name, own = _named(value, place)
+    separator = own.get("separator", "/" if name == "default" else ".")
+    if name not in ("default", "v2") or separator not in ("/", "."):
+        raise _unread(place, "chunk keys default or v2, with / or .", value)
+    return "c" if name == "default" else "", separator
+
+
+def _named(value: Any, place: str) -> tuple[str, Mapping[str, Any]]:
+    """Returns name and configuration of an extension point, which may be just a name."""
+    name = value.get("name") if isinstance(value, Mapping) else value
+    own = value.get("configuration", {}) if isinstance(value, Mapping) else {}
+    if not isinstance(name, str) or not isinstance(own, Mapping):
+        raise _unread(place, "a name with its configuration", value)
+    return name, own
+
+
+def _fill(value: object, place: str) -> float:
+    if isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, str) and value in _SPECIAL:
+        return _SPECIAL[value]
+    raise _unread(place, "a number as fill value", value)
+
+
+def _unread(place: str, expected: str, found: object) -> FormatError:
+    return FormatError(
+        "An array has a form that statekit doesn't read.",
+        place=place,
+        expected=expected,
+        found=repr(found)[:300],
+    )
