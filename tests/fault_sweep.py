@@ -27,7 +27,7 @@ import pytest
 
 from formats import plain_state, register, save, values
 from statekit.conversion.convert import convert, open_state, plan
-from statekit.converters.containers.orbax import CONTAINER as ORBAX
+from statekit.converters.containers.orbax.container import CONTAINER as ORBAX
 from statekit.converters.containers.t5x import CONTAINER as T5X
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.layouts.statekit_torch import LAYOUT as TORCH_LAYOUT

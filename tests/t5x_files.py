@@ -16,7 +16,7 @@ from zarr_files import write_array
 
 from goldens import GOLDEN, bundles
 from statekit.conversion.contracts import Container
-from statekit.converters.containers.orbax import CONTAINER as ORBAX
+from statekit.converters.containers.orbax.container import CONTAINER as ORBAX
 from statekit.converters.containers.t5x import CONTAINER as T5X
 from statekit.files.checkpoint import Checkpoint
 from statekit.tensors.tensor import Array

@@ -10,7 +10,7 @@ from formats import register, values
 from goldens import GOLDEN, bundles
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.convert import Report, convert, open_state, plan
-from statekit.converters.containers.orbax import CONTAINER as ORBAX
+from statekit.converters.containers.orbax.container import CONTAINER as ORBAX
 from statekit.converters.containers.t5x import CONTAINER as T5X
 from statekit.converters.layouts.t5x_adafactor import LAYOUT
 

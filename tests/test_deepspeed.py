@@ -25,7 +25,7 @@ from statekit.arrays.backend import backend
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.convert import convert, open_state, plan
 from statekit.conversion.registry import detect_container
-from statekit.converters.containers.deepspeed import CONTAINER as DEEPSPEED
+from statekit.converters.containers.deepspeed.container import CONTAINER as DEEPSPEED
 from statekit.converters.layouts.deepspeed import LAYOUT
 from statekit.errors import (
     CorruptError,

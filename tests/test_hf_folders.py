@@ -19,7 +19,8 @@ from statekit.arrays.backend import backend
 from statekit.conversion import registry
 from statekit.conversion.contracts import Encoded, Hints
 from statekit.conversion.convert import convert, open_state, plan
-from statekit.converters.containers import hf_files, hf_folder
+from statekit.converters.containers.huggingface import container as hf_folder
+from statekit.converters.containers.huggingface import files as hf_files
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.formats.safetensors import save_safetensors
 from statekit.errors import (

@@ -36,7 +36,13 @@ def test_the_check_sees_an_import() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["statekit", "statekit.conversion.inspection", "statekit.conversion.convert", "statekit.conversion.registry", "statekit.optim.adafactor"],
+    [
+        "statekit",
+        "statekit.conversion.inspection",
+        "statekit.conversion.convert",
+        "statekit.conversion.registry",
+        "statekit.optim.adafactor",
+    ],
 )
 def test_importing(module: str) -> None:
     assert imported(f"import {module}") == set()

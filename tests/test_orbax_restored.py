@@ -14,7 +14,7 @@ from formats import check_conformance, damaged_copies, read_all
 from goldens import GOLDEN
 from statekit.conversion.contracts import Encoded, Exactness
 from statekit.conversion.convert import convert, open_state, plan
-from statekit.converters.containers.orbax import CONTAINER as ORBAX
+from statekit.converters.containers.orbax.container import CONTAINER as ORBAX
 from statekit.tensors.tensor import Array, in_memory
 from statekit.tensors.tree import nested
 

@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import safetensors as safetensors_file
+import safetensors
 from safetensors.numpy import load_file, save_file
 
 from statekit.converters.formats import safetensors as safetensors_file

@@ -15,7 +15,7 @@ from zarr_files import write_array
 
 from goldens import GOLDEN
 from statekit.conversion import registry
-from statekit.converters.containers.orbax import CONTAINER as ORBAX
+from statekit.converters.containers.orbax.container import CONTAINER as ORBAX
 from statekit.converters.containers.t5x import CONTAINER as T5X
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
 from statekit.files.checkpoint import Checkpoint

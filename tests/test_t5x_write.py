@@ -11,7 +11,7 @@ from zarr_files import PlainStage, plain_stage
 
 from goldens import GOLDEN, bundles
 from statekit.conversion.contracts import Container, Encoded, Hints
-from statekit.converters.containers.orbax import CONTAINER as ORBAX
+from statekit.converters.containers.orbax.container import CONTAINER as ORBAX
 from statekit.converters.containers.t5x import CONTAINER as T5X
 from statekit.converters.formats.zarr import writer
 from statekit.converters.layouts.t5x_adafactor import LAYOUT
@@ -135,7 +135,7 @@ def test_arrays_in_several_chunks(
     container: Container, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer.header_for, "__defaults__", (256,))
-    monkeypatch.setattr("statekit.converters.containers.orbax_write.CHUNK_BYTES", 256)
+    monkeypatch.setattr("statekit.converters.containers.orbax.writer.CHUNK_BYTES", 256)
     random = np.random.default_rng(5)
     arrays = {
         "rows": random.standard_normal((40, 8)).astype(np.float32),

@@ -19,9 +19,9 @@ from typing import Literal
 import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.hf_model import SHARD_BYTES, find_model, open_model, save_model
-from statekit.converters.containers.hf_place import moved_to
-from statekit.converters.containers.step_files import files_beside, trusted_manifest
+from statekit.converters.containers.huggingface.model import SHARD_BYTES, find_model, open_model, save_model
+from statekit.converters.containers.huggingface.place import moved_to
+from statekit.converters.containers.steps.beside import files_beside, trusted_manifest
 from statekit.converters.formats.pytorch.names import named
 from statekit.converters.optimizer_forms import is_flat
 from statekit.converters.torch_parts import SORTED

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.step_files import step_checkpoint
-from statekit.converters.containers.step_folders import find_step, sighted
-from statekit.converters.containers.step_target import FOLDER
+from statekit.converters.containers.steps.beside import step_checkpoint
+from statekit.converters.containers.steps.find import find_step, sighted
+from statekit.converters.containers.steps.names import FOLDER
 from statekit.converters.formats.msgpack.reader import Inline, parse
 from statekit.converters.formats.msgpack.writer import NUMBER, SCALAR, gathered, packed
 from statekit.converters.formats.zarr.stores import FolderStore

@@ -16,10 +16,10 @@ from typing import Any, Literal
 import msgpack
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.step_files import step_checkpoint
-from statekit.converters.containers.step_folders import INDEX, find_step, sighted
-from statekit.converters.containers.step_target import FOLDER, array_names, step_prefix
-from statekit.converters.containers.stored_leaves import Arrays
+from statekit.converters.containers.steps.beside import step_checkpoint
+from statekit.converters.containers.steps.find import INDEX, find_step, sighted
+from statekit.converters.containers.steps.leaves import Arrays
+from statekit.converters.containers.steps.names import FOLDER, array_names, step_prefix
 from statekit.converters.formats.msgpack.reader import parse
 from statekit.converters.formats.zarr.stores import FolderStore
 from statekit.converters.formats.zarr.v2 import header_json

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.step_files import trusted_manifest
+from statekit.converters.containers.steps.beside import trusted_manifest
 from statekit.converters.formats.crc32c import crc32c
 from statekit.converters.formats.pytorch.storage import SourceFile, Storage, window
 from statekit.converters.formats.tensor_bundle.entries import (

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from statekit.converters.containers.deepspeed_files import MASTER, require
+from statekit.converters.containers.deepspeed.files import MASTER, require
 from statekit.errors import CorruptError, FormatError
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Record, Tree

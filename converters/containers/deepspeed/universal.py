@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from statekit.converters.containers.deepspeed_files import MASTER, UNIVERSAL, open_file, require
-from statekit.converters.containers.deepspeed_zero import Shapes
+from statekit.converters.containers.deepspeed.files import MASTER, UNIVERSAL, open_file, require
+from statekit.converters.containers.deepspeed.zero import Shapes
 from statekit.errors import CorruptError, FormatError
 from statekit.files.checkpoint import Finding
 from statekit.tensors.tensor import Shape, Tensor

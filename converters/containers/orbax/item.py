@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from statekit.converters.containers.orbax_metadata import STRING, Entry, TreeMetadata, parse, tree_of
-from statekit.converters.containers.step_folders import INDEX, JSON_ITEM, METADATA
-from statekit.converters.containers.stored_leaves import ArrayPlace, Arrays
+from statekit.converters.containers.orbax.metadata import STRING, Entry, TreeMetadata, parse, tree_of
+from statekit.converters.containers.steps.find import INDEX, JSON_ITEM, METADATA
+from statekit.converters.containers.steps.leaves import ArrayPlace, Arrays
 from statekit.converters.formats.msgpack.reader import parse as parse_msgpack
 from statekit.converters.formats.zarr.stores import FolderStore, open_store, read_whole
 from statekit.errors import CorruptError, FormatError, fault_list

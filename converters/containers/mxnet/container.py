@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.mxnet_files import (
+from statekit.converters.containers.mxnet.files import (
     PARAMS,
     STATES,
     Files,
@@ -28,7 +28,7 @@ from statekit.converters.containers.mxnet_files import (
     is_params_file,
     is_states_file,
 )
-from statekit.converters.containers.step_files import trusted_manifest
+from statekit.converters.containers.steps.beside import trusted_manifest
 from statekit.converters.formats.mxnet.params import LIST, NPZ, read_params, write_list, write_npz
 from statekit.converters.formats.mxnet.records import CPU
 from statekit.converters.formats.mxnet.states import read_states, write_states

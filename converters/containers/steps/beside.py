@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from statekit.converters.containers.step_folders import StepFolder
+from statekit.converters.containers.steps.find import StepFolder
 from statekit.converters.formats.hparams import find_gin, read_gin, read_text
 from statekit.errors import FormatError
 from statekit.files.checkpoint import Checkpoint, Finding

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.step_files import files_beside
+from statekit.converters.containers.steps.beside import files_beside
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.formats.pytorch.names import named
 from statekit.errors import FormatError, NotFoundError, UsageError

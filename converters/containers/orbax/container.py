@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.orbax_item import STRINGS, open_item
-from statekit.converters.containers.orbax_write import step_metadata, write_item
-from statekit.converters.containers.step_files import step_checkpoint
-from statekit.converters.containers.step_folders import (
+from statekit.converters.containers.orbax.item import STRINGS, open_item
+from statekit.converters.containers.orbax.writer import step_metadata, write_item
+from statekit.converters.containers.steps.beside import step_checkpoint
+from statekit.converters.containers.steps.find import (
     INDEX,
     METADATA,
     STEP_METADATA,
@@ -30,7 +30,7 @@ from statekit.converters.containers.step_folders import (
     says_t5x,
     sighted,
 )
-from statekit.converters.containers.step_target import step_prefix
+from statekit.converters.containers.steps.names import step_prefix
 from statekit.converters.formats.zarr.stores import FolderStore, read_whole
 from statekit.errors import FormatError
 from statekit.files.checkpoint import Checkpoint

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.hf_files import (
+from statekit.converters.containers.huggingface.files import (
     FILES,
     PARTS,
     REST,
@@ -30,16 +30,16 @@ from statekit.converters.containers.hf_files import (
     write_files,
     write_part,
 )
-from statekit.converters.containers.hf_model import (
+from statekit.converters.containers.huggingface.model import (
     ADAPTER_CONFIG,
     SHARD_BYTES,
     find_model,
     open_model,
     save_model,
 )
-from statekit.converters.containers.hf_place import moved_to
-from statekit.converters.containers.step_files import trusted_manifest
-from statekit.converters.containers.step_target import step_prefix
+from statekit.converters.containers.huggingface.place import moved_to
+from statekit.converters.containers.steps.beside import trusted_manifest
+from statekit.converters.containers.steps.names import step_prefix
 from statekit.converters.formats.pytorch.names import named
 from statekit.converters.torch_parts import SORTED, at
 from statekit.errors import FormatError, NotFoundError, UsageError

@@ -1,0 +1,1 @@
+"""DeepSpeed's folders: ZeRO's partitions and universal checkpoints."""

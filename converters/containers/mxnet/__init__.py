@@ -1,0 +1,1 @@
+"""MXNet's files: `.params` and `.states` side by side."""

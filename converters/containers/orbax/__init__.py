@@ -1,0 +1,1 @@
+"""Orbax' folders: items, their metadata, arrays with and without OCDBT."""

@@ -1,0 +1,1 @@
+"""Steps in a run's folder: which there are, what lies beside them, what a new one is called."""
