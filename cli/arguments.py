@@ -45,7 +45,7 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def _hints(hparams: tuple[str, ...], variant: str | None, param_names: Path | None) -> Hints:
     names = None
     if param_names is not None:
-        from statekit.converters.param_names import read_param_names
+        from statekit.cli.param_names import read_param_names
 
         names = read_param_names(param_names)
     if not hparams:

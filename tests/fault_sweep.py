@@ -30,8 +30,8 @@ from statekit.conversion.convert import convert, open_state, plan
 from statekit.converters.containers.orbax.container import CONTAINER as ORBAX
 from statekit.converters.containers.t5x import CONTAINER as T5X
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
-from statekit.converters.layouts.statekit_torch import LAYOUT as TORCH_LAYOUT
-from statekit.converters.layouts.t5x_adafactor import LAYOUT as T5X_LAYOUT
+from statekit.converters.layouts.own.statekit_torch import LAYOUT as TORCH_LAYOUT
+from statekit.converters.layouts.t5x.layout import LAYOUT as T5X_LAYOUT
 from statekit.errors import StatekitError
 from statekit.files import rename, stage
 from statekit.tensors.digest import tensor_digest

@@ -12,7 +12,7 @@ from statekit.conversion.contracts import Exactness
 from statekit.conversion.convert import Report, convert, open_state, plan
 from statekit.converters.containers.orbax.container import CONTAINER as ORBAX
 from statekit.converters.containers.t5x import CONTAINER as T5X
-from statekit.converters.layouts.t5x_adafactor import LAYOUT
+from statekit.converters.layouts.t5x.layout import LAYOUT
 
 BUNDLES = [bundle.name for bundle in bundles("t5x")]
 WRITTEN = [

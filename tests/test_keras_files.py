@@ -25,8 +25,8 @@ from statekit.converters.formats.hdf5.order import Names
 from statekit.converters.formats.hdf5.reader import ATTRIBUTES, open_hdf5
 from statekit.converters.formats.hdf5.writer import write_hdf5
 from statekit.converters.formats.tensor_bundle.object_graph import GRAPH, Node, Slot, graph_bytes, parse_graph
-from statekit.converters.layouts.keras_native import LAYOUT
-from statekit.converters.layouts.keras_slots import Kept, numbered, places
+from statekit.converters.layouts.keras.layout import LAYOUT
+from statekit.converters.layouts.keras.slots import Kept, numbered, places
 from statekit.errors import (
     CorruptError,
     FormatError,

@@ -187,7 +187,7 @@ def test_groups_that_arent_in_the_models_order_are_restored_by_tensorflow(tmp_pa
 def test_the_layers_variables_are_called_as_keras_calls_them() -> None:
     import keras
 
-    from statekit.converters.layouts.keras_variables import snake_case
+    from statekit.converters.layouts.keras.variables import snake_case
 
     text = resources.files("statekit.converters").joinpath("keras_layers.json").read_text(encoding="utf-8")
     known = json.loads(text)
@@ -234,7 +234,7 @@ def test_a_model_whose_attributes_are_a_foreign_states_paths_loads_it(tmp_path: 
     import keras
     from test_keras_files import foreign, write
 
-    from statekit.converters.layouts.keras_native import LAYOUT
+    from statekit.converters.layouts.keras.layout import LAYOUT
     from statekit.state.train_state import Axis
 
     @keras.saving.register_keras_serializable()

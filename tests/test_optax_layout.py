@@ -15,7 +15,7 @@ from test_orbax_read import IDS, RECORDED
 from formats import plain_state, values
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.converters.containers.orbax.container import CONTAINER as ORBAX
-from statekit.converters.layouts.optax_state import LAYOUT
+from statekit.converters.layouts.optax.layout import LAYOUT
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState

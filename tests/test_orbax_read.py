@@ -15,8 +15,8 @@ from zarr_files import write_array, write_sharded
 from goldens import bundles
 from statekit.conversion import registry
 from statekit.conversion.inspection import inspect
+from statekit.converters.containers.orbax import item as orbax_item
 from statekit.converters.containers.orbax.container import CONTAINER as ORBAX
-from statekit.converters.containers.orbax.container import item as orbax_item
 from statekit.converters.formats.zarr.stores import FolderStore, OcdbtStore
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
 from statekit.tensors.tensor import Array

@@ -26,9 +26,9 @@ from formats import plain_state, values
 from goldens import GOLDEN
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, open_state, plan
-from statekit.converters.layouts.optax_state import LAYOUT as OPTAX
-from statekit.converters.layouts.optax_tree import OWN_FIELDS, OWN_GROUP_FIELDS
-from statekit.converters.layouts.statekit_jax import LAYOUT
+from statekit.converters.layouts.optax.layout import LAYOUT as OPTAX
+from statekit.converters.layouts.optax.links import OWN_FIELDS, OWN_GROUP_FIELDS
+from statekit.converters.layouts.own.statekit_jax import LAYOUT
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tree import Tree, nested, tensor_names

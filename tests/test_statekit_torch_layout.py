@@ -16,7 +16,7 @@ from formats import small_state, values
 from goldens import GOLDEN, bundles
 from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, open_state, plan
-from statekit.converters.layouts.statekit_torch import LAYOUT
+from statekit.converters.layouts.own.statekit_torch import LAYOUT
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState

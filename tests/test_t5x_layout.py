@@ -14,9 +14,9 @@ from goldens import GOLDEN, bundles
 from statekit.conversion import registry
 from statekit.conversion.contracts import Hints
 from statekit.converters.containers.t5x import CONTAINER as T5X
-from statekit.converters.layouts.factored_slots import from_slots
-from statekit.converters.layouts.t5x_adafactor import LAYOUT
-from statekit.converters.layouts.t5x_rules import STANDARD
+from statekit.converters.layouts.factor_inference import from_slots
+from statekit.converters.layouts.t5x.layout import LAYOUT
+from statekit.converters.layouts.t5x.rules import STANDARD
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged, unknown_fields

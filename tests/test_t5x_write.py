@@ -14,7 +14,7 @@ from statekit.conversion.contracts import Container, Encoded, Hints
 from statekit.converters.containers.orbax.container import CONTAINER as ORBAX
 from statekit.converters.containers.t5x import CONTAINER as T5X
 from statekit.converters.formats.zarr import writer
-from statekit.converters.layouts.t5x_adafactor import LAYOUT
+from statekit.converters.layouts.t5x.layout import LAYOUT
 from statekit.errors import CommitError, FormatError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged

@@ -20,7 +20,7 @@ from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, open_state, plan
 from statekit.conversion.registry import detect_layout
 from statekit.converters.containers.tf_bundle import CONTAINER
-from statekit.converters.layouts.tensorflow1 import MESH_TF, MESH_TF_ADAM, T2T, TF_ADAM, TensorFlow1
+from statekit.converters.layouts.tensorflow1.layout import MESH_TF, MESH_TF_ADAM, T2T, TF_ADAM, TensorFlow1
 from statekit.errors import InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState

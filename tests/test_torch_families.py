@@ -17,7 +17,7 @@ from goldens import COMPACT, GOLDEN
 from replaying import present
 from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, open_state, plan
-from statekit.converters.layouts.statekit_torch import CLASSES, LAYOUT
+from statekit.converters.layouts.own.statekit_torch import CLASSES, LAYOUT
 from statekit.errors import StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.optim.run import stepped_variants

@@ -15,15 +15,15 @@ from goldens import bundles
 from replaying import BACKENDS, marks
 from statekit.arrays.backend import backend
 from statekit.cli.main import main
+from statekit.cli.param_names import read_param_names
 from statekit.conversion.contracts import Hints, Layout
 from statekit.conversion.convert import convert, open_state, plan
 from statekit.conversion.registry import detect_layout
 from statekit.converters.containers.torch_file import CONTAINER
 from statekit.converters.layouts.icefall import LAYOUT as ICEFALL
-from statekit.converters.layouts.param_order import named_order, shaped_order
-from statekit.converters.layouts.statekit_torch import is_plain
-from statekit.converters.layouts.torch_optim import LAYOUT as TORCH_OPTIM
-from statekit.converters.param_names import read_param_names
+from statekit.converters.layouts.own.statekit_torch import is_plain
+from statekit.converters.layouts.pytorch.param_order import named_order, shaped_order
+from statekit.converters.layouts.pytorch.torch_optim import LAYOUT as TORCH_OPTIM
 from statekit.errors import FormatError, InexactError, NotFoundError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import TrainState

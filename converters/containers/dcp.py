@@ -26,7 +26,7 @@ from statekit.converters.formats.dcp.tree import tree_of
 from statekit.converters.formats.dcp.values import Files, read_values
 from statekit.converters.formats.dcp.writer import write_dcp
 from statekit.converters.formats.pytorch.names import named
-from statekit.converters.optimizer_forms import by_name, is_nested
+from statekit.converters.layouts.optimizer_forms import by_name, is_nested
 from statekit.errors import NotFoundError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import FILE, find_manifest, read_small, tensor_faults

@@ -23,8 +23,8 @@ from statekit.converters.containers.huggingface.model import SHARD_BYTES, find_m
 from statekit.converters.containers.huggingface.place import moved_to
 from statekit.converters.containers.steps.beside import files_beside, trusted_manifest
 from statekit.converters.formats.pytorch.names import named
-from statekit.converters.optimizer_forms import is_flat
-from statekit.converters.torch_parts import SORTED
+from statekit.converters.layouts.optimizer_forms import is_flat
+from statekit.converters.layouts.torch_parts import SORTED
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.manifest import read_small, strict_json

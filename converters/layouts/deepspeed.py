@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
-from statekit.converters.layouts.torch_frame import frame
-from statekit.converters.layouts.torch_optim import LAYOUT as TORCH_OPTIM
+from statekit.converters.layouts.pytorch.parts import frame
+from statekit.converters.layouts.pytorch.torch_optim import LAYOUT as TORCH_OPTIM
 from statekit.errors import InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.masters import MASTER

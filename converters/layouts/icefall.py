@@ -18,9 +18,9 @@ import numpy as np
 
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.conversion.contracts import Encoded, Evidence, Hints
-from statekit.converters.layouts.param_order import BY_NAME, REMEDY, Order, named_order
-from statekit.converters.layouts.torch_frame import Frame, extra_of, frame, joined
-from statekit.converters.torch_parts import SORTED
+from statekit.converters.layouts.pytorch.param_order import BY_NAME, REMEDY, Order, named_order
+from statekit.converters.layouts.pytorch.parts import Frame, extra_of, frame, joined
+from statekit.converters.layouts.torch_parts import SORTED
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
 from statekit.optim import scaled_adam

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
-from statekit.converters.layouts.statekit_torch import is_plain
-from statekit.converters.layouts.torch_frame import PLACES
-from statekit.converters.layouts.torch_optim import BY_NAME
+from statekit.converters.layouts.own.statekit_torch import is_plain
+from statekit.converters.layouts.pytorch.parts import PLACES
+from statekit.converters.layouts.pytorch.torch_optim import BY_NAME
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.masters import MASTER

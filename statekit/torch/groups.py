@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from statekit.converters.layouts.statekit_torch_groups import by_other_names
+from statekit.converters.layouts.own.torch_groups import by_other_names
 from statekit.errors import UsageError, fault_list
 from statekit.settling import EXCLUDED, MULTIPLIERS, SCALE, Faults, by_name, factor_rules, path_of
 from statekit.state.hyperparameters import form

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import torch
 
 from statekit.arrays.backend import backend
-from statekit.converters.layouts.statekit_torch import CLASSES
-from statekit.converters.layouts.statekit_torch_groups import BY_NAME
+from statekit.converters.layouts.own.statekit_torch import CLASSES
+from statekit.converters.layouts.own.torch_groups import BY_NAME
 from statekit.errors import StateError, fault_list
 from statekit.optim.run import counts_apart
 from statekit.settling import path_of

@@ -41,7 +41,7 @@ from statekit.converters.containers.huggingface.place import moved_to
 from statekit.converters.containers.steps.beside import trusted_manifest
 from statekit.converters.containers.steps.names import step_prefix
 from statekit.converters.formats.pytorch.names import named
-from statekit.converters.torch_parts import SORTED, at
+from statekit.converters.layouts.torch_parts import SORTED, at
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.stage import Stage

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from statekit.conversion.contracts import Encoded
-from statekit.converters.torch_parts import at, loose, places, put, without
+from statekit.converters.layouts.torch_parts import at, loose, places, put, without
 from statekit.tensors.tree import Path, Tree
 
 _SCHEDULERS: tuple[Path, ...] = (

@@ -1,0 +1,1 @@
+"""Keras' optimizers, and ours in Keras: in its own files and in object graphs."""

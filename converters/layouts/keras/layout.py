@@ -1,0 +1,334 @@
+"""The layout `keras`: Adafactor, LAMB, Adam and AdamW of Keras 3 in `.weights.h5` and `.keras` files.
+
+    layers/<class>/vars/0, 1 ...   the variables of a layer       optimizer/vars/0, 1 ...   those of the optimizer
+
+Nothing there has a name of its own; `keras_variables` says how names and order are found. What statekit writes says
+them in an attribute, `statekit_keras`. A state that doesn't come from Keras is laid out by its paths:
+`encoder/dense/kernel` is the first variable of the object `dense` of the object `encoder`, as in a model whose
+attributes have these names.
+
+Source: keras-team/keras, keras/src/saving/saving_lib.py; keras/src/optimizers/base_optimizer.py, `save_own_variables`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from statekit.conversion.contracts import Encoded, Evidence, Exactness, Hints
+from statekit.converters.containers.keras_h5 import CONFIG, SAYINGS
+from statekit.converters.formats.hdf5.reader import ATTRIBUTES
+from statekit.converters.layouts.dropped import unplaced
+from statekit.converters.layouts.hyperparameters import manifest_state
+from statekit.converters.layouts.keras.slots import Kept, numbered
+from statekit.converters.layouts.keras.state import (
+    HOME,
+    NO_RATE,
+    SCHEMAS,
+    VARIANT,
+    Named,
+    Parts,
+    by_config,
+    by_name,
+    kind_of,
+    order_of,
+    rate_of,
+    state_of,
+    usual_name,
+    variables_of,
+)
+from statekit.converters.layouts.keras.variables import (
+    VARIABLES,
+    Order,
+    Variable,
+    by_names,
+    in_order,
+    variables,
+    without,
+)
+from statekit.errors import StateError
+from statekit.files.checkpoint import Checkpoint
+from statekit.state.schema import load_schema
+from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import Tensor
+
+OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True)
+class Keras:
+    """Keras' own optimizers."""
+
+    name: str = "keras"
+    title: str = "Keras 3's Adafactor, LAMB, Adam and AdamW"
+    variants: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: dict.fromkeys(("adafactor", "lamb", "adamw"), (VARIANT,))
+    )
+    containers: tuple[str, ...] = ("keras-h5", "keras")
+
+    def detect(self, checkpoint: Checkpoint) -> Evidence | None:
+        """Looks for an optimizer with numbered variables."""
+        found = optimizer_variables(checkpoint.tree)
+        if not found or not all(key.isdecimal() for key in found):
+            return None
+        return Evidence(20, f"{OPTIMIZER}/{VARIABLES} has {len(found)} numbered variables")
+
+    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+        """Returns the canonical state.
+
+        `hints.param_names` are the paths of the model's trainable variables, in their order.
+
+        Raises:
+            StateError: Nothing tells which optimizer it is, or whose the variables are; or shapes contradict it.
+            UsageError: A hint that the schema doesn't know.
+        """
+        tree = checkpoint.tree if isinstance(checkpoint.tree, Mapping) else {}
+        config = config_of(tree)
+        named = _named(tree, config)
+        if named is None:
+            raise StateError(
+                "The file doesn't say which optimizer of Keras it is about.",
+                place=checkpoint.path,
+                expected=", ".join(SCHEMAS),
+                found=attribute(tree, OPTIMIZER, "name") or "no name",
+                remedy="read the .keras file, which has the model's config",
+            )
+        own = optimizer_variables(tree)
+        known = manifest_state(checkpoint, named.schema)
+        every = variables(tree, config)
+        trained = [variable.tensor.shape for variable in every if variable.trained]
+        rows = [own[key] for key in map(str, range(len(own))) if key in own]
+        if len(rows) != len(own):
+            raise StateError("The optimizer's variables aren't numbered from 0 on.", place=checkpoint.path)
+        found = numbered(named.schema, rows, named.told(hints), trained)
+        order = _order(tree, every, hints, found.shapes, config)
+        frozen = frozen_of(tree, every, order)
+        parts = Parts(
+            named,
+            found,
+            {path: variable.tensor for path, variable in order.moved.items()},
+            {path: variable.tensor for path, variable in frozen.items()},
+            order.notes,
+            home_of(tree, {**order.moved, **frozen}),
+        )
+        return state_of(parts, HOME, known, hints)
+
+    def encode(self, state: TrainState) -> Encoded:
+        """Returns the file's tree.
+
+        Raises:
+            InexactError: No optimizer of Keras holds the state; lists every reason.
+        """
+        home = home_in(state)
+        kept, numbers = variables_of(state, home, self.name)
+        own = {str(i): tensor for i, (_, _, tensor) in enumerate(numbers)}
+        kind = kind_of(state, home)
+        tree = model_tree(state, home, {"class": kind, "kept": asdict(kept)})
+        held = tree.get(OPTIMIZER, {}).get(VARIABLES, {}).get(ATTRIBUTES)
+        name = held if home.get("class") == kind and held else {"name": usual_name(kind)}
+        tree[OPTIMIZER] = {**tree.get(OPTIMIZER, {}), VARIABLES: {ATTRIBUTES: name, **own}}
+        with_config(tree, "keras.optimizers", kind, None, _arguments(state, home, kind))
+        unknown = kept.rate and rate_of(state) is None
+        exactness = {RATE_PLACE: (Exactness.ROUNDING, NO_RATE)} if unknown else {}
+        return Encoded(tree, state.counts.updates, exactness, left_out(state))
+
+
+RATE_PLACE = f"{OPTIMIZER}/{VARIABLES}/1"
+"""Where the learning rate lies if it does."""
+
+
+def left_out(state: TrainState) -> dict[str, str]:
+    """Returns what a file of Keras has no place for."""
+    dropped = unplaced(state.extra, (HOME,), "a file of Keras")
+    if "graph" in home_in(state):
+        dropped[f"extra/{HOME}/graph"] = "the objects of tf.train.Checkpoint that aren't parameters"
+    return dropped
+
+
+def optimizer_variables(tree: Any) -> dict[str, Tensor]:
+    """Returns the optimizer's variables by their keys."""
+    optimizer = tree.get(OPTIMIZER) if isinstance(tree, Mapping) else None
+    held = optimizer.get(VARIABLES) if isinstance(optimizer, Mapping) else None
+    held = held if isinstance(held, Mapping) else {}
+    return {key: leaf for key, leaf in held.items() if isinstance(leaf, Tensor)}
+
+
+def attribute(tree: Mapping[str, Any], key: str, name: str) -> Any:
+    """Returns an attribute of what a key holds."""
+    held = tree.get(key, {}).get(VARIABLES, {})
+    return held.get(ATTRIBUTES, {}).get(name)
+
+
+def config_of(tree: Mapping[str, Any]) -> Any:
+    """Returns the model's config; None if the file has none."""
+    return tree.get(ATTRIBUTES, {}).get(CONFIG)
+
+
+def home_of(tree: Mapping[str, Any], placed: Mapping[str, Variable]) -> dict[str, Any]:
+    """Returns what a file holds besides parameters and the optimizer's variables, and where those lie."""
+    left = without(tree, [variable.place for variable in placed.values()])
+    held = left.get(OPTIMIZER, {}).get(VARIABLES, {})
+    kept = {key: part for key, part in held.items() if key == ATTRIBUTES}
+    left[OPTIMIZER] = {**left.get(OPTIMIZER, {}), VARIABLES: kept}
+    left[ATTRIBUTES] = {key: part for key, part in left.get(ATTRIBUTES, {}).items() if key != SAYINGS}
+    return {"tree": left, "places": {path: list(variable.place) for path, variable in placed.items()}}
+
+
+def home_in(state: TrainState) -> Mapping[str, Any]:
+    """Returns what the state has from a file of Keras."""
+    home = state.extra.get(HOME)
+    return home if isinstance(home, Mapping) else {}
+
+
+def frozen_of(tree: Mapping[str, Any], every: Sequence[Variable], order: Order) -> dict[str, Variable]:
+    """Returns the variables that the optimizer doesn't move: parameters, and statistics of batches."""
+    taken = {variable.place for variable in order.moved.values()}
+    saved = {tuple(place): name for place, name, _ in saved_names(tree)}
+    found: dict[str, Variable] = {}
+    for variable in every:
+        if variable.place not in taken and variable.tensor.dtype.kind in "fV":
+            name = saved.get(variable.place, variable.name)
+            clash = name in order.moved or name in found
+            found["/".join(variable.place) if clash else name] = variable
+    return found
+
+
+def sayings(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what statekit says in a file that it wrote; empty where it didn't, or says something else."""
+    said = tree.get(ATTRIBUTES, {}).get(SAYINGS)
+    return said if isinstance(said, Mapping) else {}
+
+
+def saved_names(tree: Mapping[str, Any]) -> list[tuple[list[str], str, bool]]:
+    """Returns place, name and whether the optimizer moves it, of each variable in a file of statekit."""
+    said = sayings(tree).get("variables")
+    fits = isinstance(said, list) and all(
+        isinstance(row, list) and len(row) == 3 and isinstance(row[0], list) and isinstance(row[1], str)
+        for row in said
+    )
+    return [(list(map(str, place)), name, bool(moved)) for place, name, moved in said or ()] if fits else []
+
+
+def saved_order(tree: Mapping[str, Any], every: Sequence[Variable]) -> Order | None:
+    """Returns the order that a file of statekit says; None if it says none that fits."""
+    by_place = {variable.place: variable for variable in every}
+    said = [(tuple(place), name) for place, name, moved in saved_names(tree) if moved]
+    if not said or any(place not in by_place for place, _ in said):
+        return None
+    return Order({name: by_place[place] for place, name in said})
+
+
+def _named(tree: Mapping[str, Any], config: Any) -> Named | None:
+    said = sayings(tree)
+    named = by_config(config) or (
+        Named(said["class"]) if said.get("class") in SCHEMAS else by_name(attribute(tree, OPTIMIZER, "name"))
+    )
+    try:
+        return replace(named, kept=Kept(**said["kept"])) if named and "kept" in said else named
+    except TypeError:  # it says something else
+        return named
+
+
+def _order(
+    tree: Mapping[str, Any], every: Sequence[Variable], hints: Hints, shapes: Sequence[Any], config: Any
+) -> Order:
+    names = hints.param_names
+    if names is not None and len(names) == len(shapes):
+        try:
+            return by_names(every, names, shapes)
+        except StateError:  # layers may have been numbered anew since: the names are right if the order is
+            order = in_order(every, shapes, config is not None)
+            return Order(dict(zip(names, order.moved.values(), strict=True)), order.notes)
+    if names is not None:
+        return by_names(every, names, shapes)
+    said = saved_order(tree, every)
+    if said is None or [v.tensor.shape for v in said.moved.values()] != list(shapes):
+        return in_order(every, shapes, config is not None)
+    return said
+
+
+def model_tree(state: TrainState, home: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the tree of a model's variables, without the optimizer's.
+
+    Args:
+        state: The state.
+        home: What it has from a file of Keras.
+        said: What statekit shall say in the file besides the names of variables.
+    """
+    skeleton = home.get("tree", {})
+    placed = {path: tuple(place) for path, place in home.get("places", {}).items()}
+    tree: dict[str, Any] = {}
+    moved = order_of(state)
+    names = []
+    counted: dict[tuple[str, ...], int] = {}
+    for path in [*moved, *(path for path in state.params if path not in {*moved})]:
+        place = placed.get(path)
+        if place is None:
+            above = tuple(path.split("/")[:-1])
+            number = counted[above] = counted.get(above, -1) + 1
+            place = (*above, VARIABLES, str(number))
+        names.append([list(place), path, path in {*moved}])
+        _put(tree, place, state.params[path], () if path in placed else place[:-2])
+    merged = _merged(skeleton, tree)
+    attributes = {**merged.get(ATTRIBUTES, {}), SAYINGS: {**said, "variables": names}}
+    return {ATTRIBUTES: attributes, **{key: part for key, part in merged.items() if key != ATTRIBUTES}}
+
+
+def _put(tree: dict[str, Any], place: Sequence[str], leaf: Tensor, named: Sequence[str]) -> None:
+    node = tree
+    for key in place[:-1]:
+        node = node.setdefault(key, {})
+    if named:
+        node.setdefault(ATTRIBUTES, {"name": named[-1]})
+    node[place[-1]] = leaf
+
+
+def _merged(skeleton: Any, tree: Any) -> Any:
+    """Returns a tree in the order of a skeleton, with what it lacks; numbers in their order."""
+    if not isinstance(skeleton, Mapping) or not isinstance(tree, Mapping):
+        return tree
+    keys = [*skeleton, *(key for key in tree if key not in skeleton)]
+    found = {
+        key: _merged(skeleton[key], tree[key])
+        if key in skeleton and key in tree
+        else tree.get(key, skeleton.get(key))
+        for key in keys
+    }
+    if not all(key.isdecimal() for key in found if key != ATTRIBUTES):
+        return found
+    return {key: found[key] for key in sorted(found, key=lambda key: int(key) if key.isdecimal() else -1)}
+
+
+def with_config(
+    tree: dict[str, Any], module: str, kind: str, registered: str | None, arguments: Mapping[str, Any]
+) -> None:
+    """Puts an optimizer into the config of the model, if the tree has one."""
+    config = config_of(tree)
+    if not isinstance(config, Mapping):
+        return
+    compiled = {"loss": None, **(config.get("compile_config") or {})}
+    optimizer = {
+        "module": module,
+        "class_name": kind,
+        "config": dict(arguments),
+        "registered_name": registered,
+    }
+    tree[ATTRIBUTES] = {
+        **tree[ATTRIBUTES],
+        CONFIG: {**config, "compile_config": {**compiled, OPTIMIZER: optimizer}},
+    }
+
+
+def _arguments(state: TrainState, home: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Returns the arguments of a class for a state."""
+    before = by_config(config_of(home.get("tree", {})))
+    same = dict(before.config or {}) if before and before.kind == kind else {"name": usual_name(kind)}
+    groups = state.optimizer.groups
+    values = dict(groups[0].hyperparameters) if groups else {}
+    native = load_schema(state.optimizer.schema).native(VARIANT, values)
+    native.pop("exclude_from_weight_decay", None)
+    return same | {name: value for name, value in native.items() if value != same.get(name, name)}
+
+
+LAYOUT = Keras()

@@ -1,0 +1,275 @@
+"""The objects of a `tf.train.Checkpoint` with an optimizer of Keras 3: found in its graph, put back, or made anew.
+
+Source: tensorflow/tensorflow, python/checkpoint/checkpoint.py; keras-team/keras,
+keras/src/backend/tensorflow/optimizer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from statekit.conversion.contracts import Encoded
+from statekit.converters.containers.keras_h5 import CONFIG
+from statekit.converters.formats.hdf5.reader import ATTRIBUTES
+from statekit.converters.formats.tensor_bundle.object_graph import (
+    GRAPH,
+    SAVE_COUNTER,
+    SUFFIX,
+    Builder,
+    Graph,
+    parse_graph,
+)
+from statekit.converters.layouts.dropped import unplaced
+from statekit.converters.layouts.keras.slots import ACCUMULATOR, AVERAGE, ITERATION, RATE, Kept
+from statekit.converters.layouts.keras.state import HOME, order_of
+from statekit.errors import StateError, fault_list
+from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import Tensor, in_memory
+
+VARIABLES, TRAINED = "_variables", "_trainable_variables"
+ITERATIONS, _RATE = "_iterations", "_learning_rate"
+BASE_LISTS = {AVERAGE: "_model_variables_moving_average", ACCUMULATOR: "_accumulated_gradients"}
+_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class Found:
+    """An optimizer in a checkpoint.
+
+    Attributes:
+        graph: The objects.
+        node: Its number.
+        name: What it is called, as its variables' names begin.
+        own: Key and name of each of its variables, in their order.
+        moved: Key and name of each parameter that it moves, in their order.
+    """
+
+    graph: Graph
+    node: int
+    name: str
+    own: tuple[tuple[str, str], ...]
+    moved: tuple[tuple[str, str], ...]
+
+    def has(self, child: str) -> bool:
+        """Tells whether the optimizer has something of this name."""
+        return child in self.graph.nodes[self.node].children
+
+    def kept(self) -> Kept:
+        """Returns what it keeps besides its slots."""
+        rate = self.graph.child(self.node, _RATE)
+        return Kept(
+            rate is not None and self.graph.nodes[rate].variable is not None,
+            self.has(BASE_LISTS[AVERAGE]),
+            self.has(BASE_LISTS[ACCUMULATOR]),
+            self.has("_velocity_hats"),
+        )
+
+
+def found_optimizer(tree: Any, place: object) -> Found | None:
+    """Returns the one optimizer of Keras 3 in a checkpoint; None if there is none.
+
+    Raises:
+        FormatError: The graph breaks its format.
+        StateError: There are several.
+    """
+    if not isinstance(tree, Mapping) or not isinstance(tree.get(GRAPH), bytes):
+        return None
+    graph = parse_graph(tree[GRAPH], place)
+    wanted = {VARIABLES, TRAINED, ITERATIONS}
+    found = [i for i, node in enumerate(graph.nodes) if wanted <= node.children.keys()]
+    if len(found) > 1:
+        raise StateError(
+            "The checkpoint holds several optimizers of Keras.", place=place, found=f"{len(found)} of them"
+        )
+    if not found:
+        return None
+    children = graph.nodes[found[0]].children
+    own, moved = (values_of(graph, children[name]) for name in (VARIABLES, TRAINED))
+    step = graph.nodes[children[ITERATIONS]].variable
+    if step is None or not own or not moved:
+        return None
+    return Found(graph, found[0], step.full_name.rpartition("/")[0], own, moved)
+
+
+def values_of(graph: Graph, node: int) -> tuple[tuple[str, str], ...]:
+    """Returns key and name of each variable in a list."""
+    values = (graph.nodes[item].variable for item in graph.items(node))
+    return tuple((value.key, value.full_name) for value in values if value is not None)
+
+
+def frozen_keys(tree: Mapping[str, Any], found: Found) -> dict[str, str]:
+    """Returns names and keys of the model's variables that the optimizer doesn't move."""
+    taken = {key for key, _ in (*found.own, *found.moved)}
+    values = (node.variable for node in found.graph.nodes)
+    return {
+        value.full_name: value.key
+        for value in values
+        if value is not None
+        and value.key not in taken
+        and value.full_name not in {name for _, name in found.moved}
+        and isinstance(tree.get(value.key), Tensor)
+        and tree[value.key].dtype.kind in "fV"
+    }
+
+
+def tensors_of(tree: Mapping[str, Any], rows: Sequence[tuple[str, str]], place: object) -> list[Tensor]:
+    """Returns the values of variables, given by key and name.
+
+    Raises:
+        StateError: The checkpoint lacks some; lists every one.
+    """
+    faults = [("isn't there, or no array", key) for key, _ in rows if not isinstance(tree.get(key), Tensor)]
+    if faults:
+        raise StateError(
+            "The object graph speaks of values that there aren't.",
+            place=place,
+            found=fault_list(faults[:_SHOWN]),
+        )
+    return [tree[key] for key, _ in rows]
+
+
+def graph_home(
+    tree: Mapping[str, Any],
+    found: Found,
+    placed: Mapping[str, str],
+    owners: Sequence[tuple[str | None, str]],
+    layout: str,
+) -> dict[str, Any]:
+    """Returns the objects of a checkpoint, and where in it everything lies.
+
+    Args:
+        tree: The checkpoint's.
+        found: Its optimizer.
+        placed: Key of each parameter.
+        owners: For each of the optimizer's variables, its parameter's path, and what it is.
+        layout: Who reads them.
+    """
+    taken = {*placed.values(), *(key for key, _ in found.own), GRAPH}
+    own = [[key, path, what] for (key, _), (path, what) in zip(found.own, owners, strict=True)]
+    others = {key: value for key, value in tree.items() if key not in taken}
+    found_here = {"objects": tree[GRAPH], "places": dict(placed), "own": own, "others": others}
+    return {"graph": {**found_here, "layout": layout}}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of an optimizer's variables: its parameter's path, what it is, its name, its value."""
+
+    path: str | None
+    what: str
+    full_name: str
+    tensor: Tensor
+
+
+def encoded_graph(
+    state: TrainState,
+    home: Mapping[str, Any],
+    name: str,
+    lists: Mapping[str, str],
+    rows: Sequence[Row],
+    silent: bool,
+    layout: str,
+) -> Encoded:
+    """Returns the tree of a checkpoint: with the objects that it had if it had all these, else with new ones.
+
+    Args:
+        state: The state.
+        home: What it has from files of Keras.
+        name: What the optimizer is called.
+        lists: Slot -> the optimizer's list of them.
+        rows: The optimizer's variables in their order.
+        silent: Whether the learning rate, the second of them, is left out.
+        layout: Who writes: another layout's objects have other names.
+    """
+    order = order_of(state)
+    frozen = [path for path in state.params if path not in {*order}]
+    dropped = unplaced(state.extra, (HOME,), "tf.train.Checkpoint")
+    if "tree" in home:
+        dropped[f"extra/{HOME}/tree"] = (
+            "what a file of Keras has besides: its config, states that aren't parameters"
+        )
+    had = home.get("graph")
+    if had and had["layout"] == layout and not silent and _same(had, order, frozen, rows):
+        tree = {**had["others"], GRAPH: had["objects"]}
+        tree |= {key: row.tensor for (key, _, _), row in zip(had["own"], rows, strict=True)}
+        tree |= {had["places"][path]: tensor for path, tensor in state.params.items()}
+        return Encoded(tree, state.counts.updates, dropped=dropped)
+    if had:
+        dropped |= {f"extra/{HOME}/graph/{key}": "the objects are new ones" for key in had["others"]}
+    tree = _new(state, home, name, lists, rows, silent)
+    return Encoded(tree, state.counts.updates, dropped=dropped)
+
+
+def _same(had: Mapping[str, Any], order: Sequence[str], frozen: Sequence[str], rows: Sequence[Row]) -> bool:
+    own = [(path, what) for _, path, what in had["own"]]
+    return {*had["places"]} == {*order, *frozen} and own == [(row.path, row.what) for row in rows]
+
+
+def _new(
+    state: TrainState,
+    home: Mapping[str, Any],
+    name: str,
+    lists: Mapping[str, str],
+    rows: Sequence[Row],
+    silent: bool,
+) -> dict[str, Any]:
+    order = order_of(state)
+    builder, tree = Builder(), dict[str, Any]()
+    operations = _operations(home)
+    optimizer = builder.at(("optimizer",))
+    builder.add(builder.at(("model",)), "optimizer", optimizer)
+    trained = builder.add(optimizer, TRAINED)
+    for i, path in enumerate(order):
+        key = f"optimizer/{TRAINED}/{i}"
+        node = builder.free(path, key)
+        builder.add(trained, str(i), node)
+        _model_place(builder, path, node)
+        tree[key + SUFFIX] = state.params[path]
+    for path, tensor in state.params.items():
+        if path not in {*order}:
+            key = f"model/{path}"
+            node = builder.free(path, key)
+            _model_place(builder, path, node)
+            layer, _, rest = path.partition("/")
+            if layer in operations and rest:  # where a Functional model holds its layers
+                inside = ("model", "_operations", str(operations[layer]), *rest.split("/")[:-1])
+                builder.add(builder.at(inside), rest.rpartition("/")[2], node)
+            tree[key + SUFFIX] = tensor
+    held = builder.add(optimizer, VARIABLES)
+    attributes = {ITERATION: ITERATIONS, RATE: _RATE}
+    for number, row in enumerate(rows):
+        if silent and row.what == RATE and row.path is None:
+            continue
+        alone = attributes.get(row.what) if row.path is None else None
+        key = f"optimizer/{alone}" if alone else f"optimizer/{VARIABLES}/{number}"
+        node = builder.free(row.full_name, key)
+        builder.add(held, str(number), node)
+        if alone:
+            builder.add(optimizer, alone, node)
+        elif row.path in {*order} and (listed := {**lists, **BASE_LISTS}.get(row.what)):
+            above = builder.at(("optimizer", listed))
+            builder.add(above, str(order.index(row.path)), node)
+        tree[key + SUFFIX] = row.tensor
+    builder.variable(0, SAVE_COUNTER, SAVE_COUNTER, SAVE_COUNTER)
+    tree[SAVE_COUNTER + SUFFIX] = in_memory(np.asarray(1, np.int64), SAVE_COUNTER)
+    return {**tree, GRAPH: builder.done()}
+
+
+def _operations(home: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the numbers of a Functional model's layers by their names, if its config is known."""
+    config = home.get("tree", {}).get(ATTRIBUTES, {}).get(CONFIG)
+    if not isinstance(config, Mapping) or config.get("class_name") != "Functional":
+        return {}
+    layers = config.get("config", {}).get("layers", ())
+    return {str(layer.get("name")): i for i, layer in enumerate(layers) if isinstance(layer, Mapping)}
+
+
+def _model_place(builder: Builder, path: str, node: int) -> None:
+    """Puts a variable below the model by its path, unless that would lead into the optimizer."""
+    parts = path.split("/")
+    if parts[0] != "optimizer":
+        builder.add(builder.at(("model", *parts[:-1])), parts[-1], node)

@@ -1,0 +1,347 @@
+"""What the layouts of Keras' own optimizers share, whatever the files: a state from numbered variables, and back.
+
+Which optimizer it is stands in the model's config; in files without one, the optimizer's name says it. No file says
+which variables are kept from weight decay: Keras itself forgets it.
+
+Source: keras-team/keras, keras/src/optimizers/base_optimizer.py, `BaseOptimizer.get_config`, `build`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from statekit.conversion.contracts import Hints
+from statekit.converters.layouts.hyperparameters import Known, Settings
+from statekit.converters.layouts.keras.slots import (
+    ACCUMULATOR,
+    AVERAGE,
+    ITERATION,
+    RATE,
+    Kept,
+    Numbered,
+    places,
+)
+from statekit.errors import InexactError, StateError, fault_list
+from statekit.state.factoring import by_shape, swapped
+from statekit.state.hyperparameters import form
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
+from statekit.tensors.tensor import DTYPES, Filled, Shape, Tensor, in_memory
+
+VARIANT = "keras"
+HOME = "keras"
+"""Key in `extra` of what a file of Keras holds besides."""
+SCHEMAS = {"Adam": "adamw", "AdamW": "adamw", "Lamb": "lamb", "Adafactor": "adafactor"}
+"""Class in a config -> schema."""
+_NAMES = {"adam": "Adam", "adam_w": "AdamW", "lamb": "Lamb", "adafactor": "Adafactor"}
+_DECAY = "weight_decay_rate"
+_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class Named:
+    """Which optimizer of Keras a file is about.
+
+    Attributes:
+        kind: Its class.
+        config: Its arguments, if the file has them.
+        kept: What it keeps, if the file says so.
+    """
+
+    kind: str
+    config: Mapping[str, Any] | None = None
+    kept: Kept | None = None
+
+    @property
+    def schema(self) -> str:
+        """Its schema."""
+        return SCHEMAS[self.kind]
+
+    def told(self, hints: Hints) -> dict[str, bool]:
+        """Returns what is known of the variables that it keeps."""
+        if self.kept is not None:
+            return asdict(self.kept)
+        said = {**(self.config or {}), **hints.hyperparameters}
+        options = {AVERAGE: "use_ema", "amsgrad": "amsgrad", "accumulate": "gradient_accumulation_steps"}
+        known = said.keys() if self.config is None else options.values()
+        found = {name: bool(said.get(option)) for name, option in options.items() if option in known}
+        if self.config is not None:
+            found["rate"] = not isinstance(self.config.get(RATE), Mapping)
+        return found
+
+
+def by_config(config: Any) -> Named | None:
+    """Returns the optimizer of a model's config; None if it is none of Keras' own that statekit knows."""
+    compiled = config.get("compile_config") if isinstance(config, Mapping) else None
+    optimizer = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
+    if not isinstance(optimizer, Mapping) or optimizer.get("registered_name") is not None:
+        return None
+    kind, own = optimizer.get("class_name"), optimizer.get("config")
+    return Named(kind, own) if kind in SCHEMAS and isinstance(own, Mapping) else None
+
+
+def by_name(name: Any) -> Named | None:
+    """Returns the optimizer that goes by this name unless it was given another one."""
+    plain = re.sub(r"_\d+$", "", name) if isinstance(name, str) else ""
+    return Named(_NAMES[plain]) if plain in _NAMES else None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A run of Keras.
+
+    Attributes:
+        named: The optimizer.
+        numbered: Its variables.
+        moved: The parameters that it moves, in its order.
+        frozen: Parameters that it doesn't.
+        notes: What was assumed so far.
+        home: What a file of this kind holds besides.
+    """
+
+    named: Named
+    numbered: Numbered
+    moved: Mapping[str, Tensor]
+    frozen: Mapping[str, Tensor]
+    notes: Sequence[str] = ()
+    home: Mapping[str, Any] = field(default_factory=dict)
+
+
+def state_of(parts: Parts, key: str, known: Known | None, hints: Hints) -> TrainState:
+    """Returns the canonical state.
+
+    Args:
+        parts: The run.
+        key: Key in `extra` for its home.
+        known: What a conversion's manifest says.
+        hints: What the user says, in Keras' names or canonical ones.
+
+    Raises:
+        StateError: It makes no state.
+        UsageError: A hint that the schema doesn't know.
+    """
+    schema, found = load_schema(parts.named.schema), parts.numbered
+    own, rules = dict[str, dict[str, Tensor]](), dict[str, Rule]()
+    derived, accumulated = dict[str, Tensor](), dict[str, Tensor]()
+    for (path, param), slots in zip(parts.moved.items(), found.slots, strict=True):
+        held = dict(slots)
+        if ACCUMULATOR in held:
+            accumulated[path] = held.pop(ACCUMULATOR)
+        if schema.name == "adafactor":
+            rules[path] = usual_rule(param.shape)
+            if rules[path].factored:
+                derived[path] = held.pop("v")
+        own[path] = held
+    settings, notes = _settings(parts)
+    if known is not None and known.groups:
+        groups = tuple(
+            Group(member.paths, member.told.values, member.told.known_from) for member in known.groups
+        )
+        notes = list(known.assumptions)
+    else:
+        groups = (Group(tuple(parts.moved), settings.values, settings.known_from),)
+        notes = [*parts.notes, *notes]
+    periods = next((g.hyperparameters.get("gradient_accumulation_steps") for g in groups), None) or 1
+    calls = int(found.iteration.read())
+    if calls < 0:
+        raise StateError("The optimizer's iteration is negative.", found=calls)
+    home = {
+        **parts.home,
+        "class": parts.named.kind,
+        "iteration": calls,
+        "iteration_dtype": found.iteration.dtype.name,
+        "schedule": True if found.rate is None else None,
+        "derived_v": derived,
+        "gradient_accumulators": accumulated,
+    }
+    state = TrainState(
+        {**parts.moved, **parts.frozen},
+        own,
+        Optimizer(schema.name, VARIANT, groups),
+        Counts(calls // periods, calls),
+        rules,
+        {key: {name: part for name, part in home.items() if part not in ({}, None)}},
+        tuple(notes),
+    )
+    return canonical_hints(hints, schema.name).applied(state)
+
+
+def canonical_hints(hints: Hints, schema: str) -> Hints:
+    """Returns hints with Keras' names for hyperparameters replaced by canonical ones."""
+    rules = load_schema(schema)
+    native = {
+        str(spec["native"].get(VARIANT, {}).get("name", name)) for name, spec in rules.hyperparameters.items()
+    }
+    left = {n: v for n, v in hints.hyperparameters.items() if n not in native or n in rules.hyperparameters}
+    return replace(hints, hyperparameters={**left, **rules.canonical(VARIANT, hints.hyperparameters)})
+
+
+def usual_rule(shape: Shape) -> Rule:
+    """Returns how Keras' Adafactor factors a parameter."""
+    return Rule(by_shape(form("adafactor", VARIANT), shape, True), "file")
+
+
+def _settings(parts: Parts) -> tuple[Settings, list[str]]:
+    """Returns the hyperparameters that the file tells, and what was assumed besides."""
+    schema, named, kept = load_schema(parts.named.schema), parts.named, parts.numbered.kept
+    usual = dict(schema.variant(VARIANT)["defaults"])
+    usual |= {_DECAY: None} if named.kind == "Adam" else {}
+    usual.pop(RATE)
+    settings = Settings().over(usual, "assumed")
+    notes = []
+    if named.config is not None:
+        said = schema.canonical(VARIANT, named.config)
+        settings = settings.over({n: v for n, v in said.items() if n != RATE}, "file")
+        if settings.values.get(_DECAY):
+            notes.append("No file of Keras says what is kept from weight decay; assumed: nothing is.")
+    else:
+        seen = {"use_ema": kept.average} | ({"amsgrad": kept.amsgrad} if schema.name == "adamw" else {})
+        settings = settings.over({n: v for n, v in seen.items() if n in usual}, "file")
+        open_ = ", ".join(f"{n}={v}" for n, v in settings.assumed().items())
+        notes.append(f"The file holds no config; assumed: {open_}.")
+    rate = None if parts.numbered.rate is None else float(parts.numbered.rate.read())
+    if rate is not None and math.isfinite(rate):
+        settings = settings.over({RATE: rate}, "file")
+    return settings, notes
+
+
+def kind_of(state: TrainState, home: Mapping[str, Any]) -> str:
+    """Returns the class that goes on with a state: Adam only if that was it, and nothing is decayed."""
+    found = {"adafactor": "Adafactor", "lamb": "Lamb"}.get(state.optimizer.schema)
+    if found:
+        return found
+    decays = any(group.hyperparameters.get(_DECAY) for group in state.optimizer.groups)
+    return "Adam" if home.get("class") == "Adam" and not decays else "AdamW"
+
+
+def usual_name(kind: str) -> str:
+    """Returns what an optimizer of a class is called unless it was given a name."""
+    return next(name for name, one in _NAMES.items() if one == kind)
+
+
+def order_of(state: TrainState) -> list[str]:
+    """Returns the parameters that the optimizer moves, in the order in which a model has them.
+
+    Files of Keras make states whose parameters stand in that order; those from elsewhere say it by their only group.
+    """
+    groups = state.optimizer.groups
+    moved = {path for group in groups for path in group.paths}
+    if len(groups) == 1 and HOME not in state.extra:
+        return list(groups[0].paths)
+    return [path for path in state.params if path in moved]
+
+
+def variables_of(
+    state: TrainState, home: Mapping[str, Any], layout: str
+) -> tuple[Kept, list[tuple[int | None, str, Tensor]]]:
+    """Returns which variables an optimizer keeps, and each: number of the parameter, what it is, the tensor.
+
+    Raises:
+        InexactError: No optimizer of Keras holds the state; lists every reason.
+    """
+    schema = state.optimizer.schema
+    if schema not in SCHEMAS.values():
+        raise InexactError(
+            f"The layout {layout} holds no state of {schema}.",
+            expected=", ".join(sorted({*SCHEMAS.values()})),
+            found=schema,
+        )
+    order, faults = order_of(state), list[tuple[str, str]]()
+    own = [_own(state, path, home, faults) for path in order]
+    kept = _kept(state, home, own, order, faults)
+    found: list[tuple[int | None, str, Tensor]] = []
+    dtype = DTYPES[str(home.get("iteration_dtype", "int64"))]
+    for i, name, shape in places(schema, [state.params[path].shape for path in order], kept):
+        if name == ITERATION:
+            found.append((i, name, in_memory(np.asarray(calls_of(state, home), dtype), ITERATION)))
+        elif i is None:
+            rate = rate_of(state)
+            value = np.asarray(math.nan if rate is None else rate, np.float32)
+            found.append((i, name, in_memory(value, RATE)))
+        elif name in own[i]:
+            found.append((i, name, own[i].pop(name)))
+        elif name in ("v_row", "v_col") and not shape and len(state.params[order[i]].shape) < 2:
+            found.append((i, name, Filled((), DTYPES["int32"], 0, "a vector has no factors")))
+        else:
+            faults.append((f"has no slot {name}", order[i]))
+    faults += [
+        (f"has slot {name}, for which there is no place", path)
+        for path, left in zip(order, own, strict=True)
+        for name in left
+    ]
+    faults += [
+        (f"has slot {n} as a whole", f"groups/{i}")
+        for i, g in enumerate(state.optimizer.groups)
+        for n in g.slots
+    ]
+    if faults:
+        raise InexactError(
+            f"Keras' optimizers can't hold the state: {len(faults)} faults.",
+            found=fault_list(faults[:_SHOWN]),
+        )
+    return kept, found
+
+
+def calls_of(state: TrainState, home: Mapping[str, Any]) -> int:
+    """Returns how often the optimizer was called: more often than it made updates while it accumulates gradients."""
+    group = state.optimizer.groups[0].hyperparameters if state.optimizer.groups else {}
+    periods = group.get("gradient_accumulation_steps") or 1
+    calls = int(home.get("iteration", 0))
+    return calls if calls // periods == state.counts.updates else state.counts.updates * periods
+
+
+NO_RATE = "nobody said the learning rate: it is NaN, to be set before training goes on"
+"""Why the learning rate in a file isn't one."""
+
+
+def rate_of(state: TrainState) -> float | None:
+    """Returns the learning rate that all groups have; None if nobody said one, or a schedule does."""
+    rates = {group.hyperparameters.get(RATE) for group in state.optimizer.groups}
+    rate = next(iter(rates)) if len(rates) == 1 else None
+    return float(rate) if isinstance(rate, (int, float)) else None
+
+
+def _kept(
+    state: TrainState,
+    home: Mapping[str, Any],
+    own: Sequence[Mapping[str, Tensor]],
+    order: Sequence[str],
+    faults: list[tuple[str, str]],
+) -> Kept:
+    """Returns which variables there are; all parameters must have the same."""
+    found = {}
+    for name in (AVERAGE, ACCUMULATOR, "v_max"):
+        having = [path for path, slots in zip(order, own, strict=True) if name in slots]
+        found[name] = bool(having)
+        if having and len(having) < len(order):
+            faults.append((f"some parameters have {name} and others don't", having[0]))
+    rate = rate_of(state) is not None or not home.get("schedule")
+    return Kept(rate, found[AVERAGE], found[ACCUMULATOR], found["v_max"])
+
+
+def _own(
+    state: TrainState, path: str, home: Mapping[str, Any], faults: list[tuple[str, str]]
+) -> dict[str, Tensor]:
+    """Returns a parameter's slots as Keras names them canonically: by the axes that they have averaged away."""
+    own, param = dict(state.slots.get(path, {})), state.params[path]
+    accumulated = home.get("gradient_accumulators", {}).get(path)
+    if accumulated is not None:
+        own[ACCUMULATOR] = accumulated
+    if state.optimizer.schema != "adafactor":
+        return own
+    usual, rule = usual_rule(param.shape), state.rules.get(path)
+    if rule is not None and rule.axes == swapped(usual.axes) and rule.factored:
+        own["v_row"], own["v_col"] = own["v_col"], own["v_row"]
+    elif rule is not None and rule.axes != usual.axes:
+        axes = ", ".join(axis.value for axis in rule.axes)
+        faults.append((f"is factored by {axes}; Keras would: {', '.join(a.value for a in usual.axes)}", path))
+    if usual.factored and "v_row" in own and "v" not in own:
+        why = "Keras makes it anew from r and c at each update"
+        own["v"] = home.get("derived_v", {}).get(path) or Filled(param.shape, param.dtype, 0, why)
+    return own

@@ -1,0 +1,1 @@
+"""MXNet's optimizers: LANS, LAMB and Adam."""

@@ -1,0 +1,98 @@
+"""Which parameter an index of MXNet's optimizer means: by names in the file or given, else by a Trainer's order.
+
+A Trainer numbers what it is given: of a dict, as `collect_params` returns it, the sorted names in MXNet 2, and the
+dict's own order in MXNet 1.
+Source: apache/mxnet, python/mxnet/gluon/trainer.py, `Trainer.__init__`, of 2.0 and of 1.9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from statekit.converters.layouts.pytorch.param_order import REMEDY
+from statekit.errors import StateError, fault_list
+from statekit.tensors.tensor import Shape
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """The parameters of an optimizer.
+
+    Attributes:
+        names: Index -> name, of every index that is known.
+        note: What was assumed, a sentence; "" if nothing was.
+    """
+
+    names: Mapping[Any, str]
+    note: str = ""
+
+
+def numbered(
+    shapes: Mapping[Any, Shape | None],
+    params: Mapping[str, Shape],
+    told: Mapping[Any, str],
+    given: Sequence[str] | None,
+    is_first_release: bool,
+) -> Numbered:
+    """Returns which parameters the indices mean.
+
+    Args:
+        shapes: Index -> shape of its slots, as far as they show one. An index that is text is a name.
+        params: Name -> shape, in the order of the file.
+        told: Index -> name, as the optimizer holds it.
+        given: Names by index, from the user.
+        is_first_release: Whether MXNet 1 wrote the file.
+
+    Raises:
+        StateError: No order fits the shapes, or names are unknown.
+    """
+    if given is not None:
+        return _checked(dict(enumerate(given)), shapes, params)
+    named = {i: i for i in shapes if isinstance(i, str)} | dict(told)
+    if all(i in named for i in shapes):
+        return _checked(named, shapes, params)
+    orders = [list(params), sorted(params)] if is_first_release else [sorted(params), list(params)]
+    fitting = [
+        dict(enumerate(order)) for order in orders if not _faults(dict(enumerate(order)), shapes, params)
+    ]
+    if not fitting:
+        return _checked(dict(enumerate(orders[0])), shapes, params)
+    how = (
+        "sorted by name"
+        if list(fitting[0].values()) == sorted(params)
+        else "in the order of the .params file"
+    )
+    note = f"The optimizer names no parameters; they are taken {how}, as a Trainer of all parameters numbers them."
+    return Numbered(fitting[0], note)
+
+
+def _checked(
+    names: Mapping[Any, str], shapes: Mapping[Any, Shape | None], params: Mapping[str, Shape]
+) -> Numbered:
+    faults = _faults(names, shapes, params)
+    if faults:
+        raise StateError(
+            f"Nothing tells which parameters the optimizer's indices mean: {len(faults)} of them don't fit.",
+            found=fault_list(faults[:_SHOWN]),
+            remedy=REMEDY,
+        )
+    return Numbered(names)
+
+
+def _faults(
+    names: Mapping[Any, str], shapes: Mapping[Any, Shape | None], params: Mapping[str, Shape]
+) -> list[tuple[str, str]]:
+    found = []
+    for index, shape in shapes.items():
+        name = names.get(index)
+        if name is None:
+            found.append(("has no parameter", f"index {index}"))
+        elif name not in params:
+            found.append((f"is {name}, which the .params file hasn't", f"index {index}"))
+        elif shape not in (None, params[name]):
+            found.append((f"has slots of shape {shape}; {name} has {params[name]}", f"index {index}"))
+    return found

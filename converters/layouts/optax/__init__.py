@@ -1,0 +1,1 @@
+"""Optax' chains of transformations."""

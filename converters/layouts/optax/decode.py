@@ -1,0 +1,178 @@
+"""What the links of optimizers hold, by parameter, for layouts whose states are trees like the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from statekit.converters.layouts.hyperparameters import Known, Settings, manifest_state
+from statekit.converters.layouts.optax.links import (
+    Link,
+    find_params,
+    is_tensor,
+    leaves,
+    links,
+    under,
+    with_sequences,
+)
+from statekit.converters.layouts.optax.skeleton import frame_of
+from statekit.errors import StateError
+from statekit.files.checkpoint import SEQUENCES_AS_MAPS, Checkpoint
+from statekit.state.factoring import Entry, first_entry, labels, map_entries
+from statekit.state.train_state import Group, Rule
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Path, Tree
+
+Faults: TypeAlias = list[tuple[str, str]]
+Slots: TypeAlias = Mapping[str, Mapping[str, Tensor]]
+
+FACTOR_MAP = "factor_map"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A tree with links.
+
+    Attributes:
+        checkpoint: The checkpoint.
+        found: All its links.
+        where: Where its parameters are.
+        params: They, by path.
+    """
+
+    checkpoint: Checkpoint
+    found: list[Link]
+    where: Path
+    params: Mapping[str, Tensor]
+
+    def schedule(self, updates: int) -> int:
+        """Returns the count of the schedule; that of updates where no link counts for one."""
+        return next((count_of(link) for link in self.found if link.kind == "schedule"), updates)
+
+    def extra(
+        self, key: str, kept: Collection[Path], updates: int, groups: Collection[str] = ()
+    ) -> dict[str, Tree]:
+        """Returns the form of the tree, and where and beside what it lay, for `extra`.
+
+        Args:
+            key: The key that the form gets.
+            kept: The paths of the links whose slots are canonical.
+            updates: The count of updates.
+            groups: Fields of a link that belong to all parameters together.
+        """
+        meta, step = self.checkpoint.meta, self.checkpoint.step
+        counts = updates, self.schedule(updates)
+        form: dict[str, Tree] = {
+            "tree": frame_of(self.checkpoint.tree, self.where, self.found, kept, *counts, groups)
+        }
+        if len(meta.get("items", ())) > 1:
+            form["items"] = True
+        if step not in (None, updates):
+            form["step"] = step
+        beside = list(meta.get("files_beside", ()))
+        return {key: form, **({"files_beside": beside} if beside else {})}
+
+
+def opened(checkpoint: Checkpoint, kinds: Collection[str], faults: Faults) -> Opened:
+    """Finds links and parameters.
+
+    Args:
+        checkpoint: The checkpoint.
+        kinds: The kinds of links whose slots are those of the parameters.
+        faults: What is wrong with the parameters; added to.
+
+    Raises:
+        StateError: There are none.
+    """
+    if checkpoint.meta.get(SEQUENCES_AS_MAPS):
+        checkpoint = replace(checkpoint, tree=with_sequences(checkpoint.tree))
+    found = links(checkpoint.tree)
+    where = find_params(checkpoint.tree, found, kinds)
+    if where is None:
+        raise StateError("There are no states of links with their parameters.", place=checkpoint.path)
+    return Opened(checkpoint, found, where, dict(_params(checkpoint.tree, where, faults)))
+
+
+def _params(tree: Tree, where: Path, faults: Faults) -> Iterator[tuple[str, Tensor]]:
+    seen: set[str] = set()
+    for keys, leaf in leaves(under(tree, where)):
+        path = "/".join(map(str, keys))
+        if is_tensor(leaf):
+            if path in seen:
+                faults.append(("is the path of two parameters", path))
+            seen.add(path)
+            yield path, leaf
+        elif leaf not in (None, {}, [], ()):
+            faults.append((f"is no tensor but {type(leaf).__name__}", path))
+
+
+def slots_of(own: Sequence[Link]) -> dict[str, dict[str, Tensor]]:
+    """Returns the slots that links hold: path -> name of the field -> tensor."""
+    slots: dict[str, dict[str, Tensor]] = {}
+    for name, tree in (pair for link in own for pair in link.trees()):
+        for keys, leaf in leaves(tree):
+            if is_tensor(leaf):
+                slots.setdefault("/".join(map(str, keys)), {})[name] = leaf
+    return slots
+
+
+def count_of(link: Link) -> int:
+    """Returns a link's count."""
+    return int(link.state["count"].read())
+
+
+def updates_of(own: Sequence[Link], slots: Sequence[Slots], faults: Faults) -> int:
+    """Returns the count of updates of all optimizers; it is a fault if they differ, or share a parameter."""
+    counts = sorted({count_of(link) for link in own})
+    if len(counts) > 1 or counts[0] < 0:
+        faults.append((f"are the counts of updates: {', '.join(map(str, counts))}", "opt_state"))
+    seen: set[str] = set()
+    for part in slots:
+        faults += [("has slots in two optimizers", path) for path in part if path in seen]
+        seen |= part.keys()
+    return counts[-1]
+
+
+def stated(checkpoint: Checkpoint, schema: str, slots: Sequence[Slots]) -> Known | None:
+    """Returns what a conversion's manifest says of the state, if it is about these parameters."""
+    known = manifest_state(checkpoint, schema)
+    moved = {path for part in slots for path in part}
+    return known if known and {path for group in known.groups for path in group.paths} == moved else None
+
+
+def groups_of(known: Known, told: Mapping[str, Any]) -> list[Group]:
+    """Returns the groups of a manifest, with what else is told."""
+    return [group_of(member.paths, member.told.over(told, "given")) for member in known.groups]
+
+
+def group_of(paths: Sequence[str], settings: Settings) -> Group:
+    """Returns a group with its settings; factor rules aren't among them."""
+    kept = settings.without(FACTOR_MAP)
+    return Group(tuple(paths), dict(kept.values), dict(kept.known_from))
+
+
+def entries_of(told: Mapping[str, Any]) -> tuple[Entry, ...]:
+    """Returns the lines of a factor map that was told, if one was."""
+    return () if told.get(FACTOR_MAP) is None else map_entries(told[FACTOR_MAP], FACTOR_MAP)
+
+
+def given_rule(
+    entries: Sequence[Entry], path: str, shape: tuple[int, ...], slots: Mapping[str, Tensor], faults: Faults
+) -> Rule | None:
+    """Returns the rule that is told about a factored parameter; a fault if its slots have other shapes."""
+    entry = first_entry(entries, path)
+    axes = None if entry is None else labels(entry.value)
+    if axes is None:
+        return None
+    rule = Rule(axes, "given")
+    fits = len(axes) == len(shape) and rule.factored
+    if not fits or any(rule.slot_shape(name, shape) != slots[name].shape for name in ("v_row", "v_col")):
+        faults.append((f"is factored in another way than {FACTOR_MAP} says", path))
+    return rule
+
+
+def rules_of(known: Known, rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """Returns the rules of a manifest, outweighed by those that were given."""
+    given = {path: rule for path, rule in rules.items() if rule.known_from == "given"}
+    return {**{path: Rule.from_json(rule) for path, rule in known.rules.items()}, **given}

@@ -1,0 +1,252 @@
+"""The hyperparameters of an Optax run: given, found in the state or a manifest, inferred from its links, or assumed.
+
+Optax stores none of them, but those that inject_hyperparams was asked to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from statekit.converters.layouts.factor_inference import MINIMUM, with_minimum
+from statekit.converters.layouts.hyperparameters import Settings
+from statekit.converters.layouts.optax.decode import FACTOR_MAP
+from statekit.converters.layouts.optax.factoring import Factoring
+from statekit.converters.layouts.optax.links import Link, is_tensor, leaves, sequence, under
+from statekit.errors import UsageError
+from statekit.state.schema import OptimizerSchema
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Path, Tree
+
+VARIANT = "optax"
+OPTIMIZER = "optimizer"
+"""A hint of its own: which optimizer the Adam-like state is of, `adamw` or `lamb`."""
+_ADAM_LIKE = {2: "adamw", 3: "lamb"}
+"""Which function of Optax puts so many links behind scale_by_adam."""
+_CLIPS = ("clipvalue", "global_norm_clip_threshold")
+_DECAY = ("weight_decay_rate", "exclude_from_weight_decay")
+_LINKS = ("clipping_threshold", "multiply_by_parameter_scale", "weight_decay_rate")
+_OTHERWISE = ("exclude_from_weight_decay", "amsgrad")
+"""Hyperparameters that Optax' argument of that meaning says in another way."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A link that an optimizer is known by, and what is beside it.
+
+    Attributes:
+        link: The link.
+        before: How many links without slots stand before it in its chains.
+        behind: The states behind it in its own chain; None if it isn't in one.
+        momentum: The link of Adafactor's momentum behind it.
+        injected: Values of inject_hyperparams around it, by Optax' names.
+        others: Kinds of links with slots in its chains that belong to no optimizer known here.
+    """
+
+    link: Link
+    before: int
+    behind: tuple[Tree, ...] | None
+    momentum: Link | None
+    injected: Mapping[str, Tensor]
+    others: tuple[str, ...]
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """Its own link and its momentum's."""
+        return (self.link, *((self.momentum,) if self.momentum else ()))
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Their paths."""
+        return tuple(link.path for link in self.links)
+
+    @property
+    def masked(self) -> bool:
+        """Whether a masked link without slots stands behind it: weight decay with a mask."""
+        masks: tuple[Tree, ...] = ({"inner_state": None}, {"inner_state": {}})
+        return any(state in masks for state in self.behind or ())
+
+
+def engine(link: Link, found: Sequence[Link], tree: Tree, params: Path) -> Engine:
+    """Returns an engine with what is beside it.
+
+    Args:
+        link: Its link.
+        found: All links of the tree.
+        tree: The tree.
+        params: Where the parameters are.
+    """
+    before, behind, own_chain = 0, None, None
+    injected: dict[str, Tensor] = {}
+    others: list[str] = []
+    momentum = None
+    for depth in reversed(range(len(link.path))):
+        outer = link.path[:depth]
+        node = under(tree, outer)
+        if params[:depth] == outer:
+            break
+        injected = {**_injected(node), **injected}
+        chain = sequence(node)
+        if chain is None:
+            continue
+        position = int(link.path[depth])
+        before += position
+        if behind is None and depth == len(link.path) - 1:
+            behind, own_chain = tuple(chain[position + 1 :]), outer
+        for other in found:
+            same = other.path[:depth] == outer and other.path[: depth + 1] != link.path[: depth + 1]
+            if (
+                same
+                and other.kind == "ema"
+                and link.kind == "adafactor"
+                and outer == own_chain
+                and not momentum
+            ):
+                momentum = other
+            elif same and other.kind in ("ema", "adam", "adafactor"):
+                others.append(other.kind)
+    return Engine(link, before, behind, momentum, injected, tuple(others))
+
+
+def _injected(node: Tree) -> dict[str, Tensor]:
+    held = node.get("hyperparams") if isinstance(node, Mapping) else None
+    scalars = held.items() if isinstance(held, Mapping) else ()
+    return {str(k): v for k, v in scalars if is_tensor(v) and v.shape == () and v.dtype.kind in "fiubV"}
+
+
+def schema_of(own: Engine, hints: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns the schema of an engine, and in a sentence what was assumed for that; "" if nothing.
+
+    Raises:
+        UsageError: The hint names none that it can be.
+    """
+    asked = hints.get(OPTIMIZER)
+    choices: tuple[str, ...] = ("adafactor",)
+    found, why = "adafactor", ""
+    if own.link.kind != "adafactor":
+        count = None if own.behind is None else len(own.behind)
+        choices, found = ("adamw", "lamb"), _ADAM_LIKE.get(count or 0, "adamw")
+        shown = "no chain" if count is None else f"{count} links behind it"
+        why = (
+            f"A file doesn't say which optimizer its Adam-like state is of; with {shown} it is taken for {found}"
+            f" ({OPTIMIZER}={'lamb' if found == 'adamw' else 'adamw'} says otherwise)."
+        )
+    if asked is None:
+        return found, why
+    if asked not in choices:
+        raise UsageError(
+            "The optimizer can't be that.", place=OPTIMIZER, expected=", ".join(choices), found=asked
+        )
+    return str(asked), ""
+
+
+def native_names(schema: OptimizerSchema) -> dict[str, str]:
+    """Returns Optax' name of a hyperparameter -> its canonical name."""
+    names = {}
+    for canonical, spec in schema.hyperparameters.items():
+        if canonical not in _OTHERWISE and VARIANT in spec.get("native", {}):
+            names[str(spec["native"][VARIANT]["name"])] = canonical
+    return names
+
+
+def canonical(schema: OptimizerSchema, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns hyperparameters under their canonical names, from those or from Optax'.
+
+    Raises:
+        UsageError: There is no such hyperparameter, or it can't have its value; lists every one.
+    """
+    names = native_names(schema)
+    found = {names.get(name, name): value for name, value in values.items() if name != OPTIMIZER}
+    faults = {name: fault for name, value in found.items() if (fault := _fault(schema, name, value))}
+    if faults:
+        raise UsageError(
+            f"Optax' {schema.name} doesn't take these hyperparameters.",
+            expected=", ".join([*schema.variant(VARIANT)["defaults"], *names]),
+            found="; ".join(f"{name}={found[name]!r}: {fault}" for name, fault in faults.items())[:2000],
+        )
+    return found
+
+
+def _fault(schema: OptimizerSchema, name: str, value: Any) -> str:
+    by_path = name in ("exclude_from_weight_decay", FACTOR_MAP) and isinstance(value, (Mapping, list))
+    return "" if by_path else schema.fault(name, value)
+
+
+def inferred(
+    own: Engine, schema: OptimizerSchema, held: Sequence[Factoring], told: Collection[str]
+) -> tuple[Settings, list[str]]:
+    """Returns Optax' defaults as corrected by what the links prove, and what is open.
+
+    Args:
+        own: The engine.
+        schema: Its schema.
+        held: What its parameters' slots show, of Adafactor.
+        told: Names of the hyperparameters that are known better.
+    """
+    usual = {k: v for k, v in schema.variant(VARIANT)["defaults"].items() if k != "learning_rate"}
+    found = Settings().over(usual, "assumed")
+    found, unknown = _adafactor(own, found) if own.link.kind == "adafactor" else _adam(own, found)
+    if own.before or own.behind is None:
+        unknown["Links stand before it whose settings aren't stored: clipping, if they clip."] = _CLIPS
+    if own.masked:
+        unknown["A masked link decays the weights; a step needs its rate and its mask."] = _DECAY
+    found = found.without(*(name for names in unknown.values() for name in names))
+    found, notes = _with_factoring(found, held) if own.link.kind == "adafactor" else (found, [])
+    injected = dict(_values(own.injected, schema))
+    open_points = [why for why, names in unknown.items() if not {*names} <= {*told, *injected}]
+    return found.over(injected, "file"), [*open_points, *notes]
+
+
+def _values(injected: Mapping[str, Tensor], schema: OptimizerSchema) -> Iterator[tuple[str, Any]]:
+    """Yields canonical name and value of what inject_hyperparams holds."""
+    names = native_names(schema)
+    for native, tensor in injected.items():
+        name = names.get(native, native)
+        if {"number", "integer", "boolean"} & {*schema.hyperparameters.get(name, {}).get("type", ())}:
+            stored = tensor.read()
+            yield name, stored.astype(np.float64).item() if stored.dtype.kind in "fV" else stored.item()
+
+
+def _adam(own: Engine, found: Settings) -> tuple[Settings, dict[str, Sequence[str]]]:
+    """Reads an Adam-like link: whether it has a maximum, and how it stores the first moment."""
+    if "amsgrad" in found.values:
+        found = found.over({"amsgrad": "nu_max" in own.link.state}, "file")
+    first, second = _dtypes(own.link, "mu"), _dtypes(own.link, "nu")
+    if "dtype_momentum" in found.values and len(first) == 1 and first != second:
+        found = found.over({"dtype_momentum": first.pop()}, "file")
+    if own.behind is None or len(own.behind) == 1:  # scale_by_adam alone, or Optax' adam
+        found = found.over({"weight_decay_rate": 0.0}, "assumed")
+    return found, {}
+
+
+def _adafactor(own: Engine, found: Settings) -> tuple[Settings, dict[str, Sequence[str]]]:
+    """Reads Adafactor's chain: statistics, clipping, rate, parameter scale, momentum, decay, sign; some are absent."""
+    unknown: dict[str, Sequence[str]] = {}
+    if own.momentum is None:
+        found = found.over({"beta1": None}, "file")
+    else:
+        dtypes = _dtypes(own.momentum, "ema")
+        found = found.over({"dtype_momentum": dtypes.pop()} if len(dtypes) == 1 else {}, "file")
+        unknown["beta1 isn't stored: a link keeps momentum; a step needs its value."] = ("beta1",)
+    usual = 4 + len(own.links) - 1
+    if own.before or own.others or len(own.behind or ()) not in (usual - 1, usual, usual + own.masked):
+        why = "The chain isn't optax.adafactor's with its defaults; which of its links are on isn't stored."
+        unknown[why] = _LINKS
+    return found, unknown
+
+
+def _with_factoring(found: Settings, held: Sequence[Factoring]) -> tuple[Settings, list[str]]:
+    yes = [one.decides for one in held if one.factored]
+    no = [one.decides for one in held if not one.factored and one.decides]
+    if yes or not no:
+        return with_minimum(found.over({"factored": True}, "file" if yes else "assumed"), yes, no)
+    if max(no) >= found.values[MINIMUM]:
+        found = found.over({"factored": False}, "assumed")
+    return found, []
+
+
+def _dtypes(link: Link, field: str) -> set[str]:
+    return {leaf.dtype.name for _, leaf in leaves(link.state[field]) if is_tensor(leaf)}

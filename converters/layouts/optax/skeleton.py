@@ -1,0 +1,179 @@
+"""The form of an Optax checkpoint: what its tree is like beside parameters and slots, so that it can be rebuilt.
+
+A frame is the tree with marks, which are tuples, in the place of what is canonical:
+
+    ("params",)       the parameters, as nested dicts of their paths' parts
+    ("params", form)  the parameters, in another form: a tree with their paths at its leaves
+    ("slot", name)    a slot, in the form of the parameters; None where a parameter has none
+    ("slot", name, form)  the same in a form of its own: masks that aren't one None for each parameter
+    ("group", name)   a slot of all parameters together
+    ("count",)        the count of updates
+    ("schedule",)     the schedule's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from statekit.converters.layouts.optax.links import Link, is_tensor, leaves, replaced, under
+from statekit.errors import StateError
+from statekit.tensors.tensor import Tensor, in_memory
+from statekit.tensors.tree import Path, Tree, nested
+
+PARAMS, SLOT, GROUP, COUNT, SCHEDULE = "params", "slot", "group", "count", "schedule"
+
+
+@dataclass(frozen=True)
+class At:
+    """A leaf of a form: the parameter that stands there, by its path. Everything else stands for itself."""
+
+    path: str
+
+
+def form_of(tree: Tree, paths: Mapping[Path, str]) -> Tree:
+    """Returns the form of a tree, given the paths of its tensors by their keys."""
+    return replaced(tree, {keys: At(paths[keys]) for keys, leaf in leaves(tree) if is_tensor(leaf)})
+
+
+def usual_form(paths: Mapping[str, Any]) -> Tree:
+    """Returns the form that parameters have unless something else is said: dicts of dicts."""
+    return usual_tree({path: At(path) for path in paths})
+
+
+def usual_tree(leaves_: Mapping[str, Any]) -> Tree:
+    """Returns dicts of dicts with these leaves at these paths."""
+    return nested({tuple(path.split("/")): leaf for path, leaf in leaves_.items()})
+
+
+def filled(form: Tree, leaf: Callable[[str], Tensor | None]) -> Tree:
+    """Returns a form with tensors in the place of its paths."""
+    return replaced(form, {keys: leaf(mark.path) for keys, mark in leaves(form) if isinstance(mark, At)})
+
+
+def frame_of(
+    tree: Tree,
+    at: Path,
+    found: list[Link],
+    kept: Collection[Path],
+    updates: int,
+    schedule: int,
+    groups: Collection[str] = (),
+) -> Tree:
+    """Returns the frame of a tree.
+
+    Args:
+        tree: The tree.
+        at: Where its parameters are.
+        found: Its links.
+        kept: The paths of those whose slots are canonical.
+        updates: The count of updates.
+        schedule: The schedule's.
+        groups: Fields of a link that belong to all parameters together.
+    """
+    node = under(tree, at)
+    paths = {keys: "/".join(map(str, keys)) for keys, leaf in leaves(node) if is_tensor(leaf)}
+    form = form_of(node, paths)
+    usual = usual_form(dict.fromkeys(paths.values()))
+    parts: dict[Path, Tree] = {at: (PARAMS,) if form == usual else (PARAMS, _packed(form))}
+    held: dict[str, set[str]] = {}
+    for name, own in (pair for link in found if link.path in kept for pair in link.trees()):
+        held.setdefault(name, set()).update(paths[keys] for keys, leaf in leaves(own) if is_tensor(leaf))
+    plain = {
+        name: replaced(form, {keys: None for keys, path in paths.items() if path not in own})
+        for name, own in held.items()
+    }
+    for link in found:
+        for name, own in link.trees() if link.path in kept else ():
+            mine = form_of(own, paths)
+            parts[(*link.path, name)] = (SLOT, name) if mine == plain[name] else (SLOT, name, _packed(mine))
+        for name in groups if link.path in kept else ():
+            if is_tensor(link.state.get(name)):
+                parts[(*link.path, name)] = (GROUP, name)
+        kind, value = (SCHEDULE, schedule) if link.kind == SCHEDULE else (COUNT, updates)
+        for name in ("count", "gradient_step"):
+            if name in link.state and _is(link.state[name], value):
+                parts[(*link.path, name)] = (kind,)
+    if isinstance(tree, Mapping) and is_tensor(tree.get("step")) and _is(tree["step"], updates):
+        parts[("step",)] = (COUNT,)
+    return replaced(tree, parts)
+
+
+def _is(leaf: Any, value: int) -> bool:
+    """Tells whether a leaf is the int32 that is written for a count."""
+    return is_tensor(leaf) and (leaf.shape, leaf.dtype.name) == ((), "int32") and int(leaf.read()) == value
+
+
+def _packed(form: Tree) -> Tree:
+    """Returns a form as plain data: a path becomes a tuple of one."""
+    return replaced(form, {keys: (mark.path,) for keys, mark in leaves(form) if isinstance(mark, At)})
+
+
+def _unpacked(form: Tree) -> Tree:
+    return replaced(form, {k: At(m[0]) for k, m in leaves(form) if isinstance(m, tuple) and len(m) == 1})
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What goes into a frame.
+
+    Attributes:
+        params: Parameter by path.
+        slot: Returns a parameter's slot by path and native name; None if it has none.
+        updates: The count of updates.
+        schedule: The schedule's.
+        groups: Slots of all parameters together.
+    """
+
+    params: Mapping[str, Tensor]
+    slot: Callable[[str, str], Tensor | None]
+    updates: int
+    schedule: int
+    groups: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def rebuilt(frame: Tree, contents: Contents) -> Tree:
+    """Returns the tree of a frame.
+
+    Raises:
+        StateError: The frame has other marks than it may, or isn't of these parameters.
+    """
+    try:
+        usual = usual_form(contents.params)
+        forms = [mark for _, mark in leaves(frame) if isinstance(mark, tuple) and mark[:1] == (PARAMS,)]
+        own = _unpacked(forms[0][1]) if forms and len(forms[0]) > 1 else usual
+        marks = {keys: mark for keys, mark in leaves(frame) if isinstance(mark, tuple) and mark}
+        return replaced(frame, {keys: _value(mark, own, contents) for keys, mark in marks.items()})
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise StateError(
+            "The form of an Optax checkpoint that the state carries isn't one of its parameters.",
+            place="extra/optax",
+            found=f"{type(error).__name__}: {error}"[:300],
+        ) from error
+
+
+def _value(mark: tuple[Any, ...], form: Tree, contents: Contents) -> Tree:
+    kind = mark[0]
+    if kind == PARAMS:
+        return filled(form, contents.params.__getitem__)
+    if kind == SLOT and len(mark) > 2:
+        return filled(_unpacked(mark[2]), lambda path: _held(contents.slot(path, mark[1]), path))
+    if kind == SLOT:
+        return filled(form, lambda path: contents.slot(path, mark[1]))
+    if kind == GROUP:
+        return contents.groups[mark[1]]
+    return count({COUNT: contents.updates, SCHEDULE: contents.schedule}[kind])
+
+
+def _held(tensor: Tensor | None, path: str) -> Tensor:
+    if tensor is None:
+        raise KeyError(path)
+    return tensor
+
+
+def count(value: int) -> Tensor:
+    """Returns a count as Optax keeps it, int32."""
+    return in_memory(np.asarray(value, np.int32), COUNT)

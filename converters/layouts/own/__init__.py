@@ -1,0 +1,1 @@
+"""The optimizers of statekit.torch and statekit.jax."""

@@ -1,0 +1,249 @@
+"""Layout `statekit-jax`: parameters and the state of one of statekit.jax's transformations.
+
+    params/...     the parameters
+    opt_state      count, and a tree like the parameters for each slot, by its canonical name; None where a parameter
+                   has no such slot; ScaledAdam also model_norms, model_norm_threshold, num_clipped
+
+It may hang in chains and wrappers of Optax. What the tree is like besides is kept in extra/jax, and rebuilt from there.
+Source: statekit/jax/states.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.converters.layouts.factor_inference import shown_rule
+from statekit.converters.layouts.hyperparameters import Settings
+from statekit.converters.layouts.optax.decode import (
+    Faults,
+    Opened,
+    Slots,
+    entries_of,
+    given_rule,
+    group_of,
+    groups_of,
+    opened,
+    rules_of,
+    slots_of,
+    stated,
+    updates_of,
+)
+from statekit.converters.layouts.optax.links import (
+    OWN_ENGINES,
+    OWN_FIELDS,
+    OWN_GROUP_FIELDS,
+    Link,
+    find_params,
+    is_tensor,
+    links,
+)
+from statekit.converters.layouts.optax.place import in_own_form, own_form, placed
+from statekit.converters.layouts.optax.skeleton import Contents, count, usual_tree
+from statekit.errors import InexactError, StateError, fault_list, some
+from statekit.files.checkpoint import Checkpoint
+from statekit.optim.run import stepped_variants
+from statekit.state.schema import OptimizerSchema, load_schema
+from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Tree
+
+_KEY = "jax"
+_RATES = ("learning_rate", "lr")
+
+
+@dataclass(frozen=True)
+class StatekitJax:
+    """The checkpoint of a run with statekit.jax."""
+
+    name: str = "statekit-jax"
+    title: str = "params and opt_state of a run with statekit.jax, by canonical slot names"
+    containers: tuple[str, ...] = ("orbax", "flax")
+
+    @property
+    def variants(self) -> Mapping[str, tuple[str, ...]]:
+        """Those that statekit steps."""
+        return {schema: stepped_variants(schema) for schema in OWN_FIELDS}
+
+    def detect(self, checkpoint: Checkpoint) -> Evidence | None:
+        """Looks for the fields of a state, and for parameters that fit them."""
+        found = [link for link in links(checkpoint.tree) if link.kind in OWN_ENGINES]
+        if not found or find_params(checkpoint.tree, found, OWN_ENGINES) is None:
+            return None
+        place = "/".join(map(str, found[0].path)) or "the top"
+        return Evidence(30, f"{place} has {', '.join(found[0].state)}, as a state of statekit.jax has them")
+
+    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+        """Returns the canonical state.
+
+        Hyperparameters and the variant come from the hints, under their canonical names, and from the manifest of a
+        conversion; with a variant that is given, its defaults are assumed.
+
+        Raises:
+            StateError: The states don't fit each other or the parameters; lists every fault.
+            UsageError: A hint that the schema doesn't know.
+        """
+        faults: Faults = []
+        tree = opened(checkpoint, OWN_ENGINES, faults)
+        own = [link for link in tree.found if link.kind in OWN_ENGINES]
+        names = list(dict.fromkeys(_schema_of(link) for link in own))
+        if len(names) > 1:
+            faults.append(("are optimizers of one run, kept in one state only alike", " and ".join(names)))
+        schema = load_schema(names[0])
+        slots = [slots_of([link]) for link in own]
+        updates = updates_of(own, slots, faults)
+        known = stated(checkpoint, schema.name, slots)
+        variant = hints.variant or (known.variant if known else None)
+        factors = "v_row" in schema.slots
+        rules = dict(_rules(tree, slots, variant, hints.hyperparameters, faults)) if factors else {}
+        if faults:
+            raise StateError(
+                f"The checkpoint isn't a state of statekit.jax: {len(faults)} faults.",
+                place=checkpoint.path,
+                found=fault_list(faults),
+            )
+        if known is not None:
+            said = groups_of(known, {})
+            groups = [_with_slots(group, link, schema.name) for group, link in zip(said, own, strict=False)]
+            groups += said[len(own) :]
+            rules, notes = rules_of(known, rules), list(known.assumptions)
+        else:
+            settings, notes = _settings(schema, variant, slots)
+            groups = [
+                _with_slots(group_of(tuple(part), settings), link, schema.name)
+                for link, part in zip(own, slots, strict=True)
+            ]
+            notes += _rule_notes(rules)
+        state = TrainState(
+            tree.params,
+            {path: held for part in slots for path, held in part.items()},
+            Optimizer(schema.name, variant, tuple(groups)),
+            Counts(updates, tree.schedule(updates)),
+            rules,
+            tree.extra(_KEY, {link.path for link in own}, updates, OWN_GROUP_FIELDS.get(schema.name, ())),
+            tuple(notes),
+        )
+        return hints.applied(state)
+
+    def encode(self, state: TrainState) -> Encoded:
+        """Returns the tree that statekit.jax goes on from; every tensor as it is.
+
+        Raises:
+            InexactError: The transformation can't hold the state; lists every reason.
+        """
+        form = own_form(state, _KEY)
+        if form is not None:
+            return in_own_form(state, _KEY, form, _contents(state))
+        faults = list(_faults(state))
+        if faults:
+            raise InexactError(
+                f"statekit.jax can't hold the state: {len(faults)} faults.", found=fault_list(faults)
+            )
+        encoded = placed(state, _KEY, _opt_state(state), _contents(state))
+        if state.counts.schedule == state.counts.updates:
+            return encoded
+        lost = {"counts/schedule": "the state counts updates only; start the schedule there yourself"}
+        return replace(encoded, dropped={**encoded.dropped, **lost})
+
+
+def _schema_of(link: Link) -> str:
+    return link.kind.partition(".")[2]
+
+
+def _with_slots(group: Group, link: Link, schema: str) -> Group:
+    """Returns a group with the slots that belong to its parameters together."""
+    names = OWN_GROUP_FIELDS.get(schema, ())
+    slots = {name: link.state[name] for name in names if is_tensor(link.state.get(name))}
+    return Group(group.paths, group.hyperparameters, group.known_from, slots)
+
+
+def _settings(
+    schema: OptimizerSchema, variant: str | None, slots: Sequence[Slots]
+) -> tuple[Settings, list[str]]:
+    """Returns what is known of the hyperparameters without being told, and what is open."""
+    if variant is None:
+        candidates = ", ".join(schema.variants)
+        return Settings(), [
+            f"The state doesn't say whose rule it follows; a step needs --variant: {candidates}."
+        ]
+    found = Settings().over(schema.variant(variant)["defaults"], "assumed").without(*_RATES)
+    if any("m" in held for part in slots for held in part.values()) and schema.name == "adafactor":
+        found = found.without("beta1")
+    shown = ", ".join(f"{name}={value}" for name, value in found.values.items())
+    return found, [f"The state holds no hyperparameters; assumed are the defaults of {variant}: {shown}."]
+
+
+def _rules(
+    tree: Opened, slots: Sequence[Slots], variant: str | None, told: Mapping[str, Any], faults: Faults
+) -> Iterator[tuple[str, Rule]]:
+    """Yields how each parameter is factored."""
+    entries = entries_of(told)
+    for path, own in ((path, own) for part in slots for path, own in part.items()):
+        shape, factored = tree.params[path].shape, "v_row" in own
+        if factored and "v_col" not in own:
+            faults.append(("has v_row and no v_col", path))
+            continue
+        given = given_rule(entries, path, shape, own, faults) if factored else None
+        rule = given or shown_rule(shape, own, variant)
+        if rule is None:
+            faults.append(
+                (f"has v_row {own['v_row'].shape} and v_col {own['v_col'].shape}, which fit no rule", path)
+            )
+        else:
+            yield path, rule
+
+
+def _rule_notes(rules: Mapping[str, Rule]) -> Iterator[str]:
+    paths = [path for path, rule in rules.items() if rule.known_from == "assumed"]
+    if paths:
+        yield f"How these are factored isn't proven by their slots ({some(paths)}): a step needs factor_map."
+
+
+def _contents(state: TrainState) -> Contents:
+    def slot(path: str, name: str) -> Tensor | None:
+        return state.slots.get(path, {}).get(name)
+
+    groups = {name: tensor for group in state.optimizer.groups for name, tensor in group.slots.items()}
+    return Contents(state.params, slot, state.counts.updates, state.counts.schedule, groups)
+
+
+def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
+    schema = state.optimizer.schema
+    fields, of_groups = OWN_FIELDS[schema], OWN_GROUP_FIELDS.get(schema, ())
+    if not state.slots:
+        yield "holds parameters and no optimizer state", "slots"
+    if not 0 <= state.counts.updates < 2**31:
+        yield f"{state.counts.updates} updates don't fit int32", "counts"
+    for path, updates in state.counts.behind.items():
+        yield f"has made {updates} of {state.counts.updates} updates; the state counts them together", path
+    for group in state.optimizer.groups:
+        yield from (
+            ("has no slots yet, and the state has them all", p) for p in group.paths if p not in state.slots
+        )
+    for path, own in state.slots.items():
+        yield from (
+            (f"has slot {name}, for which the state has no field", path) for name in own if name not in fields
+        )
+    held = [(i, name) for i, group in enumerate(state.optimizer.groups) for name in group.slots]
+    yield from ((f"has slot {name}", f"groups/{i}") for i, name in held if name not in of_groups)
+    if held and len(state.optimizer.groups) > 1:
+        yield (
+            "groups with slots of their own are several states, which users compose in their own ways",
+            "groups",
+        )
+
+
+def _opt_state(state: TrainState) -> Tree:
+    contents, schema = _contents(state), state.optimizer.schema
+    trees = {
+        name: usual_tree({path: contents.slot(path, name) for path in state.params})
+        for name in OWN_FIELDS[schema]
+    }
+    together = {name: contents.groups.get(name) for name in OWN_GROUP_FIELDS.get(schema, ())}
+    own = {"count": count(state.counts.updates), **trees, **together}
+    return {"inner_state": own} if any(path not in state.slots for path in state.params) else own
+
+
+LAYOUT = StatekitJax()

@@ -1,0 +1,188 @@
+"""Which parameter an optimizer's index means: by names in its groups, by names that were given, or by shapes.
+
+An index says nothing by itself. Shapes decide where they can; parameters of one shape in one group are taken in the
+order of the model part, or of the names that were given, which is said. Where equal shapes stand in several groups, the
+model has more tensors of a shape than the optimizer, or its file sorts them by name, nothing decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from statekit.converters.layouts.torch_parts import apart
+from statekit.errors import StateError, fault_list
+from statekit.tensors.tensor import Shape, Tensor
+
+_SHOWN = 5
+BY_NAME = "and the model's file sorts them by name"
+REMEDY = "give the names in the order of the parameters: --param-names FILE"
+
+
+@dataclass(frozen=True)
+class Order:
+    """The parameters of an optimizer.
+
+    Attributes:
+        groups: Names in each group, in the order of its indices.
+        notes: What was assumed, a sentence each.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+
+def found_order(
+    groups: Sequence[Mapping[str, Any]],
+    shapes: Sequence[Sequence[Shape | None]],
+    model: Mapping[str, Tensor],
+    given: Sequence[str] | None,
+    is_sorted: bool,
+) -> Order:
+    """Returns the order by what tells it.
+
+    Args:
+        groups: The optimizer's groups.
+        shapes: For each group the shape of each of its parameters, as its slots have it; None where it has none.
+        model: By name.
+        given: Names in the order of the optimizer's parameters, or all of the model in its order (`named_parameters()`,
+            the keys of `state_dict()`), with dots or slashes.
+        is_sorted: Whether the model part is sorted by name.
+
+    Raises:
+        StateError: Nothing tells it; names every case.
+    """
+    named = named_order(groups, model, None)
+    if named is not None:
+        return named
+    own = {name: tensor.shape for name, tensor in apart(model).items()}
+    if given is None:
+        return shaped_order(shapes, own, "the model part", is_sorted)
+    names = _known(given, model)
+    flat = [shape for group in shapes for shape in group]
+    listed = len(names) == len(flat) and all(
+        shape in (None, model[name].shape) for name, shape in zip(names, flat, strict=True)
+    )
+    if listed or len(names) < len(flat):
+        return _cut(groups, names)
+    return shaped_order(shapes, {name: own[name] for name in names if name in own}, "the names given")
+
+
+def named_order(
+    groups: Sequence[Mapping[str, Any]], model: Mapping[str, Any], given: Sequence[str] | None
+) -> Order | None:
+    """Returns the order that the groups themselves or the user names; None if neither does.
+
+    Args:
+        groups: The optimizer's groups.
+        model: By name.
+        given: Names in the order of all parameters, with dots or slashes.
+
+    Raises:
+        StateError: There are more or fewer names than parameters, or one that the model hasn't.
+    """
+    if all(isinstance(name, str) for group in groups for name in group["params"]):
+        return Order(tuple(tuple(group["params"]) for group in groups))
+    if all(len(group.get("param_names", ())) == len(group["params"]) for group in groups):
+        return Order(tuple(tuple(map(str, group["param_names"])) for group in groups))
+    if given is None:
+        return None
+    return _cut(groups, _known(given, model))
+
+
+def _known(given: Sequence[str], model: Mapping[str, Any]) -> list[str]:
+    """Returns names as the model has them."""
+    dotted = [name if name in model else name.replace("/", ".") for name in given]
+    unknown = [("isn't in the model part", name) for name in dotted if name not in model]
+    if unknown:
+        raise StateError("Names were given that the model hasn't.", found=fault_list(unknown[:_SHOWN]))
+    return dotted
+
+
+def _cut(groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Order:
+    """Returns the order in which names follow one another over the groups."""
+    count = sum(len(group["params"]) for group in groups)
+    if len(names) != count:
+        raise StateError(
+            "Names were given for another number of parameters.", expected=count, found=len(names)
+        )
+    left = iter(names)
+    return Order(tuple(tuple(next(left) for _ in group["params"]) for group in groups))
+
+
+def shaped_order(
+    groups: Sequence[Sequence[Shape | None]],
+    model: Mapping[str, Shape],
+    source: str = "the model part",
+    is_sorted: bool = False,
+) -> Order:
+    """Returns the order that shapes tell.
+
+    Args:
+        groups: For each group the shape of each of its parameters, as its slots have it; None where it has none.
+        model: Shape by name, in the order of the model part.
+        source: What has this order, for people.
+        is_sorted: Whether that is the order of the alphabet.
+
+    Raises:
+        StateError: Shapes don't decide; names every case.
+    """
+    open_slots = sum(shape is None for group in groups for shape in group)
+    if open_slots:
+        return _whole_order(groups, model, source, is_sorted)
+    names: dict[Shape, list[str]] = {}
+    for name, shape in model.items():
+        names.setdefault(shape, []).append(name)
+    wanted: dict[Shape, list[int]] = {}
+    for number, group in enumerate(groups):
+        for shape in (one for one in group if one is not None):
+            wanted.setdefault(shape, []).append(number)
+    faults, several = [], 0
+    for shape, numbers in wanted.items():
+        found = names.get(shape, [])
+        if len(found) != len(numbers):
+            faults.append((f"{len(numbers)} in the optimizer, {len(found)} in the model", f"shape {shape}"))
+        elif len(set(numbers)) > 1:
+            faults.append((f"stands in groups {sorted(set(numbers))}", f"shape {shape}"))
+        elif is_sorted and len(numbers) > 1:
+            faults.append((f"{len(numbers)} of it, {BY_NAME}", f"shape {shape}"))
+        several += len(numbers) if len(numbers) > 1 else 0
+    if faults:
+        raise StateError(
+            "Shapes don't tell which parameters the optimizer's indices mean.",
+            found=fault_list(faults[:_SHOWN]),
+            remedy=REMEDY,
+        )
+    left = {shape: iter(found) for shape, found in names.items()}
+    order = tuple(tuple(next(left[shape]) for shape in group if shape is not None) for group in groups)
+    return Order(order, (_said(several, source),) if several else ())
+
+
+def _whole_order(
+    groups: Sequence[Sequence[Shape | None]], model: Mapping[str, Shape], source: str, is_sorted: bool
+) -> Order:
+    """Takes all of the model in its order, where some parameters have no slots to show a shape."""
+    if len(groups) != 1 or len(groups[0]) != len(model) or (is_sorted and len(model) > 1):
+        raise StateError(
+            "Some parameters have no slots, so that nothing tells which the optimizer's indices mean.",
+            expected=f"one group of {len(model)} parameters, all that the model has, in their order",
+            found=f"{len(groups)} groups of {[len(group) for group in groups]}",
+            remedy=REMEDY,
+        )
+    wrong = [
+        (f"has shape {shape}, its slots {own}", name)
+        for (name, shape), own in zip(model.items(), groups[0], strict=True)
+        if own not in (None, shape)
+    ]
+    if wrong:
+        raise StateError(
+            "The optimizer's parameters don't stand in the order of the model.",
+            found=fault_list(wrong[:_SHOWN]),
+            remedy=REMEDY,
+        )
+    return Order((tuple(model),), (_said(len(model), source),))
+
+
+def _said(count: int, source: str) -> str:
+    return f"The optimizer names no parameters; {count} of equal shapes are taken in the order of {source}."

@@ -1,0 +1,113 @@
+"""The parts of a PyTorch checkpoint: a model's state, an optimizer's, and everything else, wherever they lie.
+
+Source: pytorch/pytorch torch/optim/optimizer.py, `Optimizer.state_dict`; Lightning-AI/pytorch-lightning,
+src/lightning/pytorch/trainer/connectors/checkpoint_connector.py, `dump_checkpoint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from statekit.converters.layouts.dropped import unplaced
+from statekit.converters.layouts.optimizer_forms import Form, flat_form, nested_form
+from statekit.converters.layouts.own.statekit_torch import BESIDE, BUFFERS, GROUPS, is_plain
+from statekit.converters.layouts.torch_parts import MODELS, OPTIMIZERS, at, loose, places, put, without
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Path, Tree
+
+PLACES = "torch_places"
+"""Key in `extra`: where model and optimizer lie in the file."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The parts of a checkpoint.
+
+    Attributes:
+        places: Path of the model's state in the tree, and of the optimizer's.
+        model: Every tensor of the model by name, parameters and buffers.
+        groups: The optimizer's groups.
+        state: The optimizer's state by index, or by name.
+        form: How it lies in the file.
+        rest: The tree without model and optimizer.
+    """
+
+    places: tuple[Path, Path]
+    model: Mapping[str, Tensor]
+    groups: Sequence[Mapping[str, Any]]
+    state: Mapping[Any, Mapping[str, Any]]
+    form: Form
+    rest: Tree
+
+
+def frame(tree: Tree) -> Frame | None:
+    """Returns the parts of a checkpoint; None if it hasn't them."""
+    found = places(tree)
+    if found is None:
+        return None
+    model_at, optimizer_at = found
+    model = at(tree, model_at) if model_at else loose(tree)
+    rest = without(tree, optimizer_at)
+    rest = (
+        without(rest, model_at) if model_at else {key: part for key, part in rest.items() if key not in model}
+    )
+    optimizer = nested_form(at(tree, optimizer_at), model)
+    if optimizer is None:
+        return None
+    (parts, form) = optimizer
+    return Frame((model_at, optimizer_at), dict(model), parts["param_groups"], parts["state"], form, rest)
+
+
+def extra_of(parts: Frame, params: Iterable[str], options: Iterable[str]) -> dict[str, Tree]:
+    """Returns what a checkpoint holds beside parameters, slots and hyperparameters.
+
+    Args:
+        parts: The checkpoint.
+        params: Names of the parameters: what else the model has are buffers, or frozen.
+        options: Keys of the groups that became hyperparameters.
+    """
+    taken, known = set(params), {*options, "params", "param_names"}
+    found: dict[str, Any] = {
+        BUFFERS: {name: leaf for name, leaf in parts.model.items() if name not in taken},
+        GROUPS: [{key: value for key, value in group.items() if key not in known} for group in parts.groups],
+        BESIDE: parts.rest,
+        PLACES: [list(place) for place in parts.places],
+    }
+    return {key: part for key, part in found.items() if part}
+
+
+def joined(
+    extra: Mapping[str, Tree],
+    params: Mapping[str, Tensor],
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Any, Any],
+    placed: Sequence[str] = (),
+    form: Form = "index",
+) -> tuple[Tree, dict[str, str]]:
+    """Returns a checkpoint's tree, and what had to be left out of it; undoes `frame` and `extra_of`.
+
+    Args:
+        extra: What `extra_of` returned, or another layout of PyTorch left.
+        params: Parameters by name.
+        groups: The optimizer's groups, without what the extra holds for each.
+        state: The optimizer's state.
+        placed: Further keys of the extra that the layout has a place for.
+        form: How the optimizer shall lie in the file; groups and state are by name if it isn't by index.
+    """
+    model_at, optimizer_at = extra.get(PLACES) or (MODELS[0], OPTIMIZERS[0])
+    others = extra.get(GROUPS) or []
+    full = [{**(others[i] if i < len(others) else {}), **group} for i, group in enumerate(groups)]
+    beside = extra.get(BESIDE) or {}
+    dropped = {
+        f"extra/{BESIDE}/{key}": "a torch file that loads with weights_only can't hold it"
+        for key, part in beside.items()
+        if not is_plain(part)
+    }
+    kept = {key: part for key, part in beside.items() if f"extra/{BESIDE}/{key}" not in dropped}
+    model = {**params, **(extra.get(BUFFERS) or {})}
+    tree = put(kept, model_at, model) if model_at else {**model, **kept}
+    optimizer = {"state": dict(state), "param_groups": full} if form != "flat" else flat_form(state, full)
+    used = (BUFFERS, GROUPS, BESIDE, PLACES, *placed)
+    return put(tree, optimizer_at, optimizer), {**dropped, **unplaced(extra, used, "the file")}

@@ -1,0 +1,363 @@
+"""The layout `torch-optim`: AdamW and Adafactor of torch.optim, and Hugging Face's Adafactor, as state_dict() has them.
+
+State lies under an index, or under a name as FSDP and DCP gather it. A parameter's index is its place over all groups;
+`param_order` says how names are found. torch's Adafactor keeps averaged axes with length 1; Hugging Face's averages the
+last two axes of everything that has two.
+
+Source: pytorch/pytorch torch/optim/{adamw,_adafactor}.py; huggingface/transformers, optimization.py, `Adafactor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.converters.layouts.optimizer_forms import Form
+from statekit.converters.layouts.own.statekit_torch import GROUPS
+from statekit.converters.layouts.pytorch.param_order import found_order
+from statekit.converters.layouts.pytorch.parts import Frame, extra_of, frame, joined
+from statekit.converters.layouts.torch_parts import SORTED
+from statekit.errors import InexactError, StateError, fault_list
+from statekit.files.checkpoint import Checkpoint
+from statekit.state.factoring import by_shape
+from statekit.state.hyperparameters import form
+from statekit.state.schema import OptimizerSchema, load_schema
+from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.tensors.tensor import Shape, Tensor, in_memory
+from statekit.tensors.views import Reaxed
+
+_FACTORED = ("v_row", "v_col")
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One optimizer: what its groups must say, which names its slots have, and in what form it counts.
+
+    Attributes:
+        schema: The optimizer.
+        variant: Whose rule.
+        options: Keys that its groups have and no other optimizer's together.
+        beside: What its state holds besides slots and `step`, for people: kept, never used.
+        count: Dtype of `step` where it is a tensor; "" where it is a number.
+        usual: Options of a new optimizer's groups: loading a distributed checkpoint asks for all of them.
+    """
+
+    schema: str
+    variant: str
+    options: tuple[str, ...]
+    count: str = "float32"
+    beside: tuple[str, ...] = ()
+    usual: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Canonical slot -> name in the state."""
+        slots = load_schema(self.schema).slots
+        return {
+            name: slot.aliases[self.variant] for name, slot in slots.items() if self.variant in slot.aliases
+        }
+
+    @property
+    def form(self) -> Mapping[str, Any]:
+        """The variant's constants."""
+        return form(self.schema, self.variant)
+
+    def rule(self, shape: Shape) -> Rule:
+        """Returns how the optimizer factors a parameter."""
+        factors = "v_row" in self.names
+        return Rule(by_shape(self.form, shape, True) if factors else (Axis.NONE,) * len(shape), "file")
+
+
+_ADAMW = {
+    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False,
+    "fused": None, "decoupled_weight_decay": True,
+}  # fmt: skip
+KINDS = (
+    Kind("adafactor", "torch", ("beta2_decay", "d"), usual={"foreach": None, "maximize": False}),
+    Kind("adafactor", "hf", ("scale_parameter", "clip_threshold"), "", ("RMS",)),
+    Kind("adamw", "torch", ("betas", "amsgrad", "eps", "weight_decay", "maximize"), usual=_ADAMW),
+)
+_SAID = {"index": "by index", "name": "by name", "flat": "an entry for each parameter's option"}
+_FORM_NOTES = {
+    "flat": ("The options stand by parameter; parameters with equal ones are taken as one group.",)
+}
+_BARE = "Only tensors were saved: the hyperparameters aren't known."
+_PIECES = (
+    "Matrices have a whole second moment: the optimizer saw flat pieces of them, as under FSDP1 and ZeRO, whose size "
+    "its clipping and its parameter scale went by."
+)
+_GATHERED = ("dcp",)
+"""Containers in which an optimizer by name is nothing special."""
+_BY_NAME = "torch_by_name"
+"""Key in `extra`: whether the state lies under names."""
+_INFORMATION = "torch_information"
+"""Key in `extra`: entries of the state that no update reads, by path."""
+
+
+@dataclass(frozen=True)
+class TorchOptim:
+    """AdamW and Adafactors in a torch file.
+
+    Attributes:
+        form: How the optimizer lies in the file; None for by index, or by name if it was so.
+    """
+
+    name: str = "torch-optim"
+    title: str = "torch.optim's AdamW and Adafactor, Hugging Face's Adafactor: by index or by name"
+    variants: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: {"adamw": ("torch",), "adafactor": ("hf", "torch")}
+    )
+    containers: tuple[str, ...] = ("torch", "hf-trainer", "accelerate", "safetensors", "dcp", "fsdp1-ranks")
+    form: Form | None = None
+
+    def detect(self, checkpoint: Checkpoint) -> Evidence | None:
+        """Looks at the options of the groups, and at the names of the slots."""
+        parts = frame(checkpoint.tree)
+        kind = _kind(parts) if parts else None
+        forms = (self.form,) if self.form else ("index", "name")
+        if parts is None or kind is None or parts.form not in forms:
+            return None
+        if self.form == "name" and checkpoint.container not in _GATHERED:
+            return None
+        because = "slots of its names" if _is_bare(parts) else f"groups with {', '.join(kind.options)}"
+        return Evidence(21, f"{because}, {_SAID[parts.form]}") if self.form else Evidence(20, because)
+
+    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+        """Returns the canonical state.
+
+        Raises:
+            StateError: Nothing tells which parameters are meant, or shapes break the layout; lists every fault.
+            UsageError: A hint that the schema doesn't know.
+        """
+        parts = frame(checkpoint.tree)
+        kind = _kind(parts) if parts else None
+        if parts is None or kind is None:
+            raise StateError("The checkpoint has no optimizer of torch.optim.", place=checkpoint.path)
+        schema, faults = load_schema(kind.schema), list[tuple[str, str]]()
+        shapes = [
+            [_shape_of(kind, parts.state.get(i, {})) for i in group["params"]] for group in parts.groups
+        ]
+        is_sorted = bool(checkpoint.meta.get(SORTED))
+        order = found_order(parts.groups, shapes, parts.model, hints.param_names, is_sorted)
+        moved = {name: None for names in order.groups for name in names}
+        params = {_path(name): tensor for name, tensor in parts.model.items() if name in moved}
+        faults += [("isn't in the model part", name) for name in moved if name not in parts.model]
+        rules = {path: kind.rule(p.shape) for path, p in params.items()}
+        slots, counts, beside = {}, dict[str, int](), dict[str, Any]()
+        said = (_BARE,) if _is_bare(parts) else _FORM_NOTES.get(parts.form, ())
+        notes = dict.fromkeys((*order.notes, *said))
+        for group, names in zip(parts.groups, order.groups, strict=True):
+            for index, name in zip(group["params"], names, strict=True):
+                own = parts.state.get(index)
+                if own is None or name not in parts.model:
+                    continue
+                path = _path(name)
+                if _saw_pieces(kind, own, rules[path]):
+                    rules[path] = Rule((Axis.NONE,) * len(params[path].shape), "file")
+                    notes[_PIECES] = None
+                slots[path] = dict(_slots(kind, own, rules[path], params[path].shape, path, faults))
+                counts[path] = _count(own.get("step"), path, faults)
+                left = {key: own[key] for key in kind.beside if key in own}
+                beside |= {path: left} if left else {}
+        if faults:
+            raise StateError(
+                f"The state doesn't fit the parameters: {len(faults)} faults.",
+                place=checkpoint.path,
+                found=fault_list(faults[:_SHOWN]),
+            )
+        by_name = any(isinstance(index, str) for index in parts.state)
+        extra = extra_of(parts, moved, _options(kind))
+        extra |= {k: part for k, part in ((_INFORMATION, beside), (_BY_NAME, by_name)) if part}
+        return hints.applied(
+            TrainState(
+                params,
+                slots,
+                Optimizer(kind.schema, kind.variant, tuple(_groups(kind, schema, parts, order.groups))),
+                _counts(counts, params),
+                rules if kind.schema == "adafactor" else {},
+                extra,
+                tuple(notes),
+            )
+        )
+
+    def encode(self, state: TrainState) -> Encoded:
+        """Returns the file's tree, by index.
+
+        Raises:
+            InexactError: No optimizer of these goes on with the state.
+        """
+        optimizer = state.optimizer
+        kind = next(
+            (k for k in KINDS if (k.schema, k.variant) == (optimizer.schema, optimizer.variant)), None
+        )
+        if kind is None:
+            raise InexactError(
+                f"The layout {self.name} holds no optimizer of this rule.",
+                expected="; ".join(f"{k.schema}, variant {k.variant}" for k in KINDS),
+                found=f"{optimizer.schema}, variant {optimizer.variant or 'unknown'}",
+            )
+        faults: list[tuple[str, str]] = []
+        order = [path for group in optimizer.groups for path in group.paths]
+        by_name = self.form is not None or bool(state.extra.get(_BY_NAME))
+        index = {path: _name(path) if by_name else i for i, path in enumerate(order)}
+        native = {
+            index[path]: _native(kind, state, path, own, faults) for path, own in state.slots.items() if own
+        }
+        stated = [*(state.extra.get(GROUPS) or ()), *({} for _ in optimizer.groups)]
+        groups = [
+            {
+                **{key: kind.usual[key] for key in kind.usual if self.form and key not in others},
+                **load_schema(kind.schema).native(kind.variant, group.hyperparameters),
+                "params": [index[path] for path in group.paths],
+                **({} if by_name else {"param_names": [_name(path) for path in group.paths]}),
+            }
+            for group, others in zip(optimizer.groups, stated, strict=False)
+        ]
+        if faults:
+            raise InexactError(
+                f"The layout {self.name} can't hold the state: {len(faults)} faults.",
+                found=fault_list(faults[:_SHOWN]),
+            )
+        params = {_name(path): tensor for path, tensor in state.params.items()}
+        tree, dropped = joined(
+            state.extra, params, groups, native, (_INFORMATION, _BY_NAME), self.form or "index"
+        )
+        return Encoded(tree, state.counts.updates, dropped=dropped)
+
+
+def _kind(parts: Frame) -> Kind | None:
+    held = {key for own in parts.state.values() for key in own}
+    fits = [kind for kind in KINDS if held <= {*kind.names.values(), "step", *kind.beside}]
+    if held and _is_bare(parts):
+        # Where only tensors were saved, slots must do: the notes of Hugging Face's Adafactor tell it from AdamW.
+        return next((kind for kind in fits if set(kind.beside) <= held), None)
+    kind = next((k for k in fits if all(set(k.options) <= group.keys() for group in parts.groups)), None)
+    return kind if parts.groups else None
+
+
+def _is_bare(parts: Frame) -> bool:
+    """Tells whether the groups say nothing of their optimizer."""
+    return not any(kind.options[0] in group for kind in KINDS for group in parts.groups)
+
+
+def _shape_of(kind: Kind, own: Mapping[str, Any]) -> Shape | None:
+    """Returns the shape of a parameter as its slots show it."""
+    held = {name: own[native] for name, native in kind.names.items() if isinstance(own.get(native), Tensor)}
+    if "v_row" in held and "v_col" in held:
+        row, column = held["v_row"].shape, held["v_col"].shape
+        if kind.form["reduced_axis"] == "kept":
+            return (*row[:-1], column[-1]) if row and column else None
+        return (*row, column[-1]) if column else None
+    return next((tensor.shape for name, tensor in held.items() if name not in _FACTORED), None)
+
+
+def _slots(
+    kind: Kind, own: Mapping[str, Any], rule: Rule, shape: Shape, path: str, faults: list[tuple[str, str]]
+) -> Iterator[tuple[str, Tensor]]:
+    for name, native in kind.names.items():
+        tensor = own.get(native)
+        if not isinstance(tensor, Tensor):
+            continue
+        expected = rule.slot_shape(name, shape) if name in _FACTORED else shape
+        stored = _kept(rule, name, shape) if kind.form.get("reduced_axis") == "kept" else expected
+        if tensor.shape != stored:
+            faults.append((f"{native} has shape {tensor.shape}, expected {stored}", path))
+        else:
+            yield name, tensor if stored == expected else Reaxed(tensor, expected)
+
+
+def _saw_pieces(kind: Kind, own: Mapping[str, Any], rule: Rule) -> bool:
+    """Tells whether a parameter that the optimizer would factor has a second moment that isn't."""
+    return kind.schema == "adafactor" and rule.factored and isinstance(own.get(kind.names["v"]), Tensor)
+
+
+def _kept(rule: Rule, name: str, shape: Shape) -> Shape:
+    """Returns the shape of a slot whose averaged axes stay with length 1."""
+    if name not in _FACTORED:
+        return shape
+    gone = rule.dims(Axis.COLUMN if name == "v_row" else Axis.ROW)
+    return tuple(1 if i in gone else n for i, n in enumerate(shape))
+
+
+def _native(
+    kind: Kind, state: TrainState, path: str, own: Mapping[str, Tensor], faults: list[tuple[str, str]]
+) -> dict[str, Any]:
+    param, names = state.params[path], kind.names
+    usual = kind.rule(param.shape)
+    rule = state.rules.get(path, usual)
+    updates = state.counts.behind.get(path, state.counts.updates)
+    step: Any = in_memory(np.asarray(updates, kind.count), "step") if kind.count else updates
+    found: dict[str, Any] = {"step": step}
+    # Pieces are cut anew from what lies under names; by index the optimizer itself would look for factored slots.
+    pieces = not rule.factored and bool(state.extra.get(_BY_NAME))
+    if rule.axes != usual.axes and not pieces:
+        axes = ", ".join(axis.value for axis in rule.axes)
+        faults.append((f"is factored by {axes}; this optimizer would: {[a.value for a in usual.axes]}", path))
+        return found
+    for name, tensor in own.items():
+        if name not in names:
+            faults.append((f"has slot {name}, for which there is no place", path))
+            continue
+        kept = kind.form.get("reduced_axis") == "kept" and name in _FACTORED
+        found[names[name]] = Reaxed(tensor, _kept(rule, name, param.shape)) if kept else tensor
+    return found | dict(state.extra.get(_INFORMATION, {}).get(path, {}))
+
+
+def _groups(
+    kind: Kind, schema: OptimizerSchema, parts: Frame, names: Sequence[Sequence[str]]
+) -> Iterator[Group]:
+    for options, own in zip(parts.groups, names, strict=True):
+        values = schema.canonical(kind.variant, options)
+        yield Group(tuple(map(_path, own)), values, dict.fromkeys(values, "file"))
+
+
+def _options(kind: Kind) -> tuple[str, ...]:
+    """Returns the keys of a group that become hyperparameters."""
+    offered = load_schema(kind.schema).variant(kind.variant)["defaults"]
+    return tuple(load_schema(kind.schema).native(kind.variant, dict.fromkeys(offered, 0)))
+
+
+def _count(step: Any, path: str, faults: list[tuple[str, str]]) -> int:
+    value = step.read() if isinstance(step, Tensor) and step.shape == () else step
+    if isinstance(value, bool) or (not np.isscalar(value) and not isinstance(value, np.ndarray)):
+        faults.append(("has no step", path))
+        return 0
+    number = float(np.asarray(value))
+    if not number.is_integer() or not 0 <= number < 2**53:
+        faults.append((f"has made {number} updates", path))
+        return 0
+    return int(number)
+
+
+def _counts(counts: Mapping[str, int], params: Mapping[str, Tensor]) -> Counts:
+    updates = max(counts.values(), default=0)
+    behind = {path: counts.get(path, 0) for path in params if counts.get(path, 0) != updates}
+    return Counts(updates, updates, behind)
+
+
+def _path(name: str) -> str:
+    return name.replace(".", "/")
+
+
+def _name(path: str) -> str:
+    return path.replace("/", ".")
+
+
+LAYOUT = TorchOptim()
+BY_NAME = TorchOptim(
+    "torch-fqn",
+    "the same as torch-optim, by name as get_state_dict gathers it",
+    containers=("torch", "dcp"),
+    form="name",
+)
+FLAT = TorchOptim(
+    "torch-fqn-flat",
+    "the same flat, an entry for each option of a parameter",
+    containers=("torch", "dcp", "dcp-safetensors"),
+    form="flat",
+)

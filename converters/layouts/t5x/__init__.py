@@ -1,0 +1,1 @@
+"""T5X' Adafactor and MultiOptimizer."""

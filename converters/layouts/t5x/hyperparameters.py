@@ -1,0 +1,205 @@
+"""The hyperparameters of a T5X run: given, found in a gin file or manifest, inferred from the slots, or assumed.
+
+T5X stores none of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from statekit.conversion.contracts import Hints
+from statekit.converters.layouts.factor_inference import with_minimum
+from statekit.converters.layouts.hyperparameters import Known, Member, Settings
+from statekit.converters.layouts.t5x.rules import STANDARD
+from statekit.converters.layouts.t5x.tree import Held
+from statekit.errors import UsageError
+from statekit.files.checkpoint import Checkpoint
+from statekit.state.factoring import first_entry, map_entries
+from statekit.state.schema import load_schema
+from statekit.tensors.tensor import Shape
+
+RULES = ("factor_map", "logical_factor_rules", "logical_axes")
+"""Hyperparameters that say how parameters are factored; they become rules."""
+
+_STANDARD = "standard_logical_factor_rules()"
+_TRAVERSALS = "traversals_and_optimizers"
+
+
+def defaults() -> dict[str, Any]:
+    """Returns T5X's defaults. Source: T5X t5x/adafactor.py, `Adafactor.__init__`."""
+    return dict(load_schema("adafactor").variants["t5x"]["defaults"])
+
+
+def value_faults(values: Mapping[str, Any]) -> dict[str, str]:
+    """Returns for each hyperparameter that T5X's Adafactor doesn't have, or that can't have its value, why."""
+    names = {*defaults(), "logical_axes", _TRAVERSALS}
+    return {
+        name: fault
+        for name, value in values.items()
+        if (fault := _fault(name, value) if name in names else "there is no such hyperparameter")
+    }
+
+
+def check_values(values: Mapping[str, Any]) -> None:
+    """Checks hyperparameters that a user gave.
+
+    Raises:
+        UsageError: Lists every name and value that can't be.
+    """
+    if faults := value_faults(values):
+        raise UsageError(
+            "T5X's Adafactor doesn't take these hyperparameters.",
+            expected=", ".join([*defaults(), "logical_axes", _TRAVERSALS]),
+            found="; ".join(f"{name}={values[name]!r}: {fault}" for name, fault in faults.items())[:2000],
+        )
+
+
+def _fault(name: str, value: Any) -> str:
+    schema = load_schema("adafactor")
+    by_path = name == "multiply_by_parameter_scale" and isinstance(value, dict)
+    if name in (*RULES, _TRAVERSALS) or name not in schema.hyperparameters or by_path:
+        return ""
+    return schema.fault(name, value)
+
+
+def members(
+    checkpoint: Checkpoint, hints: Hints, known: Known | None, held: Mapping[str, Held | None]
+) -> tuple[list[Member], list[str]]:
+    """Sorts the moved parameters by optimizer: as traversals or the manifest say, else by whether they have momentum.
+
+    Returns:
+        The members, each with what is told about it: by the user, by the manifest, by a gin file. What is open.
+
+    Raises:
+        UsageError: The user's hyperparameters can't be, or the traversals don't select exactly the parameters that
+            have slots; lists every one.
+    """
+    check_values(hints.hyperparameters)
+    given = {name: value for name, value in hints.hyperparameters.items() if name != _TRAVERSALS}
+    gin, notes = _from_gin(checkpoint)
+    if _TRAVERSALS in hints.hyperparameters:
+        return _traversed(hints.hyperparameters[_TRAVERSALS], gin.over(given, "given"), held), notes
+    if known is not None:
+        moved = [replace(g, paths=tuple(p for p in g.paths if held.get(p) is not None)) for g in known.groups]
+        return [replace(g, told=gin.under(g.told).over(given, "given")) for g in moved], notes
+    told = gin.over(given, "given")
+    momentum = {path: own.momentum for path, own in held.items() if own is not None}
+    parts = [tuple(momentum)]
+    if {True, False} <= set(momentum.values()):
+        parts = [tuple(p for p in momentum if momentum[p]), tuple(p for p in momentum if not momentum[p])]
+        notes.append(
+            "Some parameters have momentum and others don't: they are taken for two optimizers' parameters."
+        )
+    elif None in held.values():
+        notes.append(
+            "Which optimizer moved a parameter isn't stored; all that have slots are taken to share one."
+        )
+    return [Member(paths, told) for paths in parts if paths], notes
+
+
+def _from_gin(checkpoint: Checkpoint) -> tuple[Settings, list[str]]:
+    """Returns what the run's gin file says, and what of it can't be used."""
+    gin = checkpoint.meta.get("gin") or {}
+    values, references = dict(gin.get("values", {})), gin.get("references", {})
+    notes = [note for note in gin.get("left_out", ()) if _STANDARD not in note]
+    if _STANDARD in references.get("logical_factor_rules", ""):
+        values["logical_factor_rules"] = STANDARD
+    faults = value_faults(values)
+    notes += [
+        f"{name}={values[name]!r} in {gin['file']} isn't used: {fault}." for name, fault in faults.items()
+    ]
+    return Settings().over(
+        {name: value for name, value in values.items() if name not in faults}, "file"
+    ), notes
+
+
+def _traversed(traversals: Any, told: Settings, held: Mapping[str, Held | None]) -> list[Member]:
+    entries = list(_entries(traversals))
+    owners = {path: [i for i, (regex, _) in enumerate(entries) if re.search(regex, path)] for path in held}
+    faults = [f"{path} is selected {len(own)} times" for path, own in owners.items() if len(own) > 1]
+    faults += [
+        f"{path} is selected but has no slots" for path, own in owners.items() if own and held[path] is None
+    ]
+    faults += [
+        f"{path} has slots but isn't selected" for path, own in owners.items() if not own and held[path]
+    ]
+    if faults:
+        raise UsageError(f"{_TRAVERSALS} doesn't fit the checkpoint.", found="; ".join(faults)[:2000])
+    return [
+        Member(tuple(path for path, own in owners.items() if own == [i]), told.over(values, "given"))
+        for i, (_, values) in enumerate(entries)
+    ]
+
+
+def _entries(traversals: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    for entry in traversals if isinstance(traversals, Sequence) else [traversals]:
+        fields: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {}
+        regex, values = fields.get("path_regex_search"), fields.get("hyperparameters", {})
+        try:
+            if not isinstance(regex, str):
+                raise TypeError
+            re.compile(regex)
+        except (re.error, TypeError, RecursionError) as error:
+            raise UsageError(
+                f"{_TRAVERSALS} has another form.",
+                expected='[{"path_regex_search": "kernel$", "hyperparameters": {...}}, ...]',
+                found=repr(entry)[:200],
+            ) from error
+        if not isinstance(values, dict):
+            raise UsageError(
+                f"{_TRAVERSALS} has hyperparameters that aren't a map.", found=repr(values)[:200]
+            )
+        check_values(values)
+        yield regex, values
+
+
+def inferred(held: Sequence[Held], by_size: Sequence[Held], told: Settings) -> tuple[Settings, list[str]]:
+    """Returns T5X's defaults as corrected by what the slots of one optimizer's parameters prove, and what is open.
+
+    Args:
+        held: Slots of all its parameters.
+        by_size: Of them the matrices that have no rule of their own.
+        told: What is known already.
+    """
+    notes = []
+    found = Settings().over(defaults(), "assumed")
+    full = [own for own in held if own.momentum]
+    if full:
+        found = found.over({"dtype_momentum": full[0].momentum_dtype.name}, "file")
+    elif any(own.momentum is False for own in held):
+        found = found.over({"beta1": None}, "file")
+    if any(own.factored for own in held):
+        found = found.over({"factored": True}, "file")
+    elif not any(map(told.is_told, RULES)) and any(_factors(own.shape, found.values) for own in held):
+        found = found.over({"factored": False}, "assumed")
+    if found.values["factored"] and not told.is_told("min_dim_size_to_factor"):
+        yes = [min(own.shape) for own in by_size if own.factored]
+        found, note = with_minimum(found, yes, [min(own.shape) for own in by_size if not own.factored])
+        notes += note
+    values = dict(found.values)
+    if full:
+        del values["beta1"]
+    return Settings(values, {name: found.known_from[name] for name in values}), notes
+
+
+def _factors(shape: Shape, values: Mapping[str, Any]) -> bool:
+    """Tells whether T5X, left to its defaults, would have factored a parameter, or stopped at it."""
+    return len(shape) > 2 or (len(shape) == 2 and min(shape) >= values["min_dim_size_to_factor"])
+
+
+def scale_by_path(value: Any, paths: Sequence[str], faults: list[tuple[str, str]]) -> Any:
+    """Resolves multiply_by_parameter_scale to a bool, or to one for each path."""
+    if isinstance(value, bool):
+        return value
+    entries = map_entries(value, "multiply_by_parameter_scale")
+    found: dict[str, bool] = {}
+    for path in paths:
+        entry = first_entry(entries, path)
+        if entry is None or not isinstance(entry.value, bool):
+            faults.append(("multiply_by_parameter_scale has no true or false for it", path))
+        else:
+            found[path] = entry.value
+    return found

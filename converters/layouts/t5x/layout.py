@@ -1,0 +1,294 @@
+"""Layout `t5x`: the train state of T5X's Adafactor.
+
+    target/<path>  state/step  state/param_states/<path>/{v_row,v_col,v,m}  flax_mutables/...
+
+Source: T5X t5x/adafactor.py, t5x/train_state.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.converters.layouts.dropped import unplaced
+from statekit.converters.layouts.factor_inference import fits, from_slots
+from statekit.converters.layouts.hyperparameters import Member, Settings, manifest_state
+from statekit.converters.layouts.t5x.hyperparameters import RULES, inferred, members, scale_by_path
+from statekit.converters.layouts.t5x.rules import GivenRules, as_t5x, given_rules
+from statekit.converters.layouts.t5x.tree import PLACEHOLDER, SLOTS, Held, Native, looks_native, read_native
+from statekit.errors import InexactError, StateError, fault_list, some
+from statekit.files.checkpoint import Checkpoint
+from statekit.state.factoring import by_size, effective
+from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.tensors.tensor import DTYPES, Filled, Tensor, in_memory
+from statekit.tensors.tree import nested
+
+_EXTRA = ("flax_mutables", "t5x")
+_PLACE = "checkpoint_{step}/state"
+
+
+@dataclass(frozen=True)
+class T5XAdafactor:
+    """T5X's Adafactor."""
+
+    name: str = "t5x"
+    title: str = "T5X's Adafactor: target and state/param_states, unused slots as zeros of shape (1,)"
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"adafactor": ("t5x",)})
+    containers: tuple[str, ...] = ("t5x", "orbax")
+
+    def detect(self, checkpoint: Checkpoint) -> Evidence | None:
+        """Looks at names and shapes only."""
+        because = looks_native(checkpoint)
+        return None if because is None else Evidence(20, because)
+
+    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+        """Returns the canonical state.
+
+        Hyperparameters come, the stronger first, from the hints, from the manifest of a conversion, from the run's gin
+        file, from what the slots prove, and from T5X's defaults.
+
+        Raises:
+            StateError: Names or shapes break the layout, or contradict what was told; lists every fault.
+            UsageError: A hint has a name or value that T5X's Adafactor doesn't take.
+        """
+        native = read_native(checkpoint)
+        known = manifest_state(checkpoint, "adafactor")
+        sorted_members, notes = members(checkpoint, hints, known, native.held)
+        faults: list[tuple[str, str]] = []
+        groups, rules = [], {}
+        stated = {} if known is None or hints.hyperparameters.keys() & set(RULES) else known.rules
+        for member in sorted_members:
+            held = {path: own for path in member.paths if (own := native.held[path]) is not None}
+            group, own_rules = _group(member, held, stated, faults, notes)
+            groups.append(group)
+            rules.update(own_rules)
+        if faults:
+            raise StateError(
+                f"What is told about the run contradicts its checkpoint: {len(faults)} faults.",
+                place=checkpoint.path,
+                found=fault_list(faults),
+                remedy="check the hyperparameters against the run's gin file",
+            )
+        if not native.held:
+            notes.append("The checkpoint holds no optimizer state, only parameters.")
+            groups = [Group(tuple(native.params))]
+        momentum = _with_momentum(native, groups)
+        slots = {path: _canonical(own, path in momentum) for path, own in native.held.items() if own}
+        variant = hints.variant or (known.variant if known else "t5x")
+        counts = Counts(native.step, known.schedule if known else native.step)
+        said = (*notes, *_rule_notes(rules)) if known is None or hints.hyperparameters else known.assumptions
+        optimizer = Optimizer("adafactor", variant, tuple(groups))
+        return TrainState(native.params, slots, optimizer, counts, rules, native.extra, said)
+
+    def encode(self, state: TrainState) -> Encoded:
+        """Returns T5X's tree.
+
+        Raises:
+            InexactError: T5X has no place for the optimizer, or for a slot; lists every one.
+        """
+        if state.optimizer.schema != "adafactor":
+            raise InexactError(
+                "The layout t5x holds Adafactor's state only.",
+                expected="adafactor",
+                found=state.optimizer.schema,
+            )
+        faults: list[tuple[str, str]] = []
+        moved = {path for group in state.optimizer.groups for path in group.paths}
+        states: dict[tuple[str, ...], Any] = {}
+        for path, param in state.params.items() if state.slots else ():
+            own = state.slots.get(path, {})
+            node = (
+                None
+                if not own and path not in moved
+                else _placed(path, param, own, state.rules.get(path), faults)
+            )
+            states[tuple(path.split("/"))] = node
+        if not 0 <= state.counts.updates < 2**31:
+            faults.append((f"{state.counts.updates} updates don't fit int32", "state/step"))
+        if faults:
+            raise InexactError(f"T5X can't hold the state: {len(faults)} faults.", found=fault_list(faults))
+        extra = {name: state.extra[name] for name in _EXTRA if name in state.extra}
+        beyond = extra.pop("t5x", {})
+        tree = {
+            "state": {
+                "param_states": nested(states),
+                "step": in_memory(np.asarray(state.counts.updates, np.int32), "state/step"),
+                **beyond.get("state", {}),
+            },
+            "target": nested({tuple(path.split("/")): param for path, param in state.params.items()}),
+            **extra,
+            **{key: value for key, value in beyond.items() if key != "state"},
+        }
+        return Encoded(tree, state.counts.updates, dropped=_dropped(state), place=_PLACE)
+
+
+def _group(
+    member: Member,
+    held: Mapping[str, Held],
+    stated: Mapping[str, Any],
+    faults: list[tuple[str, str]],
+    notes: list[str],
+) -> tuple[Group, dict[str, Rule]]:
+    """Settles hyperparameters and rules of the parameters that one optimizer moves.
+
+    Args:
+        member: The parameters, and what was told about their optimizer.
+        held: Their slots.
+        stated: Rules that a manifest states.
+        faults: Where told and held contradict each other; added to.
+        notes: What is open or assumed; added to.
+    """
+    told = member.told
+    rules = _told_rules(told)
+    by_shape = [
+        own for path, own in held.items() if len(own.shape) == 2 and not _has_batch(rules.find(path)[1])
+    ]
+    found, open_points = (Settings(), []) if member.settled else inferred(list(held.values()), by_shape, told)
+    settled = found.under(told)
+    faults += _contradictions(held, told)
+    own_rules = {}
+    for path, own in held.items():
+        known = as_t5x(Rule.from_json(stated[path]), own.shape) if path in stated else None
+        rule = known or _rule(path, own, rules, settled)
+        if (fault := _rule_fault(rule, own)) is not None:
+            faults.append((fault, path))
+        elif rule is not None:
+            own_rules[path] = rule
+    kept = {name: value for name, value in settled.values.items() if name not in RULES}
+    if kept.get("learning_rate") is None:
+        kept.pop("learning_rate", None)
+    if (scale := kept.get("multiply_by_parameter_scale")) is not None:
+        kept["multiply_by_parameter_scale"] = scale_by_path(scale, member.paths, faults)
+    if "beta1" not in kept and any(own.momentum for own in held.values()):
+        notes.append("beta1 isn't stored: m is in use, so momentum was on; a step needs its value.")
+    notes += [*_default_notes(kept, settled), *open_points]
+    return Group(member.paths, kept, {name: settled.known_from[name] for name in kept}), own_rules
+
+
+def _told_rules(told: Settings) -> GivenRules:
+    values = {name: told.values.get(name) for name in RULES}
+    return given_rules(values["factor_map"], values["logical_factor_rules"], values["logical_axes"])
+
+
+def _has_batch(labels: tuple[Axis, ...] | None) -> bool:
+    return labels is not None and Axis.BATCH in labels
+
+
+def _contradictions(held: Mapping[str, Held], told: Settings) -> Iterator[tuple[str, str]]:
+    beta1 = told.values.get("beta1")
+    for path, own in held.items():
+        if told.is_told("beta1") and own.momentum is not None and own.momentum != (beta1 is not None):
+            yield f"beta1 is {beta1}, but m is {'in use' if own.momentum else 'a placeholder'}", path
+        stated = told.values.get("dtype_momentum")
+        if own.momentum and told.is_told("dtype_momentum") and stated != own.momentum_dtype.name:
+            yield f"dtype_momentum is {stated}, but m is {own.momentum_dtype}", path
+
+
+def _rule(path: str, own: Held, rules: GivenRules, settled: Settings) -> Rule | None:
+    """Returns how a parameter is factored: as told, else as its slots show. None if T5X would stop there."""
+    values = settled.values
+    factored, minimum = values.get("factored", True), values.get("min_dim_size_to_factor", 0)
+    logical = values.get("logical_factor_rules") is not None
+    by_map = (
+        settled.is_told("factor_map") and not logical
+    )  # then every path has an entry; None is the heuristic
+    stated, labels = rules.find(path)
+    unfactored = settled.is_told("factored") and not factored
+    if stated or unfactored or (by_map and values["factor_map"] is None):
+        axes = effective(labels, own.shape, factored, minimum)
+        source = next((name for name in RULES if settled.is_told(name)), "factored")
+        return None if axes is None else Rule(axes, settled.known_from[source])
+    if by_map:
+        return None
+    if own.factored:
+        return from_slots(own.shape, own.slots["v_row"].shape, own.slots["v_col"].shape, logical)
+    return Rule((Axis.NONE,) * len(own.shape), "file" if len(own.shape) < 2 else "assumed")
+
+
+def _rule_fault(rule: Rule | None, own: Held) -> str | None:
+    row, column = own.slots["v_row"].shape, own.slots["v_col"].shape
+    has = f"v_row {row} and v_col {column}" if own.factored else "a full v"
+    if rule is None:
+        return f"has {has}, and no factor rule that T5X would take gives that for shape {own.shape}"
+    labels = ", ".join(axis.value for axis in rule.axes)
+    if len(rule.axes) != len(own.shape):
+        return f"has shape {own.shape}, but a factor rule of {labels}"
+    if rule.factored != own.factored or (own.factored and not fits(rule.axes, own.shape, row, column)):
+        gives = (
+            [rule.slot_shape(name, own.shape) for name in ("v_row", "v_col")] if rule.factored else "a full v"
+        )
+        return f"has {has}, but the rule ({labels}) gives {gives}"
+    return None
+
+
+def _with_momentum(native: Native, groups: Sequence[Group]) -> set[str]:
+    """Returns the parameters whose `m` is in use. Where its shape hides that, others of the same optimizer tell."""
+    on: set[str] = set()
+    for group in groups:
+        own = {path: held.momentum for path in group.paths if (held := native.held.get(path)) is not None}
+        hidden = any(own.values()) or group.hyperparameters.get("beta1") is not None
+        on |= {path for path, momentum in own.items() if momentum or (momentum is None and hidden)}
+    return on
+
+
+def _canonical(own: Held, momentum: bool) -> dict[str, Tensor]:
+    names = [*(("v_row", "v_col") if own.factored else ("v",)), *(("m",) if momentum else ())]
+    return {name: own.slots[name] for name in names}
+
+
+def _default_notes(values: Mapping[str, Any], settled: Settings) -> Iterator[str]:
+    assumed = [f"{name}={values[name]}" for name in values if settled.known_from[name] == "assumed"]
+    if assumed:
+        yield f"T5X stores no hyperparameters; assumed: {', '.join(assumed)}."
+
+
+def _rule_notes(rules: Mapping[str, Rule]) -> Iterator[str]:
+    """Says which rules are assumed, one sentence for each kind of parameter."""
+    open_rules = {path: rule for path, rule in rules.items() if rule.known_from == "assumed"}
+    high = [path for path, rule in open_rules.items() if len(rule.axes) > 2]
+    square = [path for path, rule in open_rules.items() if len(rule.axes) == 2 and rule.factored]
+    flat = [path for path, rule in open_rules.items() if len(rule.axes) == 2 and not rule.factored]
+    if high:
+        yield (
+            f"How parameters of rank 3 and more are factored isn't proven by their slots ({some(high)}): a step needs"
+            " factor_map, or logical_factor_rules with logical_axes, or factored=false."
+        )
+    if square:
+        yield (
+            f"In square matrices v_row is taken to average axis 1, as T5X has it ({some(square)}); a state that T5X's"
+            " importer took from Mesh TensorFlow has the two exchanged."
+        )
+    if flat:
+        yield f"Unfactored matrices are taken to have no BATCH axis ({some(flat)})."
+
+
+def _placed(
+    path: str, param: Tensor, own: Mapping[str, Tensor], rule: Rule | None, faults: list[tuple[str, str]]
+) -> dict[str, Tensor]:
+    """Returns the four slots of a parameter; placeholders where one isn't in use."""
+    if not ({"v"} <= own.keys() or {"v_row", "v_col"} <= own.keys()):
+        faults.append(("has no second moment", path))
+    faults += [(f"has slot {name}, for which T5X has no place", path) for name in own if name not in SLOTS]
+    if rule is not None and rule.factored and len(rule.axes) == 2 and Axis.BATCH not in rule.axes:
+        if as_t5x(rule, param.shape) != rule:
+            own = {**own, "v_row": own["v_col"], "v_col": own["v_row"]}
+        elif rule.axes != by_size(param.shape):
+            faults.append(("is a matrix that is factored along one axis only", path))
+    return {
+        name: own.get(name, Filled(PLACEHOLDER, DTYPES["float32"], 0.0, "T5X's placeholder"))
+        for name in sorted(SLOTS)
+    }
+
+
+def _dropped(state: TrainState) -> dict[str, str]:
+    dropped = unplaced(state.extra, _EXTRA, "T5X")
+    if state.counts.schedule != state.counts.updates:
+        dropped["counts/schedule"] = "T5X has one step for both, and the optimizer's is kept"
+    return dropped
+
+
+LAYOUT = T5XAdafactor()

@@ -1,0 +1,1 @@
+"""TensorFlow 1's optimizers: Tensor2Tensor, Mesh-TensorFlow, Adam."""

@@ -1,0 +1,388 @@
+"""The layouts of TensorFlow 1's optimizers: variables, slots beside them by name, and `global_step`.
+
+    t2t          Tensor2Tensor's Adafactor     w/Adafactor, w/Adafactor_1, w/Adafactor_2
+    mesh-tf      Mesh-TensorFlow's Adafactor   w_slot_vr, w_slot_vc, w_slot_v, w_slot_m
+    tf-adam      TensorFlow's Adam             w/Adam, w/Adam_1
+    mesh-tf-adam Mesh-TensorFlow's and GPT-Neo's AdamWeightDecay   w/adam_m, w/adam_v
+
+No hyperparameter is stored; only TensorFlow's Adam has powers of its betas, which tell them. What a numbered slot is
+follows from how many there are, over all variables: Adafactor makes m, if it has momentum, then vr and vc, or v. Which
+release ran can't be told from a file.
+
+Source: tensorflow/tensor2tensor, utils/adafactor.py, `_create_slots`; tensorflow/mesh, mesh_tensorflow/optimize.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.converters.layouts.dropped import unplaced
+from statekit.converters.layouts.hyperparameters import manifest_state
+from statekit.converters.layouts.tensorflow1.names import (
+    AVERAGE,
+    GLOBAL_STEP,
+    Named,
+    saved_name,
+    sorted_names,
+)
+from statekit.converters.layouts.tensorflow1.powers import POWERS, held_betas, new_powers
+from statekit.errors import InexactError, StateError, fault_list
+from statekit.files.checkpoint import Checkpoint
+from statekit.state.factoring import by_shape, first_entry, labels, map_entries, swapped
+from statekit.state.hyperparameters import form
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Axis, Counts, Group, KnownFrom, Optimizer, Rule, TrainState
+from statekit.tensors.tensor import Shape, Tensor, in_memory
+
+HOME = "tf1"
+"""Key in `extra` of what a TensorFlow 1 checkpoint holds besides."""
+_SHOWN = 40
+_FACTORED = ("v_row", "v_col")
+
+
+@dataclass(frozen=True)
+class TensorFlow1:
+    """One optimizer's layout.
+
+    Attributes:
+        name: The name for `--layout`.
+        title: One line for people.
+        schema: The optimizer.
+        makers: Variants that write such names, the usual one first.
+        pattern: Matches the whole name of a slot.
+        native: Slot, in the order in which slots are made -> what stands for it in its name; `""` and `_1`, `_2`, ...
+            by its place if all are empty.
+        suffix: What goes between a variable's name and that.
+        powers: Whether the optimizer has powers of its betas for a count.
+    """
+
+    name: str
+    title: str
+    schema: str
+    makers: tuple[str, ...]
+    pattern: re.Pattern[str]
+    suffix: str
+    native: Mapping[str, str]
+    powers: bool = False
+    containers: tuple[str, ...] = ("tf-bundle",)
+
+    @property
+    def variants(self) -> Mapping[str, tuple[str, ...]]:
+        """The schema's variants that write such names."""
+        return {self.schema: self.makers}
+
+    def detect(self, checkpoint: Checkpoint) -> Evidence | None:
+        """Looks for slots beside variables."""
+        tree = checkpoint.tree
+        if not isinstance(tree, Mapping) or not all(isinstance(name, str) for name in tree):
+            return None
+        found = next((name for name in tree if self._slot_of(name, tree)), None)
+        return Evidence(20, f"{found} beside its variable") if found else None
+
+    def _slot_of(self, name: str, tree: Mapping[str, Any]) -> bool:
+        match = self.pattern.fullmatch(name)
+        base = match["base"] if match else ""
+        while base and base not in tree:
+            base = base.partition("/")[2]
+        return bool(base)
+
+    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+        """Returns the canonical state.
+
+        Hints are canonical: `variant`, hyperparameters, and `factor_map` as {variable: labels} for parameters of rank
+        3 and more, whose stacked axes no file tells.
+
+        Raises:
+            StateError: Names or shapes break the layout; lists every fault.
+            UsageError: A hint that the schema doesn't know.
+        """
+        named = sorted_names(checkpoint.tree, self.pattern)
+        faults = [("is a slot of a variable that isn't there", name) for name in named.orphans]
+        if ", " in named.scope:
+            faults.append((f"slots lie below different scopes: {named.scope}", "slots"))
+        updates = _updates(named, faults)
+        known = manifest_state(checkpoint, self.schema)
+        variant = hints.variant or (known.variant if known else None) or self._only_variant()
+        slots, momentum = self._slots(named, faults)
+        rules = dict(self._rules(named, slots, variant, hints, faults))
+        if faults:
+            raise StateError(
+                f"The names don't make a state of {self.title}: {len(faults)} faults.",
+                place=checkpoint.path,
+                found=fault_list(faults[:_SHOWN]),
+            )
+        groups, notes = self._groups(named, slots, variant, momentum, updates)
+        if known is not None:
+            groups = tuple(Group(g.paths, g.told.values, g.told.known_from) for g in known.groups)
+            notes = list(known.assumptions)
+        state = TrainState(
+            named.params,
+            slots,
+            Optimizer(self.schema, variant, groups),
+            Counts(updates, known.schedule if known else updates),
+            {**rules, **{p: Rule.from_json(r) for p, r in known.rules.items()}} if known else rules,
+            {HOME: _home(named)},
+            tuple(notes),
+        )
+        return replace(hints, variant=None).applied(state) if hints.hyperparameters else state
+
+    def encode(self, state: TrainState) -> Encoded:
+        """Returns the flat tree of names.
+
+        Raises:
+            InexactError: The layout can't hold the state; lists every reason.
+        """
+        faults = list(self._misfits(state))
+        home = state.extra.get(HOME)
+        home = home if isinstance(home, Mapping) else {}
+        parts, scope = home.get("parts", {}), home.get("scope", "")
+        tree: dict[str, Any] = {}
+
+        def put(before: str, path: str, suffix: str, tensor: Tensor) -> None:
+            whole, spec = parts.get(path, (path, None))
+            key = f"{before}{path}{suffix}" if spec is None else saved_name(whole, path, before, suffix)
+            if spec is not None:
+                tree.setdefault(key, {})[spec] = tensor
+            elif key in tree:
+                faults.append(("would have the name of another tensor", key))
+            else:
+                tree[key] = tensor
+
+        for path, param in state.params.items():
+            put("", path, "", param)
+        for path, own in state.slots.items():
+            for suffix, tensor in self._native(state, path, own):
+                put(scope, path, suffix, tensor)
+        for path, tensor in home.get("averages", {}).items():
+            put("", path, AVERAGE, tensor)
+        tree |= {name: value for name, value in home.get("others", {}).items() if name not in tree}
+        if self.powers and not any(name.rpartition("/")[2] in POWERS for name in tree):
+            groups, updates = state.optimizer.groups, state.counts.updates
+            tree |= {f"{scope}{name}": power for name, power in new_powers(groups, updates, faults)}
+        tree[home.get("step", GLOBAL_STEP)] = in_memory(
+            np.asarray(state.counts.updates, np.int64), GLOBAL_STEP
+        )
+        if faults:
+            raise InexactError(
+                f"{self.title} can't hold the state: {len(faults)} faults.", found=fault_list(faults[:_SHOWN])
+            )
+        return Encoded(tree, state.counts.updates, dropped=unplaced(state.extra, (HOME,), self.title))
+
+    def _only_variant(self) -> str | None:
+        return self.makers[0] if len(self.makers) == 1 else None
+
+    def _form(self, variant: str | None) -> Mapping[str, Any]:
+        chosen = variant if variant in self.makers else self.makers[0]
+        return form(self.schema, chosen)
+
+    def _slots(
+        self, named: Named, faults: list[tuple[str, str]]
+    ) -> tuple[dict[str, dict[str, Tensor]], bool]:
+        """Returns the slots by canonical name, and whether there is momentum."""
+        if any(self.native.values()):
+            by_name = {native: slot for slot, native in self.native.items()}
+            held = {path: {by_name[n]: t for n, t in own.items()} for path, own in named.slots.items()}
+            return held, any("m" in own for own in held.values())
+        momentum = "m" in self.native and self._momentum(named)
+        found = {}
+        for path, own in named.slots.items():
+            ordered = [own[key] for key in sorted(own, key=lambda key: int(key[1:] or 0))]
+            rest = len(ordered) - momentum
+            names = [*(["m"] if momentum else []), *(_FACTORED if rest == 2 and self._factors else ("v",))]
+            if len(names) != len(ordered):
+                faults.append((f"has {len(ordered)} slots, expected {len(names)} ({', '.join(names)})", path))
+            found[path] = dict(zip(names, ordered, strict=False))
+        return found, momentum
+
+    @property
+    def _factors(self) -> bool:
+        return "v_row" in self.native
+
+    def _momentum(self, named: Named) -> bool:
+        """Tells whether the first of a variable's slots is its momentum: m has the variable's shape, vr never has."""
+        if not self._factors:
+            return True
+        firsts = [
+            (own[""].shape == named.params[p].shape, len(own)) for p, own in named.slots.items() if "" in own
+        ]
+        return any(count == 3 or (same and count == 2) for same, count in firsts)
+
+    def _rules(
+        self,
+        named: Named,
+        slots: Mapping[str, Mapping[str, Tensor]],
+        variant: str | None,
+        hints: Hints,
+        faults: list[tuple[str, str]],
+    ) -> Iterator[tuple[str, Rule]]:
+        """Yields how each parameter is factored: as it was told, else as the variant does with its shape."""
+        if not self._factors:
+            return
+        given = hints.hyperparameters.get("factor_map")
+        entries = map_entries(given, "factor_map") if given is not None else ()
+        form = self._form(variant)
+        for path, own in slots.items():
+            shape, factored = named.params[path].shape, "v_row" in own
+            entry = first_entry(entries, path)
+            axes = (labels(entry.value) if entry else None) or by_shape(form, shape, factored)
+            known: KnownFrom = "given" if entry else "file" if form["factored_rank"] == "two" else "assumed"
+            rule = Rule(axes, known if len(shape) > 1 else "file")
+            fault = _rule_fault(rule, shape, own)
+            if fault:
+                faults.append((fault, path))
+            else:
+                yield path, rule
+
+    def _groups(
+        self, named: Named, slots: Mapping[str, Any], variant: str | None, momentum: bool, updates: int
+    ) -> tuple[tuple[Group, ...], list[str]]:
+        """Returns the one group, with what the variant has unless told otherwise, and what was assumed for that."""
+        schema, paths = load_schema(self.schema), tuple(slots)
+        if variant is None:
+            candidates = ", ".join(self.makers)
+            return (Group(paths),), [
+                f"The file doesn't say which variant ran: {candidates}. Name it with --variant."
+            ]
+        values = {n: v for n, v in schema.variant(variant)["defaults"].items() if n != "learning_rate"}
+        known: dict[str, KnownFrom] = dict.fromkeys(values, "assumed")
+        if self._factors:
+            values["factored"] = any("v_row" in own for own in slots.values())
+            known["factored"] = "file"
+            if momentum:  # how strong it is, no file tells
+                del values["beta1"], known["beta1"]
+            else:
+                known["beta1"] = "file"
+        held = held_betas(named.others, values, updates) if self.powers else {}
+        values |= held
+        known |= dict.fromkeys(held, "file")
+        odd = [name for name, value in held.items() if value is None]
+        for name in odd:
+            del values[name], known[name]
+        assumed = ", ".join(f"{n}={v}" for n, v in values.items() if known[n] == "assumed")
+        return (Group(paths, values, known),), [
+            f"The file holds no hyperparameters; assumed: {assumed}.",
+            *(f"{name}_power is of no {name} at update {updates}: name {name}." for name in odd),
+        ]
+
+    def _native(
+        self, state: TrainState, path: str, own: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields what follows a variable's name for each of its slots."""
+        own, place = self._by_axes(state, path, own), 0
+        for slot, native in self.native.items():
+            if slot in own:
+                yield f"{self.suffix}{native or (f'_{place}' if place else '')}", own[slot]
+                place += 1
+
+    def _by_axes(self, state: TrainState, path: str, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Returns slots as this optimizer calls them: v_row and v_col by the axes that they have averaged away."""
+        rule = state.rules.get(path)
+        if (
+            rule is None
+            or not rule.factored
+            or rule.axes != swapped(self._usual(rule, state.params[path].shape))
+        ):
+            return own
+        return {**own, "v_row": own["v_col"], "v_col": own["v_row"]}
+
+    def _usual(self, rule: Rule, shape: Shape) -> tuple[Axis, ...]:
+        stacked = (
+            rule.dims(Axis.BATCH)
+            if "stacked_dim_names" in load_schema(self.schema).variant(self.makers[0])["defaults"]
+            else ()
+        )
+        return by_shape(self._form(None), shape, rule.factored, 0, stacked)
+
+    def _misfits(self, state: TrainState) -> Iterator[tuple[str, str]]:
+        if state.optimizer.schema != self.schema:
+            raise InexactError(
+                f"The layout {self.name} holds the state of {self.schema} only.",
+                expected=self.schema,
+                found=state.optimizer.schema,
+            )
+        kinds = {frozenset(own) & {"m"} for own in state.slots.values()}
+        if len(kinds) > 1:
+            yield "some parameters have momentum and others don't", "slots"
+        for path, own in state.slots.items():
+            yield from (
+                (f"has slot {n}, for which there is no place", path) for n in own if n not in self.native
+            )
+            rule, shape = state.rules.get(path), state.params[path].shape
+            if rule is None or not self._factors:
+                continue
+            usual = self._usual(rule, shape)
+            if rule.axes not in (usual, swapped(usual)):
+                axes = ", ".join(axis.value for axis in rule.axes)
+                yield (
+                    f"is factored by {axes}; this optimizer would: {', '.join(a.value for a in usual)}",
+                    path,
+                )
+        for i, group in enumerate(state.optimizer.groups):
+            yield from ((f"has slot {name} as a whole", f"groups/{i}") for name in group.slots)
+
+
+def _updates(named: Named, faults: list[tuple[str, str]]) -> int:
+    name = _step_name(named)
+    tensor = named.others.get(name)
+    if not isinstance(tensor, Tensor) or tensor.shape != () or tensor.dtype.kind not in "iu":
+        faults.append(("isn't there, or no whole number: nothing else tells the step", GLOBAL_STEP))
+        return 0
+    updates = int(tensor.read())
+    if updates < 0:
+        faults.append((f"is {updates}", name))
+    return max(updates, 0)
+
+
+def _step_name(named: Named) -> str:
+    below = [name for name in named.others if name.endswith(f"/{GLOBAL_STEP}")]
+    return below[0] if GLOBAL_STEP not in named.others and len(below) == 1 else GLOBAL_STEP
+
+
+def _home(named: Named) -> dict[str, Any]:
+    step = _step_name(named)
+    others = {name: value for name, value in named.others.items() if name != step}
+    found: dict[str, Any] = {
+        "scope": named.scope,
+        "step": "" if step == GLOBAL_STEP else step,
+        "averages": dict(named.averages),
+        "others": others,
+        "parts": {path: list(part) for path, part in named.parts.items()},
+    }
+    return {key: value for key, value in found.items() if value}
+
+
+def _rule_fault(rule: Rule, shape: Shape, own: Mapping[str, Tensor]) -> str:
+    if len(rule.axes) != len(shape) or rule.factored != ("v_row" in own):
+        return f"has shape {shape}, but the rule {', '.join(axis.value for axis in rule.axes)}"
+    expected = {n: rule.slot_shape(n, shape) if n in _FACTORED else shape for n in own}
+    wrong = [f"{n} {own[n].shape}, expected {e}" for n, e in expected.items() if own[n].shape != e]
+    return f"has slots of other shapes: {'; '.join(wrong)}" if wrong else ""
+
+
+_ADAFACTOR = {"m": "", "v_row": "", "v_col": "", "v": ""}
+
+
+T2T = TensorFlow1(
+    "t2t", "Tensor2Tensor's Adafactor", "adafactor", ("t2t_late", "t2t_early"),
+    re.compile(r"(?P<base>.+)/Adafactor(?P<slot>(?:_\d+)?)", re.DOTALL), "/Adafactor", _ADAFACTOR,
+)  # fmt: skip
+MESH_TF = TensorFlow1(
+    "mesh-tf", "Mesh-TensorFlow's Adafactor", "adafactor", ("mesh_tf",),
+    re.compile(r"(?P<base>.+)_slot_(?P<slot>vr|vc|v|m)", re.DOTALL), "_slot_",
+    {"m": "m", "v_row": "vr", "v_col": "vc", "v": "v"},
+)  # fmt: skip
+TF_ADAM = TensorFlow1(
+    "tf-adam", "TensorFlow 1's Adam", "adamw", ("tf1",),
+    re.compile(r"(?P<base>.+)/(?:Lazy)?Adam(?P<slot>(?:_1)?)", re.DOTALL), "/Adam", {"m": "", "v": ""},
+    powers=True,
+)  # fmt: skip
+MESH_TF_ADAM = TensorFlow1(
+    "mesh-tf-adam", "Mesh-TensorFlow's and GPT-Neo's AdamWeightDecay", "adamw", ("mesh_tf", "gpt_neo"),
+    re.compile(r"(?P<base>.+)/adam_(?P<slot>m|v)", re.DOTALL), "/adam_", {"m": "m", "v": "v"},
+)  # fmt: skip

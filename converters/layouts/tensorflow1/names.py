@@ -1,0 +1,175 @@
+"""How TensorFlow 1's optimizers name slots beside their variables, and how a partitioned variable becomes its parts.
+
+The optimizers of TensorFlow number the slots of a variable in the order in which they were made: `w/Adafactor`,
+`w/Adafactor_1`, ...; a variable scope around the training goes before: `training/w/Adafactor`. Mesh-TensorFlow's say
+which slot it is: `w_slot_vr`, `w/adam_m`.
+
+A partitioned variable is saved under one name with its slices. So are its slots, but below a scope their names are cut
+at the wrong place: `training/w/part_0/Adam` is saved as `w/g/w/part_0/Adam`, see `saved_name`.
+
+Source: tensorflow/tensorflow v1.15, python/training/slot_creator.py, `create_slot`, `_create_slot_var`;
+python/training/optimizer.py; tensorflow/mesh mesh_tensorflow/optimize.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from statekit.converters.layouts.tensorflow1.powers import POWERS
+from statekit.errors import StateError
+from statekit.tensors.tensor import Tensor
+
+GLOBAL_STEP = "global_step"
+AVERAGE = "/ExponentialMovingAverage"
+
+
+@dataclass(frozen=True)
+class Named:
+    """The tensors of a checkpoint, sorted by their names.
+
+    Attributes:
+        params: Variables, by path: those that have slots, then other floating-point arrays that have axes.
+        slots: By path: what the names say of each slot (`""`, `_1`, `vr`, ...) -> the tensor.
+        scope: What goes before the names of slots, with its `/`; empty in most files.
+        averages: Averages of variables over time, by path.
+        others: Everything else, by name.
+        parts: Where a path is a part of a variable: (name, TensorFlow's text for the slice).
+        orphans: Slots whose variable isn't there.
+    """
+
+    params: Mapping[str, Tensor]
+    slots: Mapping[str, Mapping[str, Tensor]]
+    scope: str = ""
+    averages: Mapping[str, Tensor] = field(default_factory=dict)
+    others: Mapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    orphans: tuple[str, ...] = ()
+
+
+def sorted_names(tree: Mapping[str, Any], pattern: re.Pattern[str]) -> Named:
+    """Sorts a flat checkpoint's tensors.
+
+    Args:
+        tree: Tensor by name; bytes; dicts of a partitioned variable's slices.
+        pattern: Matches a slot's whole name; `base` is its variable's, perhaps below a scope, `slot` which it is.
+
+    Raises:
+        StateError: The tree has no names.
+    """
+    if not isinstance(tree, Mapping):
+        raise StateError(
+            "The checkpoint has no names.", expected="variables by name", found=type(tree).__name__
+        )
+    flat, parts = _parted(tree, pattern)
+    params: dict[str, Tensor] = {}
+    slots: dict[str, dict[str, Tensor]] = {}
+    averages: dict[str, Tensor] = {}
+    scopes: set[str] = set()
+    left: dict[str, Any] = {}
+    orphans = []
+    for name, value in flat.items():
+        found = pattern.fullmatch(name) if isinstance(value, Tensor) else None
+        base = _variable(found["base"], flat) if found else None
+        if found and base is not None:
+            params[base] = flat[base]
+            slots.setdefault(base, {})[found["slot"]] = value
+            scopes.add(found["base"].removesuffix(base))
+        elif found:
+            orphans.append(name)
+        elif name.endswith(AVERAGE) and name.removesuffix(AVERAGE) in flat:
+            averages[name.removesuffix(AVERAGE)] = value
+        else:
+            left[name] = value
+    for name in [n for n, value in left.items() if n in params or _is_variable(n, value)]:
+        params[name] = left.pop(name)
+    ordered = {name: params[name] for name in flat if name in params}
+    return Named(ordered, slots, ", ".join(sorted(scopes)), averages, left, parts, tuple(orphans))
+
+
+def _is_variable(name: str, value: Any) -> bool:
+    return isinstance(value, Tensor) and len(value.shape) > 0 and value.dtype.kind in "fV"
+
+
+def _variable(base: str, names: Mapping[str, Any]) -> str | None:
+    """Returns the variable that a slot's name speaks of: below any scope."""
+    while base and base not in names:
+        base = base.partition("/")[2]
+    return base or None
+
+
+def saved_name(whole: str, path: str, scope: str, suffix: str) -> str:
+    """Returns the name under which a partitioned variable's slice is saved, or that of one of its slots.
+
+    TensorFlow takes as many characters from the front of a slot's name as the part's own name has, scope or not.
+
+    Args:
+        whole: The variable's name.
+        path: The part's: `<whole>/part_<i>`.
+        scope: What goes before the names of slots, with its `/`.
+        suffix: What goes after them, such as `/Adam`; empty for the variable itself, which has no scope.
+    """
+    return f"{whole}/{f'{scope}{path}{suffix}'[len(path) + 1 :]}" if scope else f"{whole}{suffix}"
+
+
+def _parted(
+    tree: Mapping[str, Any], pattern: re.Pattern[str]
+) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
+    """Returns a tree in which each part of a partitioned variable is one by itself: `w/part_0`, `w/part_0/Adam`."""
+    flat: dict[str, Any] = {}
+    parts: dict[str, tuple[str, str]] = {}
+    scopes = _scopes(tree, pattern)
+    numbers = {name: _numbers(value) for name, value in tree.items() if isinstance(value, Mapping)}
+    for name, value in tree.items():
+        if not isinstance(value, Mapping):
+            flat[name] = value
+            continue
+        for spec, tensor in value.items():
+            slot = _sliced_slot(name, spec, numbers, pattern, scopes)
+            path = f"{name}/part_{numbers[name][spec]}"
+            flat[slot or path] = tensor
+            if slot is None:
+                parts[path] = name, spec
+    return flat, parts
+
+
+def _numbers(slices: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the number of each part, which is its place along the axis that is partitioned."""
+    ordered = sorted(slices, key=lambda spec: [int(n) for n in re.findall(r"(\d+),", spec)])
+    return {spec: i for i, spec in enumerate(ordered)}
+
+
+def _sliced_slot(
+    name: str,
+    spec: str,
+    numbers: Mapping[str, Mapping[str, int]],
+    pattern: re.Pattern[str],
+    scopes: Iterable[str],
+) -> str | None:
+    """Returns the name that a slice has in the graph, if it is of a slot or an average; None if of a variable."""
+    found = pattern.fullmatch(name)
+    suffix = name[len(found["base"]) :] if found else AVERAGE if name.endswith(AVERAGE) else ""
+    base = name.removesuffix(suffix)
+    for whole in (base, *accumulate(base.split("/")[:-1], "{}/{}".format)) if suffix else ():
+        if spec in numbers.get(whole, ()):
+            path = f"{whole}/part_{numbers[whole][spec]}"
+            for scope in scopes:
+                if saved_name(whole, path, scope, suffix) == name:
+                    return f"{scope}{path}{suffix}"
+    return f"{base}/{spec}{suffix}" if found else None  # of no variable's slice, and so an orphan
+
+
+def _scopes(tree: Mapping[str, Any], pattern: re.Pattern[str]) -> list[str]:
+    """Returns what may go before the names of slots: what does so before those of whole variables, or of powers."""
+    scopes = {""}
+    for name, value in tree.items():
+        found = pattern.fullmatch(name) if isinstance(value, Tensor) else None
+        base = _variable(found["base"], tree) if found else None
+        if found and base is not None:
+            scopes.add(found["base"].removesuffix(base))
+        elif (last := name.rpartition("/")[2]) in POWERS:
+            scopes.add(name.removesuffix(last))
+    return sorted(scopes)
