@@ -169,7 +169,7 @@ def _named(state: TrainState, path: str) -> dict[str, Tensor]:
 
 def by_class(xp: Backend, state: TrainState, execution: Execution) -> Move:
     """Returns the step of the class of statekit.torch that goes on with a state, as a user's loop calls it."""
-    from statekit.torch.resume import optimizer_for
+    from statekit.torch.from_checkpoint import optimizer_for
 
     def move(live: Live, grads: Arrays, rates: Rates) -> Live:
         now = store(xp, live, state)

@@ -15,7 +15,7 @@ from statekit.arrays.backend import backend
 from statekit.errors import StatekitError
 from statekit.optim.run import load, mover, stepped_variants
 from statekit.state.train_state import TrainState
-from statekit.tensorflow.resume import built
+from statekit.tensorflow.from_checkpoint import built
 from statekit.tensors.tensor import DTYPES, Array
 from statekit.verify.intervals import IntervalBackend
 from statekit.verify.recording import Recording, Trajectory, open_recording

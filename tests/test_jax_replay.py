@@ -23,8 +23,8 @@ from replaying import present  # noqa: E402
 from statekit.arrays.backend import Backend, backend  # noqa: E402
 from statekit.conversion.convert import open_state  # noqa: E402
 from statekit.errors import UsageError  # noqa: E402
+from statekit.jax.from_checkpoint import told_of  # noqa: E402
 from statekit.jax.leaves import leaves_of  # noqa: E402
-from statekit.jax.loading import told_of  # noqa: E402
 from statekit.jax.states import State  # noqa: E402
 from statekit.jax.transformation import built, slots_of, state_of  # noqa: E402
 from statekit.optim.run import Live, Move  # noqa: E402

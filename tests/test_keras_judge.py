@@ -189,7 +189,11 @@ def test_the_layers_variables_are_called_as_keras_calls_them() -> None:
 
     from statekit.converters.layouts.keras.variables import snake_case
 
-    text = resources.files("statekit.converters").joinpath("keras_layers.json").read_text(encoding="utf-8")
+    text = (
+        resources.files("statekit.converters.layouts.keras")
+        .joinpath("layers.json")
+        .read_text(encoding="utf-8")
+    )
     known = json.loads(text)
     layers = keras.layers
     made = [

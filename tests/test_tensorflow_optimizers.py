@@ -231,7 +231,7 @@ def test_rates_may_be_schedules_callables_and_come_late() -> None:
 
 @pytest.mark.parametrize("kind", FEW)
 def test_stacked_parameters_move_as_each_by_itself(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from statekit.tensorflow import movement
+    from statekit.tensorflow import step
 
     rng = np.random.default_rng(3)
     start = [rng.normal(size=(3, 5)).astype(np.float32) for _ in range(6)]
@@ -244,9 +244,9 @@ def test_stacked_parameters_move_as_each_by_itself(kind: str, monkeypatch: pytes
             optimizer.apply(grads, held)
         return [v.numpy() for v in held] + [v.numpy() for v in optimizer.variables]
 
-    monkeypatch.setattr(movement, "STACK", 45)
+    monkeypatch.setattr(step, "STACK", 45)
     together = moved()
-    monkeypatch.setattr(movement, "ALONE", 0)
+    monkeypatch.setattr(step, "ALONE", 0)
     for one, two in zip(together, moved(), strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-7)
 

@@ -217,7 +217,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_whole(stored: TrainState, sou
 
 
 def test_a_large_tensor_is_copied_block_by_block() -> None:
-    from statekit.tensorflow.resume import _copied
+    from statekit.tensorflow.from_checkpoint import _copied
 
     reads: list[Any] = []
 

@@ -19,9 +19,9 @@ from statekit.optim.steps import Scene
 from statekit.state.train_state import Axis
 from statekit.tensors.tensor import Array
 from statekit.testing.step_cases import Case, Table, case
-from statekit.torch import passes, stacks
-from statekit.torch.fast import FastMove, fast_path
-from statekit.torch.fast_adafactor import FastAdafactor
+from statekit.torch.fast import batching, numba_runner
+from statekit.torch.fast.adafactor import FastAdafactor
+from statekit.torch.fast.dispatch import FastMove, fast_path
 from statekit.verify.intervals import Interval
 from statekit.verify.replay import named
 from statekit.verify.verdict import compare
@@ -86,7 +86,7 @@ WAYS = [
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Says whether loops or eager operations run."""
     chosen: str = request.param
-    monkeypatch.setattr(passes, "_numba_is_there", lambda: chosen == "loops")
+    monkeypatch.setattr(numba_runner, "_numba_is_there", lambda: chosen == "loops")
     return chosen
 
 
@@ -219,7 +219,7 @@ def test_what_overflows_in_the_text_overflows(
 def test_the_kernel_alone_would_stay_finite(
     schema: str, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passes, "_numba_is_there", lambda: False)
+    monkeypatch.setattr(numba_runner, "_numba_is_there", lambda: False)
     monkeypatch.setattr(f"statekit.torch.fast_{schema}.overflow", lambda *stacks: None)
     made = with_grads(random_case(schema, variant, {}), lambda path, grad: np.sign(grad) * 3e19)
     assert moved(made).outside
@@ -243,8 +243,8 @@ def test_what_is_not_a_number_spreads_as_in_the_text(
 def test_it_does_not_matter_how_many_share_a_stack(
     schema: str, variant: str, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passes, "_numba_is_there", lambda: False)
-    monkeypatch.setitem(stacks.STACK, "cpu", largest)
+    monkeypatch.setattr(numba_runner, "_numba_is_there", lambda: False)
+    monkeypatch.setitem(batching.STACK, "cpu", largest)
     for update in (0, 1):
         made = with_grads(random_case(schema, variant, {}), lambda path, grad: grad, update)
         assert not moved(made).outside
@@ -270,10 +270,10 @@ def test_loops_run_and_threads_change_no_bit(schema: str, monkeypatch: pytest.Mo
             used.append(arguments[1] - arguments[0])
             return super().submit(loop, *arguments, **named)
 
-    monkeypatch.setattr(passes, "_ALONE", 1)
+    monkeypatch.setattr(numba_runner, "_ALONE", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     with Watched(3) as threads:
-        monkeypatch.setattr(passes, "_threads", lambda process: threads)
+        monkeypatch.setattr(numba_runner, "_threads", lambda process: threads)
         shared = moved(made).arrays
     assert sum(used) > 3
     enough = [key for key in alone if key[0].startswith("matrix")]
@@ -297,7 +297,7 @@ def test_a_wrong_step_is_noticed(schema: str, variant: str, changes: Mapping[str
 
 def test_loops_reach_for_no_memory_but_what_they_know() -> None:
     good = torch.ones(3, 4)
-    assert passes.in_reach([[good, good], [good, good]])
+    assert numba_runner.in_reach([[good, good], [good, good]])
     for other in (
         good.double(),
         good.bfloat16(),
@@ -306,9 +306,9 @@ def test_loops_reach_for_no_memory_but_what_they_know() -> None:
         torch.ones(5, 4),
         good.to("meta"),
     ):
-        assert not passes.in_reach([[good, good], [good, other]])
+        assert not numba_runner.in_reach([[good, good], [good, other]])
     with pytest.raises(StateError, match="fit"):
-        passes.run(lambda *told: None, (3, 4), [[good, good]], torch.ones(1, 3))
+        numba_runner.run(lambda *told: None, (3, 4), [[good, good]], torch.ones(1, 3))
 
 
 def test_autograd_notices_that_loops_move_parameters() -> None:

@@ -17,7 +17,7 @@ from statekit.optim.run import STEPPED, stepped_variants
 from statekit.state.schema import load_schema
 from statekit.testing.step_cases import RATE, UNSAID, case
 from statekit.torch import LANS, Adafactor, AdamW, ScaledAdam
-from statekit.torch.resume import OPTIMIZERS
+from statekit.torch.from_checkpoint import OPTIMIZERS
 from statekit.verify.verdict import compare
 
 pytestmark = pytest.mark.torch

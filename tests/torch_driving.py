@@ -20,7 +20,7 @@ from statekit.optim.run import load, mover, stepped_variants, store
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Array
-from statekit.torch.resume import OPTIMIZERS
+from statekit.torch.from_checkpoint import OPTIMIZERS
 from statekit.verify.intervals import IntervalBackend
 from statekit.verify.recording import Recording, Trajectory, open_recording
 from statekit.verify.replay import Subject, free_run, named

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
+from statekit.dropin.by_name import path_of
 from statekit.errors import UsageError, fault_list
-from statekit.settling import path_of
 
 _SHOWN = 40
 

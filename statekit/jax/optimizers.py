@@ -13,8 +13,8 @@ from typing import Any
 
 import optax
 
+from statekit.dropin.by_name import UNSET, Unset, given
 from statekit.jax.transformation import Rate, transformation
-from statekit.settling import UNSET, Unset, given
 
 
 def adafactor(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from statekit.dropin.by_name import LOGICAL, Faults, by_name, factor_rules
 from statekit.errors import UnknownRuleError, UsageError, fault_list
 from statekit.jax.batches import Stacks, parts
 from statekit.jax.leaves import Leaves, leaves_of
@@ -21,7 +22,6 @@ from statekit.jax.traced import Traced, TracedBackend, static_remedy
 from statekit.optim.keras_averages import follow_average
 from statekit.optim.run import moves, settled_group, steps_for
 from statekit.optim.steps import Arrays, Scene, Steps
-from statekit.settling import LOGICAL, Faults, by_name, factor_rules
 from statekit.state.options import RATE_NAMES, option_faults, rate_needed
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState

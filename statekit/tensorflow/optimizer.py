@@ -15,9 +15,9 @@ from statekit.errors import StateError, UsageError, fault_list
 from statekit.optim.run import steps_for
 from statekit.state.options import KERAS, RATE_NAMES
 from statekit.state.schema import load_schema
-from statekit.tensorflow.movement import Held, Movement, settled
 from statekit.tensorflow.naming import SEPARATOR, partners, path_of, scopes, twice
 from statekit.tensorflow.settings import Settings, Told, by_keras, refuse, told
+from statekit.tensorflow.step import Held, Movement, settled
 
 Rate: TypeAlias = float | keras.optimizers.schedules.LearningRateSchedule | Callable[[], Any] | None
 

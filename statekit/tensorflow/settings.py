@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from statekit.dropin.by_name import EXCLUDED, MULTIPLIERS, SCALE
 from statekit.errors import UsageError, fault_list
 from statekit.optim.run import counts_apart, steps_for
-from statekit.settling import EXCLUDED, MULTIPLIERS, SCALE
 from statekit.state.factoring import Entry, first_entry, map_entries
 from statekit.state.hyperparameters import form
 from statekit.state.options import FACTOR, KERAS, offered, option_faults, rule_of

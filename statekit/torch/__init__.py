@@ -8,9 +8,9 @@ optimizer = statekit.torch.load_optimizer("checkpoint_1000000", model.named_para
 
 from statekit.torch.adafactor import Adafactor
 from statekit.torch.adamw import AdamW
+from statekit.torch.from_checkpoint import load_optimizer, load_params
 from statekit.torch.lamb import LAMB
 from statekit.torch.lans import LANS
-from statekit.torch.resume import load_optimizer, load_params
 from statekit.torch.scaled_adam import ScaledAdam
 
 __all__ = ["LAMB", "LANS", "Adafactor", "AdamW", "ScaledAdam", "load_optimizer", "load_params"]

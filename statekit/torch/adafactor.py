@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from statekit.settling import UNSET, Unset, given
+from statekit.dropin.by_name import UNSET, Unset, given
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.torch.optimizer import Engine, Params, Rate
 

@@ -23,8 +23,8 @@ from typing import Any, TypeAlias
 import torch
 
 from statekit.converters.layouts.own.torch_groups import by_other_names
+from statekit.dropin.by_name import EXCLUDED, MULTIPLIERS, SCALE, Faults, by_name, factor_rules, path_of
 from statekit.errors import UsageError, fault_list
-from statekit.settling import EXCLUDED, MULTIPLIERS, SCALE, Faults, by_name, factor_rules, path_of
 from statekit.state.hyperparameters import form
 from statekit.state.options import RATE_NAMES, option_faults
 from statekit.state.schema import OptimizerSchema, load_schema

@@ -10,18 +10,18 @@ from typing import Any, TypeAlias
 import torch
 from torch._compile import _disable_dynamo
 
+from statekit.dropin.by_name import LOGICAL
 from statekit.errors import UnknownRuleError, UsageError, fault_list
 from statekit.optim.adafactor import next_decay
 from statekit.optim.run import steps_for
-from statekit.settling import LOGICAL
 from statekit.state.options import offered
 from statekit.state.schema import OptimizerSchema
+from statekit.torch.fast.batching import in_own_memory, laid_together
 from statekit.torch.groups import ParamGroup, check_named, settle
-from statekit.torch.loading import match, taken_over
-from statekit.torch.movement import move
-from statekit.torch.settlement import Settlement, settle_group
 from statekit.torch.slots import Held, first_group_slots, first_slots
-from statekit.torch.stacks import in_own_memory, laid_together
+from statekit.torch.state_matching import match, taken_over
+from statekit.torch.step import move
+from statekit.torch.update_plan import Settlement, settle_group
 
 Params: TypeAlias = Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 Rate: TypeAlias = float | torch.Tensor | None

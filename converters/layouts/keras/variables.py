@@ -65,7 +65,11 @@ class Order:
 
 @cache
 def _known() -> Any:
-    text = resources.files("statekit.converters").joinpath("keras_layers.json").read_text(encoding="utf-8")
+    text = (
+        resources.files("statekit.converters.layouts.keras")
+        .joinpath("layers.json")
+        .read_text(encoding="utf-8")
+    )
     return json.loads(text)
 
 

@@ -16,8 +16,7 @@ from statekit.optim.scaled_adam import form, sized
 from statekit.optim.scaled_adam_clip import reached
 from statekit.optim.scaled_adam_forms import Hyperparameters, Setting, at_least, corrected_updates
 from statekit.optim.steps import Scene
-from statekit.torch.passes import in_reach, run
-from statekit.torch.stacks import (
+from statekit.torch.fast.batching import (
     Slots,
     Stacked,
     Stacks,
@@ -29,6 +28,7 @@ from statekit.torch.stacks import (
     products,
     squares,
 )
+from statekit.torch.fast.numba_runner import in_reach, run
 
 SIZES = ("param_rms", "scale_exp_avg_sq", "scale_grads")
 
@@ -48,7 +48,7 @@ class FastScaledAdam:
         slots: Sequence[dict[str, torch.Tensor]],
         common: Value | None,
     ) -> None:
-        """Moves parameters and slots, as `statekit.torch.fast.FastMove`."""
+        """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
         xp = backend("torch")
         s = Setting(xp, form(self.variant), self.own, xp.number(scene.rate), scene.step)
         items = [
@@ -86,12 +86,12 @@ class FastScaledAdam:
 
     def _in_loops(self, s: Setting, items: Sequence[Tensors], slots: Slots, clip: float) -> None:
         """Moves parameters and slots where they lie; `clip` is what gradients are multiplied with."""
-        from statekit.torch import loops
+        from statekit.torch.fast import numba_kernels
 
         params, (beta1, beta2) = items[0], self.own.betas
         count = params[0].numel()
         gradient, square = params[0].new_empty((2, len(params)))
-        run(loops.scaled_adam_sums, (count,), items[:2], gradient, square, clip)
+        run(numba_kernels.scaled_adam_sums, (count,), items[:2], gradient, square, clip)
         sizes = {name: Stacked(tensors, len(params)) for name, tensors in by_name(slots, SIZES).items()}
         factor, x = _learn(
             s,
@@ -103,7 +103,7 @@ class FastScaledAdam:
         for size in sizes.values():
             size.write()
         run(
-            loops.scaled_adam_params, (count,), items,
+            numba_kernels.scaled_adam_params, (count,), items,
             factor.view(-1), x.view(-1), bool(s.size_due), clip if s.form["clip_reaches"] == "everything" else 1.0,
             beta1, beta2, 1.0 - beta2, _correction(s), self.own.eps,
         )  # fmt: skip

@@ -12,9 +12,9 @@ import torch
 from statekit.arrays.backend import backend
 from statekit.converters.layouts.own.statekit_torch import CLASSES
 from statekit.converters.layouts.own.torch_groups import BY_NAME
+from statekit.dropin.by_name import path_of
 from statekit.errors import StateError, fault_list
 from statekit.optim.run import counts_apart
-from statekit.settling import path_of
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Rule
 from statekit.tensors.tensor import Tensor, blocks, widens

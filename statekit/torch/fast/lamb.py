@@ -18,9 +18,9 @@ from statekit.optim.lamb import Hyperparameters, Setting
 from statekit.optim.steps import Scene
 from statekit.optim.trust_ratio import RATIO
 from statekit.state.hyperparameters import form
-from statekit.torch.fast_adamw import Adam, overflow
-from statekit.torch.passes import in_reach, run
-from statekit.torch.stacks import Stacks, Tensors, along, by_name, in_stacks, plain, squares
+from statekit.torch.fast.adamw import Adam, overflow
+from statekit.torch.fast.batching import Stacks, Tensors, along, by_name, in_stacks, plain, squares
+from statekit.torch.fast.numba_runner import in_reach, run
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class FastLamb:
         slots: Sequence[dict[str, torch.Tensor]],
         common: Any,
     ) -> None:
-        """Moves parameters and slots, as `statekit.torch.fast.FastMove`."""
+        """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
         xp, own, constants = backend("torch"), self.own, form("lamb", self.variant)
         rate = RATE[constants["lr_precision"]](xp, scene.rate)
         s = Setting(xp, constants, own, rate, scene.step)
@@ -65,15 +65,15 @@ class FastLamb:
 
     def _in_loops(self, s: Setting, c1: float, c2: float, items: Sequence[Tensors]) -> None:
         """Moves parameters, their gradients and slots where they lie; c1 and c2 correct the moments."""
-        from statekit.torch import loops
+        from statekit.torch.fast import numba_kernels
 
         own, (params, _, *moments) = s.hyper, items
         shape = (params[0].numel(),)
         told, (weight, total) = (c1, c2, own.epsilon), params[0].new_empty((2, len(params)))
         w, betas = own.weight_decay_rate or 0.0, (own.beta1, 1.0 - own.beta1, own.beta2, 1.0 - own.beta2)
-        run(loops.lamb_moments, shape, items, weight, total, w, *betas, *told)
+        run(numba_kernels.lamb_moments, shape, items, weight, total, w, *betas, *told)
         ratio = RATIO[s.form["trust_ratio_fallback"]](s.xp, weight, total, 1.0)
-        run(loops.lamb_params, shape, [params, *moments], ratio * s.rate, w, *told)
+        run(numba_kernels.lamb_params, shape, [params, *moments], ratio * s.rate, w, *told)
 
 
 def fast_lamb(variant: str, own: Hyperparameters, param: torch.Tensor) -> FastLamb | None:

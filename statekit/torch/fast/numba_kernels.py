@@ -1,4 +1,4 @@
-"""The loops of `statekit.torch.passes`, compiled by Numba for float32.
+"""The loops of `statekit.torch.fast.numba_runner`, compiled by Numba for float32.
 
 Each moves items from `start` up to `stop`. It gets an item's shape, the addresses of all items of each kind, other
 arrays with a row for each item, and numbers. Sums may be taken in any order and products in them stay unrounded, as

@@ -49,7 +49,7 @@ def run(
     items: Sequence[Sequence[torch.Tensor]],
     *others: torch.Tensor | float,
 ) -> None:
-    """Runs a loop of `statekit.torch.loops`.
+    """Runs a loop of `statekit.torch.fast.numba_kernels`.
 
     Args:
         loop: It.

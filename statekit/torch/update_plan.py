@@ -19,7 +19,7 @@ from statekit.state.options import RATE_NAMES, rate_needed
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Filled
-from statekit.torch.fast import FastMove, fast_path
+from statekit.torch.fast.dispatch import FastMove, fast_path
 from statekit.torch.groups import ParamGroup, canonical, rules_of
 from statekit.torch.sharding import is_sharded
 from statekit.torch.slots import Held

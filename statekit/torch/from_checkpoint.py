@@ -13,10 +13,10 @@ import torch
 from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import open_state, with_offset
 from statekit.conversion.registry import layout
+from statekit.dropin.by_name import EXCLUDED, LOGICAL, SCALE, flags_of, path_of
 from statekit.errors import StateError, UsageError, fault_list
 from statekit.optim.adafactor_forms import MOMENTUM_ON
 from statekit.optim.run import stepped_variants
-from statekit.settling import EXCLUDED, LOGICAL, SCALE, flags_of, path_of
 from statekit.state.hyperparameters import form
 from statekit.state.masters import as_params
 from statekit.state.options import RATE_NAMES, offered
@@ -28,9 +28,9 @@ from statekit.torch.adamw import AdamW
 from statekit.torch.groups import is_rate
 from statekit.torch.lamb import LAMB
 from statekit.torch.lans import LANS
-from statekit.torch.loading import copy_into
 from statekit.torch.scaled_adam import ScaledAdam
 from statekit.torch.slots import dtype_of
+from statekit.torch.state_matching import copy_into
 
 NamedParameters: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 Class: TypeAlias = type[Adafactor | ScaledAdam | LANS | LAMB | AdamW]

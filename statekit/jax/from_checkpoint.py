@@ -14,12 +14,12 @@ import optax
 
 from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import open_state, with_offset
+from statekit.dropin.by_name import LOGICAL, path_of
 from statekit.errors import StateError, UsageError, fault_list
 from statekit.jax.leaves import Leaves, leaves_of
 from statekit.jax.sharding import slot_sharding
 from statekit.jax.states import State
 from statekit.jax.transformation import Rate, Told, built, check_options, state_of
-from statekit.settling import LOGICAL, path_of
 from statekit.state.masters import as_params
 from statekit.state.options import RATE_NAMES
 from statekit.state.schema import load_schema

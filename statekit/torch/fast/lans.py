@@ -14,9 +14,9 @@ from statekit.optim import lans
 from statekit.optim.adam_moments import CORRECTION, RATE
 from statekit.optim.steps import Scene
 from statekit.state.hyperparameters import form
-from statekit.torch.fast_adamw import Adam
-from statekit.torch.passes import in_reach, run
-from statekit.torch.stacks import Stacks, Tensors, by_name, in_stacks, pieces, plain, squares
+from statekit.torch.fast.adamw import Adam
+from statekit.torch.fast.batching import Stacks, Tensors, by_name, in_stacks, pieces, plain, squares
+from statekit.torch.fast.numba_runner import in_reach, run
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class FastLans:
         slots: Sequence[dict[str, torch.Tensor]],
         common: Any,
     ) -> None:
-        """Moves parameters and slots, as `statekit.torch.fast.FastMove`."""
+        """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
         xp, hyper, constants = backend("torch"), self.own.hyper, form("lans", self.variant)
         rate = RATE[constants["lr_precision"]](xp, scene.rate) * self.own.lr_mult
         s = lans.Setting(xp, constants, hyper, rate, self.own.wd, scene.step + hyper.begin_num_update)
@@ -80,7 +80,7 @@ class FastLans:
         items: Sequence[Tensors],
     ) -> None:
         """Moves parameters, their gradients and slots where they lie; c1 and c2 correct the moments."""
-        from statekit.torch import loops
+        from statekit.torch.fast import numba_kernels
 
         params, hyper = items[0], s.hyper
         shape = (params[0].numel(),)
@@ -88,12 +88,20 @@ class FastLans:
         told, corrections = (hyper.rescale_grad, s.wd), (c1, c2, hyper.epsilon)
         weights = (s.first.old, s.first.new, s.second.old, s.second.new)
         run(
-            loops.lans_moments, shape, items, norms, sums, hyper.normalize_grad, *told, *weights, *corrections
+            numba_kernels.lans_moments,
+            shape,
+            items,
+            norms,
+            sums,
+            hyper.normalize_grad,
+            *told,
+            *weights,
+            *corrections,
         )
         weight, first, second = sums.sqrt_().unbind(1)
         weight = lans.bounded(s, weight)
         halves = lans.coefficient(s, weight, first, s.first.old), lans.coefficient(s, weight, second, share)
-        run(loops.lans_params, shape, items, norms, torch.stack(halves, 1), *told, *corrections)
+        run(numba_kernels.lans_params, shape, items, norms, torch.stack(halves, 1), *told, *corrections)
 
     def _correction(self, s: lans.Setting, beta: float) -> float:
         if not s.hyper.bias_correction:

@@ -22,7 +22,7 @@ from statekit.optim.adam_moments import RATE
 from statekit.optim.adamw import Hyperparameters, Setting
 from statekit.optim.steps import Scene
 from statekit.state.hyperparameters import form
-from statekit.torch.stacks import Stacks, Tensors, by_name, in_stacks, plain, squares
+from statekit.torch.fast.batching import Stacks, Tensors, by_name, in_stacks, plain, squares
 
 LATE = 2.0**40
 """A step at which no correction is left."""
@@ -97,7 +97,7 @@ class FastAdamW:
         slots: Sequence[dict[str, torch.Tensor]],
         common: Any,
     ) -> None:
-        """Moves parameters and slots, as `statekit.torch.fast.FastMove`."""
+        """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
         xp, own, constants = backend("torch"), self.own, form("adamw", self.variant)
         rate = RATE[constants["lr_precision"]](xp, scene.rate)
         s = Setting(xp, constants, own, rate, scene.step, scene.execution)

@@ -21,8 +21,7 @@ from statekit.optim.steps import Scene
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Rule
 from statekit.tensors.tensor import Shape
-from statekit.torch.passes import in_reach, run
-from statekit.torch.stacks import (
+from statekit.torch.fast.batching import (
     Slots,
     Stacked,
     Stacks,
@@ -34,6 +33,7 @@ from statekit.torch.stacks import (
     plain,
     squares,
 )
+from statekit.torch.fast.numba_runner import in_reach, run
 
 _FITS: Mapping[str, tuple[Any, ...]] = {
     "second_moment_update": ("weighted_sum",),
@@ -69,7 +69,7 @@ class FastAdafactor:
         slots: Sequence[dict[str, torch.Tensor]],
         common: None,
     ) -> None:
-        """Moves parameters and slots, as `statekit.torch.fast.FastMove`."""
+        """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
         form = load_schema("adafactor").variant(self.variant)["constants"]
         xp, hyper = backend("torch"), self.own.hyper
         s = forms.Setting(xp, form, hyper, self.own.rule, "float32", scene.execution)
@@ -146,7 +146,7 @@ class _Update:
 
     def in_loops(self, items: Sequence[Tensors], slots: Slots) -> None:
         """Moves `bare` parameters where they lie: those first, then gradients, and `v` if they aren't factored."""
-        from statekit.torch import loops
+        from statekit.torch.fast import numba_kernels
 
         hyper = self.s.hyper
         most, threshold = hyper.max_parameter_scale, hyper.clipping_threshold
@@ -155,12 +155,12 @@ class _Update:
             hyper.epsilon2, math.inf if most is None else most, 1.0 if threshold is None else threshold,
         )  # fmt: skip
         if not self.path.sides:
-            run(loops.adafactor_vectors, self.path.item, items, *told)
+            run(numba_kernels.adafactor_vectors, self.path.item, items, *told)
             return
         sides = [Stacked([own[name] for own in slots], len(slots)) for name in self.path.sides]
         left, right = (side.read().view(-1, size) for side, size in zip(sides, self.path.item, strict=True))
         rows_are_left = self.path.sides[0] == "v_row"
-        run(loops.adafactor_matrices, self.path.item, items, left, right, rows_are_left, *told)
+        run(numba_kernels.adafactor_matrices, self.path.item, items, left, right, rows_are_left, *told)
         for side in sides:
             side.write()
 

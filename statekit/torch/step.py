@@ -10,15 +10,15 @@ import torch
 
 from statekit.arrays.backend import Value
 from statekit.arrays.torch_backend import TorchBackend
+from statekit.dropin.by_name import path_of
 from statekit.optim.keras_averages import follow_average
 from statekit.optim.run import behind_after, counts_apart, moves, steps_for
 from statekit.optim.steps import Scene, Steps
-from statekit.settling import path_of
 from statekit.state.schema import load_schema
 from statekit.torch.groups import ParamGroup
-from statekit.torch.settlement import Settlement
 from statekit.torch.sharding import readable, write
 from statekit.torch.slots import Held
+from statekit.torch.update_plan import Settlement
 
 _XP = TorchBackend()
 

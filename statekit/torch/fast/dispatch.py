@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 
 from statekit.optim.steps import Scene
-from statekit.torch.fast_adafactor import fast_adafactor
-from statekit.torch.fast_adamw import fast_adamw
-from statekit.torch.fast_lamb import fast_lamb
-from statekit.torch.fast_lans import fast_lans
-from statekit.torch.fast_scaled_adam import fast_scaled_adam
+from statekit.torch.fast.adafactor import fast_adafactor
+from statekit.torch.fast.adamw import fast_adamw
+from statekit.torch.fast.lamb import fast_lamb
+from statekit.torch.fast.lans import fast_lans
+from statekit.torch.fast.scaled_adam import fast_scaled_adam
 
 
 class FastMove(Protocol):

@@ -1,0 +1,1 @@
+"""What the drop-in optimizers of PyTorch, JAX and TensorFlow share."""
