@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from goldens import GOLDEN
 from statekit.cli import replay_command
 from statekit.cli.main import DONE, FAILED, WANTING, main
-from statekit.verify.phases import DESCRIPTION, GRADS, TRAJECTORY
+from statekit.verify.contract import DESCRIPTION, GRADS, TRAJECTORY
 from statekit.verify.recording import open_recording, to_json
 from statekit.verify.replay import Replay, Subject
 

@@ -39,9 +39,9 @@ from statekit.optim.run import load, mover, store
 from statekit.state.masters import MASTER, as_params
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import in_memory
-from statekit.verify.native import native_state
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay
+from statekit.verify.start_state import native_state
 
 pytestmark = pytest.mark.torch
 

@@ -33,9 +33,9 @@ from statekit.errors import (
     UsageError,
 )
 from statekit.tensors.tensor import in_memory, same_values
-from statekit.verify.native import native_state
 from statekit.verify.recording import Recording, open_recording
 from statekit.verify.replay import Subject, replay
+from statekit.verify.start_state import native_state
 
 CONTAINERS = ("hf-trainer", "accelerate", "safetensors", "dcp-safetensors", "fsdp1-ranks")
 WRITTEN = ("hf-trainer", "accelerate", "safetensors")

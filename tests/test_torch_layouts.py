@@ -30,9 +30,9 @@ from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, Tensor, in_memory, same_values
 from statekit.tensors.tree import walk
 from statekit.tensors.views import Member, Reaxed, Stack
-from statekit.verify.native import native_state
 from statekit.verify.recording import Recording, open_recording
 from statekit.verify.replay import Subject, replay
+from statekit.verify.start_state import native_state
 
 SYSTEMS: dict[str, Layout] = {
     "scaled_adam": ICEFALL, "torch_adafactor": TORCH_OPTIM, "torch_formats": TORCH_OPTIM,

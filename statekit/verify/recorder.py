@@ -28,7 +28,7 @@ from statekit.optim.steps import Execution
 from statekit.state.train_state import TrainState
 from statekit.tensors.digest import tensor_bytes
 from statekit.tensors.tensor import Array, Index, Stored, Tensor
-from statekit.verify.phases import DESCRIPTION, GRADS, TRAJECTORY, Phase
+from statekit.verify.contract import DESCRIPTION, GRADS, TRAJECTORY, Phase
 from statekit.verify.recording import Rate, Recording, Trajectory, rate_from, system, to_json
 
 

@@ -29,7 +29,7 @@ from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.optim.steps import Execution
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor, in_memory
-from statekit.verify.phases import DESCRIPTION, FORMAT, GRADS, TRAJECTORY, Phase, System
+from statekit.verify.contract import DESCRIPTION, FORMAT, GRADS, TRAJECTORY, Phase, System
 from statekit.verify.systems import SYSTEMS
 
 Rate: TypeAlias = float | tuple[float, ...] | None

@@ -28,9 +28,9 @@ from statekit.optim.steps import Execution
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import DTYPES, Tensor, in_memory, widens
 from statekit.verify.intervals import IntervalBackend
-from statekit.verify.native import native_state, told
 from statekit.verify.recorder import write_trajectory
 from statekit.verify.recording import Recording, Trajectory
+from statekit.verify.start_state import native_state, told
 from statekit.verify.verdict import Row, compare, gap, plain
 
 Start = Literal["checkpoint", "init"]

@@ -1,9 +1,9 @@
 """One small module for each system whose recordings statekit reads."""
 
-from statekit.verify.phases import System
+from statekit.verify.contract import System
 from statekit.verify.systems import hf, keras, mesh_tf, mxnet, optax, t2t
-from statekit.verify.systems.aliased import Aliased
 from statekit.verify.systems.scaled_adam import ScaledAdam
+from statekit.verify.systems.schema_named import Aliased
 from statekit.verify.systems.t5x import T5X
 from statekit.verify.systems.torch_optim import TorchOptim
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from statekit.verify.systems.aliased import described, kind
+from statekit.verify.systems.schema_named import described, kind
 
 KINDS = {"AdamW": ("adamw", "keras"), "Lamb": ("lamb", "keras"), "Adafactor": ("adafactor", "keras")}
 

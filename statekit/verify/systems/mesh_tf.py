@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.state.schema import load_schema
-from statekit.verify.systems.aliased import described, kind
+from statekit.verify.systems.schema_named import described, kind
 from statekit.verify.systems.tensorflow1 import SQRT_UNITS, adafactor_arguments, own_rate
 
 KINDS = {

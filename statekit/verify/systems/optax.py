@@ -17,8 +17,8 @@ from statekit.errors import NotFoundError
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis
 from statekit.tensors.tensor import Tensor
-from statekit.verify.phases import TRAJECTORY
-from statekit.verify.systems.aliased import aliases, described, kind
+from statekit.verify.contract import TRAJECTORY
+from statekit.verify.systems.schema_named import aliases, described, kind
 
 KINDS = {
     "adamw": ("adamw", "optax"),

@@ -15,7 +15,7 @@ from statekit.optim.scaled_adam_clip import batches
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import Array, Tensor, in_memory
-from statekit.verify.phases import FORMAT, TRAJECTORY, Phase
+from statekit.verify.contract import FORMAT, TRAJECTORY, Phase
 
 RESUMED = "resumed_trajectory.safetensors"
 JOINT = "unused_size_slots"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.errors import NotFoundError
-from statekit.verify.systems.aliased import described, kind
+from statekit.verify.systems.schema_named import described, kind
 from statekit.verify.systems.tensorflow1 import SQRT_UNITS, adafactor_arguments, own_rate
 
 KINDS = {"AdafactorOptimizer": ("adafactor", "t2t")}

@@ -14,7 +14,7 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.tensors.tree import tensor_names
-from statekit.verify.phases import FORMAT, TRAJECTORY, Phase
+from statekit.verify.contract import FORMAT, TRAJECTORY, Phase
 
 SLOTS = "state/param_states/"
 TARGET = "target/"

@@ -21,9 +21,9 @@ from statekit.errors import FormatError, NotFoundError
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Array, Tensor, in_memory
-from statekit.verify.phases import Phase
-from statekit.verify.systems import aliased
-from statekit.verify.systems.aliased import aliases, described, kind
+from statekit.verify.contract import Phase
+from statekit.verify.systems import schema_named
+from statekit.verify.systems.schema_named import aliases, described, kind
 
 KINDS = {"AdamW": ("adamw", "torch"), "Adafactor": ("adafactor", "torch")}
 BY_RANK = ("DeepSpeed", "FSDP1")
@@ -68,7 +68,7 @@ class TorchOptim:
         """
         cut = "global/rank" if "partitions" in phase.hyperparameters else None
         own = {name: tensor for name, tensor in tensors.items() if not cut or not name.startswith(cut)}
-        state = aliased.decode(own, step, phase)
+        state = schema_named.decode(own, step, phase)
         for name, copy in _partitions(state, phase):
             if name in tensors and not np.array_equal(tensors[name].read(), copy.read(), equal_nan=True):
                 raise FormatError("A rank's copy of a slot isn't what the parameters have.", place=name)
@@ -76,7 +76,7 @@ class TorchOptim:
 
     def encode(self, state: TrainState, phase: Phase) -> dict[str, Tensor]:
         """Returns the tensors of a state under the trajectory's names, without the step."""
-        return aliased.encode(state, phase) | dict(_partitions(state, phase))
+        return schema_named.encode(state, phase) | dict(_partitions(state, phase))
 
 
 def checkpoint_of(files: Sequence[str]) -> str:

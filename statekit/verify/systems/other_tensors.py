@@ -1,6 +1,6 @@
 """What recordings hold beside parameters and slots: counts, constants, and what nobody reads.
 
-A phase's hyperparameters name them, as `statekit.verify.systems.aliased` says: `counts`, `constants`, `unread`.
+A phase's hyperparameters name them, as `statekit.verify.systems.schema_named` says: `counts`, `constants`, `unread`.
 """
 
 from __future__ import annotations

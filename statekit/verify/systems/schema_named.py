@@ -28,8 +28,8 @@ from statekit.state.hyperparameters import form
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor
-from statekit.verify.phases import FORMAT, TRAJECTORY, Phase
-from statekit.verify.systems import beside
+from statekit.verify.contract import FORMAT, TRAJECTORY, Phase
+from statekit.verify.systems import other_tensors
 from statekit.verify.systems.native_slots import canonical_slots, native_slots
 
 
@@ -112,12 +112,12 @@ def decode(tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState
         *(
             ("has no place in a canonical state", name)
             for name in rest
-            if not beside.known(name, params, told)
+            if not other_tensors.known(name, params, told)
         ),
     ]
     if faults:
         raise FormatError(f"A recording doesn't hold a state of {schema.name}.", found=fault_list(faults))
-    beside.check(rest, params, told, step + _base(groups))
+    other_tensors.check(rest, params, told, step + _base(groups))
     ordered = {path: params[path] for group in groups for path in group.paths}
     rules = dict(_rules(schema, variant, ordered, groups, told))
     constants = form(schema.name, variant)
@@ -132,7 +132,7 @@ def decode(tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState
         Optimizer(schema.name, variant, groups),
         Counts(step, step),
         rules,
-        extra=beside.carried(unused, told, step),
+        extra=other_tensors.carried(unused, told, step),
     )
     # Where slots are born in the first update, state 0 has none: they begin as they would.
     return initial(state) if _unborn(state) else state
@@ -213,7 +213,7 @@ def encode(state: TrainState, phase: Phase) -> dict[str, Tensor]:
         held = own.items() if rule is None else native_slots(constants, rule, state.params[path], own)
         slots |= {f"slot/{path}/{native[name]}": tensor for name, tensor in held}
     updates = state.counts.updates + _base(state.optimizer.groups)
-    return named | slots | beside.tensors(state, told, updates)
+    return named | slots | other_tensors.tensors(state, told, updates)
 
 
 @dataclass(frozen=True)
