@@ -18,6 +18,7 @@ StatekitError
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 
 class StatekitError(Exception):
@@ -100,6 +101,27 @@ class CommitError(StatekitError, OSError):
 
 class MissingExtraError(StatekitError, ImportError):
     """An optional framework isn't installed."""
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Returns the question that names what was probably meant, for the remedy of an error; "" if nothing is near.
+
+    Example:
+        >>> meant("clipping_treshold", ["clipping_threshold", "decay_rate"])
+        'did you mean clipping_threshold?'
+        >>> meant("Adam-W", ["adamw", "lamb"])
+        'did you mean adamw?'
+        >>> meant("xyz", ["adamw", "lamb"])
+        ''
+    """
+    plain = {_plain(one): one for one in known}
+    near = get_close_matches(_plain(name), plain, n=1, cutoff=0.7)
+    return f"did you mean {plain[near[0]]}?" if near else ""
+
+
+def _plain(name: str) -> str:
+    """Returns a name as people mix it up: without case and separators."""
+    return name.lower().replace("-", "").replace("_", "")
 
 
 def some(names: Sequence[str]) -> str:

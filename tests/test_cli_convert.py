@@ -106,7 +106,7 @@ def test_a_dry_run_lists_every_tensor_and_writes_nothing(
 def test_the_envelope_is_stable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = as_json(capsys, RUN, tmp_path / "state.pt")
     assert list(data) == ["format", "plan", "plan_digest", "findings", "report", "next_update", "resume"]
-    assert data["format"] == "statekit.conversion.convert/1"
+    assert data["format"] == "statekit.convert/1"
     assert data["report"]["verified"] == 22
     assert data["report"]["plan"] == data["plan_digest"]
 
