@@ -1,0 +1,158 @@
+"""How many modules one has to read to follow a call, and how fast the command line starts.
+
+    python tests/benchmarks/entered.py [--json]
+
+Counted are the modules of statekit with a function called, by `sys.setprofile`, in a process of its own for each call,
+once what makes the call is imported; a module that is only imported doesn't count. Start-up times are the least of
+several runs, beside those of a Python that does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+SOURCE = Path(__file__).parents[1] / "golden" / "t5x" / "momentum_f32" / "checkpoint"
+RUNS = 7
+
+COMMAND_LINE = "from statekit.cli.main import main"
+PROFILED = """
+import inspect, sys, threading
+report, source, target, shapes = sys.argv[1:]
+{prepare}
+files = {{}}
+
+def profile(frame, event, _):
+    code = frame.f_code
+    if event == "call" and code.co_flags & inspect.CO_OPTIMIZED:  # not the text of a module or of a class
+        files.setdefault(code.co_filename)
+
+threading.setprofile(profile)
+sys.setprofile(profile)
+try:
+    {call}
+finally:
+    sys.setprofile(None)
+    threading.setprofile(None)
+open(report, "w").write("\\n".join(files))
+"""
+"""Makes a call and writes the files whose functions it entered, in order."""
+
+MODEL = """
+import json, torch, statekit.torch
+named = [(name, torch.nn.Parameter(torch.zeros(shape))) for name, shape in json.loads(shapes).items()]
+"""
+
+
+class Call(NamedTuple):
+    """Python that is run before the counting begins, and the call that is counted."""
+
+    prepare: str
+    call: str
+
+
+CONVERT = Call(COMMAND_LINE, "assert main(['convert', source, target]) == 0")
+INSPECT = Call(COMMAND_LINE, "assert main(['inspect', source]) == 0")
+LOAD_OPTIMIZER = Call(MODEL, "statekit.torch.load_optimizer(source, named, lr=1e-3, beta1=0.9)")
+CALLS = {
+    "statekit convert, T5X -> torch": CONVERT,
+    "statekit inspect, T5X": INSPECT,
+    "statekit.torch.load_optimizer, T5X": LOAD_OPTIMIZER,
+}
+
+
+def entered(call: Call, source: Path, target: Path) -> list[str]:
+    """Returns the modules of statekit that a call enters, in order, each by the name it is imported by."""
+    with tempfile.NamedTemporaryFile("r") as report:
+        shapes = json.dumps(param_shapes(source)) if call.prepare is MODEL else ""
+        command = [
+            sys.executable,
+            "-c",
+            PROFILED.format(**call._asdict()),
+            report.name,
+            str(source),
+            str(target),
+        ]
+        subprocess.run([*command, shapes], stdout=subprocess.DEVNULL, check=True)
+        names = [module_name(Path(line)) for line in report.read().splitlines()]
+    return list(dict.fromkeys(name for name in names if name))
+
+
+def module_name(file: Path) -> str:
+    """Returns the name by which a file of statekit is imported, through its links; "" if it is none of statekit's."""
+    import statekit
+
+    package = Path(statekit.__file__).parent
+    homes = {package.resolve(): ["statekit"]}
+    homes |= {(package / home).resolve(): ["statekit", home] for home in ("converters", "schemas", "cli")}
+    path = file.resolve().with_suffix("")
+    home = next((folder for folder in path.parents if folder in homes), None)
+    return "" if home is None else ".".join([*homes[home], *path.relative_to(home).parts])
+
+
+def param_shapes(source: Path) -> dict[str, list[int]]:
+    """Returns the parameters of a T5X checkpoint, named as PyTorch names them, with their shapes."""
+    arrays = sorted(source.glob("checkpoint_*/target.*/.zarray"))
+    return {a.parent.name.removeprefix("target."): json.loads(a.read_text())["shape"] for a in arrays}
+
+
+def seconds(arguments: Sequence[str]) -> float:
+    """Returns the wall time of a Python process, the least of several."""
+    times = []
+    for _ in range(RUNS):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, *arguments], stdout=subprocess.DEVNULL, check=True)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def start_times(source: Path, target: Path) -> dict[str, float]:
+    """Returns the seconds that the smallest commands take, from the start of Python to its end."""
+    statekit = ["-c", f"import sys\n{COMMAND_LINE}\nsys.exit(main())"]
+    return {
+        "python -c pass": seconds(["-c", "pass"]),
+        "statekit --help": seconds([*statekit, "--help"]),
+        "statekit inspect, T5X": seconds([*statekit, "inspect", str(source)]),
+        "statekit inspect, torch": seconds([*statekit, "inspect", str(target)]),
+    }
+
+
+def show(out: Console, counts: dict[str, int], times: dict[str, float]) -> None:
+    """Prints two tables."""
+    modules = Table("call", "modules entered")
+    for call, count in counts.items():
+        modules.add_row(call, str(count))
+    starts = Table("command", "seconds")
+    for command, time_taken in times.items():
+        starts.add_row(command, f"{time_taken:.2f}")
+    out.print(modules)
+    out.print(starts)
+
+
+def main() -> None:
+    """Counts, times and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print the names of the modules too, as JSON")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder, "torch-ckpt.pt")
+        modules = {name: entered(call, SOURCE, target) for name, call in CALLS.items()}
+        times = start_times(SOURCE, target)
+    if options.json:
+        print(json.dumps({"entered": modules, "seconds": times}, indent=1))
+    else:
+        show(Console(width=100), {name: len(names) for name, names in modules.items()}, times)
+
+
+if __name__ == "__main__":
+    main()
