@@ -1,20 +1,26 @@
-"""Names of containers and layouts, each loaded when asked for. Other packages add theirs through entry points."""
+"""Names of containers and layouts, each loaded when asked for. Other packages add theirs through entry points.
+
+Which one fits is asked in two rounds: first of those whose signs are there (signs.py); of the rest only if none does.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from itertools import islice
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 from statekit.conversion.contracts import Container, Evidence, Hints, Layout
+from statekit.conversion.signs import MayFit, containers_for, layouts_for
 from statekit.errors import NotFoundError, StateError, StatekitError, UnknownFormatError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import TrainState
 
 CONTAINERS = "statekit.containers"
 LAYOUTS = "statekit.layouts"
+F = TypeVar("F")
 MOST_ENTRIES = 1000
 """How many entries of a folder are looked at for checkpoints."""
 
@@ -82,7 +88,21 @@ def detect_container(path: Path) -> tuple[Container, Evidence]:
 
 
 def _fitting(path: Path) -> list[tuple[Container, Evidence]]:
-    return [(c, e) for c in map(container, container_names()) if (e := c.detect(path)) is not None]
+    return _asked(
+        container_names(), containers_for(path), lambda name: (container(name), container(name).detect(path))
+    )
+
+
+def _asked(
+    names: list[str], may_fit: MayFit, ask: Callable[[str], tuple[F, Evidence | None]]
+) -> list[tuple[F, Evidence]]:
+    """Returns the formats that fit, each with its evidence."""
+    likely = [name for name in names if may_fit(name)]
+    for round_ in (likely, [name for name in names if name not in likely]):
+        found = [(form, evidence) for form, evidence in map(ask, round_) if evidence is not None]
+        if found:
+            return found
+    return []
 
 
 def _inside(folder: Path) -> dict[str, str]:
@@ -103,7 +123,9 @@ def detect_layout(checkpoint: Checkpoint) -> tuple[Layout, Evidence]:
     Raises:
         UnknownFormatError: No layout fits, or several fit equally well.
     """
-    found = [(lay, e) for lay in map(layout, layout_names()) if (e := lay.detect(checkpoint)) is not None]
+    found = _asked(
+        layout_names(), layouts_for(checkpoint), lambda name: (layout(name), layout(name).detect(checkpoint))
+    )
     best = _best([(lay.name, e) for lay, e in found], f"{checkpoint.path}", "layout", "--layout")
     return found[best]
 

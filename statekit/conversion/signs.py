@@ -1,0 +1,77 @@
+"""Which formats may fit, by what is cheap to see: so that detection loads no other.
+
+Goes in: a path, or an opened checkpoint; comes out: a test of a format's name. The signs themselves are data,
+`converters/signs.json`. They leave out, they don't decide: a format without signs may always fit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from statekit.errors import StatekitError
+from statekit.files.checkpoint import Checkpoint
+from statekit.files.reading import open_regular
+
+MayFit: TypeAlias = Callable[[str], bool]
+"""Tells of a format's name whether its signs are there, or it has none."""
+
+_HEAD = 16
+"""Bytes of a file that signs are looked for in."""
+
+
+def containers_for(path: Path) -> MayFit:
+    """Returns which containers may fit a path: a file, a folder, or a prefix of file names."""
+    if path.is_file():
+        seen = {"name": path.name, "begins": _head(path)}
+    elif path.is_dir():
+        seen = {"holds": _entries(path)}
+    else:
+        seen = {"holds": _entries(path.parent, path.name)}
+    return lambda name: _shows(_signs("containers").get(name), seen)
+
+
+def layouts_for(checkpoint: Checkpoint) -> MayFit:
+    """Returns which layouts may fit the names of a checkpoint's tensors."""
+    seen = {"names": "\n".join(checkpoint.tensors)}
+    return lambda name: _shows(_signs("layouts").get(name), seen)
+
+
+def _shows(signs: Mapping[str, str] | None, seen: Mapping[str, str]) -> bool:
+    if signs is None:
+        return True
+    return any(key in seen and re.search(sign, seen[key], _FLAGS[key]) for key, sign in signs.items())
+
+
+_FLAGS = {"name": re.DOTALL, "begins": re.DOTALL, "holds": re.MULTILINE, "names": re.MULTILINE}
+
+
+def _head(path: Path) -> str:
+    """Returns a file's first bytes, a character a byte; none of one that can't be read."""
+    try:
+        with open_regular(path) as file:
+            return file.read(_HEAD).decode("latin-1")
+    except (OSError, StatekitError):
+        return ""
+
+
+def _entries(folder: Path, start: str = "") -> str:
+    """Returns the names in a folder that start so, a line each; none of one that can't be read."""
+    try:
+        with os.scandir(folder) as entries:
+            return "\n".join(entry.name for entry in entries if entry.name.startswith(start))
+    except OSError:
+        return ""
+
+
+@cache
+def _signs(kind: str) -> Mapping[str, Mapping[str, str]]:
+    text = resources.files("statekit.converters").joinpath("signs.json").read_text(encoding="utf-8")
+    signs: Mapping[str, Any] = json.loads(text)
+    return dict(signs[kind])
