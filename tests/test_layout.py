@@ -19,10 +19,6 @@ from goldens import COMPACT, GOLDEN
 ROOT = Path(__file__).parents[1]
 HOMES = {"statekit/converters": "converters", "statekit/schemas": "schemas", "statekit/cli": "cli"}
 SHADOWS = {"torch.py", "inspect.py", "json.py", "jax.py", "tensorflow.py", "numpy.py"}
-MODULES = sorted(
-    path for top in ("statekit", "converters", "cli", "schemas") for path in (ROOT / top).rglob("*.py")
-)
-MAX_LINES = 400
 MAX_GOLDEN_BYTES = 10_000_000
 
 
@@ -62,11 +58,6 @@ def test_the_map_and_the_links_say_the_same() -> None:
 @pytest.mark.parametrize("top", sorted(HOMES.values()))
 def test_no_module_shadows_one_that_others_import(top: str) -> None:
     assert {path.name for path in (ROOT / top).rglob("*.py")} & SHADOWS == set()
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_modules_are_short(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
 
 
 def test_entry_points_name_modules_that_exist() -> None:
