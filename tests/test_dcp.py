@@ -24,8 +24,7 @@ from statekit.conversion.convert import convert, open_state, plan
 from statekit.conversion.registry import detect_container
 from statekit.converters.containers.dcp import CONTAINER
 from statekit.converters.formats.dcp import values, writer
-from statekit.converters.formats.dcp.metadata import read_metadata
-from statekit.converters.formats.dcp.tiling import Box, tiling_fault
+from statekit.converters.formats.dcp.metadata import Box, read_metadata, tiling_fault
 from statekit.converters.formats.pytorch import storage
 from statekit.errors import NotFoundError, RefusedError, UsageError
 from statekit.state.train_state import TrainState
@@ -379,9 +378,9 @@ def test_any_cut_tiles_and_any_change_is_noticed(seed: int) -> None:
 
 
 def test_a_million_comparisons_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    from statekit.converters.formats.dcp import tiling
+    from statekit.converters.formats.dcp import metadata
 
-    monkeypatch.setattr(tiling, "MAX_COMPARED", 100)
+    monkeypatch.setattr(metadata, "MAX_COMPARED", 100)
     with pytest.raises(RefusedError, match="too many parts"):
         tiling_fault((100, 100), [((i, i), (100 - i, 1)) for i in range(100)])
 

@@ -19,8 +19,8 @@ from statekit.arrays.backend import backend
 from statekit.conversion import registry
 from statekit.conversion.contracts import Encoded, Hints
 from statekit.conversion.convert import convert, open_state, plan
-from statekit.converters.containers.huggingface import container as hf_folder
-from statekit.converters.containers.huggingface import files as hf_files
+from statekit.converters.containers.huggingface import folder as hf_folder
+from statekit.converters.containers.huggingface import hf_trainer, safetensors
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.formats.safetensors import save_safetensors
 from statekit.errors import (
@@ -244,7 +244,7 @@ def test_large_models_are_cut_where_the_library_reads_shards(
         kind = registry.container(name)
         assert kind.shard_bytes == (5 * 10**9 if limit else None)  # type: ignore[attr-defined]
     small = hf_folder.HuggingFaceFolder(
-        "safetensors", "", hf_folder.SAFETENSORS.parts, hf_folder.SAFETENSORS.fits, shard_bytes=40
+        "safetensors", "", safetensors.CONTAINER.parts, safetensors.CONTAINER.fits, shard_bytes=40
     )
     monkeypatch.setattr(
         registry, "container", lambda n, real=registry.container: small if n == small.name else real(n)
@@ -393,7 +393,7 @@ def test_code_is_never_run_and_never_carried(folder: Path, tmp_path: Path) -> No
     (folder / "random_states_0.pkl").write_bytes(evil)
     (folder / "custom.pkl").write_bytes(b"no pickle")
     with open_state(folder) as opened:
-        assert hf_files.FILES not in opened.checkpoint.tree
+        assert hf_folder.FILES not in opened.checkpoint.tree
         carried = [finding for finding in opened.checkpoint.findings if "isn't carried" in finding.what]
         assert len(carried) == 3
     convert(plan(folder, tmp_path / "out", to="hf-trainer", layout="torch-optim"))
@@ -413,11 +413,11 @@ def test_what_isnt_a_small_regular_file_isnt_carried(
     (folder / "link.txt").symlink_to(tmp_path / "secret")
     (folder / "sub").mkdir()
     (folder / "large.txt").write_bytes(b"12345")
-    monkeypatch.setattr(hf_files, "MAX_CARRIED", 4)
+    monkeypatch.setattr(hf_folder, "MAX_CARRIED", 4)
     shutil.copy(folder / "optimizer.pt", folder / "optimizer.bin")
     shutil.copy(folder / "model.safetensors", folder / "pytorch_model.bin")
     with registry.container("hf-trainer").open(folder) as opened:
-        assert hf_files.FILES not in opened.tree
+        assert hf_folder.FILES not in opened.tree
         assert sum("isn't carried" in finding.what for finding in opened.findings) == 5
 
 
@@ -520,4 +520,4 @@ def test_pytorch_goes_on_from_ours_as_from_the_original(case: str, tmp_path: Pat
 def test_encoding_for_a_container_that_has_all_in_place_changes_nothing() -> None:
     tree = made(DIFFERENT, scheduler={"last_epoch": 1}, trainer_state={"global_step": 9})
     encoded = Encoded(tree, 5)
-    assert hf_folder.TRAINER.fitted(encoded).tree == tree
+    assert hf_trainer.CONTAINER.fitted(encoded).tree == tree

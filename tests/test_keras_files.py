@@ -21,8 +21,7 @@ from statekit.conversion.contracts import Encoded, Exactness, Hints
 from statekit.conversion.convert import convert, open_state, plan
 from statekit.converters.containers.keras_h5 import CONTAINER as H5
 from statekit.converters.containers.keras_zip import CONTAINER as ZIP
-from statekit.converters.formats.hdf5.order import Names
-from statekit.converters.formats.hdf5.reader import ATTRIBUTES, open_hdf5
+from statekit.converters.formats.hdf5.reader import ATTRIBUTES, Names, open_hdf5
 from statekit.converters.formats.hdf5.writer import write_hdf5
 from statekit.converters.formats.tensor_bundle.object_graph import GRAPH, Node, Slot, graph_bytes, parse_graph
 from statekit.converters.layouts.keras.layout import LAYOUT

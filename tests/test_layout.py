@@ -20,6 +20,15 @@ ROOT = Path(__file__).parents[1]
 HOMES = {"statekit/converters": "converters", "statekit/schemas": "schemas", "statekit/cli": "cli"}
 SHADOWS = {"torch.py", "inspect.py", "json.py", "jax.py", "tensorflow.py", "numpy.py"}
 MAX_GOLDEN_BYTES = 10_000_000
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+FAMILIES = {family: PROJECT["entry-points"][f"statekit.{family}"] for family in ("containers", "layouts")}
+PENDING = {
+    "layouts": {
+        "statekit", "torch-fqn", "torch-fqn-flat", "t2t", "mesh-tf", "tf-adam", "mesh-tf-adam", "mxnet-lans",
+        "mxnet-lamb", "mxnet-adam", "tf2-keras", "tf2-statekit", "tf2-t2t", "tf2-adam",
+    },
+}  # fmt: skip
+"""Registered names that no file or folder bears yet."""
 
 
 def _setuptools() -> dict[str, Any]:
@@ -60,10 +69,27 @@ def test_no_module_shadows_one_that_others_import(top: str) -> None:
     assert {path.name for path in (ROOT / top).rglob("*.py")} & SHADOWS == set()
 
 
+def bears_name(name: str, target: str) -> bool:
+    """Tells whether a file or folder on the way to an entry point's module contains the registered name."""
+    return any(name.replace("-", "_") in part for part in target.partition(":")[0].split(".")[3:])
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [(family, name) for family, points in FAMILIES.items() for name in points]
+)
+def test_each_registered_name_is_found_by_a_file_or_folder_of_its_name(family: str, name: str) -> None:
+    assert bears_name(name, FAMILIES[family][name]) == (name not in PENDING.get(family, set()))
+
+
+def test_a_registered_name_that_no_file_bears_is_noticed() -> None:
+    assert bears_name("hf-trainer", "statekit.converters.containers.huggingface.hf_trainer:CONTAINER")
+    assert not bears_name("hf-trainer", "statekit.converters.containers.huggingface.container:TRAINER")
+    assert not bears_name("containers", "statekit.converters.containers.torch_file:CONTAINER")
+
+
 def test_entry_points_name_modules_that_exist() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    points = [p for group in project["entry-points"].values() for p in group.values()]
-    modules = [p.partition(":")[0] for p in [*points, *project["scripts"].values()]]
+    points = [p for group in PROJECT["entry-points"].values() for p in group.values()]
+    modules = [p.partition(":")[0] for p in [*points, *PROJECT["scripts"].values()]]
     assert [m for m in modules if not (ROOT / f"{m.replace('.', '/')}.py").is_file()] == []
 
 

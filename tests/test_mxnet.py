@@ -20,7 +20,7 @@ from statekit.conversion import registry
 from statekit.conversion.contracts import Encoded, Hints
 from statekit.conversion.convert import convert, open_state, plan
 from statekit.conversion.inspection import inspect
-from statekit.converters.containers.mxnet.container import CONTAINER
+from statekit.converters.containers.mxnet import CONTAINER
 from statekit.converters.layouts.mxnet.layout import LANS, MXNetOptim
 from statekit.errors import InexactError, NotFoundError, StateError, UnknownFormatError
 from statekit.files.checkpoint import Checkpoint

@@ -19,7 +19,7 @@ from test_mxnet import LANS_CLASS, PARAMS, moments, put
 
 from goldens import GOLDEN
 from statekit.conversion.contracts import Encoded
-from statekit.converters.containers.mxnet.container import CONTAINER
+from statekit.converters.containers.mxnet import CONTAINER
 from statekit.converters.formats.mxnet.params import read_params
 from statekit.converters.formats.pickle.extents import KEPT_BYTES, Extent, read_thin_pickle
 from statekit.converters.formats.pickle.writer import Called, write_pickle

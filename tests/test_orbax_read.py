@@ -15,7 +15,7 @@ from zarr_files import write_array, write_sharded
 from goldens import bundles
 from statekit.conversion import registry
 from statekit.conversion.inspection import inspect
-from statekit.converters.containers.orbax import item as orbax_item
+from statekit.converters.containers.orbax import container as orbax_container
 from statekit.converters.containers.orbax.container import CONTAINER as ORBAX
 from statekit.converters.formats.zarr.stores import FolderStore, OcdbtStore
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
@@ -251,7 +251,7 @@ def test_sizes_have_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     folder = small(tmp_path / "ckpt")
     for name in ("_MAX_METADATA", "_MAX_JSON"):
         with monkeypatch.context() as patch:
-            patch.setattr(orbax_item, name, 8)
+            patch.setattr(orbax_container, name, 8)
             with pytest.raises(RefusedError, match="too large"):
                 ORBAX.open(folder)
 

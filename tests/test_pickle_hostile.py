@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from statekit.converters.formats.pickle.machine import TruncatedPickle
-from statekit.converters.formats.pickle.reader import read_pickle
+from statekit.converters.formats.pickle.reader import TruncatedPickle, read_pickle
 from statekit.errors import FormatError, RefusedError
 from statekit.tensors.tree import Record, tensor_names, walk
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from goldens import GOLDEN
 from statekit.converters.formats.pickle.reader import read_pickle
-from statekit.converters.formats.pytorch.names import torch_calls
+from statekit.converters.formats.pytorch.reader import torch_calls
 from statekit.tensors.tensor import DTYPES, Tensor
 from statekit.tensors.tree import Record, walk
 

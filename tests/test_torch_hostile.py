@@ -15,8 +15,8 @@ import pytest
 from torch_files import legacy_bytes, number, read_all, save, tensor, torch_zip
 
 from statekit.converters.containers.torch_file import CONTAINER
-from statekit.converters.formats.pytorch import legacy as torch_legacy
-from statekit.converters.formats.pytorch.legacy import MAGIC
+from statekit.converters.formats.pytorch import reader as torch_reader
+from statekit.converters.formats.pytorch.reader import LEGACY_MAGIC
 from statekit.errors import CorruptError, FormatError, RefusedError, UsageError
 from statekit.tensors.tensor import DTYPES, in_memory
 
@@ -83,7 +83,7 @@ def test_code_in_a_file_does_not_run(tmp_path: Path) -> None:
     payload = b"}X\x01\x00\x00\x00wcos\nsystem\nX" + struct.pack("<I", len(command)) + command + b"\x85Rs."
     legacy = tmp_path / "legacy.pt"
     legacy.write_bytes(
-        b"".join(pickle.dumps(x, 2) for x in [MAGIC, 1001, None]) + payload + pickle.dumps([], 2)
+        b"".join(pickle.dumps(x, 2) for x in [LEGACY_MAGIC, 1001, None]) + payload + pickle.dumps([], 2)
     )
     for path in (torch_zip(tmp_path / "a.pt", payload), legacy):
         assert CONTAINER.detect(path) is not None
@@ -212,10 +212,10 @@ def test_a_legacy_pickle_beyond_all_windows_is_refused(
 ) -> None:
     path = tmp_path / "a.pt"
     path.write_bytes(legacy_bytes(["0"], [4]))
-    monkeypatch.setattr(torch_legacy, "WINDOWS", (10, 100))
+    monkeypatch.setattr(torch_reader, "WINDOWS", (10, 100))
     with pytest.raises(RefusedError, match="too large"):
         CONTAINER.open(path)
-    monkeypatch.setattr(torch_legacy, "WINDOWS", (10, 100, 10_000))
+    monkeypatch.setattr(torch_reader, "WINDOWS", (10, 100, 10_000))
     assert read_all(path) == {"": bytes(16)}
 
 
@@ -310,9 +310,7 @@ def test_the_checksum_is_compared_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_huge_pickle_is_refused_by_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from statekit.converters.formats.pytorch import reader
-
-    monkeypatch.setattr(reader, "MAX_PICKLE", 50)
+    monkeypatch.setattr(torch_reader, "MAX_PICKLE", 50)
     with pytest.raises(RefusedError, match="too large"):
         CONTAINER.open(torch_zip(tmp_path / "a.pt", tensor() + b"."))
 

@@ -16,8 +16,8 @@ from torch_files import assert_same, save
 
 from statekit.conversion.contracts import Encoded
 from statekit.converters.containers.torch_file import CONTAINER
-from statekit.converters.formats.pytorch import writer
-from statekit.converters.formats.pytorch.archive import LOCAL
+from statekit.converters.formats import zip_archive
+from statekit.converters.formats.zip_archive import LOCAL
 from statekit.errors import CommitError, UsageError
 from statekit.files.stage import staged
 from statekit.tensors.tensor import BLOCK_BYTES, DTYPES, Filled, chunks, in_memory
@@ -166,8 +166,8 @@ def test_the_manifests_name_is_reserved(tmp_path: Path) -> None:
 def test_large_offsets_are_written_in_64_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = save(tmp_path / "a.pt", tree()).read_bytes()
     assert b"PK\x06\x06" not in small
-    monkeypatch.setattr(writer, "WIDE_FROM", 1000)  # as if 4 GB were 1000 bytes
-    monkeypatch.setattr(writer, "_narrow", lambda n: 0xFFFFFFFF if n >= 1000 else n)
+    monkeypatch.setattr(zip_archive, "WIDE_FROM", 1000)  # as if 4 GB were 1000 bytes
+    monkeypatch.setattr(zip_archive, "_narrow", lambda n: 0xFFFFFFFF if n >= 1000 else n)
     path = save(
         tmp_path / "w.pt", {"model": {"w": in_memory(np.arange(500.0))}, "rest": in_memory(np.arange(3))}
     )
@@ -183,7 +183,7 @@ def test_large_offsets_are_written_in_64_bits(tmp_path: Path, monkeypatch: pytes
 def test_torch_reads_64_bit_offsets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    monkeypatch.setattr(writer, "WIDE_FROM", 1000)
+    monkeypatch.setattr(zip_archive, "WIDE_FROM", 1000)
     path = save(tmp_path / "w.pt", {"w": in_memory(np.arange(500.0)), "rest": in_memory(np.arange(3))})
     loaded = torch.load(path, weights_only=True, mmap=True)
     assert loaded["w"].sum() == 124_750

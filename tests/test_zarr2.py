@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from zarr_files import ENCODERS, header, plain_stage, write_array
 
 from statekit.converters.formats.zarr import array as zarr_array
-from statekit.converters.formats.zarr import chunks as chunk_stream
 from statekit.converters.formats.zarr.array import Header, absent_chunks, open_array
+from statekit.converters.formats.zarr.headers import parse_zarray
 from statekit.converters.formats.zarr.stores import FolderStore, OcdbtStore, local_path, open_store
-from statekit.converters.formats.zarr.v2 import parse_header
 from statekit.converters.formats.zarr.writer import chunk_shape, encoded_chunks, header_bytes, header_for
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError, UsageError
 from statekit.tensors.tensor import DTYPES, Array, Stored, chunks, in_memory
@@ -33,7 +32,7 @@ def opened(folder: Path, **changes: Any) -> Stored:
     store = FolderStore.of(folder.parent)
     [data] = store.headers([f"{folder.name}/.zarray"])
     assert data is not None
-    parsed = parse_header(json.dumps(json.loads(data) | changes).encode(), "here")
+    parsed = parse_zarray(json.dumps(json.loads(data) | changes).encode(), "here")
     return open_array(store, folder.name, parsed, "tensor")
 
 
@@ -44,9 +43,8 @@ def array(*shape: int) -> Array:
 @pytest.fixture
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes every chunk a large one, so that blocks are cut out of streams."""
-    monkeypatch.setattr(chunk_stream, "SLAB", 64)
     monkeypatch.setattr(zarr_array, "SLAB", 64)
-    monkeypatch.setattr(chunk_stream, "PIECE", 100)
+    monkeypatch.setattr(zarr_array, "PIECE", 100)
 
 
 @pytest.mark.parametrize("compressor", ENCODERS)
@@ -94,10 +92,11 @@ def test_streaming_decodes_a_large_chunk_once(
     values = array(64, 32)
     tensor = opened(write_array(tmp_path / "a", values, (64, 32)))
     opens: list[object] = []
+    open_stream = zarr_array.open_stream
 
     def counted(*arguments: Any) -> Any:
         opens.append(arguments)
-        return chunk_stream.open_stream(*arguments)
+        return open_stream(*arguments)
 
     monkeypatch.setattr(zarr_array, "open_stream", counted)
     blocks = list(chunks(tensor, 256))
@@ -125,7 +124,7 @@ def test_dtypes_round_trip(tmp_path: Path, name: str) -> None:
     values = (RANDOM.standard_normal((5, 3)) * 3).astype(DTYPES[name])
     tensor = in_memory(values)
     stated = header_for(tensor, "zstd")
-    again = parse_header(header_bytes(stated), "here")
+    again = parse_zarray(header_bytes(stated), "here")
     assert (again.dtype, again.shape) == (values.dtype, (5, 3))
     stage = plain_stage(tmp_path)
     for key, pieces in encoded_chunks(stage, "t", tensor, stated):
@@ -141,7 +140,7 @@ def test_separator_and_missing_separator(tmp_path: Path) -> None:
     assert np.array_equal(opened(write_array(tmp_path / "a", values, (2, 2), separator="/")).read(), values)
     document = header((4, 4), (2, 2))
     del document["dimension_separator"]
-    assert parse_header(json.dumps(document).encode(), "here").separator == "."
+    assert parse_zarray(json.dumps(document).encode(), "here").separator == "."
 
 
 @pytest.mark.parametrize(
@@ -156,13 +155,13 @@ def test_separator_and_missing_separator(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_headers_that_are_not_read(change: dict[str, Any]) -> None:
     with pytest.raises(FormatError):
-        parse_header(json.dumps(header((4, 4), (4, 4)) | change).encode(), "here")
+        parse_zarray(json.dumps(header((4, 4), (4, 4)) | change).encode(), "here")
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 30000])
 def test_headers_that_are_not_json_objects(data: bytes) -> None:
     with pytest.raises(FormatError):
-        parse_header(data, "here")
+        parse_zarray(data, "here")
 
 
 def test_a_header_of_absurd_size_is_refused(tmp_path: Path) -> None:
@@ -175,7 +174,7 @@ def test_a_header_of_absurd_size_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [[2**40, 2**40], [2**61]])
 def test_a_shape_beyond_any_array_is_refused(shape: list[int]) -> None:
     with pytest.raises(RefusedError):
-        parse_header(json.dumps(header((), ()) | {"shape": shape, "chunks": shape}).encode(), "here")
+        parse_zarray(json.dumps(header((), ()) | {"shape": shape, "chunks": shape}).encode(), "here")
 
 
 @pytest.mark.parametrize("compressor", ["gzip", "zlib", "zstd", None])
@@ -272,9 +271,9 @@ def test_an_absent_chunk_with_fill_is_told(tmp_path: Path) -> None:
     (folder / "1.0").unlink()
     tensor = opened(folder, fill_value=2.5)
     assert np.array_equal(tensor.read(), np.concatenate([values[:2], np.full((2, 4), 2.5, np.float32)]))
-    stated = parse_header(json.dumps(header((4, 4), (2, 4)) | {"fill_value": 2.5}).encode(), "here")
+    stated = parse_zarray(json.dumps(header((4, 4), (2, 4)) | {"fill_value": 2.5}).encode(), "here")
     assert absent_chunks(FolderStore.of(tmp_path), "a", stated) == ["1.0"]
-    nan = parse_header(json.dumps(header((4, 4), (2, 4)) | {"fill_value": "NaN"}).encode(), "here")
+    nan = parse_zarray(json.dumps(header((4, 4), (2, 4)) | {"fill_value": "NaN"}).encode(), "here")
     assert nan.fill is not None
     assert math.isnan(nan.fill)
 

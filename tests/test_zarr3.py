@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from zarr_files import header3, shard_bytes, sharding, write_sharded
 
 from statekit.converters.formats.zarr.array import absent_chunks, open_array
+from statekit.converters.formats.zarr.headers import parse_zarr_json
 from statekit.converters.formats.zarr.stores import FolderStore
-from statekit.converters.formats.zarr.v3 import parse_header
 from statekit.errors import CorruptError, FormatError, RefusedError
 from statekit.tensors.tensor import DTYPES, Array, Stored
 
@@ -27,7 +27,7 @@ ZSTD = {"configuration": {"checksum": False, "level": 3}, "name": "zstd"}
 def opened(folder: Path, **changes: Any) -> Stored:
     """Opens an array through its own header, some of it changed."""
     data = json.loads((folder / "zarr.json").read_text()) | changes
-    header = parse_header(json.dumps(data).encode(), "here")
+    header = parse_zarr_json(json.dumps(data).encode(), "here")
     return open_array(FolderStore.of(folder.parent), folder.name, header, "tensor")
 
 
@@ -127,9 +127,9 @@ def nested(**changes: Any) -> list[Any]:
 )  # fmt: skip
 def test_headers_that_are_not_read(change: dict[str, Any]) -> None:
     stated = header3((4, 4), (4, 4), [sharding((2, 2))])
-    parse_header(json.dumps(stated).encode(), "here")
+    parse_zarr_json(json.dumps(stated).encode(), "here")
     with pytest.raises(FormatError):
-        parse_header(json.dumps(stated | change).encode(), "here")
+        parse_zarr_json(json.dumps(stated | change).encode(), "here")
 
 
 def test_what_need_not_be_understood_is_passed_over() -> None:
@@ -137,13 +137,13 @@ def test_what_need_not_be_understood_is_passed_over() -> None:
         "extension": {"must_understand": False},
         "attributes": {"a": 1},
     }
-    assert parse_header(json.dumps(stated).encode(), "here").chunks == (4, 4)
+    assert parse_zarr_json(json.dumps(stated).encode(), "here").chunks == (4, 4)
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 30000, b'{"a": 1, "a": 2}'])
 def test_headers_that_are_not_json_objects(data: bytes) -> None:
     with pytest.raises(FormatError):
-        parse_header(data, "here")
+        parse_zarr_json(data, "here")
 
 
 def test_an_absent_chunk_is_damage_or_told(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_an_absent_chunk_is_damage_or_told(tmp_path: Path) -> None:
     filled = values.copy()
     filled[:, 2:] = 0
     assert np.array_equal(opened(folder).read(), filled)
-    header = parse_header((folder / "zarr.json").read_bytes(), "here")
+    header = parse_zarr_json((folder / "zarr.json").read_bytes(), "here")
     store = FolderStore.of(tmp_path)
     assert absent_chunks(store, "a", header) == ["c/0/0[0,1]", "c/1/0[0,1]"]
     (folder / "c" / "1" / "0").unlink()
@@ -214,7 +214,7 @@ def test_absurd_fill_is_refused(tmp_path: Path) -> None:
     (folder / "c" / "0").unlink()
     for shape, shard, chunk in (([2**40], [2**20], 1), ([2**40], [2**40], 2**40), ([2**40], [4], 4)):
         stated = header3(tuple(shape), tuple(shard), [sharding((chunk,))])
-        header = parse_header(json.dumps(stated).encode(), "here")
+        header = parse_zarr_json(json.dumps(stated).encode(), "here")
         with pytest.raises(FormatError):
             absent_chunks(FolderStore.of(folder.parent), "a", header)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from statekit.conversion.contracts import Encoded
 from statekit.converters.containers.torch_file import CONTAINER
-from statekit.converters.formats.pytorch.legacy import MAGIC
+from statekit.converters.formats.pytorch.reader import LEGACY_MAGIC
 from statekit.files.stage import staged
 from statekit.tensors.tree import Record, Tree
 
@@ -120,7 +120,7 @@ def torch_zip(path: Path, pickled: bytes, data: bytes = bytes(16), **extra: byte
 
 
 def legacy_bytes(keys: list[str], counts: list[int], data: bytes = bytes(16), pickled: bytes = b"") -> bytes:
-    first = [pickle.dumps(x, 2) for x in (MAGIC, 1001, {"little_endian": True})]
+    first = [pickle.dumps(x, 2) for x in (LEGACY_MAGIC, 1001, {"little_endian": True})]
     saved = pickled or tensor().replace(b"tQ", b"NtQ") + b"."
     body = b"".join(struct.pack("<q", count) + data for count in counts)
     return b"".join([*first, b"\x80\x02" + saved, pickle.dumps(keys, 2), body])

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.steps.beside import files_beside
+from statekit.converters.containers.steps import files_beside
 from statekit.converters.formats.dcp.metadata import Contents, read_metadata
 from statekit.converters.formats.dcp.tree import tree_of
 from statekit.converters.formats.dcp.values import Files, read_values
 from statekit.converters.formats.dcp.writer import write_dcp
-from statekit.converters.formats.pytorch.names import named
+from statekit.converters.formats.pytorch.reader import named
 from statekit.converters.layouts.optimizer_forms import by_name, is_nested
 from statekit.errors import NotFoundError
 from statekit.files.checkpoint import Checkpoint, Finding

@@ -19,10 +19,10 @@ from typing import Literal
 import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence
+from statekit.converters.containers.huggingface.folder import moved_to
 from statekit.converters.containers.huggingface.model import SHARD_BYTES, find_model, open_model, save_model
-from statekit.converters.containers.huggingface.place import moved_to
-from statekit.converters.containers.steps.beside import files_beside, trusted_manifest
-from statekit.converters.formats.pytorch.names import named
+from statekit.converters.containers.steps import files_beside, trusted_manifest
+from statekit.converters.formats.pytorch.reader import named
 from statekit.converters.layouts.optimizer_forms import is_flat
 from statekit.converters.layouts.torch_parts import SORTED
 from statekit.errors import FormatError, NotFoundError, UsageError

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.steps.beside import files_beside
+from statekit.converters.containers.steps import files_beside
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
-from statekit.converters.formats.pytorch.names import named
+from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import Stage

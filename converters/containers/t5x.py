@@ -16,13 +16,19 @@ from typing import Any, Literal
 import msgpack
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.steps.beside import step_checkpoint
-from statekit.converters.containers.steps.find import INDEX, find_step, sighted
-from statekit.converters.containers.steps.leaves import Arrays
-from statekit.converters.containers.steps.names import FOLDER, array_names, step_prefix
+from statekit.converters.containers.steps import (
+    FOLDER,
+    INDEX,
+    array_names,
+    find_step,
+    sighted,
+    step_checkpoint,
+    step_prefix,
+)
+from statekit.converters.containers.stored_arrays import Arrays
 from statekit.converters.formats.msgpack.reader import parse
+from statekit.converters.formats.zarr.headers import header_json
 from statekit.converters.formats.zarr.stores import FolderStore
-from statekit.converters.formats.zarr.v2 import header_json
 from statekit.converters.formats.zarr.writer import encoded_chunks, header_bytes, header_for
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.files.checkpoint import Checkpoint, Finding

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.steps.beside import trusted_manifest
+from statekit.converters.containers.steps import trusted_manifest
 from statekit.converters.formats.crc32c import crc32c
 from statekit.converters.formats.pytorch.storage import SourceFile, Storage, window
 from statekit.converters.formats.tensor_bundle.entries import (
@@ -33,9 +33,9 @@ from statekit.converters.formats.tensor_bundle.entries import (
     bounds,
     parse_entry,
     parse_header,
+    parse_strings,
     slice_key,
 )
-from statekit.converters.formats.tensor_bundle.strings import parse_strings
 from statekit.converters.formats.tensor_bundle.table import (
     FOOTER_BYTES,
     MAGIC,

@@ -23,7 +23,7 @@ from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.deepspeed.files import MASTER, Tag, complete, locate, open_file, require
 from statekit.converters.containers.deepspeed.universal import universal_state
 from statekit.converters.containers.deepspeed.zero import Shapes, joined, part_of
-from statekit.converters.formats.pytorch.names import named
+from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, UsageError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.stage import Stage

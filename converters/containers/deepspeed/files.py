@@ -19,8 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from statekit.converters.formats.pytorch.names import named
-from statekit.converters.formats.pytorch.reader import read_object
+from statekit.converters.formats.pytorch.reader import named, read_object
 from statekit.converters.formats.pytorch.storage import SourceFile
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
 from statekit.files.checkpoint import Finding

@@ -19,6 +19,8 @@ _SEQUENCE, _DICT = 1, 2
 _EMPTY: dict[str, Any] = {"None": None, "NamedTuple": None, "Dict": {}, "List": [], "Tuple": ()}
 STRING = "string"
 """The type of a leaf that lies in the item's file of strings."""
+STRINGS = "_strings.json"
+"""That file."""
 _NAMED = 20
 
 

@@ -14,8 +14,7 @@ from typing import BinaryIO
 
 from statekit.converters.formats.dcp.metadata import Piece
 from statekit.converters.formats.dcp.tree import flat_paths
-from statekit.converters.formats.pytorch.pickling import Opcodes
-from statekit.converters.formats.pytorch.writer import write_archive
+from statekit.converters.formats.pytorch.writer import Opcodes, write_archive
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Path, Tree

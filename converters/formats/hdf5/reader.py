@@ -2,28 +2,99 @@
 
 The library that parses HDF5 is the original one. What it would do on the file's word alone isn't asked of it: links
 to elsewhere, values in other files, filters that would have to be loaded, and sizes that the file doesn't hold are
-refused before anything is read. Groups and datasets stand in the order in which they were written: by their names'
-places in the group's heap, or where a group has none, by the places of what they hold.
+refused before anything is read.
 
-Source: The HDF Group, HDF5 File Format Specification 3.0; keras-team/keras, keras/src/saving/saving_lib.py,
-`H5IOStore`.
+Groups and datasets stand in the order in which they were written. The library lists members by name. Where they are
+described doesn't tell their order either: what a group that grew left free, a later and smaller member takes. But names
+are put into the group's local heap one behind the other; where a group has none, the places of what it holds count.
+
+Source: The HDF Group, HDF5 File Format Specification 3.0, III.D "Local Heaps", IV.A.1.a "Version 1 Data Object Header
+Prefix", IV.A.2.r "The Symbol Table Message"; keras-team/keras, keras/src/saving/saving_lib.py, `H5IOStore`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from statekit.converters.formats.hdf5.order import Names
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
 from statekit.tensors.tensor import DTYPES, Array, DType, Index, Shape, Stored
 from statekit.tensors.tree import MAX_DEPTH, MAX_NODES
+
+Read: TypeAlias = Callable[[int, int], bytes]
+"""Gives so many bytes from an address on; fewer at the end of the file."""
+
+MAX_BLOCK = 64 * 2**20
+"""The longest header or list of names that is looked at, in bytes."""
+_SYMBOL_TABLE, _CONTINUATION = 0x11, 0x10
+_PREFIX, _MESSAGE, _HEAP = struct.Struct("<BxHIIxxxx"), struct.Struct("<HHxxxx"), struct.Struct("<4sB3xQQQ")
+_TWO = struct.Struct("<QQ")
+_ALIGNED = 8
+
+
+class Names:
+    """Reads groups' names, of a file whose addresses have 8 bytes; no more bytes of it than there are."""
+
+    def __init__(self, read: Read, size: int) -> None:
+        self._read, self._left = read, size
+
+    def of(self, address: int) -> dict[str, int]:
+        """Returns where each name of a group stands among them; none if the group has no local heap.
+
+        Args:
+            address: Where the group is described.
+        """
+        try:
+            heap = self._heap(address)
+            if heap is None:
+                return {}
+            mark, version, size, free, start = _HEAP.unpack(self._bytes(heap, _HEAP.size))
+            return _heap_names(self._bytes(start, size), free) if (mark, version) == (b"HEAP", 0) else {}
+        except (struct.error, OSError, OverflowError, ValueError):
+            return {}
+
+    def _bytes(self, address: int, length: int) -> bytes:
+        self._left -= length
+        if self._left < 0 or length > MAX_BLOCK:
+            raise ValueError("headers lie over each other, or are too long")
+        return self._read(address, length)
+
+    def _heap(self, address: int) -> int | None:
+        """Returns the address of a group's heap."""
+        version, _, _, size = _PREFIX.unpack(self._bytes(address, _PREFIX.size))
+        blocks = [(address + _PREFIX.size, size)] if version == 1 else []
+        for at, length in blocks:  # grows while headers go on elsewhere
+            block, here = self._bytes(at, length), 0
+            while here + _MESSAGE.size <= len(block):
+                kind, size = _MESSAGE.unpack_from(block, here)
+                here += _MESSAGE.size
+                if kind == _SYMBOL_TABLE:
+                    return int(_TWO.unpack_from(block, here)[1])
+                if kind == _CONTINUATION:
+                    blocks.append(_TWO.unpack_from(block, here))
+                here += size
+        return None
+
+
+def _heap_names(heap: bytes, free: int) -> dict[str, int]:
+    """Returns where in a heap each name begins, given where its free space does."""
+    found: dict[str, int] = {}
+    here = 0
+    while here < len(heap) and here != free:
+        end = heap.find(b"\0", here)
+        if end < 0:
+            break
+        found[heap[here:end].decode("utf-8", "replace")] = here
+        here = end + _ALIGNED - end % _ALIGNED
+    return found
+
 
 if TYPE_CHECKING:
     import h5py

@@ -1,4 +1,4 @@
-"""Writes a tree as an HDF5 file, as `hdf5_read` reads it and as Keras lays it out: contiguous, without filters.
+"""Writes a tree as an HDF5 file, as `reader` reads it and as Keras lays it out: contiguous, without filters.
 
 Source: keras-team/keras, keras/src/saving/saving_lib.py, `H5IOStore.__setitem__`.
 """

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.converters.formats.zarr.array import checked_shape
-from statekit.converters.formats.zarr.chunks import RawStream, copy_block
+from statekit.converters.formats.zarr.array import RawStream, checked_shape, copy_block
 from statekit.converters.formats.zarr.stores import Value, joined, part
 from statekit.errors import CorruptError, FormatError, RefusedError
 from statekit.tensors.tensor import Array, DType, Index, Shape, Stored, dtype_named, in_memory, index_shape

@@ -17,9 +17,8 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from statekit.converters.formats.mxnet.records import CPU, DTYPE_NAMES, dense, read_record, record_header
-from statekit.converters.formats.pytorch.archive import Archive
 from statekit.converters.formats.pytorch.storage import SourceFile
-from statekit.converters.formats.pytorch.writer import ZipForm, ZipWriter
+from statekit.converters.formats.zip_archive import Archive, ZipForm, ZipWriter
 from statekit.errors import CorruptError, FormatError
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import DTYPES, DType, Shape, Stored, Tensor, nbytes

@@ -1,6 +1,6 @@
 """The `.states` files of MXNet: pickles of an updater's states, alone or beside the optimizer; nothing in them runs.
 
-Each NDArray in them is an object made from None, whose state holds one record (`mxnet_records`) as a bytearray. Its
+Each NDArray in them is an object made from None, whose state holds one record (`records`) as a bytearray. Its
 values are read from the file when asked for.
 Source: apache/mxnet, python/mxnet/optimizer/updater.py, `Updater.get_states`; python/mxnet/ndarray/ndarray.py,
 `NDArray.__reduce__`, `NDArray.__getstate__`.

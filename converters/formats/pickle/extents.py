@@ -1,7 +1,7 @@
 """Reads pickles of large arrays without their bytes: where each byte string lies in the file takes its place.
 
 The opcodes of a pickle are passed over one by one, and each long byte string among them becomes a persistent id (its
-number), which `converters.pickle_reader` then meets as an `Extent`. So a file of gigabytes opens by its small part.
+number), which `reader` then meets as an `Extent`. So a file of gigabytes opens by its small part.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from statekit.converters.formats.pickle.machine import TruncatedPickle
-from statekit.converters.formats.pickle.reader import Unpickled, Vocabulary, read_pickle
+from statekit.converters.formats.pickle.reader import TruncatedPickle, Unpickled, Vocabulary, read_pickle
 from statekit.converters.formats.pytorch.storage import SourceFile
 from statekit.errors import FormatError, RefusedError
 from statekit.tensors.tensor import Array

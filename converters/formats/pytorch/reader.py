@@ -1,23 +1,345 @@
-"""Reads what `torch.save` wrote, a zip archive or a legacy stream, from a file or from a part of one."""
+"""Reads what `torch.save` wrote, a zip archive or a legacy stream, from a file or from a part of one.
+
+The legacy form, before PyTorch 1.6, is pickles one after the other, then the storages: magic number, protocol 1001,
+facts about the machine, the object, the list of storage keys; then for each key the number of elements (8 bytes) and
+the values, always little-endian.
+Source: torch/serialization.py, `_legacy_save` and `_legacy_load`; torch/csrc/serialization.cpp.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from statekit.converters.formats.pickle.reader import read_pickle
-from statekit.converters.formats.pytorch.archive import Archive, directory_bytes
-from statekit.converters.formats.pytorch.legacy import MAGIC_BYTES, read_legacy
-from statekit.converters.formats.pytorch.names import storage_id, torch_calls
-from statekit.converters.formats.pytorch.storage import Source, Storage
+from statekit.converters.formats.pickle.names import Call, kept, shown
+from statekit.converters.formats.pickle.reader import TruncatedPickle, Unpickled, read_pickle
+from statekit.converters.formats.pytorch.storage import Source, Storage, short, window
+from statekit.converters.formats.zip_archive import Archive, directory_bytes
 from statekit.errors import CorruptError, FormatError, RefusedError
 from statekit.files.checkpoint import Finding
-from statekit.tensors.tree import Tree
+from statekit.tensors.tensor import DTYPES, Array, Cast, DType, Stored, Tensor, dtype_named
+from statekit.tensors.tree import Path as Keys
+from statekit.tensors.tree import Record, Tree
+
+STORAGE_DTYPES: Mapping[str, str] = {
+    "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
+    "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64", "UntypedStorage": "uint8", "_UntypedStorage": "uint8",
+    "QInt8Storage": "int8", "QInt32Storage": "int32", "QUInt8Storage": "uint8", "QUInt4x2Storage": "uint8",
+    "QUInt2x4Storage": "uint8",
+}  # fmt: skip
+"""dtype of the values by storage class; quantized ones as the integers they are stored as.
+
+Source: torch/storage.py, `_dtype_to_storage_type_map`.
+"""
+
+StorageId: TypeAlias = tuple[DType, str, int, tuple[Any, ...]]
+_DTYPE_NAMES = {"double": "float64", "float": "float32", "half": "float16", "long": "int64", "int": "int32"}
+
+
+def storage_id(saved: Any, place: str) -> StorageId:
+    """Takes a persistent id apart: dtype, key, number of elements, and what follows.
+
+    Source: torch/serialization.py: ("storage", class, key, location, numel); the location says where the values
+    lived and doesn't matter here.
+
+    Raises:
+        FormatError: It isn't the id of a storage.
+    """
+    if not isinstance(saved, tuple) or len(saved) < 5 or saved[0] not in ("storage", b"storage"):
+        raise RefusedError(
+            "A pickle refers to something that isn't a storage.", place=place, found=shown(saved)
+        )
+    _, kind, key, _, count, *rest = saved
+    name = kind.name.rpartition(".")[2] if isinstance(kind, Record) else ""
+    if name not in STORAGE_DTYPES or not isinstance(key, (str, int)) or type(count) is not int or count < 0:
+        raise FormatError(
+            "A storage isn't described as storages are.",
+            place=place,
+            expected=f"one of {', '.join(STORAGE_DTYPES)}, with a key and a number of elements",
+            found=f"{shown(name) or shown(kind)}, key {shown(key)}, {shown(count)} elements",
+        )
+    return dtype_named(STORAGE_DTYPES[name]), str(key), count, tuple(rest)
+
+
+def torch_dtype(record: Any) -> DType | None:
+    """Returns the dtype of a name such as `torch.float8_e4m3fn`; None if statekit doesn't carry it."""
+    name = record.name.removeprefix("torch.") if isinstance(record, Record) else ""
+    return DTYPES.get(_DTYPE_NAMES.get(name, name))
+
+
+def _as_storage(value: Any) -> Storage:
+    if not isinstance(value, Storage):
+        raise FormatError("A tensor is made of something that isn't a storage.", found=shown(value))
+    return value
+
+
+def _as_tensor(value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise FormatError("Something is wrapped as a tensor that isn't one.", found=shown(value))
+    return value
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, (tuple, list)):
+        raise FormatError("The shape of a tensor is no tuple.", found=shown(value))
+    return tuple(value)
+
+
+def _rebuild(args: tuple[Any, ...]) -> Tensor:
+    storage, offset, shape, stride, *rest = args
+    source = _as_storage(storage)
+    marks = rest[2] if len(rest) > 2 and isinstance(rest[2], dict) else {}
+    conjugate, negative = bool(marks.get("conj")), bool(marks.get("neg"))
+    return window(source, offset, _sizes(shape), _sizes(stride), source.dtype, conjugate, negative)
+
+
+def _rebuild_v3(args: tuple[Any, ...]) -> Tensor | Record:
+    storage, offset, shape, stride, _, _, kind, *_ = args
+    dtype = torch_dtype(kind)
+    if dtype is None:
+        # Kept with its raw bytes: one tensor of an unknown type is no reason to lose the others.
+        return Record("torch._utils._rebuild_tensor_v3", args)
+    return window(_as_storage(storage), offset, _sizes(shape), _sizes(stride), dtype)
+
+
+def _wrapped(args: tuple[Any, ...]) -> Tensor:
+    return _as_tensor(args[0])
+
+
+def _cast(args: tuple[Any, ...]) -> Tensor | Record:
+    data, kind, *_ = args
+    dtype = torch_dtype(kind)
+    if dtype is None or not isinstance(data, Tensor):
+        return Record("torch._utils._rebuild_device_tensor_from_numpy", args)
+    return data if data.dtype == dtype else Cast(data, dtype)
+
+
+def _subclass(note: Callable[[str], None]) -> Call:
+    def make(args: tuple[Any, ...]) -> Any:
+        function, kind, inner, state = args
+        rebuild = _REBUILD.get(function.name) if isinstance(function, Record) else None
+        name = kind.name if isinstance(kind, Record) else shown(kind)
+        if rebuild is None:
+            return Record(name, (function, *inner), state)
+        if name not in ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"):
+            note(f"a tensor of the subclass {shown(name)} is read as a plain tensor")
+        _note_state(state, note)
+        return rebuild(inner)
+
+    return make
+
+
+def _parameter(note: Callable[[str], None]) -> Call:
+    def make(args: tuple[Any, ...]) -> Tensor:
+        _note_state(args[3], note)
+        return _as_tensor(args[0])
+
+    return make
+
+
+def _note_state(state: Any, note: Callable[[str], None]) -> None:
+    for name in list(state)[:8] if isinstance(state, dict) else ["state"] if state else []:
+        note(f"attribute {shown(name)} of a tensor has no place in the tree")
+
+
+def _size(args: tuple[Any, ...]) -> tuple[int, ...]:
+    return _sizes(args[0]) if args else ()
+
+
+_REBUILD: dict[str, Call] = {
+    "torch._utils._rebuild_tensor": _rebuild,
+    "torch._utils._rebuild_tensor_v2": _rebuild,
+    "torch._utils._rebuild_tensor_v3": _rebuild_v3,
+    "torch._utils._rebuild_parameter": _wrapped,
+    "torch._utils._rebuild_device_tensor_from_numpy": _cast,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _cast,
+    "torch._utils._rebuild_xla_tensor": _cast,
+}
+_KEPT = (
+    "torch.device", "torch.serialization._get_layout", "torch._utils._rebuild_sparse_tensor",
+    "torch._utils._rebuild_qtensor", "torch._utils._rebuild_nested_tensor",
+    "torch._utils._rebuild_meta_tensor_no_storage", "torch._utils._rebuild_wrapper_subclass",
+)  # fmt: skip
+
+
+def torch_calls(note: Callable[[str], None]) -> dict[str, Call]:
+    """Returns the inert constructors of PyTorch; `note` is told what has no place in a tree.
+
+    Source: torch/_utils.py and torch/_as_tensor.py, the functions of these names.
+    """
+    return {
+        **_REBUILD,
+        **{name: kept(name) for name in _KEPT},
+        "torch.Size": _size,
+        "torch._utils._rebuild_parameter_with_state": _parameter(note),
+        "torch._tensor._rebuild_from_type_v2": _subclass(note),
+    }
+
+
+def named(tree: Tree, path: Keys = ()) -> Tree:
+    """Returns a tree whose tensors carry their native names, and whose bare storages are tensors of rank 1.
+
+    One call per level, so that a tree as deep as `statekit.tensors.tree.walk` allows fits Python's recursion limit.
+    """
+    if isinstance(tree, dict):
+        whole = {}
+        for key, value in tree.items():
+            whole[key] = named(value, (*path, key))
+        return whole
+    if isinstance(tree, (list, tuple)):
+        items = []
+        for i, value in enumerate(tree):
+            items.append(named(value, (*path, i)))
+        return items if isinstance(tree, list) else tuple(items)
+    if isinstance(tree, Record):
+        return Record(tree.name, named(tree.args, (*path, "args")), named(tree.state, (*path, "state")))
+    leaf = tree.whole() if isinstance(tree, Storage) else tree
+    return dataclasses.replace(leaf, name="/".join(map(str, path))) if isinstance(leaf, Stored) else leaf
+
+
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+LEGACY_MAGIC_BYTES = LEGACY_MAGIC.to_bytes(10, "little")
+LEGACY_PROTOCOL = 1001
+WINDOWS = (2**20, 2**24, 2**28)
+"""How much of a file is tried, in bytes, to find the end of its pickles."""
+SWAPPED = sys.byteorder == "big"
+
+
+@dataclass(frozen=True)
+class LegacyFile:
+    """What a legacy file holds.
+
+    Attributes:
+        tree: The saved object, its tensors over storages.
+        notes: What had no place in the tree.
+        storages: Number of storages.
+        rest: Bytes behind the last storage.
+    """
+
+    tree: Any
+    notes: tuple[str, ...]
+    storages: int
+    rest: int
+
+
+class _Storages:
+    """The storages that a pickle mentions; where each lies is known only after the pickles have been read."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.roots: dict[str, Storage] = {}
+        self.starts: dict[str, int] = {}
+
+    def resolve(self, saved: Any) -> Any:
+        """Returns the storage of a persistent id, or a part of one."""
+        if isinstance(saved, tuple) and len(saved) == 4 and saved[0] in ("module", b"module"):
+            return saved[1]  # the class of a module, saved with its source text
+        place = f"{self.source.path}"
+        dtype, key, count, rest = storage_id(saved, place)
+        root = Storage(
+            f"storage {key}", place, dtype, count * dtype.itemsize, partial(self.fetch, key), SWAPPED
+        )
+        if self.roots.setdefault(key, root) != root:
+            raise FormatError("A storage is described in two ways.", place=f"storage {shown(key)} in {place}")
+        view = rest[0] if rest else None
+        return self.roots[key] if view is None else self._part(root, key, view)
+
+    def _part(self, root: Storage, key: str, view: Any) -> Storage:
+        if (
+            not isinstance(view, tuple)
+            or len(view) != 3
+            or not all(type(n) is int and n >= 0 for n in view[1:])
+        ):
+            raise FormatError(
+                "A part of a storage isn't described as such.", place=f"storage {key} in {root.place}"
+            )
+        name, first, count = f"storage {shown(view[0])}", view[1], view[2]
+        start, nbytes = first * root.dtype.itemsize, count * root.dtype.itemsize
+        if start + nbytes > root.nbytes:
+            raise CorruptError("A part of a storage reaches beyond it.", place=f"{name} in {root.place}")
+        return Storage(name, root.place, root.dtype, nbytes, partial(self.fetch, key, shift=start), SWAPPED)
+
+    def fetch(self, key: str, start: int, count: int, shift: int = 0) -> Array:
+        """Reads bytes of a storage."""
+        return self.source.read(self.starts[key] + shift + start, count)
+
+
+def read_legacy(source: Source) -> LegacyFile:
+    """Reads the pickles of a legacy file and finds its storages.
+
+    Raises:
+        FormatError: The bytes don't follow the format.
+        CorruptError: The file is cut off, or sizes disagree.
+    """
+    for size in [*(size for size in WINDOWS if size < source.size), min(source.size, WINDOWS[-1])]:
+        storages = _Storages(source)
+        try:
+            saved, keys = _legacy_pickles(source.read(0, size).tobytes(), storages)
+            break
+        except TruncatedPickle:
+            if size == source.size:
+                raise
+    else:
+        raise RefusedError(
+            "The pickles of a legacy torch file are too large.",
+            place=source.path,
+            expected=f"at most {WINDOWS[-1]} bytes before the storages",
+        )
+    end = _locate_storages(storages, keys.value, keys.end)
+    return LegacyFile(saved.value, saved.notes, len(storages.starts), source.size - end)
+
+
+def _legacy_pickles(data: bytes, storages: _Storages) -> tuple[Unpickled, Unpickled]:
+    """Reads the five pickles; returns the saved object and the list of storage keys."""
+    place = f"{storages.source.path}"
+    magic = read_pickle(data, place)
+    version = read_pickle(data, place, start=magic.end)
+    if magic.value != LEGACY_MAGIC or version.value != LEGACY_PROTOCOL:
+        raise FormatError(
+            "A file isn't a legacy torch file.",
+            place=place,
+            expected=f"magic number {LEGACY_MAGIC:#x}, protocol {LEGACY_PROTOCOL}",
+            found=f"{shown(magic.value)}, {shown(version.value)}",
+        )
+    machine = read_pickle(data, place, start=version.end)
+    saved = read_pickle(data, place, start=machine.end, calls=torch_calls, persistent=storages.resolve)
+    return saved, read_pickle(data, place, start=saved.end)
+
+
+def _locate_storages(storages: _Storages, keys: Any, at: int) -> int:
+    """Walks over the storages in the file's order, comparing their declared sizes; returns where they end."""
+    source = storages.source
+    if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(storages.roots):
+        raise FormatError(
+            "The list of storages doesn't fit the tensors.",
+            place=source.path,
+            expected=f"{len(storages.roots)} storages",
+            found=f"{len(keys)} keys" if isinstance(keys, list) else shown(keys),
+        )
+    for key in map(str, keys):
+        root = storages.roots[key]
+        count = int.from_bytes(source.read(at, 8).tobytes(), "little", signed=True)
+        if count * root.dtype.itemsize != root.nbytes:
+            raise CorruptError(
+                "The size of a storage isn't the declared one.",
+                place=f"{root.name} in {root.place}",
+                expected=f"{root.nbytes // root.dtype.itemsize} elements",
+                found=f"{count}",
+            )
+        storages.starts[key] = at + 8
+        at += 8 + root.nbytes
+        if at > source.size:
+            raise short(source, at - root.nbytes, root.nbytes)
+    return at
+
 
 MAX_PICKLE = 1 << 30
 MAX_RECORD = 64
@@ -43,7 +365,7 @@ def generation(source: Source) -> str | None:
     if head.startswith(b"PK\3\4"):
         first = head[30 : 30 + int.from_bytes(head[26:28], "little")]
         return "zip" if _ROOT_MEMBER.fullmatch(first) or b"/data.pkl" in directory_bytes(source) else None
-    if MAGIC_BYTES in head[:64]:
+    if LEGACY_MAGIC_BYTES in head[:64]:
         return "legacy"
     return "tar" if head[257:262] == b"ustar" and head.startswith(_TAR_MEMBERS) else None
 

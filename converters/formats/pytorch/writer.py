@@ -2,7 +2,8 @@
 
 The layout is that of PyTorch's own writer byte for byte where PyTorch computes offsets from it instead of reading
 them (`torch.utils.serialization.config.load.calculate_storage_offsets`): storages in the pickle's order, each padded
-to 64 bytes by the extra field of its header and followed by a data descriptor.
+to 64 bytes by the extra field of its header and followed by a data descriptor. The pickle is of protocol 2 and one that
+`torch.load(weights_only=True)` reads.
 Source: caffe2/serialize/inline_container.cc, `getPadding`; miniz, `mz_zip_writer_add_mem_ex_v2`;
 torch/serialization.py, `_load._get_offset`.
 """
@@ -10,43 +11,202 @@ torch/serialization.py, `_load._get_offset`.
 from __future__ import annotations
 
 import json
+import math
 import struct
-import zlib
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from statekit.converters.formats.pytorch.archive import (
-    CENTRAL,
-    CENTRAL_MAGIC,
-    END,
-    END64,
-    END64_MAGIC,
-    END_MAGIC,
-    FULL16,
-    FULL32,
-    LOCAL,
-    LOCAL_MAGIC,
-    LOCATOR,
-    LOCATOR_MAGIC,
-)
-from statekit.converters.formats.pytorch.pickling import Slot, pickle_tree
-from statekit.errors import CommitError, UsageError
+import numpy as np
+
+from statekit.converters.formats.pytorch.reader import STORAGE_DTYPES
+from statekit.converters.formats.zip_archive import ZipForm, ZipWriter
+from statekit.errors import UsageError, fault_list
 from statekit.files.stage import Stage
-from statekit.tensors.tensor import Stored, Tensor, nbytes
-from statekit.tensors.tree import Tree, tensor_names
+from statekit.tensors.tensor import DType, Shape, Stored, Tensor, nbytes
+from statekit.tensors.tree import Path, Record, Tree, tensor_names
+
+MAX_LONG_BYTES = 255
+_CLASSES = {dtype: name for name, dtype in STORAGE_DTYPES.items() if name[0] not in "QU_"}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor lies in the file: its storage's key, and what it is of it (all, in C order)."""
+
+    key: str
+    shape: Shape
+    dtype: DType
+
+
+def pickle_tree(tree: Tree, slots: Mapping[str, Slot]) -> bytes:
+    """Pickles a tree; tensors refer to the storages of their slots, by native name.
+
+    Raises:
+        UsageError: Something in the tree is refused by `weights_only`; lists every such place.
+    """
+    writer = _Writer(slots)
+    writer.run(tree)
+    if writer.faults:
+        raise UsageError(
+            "A torch file can't hold this." + fault_list(writer.faults),
+            expected="dicts, lists, tuples, numbers, text, bytes and tensors",
+            remedy="leave these entries out",
+        )
+    return bytes(writer.out)
+
+
+class Opcodes:
+    """Collects the opcodes of a pickle of protocol 2. Texts and names stand once, then in the memo."""
+
+    def __init__(self) -> None:
+        self.out = bytearray(b"\x80\x02")
+        self._memo: dict[bytes, bytes] = {}
+
+    def integer(self, value: int) -> bool:
+        """Emits an integer; False if it is too large."""
+        if 0 <= value < 256:
+            self.out += b"K" + bytes([value])
+        elif -(2**31) <= value < 2**31:
+            self.out += b"J" + struct.pack("<i", value)
+        else:
+            size = value.bit_length() // 8 + 1
+            if size > MAX_LONG_BYTES:
+                return False
+            self.out += b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)
+        return True
+
+    def integers(self, values: Shape) -> None:
+        """Emits a tuple of integers."""
+        self.out += b"("
+        for value in values:
+            self.integer(value)
+        self.out += b"t"
+
+    def text(self, text: str) -> None:
+        """Emits a text."""
+        raw = text.encode("utf-8", "surrogatepass")
+        self._once(b"X" + struct.pack("<I", len(raw)) + raw)
+
+    def name(self, module: str, name: str) -> None:
+        """Emits the name of a class or function."""
+        self._once(f"c{module}\n{name}\n".encode())
+
+    def _once(self, opcodes: bytes) -> None:
+        known = self._memo.get(opcodes)
+        if known is None:
+            index = len(self._memo)
+            get, put = (b"h", b"q") if index < 256 else (b"j", b"r")
+            number = struct.pack("<B" if index < 256 else "<I", index)
+            self._memo[opcodes] = get + number
+            self.out += opcodes + put + number
+        else:
+            self.out += known
+
+
+class _Writer(Opcodes):
+    """Emits opcodes without recursion; a piece of bytes on the stack of work is emitted as it is."""
+
+    def __init__(self, slots: Mapping[str, Slot]) -> None:
+        super().__init__()
+        self.slots = slots
+        self.faults: list[tuple[str, str]] = []
+
+    def run(self, tree: Tree) -> None:
+        """Emits a whole tree."""
+        work: list[tuple[Path, Any, bool]] = [((), tree, False), ((), b".", True)]
+        work.reverse()
+        while work:
+            path, node, ready = work.pop()
+            if ready:
+                self.out += node
+            else:
+                work.extend(reversed(self._emit(path, node)))
+
+    def _emit(self, path: Path, node: Any) -> list[tuple[Path, Any, bool]]:
+        """Emits a leaf, or the opening of a container; returns what is left to emit of it."""
+        if isinstance(node, Mapping):
+            return self._mapping(path, node)
+        if isinstance(node, (list, tuple)):
+            close = b"e" if isinstance(node, list) else b"t"
+            self.out += b"](" if isinstance(node, list) else b"("
+            return [*(((*path, i), item, False) for i, item in enumerate(node)), (path, close, True)]
+        self._leaf(path, node)
+        return []
+
+    def _mapping(self, path: Path, node: Mapping[Any, Any]) -> list[tuple[Path, Any, bool]]:
+        if isinstance(node, OrderedDict):
+            self.name("collections", "OrderedDict")
+            self.out += b")R("
+        else:
+            self.out += b"}("
+        left: list[tuple[Path, Any, bool]] = []
+        for key, value in node.items():
+            left += [((*path, key), key, False), ((*path, key), value, False)]
+        return [*left, (path, b"u", True)]
+
+    def _leaf(self, path: Path, node: Any) -> None:
+        if node is None:
+            self.out += b"N"
+        elif isinstance(node, (bool, np.bool_)):
+            self.out += b"\x88" if node else b"\x89"
+        elif isinstance(node, (int, np.integer)):
+            if not self.integer(int(node)):
+                self.faults.append((f"an integer of {int(node).bit_length()} bits", "/".join(map(str, path))))
+        elif isinstance(node, (float, np.floating)):
+            self.out += b"G" + struct.pack(">d", float(node))
+        elif isinstance(node, str):
+            self.text(node)
+        elif isinstance(node, bytes):
+            # Source: CPython Lib/pickle.py, `save_bytes`: protocol 2 has no bytes.
+            self.name("_codecs", "encode")
+            self.text(node.decode("latin1"))
+            self.text("latin1")
+            self.out += b"\x86R"
+        elif isinstance(node, Tensor):
+            self._tensor(self.slots["/".join(map(str, path))])
+        else:
+            what = f"an object of {node.name}" if isinstance(node, Record) else type(node).__name__
+            self.faults.append((what, "/".join(map(str, path))))
+
+    def _tensor(self, slot: Slot) -> None:
+        # Source: torch/_tensor.py, `_reduce_ex_internal`: types without a storage class of their own are windows of
+        # untyped storages.
+        kind = _CLASSES.get(slot.dtype.name)
+        self.name("torch._utils", "_rebuild_tensor_v2" if kind else "_rebuild_tensor_v3")
+        self.out += b"(("
+        self.text("storage")
+        self.name(*(("torch", kind) if kind else ("torch.storage", "UntypedStorage")))
+        self.text(slot.key)
+        self.text("cpu")
+        count = math.prod(slot.shape)
+        self.integer(count if kind else count * slot.dtype.itemsize)
+        self.out += b"tQK\x00"
+        self.integers(slot.shape)
+        self.integers(_strides(slot.shape))
+        self.out += b"\x89"
+        self.name("collections", "OrderedDict")
+        self.out += b")R"
+        if not kind:
+            self.name("torch", slot.dtype.name)
+        self.out += b"tR"
+
+
+def _strides(shape: Shape) -> Shape:
+    """Returns the strides of a contiguous tensor, in elements; a size of 0 counts as 1, as in PyTorch."""
+    steps = [1]
+    for n in reversed(shape[1:]):
+        steps.append(steps[-1] * max(n, 1))
+    return tuple(reversed(steps))[: len(shape)]
+
 
 MANIFEST_KEY = "statekit"
 """Key of the manifest in a top-level dict."""
 ROOT = "archive"
 ALIGNMENT = 64
-WIDE_FROM = FULL32
-"""Sizes and offsets from here on are written in 64 bits."""
-GATHERED = 2**20
-"""Bytes that are gathered before they are written."""
-_DESCRIPTOR_MAGIC = 0x08074B50
 _DATE = 1 << 5 | 1  # 1 January 1980: equal trees give equal bytes
-_UTF8, _DESCRIPTOR = 0x0800, 0x0008
+_FORM = ZipForm(f"{ROOT}/", ALIGNMENT, 20, _DATE)
 
 
 def write_torch(tree: Tree, stage: Stage) -> None:
@@ -88,7 +248,7 @@ def write_archive(
     tensors = tensor_names(tree)
     slots = _slots(tensors)
     pickle_tree(tree, slots)  # whatever can't be written is said before gigabytes are
-    writer = ZipWriter(file)
+    writer = ZipWriter(file, _FORM)
     for name, text in (("version", "3\n"), ("byteorder", "little"), (".format_version", "1")):
         writer.add(name, len(text), [text.encode()])
     writer.add(".storage_alignment", 2, [b"64"])
@@ -115,104 +275,3 @@ def _slots(tensors: dict[str, Tensor]) -> dict[str, Slot]:
         source = (tensor.fetch if isinstance(tensor, Stored) else id(tensor), tensor.shape, tensor.dtype)
         slots[name] = Slot(keys.setdefault(source, str(len(keys))), tensor.shape, tensor.dtype)
     return slots
-
-
-@dataclass(frozen=True)
-class ZipForm:
-    """What programs that store the same members in a zip archive do differently.
-
-    Attributes:
-        root: What stands before every name.
-        alignment: Bytes that members are padded to; 0 for none.
-        version: The version said to be needed, where 64-bit fields aren't.
-        date: The date, as a zip archive has it.
-    """
-
-    root: str
-    alignment: int
-    version: int
-    date: int
-
-
-TORCH = ZipForm(f"{ROOT}/", ALIGNMENT, 20, _DATE)
-
-
-class ZipWriter:
-    """Writes members one after the other without going back, so that nothing is held but a block."""
-
-    def __init__(self, file: BinaryIO, form: ZipForm = TORCH) -> None:
-        self._file, self._form = file, form
-        self._pending = bytearray()
-        self._at = 0
-        self._directory = bytearray()
-        self._count = 0
-
-    def add(self, name: str, size: int, blocks: Iterable[bytes | memoryview]) -> None:
-        """Writes one member of known size."""
-        form = self._form
-        raw = f"{form.root}{name}".encode()
-        header_at = self._at
-        wide = _wide(size, size, header_at)
-        flags = _UTF8 | (_DESCRIPTOR if size else 0)
-        body_at = header_at + LOCAL.size + len(raw) + len(wide)
-        extra = wide + (_padding(body_at, form.alignment) if form.alignment else b"")
-        version = 45 if wide else form.version
-        head = LOCAL.pack(LOCAL_MAGIC, version, flags, 0, 0, form.date, 0, 0, 0, len(raw), len(extra))
-        self._put(head + raw + extra)
-        data_at, crc = self._at, 0
-        for block in blocks:
-            crc = zlib.crc32(block, crc)
-            self._put(block)
-        if self._at - data_at != size:
-            raise CommitError(
-                "A tensor gave other bytes than its shape says.",
-                place=name,
-                expected=f"{size} bytes",
-                found=f"{self._at - data_at} bytes",
-            )
-        if size:
-            self._put(struct.pack("<IIQQ" if wide else "<IIII", _DESCRIPTOR_MAGIC, crc, size, size))
-        self._directory += CENTRAL.pack(
-            CENTRAL_MAGIC, version, version, flags, 0, 0, form.date, crc, _narrow(size), _narrow(size),
-            len(raw), len(wide), 0, 0, 0, 0, _narrow(header_at),
-        )  # fmt: skip
-        self._directory += raw + wide
-        self._count += 1
-
-    def finish(self) -> None:
-        """Writes the directory, with 64-bit records where they are needed."""
-        at, size = self._at, len(self._directory)
-        self._put(self._directory)
-        if self._count >= FULL16 or size >= WIDE_FROM or at >= WIDE_FROM:
-            end_at = self._at
-            self._put(
-                END64.pack(END64_MAGIC, END64.size - 12, 45, 45, 0, 0, self._count, self._count, size, at)
-            )
-            self._put(LOCATOR.pack(LOCATOR_MAGIC, 0, end_at, 1))
-        count = min(self._count, FULL16)
-        self._put(END.pack(END_MAGIC, 0, 0, count, count, _narrow(size), _narrow(at), 0))
-        self._file.write(self._pending)
-
-    def _put(self, data: bytes | bytearray | memoryview) -> None:
-        self._at += len(data)
-        if len(self._pending) + len(data) < GATHERED:  # each write of a stage's file is a system call
-            self._pending += data
-        else:
-            self._file.write(self._pending)
-            self._file.write(data)
-            self._pending = bytearray()
-
-
-def _narrow(number: int) -> int:
-    return FULL32 if number >= WIDE_FROM else number
-
-
-def _wide(*numbers: int) -> bytes:
-    """Returns the zip64 field of a header: its sizes and offset that don't fit 32 bits."""
-    large = [n for n in numbers if n >= WIDE_FROM]
-    return struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
-
-
-def _padding(at: int, alignment: int) -> bytes:
-    count = -(at + 4) % alignment
-    return struct.pack("<2sH", b"FB", count) + b"Z" * count

@@ -1,19 +1,22 @@
-"""What a TensorFlow checkpoint's index says of each tensor: protocol buffers, and the keys of slices.
+"""What a TensorFlow checkpoint's index says of each tensor: protocol buffers, keys of slices, and string tensors.
 
+A string tensor is stored as the lengths of its strings, a CRC of them, and the bytes.
 Source: tensorflow/tensorflow, core/protobuf/tensor_bundle.proto, core/framework/tensor_slice.proto;
-core/util/saved_tensor_slice_util.cc, `EncodeTensorNameSlice`; core/lib/strings/ordered_code.cc.
+core/util/saved_tensor_slice_util.cc, `EncodeTensorNameSlice`; core/lib/strings/ordered_code.cc;
+core/util/tensor_bundle/tensor_bundle.cc, `WriteStringTensor`, `ReadStringTensor`.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from statekit.converters.formats.tensor_bundle.table import to_varint, varint
-from statekit.errors import FormatError
+from statekit.converters.formats.crc32c import crc32c
+from statekit.converters.formats.tensor_bundle.table import masked, to_varint, varint
+from statekit.errors import CorruptError, FormatError
 from statekit.tensors.tensor import DTYPES, DType, Index, Shape
 
 Extent: TypeAlias = tuple[tuple[int, int], ...]
@@ -214,3 +217,45 @@ def _ordered_signed(value: int) -> bytes:
     if size > 8:
         raw[1] |= ones & 0xFF
     return bytes(byte ^ 0xFF for byte in raw) if value < 0 else bytes(raw)
+
+
+def parse_strings(data: bytes, entry: Entry, place: str) -> bytes | list[bytes]:
+    """Returns a string, or a flat list of them if the tensor has axes.
+
+    Raises:
+        CorruptError: The bytes don't fit their checksum, or their lengths.
+        FormatError: A length breaks the format.
+    """
+    count = math.prod(entry.shape)
+    if count > len(data):
+        raise FormatError("A string tensor has an absurd shape.", place=place, found=entry.shape)
+    lengths, at = [], 0
+    for _ in range(count):
+        length, at = varint(data, at, place)
+        lengths.append(length)
+    end = at + 4
+    if end + sum(lengths) != len(data):
+        raise CorruptError("A string tensor has another size than it says.", place=place, found=len(data))
+    if masked(crc32c(data[at:], _length_crc(lengths))) != entry.crc:
+        raise CorruptError("A tensor's bytes don't fit their checksum.", place=place)
+    strings = []
+    for length in lengths:
+        strings.append(data[end : end + length])
+        end += length
+    return strings if entry.shape else strings[0]
+
+
+def string_bytes(strings: bytes | list[bytes]) -> tuple[bytes, int]:
+    """Returns a string tensor as it is stored, and its CRC."""
+    flat = [strings] if isinstance(strings, bytes) else strings
+    lengths = struct.pack("<I", masked(_length_crc(map(len, flat))))
+    body = lengths + b"".join(flat)
+    return b"".join(to_varint(len(one)) for one in flat) + body, crc32c(body, _length_crc(map(len, flat)))
+
+
+def _length_crc(lengths: Iterable[int]) -> int:
+    """Returns the CRC of lengths, each as 4 bytes, or 8 from 2^32 on."""
+    crc = 0
+    for length in lengths:
+        crc = crc32c(struct.pack("<I" if length < 2**32 else "<Q", length), crc)
+    return crc

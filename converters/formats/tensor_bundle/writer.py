@@ -21,8 +21,8 @@ from statekit.converters.formats.tensor_bundle.entries import (
     entry_bytes,
     header,
     slice_key,
+    string_bytes,
 )
-from statekit.converters.formats.tensor_bundle.strings import string_bytes
 from statekit.converters.formats.tensor_bundle.table import masked, write_table
 from statekit.errors import FormatError, fault_list
 from statekit.files.stage import Stage

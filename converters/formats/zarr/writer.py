@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from statekit.converters.formats.zarr.array import Header
-from statekit.converters.formats.zarr.v2 import header_json
+from statekit.converters.formats.zarr.headers import header_json
 from statekit.files.stage import Stage
 from statekit.tensors.digest import little_endian
 from statekit.tensors.tensor import Filled, Shape, Tensor, blocks, positions

@@ -1,4 +1,4 @@
-"""Finds the checkpoint of one step: in its own folder, or among the steps of a run's folder.
+"""Checkpoints of one step each: found in a run's folder, read with what lies beside them, written below a target.
 
 Source: T5X t5x/checkpoints.py, `get_local_data`, `latest_step`; orbax/checkpoint/path/step.py.
 """
@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from statekit.errors import FormatError, NotFoundError
-from statekit.files.checkpoint import Finding
+from statekit.converters.formats.hparams import find_gin, read_gin, read_text
+from statekit.errors import FormatError, NotFoundError, UsageError, fault_list
+from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.manifest import FILE, files_below, find_manifest, tensor_faults
+from statekit.files.stage import Stage
+from statekit.tensors.tensor import Stored, Tensor
+from statekit.tensors.tree import Tree, tensor_names, walk
 
 Kind: TypeAlias = Literal["legacy", "orbax", "flax"]
 """Who wrote a step: T5X before Orbax (msgpack with zarr folders), Orbax, or Flax (a msgpack file)."""
@@ -203,3 +209,147 @@ def _first_key(head: bytes) -> bytes:
     start = {0xDE: 3, 0xDF: 5}.get(head[0], 1)
     size = head[start] - 0xA0 if len(head) > start else -1
     return head[start : start + 1 + size] if 0 < size < 32 else b""
+
+
+_MAX_NAMED = 10_000
+
+
+def step_checkpoint(
+    container: str,
+    found: StepFolder,
+    tree: Tree,
+    meta: Mapping[str, Any],
+    known: set[str],
+    findings: tuple[Finding, ...],
+) -> Checkpoint:
+    """Returns the checkpoint of a step, with what lies around its arrays.
+
+    Args:
+        container: Name of the container.
+        found: The step's folder or file.
+        tree: What it holds.
+        meta: What the container knows besides.
+        known: Names of the folder's entries that belong to the arrays.
+        findings: What was odd.
+    """
+    gin, gin_findings = gin_settings(found.path)
+    manifest, manifest_findings = trusted_manifest(found.path, found.step, tree)
+    beside = files_beside(found.path, known) if found.path.is_dir() else []
+    around = {"steps": list(found.steps), "files_beside": beside, "gin": gin}
+    findings = (*found.findings, *findings, *gin_findings, *manifest_findings)
+    return Checkpoint(container, found.path, tree, {**meta, **around}, found.step, manifest, findings)
+
+
+def files_beside(folder: Path, known: set[str]) -> list[str]:
+    """Returns the relative names of files in a step's folder that don't belong to its arrays.
+
+    Args:
+        folder: The step's folder.
+        known: Names of its entries that do belong to them.
+    """
+    names: list[str] = []
+    for entry in sorted(folder.iterdir()):
+        if entry.name in known or entry.name == FILE:
+            continue
+        below = [f"{entry.name}/{name}" for name in files_below(entry)] if entry.is_dir() else [entry.name]
+        names += below[: _MAX_NAMED - len(names)]
+    return names
+
+
+def gin_settings(step: Path) -> tuple[dict[str, Any], tuple[Finding, ...]]:
+    """Reads the gin file in a step's folder or in its run's.
+
+    Returns:
+        File, values, references and what was left out; empty if there is none. What was odd.
+    """
+    folder = step if step.is_dir() else step.parent
+    path = find_gin([folder, folder.parent])
+    if path is None:
+        return {}, ()
+    try:
+        settings = read_gin(read_text(path), path)
+    except (FormatError, OSError) as error:
+        return {}, (Finding(f"the gin file can't be read: {' '.join(str(error).split())}", str(path)),)
+    return {
+        "file": str(path),
+        "values": dict(settings.values),
+        "references": dict(settings.references),
+        "left_out": list(settings.left_out),
+    }, ()
+
+
+def trusted_manifest(
+    step: Path, number: int | None, tree: Tree
+) -> tuple[Mapping[str, Any] | None, tuple[Finding, ...]]:
+    """Reads `statekit.json` in a step's folder or in its run's, if it is about this step and these tensors."""
+    for folder in (step, step.parent) if step.is_dir() else (step.parent,):
+        manifest, findings = find_manifest(folder)
+        if manifest is None:
+            if findings:
+                return None, findings
+        elif manifest["target"].get("step") in (number, None):
+            faults = tensor_faults(manifest, tensor_names(tree))
+            if not faults:
+                return manifest, findings
+            return None, (
+                Finding(f"the manifest isn't trusted: {faults[0][0]} @ {faults[0][1]}", str(folder / FILE)),
+            )
+    return None, ()
+
+
+_MAX_FILE_NAME = 255
+
+
+FOLDER = "checkpoint_{step}"
+"""The name of a step's folder as T5X has it."""
+
+
+def step_prefix(stage: Stage, step: int, folder: str) -> str:
+    """Returns the folder of a step below the target, with its `/`; empty if the target is itself named for a step.
+
+    Args:
+        stage: Where is written.
+        step: The state's.
+        folder: The name of a step's folder, with `{step}` for the number.
+
+    Raises:
+        UsageError: The target is named for another step.
+    """
+    name, start = stage.target.name, folder.partition("{step}")[0]
+    if not (name.startswith(start) and name[len(start) :].isdecimal()):
+        return f"{folder.format(step=step)}/"
+    if int(name[len(start) :]) != step:
+        expected = folder.format(step=step)
+        raise UsageError(
+            "The target is named for another step than the state has.",
+            place=stage.target,
+            expected=expected,
+            remedy=f"name it {expected}, or name the folder that shall hold it",
+        )
+    return ""
+
+
+def array_names(tree: Tree) -> dict[str, str]:
+    """Returns for each tensor the name of its array in the store: its path joined with `.`, as T5X and Orbax do.
+
+    Raises:
+        FormatError: Names coincide, or can't be those of folders; lists every one.
+    """
+    arrays: dict[str, str] = {}
+    owners: dict[str, str] = {}
+    faults = []
+    for path in (path for path, leaf in walk(tree) if isinstance(leaf, (Stored, Tensor))):
+        name, array = "/".join(map(str, path)), ".".join(map(str, path))
+        if array in owners:
+            faults.append((f"would lie in the same folder as {owners[array]}", name))
+        if not array.strip(".") or any(c in array for c in "/\\\0") or len(array.encode()) > _MAX_FILE_NAME:
+            faults.append(("has a name that no folder can have", name))
+        arrays[name] = array
+        owners[array] = name
+    if faults:
+        raise FormatError(
+            f"{len(faults)} tensors can't be written under their names.",
+            found=fault_list(faults),
+            remedy="rename the parameters; T5X and Orbax join a path with '.', and nothing tells a.b from a/b then",
+        )
+    return arrays

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from statekit.converters.formats.msgpack.reader import Inline
-from statekit.converters.formats.zarr import v2, v3
 from statekit.converters.formats.zarr.array import (
     Header,
     absent_chunks,
@@ -21,8 +20,15 @@ from statekit.converters.formats.zarr.array import (
     checked_shape,
     open_array,
 )
+from statekit.converters.formats.zarr.headers import (
+    ZARR_JSON,
+    ZARRAY,
+    parse_compressor,
+    parse_zarr_json,
+    parse_zarray,
+    stored_dtype,
+)
 from statekit.converters.formats.zarr.stores import Store, checked_key
-from statekit.converters.formats.zarr.v2 import parse_compressor, stored_dtype
 from statekit.errors import CorruptError, FormatError, RefusedError, fault_list
 from statekit.files.checkpoint import Finding
 from statekit.tensors.tensor import DTYPES, Shape, Stored, dtype_named
@@ -31,8 +37,8 @@ from statekit.tensors.tree import MAX_DEPTH, Tree
 Parse: TypeAlias = Callable[[bytes, str], Header]
 
 FORMATS: dict[int, tuple[str, Parse]] = {
-    2: (v2.FILE, v2.parse_header),
-    3: (v3.FILE, v3.parse_header),
+    2: (ZARRAY, parse_zarray),
+    3: (ZARR_JSON, parse_zarr_json),
 }
 """For each format of zarr: the file that holds an array's header, and what reads it."""
 
@@ -76,7 +82,7 @@ class Arrays:
     bf16_as_uint16: bool = False
 
     def with_tensors(self, tree: Tree) -> tuple[Tree, tuple[Finding, ...], set[str]]:
-        """Replaces what `msgpack_index.parse` left at the leaves of a dict by tensors, in place.
+        """Replaces what the msgpack reader left at the leaves of a dict by tensors, in place.
 
         Returns:
             The tree; what was odd; the prefixes of all arrays in the store.

@@ -1,7 +1,8 @@
 """The zip archives of `torch.save` and MXNet: members stored as they are, read in place, their CRC-32 enforced.
 
 PyTorch's own reader skips the checksums, reads the first of two members with one name where other programs read the
-last, and inflates what it is given. Here all that is refused: an archive has one reading or none.
+last, and inflates what it is given. Here all that is refused: an archive has one reading or none. Writing goes forward
+only, so that nothing is held but a block.
 Source: APPNOTE.TXT (the zip format) and caffe2/serialize/inline_container.cc (what PyTorch writes).
 """
 
@@ -9,10 +10,12 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from statekit.converters.formats.pytorch.storage import Source, short
-from statekit.errors import CorruptError, FormatError, RefusedError
+from statekit.errors import CommitError, CorruptError, FormatError, RefusedError
 from statekit.tensors.tensor import BLOCK_BYTES, Array
 
 LOCAL = struct.Struct("<IHHHHHIIIHH")
@@ -26,6 +29,12 @@ LOCAL_MAGIC, CENTRAL_MAGIC, END_MAGIC, END64_MAGIC, LOCATOR_MAGIC = (
 FULL16, FULL32 = 0xFFFF, 0xFFFFFFFF
 MAX_DIRECTORY = 512 * 2**20
 MAX_MEMBERS = 2_000_000
+WIDE_FROM = FULL32
+"""Sizes and offsets from here on are written in 64 bits."""
+GATHERED = 2**20
+"""Bytes that are gathered before they are written."""
+_DESCRIPTOR_MAGIC = 0x08074B50
+_UTF8, _DESCRIPTOR = 0x0800, 0x0008
 
 
 @dataclass(frozen=True)
@@ -239,3 +248,101 @@ def _member(source: Source, entry: _Entry, limit: int) -> Member:
             found=f"{entry.size} bytes",
         )
     return Member(name, start, entry.size, entry.crc)
+
+
+@dataclass(frozen=True)
+class ZipForm:
+    """What programs that store the same members in a zip archive do differently.
+
+    Attributes:
+        root: What stands before every name.
+        alignment: Bytes that members are padded to; 0 for none.
+        version: The version said to be needed, where 64-bit fields aren't.
+        date: The date, as a zip archive has it.
+    """
+
+    root: str
+    alignment: int
+    version: int
+    date: int
+
+
+class ZipWriter:
+    """Writes members one after the other without going back, so that nothing is held but a block."""
+
+    def __init__(self, file: BinaryIO, form: ZipForm) -> None:
+        self._file, self._form = file, form
+        self._pending = bytearray()
+        self._at = 0
+        self._directory = bytearray()
+        self._count = 0
+
+    def add(self, name: str, size: int, blocks: Iterable[bytes | memoryview]) -> None:
+        """Writes one member of known size."""
+        form = self._form
+        raw = f"{form.root}{name}".encode()
+        header_at = self._at
+        wide = _wide_field(size, size, header_at)
+        flags = _UTF8 | (_DESCRIPTOR if size else 0)
+        body_at = header_at + LOCAL.size + len(raw) + len(wide)
+        extra = wide + (_padding(body_at, form.alignment) if form.alignment else b"")
+        version = 45 if wide else form.version
+        head = LOCAL.pack(LOCAL_MAGIC, version, flags, 0, 0, form.date, 0, 0, 0, len(raw), len(extra))
+        self._put(head + raw + extra)
+        data_at, crc = self._at, 0
+        for block in blocks:
+            crc = zlib.crc32(block, crc)
+            self._put(block)
+        if self._at - data_at != size:
+            raise CommitError(
+                "A tensor gave other bytes than its shape says.",
+                place=name,
+                expected=f"{size} bytes",
+                found=f"{self._at - data_at} bytes",
+            )
+        if size:
+            self._put(struct.pack("<IIQQ" if wide else "<IIII", _DESCRIPTOR_MAGIC, crc, size, size))
+        self._directory += CENTRAL.pack(
+            CENTRAL_MAGIC, version, version, flags, 0, 0, form.date, crc, _narrow(size), _narrow(size),
+            len(raw), len(wide), 0, 0, 0, 0, _narrow(header_at),
+        )  # fmt: skip
+        self._directory += raw + wide
+        self._count += 1
+
+    def finish(self) -> None:
+        """Writes the directory, with 64-bit records where they are needed."""
+        at, size = self._at, len(self._directory)
+        self._put(self._directory)
+        if self._count >= FULL16 or size >= WIDE_FROM or at >= WIDE_FROM:
+            end_at = self._at
+            self._put(
+                END64.pack(END64_MAGIC, END64.size - 12, 45, 45, 0, 0, self._count, self._count, size, at)
+            )
+            self._put(LOCATOR.pack(LOCATOR_MAGIC, 0, end_at, 1))
+        count = min(self._count, FULL16)
+        self._put(END.pack(END_MAGIC, 0, 0, count, count, _narrow(size), _narrow(at), 0))
+        self._file.write(self._pending)
+
+    def _put(self, data: bytes | bytearray | memoryview) -> None:
+        self._at += len(data)
+        if len(self._pending) + len(data) < GATHERED:  # each write of a stage's file is a system call
+            self._pending += data
+        else:
+            self._file.write(self._pending)
+            self._file.write(data)
+            self._pending = bytearray()
+
+
+def _narrow(number: int) -> int:
+    return FULL32 if number >= WIDE_FROM else number
+
+
+def _wide_field(*numbers: int) -> bytes:
+    """Returns the zip64 field of a header: its sizes and offset that don't fit 32 bits."""
+    large = [n for n in numbers if n >= WIDE_FROM]
+    return struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
+
+
+def _padding(at: int, alignment: int) -> bytes:
+    count = -(at + 4) % alignment
+    return struct.pack("<2sH", b"FB", count) + b"Z" * count

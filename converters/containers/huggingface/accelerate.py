@@ -1,0 +1,31 @@
+"""The container `accelerate`: the folders of Accelerate's `save_state`.
+
+    <anything>/    model, optimizer.bin, scheduler.bin, scaler.pt, random_states_0.pkl, ...
+
+Source: huggingface/accelerate, checkpointing.py, `save_accelerator_state`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from statekit.converters.containers.huggingface.folder import TRAINER_STATE, HuggingFaceFolder
+from statekit.converters.containers.huggingface.model import find_model
+
+
+def _accelerate(folder: Path) -> str:
+    model = find_model(folder)
+    if model is None or (folder / TRAINER_STATE).is_file():
+        return ""
+    others = ["optimizer.bin", *sorted(entry.name for entry in folder.glob("random_states_*.pkl"))]
+    beside = next((name for name in others if (folder / name).is_file()), "")
+    return f"{beside} beside {model}" if beside else ""
+
+
+CONTAINER = HuggingFaceFolder(
+    "accelerate",
+    "Accelerate's folder (save_state): model, optimizer.bin, scheduler.bin and random states",
+    {"optimizer": "optimizer.bin", "scheduler": "scheduler.bin", "scaler": "scaler.pt"},
+    _accelerate,
+    shard_bytes=None,
+)

@@ -1,0 +1,436 @@
+"""Folders of Hugging Face's libraries, and what stands beside a model in them; what they share, whoever wrote them.
+
+All of them give the tree {model, optimizer, scheduler, scaler, trainer_state, files} that PyTorch's layouts read. What
+has a meaning to an optimizer's run is read: torch files, and Trainer's JSON. Every other file (RNG states, training
+arguments, samplers, configurations, tokenizers) is carried byte for byte, as a tensor of bytes; pickles among them are
+read inertly first, and one that would run code isn't carried.
+
+Source: huggingface/transformers, trainer.py, `_save_checkpoint`; huggingface/accelerate, checkpointing.py,
+`save_accelerator_state`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from statekit.conversion.contracts import Encoded, Evidence
+from statekit.converters.containers.huggingface.model import (
+    ADAPTER_CONFIG,
+    SHARD_BYTES,
+    find_model,
+    open_model,
+    save_model,
+)
+from statekit.converters.containers.steps import step_prefix, trusted_manifest
+from statekit.converters.containers.torch_file import CONTAINER as TORCH
+from statekit.converters.formats.pickle.reader import read_pickle
+from statekit.converters.formats.pytorch.reader import named
+from statekit.converters.formats.pytorch.storage import SourceFile
+from statekit.converters.formats.pytorch.writer import write_archive
+from statekit.converters.layouts.torch_parts import SORTED, at, loose, places, put, without
+from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError
+from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.manifest import FILE, inside, read_small
+from statekit.files.stage import Stage
+from statekit.tensors.tensor import Stored, Tensor, index_shape
+from statekit.tensors.tree import Path as Keys
+from statekit.tensors.tree import Tree, holds_records
+
+FILES = "files"
+"""Key of the files that are carried as bytes, by name."""
+REST = "statekit.pt"
+"""The file for what a conversion brings and these libraries have no file for."""
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "optimizer": ("optimizer.pt", "optimizer.bin"),
+    "scheduler": ("scheduler.pt", "scheduler.bin"),
+    "scaler": ("scaler.pt",),
+    "trainer_state": ("trainer_state.json",),
+}
+"""Key -> the files that may hold it: Trainer's name, then Accelerate's.
+
+Source: huggingface/transformers, trainer.py; huggingface/accelerate, utils/constants.py.
+"""
+MAX_CARRIED = 64 * 2**20
+"""The largest file that is carried without being understood, in bytes."""
+_PICKLES = (".bin", ".pkl", ".pt", ".pth", ".ckpt")
+_JSON = ".json"
+_MODEL = re.compile(r"(pytorch_model|adapter_model|model).*\.(bin|safetensors)(\.index\.json)?")
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What stands beside a model.
+
+    Attributes:
+        tree: Parts by key, and carried files under `files`.
+        findings: What wasn't carried, and why.
+    """
+
+    tree: dict[str, Tree]
+    findings: tuple[Finding, ...]
+
+
+def open_beside(folder: Path, taken: Collection[str], opened: ExitStack) -> Beside:
+    """Opens what stands beside a model; reads no tensor.
+
+    Args:
+        folder: Where it lies.
+        taken: Names of the model's own files.
+        opened: Closes the files.
+
+    Raises:
+        FormatError: The optimizer's state, or another part, can't be trusted.
+    """
+    tree: dict[str, Tree] = {}
+    read, passed = {FILE, *taken}, set[str]()
+    for key, names in PARTS.items():
+        name = next((one for one in names if (folder / one).is_file()), None)
+        part = None if name is None else _open_part(folder / name, opened)
+        # What `torch.load(weights_only=True)` would refuse is carried as it is.
+        if name is not None and (key == "optimizer" or not holds_records(part)):
+            tree[key] = part
+            read.add(name)
+            passed |= {*names} - {name}
+    if (folder / REST).is_file():
+        rest = _open_part(folder / REST, opened)
+        if not isinstance(rest, Mapping):
+            raise FormatError("This isn't what statekit writes.", place=folder / REST, expected="a dict")
+        tree = {**rest, **tree}
+        read.add(REST)
+    carried, findings = _carried(folder, read, passed, opened)
+    return Beside({**tree, **({FILES: carried} if carried else {})}, findings)
+
+
+def write_part(stage: Stage, file: str, key: str, part: Tree) -> None:
+    """Writes one part as its file's suffix says; tensors are streamed under `<key>/...`.
+
+    Raises:
+        UsageError: The part holds what the file can't.
+    """
+    with stage.file(file) as output:
+        if not file.endswith(_JSON):
+            under = f"{key}/" if key else ""
+            write_archive(part, output, lambda name, tensor: stage.stream(f"{under}{name}", tensor))
+            return
+        try:
+            text = json.dumps(part, indent=2, sort_keys=True)
+        except (TypeError, ValueError) as error:
+            raise UsageError("A part can't be written as JSON.", place=key, found=error) from None
+        output.write(f"{text}\n".encode("ascii"))
+
+
+def write_files(stage: Stage, prefix: str, files: Mapping[str, Tensor]) -> None:
+    """Writes carried files as they were."""
+    for name, tensor in files.items():
+        with stage.file(f"{prefix}{name}") as output:
+            for block in stage.stream(f"{FILES}/{name}", tensor):
+                output.write(block)
+
+
+def are_files(part: Any) -> bool:
+    """Tells whether a part of a tree is files that were carried: bytes by plain names."""
+    return isinstance(part, Mapping) and all(
+        isinstance(name, str)
+        and inside(name)
+        and "/" not in name
+        and isinstance(one, Tensor)
+        and (one.dtype.name, len(one.shape)) == ("uint8", 1)
+        for name, one in part.items()
+    )
+
+
+def _open_part(path: Path, opened: ExitStack) -> Tree:
+    if not path.name.endswith(_JSON):
+        return opened.enter_context(TORCH.open(path)).tree
+    try:
+        part = json.loads(read_small(path))  # Trainer writes a loss that is NaN as NaN
+    except (ValueError, RecursionError) as error:
+        raise FormatError("This isn't valid JSON.", place=path, found=error) from None
+    if not isinstance(part, dict):
+        raise FormatError("A state isn't a JSON object.", place=path, found=type(part).__name__)
+    return part
+
+
+def _carried(
+    folder: Path, read: Collection[str], passed: Collection[str], opened: ExitStack
+) -> tuple[dict[str, Tensor], tuple[Finding, ...]]:
+    carried: dict[str, Tensor] = {}
+    findings = []
+    for entry in sorted(folder.iterdir()):
+        if entry.name in read:
+            continue
+        other = entry.name in passed or _MODEL.fullmatch(entry.name)
+        why = "another file is taken for what it holds" if other else _uncarried(entry)
+        if why:
+            findings.append(Finding(f"isn't carried: {why}", str(entry)))
+        else:
+            source = SourceFile(entry)
+            opened.callback(source.close)
+            carried[entry.name] = _bytes_of(source)
+    return carried, tuple(findings)
+
+
+def _bytes_of(source: SourceFile) -> Tensor:
+    def fetch(index: tuple[slice, ...]) -> Any:
+        return source.read(index[0].start, index_shape(index)[0])
+
+    return Stored((source.size,), np.dtype(np.uint8), fetch, source.path.name, str(source.path))
+
+
+def _uncarried(path: Path) -> str:
+    """Says why a file isn't carried; "" if it is."""
+    if path.is_symlink() or not path.is_file():
+        return "it is a link, a folder or a device"
+    if path.stat().st_size > MAX_CARRIED:
+        return f"it has more than {MAX_CARRIED} bytes"
+    if not path.name.endswith(_PICKLES):
+        return ""
+    try:
+        if TORCH.detect(path) is not None:
+            TORCH.open(path).close()
+        else:
+            read_pickle(path.read_bytes(), str(path))
+    except StatekitError as error:
+        return error.subject.rstrip(".").lower()
+    return ""
+
+
+_SCHEDULERS: tuple[Keys, ...] = (
+    ("scheduler",),
+    ("lr_scheduler",),
+    ("scheduler_state_dict",),
+    ("lr_scheduler_state_dict",),
+    ("lr_schedulers", 0),
+)
+"""Paths at which others keep a scheduler's state."""
+
+
+def moved_to(encoded: Encoded, keys: Collection[str]) -> Encoded:
+    """Returns a state whose model, optimizer and only scheduler lie under these keys.
+
+    Args:
+        encoded: As a layout made it: where the source had its parts.
+        keys: Of `model`, `optimizer` and `scheduler` those that the target has.
+    """
+    found = dict(zip(("model", "optimizer"), places(encoded.tree) or (), strict=False))
+    scheduler = next((path for path in _SCHEDULERS if _is_only(encoded.tree, path)), None)
+    found |= {"scheduler": scheduler} if scheduler else {}
+    tree, exactness = encoded.tree, dict(encoded.exactness)
+    for key, path in found.items():
+        if key not in keys or path == (key,) or key in tree:
+            continue
+        if path:
+            old, part, tree = "/".join(map(str, path)), at(tree, path), without(tree, path)
+            names = {
+                name: f"{key}{name.removeprefix(old)}" for name in exactness if name.startswith(f"{old}/")
+            }
+        else:
+            part = loose(tree)
+            tree = {name: other for name, other in tree.items() if name not in part}
+            names = {name: f"{key}/{name}" for name in part}
+        tree = put(tree, (key,), part)
+        exactness = {names.get(name, name): value for name, value in exactness.items()}
+    return replace(encoded, tree=tree, exactness=exactness)
+
+
+def _is_only(tree: Tree, path: Keys) -> bool:
+    part = at(tree, path)
+    return isinstance(part, dict) and (len(path) == 1 or len(at(tree, path[:1])) == 1)
+
+
+TRAINER_STATE = "trainer_state.json"
+_STEP = re.compile(r"checkpoint[-_](\d{1,18})")
+_SEVERAL = re.compile(r"(model|pytorch_model|optimizer)_[1-9]\d*\.(safetensors|bin)")
+_HEAD_BYTES = 9
+
+
+@dataclass(frozen=True)
+class HuggingFaceFolder:
+    """One kind of folder.
+
+    Attributes:
+        name: The container's name.
+        title: One line for people.
+        parts: Key of the tree -> name of its file; other keys go into one file of statekit's.
+        fits: Says why a folder is one of this kind; "" if it isn't.
+        needed: Gives what the library can't do without.
+        specificity: Of its evidence.
+        opens_files: Whether a single file of the model is one too.
+        shard_bytes: Bytes of tensors in a file of the model at most; None where the library reads a single file only.
+        step_folder: The name of a step's folder, with `{step}`; "" where folders have no such names.
+    """
+
+    name: str
+    title: str
+    parts: Mapping[str, str]
+    fits: Callable[[Path], str]
+    needed: Callable[[Encoded], Mapping[str, Tree]] = lambda encoded: {}
+    specificity: int = 20
+    opens_files: bool = False
+    shard_bytes: int | None = SHARD_BYTES
+    step_folder: str = ""
+    suffixes: tuple[str, ...] = ()
+    target_kind: Literal["file", "folder"] | None = "folder"
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Looks at file names, and at the first bytes of a single file."""
+        try:
+            if path.is_file():
+                single = self.opens_files and _is_safetensors(path)
+                return Evidence(10, "the header of a safetensors file") if single else None
+            found = self._locate(path, None)
+        except OSError:
+            return None
+        return (
+            None if found is None else Evidence(self.specificity, f"{found.path} has {self.fits(found.path)}")
+        )
+
+    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+        """Parses headers and pickles; of a run's folder, the newest step's or the given one's.
+
+        Raises:
+            NotFoundError: No such folder, or no such step.
+            FormatError: A file can't be trusted, or there are several models or optimizers.
+        """
+        alone = self.opens_files and path.is_file()
+        found = _Found(path) if alone else self._locate(path, step)
+        if found is None:
+            raise NotFoundError(f"There is no folder of {self.name}.", place=path, remedy="check the path")
+        with ExitStack() as opened:
+            tree, meta, findings = _opened(found.path, opened)
+            number = _global_step(tree)
+            if step is not None and number is not None and step != number:
+                raise NotFoundError(
+                    "This is the checkpoint of one step, and of another.",
+                    place=found.path,
+                    expected=step,
+                    found=number,
+                )
+            manifest, odd = trusted_manifest(found.path, number, tree)
+            close = opened.pop_all().close
+        meta = {**meta, "steps": list(found.steps)}
+        findings = (*found.findings, *findings, *odd)
+        return Checkpoint(self.name, found.path, tree, meta, number, manifest, findings, close)
+
+    def fitted(self, encoded: Encoded) -> Encoded:
+        """Returns a state with its parts where the folder keeps them, and what the library can't do without."""
+        encoded = moved_to(encoded, {"model", *self.parts})
+        carried = encoded.tree.get(FILES) or {}
+        needed = {key: part for key, part in self.needed(encoded).items() if self.parts[key] not in carried}
+        return replace(encoded, tree={**needed, **encoded.tree})
+
+    def write(self, encoded: Encoded, stage: Stage) -> None:
+        """Writes a folder that the library loads: the model as safetensors, all else as torch files and JSON.
+
+        Raises:
+            UsageError: The tree has no model, or holds what `torch.load(weights_only=True)` refuses.
+            FormatError: A name or dtype that safetensors can't hold.
+        """
+        tree = dict(encoded.tree)
+        if stage.target.name.endswith(".safetensors"):
+            raise UsageError(
+                "A single safetensors file has no place for an optimizer's state.",
+                place=stage.target,
+                remedy="give the folder that shall hold it another name",
+            )
+        if "model" not in tree:
+            raise UsageError(
+                f"The container {self.name} holds a model with its optimizer, as PyTorch's layouts write them.",
+                place="--layout",
+                found=", ".join(map(str, tree)),
+            )
+        number = _global_step(tree) or encoded.step
+        prefix = step_prefix(stage, number, self.step_folder) if self.step_folder else ""
+        files = tree.pop(FILES) if are_files(tree.get(FILES)) else {}
+        stem = "adapter_model" if ADAPTER_CONFIG in files else "model"
+        model = tree.pop("model")
+        save_model(
+            model, stem, self.shard_bytes, stage, lambda name, one: stage.stream(f"model/{name}", one), prefix
+        )
+        for key in [one for one in self.parts if one in tree]:
+            write_part(stage, f"{prefix}{self.parts[key]}", key, tree.pop(key))
+        write_files(stage, prefix, files)
+        if tree:
+            write_part(stage, f"{prefix}{REST}", "", tree)
+
+    def _locate(self, path: Path, step: int | None) -> _Found | None:
+        """Finds the folder: itself, or of a run's folder the newest step's or the given one's."""
+        if not path.is_dir():
+            return None
+        if self.fits(path):
+            return _Found(path)
+        entries = [(int(m[1]), entry) for entry in path.iterdir() if (m := _STEP.fullmatch(entry.name))]
+        steps = {number: entry for number, entry in sorted(entries) if entry.is_dir() and self.fits(entry)}
+        if not steps:
+            return None
+        if step is not None and step not in steps:
+            raise NotFoundError(
+                "There is no such step.", place=path, expected=step, found=", ".join(map(str, steps))
+            )
+        newest = max(steps)
+        passed = [
+            Finding("holds no checkpoint, passed over", str(entry))
+            for number, entry in entries
+            if number > newest
+        ]
+        return _Found(steps[newest if step is None else step], tuple(steps), tuple(passed))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A checkpoint's folder, and the steps beside it."""
+
+    path: Path
+    steps: tuple[int, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+
+def _opened(path: Path, opened: ExitStack) -> tuple[Tree, dict[str, Any], tuple[Finding, ...]]:
+    """Returns the tree of a folder, or of a single file, what is known of it, and what was odd."""
+    alone = path.is_file()
+    folder = path.parent if alone else path
+    name = path.name if alone else find_model(folder)
+    tree: dict[str, Tree] = {}
+    meta: dict[str, Any] = {}
+    taken: tuple[str, ...] = ()
+    if name is not None:
+        model = open_model(folder, name, opened)
+        tree["model"], taken = dict(model.tensors), model.files
+        meta = {"model": list(taken), SORTED: model.is_sorted, "metadata": dict(model.metadata)}
+    if alone:
+        return named(tree), meta, ()
+    _check_single(folder)
+    beside = open_beside(folder, taken, opened)
+    return named({**tree, **beside.tree}), meta, beside.findings
+
+
+def _global_step(tree: Tree) -> int | None:
+    state = tree.get("trainer_state")
+    number = state.get("global_step") if isinstance(state, Mapping) else None
+    return number if type(number) is int and number >= 0 else None
+
+
+def _check_single(folder: Path) -> None:
+    several = sorted(entry.name for entry in folder.iterdir() if _SEVERAL.fullmatch(entry.name))
+    if several:
+        raise FormatError(
+            "A folder holds several models or optimizers; statekit converts one of each.",
+            place=folder,
+            found=f"besides the first: {', '.join(several)}",
+            remedy="put the files of one into a folder of its own, as model.safetensors and optimizer.bin",
+        )
+
+
+def _is_safetensors(path: Path) -> bool:
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    length = int.from_bytes(head[:8], "little")
+    return len(head) == _HEAD_BYTES and head[8:] == b"{" and 2 <= length <= path.stat().st_size - 8

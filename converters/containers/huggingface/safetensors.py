@@ -1,0 +1,26 @@
+"""The container `safetensors`: a model in one file, or in shards with an index, and optimizer.pt beside it if any.
+
+model.safetensors, or model-00001-of-00002.safetensors ... and model.safetensors.index.json
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from statekit.converters.containers.huggingface.folder import HuggingFaceFolder
+from statekit.converters.containers.huggingface.model import find_model
+
+
+def _plain(folder: Path) -> str:
+    model = find_model(folder) or ""
+    return model if ".safetensors" in model else ""
+
+
+CONTAINER = HuggingFaceFolder(
+    "safetensors",
+    "safetensors: a model in one file, or in shards with an index, and optimizer.pt beside it",
+    {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"},
+    _plain,
+    specificity=10,
+    opens_files=True,
+)

@@ -1,1 +1,0 @@
-"""MXNet's files: `.params` and `.states` side by side."""
