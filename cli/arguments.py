@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from statekit.cli.output import printable
 from statekit.conversion.contracts import Hints
+from statekit.errors import printable
 
 
 def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:

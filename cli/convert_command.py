@@ -15,6 +15,7 @@ from statekit.cli.resume import next_update, resume_lines
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import Report, convert, plan
 from statekit.conversion.plan import Plan, StepOffset
+from statekit.errors import printable
 from statekit.files.stage import Progress
 
 OFFSETS: dict[str, StepOffset] = {"keep": "keep", "reset": "reset"}
@@ -148,4 +149,4 @@ def _show_report(stdout: Console, report: Report) -> None:
     )
     stdout.print("\nTo go on from here:", style="bold")
     for line in resume_lines(report.plan):
-        stdout.print(f"  {output.printable(line)}", soft_wrap=True)
+        stdout.print(f"  {printable(line)}", soft_wrap=True)

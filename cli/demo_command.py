@@ -17,7 +17,7 @@ import statekit
 from statekit.arrays.backend import Backend, backend
 from statekit.cli import convert_command, inspect_command, output
 from statekit.cli.arguments import local_file
-from statekit.errors import MissingExtraError, NotFoundError
+from statekit.errors import MissingExtraError, NotFoundError, printable
 from statekit.optim.adafactor import defaults
 from statekit.optim.run import Live, Move, Rates, store
 from statekit.optim.steps import Arrays, Execution
@@ -213,7 +213,7 @@ def _show(stdout: Console, recording: Recording, rows: Sequence[Row], judged: Re
         weights = [row for row in rows if row.path == path and row.tensor == WEIGHTS]
         slots = [row for row in rows if row.path == path and row.tensor != WEIGHTS]
         grid.add_row(
-            output.printable(path),
+            printable(path),
             str(list(tensor.shape)),
             f"{max(row.ulps for row in weights):.3g}",
             f"{max(row.relative for row in weights):.1e}",

@@ -25,6 +25,7 @@ from statekit.conversion.inspection import (
     inspect,
     unknown_hyperparameters,
 )
+from statekit.errors import printable
 from statekit.tensors.stats import Stats, total
 
 MAX_ROWS = 150
@@ -61,7 +62,7 @@ def command(
     CHECKPOINT is a file or folder of any system that `statekit formats` lists, or a run's folder with several steps.
     Only headers are read, except with --stats. Where no layout fits, the tensors are listed by their own names.
     """
-    request = Request(container, layout, step, hints, pattern or "*", stats)
+    request = Request(container, layout, step, hints, pattern, stats)
     with output.progress() as bar:
         task = bar.add_task("reading", total=None, visible=stats)
         found = inspect(checkpoint, request, lambda done, all_: bar.update(task, completed=done, total=all_))
@@ -107,7 +108,7 @@ def _summary(stdout: Console, found: Inspection) -> None:
     head = output.table("", "")
     head.show_header = False
     for key, value in lines:
-        head.add_row(Text(output.printable(key), style="bold"), output.printable(value))
+        head.add_row(Text(printable(key), style="bold"), printable(value))
     output.show(stdout, head)
 
 
@@ -150,7 +151,7 @@ class _Show:
     def module(self, grid: Table, row: Row, with_slots: bool) -> None:
         inside = [p.tensor for p in row.parameters]
         slots = [slot for p in row.parameters for slot in p.slots]
-        label = Text(f"{'  ' * row.depth}{output.printable(row.label)}/", style="bold")
+        label = Text(f"{'  ' * row.depth}{printable(row.label)}/", style="bold")
         count = output.plural(len(inside), "parameter")
         cells = [output.size(_bytes(inside))]
         cells += [] if with_slots else [output.size(_bytes(slots)), _slot_counts(slots)]
@@ -162,12 +163,12 @@ class _Show:
             f"{s.name} {list(s.shape)}" + ("" if s.dtype == parameter.tensor.dtype else f" {s.dtype}")
             for s in parameter.slots
         )
-        label = f"{'  ' * row.depth}{output.printable(row.label)}"
+        label = f"{'  ' * row.depth}{printable(row.label)}"
         grid.add_row(label, *_described(parameter.tensor), output.size(_bytes(parameter.slots)), slots)
 
     def with_slots(self, grid: Table, row: Row) -> None:
         (parameter,) = row.parameters
-        label = f"{'  ' * row.depth}{output.printable(row.label)}"
+        label = f"{'  ' * row.depth}{printable(row.label)}"
         grid.add_row(label, *_described(parameter.tensor), *self.cells(parameter.tensor.stats))
         for slot in parameter.slots:
             name = Text(f"{'  ' * (row.depth + 1)}{slot.name}", style="dim")
@@ -176,7 +177,7 @@ class _Show:
     def others(self, others: Sequence[TensorSummary]) -> None:
         grid = self.table("tensor", "shape", "dtype", "bytes")
         for other in others[: self.limit]:
-            grid.add_row(output.printable(other.name), *_described(other), *self.cells(other.stats))
+            grid.add_row(printable(other.name), *_described(other), *self.cells(other.stats))
         self.stdout.print()
         output.show(self.stdout, grid)
         if len(others) > self.limit:
@@ -221,7 +222,7 @@ def _closing(stdout: Console, found: Inspection) -> None:
         f"\nIn all: {', '.join(counted) or 'nothing'}; {totals['elements']} parameter values; {dtypes}."
     )
     if found.extra:
-        stdout.print(f"Also there: {output.printable(', '.join(found.extra))}.")
+        stdout.print(f"Also there: {printable(', '.join(found.extra))}.")
     output.show_list(stdout, "Assumed, because the checkpoint doesn't say:", found.assumptions)
     findings = [f"{finding.what} @ {finding.place}" for finding in found.findings[:MAX_FINDINGS]]
     more = len(found.findings) - len(findings)

@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 
 import click
 
-from statekit.errors import StatekitError, UsageError
+from statekit.errors import StatekitError, UsageError, printable
 
 DONE, WANTING, USAGE, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit codes: done; checked and found wanting; a call that makes no sense; could not do it; stopped by Ctrl-C."""
@@ -106,6 +106,4 @@ def _explain(error: Exception) -> int:
 
 
 def _say(message: str) -> None:
-    from statekit.cli.output import printable
-
     click.echo(printable(message, keep="\n"), err=True)

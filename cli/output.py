@@ -12,20 +12,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from statekit.errors import printable
 from statekit.tensors.tree import to_json
 
 PIPED_WIDTH = 240
 """Columns where stdout is no terminal, so that lines there aren't cut at 80."""
-
-
-def printable(text: str, keep: str = "") -> str:
-    r"""Returns text without control characters, so that a name in a checkpoint can't steer a terminal.
-
-    Example:
-        >>> printable("a\x1b[2Jb")
-        'a\\x1b[2Jb'
-    """
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def console() -> Console:

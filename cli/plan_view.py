@@ -11,7 +11,7 @@ from rich.table import Table
 from statekit.cli import output
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.plan import Entry, Plan
-from statekit.errors import some
+from statekit.errors import printable, some
 
 MAX_ROWS = 150
 """More tensors than this aren't listed one by one."""
@@ -25,7 +25,7 @@ def show_plan(stdout: Console, plan: Plan, tensors: bool) -> None:
         (plan.source, "from", plan.request.source),
         (plan.target, "to", plan.request.target),
     ):
-        head.add_row(name, output.printable(str(path)))
+        head.add_row(name, printable(str(path)))
         head.add_row("", f"container {side.container}, layout {side.layout}, step {side.step}")
     head.add_row("tensors", f"{len(plan.entries)}, {output.size(plan.bytes)}")
     head.add_row("exactness", "; ".join(_counts(plan)))
@@ -95,7 +95,7 @@ def _synthesised(plan: Plan) -> Iterator[str]:
 def _tensors(plan: Plan) -> Table:
     grid = output.table("tensor", "made of", "shape", "dtype", "bytes", "exactness", right=("bytes",))
     for entry in plan.entries:
-        grid.add_row(*map(output.printable, _row(entry)))
+        grid.add_row(*map(printable, _row(entry)))
     return grid
 
 

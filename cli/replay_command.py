@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from statekit.arrays.backend import BACKEND_NAMES, backend
-from statekit.cli.output import console, print_json, printable, progress, table
+from statekit.cli.output import console, print_json, progress, table
 from statekit.converters.formats.hparams import read_hparams
-from statekit.errors import NotFoundError, UsageError
+from statekit.errors import NotFoundError, UsageError, printable
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Replay, Start, Subject
 from statekit.verify.replay import replay as replayed

@@ -1,1 +1,313 @@
-"""statekit moves the optimizer state of a training run between frameworks."""
+"""statekit moves the optimizer state of a training run between frameworks.
+
+Five verbs, the same as on the command line (`statekit --help`):
+
+    state = statekit.open("t5x-ckpt")                    params, slots, groups, counts, hyperparameters
+    print(statekit.inspect("t5x-ckpt").totals())         what a checkpoint holds, as data
+    print(statekit.plan("t5x-ckpt", "run.pt").exactness) what a conversion would do, tensor by tensor
+    statekit.convert("t5x-ckpt", "run.pt")               writes, reads again, compares
+    statekit.replay("recording").passed                  whether our updates are the original's
+
+A path may be a checkpoint of any system that `statekit formats` lists, or a run's folder; nothing in it is executed,
+and tensors are read only when asked. What checkpoints don't say is given by `hparams`, in the original's own names.
+Errors are subclasses of `statekit.errors.StatekitError`. What the verbs return is statekit.OpenState, Inspection,
+Plan, Report and Replay.
+
+`statekit.torch`, `statekit.jax` and `statekit.tensorflow` hold the optimizers that go on with a state.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from statekit.conversion.contracts import Exactness, Hints
+    from statekit.conversion.convert import Report
+    from statekit.conversion.inspection import Inspection
+    from statekit.conversion.open_state import OpenState
+    from statekit.conversion.plan import Plan, StepOffset
+    from statekit.files.stage import Progress
+    from statekit.state.train_state import TrainState
+    from statekit.tensors.tensor import Tensor
+    from statekit.verify.replay import Replay
+
+    __version__: str
+
+_Path: TypeAlias = str | os.PathLike[str]
+_Level: TypeAlias = Literal["bitwise", "rounding", "statistics", "estimate", "lossy"]
+
+_TYPES = {
+    "Exactness": "statekit.conversion.contracts",
+    "Inspection": "statekit.conversion.inspection",
+    "OpenState": "statekit.conversion.open_state",
+    "Plan": "statekit.conversion.plan",
+    "Replay": "statekit.verify.replay",
+    "Report": "statekit.conversion.convert",
+    "Tensor": "statekit.tensors.tensor",
+    "TrainState": "statekit.state.train_state",
+}
+_VERBS = ["convert", "inspect", "open", "plan", "replay"]
+
+__all__ = [  # noqa: RUF022 (the verbs first)
+    "convert", "inspect", "open", "plan", "replay",
+    "Exactness", "Inspection", "OpenState", "Plan", "Replay", "Report", "Tensor", "TrainState", "__version__",
+]  # fmt: skip
+
+
+def open(
+    path: _Path,
+    *,
+    container: str | None = None,
+    layout: str | None = None,
+    step: int | None = None,
+    hparams: Mapping[str, Any] | None = None,
+    variant: str | None = None,
+    param_names: Sequence[str] | None = None,
+) -> OpenState:
+    """Opens a checkpoint and decodes it to its canonical state; reads headers and scalars only.
+
+    Args:
+        path: A checkpoint, or a run's folder.
+        container: How its arrays lie in files; found by its content if None.
+        layout: What its names mean; found by the names if None.
+        step: Which step of a run's folder; the newest if None.
+        hparams: Hyperparameters that the checkpoint doesn't say, in the original's own names.
+        variant: Which variant of the optimizer ran, where the files can't tell.
+        param_names: Names in the order of the optimizer's parameters, where it only numbers them.
+
+    Returns:
+        The opened state: `params`, `slots`, `groups`, `counts`, `hyperparameters`, and `tensors` by name.
+
+    Raises:
+        NotFoundError: Nothing is there, or no such step.
+        FormatError: The bytes can't be trusted, or no format fits.
+        StateError: The names break the layout.
+        UsageError: No container, layout, variant or hyperparameter of that name.
+
+    Example:
+        >>> import statekit
+        >>> with statekit.open("t5x-ckpt", hparams={"beta1": 0.9}) as state:
+        ...     print(state.counts.updates, sorted(state.slots["token_embedder/embedding"]))
+        ...     print(state.hyperparameters[0]["beta1"])
+        ...     print(state.tensors["slots/token_embedder/embedding/v_row"].read().shape)
+        4 ['m', 'v_col', 'v_row']
+        Hyperparameter(value=0.9, known_from='given')
+        (12,)
+    """
+    from statekit.conversion.convert import open_state
+
+    hints = _hints(hparams, variant, param_names)
+    return open_state(_local(path), container=container, layout=layout, step=step, hints=hints)
+
+
+def inspect(
+    path: _Path,
+    *,
+    container: str | None = None,
+    layout: str | None = None,
+    step: int | None = None,
+    hparams: Mapping[str, Any] | None = None,
+    variant: str | None = None,
+    param_names: Sequence[str] | None = None,
+    filter: str | None = None,
+    stats: bool = False,
+) -> Inspection:
+    """Says what a checkpoint holds, whether or not a layout fits its names.
+
+    Args:
+        path: A checkpoint, or a run's folder.
+        container: As in `open`.
+        layout: As in `open`.
+        step: As in `open`.
+        hparams: As in `open`.
+        variant: As in `open`.
+        param_names: As in `open`.
+        filter: Glob for parameter paths and names of other tensors; `*` also matches `/`.
+        stats: Whether to read all values and add norm, rms, min, max, zeros, NaN and Inf.
+
+    Raises:
+        NotFoundError: Nothing is there, no such step, or nothing matches the filter.
+        FormatError: The bytes can't be trusted.
+        UsageError: No container, layout, variant or hyperparameter of that name.
+
+    Example:
+        >>> import statekit
+        >>> found = statekit.inspect("t5x-ckpt", filter="*embedding")
+        >>> [(p.tensor.name, [slot.name for slot in p.slots]) for p in found.parameters][1]
+        ('token_embedder/embedding', ['v_row', 'v_col', 'm'])
+    """
+    from statekit.conversion.inspection import Request
+    from statekit.conversion.inspection import inspect as inspected
+
+    hints = _hints(hparams, variant, param_names)
+    return inspected(_local(path), Request(container, layout, step, hints, filter, stats))
+
+
+def plan(
+    source: _Path,
+    target: _Path,
+    *,
+    from_: str | None = None,
+    to: str | None = None,
+    layout: str | None = None,
+    step: int | None = None,
+    hparams: Mapping[str, Any] | None = None,
+    variant: str | None = None,
+    param_names: Sequence[str] | None = None,
+    step_offset: StepOffset = "keep",
+    require: _Level = "rounding",
+) -> Plan:
+    """Says what a conversion will do, tensor by tensor, without reading or writing a value.
+
+    Args:
+        source: A checkpoint, or a run's folder.
+        target: Where the result shall be.
+        from_: Container of the source; found by its content if None.
+        to: Container of the target, or `<layout>-<container>`; by the target's name if None.
+        layout: Layout of the target; the container's usual one if None.
+        step: Which step of a run's folder; the newest if None.
+        hparams: As in `open`.
+        variant: As in `open`.
+        param_names: As in `open`.
+        step_offset: `keep`; `reset`, so that the second-moment decay starts anew; or the step where it starts.
+        require: The least exactness allowed.
+
+    Raises:
+        InexactError: The conversion would be less exact than required.
+        UsageError: The options, or source and target, don't go together.
+        NotFoundError, FormatError, StateError: The source can't be opened.
+
+    Example:
+        >>> import statekit
+        >>> planned = statekit.plan("t5x-ckpt", "run.pt")
+        >>> planned.exactness.name, len(planned.entries), planned.target.layout
+        ('BITWISE', 22, 'statekit-torch')
+    """
+    from statekit.conversion.contracts import Exactness
+    from statekit.conversion.convert import plan as planned
+
+    return planned(
+        _local(source),
+        _local(target),
+        from_=from_,
+        to=to,
+        layout=layout,
+        step=step,
+        hints=_hints(hparams, variant, param_names),
+        step_offset=step_offset,
+        require=Exactness[require.upper()],
+    )
+
+
+def convert(
+    source: _Path | Plan,
+    target: _Path | None = None,
+    *,
+    replace: bool = False,
+    on_progress: Callable[[Progress], object] | None = None,
+    **options: Any,
+) -> Report:
+    """Converts a checkpoint: writes beside the target, proves what was written, then gives it the target's name.
+
+    Args:
+        source: A checkpoint, or a run's folder; or a plan, which says the target and all else.
+        target: Where the result shall be.
+        replace: Whether an existing target may be replaced; it stays until the new one is proven and synced.
+        on_progress: Told about every block.
+        **options: Those of `plan`.
+
+    Raises:
+        TargetExistsError: The target exists and mustn't be replaced.
+        CorruptError: A tensor of the source isn't what its manifest says.
+        CommitError: Writing failed, or what was written isn't what was meant; nothing was left at the target.
+        InexactError, UsageError, NotFoundError, FormatError, StateError: As of `plan`.
+
+    Example:
+        >>> import statekit
+        >>> report = statekit.convert("t5x-ckpt", "run.pt", hparams={"beta1": 0.9}, step_offset="reset")
+        >>> report.verified, report.plan.state["groups"][0]["hyperparameters"]["step_offset"]
+        (22, 4)
+    """
+    from statekit.conversion.convert import convert as converted
+    from statekit.conversion.plan import Plan
+    from statekit.errors import UsageError
+
+    if isinstance(source, Plan):
+        if target is not None or options:
+            raise UsageError("A plan says the target and the options.", expected="convert(plan)")
+        planned = source
+    elif target is None:
+        raise UsageError("A conversion needs a target.", expected="convert(source, target), or convert(plan)")
+    else:
+        planned = plan(source, target, **options)
+    return converted(planned, replace=replace, on_progress=on_progress)
+
+
+def replay(
+    recording: _Path,
+    *,
+    backend: Literal["numpy", "torch", "jax", "tensorflow"] = "numpy",
+    start: Literal["checkpoint", "init"] = "checkpoint",
+    checkpoint: _Path | None = None,
+    hparams: Mapping[str, Any] | None = None,
+) -> Replay:
+    """Continues a recorded run by our steps, and compares every element of every update with the original's.
+
+    Args:
+        recording: The folder of a recording (docs/recordings.md).
+        backend: Which framework makes the updates.
+        start: From the recording's checkpoint, or from fresh slots.
+        checkpoint: Start from this checkpoint instead; it must hold the same state.
+        hparams: Canonical hyperparameters that our side uses instead of the recorded ones.
+
+    Raises:
+        NotFoundError: There is no recording, or it has no checkpoint.
+        FormatError, StateError: The recording, or where it starts, can't be read.
+        UnknownRuleError: The recording doesn't say a rule or a hyperparameter.
+
+    Example:
+        >>> import statekit
+        >>> result = statekit.replay("recording")
+        >>> result.passed, result.steps
+        (True, (4, 8))
+    """
+    from statekit.arrays.backend import backend as backend_named
+    from statekit.verify.recording import open_recording
+    from statekit.verify.replay import Subject
+    from statekit.verify.replay import replay as replayed
+
+    beginning = None if checkpoint is None else _local(checkpoint)
+    with open_recording(_local(recording)) as opened:
+        return replayed(Subject(opened, start, beginning, dict(hparams or {})), backend_named(backend))
+
+
+def _local(path: _Path) -> Any:
+    from pathlib import Path
+
+    return Path(path)
+
+
+def _hints(
+    hparams: Mapping[str, Any] | None, variant: str | None, param_names: Sequence[str] | None
+) -> Hints:
+    from statekit.conversion.contracts import Hints
+
+    return Hints(dict(hparams or {}), variant, None if param_names is None else tuple(param_names))
+
+
+def __getattr__(name: str) -> Any:
+    if name in _TYPES:
+        return getattr(import_module(_TYPES[name]), name)
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("statekit")
+    raise AttributeError(f"module 'statekit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    # The types are reached by name; listed here, help(statekit) would be a page for each of them.
+    return ["__all__", "__doc__", "__file__", "__name__", "__path__", "__version__", *_VERBS]

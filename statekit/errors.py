@@ -124,6 +124,20 @@ def _plain(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
 
+def printable(text: str, keep: str = "") -> str:
+    r"""Returns text without control characters, line breaks, marks of direction and lone surrogates.
+
+    A name in a checkpoint may hold any of them, and must neither steer a terminal nor pass for a line of ours.
+
+    Example:
+        >>> printable("a\x1b[2Jb")
+        'a\\x1b[2Jb'
+        >>> printable("two\nlines"), printable("two\nlines", keep="\n")
+        ('two\\nlines', 'two\nlines')
+    """
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
 def some(names: Sequence[str]) -> str:
     """Returns the first few of many names."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -13,8 +13,8 @@ import pytest
 
 from fakes import Fake
 from statekit.cli import inspect_command, main
-from statekit.cli.output import printable, size
-from statekit.errors import NotFoundError, StatekitError, UsageError
+from statekit.cli.output import size
+from statekit.errors import NotFoundError, StatekitError, UsageError, printable
 
 FAKE = Fake({"param/a": np.ones(2, np.float32), "slot/a/v": np.ones(2, np.float32)})
 

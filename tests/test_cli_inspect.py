@@ -114,10 +114,16 @@ def test_given_hyperparameters_are_told_from_assumed_ones(capsys: pytest.Capture
     assert "assumed" in group["known_from"].values()
 
 
-def test_a_filter_that_matches_nothing_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "In all: nothing" in inspected(
-        capsys, GOLDEN / "t5x" / "momentum_f32" / "checkpoint", "--filter", "nosuch"
-    )
+@pytest.mark.parametrize(("pattern", "remedy"), [("nosuch", "leave it out"), ("mlp", "try *mlp*")])
+def test_a_filter_that_matches_nothing_is_an_error(
+    pattern: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = GOLDEN / "t5x" / "momentum_f32" / "checkpoint"
+    assert main(["inspect", str(path), "--filter", pattern]) == FAILED
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "Nothing matches the filter" in shown.err
+    assert remedy in shown.err
 
 
 def test_without_a_layout_tensors_are_listed(

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from statekit.conversion import registry
@@ -26,6 +25,7 @@ from statekit.conversion.contracts import (
     KeepsMasters,
     Layout,
 )
+from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import NO_HINTS, Plan, Request, Side, StepOffset, build_plan
 from statekit.conversion.rule_change import Crossing, best_crossing
 from statekit.conversion.source_digests import (
@@ -36,7 +36,7 @@ from statekit.conversion.source_digests import (
     source_digests,
 )
 from statekit.conversion.target import check_apart, choose_container, choose_layout, source_container
-from statekit.errors import CommitError, CorruptError, StateError, UsageError, fault_list
+from statekit.errors import CommitError, CorruptError, StateError, UsageError, fault_list, printable
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.durable import writing
 from statekit.files.manifest import tensor_faults
@@ -46,29 +46,7 @@ from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 
 
-@dataclass(frozen=True)
-class OpenState(AbstractContextManager["OpenState"]):
-    """An opened checkpoint with the state it decodes to.
-
-    Attributes:
-        checkpoint: The checkpoint; closed when the context is left.
-        layout: Name of its layout.
-        evidence: Why its container, then why its layout fits.
-        state: The canonical state.
-    """
-
-    checkpoint: Checkpoint
-    layout: str
-    evidence: tuple[Evidence, Evidence]
-    state: TrainState
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.checkpoint.close()
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What a conversion did.
 
@@ -91,6 +69,9 @@ class Report:
     verified: int
     source_digest: str
     source_proven: int
+
+    def __repr__(self) -> str:
+        return printable(f"<Report {self.target}: {self.bytes} bytes, {self.verified} tensors verified>")
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as plain JSON."""

@@ -12,7 +12,7 @@ from typing import Any
 from statekit.conversion import registry
 from statekit.conversion.contracts import Hints, Layout
 from statekit.conversion.target import source_container
-from statekit.errors import StateError, StatekitError, UnknownFormatError
+from statekit.errors import NotFoundError, StateError, StatekitError, UnknownFormatError, printable, some
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import tensor_faults
 from statekit.state.schema import load_schema
@@ -77,7 +77,7 @@ class ParameterSummary:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Inspection:
     """What a checkpoint holds.
 
@@ -108,6 +108,11 @@ class Inspection:
     extra: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
+
+    def __repr__(self) -> str:
+        kind = f"{self.container.name}, {self.layout.name if self.layout else 'no layout'}"
+        listed = f"{len(self.parameters)} parameters, {len(self.others)} other tensors"
+        return printable(f"<Inspection {self.path}: {kind}, {listed}>")
 
     @property
     def tensors(self) -> Iterator[TensorSummary]:
@@ -192,7 +197,7 @@ class Request:
         layout: Name of the layout; found out if None.
         step: Which step of a run's folder; the newest if None.
         hints: What the checkpoint doesn't say.
-        pattern: Glob for parameter paths and names of other tensors; `*` also matches `/`.
+        pattern: Glob for parameter paths and names of other tensors; `*` also matches `/`. All of them if None.
         stats: Whether to read all values and add statistics.
     """
 
@@ -200,8 +205,12 @@ class Request:
     layout: str | None = None
     step: int | None = None
     hints: Hints = field(default_factory=Hints)
-    pattern: str = "*"
+    pattern: str | None = None
     stats: bool = False
+
+    def matches(self, name: str) -> bool:
+        """Tells whether a name is asked for."""
+        return self.pattern is None or fnmatchcase(name, self.pattern)
 
 
 OnProgress = Callable[[int, int], object]
@@ -214,7 +223,8 @@ def inspect(
     """Opens a checkpoint and says what it holds, whether or not a layout fits.
 
     Raises:
-        NotFoundError: Nothing is there, or no such step, container or layout.
+        NotFoundError: Nothing is there, no such step, or nothing matches the pattern.
+        UsageError: No such container or layout.
         FormatError: The bytes don't follow their format or can't be trusted.
     """
     if request.container:
@@ -238,6 +248,20 @@ def inspect(
         return _canonical(named, state, request, on_progress)
 
 
+def _check_matched(seen: Inspection, request: Request, names: Iterable[str]) -> None:
+    if request.pattern is None or seen.parameters or seen.others:
+        return
+    part = request.pattern.strip("*")
+    near = [name for name in names if part and fnmatchcase(name, f"*{part}*")]
+    raise NotFoundError(
+        "Nothing matches the filter.",
+        place=seen.path,
+        expected="a glob for whole paths, such as *mlp*",
+        found=request.pattern,
+        remedy=f"try *{part}*, which matches {some(near)}" if near else "leave it out to see the names",
+    )
+
+
 def _layout(checkpoint: Checkpoint, name: str | None) -> tuple[Layout, str]:
     if name:
         return registry.layout(name), NAMED
@@ -257,25 +281,26 @@ def _native(
     request: Request,
     on_progress: OnProgress,
 ) -> Inspection:
-    chosen = {name: t for name, t in checkpoint.tensors.items() if fnmatchcase(name, request.pattern)}
+    chosen = {name: t for name, t in checkpoint.tensors.items() if request.matches(name)}
     describe = _describer(chosen.values(), request.stats, on_progress)
     others = tuple(describe(name, tensor) for name, tensor in chosen.items())
     why = Finding(f"its tensors are listed by their own names: {error}", str(checkpoint.path))
     seen = replace(opened, others=others)
+    _check_matched(seen, request, checkpoint.tensors)
     return replace(seen, findings=(*seen.findings, why, *_bad_values(seen)))
 
 
 def _canonical(
     opened: Inspection, state: TrainState, request: Request, on_progress: OnProgress
 ) -> Inspection:
-    params = {path: t for path, t in state.params.items() if fnmatchcase(path, request.pattern)}
+    params = {path: t for path, t in state.params.items() if request.matches(path)}
     of_groups = {
         f"groups/{i}/{name}": tensor
         for i, group in enumerate(state.optimizer.groups)
         for name, tensor in group.slots.items()
     }
     rest = {**of_groups, **tensor_names(dict(state.extra))}
-    extra = {name: tensor for name, tensor in rest.items() if fnmatchcase(name, request.pattern)}
+    extra = {name: tensor for name, tensor in rest.items() if request.matches(name)}
     slots = {path: state.slots.get(path, {}) for path in params}
     read = [*params.values(), *(t for named in slots.values() for t in named.values()), *extra.values()]
     describe = _describer(read, request.stats, on_progress)
@@ -298,6 +323,7 @@ def _canonical(
         extra=tuple(state.extra),
         assumptions=state.assumptions,
     )
+    _check_matched(seen, request, [*state.params, *rest])
     return replace(seen, findings=(*seen.findings, *_odd(state, parameters), *_bad_values(seen)))
 
 

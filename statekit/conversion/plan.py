@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from statekit.conversion.contracts import Encoded, Exactness, Hints
 from statekit.conversion.rule_change import Crossing
-from statekit.errors import InexactError, fault_list
+from statekit.errors import InexactError, fault_list, printable
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.state.train_state import TrainState
 from statekit.tensors.digest import json_digest
@@ -102,7 +102,7 @@ class Entry:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """What a conversion will do.
 
@@ -164,6 +164,13 @@ class Plan:
             "crossing": self.crossing.to_json() if self.crossing is not None else None,
             "tensors": [entry.to_json() for entry in self.entries],
         }
+
+    def __repr__(self) -> str:
+        ends = f"{self.request.source} -> {self.request.target}"
+        sides = f"{self.source.container} to {self.target.container}"
+        return printable(
+            f"<Plan {ends}: {sides}, {len(self.entries)} tensors, {self.exactness.name.lower()}>"
+        )
 
     def check(self) -> None:
         """Refuses a plan that is less exact than was required; its rule was checked before there was a plan.

@@ -22,7 +22,7 @@ from statekit.arrays.backend import Backend
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import open_state
-from statekit.errors import NotFoundError, StateError, UnknownFormatError
+from statekit.errors import NotFoundError, StateError, UnknownFormatError, printable
 from statekit.optim.run import Live, Move, initial, load, mover, store
 from statekit.optim.steps import Execution
 from statekit.state.train_state import TrainState
@@ -53,7 +53,7 @@ class Judged:
         return sum(row.outside for row in self.rows)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Replay:
     """What replaying one recording with one backend showed.
 
@@ -74,6 +74,13 @@ class Replay:
     decoded: tuple[str, ...]
     judged: tuple[Judged, ...]
     free: Mapping[str, float]
+
+    def __repr__(self) -> str:
+        first, last = self.steps
+        verdict = "passed" if self.passed else "NOT passed"
+        return printable(
+            f"<Replay {self.recording} on {self.backend}, updates {first + 1} to {last}: {verdict}>"
+        )
 
     @property
     def passed(self) -> bool:

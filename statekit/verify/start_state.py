@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from statekit.conversion.contracts import Hints
-from statekit.conversion.convert import OpenState, open_state
+from statekit.conversion.convert import open_state
+from statekit.conversion.open_state import OpenState
 from statekit.errors import StateError
 from statekit.state.masters import MASTER, as_params
 from statekit.state.train_state import TrainState

@@ -1,0 +1,137 @@
+"""An opened checkpoint: its canonical state, with tensors that read when asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from statekit.conversion.contracts import Evidence
+from statekit.errors import printable
+from statekit.files.checkpoint import Checkpoint
+from statekit.state.train_state import Counts, Group, KnownFrom, TrainState
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import tensor_names
+
+MOST_ROWS = 100
+"""More parameters than this are counted in a notebook, not listed."""
+
+
+class Hyperparameter(NamedTuple):
+    """A hyperparameter's value, and how it is known: from the `file`, `given` by the user, or `assumed`."""
+
+    value: Any
+    known_from: KnownFrom | None
+
+
+@dataclass(frozen=True, repr=False)
+class OpenState:
+    """An opened checkpoint with the state it decodes to. Use it as a context manager, or call `close`.
+
+    Attributes:
+        checkpoint: The checkpoint, with its own names; closed when the context is left.
+        layout: Name of its layout.
+        evidence: Why its container, then why its layout fits.
+        state: The canonical state.
+    """
+
+    checkpoint: Checkpoint
+    layout: str
+    evidence: tuple[Evidence, Evidence]
+    state: TrainState
+
+    @property
+    def params(self) -> Mapping[str, Tensor]:
+        """Parameter by path, in the checkpoint's order."""
+        return self.state.params
+
+    @property
+    def slots(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """For each parameter's path, its slots by canonical name."""
+        return self.state.slots
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The parameter groups: their paths, hyperparameters and slots."""
+        return self.state.optimizer.groups
+
+    @property
+    def counts(self) -> Counts:
+        """The updates done, and where the learning-rate schedule stands."""
+        return self.state.counts
+
+    @property
+    def hyperparameters(self) -> tuple[dict[str, Hyperparameter], ...]:
+        """For each group, its hyperparameters by canonical name; one that is missing is unknown."""
+        return tuple(
+            {
+                name: Hyperparameter(value, group.known_from.get(name))
+                for name, value in group.hyperparameters.items()
+            }
+            for group in self.groups
+        )
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor: `params/<path>`, `slots/<path>/<slot>`, `groups/<i>/<slot>`, `extra/...`. `read()` reads it."""
+        groups = {str(i): dict(group.slots) for i, group in enumerate(self.groups)}
+        slots = {path: dict(named) for path, named in self.slots.items()}
+        return tensor_names(
+            {"params": dict(self.params), "slots": slots, "groups": groups, "extra": dict(self.state.extra)}
+        )
+
+    def close(self) -> None:
+        """Closes the files behind the tensors."""
+        self.checkpoint.close()
+
+    def __enter__(self) -> OpenState:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<OpenState {printable(str(self.checkpoint.path))}: {self._summary}>"
+
+    @property
+    def _summary(self) -> str:
+        optimizer = self.state.optimizer
+        slots = sum(map(len, self.slots.values()))
+        return (
+            f"{optimizer.schema}, variant {optimizer.variant or 'unknown'}, {self.counts.updates} updates done, "
+            f"{len(self.params)} parameters, {slots} slots, "
+            f"container {self.checkpoint.container}, layout {self.layout}"
+        )
+
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows: a summary, the groups' hyperparameters, and the parameters with slots."""
+        parts = [f"<p><b>{_shown(self.checkpoint.path)}</b><br>{_shown(self._summary)}</p>"]
+        for i, known in enumerate(self.hyperparameters):
+            title = f"group {i}: {len(self.groups[i].paths)} parameters"
+            rows = [(name, repr(one.value), one.known_from or "") for name, one in known.items()]
+            parts.append(_table(title, ("hyperparameter", "value", "known from"), rows))
+        parts.append(_table("", ("parameter", "shape", "dtype", "slots"), self._rows()))
+        more = len(self.params) - MOST_ROWS
+        return "".join([*parts, f"<p>and {more} more parameters</p>" if more > 0 else ""])
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        for path in list(self.params)[:MOST_ROWS]:
+            param = self.params[path]
+            slots = ", ".join(f"{name} {list(slot.shape)}" for name, slot in self.slots.get(path, {}).items())
+            yield path, str(list(param.shape)), param.dtype.name, slots
+
+
+def _table(title: str, head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    caption = f"<caption>{_shown(title)}</caption>" if title else ""
+    first = "".join(f"<th>{_shown(name)}</th>" for name in head)
+    body = "".join(f"<tr>{''.join(f'<td>{_shown(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table>{caption}<thead><tr>{first}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _shown(text: object) -> str:
+    return escape(printable(str(text)))
