@@ -11,7 +11,8 @@ import keras
 
 from statekit.arrays.backend import backend
 from statekit.conversion.contracts import Hints
-from statekit.conversion.convert import OpenState, open_state, with_offset
+from statekit.conversion.convert import open_state, with_offset
+from statekit.conversion.open_state import OpenState
 from statekit.conversion.registry import detect_container
 from statekit.errors import StateError, UnknownRuleError, UsageError, fault_list
 from statekit.optim.run import steps_for
