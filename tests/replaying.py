@@ -64,7 +64,7 @@ def mistaken(
     late: int = 0,
 ) -> Iterator[None]:
     """Lets one backend, and not the bound, run another rule: other constants or variant, or a step that is late."""
-    form = module.form
+    constants_of = module.variant_constants
 
     def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
         def run(scene: Scene, *arguments: Any) -> Any:
@@ -73,7 +73,9 @@ def mistaken(
             other = replace(scene, variant=variant or scene.variant, step=scene.step + late)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(
-                    module, "form", lambda schema, name: {**form(schema, name), **(constants or {})}
+                    module,
+                    "variant_constants",
+                    lambda schema, name: {**constants_of(schema, name), **(constants or {})},
                 )
                 return right(other, *arguments)
 

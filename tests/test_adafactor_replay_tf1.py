@@ -18,7 +18,7 @@ from statekit.errors import NotFoundError
 from statekit.optim import adafactor
 from statekit.optim.adafactor_forms import Setting
 from statekit.optim.adafactor_storage import noise
-from statekit.state.hyperparameters import form
+from statekit.state.constants import variant_constants
 from statekit.state.train_state import Group, Rule
 from statekit.tensors.tensor import DTYPES
 from statekit.verify.intervals import Interval, IntervalBackend
@@ -93,7 +93,12 @@ def test_the_noise_of_each_update_is_the_recorded_one(case: str) -> None:
     recorded = json.loads((recording.folder / "meta.json").read_text())["extra"]["quantization_noise"]
     own = adafactor.settle(Group(("p",), adafactor.defaults("t2t_late")), "p", Rule((), "given"), "t2t_late")
     bounds = Setting(
-        IntervalBackend(), form("adafactor", "t2t_late"), own.hyper, own.rule, "float32", "op_by_op"
+        IntervalBackend(),
+        variant_constants("adafactor", "t2t_late"),
+        own.hyper,
+        own.rule,
+        "float32",
+        "op_by_op",
     )
     for step, level in zip(range(recording.first, recording.last), recorded, strict=True):
         bound = noise(bounds, step)

@@ -17,7 +17,7 @@ from statekit.optim import adamw, lamb
 from statekit.optim.gradient_clipping import CLIP, Limits
 from statekit.optim.run import initial, load, mover, store
 from statekit.optim.steps import Execution
-from statekit.state.hyperparameters import EXCLUDED
+from statekit.state.hyperparameters import IS_EXCLUDED
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import DTYPES, Array, in_memory
@@ -398,14 +398,14 @@ def test_exclusion_by_name_is_each_systems_own(
     form: str, excluded: list[str] | None, spared: set[str]
 ) -> None:
     paths = ["enc/norm/kernel", "enc/dense/bias", "enc/dense/kernel", "compute_output_bias/w"]
-    assert {path for path in paths if EXCLUDED[form](path, excluded)} == spared
+    assert {path for path in paths if IS_EXCLUDED[form](path, excluded)} == spared
 
 
 def test_exclusion_by_mask() -> None:
-    assert EXCLUDED["mask"]("a", {"a": True, "b": False}) and not EXCLUDED["mask"](
+    assert IS_EXCLUDED["mask"]("a", {"a": True, "b": False}) and not IS_EXCLUDED["mask"](
         "b", {"a": True, "b": False}
     )
-    assert not EXCLUDED["mask"]("a", None)
+    assert not IS_EXCLUDED["mask"]("a", None)
 
 
 OFF = Limits(None, None, None, None)
@@ -458,9 +458,9 @@ def test_a_missing_slot_is_named(schema: str, variant: str) -> None:
 def test_every_unknown_hyperparameter_is_named() -> None:
     group = Group(("a",), {"beta1": 0.9, "epsilon": 1e-8})
     with pytest.raises(UnknownRuleError, match=r"beta2.*weight_decay_rate.*amsgrad.*maximize"):
-        adamw.hyperparameters(group, "torch")
+        adamw.settle(group, "a", None, "torch")
     with pytest.raises(UnknownRuleError, match="beta1"):
-        lamb.hyperparameters(Group(("a",), {**optax_defaults("lamb"), "beta1": None}), "optax")
+        lamb.settle(Group(("a",), {**optax_defaults("lamb"), "beta1": None}), "a", None, "optax")
 
 
 def test_arguments_become_canonical_by_the_schema() -> None:

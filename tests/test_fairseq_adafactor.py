@@ -11,8 +11,8 @@ from replaying import everywhere
 from statekit.arrays.backend import Backend, backend
 from statekit.optim import adafactor
 from statekit.optim.run import initial, load, mover, store
+from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape
-from statekit.state.hyperparameters import form
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, in_memory
 from statekit.verify.intervals import Interval, IntervalBackend
@@ -65,7 +65,9 @@ def fairseq(
 def fresh(variant: str, changes: dict[str, Any], paths: tuple[str, ...] = tuple(SHAPES)) -> TrainState:
     random = np.random.default_rng(3)
     params = {p: in_memory(random.normal(0, 0.4, s).astype(np.float32), p) for p, s in SHAPES.items()}
-    rules = {p: Rule(by_shape(form("adafactor", variant), SHAPES[p], True), "given") for p in SHAPES}
+    rules = {
+        p: Rule(by_shape(variant_constants("adafactor", variant), SHAPES[p], True), "given") for p in SHAPES
+    }
     group = Group(paths, {**adafactor.defaults(variant), **changes})
     return initial(TrainState(params, {}, Optimizer("adafactor", variant, (group,)), Counts(0, 0), rules))
 
@@ -144,7 +146,7 @@ def test_the_order_of_parameters_counts_and_one_without_a_gradient_doesnt() -> N
 
 def test_parameters_that_find_different_rates_are_never_updated_together() -> None:
     group = Group(("a", "b"), {**adafactor.defaults("fairseq"), **GIVEN})
-    rule = Rule(by_shape(form("adafactor", "fairseq"), (4, 6), True), "given")
+    rule = Rule(by_shape(variant_constants("adafactor", "fairseq"), (4, 6), True), "given")
     first, second = (adafactor.settle(group, path, rule, "fairseq") for path in group.paths)
     assert first != second
     assert adafactor.settle(group, "a", rule, "hf") == adafactor.settle(group, "b", rule, "hf")

@@ -277,4 +277,4 @@ def test_a_parameter_without_a_gradient_falls_behind_by_its_own_count(variant: s
 def test_the_paper_has_no_defaults() -> None:
     group = Group(("a",), dict(load_schema("lans").variant("paper")["defaults"]))
     with pytest.raises(UnknownRuleError, match=r"beta1, beta2, epsilon, wd"):
-        lans.hyperparameters(group, "paper")
+        lans.settle(group, "a", None, "paper")

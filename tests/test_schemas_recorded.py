@@ -16,6 +16,7 @@ import pytest
 from safetensors import safe_open
 
 from goldens import GOLDEN, bundles
+from statekit.state.constants import variant_constants
 from statekit.state.schema import load_schema
 
 VARIANTS = {
@@ -115,7 +116,7 @@ RECORDINGS = _recordings()
     ("bundle", "variant"), RECORDINGS, ids=[f"{b.parent.name}/{b.name}" for b, _ in RECORDINGS]
 )
 def test_first_update_averages_the_axes_that_the_constants_name(bundle: Path, variant: str) -> None:
-    assert mistakes(bundle, variant, load_schema("adafactor").variant(variant)["constants"]) == []
+    assert mistakes(bundle, variant, variant_constants("adafactor", variant)) == []
 
 
 WRONG = {
@@ -131,5 +132,5 @@ WRONG = {
 @pytest.mark.parametrize("case", [case for case in WRONG if (GOLDEN / case).is_dir()])
 def test_recordings_notice_a_wrong_constant(case: str) -> None:
     bundle, variant = next(item for item in RECORDINGS if item[0] == GOLDEN / case)
-    constants = {**load_schema("adafactor").variant(variant)["constants"], **WRONG[case]}
+    constants = {**variant_constants("adafactor", variant), **WRONG[case]}
     assert mistakes(bundle, variant, constants)

@@ -22,7 +22,7 @@ from statekit.optim import adafactor, adafactor_forms, adamw, lamb, lans, scaled
 from statekit.optim.run import Move, load, mover, store
 from statekit.optim.scaled_adam_clip import batches
 from statekit.optim.steps import Execution
-from statekit.state.schema import load_schema
+from statekit.state.constants import variant_constants
 from statekit.state.train_state import Counts, TrainState
 from statekit.tensors.tensor import Array, Tensor
 from statekit.testing.step_cases import chosen
@@ -67,7 +67,7 @@ class Fault:
     @contextmanager
     def made(self, state: TrainState) -> Iterator[None]:
         """Lets our side err about the optimizer of a state."""
-        told = load_schema(state.optimizer.schema).variant(str(state.optimizer.variant))["constants"]
+        told = variant_constants(state.optimizer.schema, str(state.optimizer.variant))
         with pytest.MonkeyPatch.context() as patch:
             for name, value in self.constants.items():
                 assert told[name] != value, f"{name} is {value} by right"

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from statekit.converters.layouts.hyperparameters import Settings
+from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape, by_size
-from statekit.state.hyperparameters import form
 from statekit.state.train_state import Axis, Rule
 from statekit.tensors.tensor import Shape, Tensor
 
@@ -71,7 +71,7 @@ def from_slots(shape: Shape, row: Shape, column: Shape, by_logical_axes: bool) -
 
 def shown_rule(shape: Shape, slots: Mapping[str, Tensor], variant: str | None) -> Rule | None:
     """Returns the rule of a parameter as its slots show it, or as the variant has it where that goes by shape alone."""
-    constants = form("adafactor", variant) if variant else {"factored_rank": "two_or_rule"}
+    constants = variant_constants("adafactor", variant) if variant else {"factored_rank": "two_or_rule"}
     by_rule = constants["factored_rank"] == "two_or_rule"
     if "v_row" not in slots:
         return Rule((Axis.NONE,) * len(shape), "file" if len(shape) < 2 or not by_rule else "assumed")

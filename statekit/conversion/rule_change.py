@@ -15,8 +15,9 @@ from typing import Any
 
 from statekit.conversion.contracts import Exactness
 from statekit.errors import InexactError, fault_list
+from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape, swapped
-from statekit.state.hyperparameters import EXCLUDED
+from statekit.state.hyperparameters import IS_EXCLUDED
 from statekit.state.options import RATE_NAMES
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Axis, Group, Rule, TrainState
@@ -148,7 +149,7 @@ def cross(state: TrainState, source: str, target: str) -> Crossing:
         made_up.update(dict.fromkeys(side.made_up))
         shift = max(shift, side.shift)
         groups += [replace(group, hyperparameters=side.values, known_from=side.known_from)]
-    if way.schema.variant(target)["constants"].get("decay_exclusions") == "groups":
+    if variant_constants(way.schema.name, target).get("decay_exclusions") == "groups":
         groups = [
             part
             for group, old in zip(groups, state.optimizer.groups, strict=True)
@@ -220,8 +221,8 @@ class _Way:
         return [f"Taken for a run of {self.source} with its defaults of {names}."] if unknown else []
 
     def _fits(self, bridge: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-        here = {**own, **self.schema.variant(self.source)["constants"]}
-        there = self.schema.variant(self.target)["constants"]
+        here = {**own, **variant_constants(self.schema.name, self.source)}
+        there = variant_constants(self.schema.name, self.target)
         return _meets(here, bridge["from"]) and _meets(there, bridge["to"])
 
     def _carried(self, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,7 +243,7 @@ class _Way:
         return value if not same_kind else None if usual is None else type(usual)(same_kind[0])
 
     def _forms(self, own: Mapping[str, Any], covered: set[str]) -> Iterator[Difference]:
-        here, there = (self.schema.variant(one)["constants"] for one in (self.source, self.target))
+        here, there = (variant_constants(self.schema.name, one) for one in (self.source, self.target))
         for key, spec in self.schema.data["differences"].items():
             alike = any({here[key], there[key]} <= set(some) for some in spec.get("alike", ()))
             if here[key] != there[key] and not alike and key not in covered and self._matters(spec, own):
@@ -260,7 +261,7 @@ class _Way:
             same = _same(mine, other) or (_among(mine, off) and _among(other, off))
             if same or name in covered or name in offered or not self._matters(spec, own):
                 continue
-            there = {**theirs, **self.schema.variant(self.target)["constants"]}
+            there = {**theirs, **variant_constants(self.schema.name, self.target)}
             if "instead" in spec and _meets(there, spec["instead"]["to"]):
                 shift = int(mine)
             elif not self._split_later(name):
@@ -280,21 +281,21 @@ class _Way:
         if name != _EXCLUDED:
             return False
         forms = [
-            self.schema.variant(one)["constants"]["decay_exclusions"] for one in (self.source, self.target)
+            variant_constants(self.schema.name, one)["decay_exclusions"] for one in (self.source, self.target)
         ]
         return forms[0] in _BY_NAME and forms[1] == "groups"
 
     def split(self, group: Group, old: Group) -> list[Group]:
         """Returns a group as two where the source keeps some of its parameters from weight decay by their names."""
         excluded = old.hyperparameters.get(_EXCLUDED)
-        constants = self.schema.variant(self.source)["constants"]
+        constants = variant_constants(self.schema.name, self.source)
         if (
             constants["decay_exclusions"] not in _BY_NAME
             or not excluded
             or not group.hyperparameters.get(_DECAY)
         ):
             return [group]
-        by: Callable[[str, Any], bool] = EXCLUDED[constants["decay_exclusions"]]
+        by: Callable[[str, Any], bool] = IS_EXCLUDED[constants["decay_exclusions"]]
         without = [path for path in group.paths if by(path, excluded)]
         rest = tuple(path for path in group.paths if path not in without)
         none = {**group.hyperparameters, _DECAY: 0.0}
@@ -320,7 +321,7 @@ def _same(left: Any, right: Any) -> bool:
 
 def _refactored(state: TrainState, target: str) -> tuple[TrainState, list[Difference]]:
     """Returns a state with a full second moment averaged where the target would have factored it from the start."""
-    form = load_schema(state.optimizer.schema).variant(target)["constants"]
+    form = variant_constants(state.optimizer.schema, target)
     if (
         "factored_rank" not in form
         or form["factored_rank"] == "two_or_rule"
@@ -349,7 +350,7 @@ def _relabelled(state: TrainState, target: str) -> TrainState:
 
     What a square matrix is written as, and read again, would else depend on whose labels the reader takes.
     """
-    form = load_schema(state.optimizer.schema).variant(target)["constants"]
+    form = variant_constants(state.optimizer.schema, target)
     slots, rules = {**state.slots}, {**state.rules}
     for path, rule in state.rules.items():
         if not rule.factored or "tie_break" not in form:

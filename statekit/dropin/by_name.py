@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, TypeAlias
 
+from statekit.state.constants import variant_constants
 from statekit.state.factoring import Entry, first_entry, map_entries
-from statekit.state.hyperparameters import form
 from statekit.state.options import RATE_NAMES, rule_of
 from statekit.state.schema import OptimizerSchema
 from statekit.state.train_state import Rule
@@ -65,7 +65,10 @@ def by_name(
     found = dict(options)
     if SCALE in found:
         found[SCALE] = flags_of(SCALE, found[SCALE], names, faults)
-    if found.get(EXCLUDED) is not None and form(schema.name, variant)["decay_exclusions"] == "mask":
+    if (
+        found.get(EXCLUDED) is not None
+        and variant_constants(schema.name, variant)["decay_exclusions"] == "mask"
+    ):
         found[EXCLUDED] = _mask(found[EXCLUDED], names, faults)
     paths = {path_of(name) for name in names}
     for key in MULTIPLIERS:

@@ -27,8 +27,9 @@ from statekit.optim import adafactor_forms as forms
 from statekit.optim.adafactor_forms import Hyperparameters, Setting
 from statekit.optim.adafactor_storage import STORAGE
 from statekit.optim.gradient_clipping import CLIP, Limits
-from statekit.optim.steps import Arrays, Execution, Scene, Slots
-from statekit.state.hyperparameters import EXCLUDED, form, settled
+from statekit.optim.steps import Arrays, Execution, Scene, Slots, no_group_slots, stored
+from statekit.state.constants import variant_constants
+from statekit.state.hyperparameters import IS_EXCLUDED, settled
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Group, Rule, TrainState
 from statekit.tensors.tensor import Shape
@@ -70,7 +71,8 @@ def hyperparameters(group: Group, path: str, variant: str = "t5x") -> Hyperparam
 
 
 def _undecayed(path: str, hyper: Hyperparameters, variant: str) -> bool:
-    return EXCLUDED[form("adafactor", variant)["decay_exclusions"]](path, hyper.exclude_from_weight_decay)
+    excluded = IS_EXCLUDED[variant_constants("adafactor", variant)["decay_exclusions"]]
+    return excluded(path, hyper.exclude_from_weight_decay)
 
 
 def defaults(variant: str = "t5x") -> dict[str, Any]:
@@ -111,13 +113,13 @@ def settle(group: Group, path: str, rule: Rule | None, variant: str) -> Own:
     """
     if rule is None:
         raise UnknownRuleError("The step needs to know how a parameter is factored.", place=path)
-    compounds = form("adafactor", variant)["lr_source"] == COMPOUNDING
+    compounds = variant_constants("adafactor", variant)["lr_source"] == COMPOUNDING
     return Own(hyperparameters(group, path, variant), rule, group.paths.index(path) if compounds else None)
 
 
 def init(xp: Backend, param: Value, own: Own, variant: str) -> dict[str, Value]:
     """Returns the slots of a parameter before its first update: zeros, in the dtypes that the variant gives them."""
-    s = Setting(xp, form("adafactor", variant), own.hyper, own.rule, xp.dtype(param), "compiled")
+    s = Setting(xp, variant_constants("adafactor", variant), own.hyper, own.rule, xp.dtype(param), "compiled")
     dtypes = {"m": s.momentum_dtype, "average": s.dtype}
     shapes = slot_shapes(own.rule, xp.shape(param), s.momentum)
     if own.hyper.use_ema:
@@ -128,16 +130,14 @@ def init(xp: Backend, param: Value, own: Own, variant: str) -> dict[str, Value]:
     }
 
 
-def begin(xp: Backend, params: Arrays, group: Group, variant: str) -> dict[str, Value]:
-    """Returns no slots: a group as a whole has none."""
-    return {}
+begin = no_group_slots
 
 
 def prepare(
     scene: Scene, group: Group, params: Arrays, grads: Arrays, slots: Slots, shared: Arrays
 ) -> tuple[Arrays, Arrays, tuple[Value, ...] | None]:
     """Returns the gradients, clipped by what limits those of a group together, and the rates that `update` takes."""
-    constants = form("adafactor", scene.variant)
+    constants = variant_constants("adafactor", scene.variant)
     clipped = CLIPPED[constants["gradient_clipping"]](scene, group, grads)
     compounds = constants["lr_source"] == COMPOUNDING
     return clipped, shared, compounded(scene, group, params, grads) if compounds else None
@@ -159,7 +159,9 @@ def compounded(scene: Scene, group: Group, params: Arrays, grads: Arrays) -> tup
             continue
         p, hyper = params[path], hyperparameters(group, path, scene.variant)
         whole = Rule((Axis.NONE,) * len(xp.shape(p)), "given")
-        s = Setting(xp, form("adafactor", scene.variant), hyper, whole, xp.dtype(p), scene.execution)
+        s = Setting(
+            xp, variant_constants("adafactor", scene.variant), hyper, whole, xp.dtype(p), scene.execution
+        )
         scale = forms.parameter_scale(s, xp.widen(p))
         rates.append(rates[-1] if scale is None else rates[-1] * _plain(xp, scale))
     return tuple(rates[:-1])
@@ -180,7 +182,9 @@ def update(
     Source: `schemas/adafactor.json`, `steps` and each variant's `sources`.
     """
     xp, step, hyper = scene.xp, scene.step, own.hyper
-    s = Setting(xp, form("adafactor", scene.variant), hyper, own.rule, xp.dtype(param), scene.execution)
+    s = Setting(
+        xp, variant_constants("adafactor", scene.variant), hyper, own.rule, xp.dtype(param), scene.execution
+    )
     storage = STORAGE[s.form["parameter_storage"]]
     old, g = storage.decode(s, param), xp.widen(grad)
     if hyper.maximize:
@@ -208,12 +212,12 @@ def update(
         u = new["m"] = _momentum(s, u, slots["m"])
     late = forms.weight_decay(s, given, step_size) if place == "last" else None
     after = forms.applied(s, base, u, size, y, late)
-    stored = {name: xp.narrow(value, xp.dtype(slots[name])) for name, value in new.items()}
+    slots_after = stored(xp, new, slots)
     param_after = storage.encode(s, after, step)
     if hyper.skip_nan_updates:
-        stored = {name: xp.keep_nan(value, slots[name]) for name, value in stored.items()}
+        slots_after = {name: xp.keep_nan(value, slots[name]) for name, value in slots_after.items()}
         param_after = xp.keep_nan(param_after, param)
-    return param_after, stored
+    return param_after, slots_after
 
 
 def clip_by_global_norm(
@@ -310,7 +314,7 @@ def _momentum(s: Setting, u: Value, m: Value) -> Value:
 def check(state: TrainState, group: Group) -> None:
     """Raises UnknownRuleError if a rule or hyperparameter of a group is unknown."""
     variant = str(state.optimizer.variant)
-    reproduced = form("adafactor", variant)["compute_dtype"] in REPRODUCED
+    reproduced = variant_constants("adafactor", variant)["compute_dtype"] in REPRODUCED
     for path in group.paths:
         dtype = state.params[path].dtype.name
         if dtype != "float32" and not reproduced:

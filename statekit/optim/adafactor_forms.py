@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from statekit.arrays.backend import Backend, Value
+from statekit.arrays.backend import Value
 from statekit.errors import UnknownRuleError
+from statekit.optim import steps
 from statekit.optim.steps import Execution
+from statekit.state.constants import AdafactorConstants
 from statekit.state.hyperparameters import Exclusion
 from statekit.state.train_state import Axis, Rule
 from statekit.tensors.tensor import DTYPES, float_info
@@ -54,21 +56,15 @@ class Hyperparameters:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(steps.Setting[AdafactorConstants, Hyperparameters]):
     """Where one parameter's update runs.
 
     Attributes:
-        xp: The array namespace.
-        form: The variant's constants: difference -> name of its form.
-        hyper: Hyperparameters.
         rule: How the parameter is factored.
         dtype: The parameter's dtype.
         execution: Which roundings of low precision the original makes.
     """
 
-    xp: Backend
-    form: Mapping[str, Any]
-    hyper: Hyperparameters
     rule: Rule
     dtype: str
     execution: Execution
@@ -164,7 +160,8 @@ def _rsqrt_rate(s: Setting, rate: Value | None, step: Value) -> Value:
     if rate is not None:
         return rate
     own = s.xp.minimum(s.xp.power(s.xp.widen(step) + 1.0, -0.5), s.xp.constant(0.01))
-    factor = 1.0 if s.hyper.own_rate_scaled else s.form["lr_default_unscaled_factor"]
+    unscaled = s.form["lr_default_unscaled_factor"]
+    factor = 1.0 if s.hyper.own_rate_scaled or unscaled == "none" else unscaled
     return own * s.xp.constant(factor)
 
 

@@ -17,24 +17,16 @@ Source: pytorch/pytorch, torch/optim/adam.py, `_single_tensor_adam`; the other v
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from statekit.arrays.backend import Backend, Value
 from statekit.errors import UnknownRuleError
-from statekit.optim.adam_moments import CORRECTION, FIRST, RATE, SECOND, decay, slots_like
-from statekit.optim.gradient_clipping import CLIP, Limits
-from statekit.optim.steps import Arrays, Execution, Scene, Slots
-from statekit.state.hyperparameters import (
-    EXCLUDED,
-    Exclusion,
-    form,
-    require_float32,
-    require_slots,
-    require_whole_updates,
-    settled,
-)
+from statekit.optim import adam_family
+from statekit.optim.adam_family import AdamHyperparameters, AdamSetting
+from statekit.optim.adam_moments import FIRST, SECOND, decay, slots_like
+from statekit.optim.steps import Arrays, Scene, Slots, no_group_slots, stored
+from statekit.state.constants import AdamWConstants, variant_constants
 from statekit.state.masters import MASTER
 from statekit.state.train_state import Group, Rule, TrainState
 
@@ -43,54 +35,17 @@ VARIANTS = ("torch", "optax", "keras", "mesh_tf", "gpt_neo")
 
 
 @dataclass(frozen=True)
-class Hyperparameters:
+class Hyperparameters(AdamHyperparameters):
     """What a group's update needs, in canonical names. `schemas/adamw.json` explains each."""
 
-    beta1: float
-    beta2: float
-    epsilon: float
-    epsilon_root: float
-    weight_decay_rate: float | None
-    exclude_from_weight_decay: Exclusion
     decoupled_weight_decay: bool
     amsgrad: bool
     nesterov: bool
     maximize: bool
     dtype_momentum: str | None
-    use_ema: bool
-    ema_momentum: float | None
-    ema_overwrite_frequency: int | None
-    gradient_accumulation_steps: int | None
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Where a group's update runs.
-
-    Attributes:
-        xp: The array namespace.
-        form: The variant's constants: difference -> name of its form.
-        hyper: Hyperparameters.
-        rate: Learning rate, as the original holds it.
-        step: Updates done so far (int, or 0-d integer array).
-        execution: Which roundings of low precision the original makes.
-    """
-
-    xp: Backend
-    form: Mapping[str, Any]
-    hyper: Hyperparameters
-    rate: Value
-    step: Value
-    execution: Execution
-
-    def correction(self, beta: float, ahead: int = 1) -> Value:
-        """Returns 1 - beta^t, t being this update's number (or one further on)."""
-        return CORRECTION[self.form["bias_correction_precision"]](self.xp, beta, self.step + ahead)
-
-    @cached_property
-    def corrections(self) -> tuple[Value, Value]:
-        """The corrections of both moments."""
-        return self.correction(self.hyper.beta1), self.correction(self.hyper.beta2)
+Setting: TypeAlias = AdamSetting[AdamWConstants, Hyperparameters]
 
 
 @dataclass(frozen=True)
@@ -173,7 +128,7 @@ def slot_names(hyper: Hyperparameters) -> tuple[str, ...]:
     return ("m", "v", *(["v_max"] if hyper.amsgrad else []), *(["average"] if hyper.use_ema else []))
 
 
-def momentum_dtype(form: Mapping[str, Any], hyper: Hyperparameters, param_dtype: str) -> str:
+def momentum_dtype(form: AdamWConstants, hyper: Hyperparameters, param_dtype: str) -> str:
     """Returns the dtype in which m is stored."""
     named = {"parameter": param_dtype, "dtype_momentum": hyper.dtype_momentum or param_dtype}
     return named.get(form["first_moment_dtype"], "float32")
@@ -181,34 +136,26 @@ def momentum_dtype(form: Mapping[str, Any], hyper: Hyperparameters, param_dtype:
 
 def settle(group: Group, path: str, rule: Rule | None, variant: str) -> Hyperparameters:
     """Returns what a parameter's update needs: the weight decay is None where it is kept from the parameter."""
-    hyper = hyperparameters(group, variant)
-    excluded = EXCLUDED[form("adamw", variant)["decay_exclusions"]](path, hyper.exclude_from_weight_decay)
-    rate = None if excluded else hyper.weight_decay_rate or None
-    return replace(hyper, weight_decay_rate=rate, exclude_from_weight_decay=None)
+    return adam_family.settle("adamw", Hyperparameters, group, path, variant)
 
 
 def init(xp: Backend, param: Value, own: Hyperparameters, variant: str) -> dict[str, Value]:
     """Returns the slots of a parameter before its first update: zeros."""
-    dtype, constants = xp.dtype(param), form("adamw", variant)
+    dtype, constants = xp.dtype(param), variant_constants("adamw", variant)
     second = dtype if constants["moment_dtype"] == "parameter" else "float32"
     first = momentum_dtype(constants, own, dtype)
     dtypes = {"m": first, "v": second, "v_max": second, "average": dtype}
     return slots_like(xp, param, {name: dtypes[name] for name in slot_names(own)})
 
 
-def begin(xp: Backend, params: Arrays, group: Group, variant: str) -> dict[str, Value]:
-    """Returns no slots: a group as a whole has none."""
-    return {}
+begin = no_group_slots
 
 
 def prepare(
     scene: Scene, group: Group, params: Arrays, grads: Arrays, slots: Slots, shared: Arrays
 ) -> tuple[Arrays, Arrays, None]:
     """Returns the gradients in the compute dtype, clipped by what limits those of a group together."""
-    wide = {path: scene.xp.widen(grad) for path, grad in grads.items()}
-    limits = settled(Limits, "adamw", scene.variant, group)
-    clip = CLIP[form("adamw", scene.variant)["gradient_clipping"]]
-    return clip(scene.xp, wide, limits), shared, None
+    return adam_family.clipped("adamw", scene, group, grads), shared, None
 
 
 def update(
@@ -218,9 +165,7 @@ def update(
 
     Where there is a master, it is what moves, and the parameter its rounding.
     """
-    constants = form("adamw", scene.variant)
-    rate = RATE[constants["lr_precision"]](scene.xp, scene.rate)
-    s = Setting(scene.xp, constants, own, rate, scene.step, scene.execution)
+    s: Setting = AdamSetting.of(scene, variant_constants("adamw", scene.variant), own)
     xp, hyper = s.xp, s.hyper
     p, g = xp.widen(slots.get(MASTER, param)), -grad if hyper.maximize else grad
     w = hyper.weight_decay_rate
@@ -235,9 +180,7 @@ def update(
     p = UPDATE[s.form["update_form"]](s, Moving(p, g, new["m"], used, w))
     if MASTER in slots:
         new[MASTER] = p
-    return xp.narrow(p, xp.dtype(param)), {
-        name: xp.narrow(value, xp.dtype(slots[name])) for name, value in new.items()
-    }
+    return xp.narrow(p, xp.dtype(param)), stored(xp, new, slots)
 
 
 def _moments(s: Setting, slots: Arrays, g: Value) -> tuple[Value, Value]:
@@ -253,24 +196,9 @@ def _moments(s: Setting, slots: Arrays, g: Value) -> tuple[Value, Value]:
     return m, v
 
 
-def hyperparameters(group: Group, variant: str) -> Hyperparameters:
-    """Returns what a group's update needs.
-
-    Raises:
-        UnknownRuleError: A hyperparameter that the variant offers is unknown; lists all that are.
-    """
-    return settled(Hyperparameters, "adamw", variant, group)
-
-
 def check(state: TrainState, group: Group) -> None:
     """Raises UnknownRuleError where the step can't go on as the original would."""
-    hyper = hyperparameters(group, str(state.optimizer.variant))
-    for path in group.paths:
-        if MASTER not in state.slots.get(path, {}):
-            require_float32(state, path)
-        require_slots(state, path, slot_names(hyper))
-    settled(Limits, "adamw", str(state.optimizer.variant), group)
-    require_whole_updates(hyper.gradient_accumulation_steps)
+    hyper = adam_family.check("adamw", Hyperparameters, slot_names, state, group, masters=True)
     if hyper.weight_decay_rate and not hyper.decoupled_weight_decay:
         raise UnknownRuleError(
             "Adam with weight decay in the gradient isn't AdamW; the step doesn't do it.",

@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from statekit.arrays.backend import Backend, Value
+from statekit.optim import steps
 from statekit.optim.adam_moments import (
     CORRECTION,
     FIRST,
@@ -33,9 +33,10 @@ from statekit.optim.adam_moments import (
     decay_float32,
     slots_like,
 )
-from statekit.optim.steps import Arrays, Scene, Slots
+from statekit.optim.steps import Arrays, Scene, Slots, no_group_slots, stored
 from statekit.optim.trust_ratio import NORM, RATIO
-from statekit.state.hyperparameters import form, require_float32, require_slots, settled
+from statekit.state.constants import LansConstants, variant_constants
+from statekit.state.hyperparameters import require_float32, require_slots, settled
 from statekit.state.train_state import Group, Rule, TrainState
 
 VARIANTS = ("mxnet_fused", "mxnet_unfused", "mxnet_gpu", "paper", "apex_fused")
@@ -80,21 +81,15 @@ class Own:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(steps.Setting[LansConstants, Hyperparameters]):
     """Where one parameter's update runs.
 
     Attributes:
-        xp: The array namespace.
-        form: The variant's constants: difference -> name of its form.
-        hyper: Hyperparameters.
         rate: The parameter's own learning rate, as the original holds it.
         wd: The parameter's own weight decay.
         count: The parameter's updates done so far, as the original counts them.
     """
 
-    xp: Backend
-    form: Mapping[str, Any]
-    hyper: Hyperparameters
     rate: Value
     wd: float
     count: Value
@@ -191,7 +186,10 @@ def coefficient(s: Setting, weight: Value, norm: Value, share: Value) -> Value:
 
 def settle(group: Group, path: str, rule: Rule | None, variant: str) -> Own:
     """Returns what a parameter's update needs."""
-    hyper, by_path = hyperparameters(group, variant), settled(Multipliers, "lans", variant, group)
+    hyper, by_path = (
+        settled(Hyperparameters, "lans", variant, group),
+        settled(Multipliers, "lans", variant, group),
+    )
     return Own(hyper, by_path.lr_mult.get(path, 1.0), hyper.wd * by_path.wd_mult.get(path, 1.0))
 
 
@@ -203,9 +201,7 @@ def init(xp: Backend, param: Value, own: Own, variant: str) -> dict[str, Value]:
     return slots
 
 
-def begin(xp: Backend, params: Arrays, group: Group, variant: str) -> dict[str, Value]:
-    """Returns no slots: a group as a whole has none."""
-    return {}
+begin = no_group_slots
 
 
 def prepare(
@@ -222,7 +218,7 @@ def update(
 
     A float16 parameter has a slot `master`, which is what moves.
     """
-    xp, hyper, constants = scene.xp, own.hyper, form("lans", scene.variant)
+    xp, hyper, constants = scene.xp, own.hyper, variant_constants("lans", scene.variant)
     rate = RATE[constants["lr_precision"]](xp, scene.rate) * own.lr_mult
     s = Setting(xp, constants, hyper, rate, own.wd, scene.step + hyper.begin_num_update)
     p = xp.widen(slots.get("master", param))
@@ -237,9 +233,7 @@ def update(
     second = coefficient(s, weight, s.norm(b), SECOND_SHARE[s.form["second_half_factor"]](s)) * b
     p = p - (first + second) if s.form["application"] == "once" else p - first - second
     new = {"m": m, "v": v, "master": p}
-    return xp.narrow(p, xp.dtype(param)), {
-        name: xp.narrow(new[name], xp.dtype(value)) for name, value in slots.items()
-    }
+    return xp.narrow(p, xp.dtype(param)), stored(xp, {name: new[name] for name in slots}, slots)
 
 
 def _gradient(s: Setting, p: Value, g: Value) -> Value:
@@ -255,15 +249,6 @@ def _gradient(s: Setting, p: Value, g: Value) -> Value:
 
 def _decayed(s: Setting, direction: Value, p: Value) -> Value:
     return direction + s.xp.constant(s.wd) * p if s.hyper.adam_w_mode else direction
-
-
-def hyperparameters(group: Group, variant: str) -> Hyperparameters:
-    """Returns what a group's update needs.
-
-    Raises:
-        UnknownRuleError: A hyperparameter that the variant offers is unknown; lists all that are.
-    """
-    return settled(Hyperparameters, "lans", variant, group)
 
 
 def check(state: TrainState, group: Group) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from statekit.arrays.backend import Backend, Batching, Value
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.errors import StateError
+from statekit.optim import adafactor, adamw, lamb, lans, scaled_adam
 from statekit.optim.keras_averages import follow_average
 from statekit.optim.steps import Arrays, Execution, Scene, Slots, Steps
-from statekit.state.hyperparameters import form
+from statekit.state.constants import variant_constants
 from statekit.state.train_state import Counts, Group, Rule, TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 
@@ -191,8 +191,8 @@ def moves(
     Arguments are those of `move_group`, gradients and `common` as `prepare` returned them.
     """
     for count, paths in _batches(scene.xp, owns, params, grads, slots, counts or {}, batching is not None):
-        there = scene if count is None else replace(scene, step=count)
-        yield from _moved(steps, there, owns, paths, params, grads, slots, common, batching)
+        own_scene = scene if count is None else replace(scene, step=count)
+        yield from _moved(steps, own_scene, owns, paths, params, grads, slots, common, batching)
 
 
 def _batches(
@@ -262,7 +262,7 @@ def behind_after(behind: Mapping[str, int], missed: Iterable[str], updates: int)
 
 def counts_apart(schema: str, variant: str) -> bool:
     """Tells whether a variant counts the updates of each parameter by itself: one without a gradient falls behind."""
-    return form(schema, variant)["step_scope"] in OWN_COUNTS
+    return variant_constants(schema, variant)["step_scope"] in OWN_COUNTS
 
 
 OWN_COUNTS = ("per_parameter", "per_index_and_device")
@@ -288,20 +288,22 @@ def steps_for(schema: str, variant: str | None) -> Steps:
             found=f"{schema}, variant {variant or 'unknown'}",
             remedy="name the variant" if variant is None else "",
         )
-    return _module(schema)
+    return STEPPED[schema]
 
 
 def stepped_variants(schema: str) -> tuple[str, ...]:
     """Returns the variants of a schema that statekit steps."""
-    return _module(schema).VARIANTS if schema in STEPPED else ()
+    return STEPPED[schema].VARIANTS if schema in STEPPED else ()
 
 
-def _module(schema: str) -> Steps:
-    return cast(Steps, import_module(f"statekit.optim.{schema}"))
-
-
-STEPPED = ("adafactor", "adamw", "lamb", "lans", "scaled_adam")
-"""Schemas that have a module of steps."""
+STEPPED: Mapping[str, Steps] = {
+    "adafactor": adafactor,
+    "adamw": adamw,
+    "lamb": lamb,
+    "lans": lans,
+    "scaled_adam": scaled_adam,
+}
+"""The module of steps of each schema that has one."""
 
 
 def _read(xp: Backend, tensors: Mapping[str, Tensor]) -> dict[str, Value]:

@@ -25,8 +25,6 @@ Source: k2-fsa/icefall, egs/librispeech/ASR/zipformer/optim.py, `basic_step`, `s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from statekit.arrays.backend import Backend, Value
 from statekit.errors import StateError
@@ -39,17 +37,11 @@ from statekit.optim.scaled_adam_forms import (
     Setting,
     hyperparameters,
 )
-from statekit.optim.steps import Arrays, Scene, Slots
-from statekit.state.schema import load_schema
+from statekit.optim.steps import Arrays, Scene, Slots, stored
+from statekit.state.constants import variant_constants
 from statekit.state.train_state import Group, Rule, TrainState
 
 VARIANTS = ("gptsovits", "pt7", "zip202305", "zip202310", "zip202407", "zip2025")
-
-
-def form(variant: str) -> Mapping[str, Any]:
-    """Returns a generation's constants: difference -> name of its form."""
-    constants: Mapping[str, Any] = load_schema("scaled_adam").variant(variant)["constants"]
-    return constants
 
 
 def settle(group: Group, path: str, rule: Rule | None, variant: str) -> Hyperparameters:
@@ -62,7 +54,7 @@ def init(xp: Backend, param: Value, own: Hyperparameters, variant: str) -> dict[
 
     `param_rms` gets its first value in the first update: the originals have no slots before.
     """
-    held = form(variant)["state_dtype"]
+    held = variant_constants("scaled_adam", variant)["state_dtype"]
     dtype = xp.dtype(param) if held == "parameter" else str(held)
     shape = xp.shape(param)
     alone = (1,) * len(shape)
@@ -83,7 +75,7 @@ def prepare(
     scene: Scene, group: Group, params: Arrays, grads: Arrays, slots: Slots, shared: Arrays
 ) -> tuple[Arrays, Arrays, Value | None]:
     """Returns a gradient for every parameter (zeros for a missing one), and the factor of clipping (None without)."""
-    xp, s = scene.xp, _setting(scene, hyperparameters(group, scene.variant))
+    xp, s = scene.xp, setting(scene, hyperparameters(group, scene.variant))
     full = {
         path: grads[path] if path in grads else xp.zeros(p, xp.shape(p), xp.dtype(p))
         for path, p in params.items()
@@ -94,8 +86,10 @@ def prepare(
     return full, *scaled_adam_clip.clip(s, params, full, slots, own)
 
 
-def _setting(scene: Scene, hyper: Hyperparameters) -> Setting:
-    return Setting(scene.xp, form(scene.variant), hyper, scene.xp.number(scene.rate), scene.step)
+def setting(scene: Scene, hyper: Hyperparameters) -> Setting:
+    """Returns where a group's update runs."""
+    constants = variant_constants("scaled_adam", scene.variant)
+    return Setting(scene.xp, constants, hyper, scene.xp.number(scene.rate), scene.step)
 
 
 def update(
@@ -105,7 +99,7 @@ def update(
 
     `common` is what clipping multiplies gradients with, None without clipping.
     """
-    s = _setting(scene, own)
+    s = setting(scene, own)
     xp, shape = s.xp, s.xp.shape(param)
     one = math.prod(shape) == 1
     p, g = xp.widen(param), xp.widen(grad)
@@ -123,7 +117,7 @@ def update(
     p = s.kept(p + wide["delta"], dtypes[0])
     if one and s.form["scalar_clamp"] == "after_delta":
         p = _clamped(s, p, dtypes[0])
-    return xp.narrow(p, dtypes[0]), {name: xp.narrow(wide[name], xp.dtype(slots[name])) for name in slots}
+    return xp.narrow(p, dtypes[0]), stored(xp, {name: wide[name] for name in slots}, slots)
 
 
 def _second_moment(s: Setting, v: Value, g: Value, dtype: str) -> Value:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from statekit.arrays.backend import Backend, Value
+from statekit.arrays.backend import Value
+from statekit.optim import steps
+from statekit.state.constants import ScaledAdamConstants
 from statekit.state.hyperparameters import settled
 from statekit.state.train_state import Group
 
@@ -43,20 +44,14 @@ def hyperparameters(group: Group, variant: str) -> Hyperparameters:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(steps.Setting[ScaledAdamConstants, Hyperparameters]):
     """Where a group's update runs.
 
     Attributes:
-        xp: The array namespace.
-        form: The generation's constants: difference -> name of its form.
-        hyper: Hyperparameters.
         rate: Learning rate; a number counts as float64.
         step: Updates done so far (int, or 0-d integer array).
     """
 
-    xp: Backend
-    form: Mapping[str, Any]
-    hyper: Hyperparameters
     rate: Value
     step: Value
 

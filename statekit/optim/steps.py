@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from statekit.arrays.backend import Backend, Value
 from statekit.state.train_state import Group, Rule, TrainState
@@ -13,6 +13,10 @@ Execution: TypeAlias = Literal["op_by_op", "compiled"]
 """How the original ran: `op_by_op` rounds every low-precision product, `compiled` keeps products in float32."""
 Arrays: TypeAlias = Mapping[str, Value]
 Slots: TypeAlias = Mapping[str, Arrays]
+C = TypeVar("C")
+"""The constants of an optimizer's variants, a type of `statekit.state.constants`."""
+H = TypeVar("H")
+"""The hyperparameters that an optimizer's update needs."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +38,27 @@ class Scene:
     execution: Execution = "compiled"
 
 
+@dataclass(frozen=True)
+class Setting(Generic[C, H]):
+    """Where an update runs: what every optimizer's own setting begins with.
+
+    Attributes:
+        xp: The array namespace.
+        form: The variant's constants: difference -> name of its form.
+        hyper: Hyperparameters.
+    """
+
+    xp: Backend
+    form: C
+    hyper: H
+
+
 class Steps(Protocol):
     """What a module of `statekit.optim` offers for its schema. All functions are pure."""
 
-    VARIANTS: tuple[str, ...]
-    """The variants that it steps."""
+    @property
+    def VARIANTS(self) -> tuple[str, ...]:
+        """The variants that it steps."""
 
     def check(self, state: TrainState, group: Group) -> None:
         """Raises UnknownRuleError if a rule or a hyperparameter that the step needs is unknown."""
@@ -78,3 +98,13 @@ class Steps(Protocol):
             own: What `settle` returned for it.
             common: What `prepare` returned for all.
         """
+
+
+def no_group_slots(xp: Backend, params: Arrays, group: Group, variant: str) -> dict[str, Value]:
+    """Returns no slots: what `begin` is where a group as a whole has none."""
+    return {}
+
+
+def stored(xp: Backend, new: Arrays, slots: Arrays) -> dict[str, Value]:
+    """Returns new values of slots in the dtypes in which they are kept."""
+    return {name: xp.narrow(value, xp.dtype(slots[name])) for name, value in new.items()}

@@ -176,8 +176,8 @@ def by_shape(
         stacked: Axes along which parameters are stacked: they are kept apart.
 
     Example:
-        >>> from statekit.state.hyperparameters import form
-        >>> [axis.value for axis in by_shape(form("adafactor", "t2t_late"), (3, 64, 8), True)]
+        >>> from statekit.state.constants import variant_constants
+        >>> [axis.value for axis in by_shape(variant_constants("adafactor", "t2t_late"), (3, 64, 8), True)]
         ['NONE', 'ROW', 'COLUMN']
     """
     found = [Axis.BATCH if i in stacked else Axis.NONE for i in range(len(shape))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from statekit.errors import StateError, UnknownRuleError
 from statekit.state.schema import load_schema
@@ -47,12 +47,6 @@ def settled(kind: type[T], schema: str, variant: str, group: Group) -> T:
     return kind(**{field.name: values[field.name] for field in needed})
 
 
-def form(schema: str, variant: str) -> Mapping[str, Any]:
-    """Returns a variant's constants: difference -> name of its form."""
-    constants: Mapping[str, Any] = load_schema(schema).variant(variant)["constants"]
-    return constants
-
-
 Exclusion = Sequence[str] | Mapping[str, bool] | None
 
 
@@ -68,7 +62,7 @@ def _by_mask(path: str, excluded: Exclusion) -> bool:
     return isinstance(excluded, Mapping) and excluded[path]
 
 
-EXCLUDED: Mapping[str, Callable[[str, Exclusion], bool]] = {
+IS_EXCLUDED: Mapping[str, Callable[[str, Exclusion], bool]] = {
     "name_regex": _by_name,
     "last_name_regex": _by_last_name,
     "mask": _by_mask,

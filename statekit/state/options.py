@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from statekit.state.constants import variant_constants
 from statekit.state.factoring import Entry, by_shape, effective, first_entry, labels
-from statekit.state.hyperparameters import form
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Rule
 from statekit.tensors.tensor import Shape
@@ -66,10 +66,10 @@ def rule_of(
     if entry is None and factored and entries and entries[0].is_regex:
         return None, "is found by no regex of factor_map"
     said = labels(entry.value) if entry else None
-    if form("adafactor", variant)["factored_rank"] == "two_or_rule":
+    if variant_constants("adafactor", variant)["factored_rank"] == "two_or_rule":
         axes = effective(said, shape, factored, minimum)
     else:
-        axes = said or by_shape(form("adafactor", variant), shape, factored, minimum)
+        axes = said or by_shape(variant_constants("adafactor", variant), shape, factored, minimum)
     if axes is None:
         return None, f"has shape {shape} and no factor rule"
     if len(axes) != len(shape):
@@ -79,7 +79,7 @@ def rule_of(
 
 def rate_needed(schema: str, variant: str, settings: Mapping[str, Any]) -> bool:
     """Tells whether a step needs a learning rate, or has one of its own if none is given."""
-    own = _OWN_RATE.get(form(schema, variant).get("lr_source", "given"))
+    own = _OWN_RATE.get(variant_constants(schema, variant).get("lr_source", "given"))
     return own is None or not own({**load_schema(schema).settings(variant), **settings})
 
 

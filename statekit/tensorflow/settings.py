@@ -9,8 +9,8 @@ from typing import Any
 from statekit.dropin.by_name import EXCLUDED, MULTIPLIERS, SCALE
 from statekit.errors import UsageError, fault_list
 from statekit.optim.run import counts_apart, steps_for
+from statekit.state.constants import variant_constants
 from statekit.state.factoring import Entry, first_entry, map_entries
-from statekit.state.hyperparameters import form
 from statekit.state.options import FACTOR, KERAS, offered, option_faults, rule_of
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, Rule
@@ -85,7 +85,7 @@ def refuse(subject: str, faults: Sequence[tuple[str, str]], remedy: str = "") ->
 
 def by_keras(schema: str, variant: str) -> dict[str, str]:
     """Returns which of a variant's hyperparameters Keras' base class stands for: canonical name -> Keras' name."""
-    if form(schema, variant).get("gradient_clipping") != "base_class":
+    if variant_constants(schema, variant).get("gradient_clipping") != "base_class":
         return {name: name for name in ("clipvalue",) if name in offered(schema, variant)}
     spec = load_schema(schema).hyperparameters
     native = {name: str(spec[name]["native"].get("keras", {}).get("name", name)) for name in spec}
@@ -151,7 +151,7 @@ def _told(
                 rules[path] = rule
     if not isinstance(values.get(SCALE, True), bool):
         values[SCALE] = _flags(SCALE, map_entries(values[SCALE], SCALE), paths, faults)
-    masked = form(settings.schema, settings.variant).get("decay_exclusions") == "mask"
+    masked = variant_constants(settings.schema, settings.variant).get("decay_exclusions") == "mask"
     if masked and values.get(EXCLUDED) is not None:
         values[EXCLUDED] = _flags(EXCLUDED, _exclusions(values[EXCLUDED]), paths, faults)
     return Told(Group(tuple(paths), values), rules, float(known.get(FACTOR, 1.0)))

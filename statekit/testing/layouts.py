@@ -28,6 +28,7 @@ from statekit.errors import InexactError, StateError, StatekitError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged
 from statekit.optim.run import stepped_variants
+from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape
 from statekit.state.schema import load_schema, schema_names
 from statekit.state.train_state import TrainState
@@ -278,7 +279,7 @@ def made_state(schema: str, variant: str, *, full: bool = False) -> TrainState:
     table = {path: TABLE[path] for path in PLAIN}
     changes: dict[str, Any] = {}
     if schema == "adafactor":
-        form = load_schema(schema).variant(stepping)["constants"]
+        form = variant_constants("adafactor", stepping)
         changes = {"min_dim_size_to_factor": 1} if form["factored_minimum"] != "none" else {}
         table = {path: (shape, by_shape(form, shape, True, 1)) for path, (shape, _) in table.items()}
     state = case(schema, stepping, full=full and stepping == variant, table=table, **changes).before(2)

@@ -14,7 +14,7 @@ from statekit.arrays.backend import Backend
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.optim.run import counts_apart, initial, load, mover, store
 from statekit.optim.steps import Execution
-from statekit.state.hyperparameters import form
+from statekit.state.constants import variant_constants
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Array, Shape, in_memory
@@ -103,7 +103,7 @@ class Case:
     @property
     def constants(self) -> Mapping[str, Any]:
         """The variant's constants: difference -> name of its form."""
-        return form(self.schema, self.variant)
+        return variant_constants(self.schema, self.variant)
 
     @property
     def hyperparameters(self) -> Mapping[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from statekit.state.hyperparameters import form
+from statekit.state.constants import variant_constants
 from statekit.state.train_state import Axis, TrainState
 from statekit.tensors.tensor import Array, Shape
 from statekit.verify.replay import named
@@ -59,7 +59,7 @@ def reach(
 
 
 def _form(state: TrainState) -> Mapping[str, Any]:
-    return form(state.optimizer.schema, str(state.optimizer.variant))
+    return variant_constants(state.optimizer.schema, str(state.optimizer.variant))
 
 
 def _freed(index: Index, axes: tuple[int, ...]) -> Region:

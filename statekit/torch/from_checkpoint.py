@@ -17,7 +17,7 @@ from statekit.dropin.by_name import EXCLUDED, LOGICAL, SCALE, flags_of, path_of
 from statekit.errors import StateError, UsageError, fault_list
 from statekit.optim.adafactor_forms import MOMENTUM_ON
 from statekit.optim.run import stepped_variants
-from statekit.state.hyperparameters import form
+from statekit.state.constants import variant_constants
 from statekit.state.masters import as_params
 from statekit.state.options import RATE_NAMES, offered
 from statekit.state.schema import OptimizerSchema, load_schema
@@ -326,7 +326,10 @@ def _momentum_fitted(state: TrainState) -> TrainState:
     """Returns a state of Adafactor that has `m` exactly where beta1 is on: new ones are zeros, as all begin."""
     if state.optimizer.schema != "adafactor":
         return state
-    slots, switch = dict(state.slots), form("adafactor", str(state.optimizer.variant))["momentum_on"]
+    slots, switch = (
+        dict(state.slots),
+        variant_constants("adafactor", str(state.optimizer.variant))["momentum_on"],
+    )
     for group in state.optimizer.groups:
         beta1 = group.hyperparameters.get("beta1")
         dtype = group.hyperparameters.get("dtype_momentum", "float32")

@@ -25,7 +25,7 @@ import torch
 from statekit.converters.layouts.own.torch_groups import by_other_names
 from statekit.dropin.by_name import EXCLUDED, MULTIPLIERS, SCALE, Faults, by_name, factor_rules, path_of
 from statekit.errors import UsageError, fault_list
-from statekit.state.hyperparameters import form
+from statekit.state.constants import variant_constants
 from statekit.state.options import RATE_NAMES, option_faults
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Group, Rule
@@ -127,7 +127,7 @@ def settle(group: ParamGroup, schema: OptimizerSchema, variant: str) -> None:
 def _option_faults(group: ParamGroup, schema: OptimizerSchema, variant: str) -> Iterator[tuple[str, str]]:
     options = {name: group[name] for name in schema.hyperparameters if name in group and name != "lr"}
     yield from option_faults(schema.name, variant, options)
-    by_mask = form(schema.name, variant).get("decay_exclusions") == "mask"
+    by_mask = variant_constants(schema.name, variant).get("decay_exclusions") == "mask"
     if isinstance(group.get(EXCLUDED), Mapping) and not by_mask:
         yield "is a map, expected a list of regexes", EXCLUDED
     if (group.get("dtype_momentum") or "float32") not in DTYPES:

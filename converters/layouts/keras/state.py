@@ -28,8 +28,8 @@ from statekit.converters.layouts.keras.slots import (
     places,
 )
 from statekit.errors import InexactError, StateError, fault_list
+from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape, swapped
-from statekit.state.hyperparameters import form
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Filled, Shape, Tensor, in_memory
@@ -184,7 +184,7 @@ def canonical_hints(hints: Hints, schema: str) -> Hints:
 
 def usual_rule(shape: Shape) -> Rule:
     """Returns how Keras' Adafactor factors a parameter."""
-    return Rule(by_shape(form("adafactor", VARIANT), shape, True), "file")
+    return Rule(by_shape(variant_constants("adafactor", VARIANT), shape, True), "file")
 
 
 def _settings(parts: Parts) -> tuple[Settings, list[str]]:

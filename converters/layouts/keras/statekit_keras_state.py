@@ -20,8 +20,8 @@ from statekit.converters.layouts.keras.state import HOME, calls_of
 from statekit.converters.layouts.keras.variables import snake_case
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.optim.run import stepped_variants
+from statekit.state.constants import variant_constants
 from statekit.state.factoring import map_entries
-from statekit.state.hyperparameters import form
 from statekit.state.options import FACTOR, KERAS, RATE_NAMES, offered, rule_of
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState
@@ -193,7 +193,10 @@ def _groups(
     config = own.config or {}
     common = {name: config[name] for name in load_schema(own.schema).hyperparameters if name in config}
     common = {name: option for name, option in common.items() if name not in RATE_NAMES}
-    if form(own.schema, variant).get("gradient_clipping") == "base_class" and "global_clipnorm" in config:
+    if (
+        variant_constants(own.schema, variant).get("gradient_clipping") == "base_class"
+        and "global_clipnorm" in config
+    ):
         common["global_norm_clip_threshold"] = config["global_clipnorm"]
     given = value if own.config is None or config.get(RATE) is not None else None
     name = next((n for n in RATE_NAMES if n in load_schema(own.schema).hyperparameters), RATE)
@@ -306,7 +309,7 @@ def arguments(state: TrainState, before: Own | None) -> dict[str, Any]:
     common = {n: v for n, v in (said[0] if said else {}).items() if all(one.get(n) == v for one in said)}
     rate = _rate(state)
     base = {name: common.pop(name, usual) for name, usual in KERAS.items()}
-    if form(optimizer.schema, optimizer.variant).get("gradient_clipping") == "base_class":
+    if variant_constants(optimizer.schema, optimizer.variant).get("gradient_clipping") == "base_class":
         base["global_clipnorm"] = common.pop("global_norm_clip_threshold", None)
     else:
         common |= {name: base.pop(name) for name in ("clipnorm", "global_clipnorm") if name in names}

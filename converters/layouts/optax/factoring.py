@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape
-from statekit.state.hyperparameters import form
 from statekit.state.train_state import Axis, Rule
 from statekit.tensors.tensor import DTYPES, Filled, Shape, Tensor
 
@@ -63,7 +63,7 @@ def rule_of(shape: Shape, slots: Mapping[str, Tensor], factored: bool) -> Rule:
 
 def usual_axes(shape: Shape) -> tuple[Axis, ...]:
     """Returns how Optax on this machine factors a shape, if it does."""
-    return by_shape(form("adafactor", "optax"), shape, True)
+    return by_shape(variant_constants("adafactor", "optax"), shape, True)
 
 
 def _pairs(shape: Shape, row: Shape, column: Shape) -> list[tuple[Axis, ...]]:

@@ -23,8 +23,8 @@ from statekit.converters.layouts.pytorch.parts import Frame, extra_of, frame, jo
 from statekit.converters.layouts.torch_parts import SORTED
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
+from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape
-from statekit.state.hyperparameters import form
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Shape, Tensor, in_memory
@@ -65,7 +65,7 @@ class Kind:
     @property
     def form(self) -> Mapping[str, Any]:
         """The variant's constants."""
-        return form(self.schema, self.variant)
+        return variant_constants(self.schema, self.variant)
 
     def rule(self, shape: Shape) -> Rule:
         """Returns how the optimizer factors a parameter."""

@@ -34,8 +34,8 @@ from statekit.converters.layouts.tensorflow1.names import (
 from statekit.converters.layouts.tensorflow1.powers import POWERS, held_betas, new_powers
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
+from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape, first_entry, labels, map_entries, swapped
-from statekit.state.hyperparameters import form
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Shape, Tensor, in_memory
@@ -179,7 +179,7 @@ class TensorFlow1:
 
     def _form(self, variant: str | None) -> Mapping[str, Any]:
         chosen = variant if variant in self.makers else self.makers[0]
-        return form(self.schema, chosen)
+        return variant_constants(self.schema, chosen)
 
     def _slots(
         self, named: Named, faults: list[tuple[str, str]]

@@ -18,7 +18,7 @@ from statekit.arrays.backend import Value, backend
 from statekit.optim import adafactor_forms as forms
 from statekit.optim.adafactor import Own
 from statekit.optim.steps import Scene
-from statekit.state.schema import load_schema
+from statekit.state.constants import variant_constants
 from statekit.state.train_state import Axis, Rule
 from statekit.tensors.tensor import Shape
 from statekit.torch.fast.batching import (
@@ -70,7 +70,7 @@ class FastAdafactor:
         common: None,
     ) -> None:
         """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
-        form = load_schema("adafactor").variant(self.variant)["constants"]
+        form = variant_constants("adafactor", self.variant)
         xp, hyper = backend("torch"), self.own.hyper
         s = forms.Setting(xp, form, hyper, self.own.rule, "float32", scene.execution)
         given = None if scene.rate is None else xp.widen(scene.rate)
@@ -89,14 +89,15 @@ class FastAdafactor:
 
 def fast_adafactor(variant: str, own: Own, param: torch.Tensor) -> FastAdafactor | None:
     """Returns the fast path of a parameter, or None if it hasn't one."""
-    form, hyper = load_schema("adafactor").variant(variant)["constants"], own.hyper
+    form, hyper = variant_constants("adafactor", variant), own.hyper
+    forms_of: Mapping[str, object] = form
     s = forms.Setting(backend("torch"), form, hyper, own.rule, "float32", "compiled")
     item = _item(own.rule, tuple(param.shape))
     apart = "tensor" not in (form["clipping_over"], form["parameter_scale_over"])
     if (
         item is None
         or not plain(param)
-        or any(form[name] not in values for name, values in _FITS.items())
+        or any(forms_of[name] not in values for name, values in _FITS.items())
         or hyper.maximize or hyper.skip_nan_updates or hyper.simulated_quantize_bits
         or hyper.activation_dtype != "float32"
         or (s.momentum and s.momentum_dtype != "float32")

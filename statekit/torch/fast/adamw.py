@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from statekit.arrays.backend import Value, backend
-from statekit.optim.adam_moments import RATE
+from statekit.arrays.backend import Value
+from statekit.optim.adam_family import AdamSetting
 from statekit.optim.adamw import Hyperparameters, Setting
 from statekit.optim.steps import Scene
-from statekit.state.hyperparameters import form
+from statekit.state.constants import variant_constants
 from statekit.torch.fast.batching import Stacks, Tensors, by_name, in_stacks, plain, squares
 
 LATE = 2.0**40
@@ -98,14 +98,13 @@ class FastAdamW:
         common: Any,
     ) -> None:
         """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
-        xp, own, constants = backend("torch"), self.own, form("adamw", self.variant)
-        rate = RATE[constants["lr_precision"]](xp, scene.rate)
-        s = Setting(xp, constants, own, rate, scene.step, scene.execution)
+        own, constants = self.own, variant_constants("adamw", self.variant)
+        s: Setting = AdamSetting.of(scene, constants, own)
         c1, c2 = (1.0, 1.0) if s.form["bias_correction"] == "none" else map(float, s.corrections)
         root = math.sqrt(c2)
         beside_corrected = s.form["epsilon_place"] == "beside_corrected_root"
         adam = Adam(own.beta1, own.beta2, own.epsilon * (root if beside_corrected else 1.0), root / c1)
-        rate, w = held(rate, scene.rate), own.weight_decay_rate or 0.0
+        rate, w = held(s.rate, scene.rate), own.weight_decay_rate or 0.0
         named = by_name(slots, ("m", "v"))
         if constants["weight_decay_expression"] != "in_update":
             adam(rate, params, grads, *named.values(), weight_decay=w, maximize=own.maximize)
@@ -127,7 +126,7 @@ def fast_adamw(variant: str, own: Hyperparameters, param: torch.Tensor) -> FastA
     The kernel loses a NaN in v_max, and m + (g - m) (1 - beta1) is closer to m than the sums that it takes. Rules that
     square the gradient by itself have their decay in the update.
     """
-    constants = form("adamw", variant)
+    constants = variant_constants("adamw", variant)
     product = constants["second_moment_update"] == "weighted_product"
     decays = constants["weight_decay_expression"] in (
         ("product_first", "in_update") if product else ("in_update",)

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from statekit.arrays.backend import backend
-from statekit.optim.adam_moments import RATE
+from statekit.optim.adam_family import AdamSetting
 from statekit.optim.lamb import Hyperparameters, Setting
 from statekit.optim.steps import Scene
 from statekit.optim.trust_ratio import RATIO
-from statekit.state.hyperparameters import form
+from statekit.state.constants import variant_constants
 from statekit.torch.fast.adamw import Adam, overflow
 from statekit.torch.fast.batching import Stacks, Tensors, along, by_name, in_stacks, plain, squares
 from statekit.torch.fast.numba_runner import in_reach, run
@@ -39,10 +38,9 @@ class FastLamb:
         common: Any,
     ) -> None:
         """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
-        xp, own, constants = backend("torch"), self.own, form("lamb", self.variant)
-        rate = RATE[constants["lr_precision"]](xp, scene.rate)
-        s = Setting(xp, constants, own, rate, scene.step)
-        c1, c2 = float(s.correction(own.beta1)), float(s.correction(own.beta2))
+        own, constants = self.own, variant_constants("lamb", self.variant)
+        s: Setting = AdamSetting.of(scene, constants, own)
+        c1, c2 = map(float, s.corrections)
         moments = by_name(slots, ("m", "v"))
         items = [params, [grad.contiguous() for grad in grads], *moments.values()]
         if in_reach(items):
@@ -58,8 +56,8 @@ class FastLamb:
             if w:
                 x.add_(p, alpha=w)
             norms = squares(p).sqrt_(), squares(x).sqrt_()
-            ratio = RATIO[constants["trust_ratio_fallback"]](xp, *norms, 1.0)
-            p.addcmul_(x, along(ratio * rate, p), value=-1.0)
+            ratio = RATIO[constants["trust_ratio_fallback"]](s.xp, *norms, 1.0)
+            p.addcmul_(x, along(ratio * s.rate, p), value=-1.0)
 
         in_stacks(kernel, {"param": params, **moments}, {"grad": grads})
 
@@ -78,6 +76,6 @@ class FastLamb:
 
 def fast_lamb(variant: str, own: Hyperparameters, param: torch.Tensor) -> FastLamb | None:
     """Returns the fast path of a parameter, or None if it hasn't one; see `fast_adamw` for the moments' form."""
-    constants = form("lamb", variant)
+    constants = variant_constants("lamb", variant)
     fits = constants["moment_update"] != "difference" and constants["weight_decay_place"] == "in_direction"
     return FastLamb(own, variant) if fits and plain(param) and not own.epsilon_root else None

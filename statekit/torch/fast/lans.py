@@ -13,7 +13,7 @@ from statekit.arrays.backend import Value, backend
 from statekit.optim import lans
 from statekit.optim.adam_moments import CORRECTION, RATE
 from statekit.optim.steps import Scene
-from statekit.state.hyperparameters import form
+from statekit.state.constants import variant_constants
 from statekit.torch.fast.adamw import Adam
 from statekit.torch.fast.batching import Stacks, Tensors, by_name, in_stacks, pieces, plain, squares
 from statekit.torch.fast.numba_runner import in_reach, run
@@ -35,7 +35,7 @@ class FastLans:
         common: Any,
     ) -> None:
         """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
-        xp, hyper, constants = backend("torch"), self.own.hyper, form("lans", self.variant)
+        xp, hyper, constants = backend("torch"), self.own.hyper, variant_constants("lans", self.variant)
         rate = RATE[constants["lr_precision"]](xp, scene.rate) * self.own.lr_mult
         s = lans.Setting(xp, constants, hyper, rate, self.own.wd, scene.step + hyper.begin_num_update)
         c1, c2 = (self._correction(s, beta) for beta in (hyper.beta1, hyper.beta2))
@@ -111,7 +111,7 @@ class FastLans:
 
 def fast_lans(variant: str, own: lans.Own, param: torch.Tensor) -> FastLans | None:
     """Returns the fast path of a parameter, or None if it hasn't one."""
-    constants, hyper = form("lans", variant), own.hyper
+    constants, hyper = variant_constants("lans", variant), own.hyper
     fits = (
         constants["second_half_weight"] == "old"
         and constants["norm_accumulation"] != "scaled"

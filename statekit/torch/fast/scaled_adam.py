@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from statekit.arrays.backend import Value, backend
-from statekit.optim.scaled_adam import form, sized
+from statekit.arrays.backend import Value
+from statekit.optim.scaled_adam import setting, sized
 from statekit.optim.scaled_adam_clip import reached
 from statekit.optim.scaled_adam_forms import Hyperparameters, Setting, at_least, corrected_updates
 from statekit.optim.steps import Scene
@@ -38,7 +38,6 @@ class FastScaledAdam:
     """The update of parameters that share `own`, what `settle` returned."""
 
     own: Hyperparameters
-    variant: str
 
     def __call__(
         self,
@@ -49,8 +48,7 @@ class FastScaledAdam:
         common: Value | None,
     ) -> None:
         """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
-        xp = backend("torch")
-        s = Setting(xp, form(self.variant), self.own, xp.number(scene.rate), scene.step)
+        s = setting(scene, self.own)
         items = [
             params,
             [grad.contiguous() for grad in grads],
@@ -146,4 +144,4 @@ def _learn(
 
 def fast_scaled_adam(variant: str, own: Hyperparameters, param: torch.Tensor) -> FastScaledAdam | None:
     """Returns the fast path of a parameter, or None if it hasn't one: one of one element."""
-    return FastScaledAdam(own, variant) if plain(param) and param.numel() > 1 else None
+    return FastScaledAdam(own) if plain(param) and param.numel() > 1 else None

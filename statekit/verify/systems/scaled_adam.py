@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from statekit.optim.run import initial
-from statekit.optim.scaled_adam import form
 from statekit.optim.scaled_adam_clip import batches
+from statekit.state.constants import variant_constants
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import Array, Tensor, in_memory
@@ -161,7 +161,10 @@ def _joint(state: TrainState) -> Iterator[tuple[str, dict[str, Tensor]]]:
     Source: RVC-Boss/GPT-SoVITS, GPT_SoVITS/AR/modules/optim.py, `ScaledAdam._init_state`: a mean over no axes is one
     over all of them.
     """
-    if form(str(state.optimizer.variant))["scalar_size_slots"] != "with_several_members":
+    if (
+        variant_constants("scaled_adam", str(state.optimizer.variant))["scalar_size_slots"]
+        != "with_several_members"
+    ):
         return
     for group in state.optimizer.groups:
         for batch in _batches(state, group):

@@ -23,8 +23,8 @@ from typing import Any
 from statekit.errors import FormatError, NotFoundError, fault_list
 from statekit.optim.run import initial
 from statekit.optim.steps import Execution
+from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape
-from statekit.state.hyperparameters import form
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor
@@ -120,7 +120,7 @@ def decode(tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState
     other_tensors.check(rest, params, told, step + _base(groups))
     ordered = {path: params[path] for group in groups for path in group.paths}
     rules = dict(_rules(schema, variant, ordered, groups, told))
-    constants = form(schema.name, variant)
+    constants = variant_constants(schema.name, variant)
     slots = {
         path: canonical_slots(constants, rules[path], params[path], own) if path in rules else own
         for path, own in held.items()
@@ -175,7 +175,7 @@ def _rules(
     """Yields how the variant factors each parameter, if its optimizer factors at all."""
     if "v_row" not in schema.slots:
         return
-    constants, settings = form(schema.name, variant), schema.settings(variant)
+    constants, settings = variant_constants(schema.name, variant), schema.settings(variant)
     names, given = told.get("dimension_names", {}), told.get("rules", {})
     for group in groups:
         said = {**settings, **group.hyperparameters}
@@ -192,7 +192,7 @@ def _unborn(state: TrainState) -> bool:
 
 
 def _constants(state: TrainState) -> Mapping[str, Any]:
-    return form(state.optimizer.schema, str(state.optimizer.variant))
+    return variant_constants(state.optimizer.schema, str(state.optimizer.variant))
 
 
 def _base(groups: Sequence[Group]) -> int:

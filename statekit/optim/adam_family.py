@@ -1,0 +1,129 @@
+"""What AdamW and LAMB have in common: hyperparameters, where an update runs, what is done for a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Generic, Literal, TypeVar
+
+from statekit.arrays.backend import Value
+from statekit.optim.adam_moments import CORRECTION, RATE
+from statekit.optim.gradient_clipping import CLIP, Limits
+from statekit.optim.steps import Arrays, Execution, Scene, Setting
+from statekit.state.constants import AdamWConstants, LambConstants, variant_constants
+from statekit.state.hyperparameters import (
+    IS_EXCLUDED,
+    Exclusion,
+    require_float32,
+    require_slots,
+    require_whole_updates,
+    settled,
+)
+from statekit.state.masters import MASTER
+from statekit.state.train_state import Group, TrainState
+
+Schema = Literal["adamw", "lamb"]
+
+
+@dataclass(frozen=True)
+class AdamHyperparameters:
+    """What a group's update needs, in canonical names. `schemas/lamb.json` and `schemas/adamw.json` explain each."""
+
+    beta1: float
+    beta2: float
+    epsilon: float
+    epsilon_root: float
+    weight_decay_rate: float | None
+    exclude_from_weight_decay: Exclusion
+    use_ema: bool
+    ema_momentum: float | None
+    ema_overwrite_frequency: int | None
+    gradient_accumulation_steps: int | None
+
+
+C = TypeVar("C", AdamWConstants, LambConstants)
+H = TypeVar("H", bound=AdamHyperparameters)
+
+
+@dataclass(frozen=True)
+class AdamSetting(Setting[C, H], Generic[C, H]):
+    """Where a group's update runs.
+
+    Attributes:
+        rate: Learning rate, as the original holds it.
+        step: Updates done so far (int, or 0-d integer array).
+        execution: Which roundings of low precision the original makes.
+    """
+
+    rate: Value
+    step: Value
+    execution: Execution
+
+    @classmethod
+    def of(cls, scene: Scene, form: C, hyper: H) -> AdamSetting[C, H]:
+        """Returns the setting of an update."""
+        rate = RATE[form["lr_precision"]](scene.xp, scene.rate)
+        return cls(scene.xp, form, hyper, rate, scene.step, scene.execution)
+
+    def correction(self, beta: float, ahead: int = 1) -> Value:
+        """Returns 1 - beta^t, t being this update's number (or one further on)."""
+        return CORRECTION[self.form["bias_correction_precision"]](self.xp, beta, self.step + ahead)
+
+    @cached_property
+    def corrections(self) -> tuple[Value, Value]:
+        """The corrections of both moments."""
+        return self.correction(self.hyper.beta1), self.correction(self.hyper.beta2)
+
+
+def settle(schema: Schema, kind: type[H], group: Group, path: str, variant: str) -> H:
+    """Returns what a parameter's update needs: the weight decay is None where it is kept from the parameter.
+
+    Raises:
+        UnknownRuleError: A hyperparameter that the variant offers is unknown; lists all that are.
+    """
+    hyper = settled(kind, schema, variant, group)
+    excluded = IS_EXCLUDED[variant_constants(schema, variant)["decay_exclusions"]]
+    kept = None if excluded(path, hyper.exclude_from_weight_decay) else hyper.weight_decay_rate or None
+    return replace(hyper, weight_decay_rate=kept, exclude_from_weight_decay=None)
+
+
+def clipped(schema: Schema, scene: Scene, group: Group, grads: Arrays) -> Arrays:
+    """Returns a group's gradients in the compute dtype, clipped by what limits them together."""
+    wide = {path: scene.xp.widen(grad) for path, grad in grads.items()}
+    limits = settled(Limits, schema, scene.variant, group)
+    return CLIP[variant_constants(schema, scene.variant)["gradient_clipping"]](scene.xp, wide, limits)
+
+
+def check(
+    schema: Schema,
+    kind: type[H],
+    slot_names: Callable[[H], tuple[str, ...]],
+    state: TrainState,
+    group: Group,
+    *,
+    masters: bool = False,
+) -> H:
+    """Returns the hyperparameters of a group that its optimizer's step can move.
+
+    Args:
+        schema: Name of the schema.
+        kind: The record of its hyperparameters.
+        slot_names: The slots that a parameter has by them.
+        state: The state.
+        group: The group in it.
+        masters: Whether the step moves a master where there is one.
+
+    Raises:
+        UnknownRuleError: It can't go on as the original would.
+        StateError: A parameter lacks slots.
+    """
+    variant = str(state.optimizer.variant)
+    hyper = settled(kind, schema, variant, group)
+    for path in group.paths:
+        if not (masters and MASTER in state.slots.get(path, {})):
+            require_float32(state, path)
+        require_slots(state, path, slot_names(hyper))
+    settled(Limits, schema, variant, group)
+    require_whole_updates(hyper.gradient_accumulation_steps)
+    return hyper
