@@ -9,21 +9,20 @@ from typing import Any
 
 import numpy as np
 
+from statekit.conversion.contracts import Hints
+from statekit.conversion.registry import layout
+from statekit.files.checkpoint import Checkpoint
 from statekit.optim.run import initial
 from statekit.optim.scaled_adam_clip import batches
 from statekit.state.constants import variant_constants
 from statekit.state.schema import load_schema
-from statekit.state.train_state import Counts, Group, Optimizer, TrainState
-from statekit.tensors.tensor import Array, Tensor, in_memory
+from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import Tensor, in_memory
 from statekit.verify.contract import FORMAT, TRAJECTORY, Phase
 
 RESUMED = "resumed_trajectory.safetensors"
 JOINT = "unused_size_slots"
 """In a state's extra: what the seed generation keeps for a batch of one-element parameters and never uses."""
-
-_BY_ROW = ("scale_grads",)
-"""Slots whose member axis is the second: the first is the period."""
-_SIZE = ("param_rms", "scale_exp_avg_sq", "scale_grads")
 
 
 class ScaledAdam:
@@ -60,99 +59,50 @@ class ScaledAdam:
         }
 
     def decode(self, tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState:
-        """Returns the canonical state of one step, each batch split into its members."""
+        """Returns the canonical state of one step, through icefall's layout."""
         options = phase.hyperparameters
-        params = {name[len("param/") :]: t for name, t in tensors.items() if name.startswith("param/")}
-        groups = tuple(_group(group) for group in options["param_groups"])
-        ordered = {path: params[path] for group in groups for path in group.paths}
-        state = TrainState(
-            ordered, {}, Optimizer("scaled_adam", options["generation"], groups), Counts(step, step)
-        )
-        fresh = initial(state)
-        if step == 0:
-            return replace(fresh, extra={JOINT: dict(_joint(fresh))})
-        arrays = {name[len("slot/") :]: t.read() for name, t in tensors.items() if name.startswith("slot/")}
-        return _filled(fresh, arrays)
+        paths = [path for group in options["param_groups"] for path in group["params"]]
+        index = {path: i for i, path in enumerate(paths)}
+        slots: dict[int, dict[str, Any]] = {}
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition("/")
+            path, _, slot = rest.rpartition("/")
+            if kind == "slot":
+                slots.setdefault(index[path], {})[slot] = step if slot == "step" else tensor
+        groups = [
+            {**group, "params": [index[path] for path in group["params"]]}
+            for group in options["param_groups"]
+        ]
+        model = {_name(path): tensors[f"param/{path}"] for path in paths}
+        tree = {"model": model, "optimizer": {"state": slots, "param_groups": groups}}
+        hints = Hints(variant=options["generation"], param_names=tuple(map(_name, paths)))
+        checkpoint = Checkpoint("torch", Path(f"step {step}"), tree, step=step)
+        state = layout("icefall").decode(checkpoint, hints)
+        if step:
+            return state
+        fresh = initial(state)  # the originals make their slots in the first update
+        return replace(fresh, extra={**fresh.extra, JOINT: dict(_joint(fresh))})
 
     def encode(self, state: TrainState, phase: Phase) -> dict[str, Tensor]:
-        """Returns the tensors of a state under the trajectory's names, members stacked into batches."""
+        """Returns the tensors of a state under the trajectory's names, through icefall's layout."""
+        native: Any = layout("icefall").encode(state).tree
         named = {f"param/{path}": tensor for path, tensor in state.params.items()}
-        if state.counts.updates == 0:  # the originals make their slots in the first update
-            return named
-        slots: dict[str, Array] = {}
-        for group in state.optimizer.groups:
-            order = _batches(state, group)
-            for batch in order:
-                slots |= {f"{batch[0]}/{name}": array for name, array in _stacked(state, batch).items()}
-                slots[f"{batch[0]}/step"] = np.asarray(state.counts.updates, np.int64)
-            slots |= {f"{order[0][0]}/{name}": array for name, array in _shared(state, group).items()}
-        for holder, unused in state.extra.get(JOINT, {}).items():
-            slots |= {f"{holder}/{name}": tensor.read() for name, tensor in unused.items()}
-        return named | {f"slot/{name}": in_memory(array, name) for name, array in slots.items()}
+        paths = [path for group in state.optimizer.groups for path in group.paths]
+        for index, own in native["optimizer"]["state"].items():
+            for slot, held in own.items():
+                name = f"slot/{paths[index]}/{slot}"
+                named[name] = held if isinstance(held, Tensor) else in_memory(np.asarray(held), name)
+        return named
+
+
+def _name(path: str) -> str:
+    return path.replace("/", ".")
 
 
 def _options(meta: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     known = load_schema("scaled_adam").hyperparameters
     general = {name: meta["hyperparameters"][name] for name in known if name in meta["hyperparameters"]}
     return {**general, **group}
-
-
-def _group(options: Mapping[str, Any]) -> Group:
-    values = {name: value for name, value in options.items() if name != "params"}
-    return Group(tuple(options["params"]), values, dict.fromkeys(values, "file"))
-
-
-def _batches(state: TrainState, group: Group) -> tuple[tuple[str, ...], ...]:
-    return batches({path: (state.params[path].dtype.name, *state.params[path].shape) for path in group.paths})
-
-
-def _filled(state: TrainState, arrays: Mapping[str, Array]) -> TrainState:
-    """Returns a state with the slots of a step; what isn't recorded yet stays at its first value."""
-    slots: dict[str, dict[str, Tensor]] = {path: {} for path in state.params}
-    joint: dict[str, dict[str, Tensor]] = {}
-    groups = []
-    for group in state.optimizer.groups:
-        order = _batches(state, group)
-        for batch in order:
-            alone = "param_rms" not in state.slots[batch[0]]
-            for name in (*state.slots[batch[0]], *(_SIZE if alone else ())):
-                array = arrays.get(f"{batch[0]}/{name}")
-                if array is None:
-                    continue
-                if alone and name in _SIZE:
-                    joint.setdefault(batch[0], {})[name] = in_memory(array, name)
-                    continue
-                for place, path in enumerate(batch):
-                    part = array[:, place] if name in _BY_ROW else array[place]
-                    slots[path][name] = in_memory(part, f"{path}/{name}")
-        holder = order[0][0]
-        recorded = {name: arrays.get(f"{holder}/{name}") for name in group.slots}
-        own = {
-            name: tensor if (array := recorded[name]) is None else in_memory(array, name)
-            for name, tensor in group.slots.items()
-        }
-        groups.append(replace(group, slots=own))
-    optimizer = replace(state.optimizer, groups=tuple(groups))
-    return replace(state, slots=slots, optimizer=optimizer, extra={JOINT: joint})
-
-
-def _stacked(state: TrainState, batch: tuple[str, ...]) -> dict[str, Array]:
-    members = [state.slots[path] for path in batch]
-    return {
-        name: np.stack([member[name].read() for member in members], axis=int(name in _BY_ROW))
-        for name in members[0]
-    }
-
-
-def _shared(state: TrainState, group: Group) -> dict[str, Array]:
-    """Returns the group's own slots that the original has by now."""
-    if state.counts.updates < 2 or not group.slots:
-        return {}
-    own = {name: tensor.read() for name, tensor in group.slots.items()}
-    threshold = own["model_norm_threshold"].astype(np.float64)
-    if np.isposinf(threshold):  # not estimated yet
-        return {"model_norms": own["model_norms"]}
-    return {**own, "model_norm_threshold": threshold, "num_clipped": own["num_clipped"].astype(np.int64)}
 
 
 def _joint(state: TrainState) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -167,7 +117,7 @@ def _joint(state: TrainState) -> Iterator[tuple[str, dict[str, Tensor]]]:
     ):
         return
     for group in state.optimizer.groups:
-        for batch in _batches(state, group):
+        for batch in batches({p: (state.params[p].dtype.name, *state.params[p].shape) for p in group.paths}):
             if "param_rms" in state.slots[batch[0]] or len(batch) == 1:
                 continue
             p = np.stack([state.params[path].read() for path in batch])
