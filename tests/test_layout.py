@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import filecmp
 import os
 import shutil
@@ -18,7 +19,12 @@ from goldens import COMPACT, GOLDEN
 
 ROOT = Path(__file__).parents[1]
 HOMES = {"statekit/converters": "converters", "statekit/schemas": "schemas", "statekit/cli": "cli"}
-SHADOWS = {"torch.py", "inspect.py", "json.py", "jax.py", "tensorflow.py", "numpy.py"}
+OTHERS = {
+    *sys.stdlib_module_names, "accelerate", "click", "deepspeed", "flax", "h5py", "jax", "keras", "megatron", "msgpack",
+    "mxnet", "numba", "numpy", "optax", "orbax", "rich", "safetensors", "tensorflow", "tensorstore", "torch",
+    "transformers", "zarr",
+}  # fmt: skip
+"""Names by which others' modules are imported."""
 MAX_GOLDEN_BYTES = 10_000_000
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 FAMILIES = {family: PROJECT["entry-points"][f"statekit.{family}"] for family in ("containers", "layouts")}
@@ -64,9 +70,42 @@ def test_the_map_and_the_links_say_the_same() -> None:
         assert os.readlink(ROOT / link) == f"../{home}"
 
 
+# A script's own folder is the first place that Python imports from. Below converters/ many folders and modules bear
+# the names of others' (formats/pickle, formats/safetensors.py, layouts/keras): they shadow nothing only because no file
+# there is ever run as a script, and because the top folders, which tools put on the path, hold none of them.
+
+
 @pytest.mark.parametrize("top", sorted(HOMES.values()))
-def test_no_module_shadows_one_that_others_import(top: str) -> None:
-    assert {path.name for path in (ROOT / top).rglob("*.py")} & SHADOWS == set()
+def test_no_top_level_folder_holds_a_module_that_others_import(top: str) -> None:
+    assert {path.stem for path in (ROOT / top).iterdir()} & OTHERS == set()
+
+
+@pytest.mark.parametrize("top", sorted(HOMES.values()))
+def test_nothing_in_a_top_level_folder_is_a_script(top: str) -> None:
+    assert [path for path in sorted((ROOT / top).rglob("*.py")) if is_script(path)] == []
+
+
+def is_script(path: Path) -> bool:
+    """Tells whether a file says that it is to be run: by its name, mode, first line, or a look at `__name__`."""
+    text = path.read_text(encoding="utf-8")
+    names = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+    executable = bool(path.stat().st_mode & 0o111)
+    return path.name == "__main__.py" or executable or text.startswith("#!") or "__name__" in names
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("__main__.py", "pass\n"),
+        ("reader.py", "#!/usr/bin/env python\n"),
+        ("reader.py", "if __name__ == '__main__':\n    pass\n"),
+    ],
+)
+def test_a_script_is_noticed(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text("KIND = type(3).__name__\n")
+    assert not is_script(tmp_path / "module.py")
+    (tmp_path / name).write_text(text)
+    assert is_script(tmp_path / name)
 
 
 def bears_name(name: str, target: str) -> bool:
