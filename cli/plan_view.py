@@ -29,8 +29,8 @@ def show_plan(stdout: Console, plan: Plan, tensors: bool) -> None:
         head.add_row("", f"container {side.container}, layout {side.layout}, step {side.step}")
     head.add_row("tensors", f"{len(plan.entries)}, {output.size(plan.bytes)}")
     head.add_row("exactness", "; ".join(_counts(plan)))
-    if plan.crossing is not None:
-        rule = f"{plan.crossing.source} to {plan.crossing.target}: {plan.crossing.exactness.name.lower()}"
+    if plan.rule_change is not None:
+        rule = f"{plan.rule_change.source} to {plan.rule_change.target}: {plan.rule_change.exactness.name.lower()}"
         head.add_row("rule", rule)
     for option, value in _options(plan):
         head.add_row(option, value)
@@ -43,7 +43,7 @@ def show_plan(stdout: Console, plan: Plan, tensors: bool) -> None:
     for title, lines in (
         ("Not bitwise:", _inexact(plan)),
         ("Different in the target's rule:", _differences(plan)),
-        ("Made up for by hyperparameters:", plan.crossing.made_up if plan.crossing else ()),
+        ("Made up for by hyperparameters:", plan.rule_change.compensated_by if plan.rule_change else ()),
         ("Made without a source:", _synthesised(plan)),
         ("Left behind:", (f"{name}: {reason}" for name, reason in plan.dropped.items())),
         ("Assumed, because the source doesn't say:", plan.assumptions),
@@ -76,7 +76,7 @@ def _inexact(plan: Plan) -> Iterator[str]:
 
 def _differences(plan: Plan) -> Iterator[str]:
     """Yields what is less exact than rounding one by one, and the rest in a line."""
-    found = plan.crossing.differences if plan.crossing else ()
+    found = plan.rule_change.differences if plan.rule_change else ()
     yield from (f"{one.exactness.name.lower()}: {one}" for one in found if one.exactness > Exactness.ROUNDING)
     rounding = [one.what for one in found if one.exactness == Exactness.ROUNDING]
     if rounding:

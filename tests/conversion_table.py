@@ -27,8 +27,8 @@ shapes may: where one side factors a matrix that the other keeps whole, the aver
 `statistics`. What hyperparameters make up for is listed below the table, and set in the target where it has a place for
 it.
 
-The table is made from schemas/ (`statekit formats --matrix`, `make tables`); tests/test_crossing.py holds every pair of
-rules against each other in real arithmetic, tests/test_conversions.py converts a sample of every format into every
+The table is made from schemas/ (`statekit formats --matrix`, `make tables`); tests/test_rule_change.py holds every pair
+of rules against each other in real arithmetic, tests/test_conversions.py converts a sample of every format into every
 layout.
 """
 
@@ -58,11 +58,13 @@ def _reasons(some: list[Cell]) -> Iterator[str]:
 
 def _made_up(some: list[Cell]) -> Iterator[str]:
     for cell in some:
-        yield from (f"- {_way(cell)}: {one}" for one in (cell.crossing.made_up if cell.crossing else ()))
+        yield from (
+            f"- {_way(cell)}: {one}" for one in (cell.rule_change.compensated_by if cell.rule_change else ())
+        )
 
 
 def _way(cell: Cell) -> str:
-    return f"{cell.variant} to {cell.crossing.target if cell.crossing else cell.variant}"
+    return f"{cell.variant} to {cell.rule_change.target if cell.rule_change else cell.variant}"
 
 
 if __name__ == "__main__":

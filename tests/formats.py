@@ -18,7 +18,7 @@ import pytest
 from statekit.conversion import registry
 from statekit.conversion.contracts import Container, Encoded, Evidence, Exactness, Hints, Layout
 from statekit.converters.containers.statekit_dir import CONTAINER
-from statekit.converters.layouts.canonical import LAYOUT
+from statekit.converters.layouts.own.statekit_canonical import LAYOUT
 from statekit.errors import FormatError, StatekitError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.manifest import parse

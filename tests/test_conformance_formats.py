@@ -21,7 +21,7 @@ from goldens import COMPACT, GOLDEN
 from statekit.conversion import registry
 from statekit.conversion.contracts import Container, Encoded, Evidence, Exactness, Hints, Layout
 from statekit.converters.containers.statekit_dir import CONTAINER as FOLDER
-from statekit.converters.layouts.canonical import LAYOUT as CANONICAL
+from statekit.converters.layouts.own.statekit_canonical import LAYOUT as CANONICAL
 from statekit.errors import CorruptError, InexactError, StateError, UnknownFormatError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import Stage

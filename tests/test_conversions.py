@@ -20,9 +20,9 @@ from goldens import GOLDEN
 from statekit.cli.main import DONE, main
 from statekit.conversion import registry
 from statekit.conversion.contracts import Exactness, Hints, KeepsMasters, Layout
-from statekit.conversion.convert import convert, crossing_to, open_state, plan
+from statekit.conversion.convert import convert, open_state, plan, rule_change_to
 from statekit.conversion.matrix import cells
-from statekit.conversion.rule_change import Crossing
+from statekit.conversion.rule_change import RuleChange
 from statekit.errors import InexactError, StateError, StatekitError
 from statekit.state.masters import as_params
 from statekit.state.schema import load_schema
@@ -85,7 +85,7 @@ def test_a_cell(row: Row, target: str, tmp_path: Path) -> None:
         state = opened.state
         if state.optimizer.schema not in layout.variants:
             pytest.skip(f"{target} holds no {state.optimizer.schema}")
-        way = crossing_to(layout, state, opened.layout)
+        way = rule_change_to(layout, state, opened.layout)
         place = tmp_path / "target"
         try:
             planned = plan(sample.path, place, to=home(layout), layout=target, hints=row.hints)
@@ -105,7 +105,7 @@ def kept(layout: Layout, state: TrainState) -> TrainState:
     return state if isinstance(layout, KeepsMasters) else as_params(state)[0]
 
 
-def refused(error: StatekitError, way: Crossing | None, layout: Layout, state: TrainState) -> None:
+def refused(error: StatekitError, way: RuleChange | None, layout: Layout, state: TrainState) -> None:
     """Asserts that a refusal names a difference of the rules, or what the layout has no place for."""
     assert error.found, error
     if way is not None and way.exactness > Exactness.ROUNDING:

@@ -21,11 +21,11 @@ from statekit.conversion.contracts import Encoded, Exactness, Hints
 from statekit.conversion.convert import convert, open_state, plan
 from statekit.converters.containers.keras_h5 import CONTAINER as H5
 from statekit.converters.containers.keras_zip import CONTAINER as ZIP
-from statekit.converters.formats.hdf5.reader import ATTRIBUTES, Names, open_hdf5
+from statekit.converters.formats.hdf5.reader import Names, open_hdf5
 from statekit.converters.formats.hdf5.writer import write_hdf5
-from statekit.converters.formats.tensor_bundle.object_graph import GRAPH, Node, Slot, graph_bytes, parse_graph
+from statekit.converters.formats.tensor_bundle.object_graph import graph_bytes, parse_graph
 from statekit.converters.layouts.keras.layout import LAYOUT
-from statekit.converters.layouts.keras.slots import Kept, numbered, places
+from statekit.converters.layouts.keras.state import Kept, numbered, places
 from statekit.errors import (
     CorruptError,
     FormatError,
@@ -36,9 +36,11 @@ from statekit.errors import (
     StatekitError,
     UsageError,
 )
+from statekit.files.checkpoint import ATTRIBUTES
 from statekit.files.stage import staged
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.tensors.object_graph import GRAPH, Node, Slot
 from statekit.tensors.tensor import Array, Tensor, dtype_named, in_memory
 from statekit.tensors.tree import tensor_names
 

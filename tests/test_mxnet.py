@@ -21,7 +21,8 @@ from statekit.conversion.contracts import Encoded, Hints
 from statekit.conversion.convert import convert, open_state, plan
 from statekit.conversion.inspection import inspect
 from statekit.converters.containers.mxnet import CONTAINER
-from statekit.converters.layouts.mxnet.layout import LANS, MXNetOptim
+from statekit.converters.layouts.mxnet.layout import MXNetOptim
+from statekit.converters.layouts.mxnet.mxnet_lans import LAYOUT as LANS
 from statekit.errors import InexactError, NotFoundError, StateError, UnknownFormatError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged

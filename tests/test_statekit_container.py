@@ -23,7 +23,7 @@ from formats import FACTORED, save, small_state, snapshot, values
 from statekit.conversion.contracts import Encoded, Hints
 from statekit.converters.containers import statekit_dir
 from statekit.converters.containers.statekit_dir import CONTAINER
-from statekit.converters.layouts.canonical import LAYOUT
+from statekit.converters.layouts.own.statekit_canonical import LAYOUT
 from statekit.errors import (
     CorruptError,
     FormatError,

@@ -21,15 +21,15 @@ from statekit.conversion.convert import convert, open_state, plan
 from statekit.conversion.registry import detect_layout
 from statekit.converters.containers.torch_file import CONTAINER
 from statekit.converters.layouts.icefall import LAYOUT as ICEFALL
-from statekit.converters.layouts.own.statekit_torch import is_plain
 from statekit.converters.layouts.pytorch.param_order import named_order, shaped_order
+from statekit.converters.layouts.pytorch.parts import is_plain
 from statekit.converters.layouts.pytorch.torch_optim import LAYOUT as TORCH_OPTIM
 from statekit.errors import FormatError, InexactError, NotFoundError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, Tensor, in_memory, same_values
 from statekit.tensors.tree import walk
-from statekit.tensors.views import Member, Reaxed, Stack
+from statekit.tensors.views import Slice, Squeezed, Stack
 from statekit.verify.recording import Recording, open_recording
 from statekit.verify.replay import Subject, replay
 from statekit.verify.start_state import native_state
@@ -278,12 +278,12 @@ def blocks(tensor: Tensor, whole: Array) -> None:
 
 def test_transforms_read_any_block() -> None:
     array = np.arange(24, dtype=np.float32).reshape(4, 1, 6)
-    blocks(Reaxed(in_memory(array), (4, 6, 1)), array.reshape(4, 6, 1))
-    blocks(Reaxed(in_memory(array.reshape(4, 6)), (1, 4, 6)), array.reshape(1, 4, 6))
-    blocks(Reaxed(in_memory(array[:1, :, :1].copy()), ()), array[0, 0, 0])
+    blocks(Squeezed(in_memory(array), (4, 6, 1)), array.reshape(4, 6, 1))
+    blocks(Squeezed(in_memory(array.reshape(4, 6)), (1, 4, 6)), array.reshape(1, 4, 6))
+    blocks(Squeezed(in_memory(array[:1, :, :1].copy()), ()), array[0, 0, 0])
     for axis in range(3):
-        parts = [Member(in_memory(array), axis, i) for i in range(array.shape[axis])]
+        parts = [Slice(in_memory(array), axis, i) for i in range(array.shape[axis])]
         blocks(parts[-1], np.take(array, array.shape[axis] - 1, axis))
         blocks(Stack(parts, axis), array)
     with pytest.raises(UsageError, match="axes of length 1"):
-        Reaxed(in_memory(array), (6, 4))
+        Squeezed(in_memory(array), (6, 4))

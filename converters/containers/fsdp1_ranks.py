@@ -28,7 +28,7 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Tree
-from statekit.tensors.views import Joined, Run
+from statekit.tensors.views import Concatenated, Segment
 
 MAX_RANKS = 4096
 _RANK = re.compile(r"rank(\d{1,5})\.pt")
@@ -150,13 +150,13 @@ def _part(pieces: Sequence[Any], start: int, shape: Shape, path: Path) -> Tensor
             raise FormatError("The ranks' pieces of a flat parameter don't fit each other.", place=path)
         first, last = max(start - at, 0), min(stop - at, piece.shape[0])
         if first < last:
-            runs.append(Run(piece, first, last - first))
+            runs.append(Segment(piece, first, last - first))
         at += piece.shape[0]
     if at < stop:
         raise FormatError(
             "The ranks' pieces are too short for the shapes.", place=path, expected=stop, found=at
         )
-    return Joined(tuple(runs) or (Run(pieces[0], 0, 0),), shape)
+    return Concatenated(tuple(runs) or (Segment(pieces[0], 0, 0),), shape)
 
 
 CONTAINER = FsdpRanks()

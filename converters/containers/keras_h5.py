@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.formats.hdf5.reader import ATTRIBUTES, open_hdf5
+from statekit.converters.formats.hdf5.reader import open_hdf5
 from statekit.converters.formats.hdf5.writer import MANIFEST, write_hdf5
 from statekit.errors import NotFoundError, StatekitError
-from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.checkpoint import ATTRIBUTES, Checkpoint, Finding
 from statekit.files.durable import writing
 from statekit.files.manifest import parse, strict_json, tensor_faults
 from statekit.files.reading import open_regular

@@ -25,10 +25,10 @@ from typing import IO, Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.keras_h5 import CONFIG, METADATA, documents, refuse_step
-from statekit.converters.formats.hdf5.reader import ATTRIBUTES, open_hdf5
+from statekit.converters.formats.hdf5.reader import open_hdf5
 from statekit.converters.formats.hdf5.writer import write_hdf5
 from statekit.errors import CorruptError, FormatError, InexactError, RefusedError, StatekitError
-from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.checkpoint import ATTRIBUTES, Checkpoint, Finding
 from statekit.files.manifest import strict_json
 from statekit.files.reading import open_regular
 from statekit.files.stage import Stage

@@ -36,6 +36,7 @@ from statekit.converters.formats.tensor_bundle.entries import (
     parse_strings,
     slice_key,
 )
+from statekit.converters.formats.tensor_bundle.object_graph import graph_bytes, parse_graph
 from statekit.converters.formats.tensor_bundle.table import (
     FOOTER_BYTES,
     MAGIC,
@@ -47,6 +48,7 @@ from statekit.converters.formats.tensor_bundle.writer import STATE_FILE, write_b
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, fault_list
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import Stage
+from statekit.tensors.object_graph import GRAPH, Graph
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Shape, index_shape
 
 MAX_STRING_BYTES = 64 * 2**20
@@ -95,7 +97,9 @@ class TFBundle:
             close = opened.pop_all().close
         number = _number(prefix)
         manifest, findings = trusted_manifest(prefix.with_name(f"{prefix.name}.index"), number, tree)
-        meta = {"prefix": prefix.name, "shards": shards.count}
+        meta: dict[str, Any] = {"prefix": prefix.name, "shards": shards.count}
+        if isinstance(tree.get(GRAPH), bytes):
+            meta[GRAPH] = parse_graph(tree[GRAPH], f"{GRAPH} in {prefix}").to_record()
         return Checkpoint(self.name, prefix, tree, meta, number, manifest, findings, close)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
@@ -104,7 +108,9 @@ class TFBundle:
         Raises:
             FormatError: A name or dtype that the format can't hold; lists every one.
         """
-        write_bundle(encoded.tree, encoded.step, stage)
+        graph = Graph.from_record(encoded.tree.get(GRAPH))
+        new = {} if graph is None else {GRAPH: graph_bytes(graph.nodes)}
+        write_bundle({**encoded.tree, **new}, encoded.step, stage)
 
 
 class _Shards:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from statekit.tensors.tree import Tree, tensor_names
 
 
-def unplaced(extra: Mapping[str, Tree], placed: Collection[str], system: str) -> dict[str, str]:
+def dropped_from(extra: Mapping[str, Tree], placed: Collection[str], system: str) -> dict[str, str]:
     """Returns canonical name -> reason of everything in `extra` that isn't placed.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from statekit.converters.layouts.hyperparameters import Settings
+from statekit.converters.layouts.hyperparameters import Hyperparameters
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape, by_size
 from statekit.state.train_state import Axis, Rule
@@ -16,12 +16,12 @@ _MAX_RANK = 8
 
 
 def with_minimum(
-    found: Settings, factored: Sequence[int], unfactored: Sequence[int]
-) -> tuple[Settings, list[str]]:
+    found: Hyperparameters, factored: Sequence[int], unfactored: Sequence[int]
+) -> tuple[Hyperparameters, list[str]]:
     """Returns settings whose min_dim_size_to_factor fits the slots, and what is open about it.
 
     Args:
-        found: Settings with the usual minimum.
+        found: Hyperparameters with the usual minimum.
         factored: The deciding size of each parameter that is factored.
         unfactored: That of each that could be and isn't.
     """

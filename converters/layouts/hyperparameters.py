@@ -8,31 +8,31 @@ from typing import Any
 
 from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
-from statekit.state.train_state import KnownFrom
+from statekit.state.train_state import Group, KnownFrom
 from statekit.tensors.tree import from_json
 
 
 @dataclass(frozen=True)
-class Settings:
+class Hyperparameters:
     """Hyperparameters of one optimizer, each with where it is known from."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     known_from: Mapping[str, KnownFrom] = field(default_factory=dict)
 
-    def over(self, values: Mapping[str, Any], known: KnownFrom) -> Settings:
+    def over(self, values: Mapping[str, Any], known: KnownFrom) -> Hyperparameters:
         """Returns the settings with other values that outweigh them."""
-        return Settings({**self.values, **values}, {**self.known_from, **dict.fromkeys(values, known)})
+        return Hyperparameters({**self.values, **values}, {**self.known_from, **dict.fromkeys(values, known)})
 
-    def under(self, stronger: Settings) -> Settings:
+    def under(self, stronger: Hyperparameters) -> Hyperparameters:
         """Returns the settings with others that outweigh them."""
-        return Settings({**self.values, **stronger.values}, {**self.known_from, **stronger.known_from})
+        return Hyperparameters({**self.values, **stronger.values}, {**self.known_from, **stronger.known_from})
 
-    def without(self, *names: str) -> Settings:
+    def without(self, *names: str) -> Hyperparameters:
         """Returns the settings without some of them."""
         kept = {name: value for name, value in self.values.items() if name not in names}
-        return Settings(kept, {name: self.known_from[name] for name in kept})
+        return Hyperparameters(kept, {name: self.known_from[name] for name in kept})
 
-    def is_told(self, name: str) -> bool:
+    def is_known(self, name: str) -> bool:
         """Tells whether a hyperparameter was given, or stands in a file, and isn't merely assumed."""
         return self.known_from.get(name, "assumed") != "assumed"
 
@@ -42,32 +42,37 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Member:
+class OptimizerSpec:
     """Parameters that one optimizer moves.
 
     Attributes:
         paths: The parameters.
-        told: What was told about the optimizer.
+        hyperparameters: What is known of the optimizer's.
         settled: Whether that is all that was ever known, so that nothing shall be assumed besides.
     """
 
     paths: tuple[str, ...]
-    told: Settings
+    hyperparameters: Hyperparameters
     settled: bool = False
+
+    def group(self) -> Group:
+        """Returns the parameters as a group of a state."""
+        known = self.hyperparameters
+        return Group(self.paths, known.values, known.known_from)
 
 
 @dataclass(frozen=True)
-class Known:
+class ManifestRecord:
     """What the manifest of a conversion says of its state."""
 
     variant: str | None
     schedule: int
-    groups: tuple[Member, ...]
+    groups: tuple[OptimizerSpec, ...]
     rules: Mapping[str, Any]
     assumptions: tuple[str, ...]
 
 
-def manifest_state(checkpoint: Checkpoint, schema: str) -> Known | None:
+def manifest_state(checkpoint: Checkpoint, schema: str) -> ManifestRecord | None:
     """Reads what a conversion's manifest says of the state, if it is one of this schema.
 
     Raises:
@@ -78,11 +83,17 @@ def manifest_state(checkpoint: Checkpoint, schema: str) -> Known | None:
         return None
     try:
         groups = tuple(
-            Member(tuple(g["paths"]), Settings({**g["hyperparameters"]}, {**g["known_from"]}), settled=True)
+            OptimizerSpec(
+                tuple(g["paths"]),
+                Hyperparameters(g["hyperparameters"], g["known_from"]),
+                settled=True,
+            )
             for g in state["groups"]
         )
         schedule = int(state["counts"]["schedule"])
-        return Known(state["variant"], schedule, groups, {**state["rules"]}, tuple(state["assumptions"]))
+        return ManifestRecord(
+            state["variant"], schedule, groups, {**state["rules"]}, tuple(state["assumptions"])
+        )
     except (KeyError, TypeError, ValueError) as error:
         found = f"{type(error).__name__}: {error}"
         raise StateError(

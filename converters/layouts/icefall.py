@@ -28,7 +28,7 @@ from statekit.optim.scaled_adam_clip import batches
 from statekit.state.schema import all_variants, load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import Shape, Tensor, in_memory
-from statekit.tensors.views import Member, Stack
+from statekit.tensors.views import Slice, Stack
 
 SCHEMA = "scaled_adam"
 JOINT = "unused_size_slots"
@@ -175,7 +175,7 @@ class _Filling:
             self.faults.append((f"{slot} has shape {tensor.shape} for {len(batch)} of {shape}", batch[0]))
             return
         for place, path in enumerate(batch):
-            found.setdefault(path, {})[slot] = Member(tensor, axis, place)
+            found.setdefault(path, {})[slot] = Slice(tensor, axis, place)
 
     def _with_shared(self, group: Group, shared: Mapping[str, Any]) -> Group:
         params = {path: np.zeros(0, np.float32) for path in group.paths}

@@ -20,9 +20,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
-from statekit.converters.layouts.own.statekit_torch import is_plain
-from statekit.converters.layouts.pytorch.parts import PLACES
-from statekit.converters.layouts.pytorch.torch_optim import BY_NAME
+from statekit.converters.layouts.pytorch.parts import PLACES, is_plain
+from statekit.converters.layouts.pytorch.torch_fqn import BY_NAME
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.masters import MASTER
@@ -254,7 +253,7 @@ def _grouped(
         return [{**full[0], "params": list(shapes)}], notes
     without = [_is_without_decay(group) for group in full]
     if len(full) != 2 or without[0] == without[1]:
-        told = [
+        multipliers = [
             ", ".join(f"{k} {group[k]}" for k in _MULTIPLIERS if k in group) or "no multipliers"
             for group in full
         ]
@@ -262,7 +261,7 @@ def _grouped(
             "Nothing tells which parameters the groups move.",
             place=checkpoint.path,
             expected="one group, or one with and one without weight decay",
-            found="; ".join(told),
+            found="; ".join(multipliers),
         )
     params = [
         [name for name, shape in shapes.items() if _has_no_decay(name, shape) == one] for one in without

@@ -27,7 +27,7 @@ from statekit.conversion.contracts import (
 )
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import NO_HINTS, Plan, Request, Side, StepOffset, build_plan
-from statekit.conversion.rule_change import Crossing, best_crossing
+from statekit.conversion.rule_change import RuleChange, best_rule_change
 from statekit.conversion.source_digests import (
     content_digest,
     digest_rest,
@@ -280,10 +280,10 @@ def _prepared(request: Request) -> Iterator[_Prepared]:
         state, offset = with_offset(opened.state, request.step_offset)
         name = request.layout or implied
         layout = choose_layout(container, state.optimizer.schema, name, opened.layout)
-        crossing = crossing_to(layout, state, opened.layout)
-        if crossing is not None:
-            crossing.check(request.require, lambda: _nearest(opened, request))
-            state = crossing.state
+        rule_change = rule_change_to(layout, state, opened.layout)
+        if rule_change is not None:
+            rule_change.check(request.require, lambda: _nearest(opened, request))
+            state = rule_change.state
         encoded, state = _encoded(layout, state)
         if isinstance(container, Fitting):
             encoded = container.fitted(encoded)
@@ -296,7 +296,7 @@ def _prepared(request: Request) -> Iterator[_Prepared]:
         }
         target = Side(container.name, layout.name, encoded.step)
         built = build_plan(
-            opened.checkpoint, opened.layout, state, encoded, target, options, request, crossing
+            opened.checkpoint, opened.layout, state, encoded, target, options, request, rule_change
         )
         built.check()
         yield _Prepared(opened, state, container, layout, encoded, built)
@@ -335,7 +335,7 @@ def with_offset(state: TrainState, asked: StepOffset) -> tuple[TrainState, int |
     return state.with_hyperparameters(step_offset=value), value
 
 
-def crossing_to(layout: Layout, state: TrainState, source: str) -> Crossing | None:
+def rule_change_to(layout: Layout, state: TrainState, source: str) -> RuleChange | None:
     """Returns how a state goes on where a layout is at home; None if it may follow its own rule there.
 
     Args:
@@ -344,7 +344,7 @@ def crossing_to(layout: Layout, state: TrainState, source: str) -> Crossing | No
         source: Name of the layout it is from, which knows the candidates where the state doesn't say its variant.
     """
     schema = state.optimizer.schema
-    return best_crossing(
+    return best_rule_change(
         state, registry.layout(source).variants.get(schema, ()), layout.variants.get(schema, ())
     )
 
@@ -355,7 +355,7 @@ def _nearest(opened: OpenState, request: Request) -> list[str]:
     layouts = [
         one for one in map(registry.layout, registry.layout_names()) if state.optimizer.schema in one.variants
     ]
-    ways = {one.name: crossing_to(one, opened.state, opened.layout) for one in layouts}
+    ways = {one.name: rule_change_to(one, opened.state, opened.layout) for one in layouts}
     return [name for name, way in ways.items() if way is None or way.exactness <= request.require]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from statekit.conversion import registry
 from statekit.conversion.contracts import Exactness
-from statekit.conversion.rule_change import Crossing, best_crossing
+from statekit.conversion.rule_change import RuleChange, best_rule_change
 from statekit.state.schema import load_schema, schema_names
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 
@@ -25,23 +25,23 @@ class Cell:
         schema: The optimizer.
         variant: Whose run it is.
         layout: Where it goes on.
-        crossing: Under which rule; None if under its own.
+        rule_change: Under which rule; None if under its own.
     """
 
     schema: str
     variant: str
     layout: str
-    crossing: Crossing | None
+    rule_change: RuleChange | None
 
     @property
     def exactness(self) -> Exactness:
         """How exactly the run goes on."""
-        return self.crossing.exactness if self.crossing else Exactness.BITWISE
+        return self.rule_change.exactness if self.rule_change else Exactness.BITWISE
 
     @property
     def reasons(self) -> list[str]:
         """Why it isn't equal in real arithmetic, a sentence each."""
-        differences = self.crossing.differences if self.crossing else ()
+        differences = self.rule_change.differences if self.rule_change else ()
         return [str(one) for one in differences if one.exactness > Exactness.ROUNDING]
 
     def to_json(self) -> dict[str, Any]:
@@ -50,10 +50,10 @@ class Cell:
             "schema": self.schema,
             "variant": self.variant,
             "layout": self.layout,
-            "rule": self.crossing.target if self.crossing else self.variant,
+            "rule": self.rule_change.target if self.rule_change else self.variant,
             "exactness": self.exactness.name.lower(),
             "reasons": self.reasons,
-            "made_up": list(self.crossing.made_up) if self.crossing else [],
+            "made_up": list(self.rule_change.compensated_by) if self.rule_change else [],
         }
 
 
@@ -68,7 +68,7 @@ def cells() -> Iterator[Cell]:
                     schema,
                     variant,
                     layout.name,
-                    best_crossing(bare(schema, variant), (), layout.variants[schema]),
+                    best_rule_change(bare(schema, variant), (), layout.variants[schema]),
                 )
 
 

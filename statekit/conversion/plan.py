@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from statekit.conversion.contracts import Encoded, Exactness, Hints
-from statekit.conversion.rule_change import Crossing
+from statekit.conversion.rule_change import RuleChange
 from statekit.errors import InexactError, fault_list, printable
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.state.train_state import TrainState
@@ -114,7 +114,7 @@ class Plan:
         assumptions: What was assumed because the source doesn't say.
         options: What was asked for that changes the result.
         state: Schema, variant, steps, groups, rules: the state without its tensors, as the target has it.
-        crossing: How the run goes on under another rule; None if the target may follow the source's own.
+        rule_change: How the run goes on under another rule; None if the target may follow the source's own.
         findings: What was odd about the source; not part of the digest, as it names places on this machine.
         request: What was asked for, with paths; not part of the digest.
     """
@@ -126,7 +126,7 @@ class Plan:
     assumptions: tuple[str, ...]
     options: Mapping[str, Any]
     state: Mapping[str, Any]
-    crossing: Crossing | None
+    rule_change: RuleChange | None
     findings: tuple[Finding, ...]
     request: Request
 
@@ -139,8 +139,8 @@ class Plan:
     def exactness(self) -> Exactness:
         """The exactness of the least exact tensor, or of the rule; what is dropped of the state counts as `lossy`."""
         whole = [Exactness.LOSSY for _ in _lost(self.dropped)]
-        if self.crossing is not None:
-            whole.append(self.crossing.exactness)
+        if self.rule_change is not None:
+            whole.append(self.rule_change.exactness)
         return max([Exactness.BITWISE, *whole, *(entry.exactness for entry in self.entries)])
 
     @cached_property
@@ -161,7 +161,7 @@ class Plan:
             "assumptions": list(self.assumptions),
             "dropped": dict(self.dropped),
             "state": dict(self.state),
-            "crossing": self.crossing.to_json() if self.crossing is not None else None,
+            "crossing": self.rule_change.to_json() if self.rule_change is not None else None,
             "tensors": [entry.to_json() for entry in self.entries],
         }
 
@@ -204,7 +204,7 @@ def build_plan(
     target: Side,
     options: Mapping[str, Any],
     request: Request,
-    crossing: Crossing | None = None,
+    rule_change: RuleChange | None = None,
 ) -> Plan:
     """Builds the plan of a conversion from names, shapes and dtypes alone.
 
@@ -216,7 +216,7 @@ def build_plan(
         target: What will be written.
         options: What was asked for that changes the result.
         request: What was asked for.
-        crossing: How the state came under another rule, if it did.
+        rule_change: How the state came under another rule, if it did.
     """
     sources = {name for tensor in checkpoint.tensors.values() for name in _stored_names(tensor.to_json())}
     names = tensor_names(encoded.tree)
@@ -229,7 +229,7 @@ def build_plan(
         assumptions=state.assumptions,
         options=to_json(options),
         state=to_json(state.to_json()),
-        crossing=crossing,
+        rule_change=rule_change,
         findings=checkpoint.findings,
         request=request,
     )

@@ -61,7 +61,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class RuleChange:
     """A state under another implementation's rule.
 
     Attributes:
@@ -69,14 +69,14 @@ class Crossing:
         target: The variant that goes on with it.
         state: The state as the target's rule has it, with its hyperparameters.
         differences: What isn't the same, from the worst on.
-        made_up: What hyperparameters make up for, a sentence each.
+        compensated_by: What hyperparameters make up for, a sentence each.
     """
 
     source: str
     target: str
     state: TrainState
     differences: tuple[Difference, ...] = ()
-    made_up: tuple[str, ...] = ()
+    compensated_by: tuple[str, ...] = ()
 
     @property
     def exactness(self) -> Exactness:
@@ -105,17 +105,17 @@ class Crossing:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the crossing as it stands in a plan."""
+        """Returns the rule change as it stands in a plan."""
         return {
             "from": self.source,
             "to": self.target,
             "exactness": self.exactness.name.lower(),
             "differences": [one.to_json() for one in self.differences],
-            "made_up": list(self.made_up),
+            "made_up": list(self.compensated_by),
         }
 
 
-def best_crossing(state: TrainState, sources: Iterable[str], targets: Iterable[str]) -> Crossing | None:
+def best_rule_change(state: TrainState, sources: Iterable[str], targets: Iterable[str]) -> RuleChange | None:
     """Returns how a state goes on in a system that follows other rules; None if it may follow the state's own.
 
     Args:
@@ -127,10 +127,10 @@ def best_crossing(state: TrainState, sources: Iterable[str], targets: Iterable[s
     follow = tuple(targets)
     if not follow or not makers or set(makers) & set(follow):
         return None
-    return min((cross(state, a, b) for a in makers for b in follow), key=lambda one: one.exactness)
+    return min((change_rule(state, a, b) for a in makers for b in follow), key=lambda one: one.exactness)
 
 
-def cross(state: TrainState, source: str, target: str) -> Crossing:
+def change_rule(state: TrainState, source: str, target: str) -> RuleChange:
     """Returns a state as another variant goes on with it.
 
     Args:
@@ -141,28 +141,28 @@ def cross(state: TrainState, source: str, target: str) -> Crossing:
     Raises:
         NotFoundError: The schema has no such variant.
     """
-    way = _Way(load_schema(state.optimizer.schema), source, target, _has(state))
-    groups, found, made_up, shift = [], {}, {}, 0
+    bridge = Bridge(load_schema(state.optimizer.schema), source, target, _has(state))
+    groups, found, compensated_by, shift = [], {}, {}, 0
     for group in state.optimizer.groups:
-        side = way.over(group)
+        side = bridge.over(group)
         found.update({one.what: one for one in side.differences})
-        made_up.update(dict.fromkeys(side.made_up))
+        compensated_by.update(dict.fromkeys(side.compensated_by))
         shift = max(shift, side.shift)
         groups += [replace(group, hyperparameters=side.values, known_from=side.known_from)]
-    if variant_constants(way.schema.name, target).get("decay_exclusions") == "groups":
+    if variant_constants(bridge.schema.name, target).get("decay_exclusions") == "groups":
         groups = [
             part
             for group, old in zip(groups, state.optimizer.groups, strict=True)
-            for part in way.split(group, old)
+            for part in bridge.split(group, old)
         ]
     optimizer = replace(state.optimizer, variant=target, groups=tuple(groups))
     counts = replace(state.counts, updates=state.counts.updates - shift)
-    said = (*state.assumptions, *way.assumed(state.optimizer.groups))
+    said = (*state.assumptions, *bridge.assumed(state.optimizer.groups))
     taken = replace(state, optimizer=optimizer, counts=counts, assumptions=said)
     moved, refactored = _refactored(taken, target)
     moved = _relabelled(moved, target)
     worst_first = sorted([*found.values(), *refactored], key=lambda one: -one.exactness)
-    return Crossing(source, target, moved, tuple(worst_first), tuple(made_up))
+    return RuleChange(source, target, moved, tuple(worst_first), tuple(compensated_by))
 
 
 def _has(state: TrainState) -> Mapping[str, bool]:
@@ -178,12 +178,12 @@ class _Side:
     values: Mapping[str, Any]
     known_from: Mapping[str, Any]
     differences: tuple[Difference, ...]
-    made_up: tuple[str, ...]
+    compensated_by: tuple[str, ...]
     shift: int
 
 
 @dataclass(frozen=True)
-class _Way:
+class Bridge:
     """From one variant to another, for states that have certain things."""
 
     schema: OptimizerSchema

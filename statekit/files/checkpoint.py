@@ -12,6 +12,8 @@ from typing import Any
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree, tensor_names
 
+ATTRIBUTES = "@"
+"""Key in a tree under which formats that give attributes to groups (HDF5) keep those of a group."""
 SEQUENCES_AS_MAPS = "sequences_as_maps"
 """Key in `Checkpoint.meta` of containers that keep a sequence as a map with the keys "0", "1", ... and None as {}."""
 

@@ -15,7 +15,7 @@ from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, index_sh
 
 
 @dataclass(frozen=True)
-class Reaxed:
+class Squeezed:
     """The same values with axes of length 1 put in or taken out: shape (4, 1) as (4,), or the other way round.
 
     Raises:
@@ -23,7 +23,7 @@ class Reaxed:
 
     Example:
         >>> from statekit.tensors.tensor import in_memory
-        >>> Reaxed(in_memory(np.ones((4, 1))), (4,)).read().shape
+        >>> Squeezed(in_memory(np.ones((4, 1))), (4,)).read().shape
         (4,)
     """
 
@@ -85,12 +85,12 @@ class _WithoutAxis:
 
 
 @dataclass(frozen=True)
-class Member(_WithoutAxis):
+class Slice(_WithoutAxis):
     """What stands at one place of an axis, without that axis.
 
     Example:
         >>> from statekit.tensors.tensor import in_memory
-        >>> Member(in_memory(np.arange(6).reshape(2, 3)), 0, 1).read().tolist()
+        >>> Slice(in_memory(np.arange(6).reshape(2, 3)), 0, 1).read().tolist()
         [3, 4, 5]
     """
 
@@ -109,7 +109,7 @@ class Member(_WithoutAxis):
 
 @dataclass(frozen=True)
 class Stack:
-    """Tensors of one shape and dtype along a new axis; undoes `Member`."""
+    """Tensors of one shape and dtype along a new axis; undoes `Slice`."""
 
     tensors: Sequence[Tensor]
     axis: int
@@ -175,7 +175,7 @@ class Mean(_WithoutAxis):
 
 
 @dataclass(frozen=True)
-class Run:
+class Segment:
     """Some values of a tensor of rank 1, one after the other."""
 
     tensor: Tensor
@@ -184,7 +184,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Joined:
+class Concatenated:
     """Runs of flat tensors, one after the other, as one tensor in C order: a parameter that was cut over ranks.
 
     Raises:
@@ -193,11 +193,11 @@ class Joined:
     Example:
         >>> from statekit.tensors.tensor import in_memory
         >>> flat = in_memory(np.arange(6))
-        >>> Joined((Run(flat, 4, 2), Run(flat, 0, 2)), (2, 2)).read().tolist()
+        >>> Concatenated((Segment(flat, 4, 2), Segment(flat, 0, 2)), (2, 2)).read().tolist()
         [[4, 5], [0, 1]]
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[Segment, ...]
     shape: Shape
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from statekit.converters.layouts.own.torch_groups import by_other_names
+from statekit.converters.layouts.own.statekit_torch import by_other_names
 from statekit.dropin.by_name import EXCLUDED, MULTIPLIERS, SCALE, Faults, by_name, factor_rules, path_of
 from statekit.errors import UsageError, fault_list
 from statekit.state.constants import variant_constants

@@ -10,8 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from statekit.arrays.backend import backend
-from statekit.converters.layouts.own.statekit_torch import CLASSES
-from statekit.converters.layouts.own.torch_groups import BY_NAME
+from statekit.converters.layouts.own.statekit_torch import BY_NAME, CLASSES
 from statekit.dropin.by_name import path_of
 from statekit.errors import StateError, fault_list
 from statekit.optim.run import counts_apart

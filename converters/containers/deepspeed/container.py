@@ -29,7 +29,7 @@ from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Cast, Shape, Tensor
 from statekit.tensors.tree import Record, Tree, to_json
-from statekit.tensors.views import Joined, Run
+from statekit.tensors.views import Concatenated, Segment
 
 _ENGINE = {
     "buffer_names", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
@@ -233,7 +233,7 @@ def _frozen(models: list[dict[str, Any]], name: str, shape: Shape, place: str) -
     left = [min(length, max(0, count - rank * length)) for rank in range(len(models))]
     if len(parts) != len(models) or any(part.shape[0] < n for part, n in zip(parts, left, strict=True)):
         raise CorruptError("The ranks' parts don't make up a frozen parameter.", place=f"{name} in {place}")
-    return Joined(tuple(Run(part, 0, n) for part, n in zip(parts, left, strict=True) if n), shape)
+    return Concatenated(tuple(Segment(part, 0, n) for part, n in zip(parts, left, strict=True) if n), shape)
 
 
 def _apart(models: list[dict[str, Any]]) -> dict[int, Tree]:

@@ -20,7 +20,7 @@ from statekit.errors import CorruptError, FormatError
 from statekit.files.checkpoint import Finding
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Record, Tree
-from statekit.tensors.views import Joined, Run
+from statekit.tensors.views import Concatenated, Segment
 
 _STATE = "optimizer_state.pt"
 _STEP = "step"
@@ -94,7 +94,7 @@ def _shaped(node: Any, shape: Shape, file: Path) -> Tensor:
         raise CorruptError(
             "A parameter has another shape than it had.", place=file, expected=shape, found=tensor.shape
         )
-    return Joined((Run(tensor, 0, math.prod(shape)),), shape)
+    return Concatenated((Segment(tensor, 0, math.prod(shape)),), shape)
 
 
 def _step_of(held: Mapping[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from statekit.converters.containers.deepspeed.files import MASTER, require
 from statekit.errors import CorruptError, FormatError
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Record, Tree
-from statekit.tensors.views import Joined, Run
+from statekit.tensors.views import Concatenated, Segment
 
 Shapes: TypeAlias = Sequence[Mapping[str, Shape]]
 """For each group of the optimizer, the shape of each parameter by name, in order."""
@@ -209,4 +209,4 @@ def _joined(held: Sequence[tuple[Any, int, int]], shape: Shape, place: str) -> T
             place=place,
             found="; ".join(str(getattr(flat, "shape", flat)) for flat in short[:3]),
         )
-    return Joined(tuple(Run(flat, start, n) for flat, start, n in held), shape)
+    return Concatenated(tuple(Segment(flat, start, n) for flat, start, n in held), shape)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
+from statekit.files.checkpoint import ATTRIBUTES
 from statekit.tensors.tensor import DTYPES, Array, DType, Index, Shape, Stored
 from statekit.tensors.tree import MAX_DEPTH, MAX_NODES
 
@@ -99,8 +100,6 @@ def _heap_names(heap: bytes, free: int) -> dict[str, int]:
 if TYPE_CHECKING:
     import h5py
 
-ATTRIBUTES = "@"
-"""Key of a group's attributes."""
 MAX_ATTRIBUTE = 64 * 2**20
 """The largest attribute, in bytes."""
 MAX_ATTRIBUTES = 1000

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from statekit.converters.formats.hdf5.reader import ATTRIBUTES
 from statekit.errors import FormatError, fault_list
+from statekit.files.checkpoint import ATTRIBUTES
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import DTYPES, Tensor, blocks, index_shape
 from statekit.tensors.tree import Tree, walk

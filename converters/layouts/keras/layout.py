@@ -17,21 +17,20 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from statekit.conversion.contracts import Encoded, Evidence, Exactness, Hints
-from statekit.converters.containers.keras_h5 import CONFIG, SAYINGS
-from statekit.converters.formats.hdf5.reader import ATTRIBUTES
-from statekit.converters.layouts.dropped import unplaced
+from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.hyperparameters import manifest_state
-from statekit.converters.layouts.keras.slots import Kept, numbered
 from statekit.converters.layouts.keras.state import (
     HOME,
     NO_RATE,
     SCHEMAS,
     VARIANT,
+    Kept,
     Named,
     Parts,
     by_config,
     by_name,
     kind_of,
+    numbered,
     order_of,
     rate_of,
     state_of,
@@ -39,6 +38,7 @@ from statekit.converters.layouts.keras.state import (
     variables_of,
 )
 from statekit.converters.layouts.keras.variables import (
+    CONFIG,
     VARIABLES,
     Order,
     Variable,
@@ -48,12 +48,14 @@ from statekit.converters.layouts.keras.variables import (
     without,
 )
 from statekit.errors import StateError
-from statekit.files.checkpoint import Checkpoint
+from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
 
 OPTIMIZER = "optimizer"
+SAYINGS = "statekit_keras"
+"""Attribute of a whole file in which statekit says what Keras doesn't: the names of all variables."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Keras:
         rows = [own[key] for key in map(str, range(len(own))) if key in own]
         if len(rows) != len(own):
             raise StateError("The optimizer's variables aren't numbered from 0 on.", place=checkpoint.path)
-        found = numbered(named.schema, rows, named.told(hints), trained)
+        found = numbered(named.schema, rows, named.known_kept(hints), trained)
         order = _order(tree, every, hints, found.shapes, config)
         frozen = frozen_of(tree, every, order)
         parts = Parts(
@@ -140,7 +142,7 @@ RATE_PLACE = f"{OPTIMIZER}/{VARIABLES}/1"
 
 def left_out(state: TrainState) -> dict[str, str]:
     """Returns what a file of Keras has no place for."""
-    dropped = unplaced(state.extra, (HOME,), "a file of Keras")
+    dropped = dropped_from(state.extra, (HOME,), "a file of Keras")
     if "graph" in home_in(state):
         dropped[f"extra/{HOME}/graph"] = "the objects of tf.train.Checkpoint that aren't parameters"
     return dropped

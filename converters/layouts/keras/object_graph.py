@@ -1,12 +1,4 @@
-"""Optimizers of Keras 3 in `tf.train.Checkpoint`: layouts `tf2-keras` and `tf2-statekit`, of statekit.tensorflow's own.
-
-    optimizer/_variables/<n>/.ATTRIBUTES/VARIABLE_VALUE             step, rate, slots, in the order of their making
-    optimizer/_trainable_variables/<n>/.ATTRIBUTES/VARIABLE_VALUE   the parameters that it moves
-    model/...                                                       what it doesn't
-
-Keys are the shortest ways through the objects; which variable is what, the object graph says, and each variable's name.
-TensorFlow restores by those ways: a state from elsewhere has the optimizer's lists, and each parameter below `model` by
-its path. Where nobody said the learning rate, its place is left out, and a restored optimizer keeps its own.
+"""The objects of a `tf.train.Checkpoint` with an optimizer of Keras 3: found in its graph, put back, or made anew.
 
 Source: tensorflow/tensorflow, python/checkpoint/checkpoint.py; keras-team/keras,
 keras/src/backend/tensorflow/optimizer.py.
@@ -15,285 +7,278 @@ keras/src/backend/tensorflow/optimizer.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from statekit.conversion.contracts import Encoded, Evidence, Hints
-from statekit.converters.layouts.hyperparameters import manifest_state
-from statekit.converters.layouts.keras.layout import home_in
-from statekit.converters.layouts.keras.objects import (
-    BASE_LISTS,
-    ITERATIONS,
-    TRAINED,
-    VARIABLES,
-    Found,
-    Row,
-    encoded_graph,
-    found_optimizer,
-    frozen_keys,
-    graph_home,
-    tensors_of,
-    values_of,
-)
-from statekit.converters.layouts.keras.slots import (
+import numpy as np
+
+from statekit.conversion.contracts import Encoded
+from statekit.converters.layouts.dropped import dropped_from
+from statekit.converters.layouts.keras.state import (
     ACCUMULATOR,
     AVERAGE,
+    HOME,
     ITERATION,
     RATE,
-    numbered,
-    places,
-)
-from statekit.converters.layouts.keras.state import (
-    HOME,
-    SCHEMAS,
-    VARIANT,
-    Named,
-    Parts,
-    by_name,
-    kind_of,
+    Kept,
     order_of,
-    rate_of,
-    state_of,
-    usual_name,
-    variables_of,
 )
-from statekit.converters.layouts.keras.statekit_keras_state import (
-    CLASSES,
-    SEPARATOR,
-    Own,
-    named_slots,
-    own_by_name,
-    own_state,
-    own_variables,
-    paths_of,
-)
+from statekit.converters.layouts.keras.variables import CONFIG
 from statekit.errors import StateError, fault_list
-from statekit.files.checkpoint import Checkpoint
-from statekit.optim.run import stepped_variants
-from statekit.state.schema import load_schema
+from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
 from statekit.state.train_state import TrainState
-from statekit.tensors.tensor import Tensor
+from statekit.tensors.object_graph import GRAPH, SAVE_COUNTER, SUFFIX, Builder, Graph
+from statekit.tensors.tensor import Tensor, in_memory
 
-_MOMENTS = {"m": "_momentums", "v": "_velocities", "v_max": "_velocity_hats"}
-LISTS = {"adafactor": {"v_row": "_r", "v_col": "_c", "v": "_v"}, "adamw": _MOMENTS, "lamb": _MOMENTS}
+VARIABLES, TRAINED = "_variables", "_trainable_variables"
+ITERATIONS, _RATE = "_iterations", "_learning_rate"
+BASE_LISTS = {AVERAGE: "_model_variables_moving_average", ACCUMULATOR: "_accumulated_gradients"}
 _SHOWN = 40
 
 
 @dataclass(frozen=True)
-class KerasGraph:
-    """Keras' own optimizers."""
+class Found:
+    """An optimizer in a checkpoint.
 
-    name: str = "tf2-keras"
-    title: str = "Keras 3's Adafactor, LAMB, Adam and AdamW in tf.train.Checkpoint"
-    containers: tuple[str, ...] = ("tf-bundle",)
-    variants: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: dict.fromkeys(("adafactor", "lamb", "adamw"), (VARIANT,))
-    )
+    Attributes:
+        graph: The objects.
+        node: Its number.
+        name: What it is called, as its variables' names begin.
+        own: Key and name of each of its variables, in their order.
+        moved: Key and name of each parameter that it moves, in their order.
+    """
 
-    def detect(self, checkpoint: Checkpoint) -> Evidence | None:
-        """Looks for an optimizer's lists in the object graph."""
-        found = found_optimizer(checkpoint.tree, checkpoint.path)
-        if found is None or _is_own(found):
-            return None
-        return Evidence(30, f"an object with {VARIABLES}, {TRAINED} and {ITERATIONS}: {found.name}")
+    graph: Graph
+    node: int
+    name: str
+    own: tuple[tuple[str, str], ...]
+    moved: tuple[tuple[str, str], ...]
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
-        """Returns the canonical state.
+    def has(self, child: str) -> bool:
+        """Tells whether the optimizer has something of this name."""
+        return child in self.graph.nodes[self.node].children
 
-        Raises:
-            StateError: Nothing tells which optimizer it is, or shapes and names contradict each other.
-            UsageError: A hint that the schema doesn't know.
-        """
-        tree, found = checkpoint.tree, found_optimizer(checkpoint.tree, checkpoint.path)
-        named = _named(found) if found else None
-        if found is None or named is None:
-            raise StateError(
-                "The checkpoint doesn't say which optimizer of Keras it is about.",
-                place=checkpoint.path,
-                expected=", ".join(SCHEMAS),
-                found=found.name if found else "none",
-            )
-        slots = numbered(named.schema, tensors_of(tree, found.own, checkpoint.path), vars(found.kept()))
-        params = dict(zip((name for _, name in found.moved), tensors_of(tree, found.moved, ""), strict=True))
-        _check(params, slots.shapes, found, checkpoint.path)
-        frozen = frozen_keys(tree, found)
-        order = [*params]
-        owners = [
-            (None if i is None else order[i], what)
-            for i, what, _ in places(named.schema, slots.shapes, slots.kept)
-        ]
-        placed = {name: key for key, name in found.moved} | frozen
-        home = graph_home(tree, found, placed, owners, self.name)
-        parts = Parts(named, slots, params, {name: tree[key] for name, key in frozen.items()}, (), home)
-        return state_of(parts, HOME, manifest_state(checkpoint, named.schema), hints)
+    @property
+    def by_path(self) -> bool:
+        """Whether slots are named `<optimizer>/<path>/<slot>`, which Keras' own optimizers never do."""
+        slots = (name.removeprefix(f"{self.name}/").rpartition("/")[0] for _, name in self.own)
+        return (
+            not self.has("_momentums") and not self.has("_r") and bool({*slots} - {""}) and bool(self.moved)
+        )
 
-    def encode(self, state: TrainState) -> Encoded:
-        """Returns the flat tree of keys.
-
-        Raises:
-            InexactError: No optimizer of Keras holds the state; lists every reason.
-        """
-        home = home_in(state)
-        kept, rows = variables_of(state, home, self.name)
-        kind, schema = kind_of(state, home), state.optimizer.schema
-        order = order_of(state)
-        silent = kept.rate and rate_of(state) is None
-        name = usual_name(kind)
-        own = [
-            Row(None if i is None else order[i], what, _full_name(name, order, i, what, schema), tensor)
-            for i, what, tensor in rows
-        ]
-        return encoded_graph(state, home, name, LISTS[schema], own, silent, self.name)
-
-
-def _named(found: Found) -> Named | None:
-    named = by_name(found.name)
-    if found.has("_r") and found.has("_c"):
-        return Named("Adafactor")
-    if named is None or named.kind == "Adafactor" or not found.has("_momentums"):
-        return None
-    return named
-
-
-def _check(
-    params: Mapping[str, Tensor], shapes: Sequence[tuple[int, ...]], found: Found, place: object
-) -> None:
-    """Checks that slots are those of the parameters, by their shapes, and by their names where these say it."""
-    faults = [
-        (f"has shape {tensor.shape}, its slots {shape}", path)
-        for (path, tensor), shape in zip(params.items(), shapes, strict=False)
-        if tensor.shape != shape
-    ]
-    if len(params) != len(shapes) or len(params) != len(found.moved):
-        faults.append((f"there are slots of {len(shapes)}", f"{len(found.moved)} parameters"))
-    ends = ("_momentum", "_velocity")
-    flat = {path.replace("/", "_") for path in params}
-    said = [name.removeprefix(f"{found.name}/") for _, name in found.own if name.endswith(ends)]
-    faults += [
-        ("is the slot of no parameter", name)
-        for name in said
-        if name.removesuffix(ends[0]).removesuffix(ends[1]) not in flat
-    ]
-    if faults:
-        raise StateError(
-            f"The slots don't fit the parameters: {len(faults)} faults.",
-            place=place,
-            found=fault_list(faults[:_SHOWN]),
+    def kept(self) -> Kept:
+        """Returns what it keeps besides its slots."""
+        rate = self.graph.child(self.node, _RATE)
+        return Kept(
+            rate is not None and self.graph.nodes[rate].variable is not None,
+            self.has(BASE_LISTS[AVERAGE]),
+            self.has(BASE_LISTS[ACCUMULATOR]),
+            self.has("_velocity_hats"),
         )
 
 
-def _full_name(name: str, order: Sequence[str], i: int | None, what: str, schema: str) -> str:
-    """Returns what Keras calls a variable of an optimizer."""
-    if i is None:
-        return f"{name}/{what}"
-    if what in ("v_row", "v_col"):
-        return f"{name}/{order[i].rpartition('/')[2]}"
-    alias = "velocity" if schema == "adafactor" and what == "v" else _alias(schema, what)
-    return f"{name}/{order[i].replace('/', '_')}_{alias}"
+def found_optimizer(checkpoint: Checkpoint) -> Found | None:
+    """Returns the one optimizer of Keras 3 in a checkpoint; None if there is none.
+
+    Raises:
+        StateError: There are several.
+    """
+    graph = Graph.from_record(checkpoint.meta.get(GRAPH))
+    if graph is None or not isinstance(checkpoint.tree, Mapping) or GRAPH not in checkpoint.tree:
+        return None
+    wanted = {VARIABLES, TRAINED, ITERATIONS}
+    found = [i for i, node in enumerate(graph.nodes) if wanted <= node.children.keys()]
+    if len(found) > 1:
+        raise StateError(
+            "The checkpoint holds several optimizers of Keras.",
+            place=checkpoint.path,
+            found=f"{len(found)} of them",
+        )
+    if not found:
+        return None
+    children = graph.nodes[found[0]].children
+    own, moved = (values_of(graph, children[name]) for name in (VARIABLES, TRAINED))
+    step = graph.nodes[children[ITERATIONS]].variable
+    if step is None or not own or not moved:
+        return None
+    return Found(graph, found[0], step.full_name.rpartition("/")[0], own, moved)
 
 
-def _alias(schema: str, slot: str) -> str:
-    slots = load_schema(schema).slots
-    return slots[slot].aliases[VARIANT] if slot in slots else slot
+def values_of(graph: Graph, node: int) -> tuple[tuple[str, str], ...]:
+    """Returns key and name of each variable in a list."""
+    values = (graph.nodes[item].variable for item in graph.items(node))
+    return tuple((value.key, value.full_name) for value in values if value is not None)
+
+
+def frozen_keys(tree: Mapping[str, Any], found: Found) -> dict[str, str]:
+    """Returns names and keys of the model's variables that the optimizer doesn't move."""
+    taken = {key for key, _ in (*found.own, *found.moved)}
+    values = (node.variable for node in found.graph.nodes)
+    return {
+        value.full_name: value.key
+        for value in values
+        if value is not None
+        and value.key not in taken
+        and value.full_name not in {name for _, name in found.moved}
+        and isinstance(tree.get(value.key), Tensor)
+        and tree[value.key].dtype.kind in "fV"
+    }
+
+
+def tensors_of(tree: Mapping[str, Any], rows: Sequence[tuple[str, str]], place: object) -> list[Tensor]:
+    """Returns the values of variables, given by key and name.
+
+    Raises:
+        StateError: The checkpoint lacks some; lists every one.
+    """
+    faults = [("isn't there, or no array", key) for key, _ in rows if not isinstance(tree.get(key), Tensor)]
+    if faults:
+        raise StateError(
+            "The object graph speaks of values that there aren't.",
+            place=place,
+            found=fault_list(faults[:_SHOWN]),
+        )
+    return [tree[key] for key, _ in rows]
+
+
+def graph_home(
+    tree: Mapping[str, Any],
+    found: Found,
+    placed: Mapping[str, str],
+    owners: Sequence[tuple[str | None, str]],
+    layout: str,
+) -> dict[str, Any]:
+    """Returns the objects of a checkpoint, and where in it everything lies.
+
+    Args:
+        tree: The checkpoint's.
+        found: Its optimizer.
+        placed: Key of each parameter.
+        owners: For each of the optimizer's variables, its parameter's path, and what it is.
+        layout: Who reads them.
+    """
+    taken = {*placed.values(), *(key for key, _ in found.own), GRAPH}
+    own = [[key, path, what] for (key, _), (path, what) in zip(found.own, owners, strict=True)]
+    others = {key: value for key, value in tree.items() if key not in taken}
+    found_here = {"objects": tree[GRAPH], "places": dict(placed), "own": own, "others": others}
+    return {"graph": {**found_here, "layout": layout}}
 
 
 @dataclass(frozen=True)
-class StatekitGraph:
-    """The optimizers of statekit.tensorflow."""
+class Row:
+    """One of an optimizer's variables: its parameter's path, what it is, its name, its value."""
 
-    name: str = "tf2-statekit"
-    title: str = "a run with an optimizer of statekit.tensorflow in tf.train.Checkpoint"
-    containers: tuple[str, ...] = ("tf-bundle",)
-    variants: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: {schema: stepped_variants(schema) for schema in CLASSES}
-    )
-
-    def detect(self, checkpoint: Checkpoint) -> Evidence | None:
-        """Looks for an optimizer whose slots are named by paths."""
-        found = found_optimizer(checkpoint.tree, checkpoint.path)
-        if found is None or not _is_own(found):
-            return None
-        return Evidence(30, f"an object with {VARIABLES}, named as {found.own[-1][1]}")
-
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
-        """Returns the canonical state; hints are canonical.
-
-        Raises:
-            StateError: Nothing tells which optimizer it is, or names don't fit; lists every fault.
-            UsageError: A hint that the schema doesn't know.
-        """
-        tree, found = checkpoint.tree, found_optimizer(checkpoint.tree, checkpoint.path)
-        if found is None:
-            raise StateError("The checkpoint holds no optimizer of Keras.", place=checkpoint.path)
-        params = dict(zip((name for _, name in found.moved), tensors_of(tree, found.moved, ""), strict=True))
-        named = named_slots(_by_name(tree, found))
-        own = own_by_name(found.name, named)
-        if own is None or len(params) != len(paths_of(named)) or len(params) != len(found.moved):
-            raise StateError(
-                "The checkpoint doesn't say which optimizer of statekit.tensorflow it is about.",
-                place=checkpoint.path,
-                expected=f"{', '.join(CLASSES.values())}, with slots of {len(params)} parameters",
-                found=f"{found.name}, slots of {len(paths_of(named))}",
-            )
-        moved = params
-        if {*params} != {*paths_of(named)}:
-            moved = dict(zip(paths_of(named), params.values(), strict=True))
-        frozen = frozen_keys(tree, found)
-        owners = [_owner(key) for key in _by_name(tree, found)]
-        placed = dict(zip(moved, (key for key, _ in found.moved), strict=True)) | frozen
-        home = graph_home(tree, found, placed, owners, self.name)
-        others = {name: tree[key] for name, key in frozen.items()}
-        known = manifest_state(checkpoint, own.schema)
-        return own_state(own, named, moved, others, {HOME: home}, known, hints)
-
-    def encode(self, state: TrainState) -> Encoded:
-        """Returns the flat tree of keys.
-
-        Raises:
-            InexactError: No optimizer of statekit.tensorflow goes on with the state.
-        """
-        home = home_in(state)
-        held = own_variables(state, home)
-        silent = RATE not in held and not home.get("schedule")
-        name = Own(CLASSES[state.optimizer.schema]).usual_name
-        before = [(ITERATION, held.pop(ITERATION))]
-        if silent or RATE in held:
-            before.append((RATE, held.pop(RATE, before[0][1])))
-        first = [key for what in (AVERAGE, ACCUMULATOR) for key in held if key.endswith(f"{SEPARATOR}{what}")]
-        rows = [Row(None, key, f"{name}/{key}", tensor) for key, tensor in before]
-        for key in [*first, *(key for key in held if key not in first)]:
-            owner, what = _owner(key)
-            flat = f"{str(owner).replace('/', '_')}_{what}" if key in first else f"{owner}/{what}"
-            rows.append(Row(owner, what, f"{name}/{flat}", held[key]))
-        return encoded_graph(state, home, name, {}, rows, silent, self.name)
+    path: str | None
+    what: str
+    full_name: str
+    tensor: Tensor
 
 
-def _owner(key: str) -> tuple[str | None, str]:
-    """Returns the path that a variable of statekit.tensorflow belongs to, and what it is."""
-    owner, _, what = key.replace(SEPARATOR, "/").rpartition("/")
-    return owner or None, what
+def encoded_graph(
+    state: TrainState,
+    home: Mapping[str, Any],
+    name: str,
+    lists: Mapping[str, str],
+    rows: Sequence[Row],
+    silent: bool,
+    layout: str,
+) -> Encoded:
+    """Returns the tree of a checkpoint: with the objects that it had if it had all these, else with new ones.
+
+    Args:
+        state: The state.
+        home: What it has from files of Keras.
+        name: What the optimizer is called.
+        lists: Slot -> the optimizer's list of them.
+        rows: The optimizer's variables in their order.
+        silent: Whether the learning rate, the second of them, is left out.
+        layout: Who writes: another layout's objects have other names.
+    """
+    order = order_of(state)
+    frozen = [path for path in state.params if path not in {*order}]
+    dropped = dropped_from(state.extra, (HOME,), "tf.train.Checkpoint")
+    if "tree" in home:
+        dropped[f"extra/{HOME}/tree"] = (
+            "what a file of Keras has besides: its config, states that aren't parameters"
+        )
+    had = home.get("graph")
+    if had and had["layout"] == layout and not silent and _same(had, order, frozen, rows):
+        tree = {**had["others"], GRAPH: had["objects"]}
+        tree |= {key: row.tensor for (key, _, _), row in zip(had["own"], rows, strict=True)}
+        tree |= {had["places"][path]: tensor for path, tensor in state.params.items()}
+        return Encoded(tree, state.counts.updates, dropped=dropped)
+    if had:
+        dropped |= {f"extra/{HOME}/graph/{key}": "the objects are new ones" for key in had["others"]}
+    tree = _new(state, home, name, lists, rows, silent)
+    return Encoded(tree, state.counts.updates, dropped=dropped)
 
 
-def _is_own(found: Found) -> bool:
-    """Tells whether slots are named as statekit.tensorflow does: `<optimizer>/<path>/<slot>`."""
-    names = {name for _, name in found.moved}
-    slots = (name.removeprefix(f"{found.name}/").rpartition("/")[0] for _, name in found.own)
-    return not found.has("_momentums") and not found.has("_r") and bool({*slots} - {""}) and bool(names)
+def _same(had: Mapping[str, Any], order: Sequence[str], frozen: Sequence[str], rows: Sequence[Row]) -> bool:
+    own = [(path, what) for _, path, what in had["own"]]
+    return {*had["places"]} == {*order, *frozen} and own == [(row.path, row.what) for row in rows]
 
 
-def _by_name(tree: Mapping[str, Any], found: Found) -> dict[str, Tensor]:
-    """Returns the optimizer's variables by the names that they have in Keras' files."""
-    tensors = tensors_of(tree, found.own, found.name)
-    by_key = dict(zip((key for key, _ in found.own), tensors, strict=True))
-    listed = {}
-    for what, attribute in BASE_LISTS.items():
-        node = found.graph.child(found.node, attribute)
-        values = values_of(found.graph, node) if node is not None else ()
-        for (key, _), (_, path) in zip(values, found.moved, strict=False):
-            listed[key] = f"{path}/{what}"
-    names = {key: listed.get(key, name.removeprefix(f"{found.name}/")) for key, name in found.own}
-    return {names[key].replace("/", SEPARATOR): tensor for key, tensor in by_key.items()}
+def _new(
+    state: TrainState,
+    home: Mapping[str, Any],
+    name: str,
+    lists: Mapping[str, str],
+    rows: Sequence[Row],
+    silent: bool,
+) -> dict[str, Any]:
+    order = order_of(state)
+    builder, tree = Builder(), dict[str, Any]()
+    operations = _operations(home)
+    optimizer = builder.at(("optimizer",))
+    builder.add(builder.at(("model",)), "optimizer", optimizer)
+    trained = builder.add(optimizer, TRAINED)
+    for i, path in enumerate(order):
+        key = f"optimizer/{TRAINED}/{i}"
+        node = builder.free(path, key)
+        builder.add(trained, str(i), node)
+        _model_place(builder, path, node)
+        tree[key + SUFFIX] = state.params[path]
+    for path, tensor in state.params.items():
+        if path not in {*order}:
+            key = f"model/{path}"
+            node = builder.free(path, key)
+            _model_place(builder, path, node)
+            layer, _, rest = path.partition("/")
+            if layer in operations and rest:  # where a Functional model holds its layers
+                inside = ("model", "_operations", str(operations[layer]), *rest.split("/")[:-1])
+                builder.add(builder.at(inside), rest.rpartition("/")[2], node)
+            tree[key + SUFFIX] = tensor
+    held = builder.add(optimizer, VARIABLES)
+    attributes = {ITERATION: ITERATIONS, RATE: _RATE}
+    for number, row in enumerate(rows):
+        if silent and row.what == RATE and row.path is None:
+            continue
+        alone = attributes.get(row.what) if row.path is None else None
+        key = f"optimizer/{alone}" if alone else f"optimizer/{VARIABLES}/{number}"
+        node = builder.free(row.full_name, key)
+        builder.add(held, str(number), node)
+        if alone:
+            builder.add(optimizer, alone, node)
+        elif row.path in {*order} and (listed := {**lists, **BASE_LISTS}.get(row.what)):
+            above = builder.at(("optimizer", listed))
+            builder.add(above, str(order.index(row.path)), node)
+        tree[key + SUFFIX] = row.tensor
+    builder.variable(0, SAVE_COUNTER, SAVE_COUNTER, SAVE_COUNTER)
+    tree[SAVE_COUNTER + SUFFIX] = in_memory(np.asarray(1, np.int64), SAVE_COUNTER)
+    return {**tree, GRAPH: builder.done().to_record()}
 
 
-KERAS = KerasGraph()
-STATEKIT = StatekitGraph()
+def _operations(home: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the numbers of a Functional model's layers by their names, if its config is known."""
+    config = home.get("tree", {}).get(ATTRIBUTES, {}).get(CONFIG)
+    if not isinstance(config, Mapping) or config.get("class_name") != "Functional":
+        return {}
+    layers = config.get("config", {}).get("layers", ())
+    return {str(layer.get("name")): i for i, layer in enumerate(layers) if isinstance(layer, Mapping)}
+
+
+def _model_place(builder: Builder, path: str, node: int) -> None:
+    """Puts a variable below the model by its path, unless that would lead into the optimizer."""
+    parts = path.split("/")
+    if parts[0] != "optimizer":
+        builder.add(builder.at(("model", *parts[:-1])), parts[-1], node)

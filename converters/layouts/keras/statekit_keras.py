@@ -3,19 +3,23 @@
     optimizer/vars/iteration, learning_rate, net:dense:kernel:m, groups:0:model_norms ...
 
 Slots have names, with `:` for the slashes of a path; the model's variables are numbered as Keras does it, and found by
-the names of their layers. Settings stand in the config of a `.keras` file; a `.weights.h5` file has none of them.
+the names of their layers. Hyperparameters stand in the config of a `.keras` file; a `.weights.h5` file has none.
 
 Source: statekit/tensorflow/optimizer.py, `Engine.save_own_variables`, `get_config`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
-from statekit.converters.formats.hdf5.reader import ATTRIBUTES
-from statekit.converters.layouts.hyperparameters import manifest_state
+from statekit.converters.layouts.factor_inference import shown_rule
+from statekit.converters.layouts.hyperparameters import ManifestRecord, manifest_state
 from statekit.converters.layouts.keras.layout import (
     OPTIMIZER,
     attribute,
@@ -29,24 +33,337 @@ from statekit.converters.layouts.keras.layout import (
     saved_order,
     with_config,
 )
-from statekit.converters.layouts.keras.state import HOME
-from statekit.converters.layouts.keras.statekit_keras_state import (
-    CLASSES,
-    MODULE,
-    Own,
-    arguments,
-    named_slots,
-    own_by_config,
-    own_by_name,
-    own_state,
-    own_variables,
-    paths_of,
+from statekit.converters.layouts.keras.state import ACCUMULATOR, HOME, ITERATION, RATE, calls_of
+from statekit.converters.layouts.keras.variables import (
+    VARIABLES,
+    Order,
+    Variable,
+    by_names,
+    snake_case,
+    variables,
 )
-from statekit.converters.layouts.keras.variables import VARIABLES, Order, Variable, by_names, variables
-from statekit.errors import StateError
-from statekit.files.checkpoint import Checkpoint
+from statekit.errors import InexactError, StateError, fault_list
+from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
 from statekit.optim.run import stepped_variants
-from statekit.state.train_state import TrainState
+from statekit.state.constants import variant_constants
+from statekit.state.factoring import map_entries
+from statekit.state.options import FACTOR, KERAS, RATE_NAMES, offered, rule_of
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState
+from statekit.tensors.tensor import DTYPES, Tensor, in_memory
+
+CLASSES = {
+    "adafactor": "Adafactor", "scaled_adam": "ScaledAdam", "lans": "LANS", "lamb": "LAMB", "adamw": "AdamW",
+}  # fmt: skip
+"""Schema -> class."""
+MODULE = "statekit.tensorflow.optimizers"
+SEPARATOR = ":"
+GROUPS = "groups"
+_SCHEMAS = {kind: schema for schema, kind in CLASSES.items()}
+_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class Own:
+    """Which optimizer of statekit.tensorflow a file is about.
+
+    Attributes:
+        kind: Its class.
+        config: Its arguments, if the file has them.
+    """
+
+    kind: str
+    config: Mapping[str, Any] | None = None
+
+    @property
+    def schema(self) -> str:
+        """Its schema."""
+        return _SCHEMAS[self.kind]
+
+    @property
+    def usual_name(self) -> str:
+        """What it is called unless it was given a name."""
+        return snake_case(self.kind)
+
+    def said(self, name: str, usual: Any = None) -> Any:
+        """Returns an argument."""
+        return (self.config or {}).get(name, usual)
+
+    def variable_of(self, path: str) -> str:
+        """Returns the path of the variable that goes by a canonical path."""
+        names = self.said("names", {})
+        return next((here for here, there in names.items() if there == path), path)
+
+
+def own_by_config(config: Any) -> Own | None:
+    """Returns the optimizer of a model's config; None if it isn't one of statekit.tensorflow."""
+    compiled = config.get("compile_config") if isinstance(config, Mapping) else None
+    optimizer = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
+    if not isinstance(optimizer, Mapping) or not isinstance(optimizer.get("config"), Mapping):
+        return None
+    package, _, kind = str(optimizer.get("registered_name")).partition(">")
+    return Own(kind, optimizer["config"]) if package == "statekit" and kind in _SCHEMAS else None
+
+
+def own_by_name(name: Any, named: Mapping[str, Mapping[str, Tensor]]) -> Own | None:
+    """Returns the optimizer that goes by a name, else the only one that has such slots."""
+    plain = re.sub(r"_\d+$", "", name) if isinstance(name, str) else ""
+    by_name = {snake_case(kind): kind for kind in _SCHEMAS}
+    if plain in by_name:
+        return Own(by_name[plain])
+    slots = {slot for own in named.values() for slot in own} - {ITERATION, RATE, ACCUMULATOR}
+    fits = [kind for kind, schema in _SCHEMAS.items() if slots and slots <= load_schema(schema).slots.keys()]
+    return Own(fits[0]) if len(fits) == 1 else None
+
+
+def named_slots(variables: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Returns variables by what they belong to (`""` for the optimizer itself) and their names."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in variables.items():
+        owner, _, name = key.rpartition(SEPARATOR)
+        found.setdefault(owner.replace(SEPARATOR, "/"), {})[name] = tensor
+    return found
+
+
+def paths_of(named: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
+    """Returns the parameters that have slots, in the order in which they were written."""
+    return [owner for owner in named if owner and not re.fullmatch(rf"{GROUPS}/\d+", owner)]
+
+
+def own_state(
+    own: Own,
+    named: Mapping[str, Mapping[str, Tensor]],
+    moved: Mapping[str, Tensor],
+    frozen: Mapping[str, Tensor],
+    extra: Mapping[str, Any],
+    known: ManifestRecord | None,
+    hints: Hints,
+) -> TrainState:
+    """Returns the canonical state.
+
+    Args:
+        own: The optimizer.
+        named: Its variables.
+        moved: The parameters that have slots, in the model's order; slots stand in that of groups.
+        frozen: Other parameters.
+        extra: What the files hold besides.
+        known: What a conversion's manifest says.
+        hints: What the user says.
+
+    Raises:
+        StateError: It makes no state; lists every fault.
+        UsageError: A hint that the schema doesn't know.
+    """
+    variant = hints.variant or own.said("variant") or (known.variant if known else None)
+    schema, faults = load_schema(own.schema), list[tuple[str, str]]()
+    rate = named.get("", {}).get(RATE)
+    groups, notes = _groups(own, variant, tuple(paths_of(named)), rate, known)
+    groups = tuple(
+        Group(g.paths, g.hyperparameters, g.known_from, named.get(f"{GROUPS}/{i}", {}))
+        for i, g in enumerate(groups)
+    )
+    beside: dict[str, Any] = {}
+    slots: dict[str, dict[str, Tensor]] = {}
+    for path in moved:
+        held = dict(named[path])
+        beside |= {
+            f"{path}{SEPARATOR}{name}": held.pop(name) for name in [n for n in held if n not in schema.slots]
+        }
+        slots[path] = held
+    factors = own.schema == "adafactor"
+    rules = _rules(own, variant, moved, slots, groups, faults) if factors else {}
+    rules |= {path: Rule.from_json(rule) for path, rule in known.rules.items()} if known else {}
+    iteration = named.get("", {}).get(ITERATION)
+    if iteration is None or iteration.shape != () or iteration.dtype.kind not in "iu":
+        faults.append(("isn't there, or no whole number", ITERATION))
+    if faults or iteration is None:
+        raise StateError(
+            f"The variables make no state of {own.kind}: {len(faults)} faults.",
+            found=fault_list(faults[:_SHOWN]),
+        )
+    calls = int(iteration.read())
+    updates = calls // (own.said("gradient_accumulation_steps") or 1)
+    behind = {path: updates - int(n) for path, n in own.said("missed", {}).items() if path in moved}
+    home = {**extra.get(HOME, {}), "class": own.kind, "iteration": calls, "beside": beside}
+    home |= {"iteration_dtype": iteration.dtype.name, "schedule": rate is None}
+    first, base = _first_rate(groups), float(rate.read()) if rate is not None else 0.0
+    if first and base and first != base:
+        home["first_factor"] = first / base
+    state = TrainState(
+        {**moved, **frozen},
+        slots,
+        Optimizer(own.schema, variant, groups),
+        Counts(updates, known.schedule if known else calls, behind),
+        rules,
+        {**extra, HOME: home},
+        tuple(notes),
+    )
+    return hints.applied(state)
+
+
+def _groups(
+    own: Own, variant: str | None, paths: tuple[str, ...], rate: Tensor | None, known: ManifestRecord | None
+) -> tuple[tuple[Group, ...], list[str]]:
+    """Returns the groups in the order in which the optimizer has them."""
+    if known is not None and known.groups and known.variant == variant:
+        return tuple(one.group() for one in known.groups), list(known.assumptions)
+    value = None if rate is None else float(rate.read())
+    if variant is None:
+        rates: Mapping[str, Any] = {RATE: value} if value else {}
+        said = ", ".join(stepped_variants(own.schema))
+        note = f"The file doesn't say which variant ran: {said}. Name it with --variant."
+        return (Group(paths, rates, dict.fromkeys(rates, "file")),), [note]
+    usual = offered(own.schema, variant)
+    config = own.config or {}
+    common = {name: config[name] for name in load_schema(own.schema).hyperparameters if name in config}
+    common = {name: option for name, option in common.items() if name not in RATE_NAMES}
+    if (
+        variant_constants(own.schema, variant).get("gradient_clipping") == "base_class"
+        and "global_clipnorm" in config
+    ):
+        common["global_norm_clip_threshold"] = config["global_clipnorm"]
+    given = value if own.config is None or config.get(RATE) is not None else None
+    name = next((n for n in RATE_NAMES if n in load_schema(own.schema).hyperparameters), RATE)
+    taken: set[str] = set()
+    found = []
+    for each in [*config.get(GROUPS, ()), {"paths": paths}]:
+        here = tuple(path for path in each["paths"] if path in paths and path not in taken)
+        taken.update(here)
+        differs = {n: v for n, v in each.items() if n not in ("paths", FACTOR)}
+        values = {**usual, **common, **differs}
+        if given:
+            values[name] = given * float(each.get(FACTOR, 1.0))
+        origin: dict[str, KnownFrom] = dict.fromkeys(values, "file" if config else "assumed")
+        origin |= {name: "file"} if given else {}
+        found += [Group(here, values, origin)] if here else []
+    assumed = ", ".join(f"{n}={v}" for n, v in usual.items())
+    notes = [] if config else [f"The file holds no config; assumed: {assumed}."]
+    return tuple(found), notes
+
+
+def _rules(
+    own: Own,
+    variant: str | None,
+    moved: Mapping[str, Tensor],
+    slots: Mapping[str, Mapping[str, Tensor]],
+    groups: Sequence[Group],
+    faults: list[tuple[str, str]],
+) -> dict[str, Rule]:
+    """Returns how each parameter is factored: as the config says, as the variant does, or as the slots' shapes show."""
+    said, found = own.said("rules", {}), dict[str, Rule]()
+    for group in groups:
+        lines = group.hyperparameters.get("factor_map")
+        entries = map_entries(lines, "factor_map") if lines else ()
+        for path in group.paths:
+            shape, held = moved[path].shape, slots[path]
+            rule: Rule | None = None
+            if path in said:
+                rule = Rule.from_json(said[path])
+            elif variant is not None and own.config is not None:
+                rule = rule_of(path, shape, variant, group.hyperparameters, entries)[0]
+            elif {"v_row", "v_col"} & held.keys() in ({"v_row", "v_col"}, set()):
+                rule = shown_rule(shape, held, variant)
+            if rule is None:
+                faults.append(("has slots that follow from no rule", path))
+            else:
+                found[path] = rule
+    return found
+
+
+def own_variables(state: TrainState, home: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the optimizer's variables by their names in files, in the order in which it has them.
+
+    Raises:
+        InexactError: statekit.tensorflow doesn't step by the state's rule.
+    """
+    optimizer = state.optimizer
+    steppable = stepped_variants(optimizer.schema)
+    if optimizer.schema not in CLASSES or optimizer.variant not in (*steppable, None):
+        raise InexactError(
+            "No optimizer of statekit.tensorflow goes on with this state.",
+            expected=f"{optimizer.schema}, variant {', '.join(steppable) or 'none'}",
+            found=f"{optimizer.schema}, variant {optimizer.variant}",
+        )
+    dtype = DTYPES[str(home.get("iteration_dtype", "int64"))]
+    found: dict[str, Tensor] = {ITERATION: in_memory(np.asarray(calls_of(state, home), dtype), ITERATION)}
+    rate = _rate(state)
+    if rate is not None:
+        found[RATE] = in_memory(np.asarray(rate, np.float32), RATE)
+    for i, group in enumerate(optimizer.groups):
+        for path in group.paths:
+            for name, tensor in state.slots.get(path, {}).items():
+                found[f"{path}/{name}".replace("/", SEPARATOR)] = tensor
+        for name, tensor in group.slots.items():
+            found[SEPARATOR.join((GROUPS, str(i), name))] = tensor
+    if home.get("class") == CLASSES[optimizer.schema]:
+        found |= {key.replace("/", SEPARATOR): tensor for key, tensor in home.get("beside", {}).items()}
+    return found
+
+
+def _rate(state: TrainState) -> float | None:
+    """Returns the optimizer's learning rate: the first group's without the factor that it had in a file."""
+    first, home = _first_rate(state.optimizer.groups), state.extra.get(HOME, {})
+    same = home.get("class") == CLASSES.get(state.optimizer.schema)
+    return first / float(home.get("first_factor", 1.0)) if first and same else first
+
+
+def _first_rate(groups: Sequence[Group]) -> float | None:
+    values = groups[0].hyperparameters if groups else {}
+    rate = next((values[name] for name in RATE_NAMES if name in values), None)
+    return float(rate) if isinstance(rate, (int, float)) else None
+
+
+def arguments(state: TrainState, before: Own | None) -> dict[str, Any]:
+    """Returns the arguments of the class that goes on with a state.
+
+    Args:
+        state: The state.
+        before: The optimizer that the file had, if it was one of these.
+
+    Raises:
+        InexactError: The variant isn't known, so that the class's own would be taken for it.
+    """
+    optimizer = state.optimizer
+    if optimizer.variant is None:
+        raise InexactError("Nobody said which variant ran.", remedy="name it with --variant")
+    kind = CLASSES[optimizer.schema]
+    same = before if before is not None and before.kind == kind else None
+    names = offered(optimizer.schema, optimizer.variant)
+    said = [{n: v for n, v in g.hyperparameters.items() if n in names} for g in optimizer.groups]
+    common = {n: v for n, v in (said[0] if said else {}).items() if all(one.get(n) == v for one in said)}
+    rate = _rate(state)
+    base = {name: common.pop(name, usual) for name, usual in KERAS.items()}
+    if variant_constants(optimizer.schema, optimizer.variant).get("gradient_clipping") == "base_class":
+        base["global_clipnorm"] = common.pop("global_norm_clip_threshold", None)
+    else:
+        common |= {name: base.pop(name) for name in ("clipnorm", "global_clipnorm") if name in names}
+        base |= {name: KERAS[name] for name in ("clipnorm", "global_clipnorm") if name not in base}
+    found = {"name": Own(kind).usual_name, RATE: rate, **base, "jit_compile": False}
+    found |= {
+        name: same.said(name) for name in ("name", "jit_compile") if same and name in (same.config or {})
+    }
+    if rate is None and same:
+        found[RATE] = same.said(RATE)
+    found |= {"variant": optimizer.variant, **common}
+    if len(optimizer.groups) > 1:
+        found[GROUPS] = [_group(g, own, common, rate) for g, own in zip(optimizer.groups, said, strict=True)]
+    rules = {path: rule.to_json() for path, rule in state.rules.items() if state.group_of(path)}
+    paths = {path for group in optimizer.groups for path in group.paths}
+    renamed = {
+        here: there for here, there in (same.said("names", {}) if same else {}).items() if there in paths
+    }
+    missed = {path: state.counts.updates - n for path, n in state.counts.behind.items() if path in paths}
+    more = {"rules": rules, "names": renamed, "missed": missed}
+    return found | {name: part for name, part in more.items() if part}
+
+
+def _group(
+    group: Group, own: Mapping[str, Any], common: Mapping[str, Any], rate: float | None
+) -> dict[str, Any]:
+    different = {name: value for name, value in own.items() if name not in common and name not in KERAS}
+    mine = next((group.hyperparameters[n] for n in RATE_NAMES if n in group.hyperparameters), None)
+    factor = {FACTOR: mine / rate} if rate and mine is not None and mine != rate else {}
+    return {"paths": list(group.paths), **different, **factor}
 
 
 @dataclass(frozen=True)

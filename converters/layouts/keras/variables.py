@@ -18,8 +18,8 @@ from functools import cache
 from importlib import resources
 from typing import Any, TypeAlias, TypeVar
 
-from statekit.converters.formats.hdf5.reader import ATTRIBUTES
 from statekit.errors import StateError, fault_list
+from statekit.files.checkpoint import ATTRIBUTES
 from statekit.tensors.tensor import Shape, Tensor
 
 T = TypeVar("T")
@@ -27,6 +27,8 @@ Place: TypeAlias = tuple[str, ...]
 """Keys of a variable in the tree."""
 
 VARIABLES = "vars"
+CONFIG = "config.json"
+"""Attribute of a whole file: the model's config."""
 REMEDY = "name them in the order of model.trainable_variables: --param-names FILE, or read the .keras file"
 _SHOWN = 20
 
@@ -100,10 +102,10 @@ def _below(
             moved = trained and name not in _known()["not_trained"] and tensor.dtype.kind in "fV"
             prefix = names or ((str(own),) if own else ())
             yield Variable((*place, VARIABLES, key), "/".join((*prefix, name)), tensor, moved, ordered)
-    inner, told = _children(node, place, config)
+    inner, specified = _children(node, place, config)
     for key in inner:
         below = _layer_config(config, key)
-        yield from _below(node[key], (*place, key), names, below, trained, ordered and told)
+        yield from _below(node[key], (*place, key), names, below, trained, ordered and specified)
 
 
 def _children(node: Mapping[str, Any], place: Place, config: Any) -> tuple[list[str], bool]:
@@ -202,11 +204,11 @@ def in_order(found: Sequence[Variable], shapes: Sequence[Shape], by_config: bool
     for variable in moved:
         by_shape.setdefault(variable.tensor.shape, []).append(variable)
     counts = {shape: list(shapes).count(shape) for shape in {*shapes, *by_shape}}
-    told = all(
+    specified = all(
         len(by_shape.get(shape, ())) == count and (count == 1 or all(v.ordered for v in by_shape[shape]))
         for shape, count in counts.items()
     )
-    if not told:
+    if not specified:
         raise _unknown(moved, shapes)
     left = {shape: iter(alike) for shape, alike in by_shape.items()}
     return Order({v.name: v for v in (next(left[shape]) for shape in shapes)})

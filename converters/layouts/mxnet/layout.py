@@ -12,19 +12,383 @@ Source: apache/mxnet, python/mxnet/optimizer/{lans,lamb,adam}.py, `create_state`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
-from statekit.converters.layouts.dropped import unplaced
-from statekit.converters.layouts.mxnet.decode import Reading
-from statekit.converters.layouts.mxnet.encode import Writing
-from statekit.converters.layouts.mxnet.kinds import HOME, Kind, parts
+from statekit.converters.layouts.dropped import dropped_from
+from statekit.converters.layouts.mxnet.attributes import (
+    ARGUMENTS,
+    BASE,
+    BY_DEVICE,
+    CURRENT,
+    MULTIPLIERS,
+    Counted,
+    attribute_faults,
+    read_counts,
+    shared_value,
+    written_counts,
+)
+from statekit.converters.layouts.mxnet.order import Numbered, numbered
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
-from statekit.state.train_state import TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, TrainState
+from statekit.tensors.tensor import Shape, Tensor
+from statekit.tensors.tree import Record
+
+HOME = "mxnet"
+"""Key in `extra`: what MXNet's files hold besides."""
+FIRST_RELEASE = "mxnet.optimizer.optimizer."
+"""Where MXNet 1 has the classes of its optimizers."""
+COUNT = "begin_num_update"
+_PREFIXES = ("arg:", "aux:")
+_GPU = 2
+
+
+@dataclass(frozen=True)
+class MXNetOptimizer:
+    """One optimizer.
+
+    Attributes:
+        schema: Its schema.
+        cls: Its class.
+        own: Attributes that only this optimizer has, in their order.
+        fused: The variant of the fused kernels, on CPU and on GPU.
+        unfused: The variant of the path in Python.
+        decay: What the schema calls the rate of weight decay.
+        dtypes: Of parameters that move without a master.
+    """
+
+    schema: str
+    cls: str
+    own: Mapping[str, Any]
+    fused: tuple[str, str]
+    unfused: str
+    decay: str = "weight_decay_rate"
+    dtypes: tuple[str, ...] = ("float32",)
+
+    @property
+    def makers(self) -> tuple[str, ...]:
+        """The variants that it may be, the usual one first."""
+        return tuple(dict.fromkeys((self.fused[0], self.unfused, self.fused[1])))
+
+    def variant_of(self, attributes: Mapping[str, Any], device: int) -> str | None:
+        """Returns the variant that a pickled optimizer was; None if it doesn't say."""
+        is_fused = attributes.get("use_fused_step")
+        if not isinstance(is_fused, bool):
+            return None
+        return self.fused[device == _GPU] if is_fused else self.unfused
+
+
+def parts(own: Any) -> dict[str, Tensor] | None:
+    """Returns the state of an index by canonical slot; None if it isn't (mean, var) or that beside a weight."""
+    if not isinstance(own, (list, tuple)) or len(own) != 2:
+        return None
+    first, rest = own
+    if isinstance(rest, (list, tuple)) and len(rest) == 2:
+        found = {"master": first, "m": rest[0], "v": rest[1]}
+    else:
+        found = {"m": first, "v": rest}
+    return found if all(isinstance(part, Tensor) for part in found.values()) else None
+
+
+def usual_index(names: Mapping[str, str]) -> dict[str, Any]:
+    """Returns path -> index as a Trainer of all parameters numbers them."""
+    return {path: i for i, path in enumerate(sorted(names, key=lambda path: bare(names[path])))}
+
+
+def bare(name: str) -> str:
+    """Returns a name without what a Module puts before it."""
+    return name[len(_PREFIXES[0]) :] if name.startswith(_PREFIXES) else name
+
+
+def path_of(name: str) -> str:
+    """Returns the path of a parameter's name."""
+    return name.replace(".", "/")
+
+
+def name_of(path: str) -> str:
+    """Returns the name that Gluon gives the parameter of a path."""
+    return path.replace("/", ".")
+
 
 _SHOWN = 20
+
+
+class Reading:
+    """A checkpoint on its way to a state."""
+
+    def __init__(self, kind: MXNetOptimizer, checkpoint: Checkpoint, hints: Hints) -> None:
+        tree = checkpoint.tree
+        self.kind, self.hints, self.faults = kind, hints, list[tuple[str, str]]()
+        self.schema, self.place = load_schema(kind.schema), checkpoint.path
+        optimizer = tree.get("optimizer")
+        held = optimizer.state if isinstance(optimizer, Record) else {}
+        self.attributes: dict[str, Any] = dict(held) if isinstance(held, Mapping) else {}
+        self.cls = optimizer.name if isinstance(optimizer, Record) else None
+        self.files = tree["files"]
+        device = self.files.get("states", {}).get("device", [1])[0]
+        self.variant = hints.variant or kind.variant_of(self.attributes, device)
+        self.native = {path_of(bare(name)): name for name in tree["params"]}
+        self.params = {path: tree["params"][native] for path, native in self.native.items()}
+        if len(self.params) != len(tree["params"]):
+            self.faults.append(("have the same path", "parameters"))
+        self.states = {index: parts(own) for index, own in tree["states"].items()}
+        self.faults += [
+            ("isn't (mean, var), nor that beside a weight", f"states/{index}")
+            for index, own in self.states.items()
+            if own is None
+        ]
+        self.offered = self.schema.native(kind.makers[0], dict.fromkeys(self.schema.hyperparameters, 0))
+        self.faults += attribute_faults(self.attributes, self.offered)
+        self.refuse()
+        self.counted = read_counts(self.attributes)
+        self.order = self._order()
+        self.paths = {
+            index: path_of(name) for index, name in self.order.names.items() if path_of(name) in self.params
+        }
+        self.factors = {name: self._by_path(self.attributes.get(name, {})) for name in MULTIPLIERS}
+
+    def refuse(self) -> None:
+        """Raises StateError if there are faults."""
+        if self.faults:
+            raise StateError(
+                f"The files don't make a state of {self.kind.cls}: {len(self.faults)} faults.",
+                place=self.place,
+                found=fault_list(self.faults[:_SHOWN]),
+            )
+
+    def _order(self) -> Numbered:
+        shapes: dict[Any, Shape | None] = {
+            i: own["m"].shape if own else None for i, own in self.states.items()
+        }
+        specified = self.attributes.get("idx2name", {}).items()
+        names = {i: bare(name) for i, name in specified if isinstance(name, str)}
+        given = self.hints.param_names
+        by_path = {path: bare(native) for path, native in self.native.items()}
+        return numbered(
+            shapes,
+            {bare(self.native[path]): tensor.shape for path, tensor in self.params.items()},
+            names if len(set(names.values())) == len(names) else {},
+            None if given is None else [by_path.get(path_of(name), name) for name in given],
+            (self.cls or "").startswith(FIRST_RELEASE),
+        )
+
+    def state(self) -> TrainState:
+        """Returns the state."""
+        slots = {self.paths[index]: own for index, own in self.states.items() if own is not None}
+        counts, hints = self._counts()
+        # Before its first update an optimizer has no states; from then on who has none is frozen.
+        moved = list(slots) if slots else list(dict.fromkeys(self.paths.values()))
+        return hints.applied(
+            TrainState(
+                self.params,
+                slots,
+                Optimizer(self.kind.schema, self.variant, tuple(self._groups(moved))),
+                counts,
+                extra={HOME: self._home()},
+                assumptions=tuple(self._assumptions()),
+            )
+        )
+
+    def _counts(self) -> tuple[Counts, Hints]:
+        hints, begin = self.hints, self.attributes.get(COUNT, 0)
+        if self.cls is None:
+            specified = dict(hints.hyperparameters)
+            updates = specified.pop(COUNT, 0)
+            return Counts(updates, updates), replace(hints, hyperparameters=specified)
+        done = {self.paths[i]: n - begin for i, n in self.counted.counts.items() if i in self.paths}
+        updates = max(done.values(), default=0)
+        behind = {path: n for path, n in done.items() if n != updates}
+        behind |= {self.paths[i]: 0 for i in self.states if done and self.paths[i] not in done}
+        return Counts(updates, self.attributes.get("num_update", begin + updates), behind), hints
+
+    def _groups(self, moved: Sequence[str]) -> Iterator[Group]:
+        """Yields the groups: one; where the schema has no multipliers, one for each pair of them."""
+        values, known = self._hyperparameters()
+        if self._has_multipliers:
+            yield Group(tuple(moved), values, known)
+            return
+        rates, decays = (self.factors[name] for name in MULTIPLIERS)
+        members: dict[tuple[float, float], list[str]] = {}
+        for path in moved:
+            members.setdefault((rates.get(path, 1.0), decays.get(path, 1.0)), []).append(path)
+        for (rate, decay), paths in members.items():
+            own = {"learning_rate": rate, self.kind.decay: decay}
+            scaled = {name: values[name] * own[name] for name in own if values.get(name) is not None}
+            yield Group(tuple(paths), {**values, **scaled}, known)
+
+    @property
+    def _has_multipliers(self) -> bool:
+        return MULTIPLIERS[0] in self.schema.hyperparameters
+
+    def _hyperparameters(self) -> tuple[dict[str, Any], dict[str, KnownFrom]]:
+        arguments = {ARGUMENTS.get(name, name): value for name, value in self.attributes.items()}
+        if arguments.get("lr_scheduler") is not None:
+            arguments.pop("learning_rate", None)
+        values = self.schema.canonical(self.variant or self.kind.makers[0], arguments)
+        if self.variant is None:
+            values.pop("use_fused_step", None)
+        known: dict[str, KnownFrom] = dict.fromkeys(values, "file")
+        for name, factors in self.factors.items():
+            if name in values:
+                values[name] = factors
+                known[name] = "file" if factors else "assumed"
+        return values, known
+
+    def _by_path(self, factors: Mapping[Any, float]) -> dict[str, float]:
+        """Returns multipliers by path: they stand by index or by name."""
+        names = {**self.order.names, **{name: name for name in self.order.names.values()}}
+        found = {path_of(names.get(key, str(key))): value for key, value in factors.items()}
+        return {path: value for path, value in found.items() if path in self.params}
+
+    def _home(self) -> dict[str, Any]:
+        taken = {*self.offered, *MULTIPLIERS, BY_DEVICE, CURRENT, "num_update", "use_fused_step"}
+        scheduled = self.attributes.get("lr_scheduler") is not None
+        rest = {
+            name: value
+            for name, value in self.attributes.items()
+            if ARGUMENTS.get(name, name) not in taken or (name == "lr" and scheduled)
+        }
+        order = list(self.counted.counts)
+        index = {path: i for i, path in self.paths.items()}
+        usual = usual_index(self.native)
+        found: dict[str, Any] = {
+            "optimizer": self.cls,
+            "attributes": rest,
+            "factors": {} if self._has_multipliers else {n: own for n, own in self.factors.items() if own},
+            "names": {path: name for path, name in self.native.items() if name != name_of(path)},
+            "index": {} if index == usual else index,
+            "counted": [] if order == list(self.states) else order,
+            "devices": list(self.counted.devices),
+            "current": self.counted.current,
+            "apart": {device: dict(held) for device, held in self.counted.apart.items()},
+            "files": self.files,
+        }
+        return {key: value for key, value in found.items() if key == "optimizer" or value}
+
+    def _assumptions(self) -> Iterator[str]:
+        if self.order.note:
+            yield self.order.note
+        if self.variant is None:
+            yield f"The file doesn't say which variant ran: {', '.join(self.kind.makers)}. Name it with --variant."
+        if self.cls is None:
+            if COUNT not in self.hints.hyperparameters:
+                yield f"The file holds no counts of updates: 0 are assumed. Give --hparams {COUNT}=<updates>."
+            return
+        if self.attributes.get("lr_scheduler") is not None:
+            yield "The learning rate follows a schedule in the file, which statekit keeps and doesn't run."
+        if not any(self.attributes.get(name) for name in MULTIPLIERS):
+            yield "Multipliers of a Trainer's parameters are in no file of MXNet; 1 is assumed."
+        if any(held for held in self.counted.apart.values()):
+            yield "Devices have counted different updates; those of the first are taken."
+
+
+class Writing:
+    """A state on its way to MXNet's files."""
+
+    def __init__(self, kind: MXNetOptimizer, state: TrainState) -> None:
+        self.kind, self.state, self.faults = kind, state, list[tuple[str, str]]()
+        home = state.extra.get(HOME)
+        self.home: Mapping[str, Any] = home if isinstance(home, Mapping) else {}
+        names = self.home.get("names", {})
+        self.names = {path: names.get(path) or name_of(path) for path in state.params}
+        self.bare = {path: bare(name) for path, name in self.names.items()}
+        self.index: Mapping[str, Any] = self.home.get("index") or usual_index(self.names)
+
+    def tree(self) -> dict[str, Any]:
+        """Returns the tree of both files."""
+        state = self.state
+        states = {self.index[path]: self._own(path, own) for path, own in state.slots.items() if own}
+        tree: dict[str, Any] = {
+            "params": {self.names[path]: tensor for path, tensor in state.params.items()},
+            "states": states,
+        }
+        if self.home.get("optimizer", "") is not None:
+            cls = self.home.get("optimizer") or self.kind.cls
+            tree["optimizer"] = Record(cls, (), self._attributes(list(states), cls))
+        return {**tree, "files": self.home.get("files", {})}
+
+    def _own(self, path: str, own: Mapping[str, Tensor]) -> Any:
+        param = self.state.params[path]
+        unknown = [name for name in own if name not in ("m", "v", "master")]
+        missing = [name for name in ("m", "v") if name not in own]
+        if unknown or missing:
+            self.faults.append((f"has slots {', '.join(own)}, expected m, v and perhaps master", path))
+            return None
+        if "master" in own:
+            if param.dtype.name != "float16":
+                self.faults.append(
+                    (f"is {param.dtype}; MXNet keeps a float32 weight beside float16 only", path)
+                )
+            return (own["master"], (own["m"], own["v"]))
+        if param.dtype.name not in self.kind.dtypes:
+            self.faults.append((f"is {param.dtype} without a float32 weight beside it", path))
+        wanted = "float32" if self.kind.dtypes == ("float32",) else param.dtype.name
+        self.faults += [
+            (f"slot {name} is {own[name].dtype}, expected {wanted}", path)
+            for name in ("m", "v")
+            if own[name].dtype.name != wanted
+        ]
+        return (own["m"], own["v"])
+
+    def _attributes(self, written: list[Any], cls: str) -> dict[str, Any]:
+        kind = self.kind
+        schema, variant = load_schema(kind.schema), self.state.optimizer.variant
+        form = variant if variant in kind.makers else kind.makers[0]
+        offered = {**schema.variant(form)["defaults"], "learning_rate": None} | self._settings()
+        arguments = schema.native(form, offered)
+        arguments |= {name: self._by_index(offered.get(name, {})) for name in MULTIPLIERS}
+        attributes = {next((a for a, n in ARGUMENTS.items() if n == k), k): v for k, v in arguments.items()}
+        begin = int(attributes.get(COUNT, 0))
+        counts, counted = self.state.counts, self.home.get("counted") or written
+        done = {i: begin + counts.behind.get(p, counts.updates) for p, i in self.index.items()}
+        own = Counted(
+            {index: done[index] for index in counted if index in done and counts.updates},
+            tuple(self.home.get("devices", (0,))),
+            self.home.get("current", 0),
+            self.home.get("apart", {}),
+        )
+        masters = any("master" in slots for slots in self.state.slots.values())
+        found = {**BASE, **kind.own, **attributes, **self.home.get("attributes", {}), **written_counts(own)}
+        found |= {
+            "wd": found["wd"] or 0.0,
+            "num_update": max(begin + counts.updates, counts.schedule),
+            "multi_precision": masters or found["multi_precision"],
+            "use_fused_step": form != kind.unfused,
+        }
+        if variant is None and cls.startswith(FIRST_RELEASE):
+            del found["use_fused_step"]
+        return found
+
+    def _settings(self) -> dict[str, Any]:
+        """Returns one set of hyperparameters for all groups, with multipliers by path."""
+        groups = self.state.optimizer.groups
+        apart = {"lr_mult": "learning_rate", "wd_mult": self.kind.decay}
+        skipped = {*apart, *apart.values()}
+        settings = [{n: v for n, v in g.hyperparameters.items() if n not in skipped} for g in groups]
+        if any(own != settings[0] for own in settings):
+            self.faults.append(("have different hyperparameters; MXNet's optimizer has one set", "groups"))
+        found = dict(settings[0]) if settings else {}
+        for name, of in apart.items():
+            values = {path: g.hyperparameters.get(of) for g in groups for path in g.paths}
+            own = {p: f for g in groups for p, f in g.hyperparameters.get(name, {}).items()}
+            shared = shared_value(values, self.home.get("factors", {}).get(name, {}))
+            if shared is None:
+                self.faults.append((f"have values of {of} that no multipliers make of one", "groups"))
+                continue
+            base, factors = shared
+            found |= {} if base is None and of != "learning_rate" else {of: base}
+            found[name] = {p: own.get(p, 1.0) * factors.get(p, 1.0) for p in {**own, **factors}}
+        return found
+
+    def _by_index(self, factors: Mapping[str, float]) -> dict[Any, float]:
+        """Returns multipliers by name where the optimizer holds names, else by index."""
+        known = self.home.get("attributes", {}).get("idx2name", {})
+        index = {path: self.index[path] for path in factors if path in self.index}
+        return {self.bare[p] if known.get(i) == self.bare[p] else i: factors[p] for p, i in index.items()}
 
 
 @dataclass(frozen=True)
@@ -39,7 +403,7 @@ class MXNetOptim:
 
     name: str
     title: str
-    kind: Kind
+    kind: MXNetOptimizer
     containers: tuple[str, ...] = ("mxnet",)
 
     @property
@@ -96,26 +460,8 @@ class MXNetOptim:
                 f"{self.title} can't hold the state: {len(writing.faults)} faults.",
                 found=fault_list(writing.faults[:_SHOWN]),
             )
-        return Encoded(tree, state.counts.updates, dropped=unplaced(state.extra, (HOME,), "MXNet"))
+        return Encoded(tree, state.counts.updates, dropped=dropped_from(state.extra, (HOME,), "MXNet"))
 
 
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-_MOMENTS = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-06}
-_BOUNDS = {"lower_bound": None, "upper_bound": None}
-
-
-LANS = MXNetOptim("mxnet-lans", "MXNet's LANS", Kind(
-    "lans", "mxnet.optimizer.lans.LANS", {**_MOMENTS, **_BOUNDS}, ("mxnet_fused", "mxnet_gpu"), "mxnet_unfused",
-    "wd",
-))  # fmt: skip
-LAMB = MXNetOptim("mxnet-lamb", "MXNet's LAMB", Kind(
-    "lamb", "mxnet.optimizer.lamb.LAMB", {**_MOMENTS, **_BOUNDS, "bias_correction": True},
-    ("mxnet_fused", "mxnet_fused"), "mxnet_unfused",
-))  # fmt: skip
-ADAM = MXNetOptim("mxnet-adam", "MXNet's Adam", Kind(
-    "adamw", "mxnet.optimizer.adam.Adam", {"lazy_update": False, **_MOMENTS, "epsilon": 1e-08},
-    ("mxnet_fused", "mxnet_fused"), "mxnet_unfused", dtypes=("float32", "float16", "float64"),
-))  # fmt: skip

@@ -34,7 +34,7 @@ class Numbered:
 def numbered(
     shapes: Mapping[Any, Shape | None],
     params: Mapping[str, Shape],
-    told: Mapping[Any, str],
+    specified: Mapping[Any, str],
     given: Sequence[str] | None,
     is_first_release: bool,
 ) -> Numbered:
@@ -43,7 +43,7 @@ def numbered(
     Args:
         shapes: Index -> shape of its slots, as far as they show one. An index that is text is a name.
         params: Name -> shape, in the order of the file.
-        told: Index -> name, as the optimizer holds it.
+        specified: Index -> name, as the optimizer holds it.
         given: Names by index, from the user.
         is_first_release: Whether MXNet 1 wrote the file.
 
@@ -52,7 +52,7 @@ def numbered(
     """
     if given is not None:
         return _checked(dict(enumerate(given)), shapes, params)
-    named = {i: i for i in shapes if isinstance(i, str)} | dict(told)
+    named = {i: i for i in shapes if isinstance(i, str)} | dict(specified)
     if all(i in named for i in shapes):
         return _checked(named, shapes, params)
     orders = [list(params), sorted(params)] if is_first_release else [sorted(params), list(params)]

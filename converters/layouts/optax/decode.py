@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from statekit.converters.layouts.hyperparameters import Known, Settings, manifest_state
+from statekit.converters.layouts.hyperparameters import Hyperparameters, ManifestRecord, manifest_state
 from statekit.converters.layouts.optax.links import (
     Link,
     find_params,
@@ -134,27 +134,29 @@ def updates_of(own: Sequence[Link], slots: Sequence[Slots], faults: Faults) -> i
     return counts[-1]
 
 
-def stated(checkpoint: Checkpoint, schema: str, slots: Sequence[Slots]) -> Known | None:
+def stated(checkpoint: Checkpoint, schema: str, slots: Sequence[Slots]) -> ManifestRecord | None:
     """Returns what a conversion's manifest says of the state, if it is about these parameters."""
     known = manifest_state(checkpoint, schema)
     moved = {path for part in slots for path in part}
     return known if known and {path for group in known.groups for path in group.paths} == moved else None
 
 
-def groups_of(known: Known, told: Mapping[str, Any]) -> list[Group]:
+def groups_of(known: ManifestRecord, specified: Mapping[str, Any]) -> list[Group]:
     """Returns the groups of a manifest, with what else is told."""
-    return [group_of(member.paths, member.told.over(told, "given")) for member in known.groups]
+    return [
+        group_of(member.paths, member.hyperparameters.over(specified, "given")) for member in known.groups
+    ]
 
 
-def group_of(paths: Sequence[str], settings: Settings) -> Group:
+def group_of(paths: Sequence[str], settings: Hyperparameters) -> Group:
     """Returns a group with its settings; factor rules aren't among them."""
     kept = settings.without(FACTOR_MAP)
     return Group(tuple(paths), dict(kept.values), dict(kept.known_from))
 
 
-def entries_of(told: Mapping[str, Any]) -> tuple[Entry, ...]:
+def entries_of(specified: Mapping[str, Any]) -> tuple[Entry, ...]:
     """Returns the lines of a factor map that was told, if one was."""
-    return () if told.get(FACTOR_MAP) is None else map_entries(told[FACTOR_MAP], FACTOR_MAP)
+    return () if specified.get(FACTOR_MAP) is None else map_entries(specified[FACTOR_MAP], FACTOR_MAP)
 
 
 def given_rule(
@@ -172,7 +174,7 @@ def given_rule(
     return rule
 
 
-def rules_of(known: Known, rules: Mapping[str, Rule]) -> dict[str, Rule]:
+def rules_of(known: ManifestRecord, rules: Mapping[str, Rule]) -> dict[str, Rule]:
     """Returns the rules of a manifest, outweighed by those that were given."""
     given = {path: rule for path, rule in rules.items() if rule.known_from == "given"}
     return {**{path: Rule.from_json(rule) for path, rule in known.rules.items()}, **given}

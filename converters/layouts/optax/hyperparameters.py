@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from statekit.converters.layouts.factor_inference import MINIMUM, with_minimum
-from statekit.converters.layouts.hyperparameters import Settings
+from statekit.converters.layouts.hyperparameters import Hyperparameters
 from statekit.converters.layouts.optax.decode import FACTOR_MAP
 from statekit.converters.layouts.optax.factoring import Factoring
 from statekit.converters.layouts.optax.links import Link, is_tensor, leaves, sequence, under
@@ -34,7 +34,7 @@ _OTHERWISE = ("exclude_from_weight_decay", "amsgrad")
 
 
 @dataclass(frozen=True)
-class Engine:
+class CoreLink:
     """A link that an optimizer is known by, and what is beside it.
 
     Attributes:
@@ -70,8 +70,8 @@ class Engine:
         return any(state in masks for state in self.behind or ())
 
 
-def engine(link: Link, found: Sequence[Link], tree: Tree, params: Path) -> Engine:
-    """Returns an engine with what is beside it.
+def core_link(link: Link, found: Sequence[Link], tree: Tree, params: Path) -> CoreLink:
+    """Returns an core_link with what is beside it.
 
     Args:
         link: Its link.
@@ -108,7 +108,7 @@ def engine(link: Link, found: Sequence[Link], tree: Tree, params: Path) -> Engin
                 momentum = other
             elif same and other.kind in ("ema", "adam", "adafactor"):
                 others.append(other.kind)
-    return Engine(link, before, behind, momentum, injected, tuple(others))
+    return CoreLink(link, before, behind, momentum, injected, tuple(others))
 
 
 def _injected(node: Tree) -> dict[str, Tensor]:
@@ -117,8 +117,8 @@ def _injected(node: Tree) -> dict[str, Tensor]:
     return {str(k): v for k, v in scalars if is_tensor(v) and v.shape == () and v.dtype.kind in "fiubV"}
 
 
-def schema_of(own: Engine, hints: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the schema of an engine, and in a sentence what was assumed for that; "" if nothing.
+def schema_of(own: CoreLink, hints: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns the schema of an core_link, and in a sentence what was assumed for that; "" if nothing.
 
     Raises:
         UsageError: The hint names none that it can be.
@@ -176,18 +176,18 @@ def _fault(schema: OptimizerSchema, name: str, value: Any) -> str:
 
 
 def inferred(
-    own: Engine, schema: OptimizerSchema, held: Sequence[Factoring], told: Collection[str]
-) -> tuple[Settings, list[str]]:
+    own: CoreLink, schema: OptimizerSchema, held: Sequence[Factoring], specified: Collection[str]
+) -> tuple[Hyperparameters, list[str]]:
     """Returns Optax' defaults as corrected by what the links prove, and what is open.
 
     Args:
-        own: The engine.
+        own: The core_link.
         schema: Its schema.
         held: What its parameters' slots show, of Adafactor.
-        told: Names of the hyperparameters that are known better.
+        specified: Names of the hyperparameters that are known better.
     """
     usual = {k: v for k, v in schema.variant(VARIANT)["defaults"].items() if k != "learning_rate"}
-    found = Settings().over(usual, "assumed")
+    found = Hyperparameters().over(usual, "assumed")
     found, unknown = _adafactor(own, found) if own.link.kind == "adafactor" else _adam(own, found)
     if own.before or own.behind is None:
         unknown["Links stand before it whose settings aren't stored: clipping, if they clip."] = _CLIPS
@@ -196,7 +196,7 @@ def inferred(
     found = found.without(*(name for names in unknown.values() for name in names))
     found, notes = _with_factoring(found, held) if own.link.kind == "adafactor" else (found, [])
     injected = dict(_values(own.injected, schema))
-    open_points = [why for why, names in unknown.items() if not {*names} <= {*told, *injected}]
+    open_points = [why for why, names in unknown.items() if not {*names} <= {*specified, *injected}]
     return found.over(injected, "file"), [*open_points, *notes]
 
 
@@ -210,7 +210,7 @@ def _values(injected: Mapping[str, Tensor], schema: OptimizerSchema) -> Iterator
             yield name, stored.astype(np.float64).item() if stored.dtype.kind in "fV" else stored.item()
 
 
-def _adam(own: Engine, found: Settings) -> tuple[Settings, dict[str, Sequence[str]]]:
+def _adam(own: CoreLink, found: Hyperparameters) -> tuple[Hyperparameters, dict[str, Sequence[str]]]:
     """Reads an Adam-like link: whether it has a maximum, and how it stores the first moment."""
     if "amsgrad" in found.values:
         found = found.over({"amsgrad": "nu_max" in own.link.state}, "file")
@@ -222,7 +222,7 @@ def _adam(own: Engine, found: Settings) -> tuple[Settings, dict[str, Sequence[st
     return found, {}
 
 
-def _adafactor(own: Engine, found: Settings) -> tuple[Settings, dict[str, Sequence[str]]]:
+def _adafactor(own: CoreLink, found: Hyperparameters) -> tuple[Hyperparameters, dict[str, Sequence[str]]]:
     """Reads Adafactor's chain: statistics, clipping, rate, parameter scale, momentum, decay, sign; some are absent."""
     unknown: dict[str, Sequence[str]] = {}
     if own.momentum is None:
@@ -238,7 +238,7 @@ def _adafactor(own: Engine, found: Settings) -> tuple[Settings, dict[str, Sequen
     return found, unknown
 
 
-def _with_factoring(found: Settings, held: Sequence[Factoring]) -> tuple[Settings, list[str]]:
+def _with_factoring(found: Hyperparameters, held: Sequence[Factoring]) -> tuple[Hyperparameters, list[str]]:
     yes = [one.decides for one in held if one.factored]
     no = [one.decides for one in held if not one.factored and one.decides]
     if yes or not no:

@@ -12,7 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from statekit.conversion.contracts import Encoded, Evidence, Hints
+import numpy as np
+
+from statekit.conversion.contracts import Encoded, Evidence, Exactness, Hints
+from statekit.converters.layouts.factor_inference import MINIMUM
 from statekit.converters.layouts.optax.decode import (
     FACTOR_MAP,
     Faults,
@@ -27,22 +30,235 @@ from statekit.converters.layouts.optax.decode import (
     stated,
     updates_of,
 )
-from statekit.converters.layouts.optax.encode import encoded
-from statekit.converters.layouts.optax.factoring import Factoring, factoring, rule_of
+from statekit.converters.layouts.optax.factoring import Factoring, factoring, placeholder, rule_of, usual_axes
 from statekit.converters.layouts.optax.hyperparameters import (
     VARIANT,
-    Engine,
+    CoreLink,
     canonical,
-    engine,
+    core_link,
     inferred,
+    native_names,
     schema_of,
 )
-from statekit.converters.layouts.optax.links import ENGINES, find_params, links
-from statekit.errors import StateError, fault_list, some
+from statekit.converters.layouts.optax.links import (
+    CORE_LINKS,
+    find_params,
+    is_tensor,
+    leaves,
+    links,
+    replaced,
+)
+from statekit.converters.layouts.optax.skeleton import (
+    COUNT,
+    Contents,
+    count,
+    in_own_form,
+    own_form,
+    placed,
+    usual_tree,
+)
+from statekit.errors import InexactError, StateError, fault_list, some
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import OptimizerSchema, load_schema
-from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensors.tensor import Tensor
+from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.tensors.tensor import Tensor, in_memory
+from statekit.tensors.tree import Tree
+
+_HELD = ("adafactor", "adamw", "lamb")
+_BY_RATE = ("relative_step", "warmup_init")
+"""Hyperparameters that say how the learning rate comes about: in Optax that is the user's schedule."""
+_RULES = ("factor_map", "logical_factor_rules")
+
+
+def encoded(state: TrainState) -> Encoded:
+    """Returns Optax' tree of a state.
+
+    Raises:
+        InexactError: Optax can't hold the state; lists every reason.
+        StateError: The form that the state carries isn't one of its parameters.
+    """
+    if state.optimizer.schema not in _HELD:
+        raise InexactError(
+            "The layout optax can't hold this optimizer's state.",
+            expected=", ".join(_HELD),
+            found=state.optimizer.schema,
+        )
+    form = own_form(state, VARIANT)
+    if form is not None:
+        return in_own_form(state, VARIANT, _with_given(form, state), _contents(state))
+    faults = list(_faults(state))
+    if faults:
+        raise InexactError(f"Optax can't hold the state: {len(faults)} faults.", found=fault_list(faults))
+    return placed(state, VARIANT, _opt_state(state), _contents(state), dict(_inexact(state)))
+
+
+def _contents(state: TrainState) -> Contents:
+    def slot(path: str, native: str) -> Tensor | None:
+        return _slots(state, path)[native] if path in state.slots else None
+
+    return Contents(state.params, slot, state.counts.updates, state.counts.schedule)
+
+
+def _slots(state: TrainState, path: str) -> dict[str, Tensor]:
+    """Returns a parameter's slots by Optax' names, with placeholders where Adafactor doesn't use one."""
+    schema = load_schema(state.optimizer.schema)
+    own = state.slots[path]
+    found = {schema.slots[name].aliases[VARIANT]: tensor for name, tensor in own.items()}
+    if schema.name == "adafactor":
+        empty = placeholder(state.params[path])
+        found = {"v_row": empty, "v_col": empty, "v": empty, **found}
+    return found
+
+
+def _with_given(frame: Tree, state: TrainState) -> Tree:
+    """Returns a frame whose inject_hyperparams holds what the user gave."""
+    schema = load_schema(state.optimizer.schema)
+    names = native_names(schema)
+    group = state.optimizer.groups[0] if len(state.optimizer.groups) == 1 else Group(())
+    changes: dict[tuple[Any, ...], Tensor] = {}
+    for keys, leaf in leaves(frame):
+        name = names.get(str(keys[-1]), str(keys[-1])) if keys else ""
+        if keys[-2:-1] == ("hyperparams",) and is_tensor(leaf) and group.known_from.get(name) == "given":
+            changes[keys] = in_memory(np.asarray(group.hyperparameters[name], leaf.dtype), name)
+    return replaced(frame, changes)
+
+
+def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
+    schema = load_schema(state.optimizer.schema)
+    if not state.slots:
+        yield "holds parameters and no optimizer state", "slots"
+    if not 0 <= state.counts.updates < 2**31:
+        yield f"{state.counts.updates} updates don't fit int32", "counts"
+    for path, updates in state.counts.behind.items():
+        yield f"has made {updates} of {state.counts.updates} updates; Optax counts them together", path
+    moved = [path for group in state.optimizer.groups for path in group.paths]
+    yield from (("has no slots yet; Optax makes them all at once", p) for p in moved if p not in state.slots)
+    for path, own in state.slots.items():
+        unknown = [name for name in own if VARIANT not in schema.slots[name].aliases]
+        yield from ((f"has slot {name}, for which Optax has no place", path) for name in unknown)
+        if "v_max" in own and state.optimizer.variant != VARIANT:
+            yield "has v_max of another rule: Optax keeps the maximum of the corrected moment", path
+    kept = {frozenset(own) & {"m", "v_max"} for own in state.slots.values()}
+    if len(kept) > 1:
+        yield (
+            "some parameters have momentum or v_max and others don't; Optax keeps them in two optimizers",
+            "slots",
+        )
+    for i, group in enumerate(state.optimizer.groups):
+        yield from ((f"has slot {name} as a whole", f"groups/{i}") for name in group.slots)
+        yield from ((fault, f"groups/{i}") for fault in _unsaid(group, schema.name))
+    if schema.name == "adafactor":
+        yield from _factor_faults(state)
+
+
+def _unsaid(group: Group, schema: str) -> Iterator[str]:
+    """Yields the settings that no link of Optax takes."""
+    specs, offered = load_schema(schema).hyperparameters, load_schema(schema).variant(VARIANT)["defaults"]
+    for name, value in group.hyperparameters.items():
+        known = name in offered or VARIANT in specs[name].get("native", {})
+        if not known and name not in (*_BY_RATE, *_RULES) and value != specs[name].get("if_absent"):
+            yield f"{name} is {value!r:.80}, which no link of Optax does"
+    scale = group.hyperparameters.get("multiply_by_parameter_scale")
+    if isinstance(scale, Mapping) and len(set(scale.values())) > 1:
+        yield "multiply_by_parameter_scale differs between parameters"
+
+
+def _factor_faults(state: TrainState) -> Iterator[tuple[str, str]]:
+    sizes: dict[bool, list[int]] = {True: [], False: []}
+    for path, own in state.slots.items():
+        shape, rule = state.params[path].shape, state.rules.get(path)
+        factored = "v_row" in own
+        if len(shape) > 1:
+            sizes[factored].append(sorted(shape)[-2])
+        if not factored and "v" not in own:
+            yield "has no second moment", path
+        if factored and rule is not None and _as_usual(rule, shape) is None:
+            axes = ", ".join(axis.value for axis in rule.axes)
+            yield f"is factored along {axes}; Optax factors the two largest axes of {shape}", path
+    if not all(sizes.values()):
+        return
+    low, high = min(sizes[True]), max(sizes[False])
+    if high >= low:
+        yield (
+            f"a parameter with a size of {low} is factored, one with {high} isn't; no {MINIMUM} does that",
+            "slots",
+        )
+
+
+def _as_usual(rule: Rule, shape: tuple[int, ...]) -> bool | None:
+    """Tells whether row and column change places in Optax; None if it averages other axes away."""
+    usual = usual_axes(shape)
+    found = tuple(axis if axis in (Axis.ROW, Axis.COLUMN) else Axis.NONE for axis in rule.axes)
+    swapped = {Axis.ROW: Axis.COLUMN, Axis.COLUMN: Axis.ROW}
+    if found == usual:
+        return False
+    return True if found == tuple(swapped.get(axis, axis) for axis in usual) else None
+
+
+def _inexact(state: TrainState) -> Iterator[tuple[str, tuple[Exactness, str]]]:
+    """Yields the slots that go on by another rule: Optax clips and scales a stack as a whole."""
+    for path, rule in state.rules.items():
+        if Axis.BATCH in rule.axes and path in state.slots:
+            why = "Optax takes parameter scale and clipping over the whole stack, not over each of its parts"
+            for native in ("v_row", "v_col") if rule.factored else ("v",):
+                chain = "inner_state/0" if _masked(state) else "0"
+                yield f"{chain}/{native}/{path}", (Exactness.STATISTICS, why)
+
+
+def _masked(state: TrainState) -> bool:
+    return any(path not in state.slots for path in state.params)
+
+
+def _opt_state(state: TrainState) -> Tree:
+    chain = _adafactor(state) if state.optimizer.schema == "adafactor" else _adam(state)
+    return {"inner_state": chain} if _masked(state) else chain
+
+
+def _adafactor(state: TrainState) -> list[Tree]:
+    said = _said(state)
+    scale = said.get("multiply_by_parameter_scale", True)
+    momentum = any("m" in own for own in state.slots.values())
+    links: list[Tree] = [_link(state, "v_row", "v_col", "v")]
+    links += [None] if said.get("clipping_threshold", 1.0) is not None else []
+    links += [_rate(state)]
+    links += [None] if (all(scale.values()) if isinstance(scale, Mapping) else scale) else []
+    links += [_link(state, "ema")] if momentum else []
+    links += [None] if said.get("weight_decay_rate") else []
+    return [*links, None]
+
+
+def _adam(state: TrainState) -> list[Tree]:
+    most = any("v_max" in own for own in state.slots.values())
+    first = _link(state, "mu", "nu", *(("nu_max",) if most else ()))
+    ratio = [None] if state.optimizer.schema == "lamb" else []
+    return [first, None, *ratio, _rate(state)]
+
+
+def _said(state: TrainState) -> Mapping[str, Any]:
+    return state.optimizer.groups[0].hyperparameters if state.optimizer.groups else {}
+
+
+def _rate(state: TrainState) -> Tree:
+    constant = isinstance(_said(state).get("learning_rate"), (int, float))
+    return None if constant else {COUNT: count(state.counts.schedule)}
+
+
+def _link(state: TrainState, *natives: str) -> Tree:
+    """Returns the state of a link: its count, and a tree for each field."""
+    slots = {path: _turned(state, path) for path in state.slots}
+    fields = {
+        native: usual_tree({path: slots[path][native] if path in slots else None for path in state.params})
+        for native in natives
+    }
+    return {COUNT: count(state.counts.updates), **fields}
+
+
+def _turned(state: TrainState, path: str) -> dict[str, Tensor]:
+    found, rule = _slots(state, path), state.rules.get(path)
+    if rule is not None and rule.factored and _as_usual(rule, state.params[path].shape):
+        found = {**found, "v_row": found["v_col"], "v_col": found["v_row"]}
+    return found
+
 
 _STRANGE = "Other links act on the same parameters with statistics of their own, which statekit keeps but doesn't step."
 _BEGUN = (
@@ -65,7 +281,7 @@ class Optax:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for the fields of a link's state, and for parameters that fit them."""
-        found = [link for link in links(checkpoint.tree) if link.kind in ENGINES]
+        found = [link for link in links(checkpoint.tree) if link.kind in CORE_LINKS]
         if not found or find_params(checkpoint.tree, found) is None:
             return None
         place = "/".join(map(str, found[0].path)) or "the top"
@@ -82,15 +298,15 @@ class Optax:
             UsageError: A hint that Optax doesn't take.
         """
         faults: Faults = []
-        tree = opened(checkpoint, ENGINES, faults)
-        found = [link for link in tree.found if link.kind in ENGINES]
-        engines = [engine(link, tree.found, tree.checkpoint.tree, tree.where) for link in found]
-        schema, notes = _schema(engines, hints, faults)
-        told = canonical(schema, hints.hyperparameters)
-        parts = [_part(own, schema, tree.params, faults) for own in engines]
+        tree = opened(checkpoint, CORE_LINKS, faults)
+        found = [link for link in tree.found if link.kind in CORE_LINKS]
+        cores = [core_link(link, tree.found, tree.checkpoint.tree, tree.where) for link in found]
+        schema, notes = _schema(cores, hints, faults)
+        specified = canonical(schema, hints.hyperparameters)
+        parts = [_part(own, schema, tree.params, faults) for own in cores]
         slots = [part.slots for part in parts]
         updates = updates_of(found, slots, faults)
-        rules = dict(_rules(tree.params, parts, told, faults))
+        rules = dict(_rules(tree.params, parts, specified, faults))
         if faults:
             raise StateError(
                 f"The checkpoint isn't a state of Optax that statekit knows: {len(faults)} faults.",
@@ -100,11 +316,11 @@ class Optax:
         known = stated(checkpoint, schema.name, slots)
         begun = [link for link in tree.found if link.kind == "accumulate" and link.state["mini_step"].read()]
         if known is not None:
-            groups, rules, variant = groups_of(known, told), rules_of(known, rules), known.variant
+            groups, rules, variant = groups_of(known, specified), rules_of(known, rules), known.variant
             notes = [] if hints.hyperparameters else [*known.assumptions]
         else:
-            groups, more = _settled(parts, schema, told)
-            strange = any(own.others for own in engines)
+            groups, more = _settled(parts, schema, specified)
+            strange = any(own.others for own in cores)
             variant = None if strange else VARIANT
             notes += [*more, *_rule_notes(rules), *([_STRANGE] if strange else [])]
         notes += [_BEGUN] if begun and _BEGUN not in notes else []
@@ -119,7 +335,7 @@ class Optax:
             Optimizer(schema.name, hints.variant or variant, tuple(groups)),
             Counts(updates, tree.schedule(updates)),
             rules,
-            tree.extra("optax", {path for own in engines for path in own.paths}, updates),
+            tree.extra("optax", {path for own in cores for path in own.paths}, updates),
             tuple(notes),
         )
 
@@ -134,21 +350,21 @@ class Optax:
 
 @dataclass(frozen=True)
 class _Part:
-    """What one engine moves.
+    """What one core_link moves.
 
     Attributes:
-        own: The engine.
+        own: The core_link.
         slots: For each path, its slots by Optax' names.
         shown: For each path, how Adafactor's slots show it to be factored.
     """
 
-    own: Engine
+    own: CoreLink
     slots: Slots
     shown: Mapping[str, Factoring]
 
 
-def _schema(engines: Sequence[Engine], hints: Hints, faults: Faults) -> tuple[OptimizerSchema, list[str]]:
-    found = [schema_of(own, hints.hyperparameters) for own in engines]
+def _schema(cores: Sequence[CoreLink], hints: Hints, faults: Faults) -> tuple[OptimizerSchema, list[str]]:
+    found = [schema_of(own, hints.hyperparameters) for own in cores]
     names = list(dict.fromkeys(name for name, _ in found))
     if len(names) > 1:
         faults.append(
@@ -157,7 +373,7 @@ def _schema(engines: Sequence[Engine], hints: Hints, faults: Faults) -> tuple[Op
     return load_schema(names[0]), list(dict.fromkeys(why for _, why in found if why))
 
 
-def _part(own: Engine, schema: OptimizerSchema, params: Mapping[str, Tensor], faults: Faults) -> _Part:
+def _part(own: CoreLink, schema: OptimizerSchema, params: Mapping[str, Tensor], faults: Faults) -> _Part:
     slots = slots_of(own.links)
     fields = [name for link in own.links for name, _ in link.trees()]
     shown: dict[str, Factoring] = {}
@@ -174,9 +390,9 @@ def _part(own: Engine, schema: OptimizerSchema, params: Mapping[str, Tensor], fa
 
 
 def _rules(
-    params: Mapping[str, Tensor], parts: Sequence[_Part], told: Mapping[str, Any], faults: Faults
+    params: Mapping[str, Tensor], parts: Sequence[_Part], specified: Mapping[str, Any], faults: Faults
 ) -> Iterator[tuple[str, Rule]]:
-    entries = entries_of(told)
+    entries = entries_of(specified)
     for part in parts:
         for path, shown in part.shown.items():
             slots = part.slots[path]
@@ -185,12 +401,12 @@ def _rules(
 
 
 def _settled(
-    parts: Sequence[_Part], schema: OptimizerSchema, told: Mapping[str, Any]
+    parts: Sequence[_Part], schema: OptimizerSchema, specified: Mapping[str, Any]
 ) -> tuple[list[Group], list[str]]:
     groups, notes = [], []
     for part in parts:
-        found, open_points = inferred(part.own, schema, list(part.shown.values()), told)
-        settings = found.over(told, "given")
+        found, open_points = inferred(part.own, schema, list(part.shown.values()), specified)
+        settings = found.over(specified, "given")
         groups.append(group_of(tuple(part.slots), settings))
         notes += open_points
         if assumed := settings.assumed():

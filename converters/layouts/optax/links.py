@@ -64,9 +64,9 @@ SLOT_TREES: dict[str, tuple[str, ...]] = {
 _SLOTS = {name for names in SLOT_TREES.values() for name in names}
 _LABELLED = "inner_states"
 _INNER = {"inner_state", "inner_opt_state", _LABELLED}
-ENGINES = ("adafactor", "adam")
+CORE_LINKS = ("adafactor", "adam")
 """The links that an optimizer of Optax is known by."""
-OWN_ENGINES = tuple(f"statekit.{schema}" for schema in OWN_FIELDS)
+OWN_CORE_LINKS = tuple(f"statekit.{schema}" for schema in OWN_FIELDS)
 """Those of statekit.jax."""
 
 
@@ -199,9 +199,9 @@ def replaced(tree: Tree, parts: Mapping[Path, Tree], path: Path = ()) -> Tree:
     return below if isinstance(tree, Mapping) else list(below.values())
 
 
-def find_params(tree: Tree, found: list[Link], engines: Collection[str] = ENGINES) -> Path | None:
+def find_params(tree: Tree, found: list[Link], cores: Collection[str] = CORE_LINKS) -> Path | None:
     """Returns the path of the parameters: the node that has a tensor wherever a slot is, called `params` if one is."""
-    trees = [own for link in found if link.kind in engines for _, own in link.trees()]
+    trees = [own for link in found if link.kind in cores for _, own in link.trees()]
     slots = [path for own in trees for path, leaf in leaves(own) if is_tensor(leaf)]
     inside = [link.path for link in found]
     named: list[Path] = []

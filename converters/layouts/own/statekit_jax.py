@@ -16,7 +16,7 @@ from typing import Any
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.factor_inference import shown_rule
-from statekit.converters.layouts.hyperparameters import Settings
+from statekit.converters.layouts.hyperparameters import Hyperparameters
 from statekit.converters.layouts.optax.decode import (
     Faults,
     Opened,
@@ -32,7 +32,7 @@ from statekit.converters.layouts.optax.decode import (
     updates_of,
 )
 from statekit.converters.layouts.optax.links import (
-    OWN_ENGINES,
+    OWN_CORE_LINKS,
     OWN_FIELDS,
     OWN_GROUP_FIELDS,
     Link,
@@ -40,8 +40,14 @@ from statekit.converters.layouts.optax.links import (
     is_tensor,
     links,
 )
-from statekit.converters.layouts.optax.place import in_own_form, own_form, placed
-from statekit.converters.layouts.optax.skeleton import Contents, count, usual_tree
+from statekit.converters.layouts.optax.skeleton import (
+    Contents,
+    count,
+    in_own_form,
+    own_form,
+    placed,
+    usual_tree,
+)
 from statekit.errors import InexactError, StateError, fault_list, some
 from statekit.files.checkpoint import Checkpoint
 from statekit.optim.run import stepped_variants
@@ -69,8 +75,8 @@ class StatekitJax:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for the fields of a state, and for parameters that fit them."""
-        found = [link for link in links(checkpoint.tree) if link.kind in OWN_ENGINES]
-        if not found or find_params(checkpoint.tree, found, OWN_ENGINES) is None:
+        found = [link for link in links(checkpoint.tree) if link.kind in OWN_CORE_LINKS]
+        if not found or find_params(checkpoint.tree, found, OWN_CORE_LINKS) is None:
             return None
         place = "/".join(map(str, found[0].path)) or "the top"
         return Evidence(30, f"{place} has {', '.join(found[0].state)}, as a state of statekit.jax has them")
@@ -86,8 +92,8 @@ class StatekitJax:
             UsageError: A hint that the schema doesn't know.
         """
         faults: Faults = []
-        tree = opened(checkpoint, OWN_ENGINES, faults)
-        own = [link for link in tree.found if link.kind in OWN_ENGINES]
+        tree = opened(checkpoint, OWN_CORE_LINKS, faults)
+        own = [link for link in tree.found if link.kind in OWN_CORE_LINKS]
         names = list(dict.fromkeys(_schema_of(link) for link in own))
         if len(names) > 1:
             faults.append(("are optimizers of one run, kept in one state only alike", " and ".join(names)))
@@ -161,14 +167,14 @@ def _with_slots(group: Group, link: Link, schema: str) -> Group:
 
 def _settings(
     schema: OptimizerSchema, variant: str | None, slots: Sequence[Slots]
-) -> tuple[Settings, list[str]]:
+) -> tuple[Hyperparameters, list[str]]:
     """Returns what is known of the hyperparameters without being told, and what is open."""
     if variant is None:
         candidates = ", ".join(schema.variants)
-        return Settings(), [
+        return Hyperparameters(), [
             f"The state doesn't say whose rule it follows; a step needs --variant: {candidates}."
         ]
-    found = Settings().over(schema.variant(variant)["defaults"], "assumed").without(*_RATES)
+    found = Hyperparameters().over(schema.variant(variant)["defaults"], "assumed").without(*_RATES)
     if any("m" in held for part in slots for held in part.values()) and schema.name == "adafactor":
         found = found.without("beta1")
     shown = ", ".join(f"{name}={value}" for name, value in found.values.items())
@@ -176,10 +182,10 @@ def _settings(
 
 
 def _rules(
-    tree: Opened, slots: Sequence[Slots], variant: str | None, told: Mapping[str, Any], faults: Faults
+    tree: Opened, slots: Sequence[Slots], variant: str | None, specified: Mapping[str, Any], faults: Faults
 ) -> Iterator[tuple[str, Rule]]:
     """Yields how each parameter is factored."""
-    entries = entries_of(told)
+    entries = entries_of(specified)
     for path, own in ((path, own) for part in slots for path, own in part.items()):
         shape, factored = tree.params[path].shape, "v_row" in own
         if factored and "v_col" not in own:

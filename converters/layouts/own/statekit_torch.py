@@ -17,30 +17,350 @@ A file that a user writes after more training needs only `model` and `optimizer`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.optimizer_forms import by_index
-from statekit.converters.layouts.own.torch_groups import (
-    Found,
-    Kind,
-    Names,
-    decode_groups,
-    encode_groups,
-    frozen_names,
-    integer,
-    looks_ours,
-    moved_names,
-)
+from statekit.converters.layouts.pytorch.parts import BESIDE, BUFFERS, GROUPS, is_plain
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
 from statekit.optim.run import stepped_variants
 from statekit.state.schema import load_schema
-from statekit.state.train_state import Counts, Optimizer, TrainState
+from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor
-from statekit.tensors.tree import Tree, holds_records, walk
+from statekit.tensors.tree import Tree, walk
+
+Names: TypeAlias = Mapping[str, str]
+Faults: TypeAlias = list[tuple[str, str]]
+
+FROZEN = "frozen"
+"""Key of the first group: names of the parameters that no group moves. A file without them takes them for buffers."""
+SCALE = "multiply_by_parameter_scale"
+BY_NAME = (SCALE, "exclude_from_weight_decay", "lr_mult", "wd_mult")
+"""Hyperparameters that may have a value for each parameter: {path: value}, in PyTorch {name: value}."""
+RATE_NAMES = ("learning_rate", "lr")
+"""What schemas call the learning rate; a group's key is `lr`."""
+_OURS = ("params", "param_names", "rules", "step")
+_NOT_VALUES = (*_OURS, "lr", "schema", "variant", "behind", "slots", "known_from", FROZEN)
+_KNOWN_FROM = ("file", "given", "assumed")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the optimizer part says. `others` are keys of each group that mean nothing here, such as `initial_lr`."""
+
+    groups: tuple[Group, ...] = ()
+    slots: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+    updates: int = 0
+    behind: Mapping[str, int] = field(default_factory=dict)
+    others: tuple[Mapping[str, Tree], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def looks_ours(optimizer: Any) -> bool:
+    """Tells whether every parameter group has the keys that mark ours.
+
+    Rules may be lacking beside a schema: torch.distributed.checkpoint saves no empty dict.
+    """
+    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
+    return (
+        isinstance(groups, list)
+        and bool(groups)
+        and all(isinstance(group, Mapping) and {*_OURS} <= {*group, *_absent(group)} for group in groups)
+    )
+
+
+def _absent(group: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("rules",) if "schema" in group else ()
+
+
+def moved_names(optimizer: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the parameters of all groups."""
+    groups = optimizer["param_groups"]
+    return [
+        str(n) for group in groups if isinstance(group["param_names"], Sequence) for n in group["param_names"]
+    ]
+
+
+def frozen_names(optimizer: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the parameters that no group moves, as far as the groups say."""
+    return [
+        str(name)
+        for group in optimizer["param_groups"]
+        if isinstance(group.get(FROZEN), Sequence)
+        for name in group[FROZEN]
+    ]
+
+
+def integer(leaf: Any) -> int | None:
+    """Returns an integer that is stored as such or as a scalar tensor, else None."""
+    value = _scalar(leaf)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _scalar(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.shape == ():
+        value = leaf.read()
+        return value.astype(np.float64).item() if value.dtype.kind in "fV" else value.item()
+    return leaf
+
+
+def by_other_names(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Returns hyperparameters with each map by parameter under other names; a parameter without one is left out."""
+    return {
+        key: {names[own]: one for own, one in value.items() if own in names}
+        if key in BY_NAME and isinstance(value, Mapping)
+        else value
+        for key, value in values.items()
+    }
+
+
+def encode_groups(state: TrainState, names: Names, others: Sequence[Mapping[str, Tree]]) -> dict[str, Tree]:
+    """Returns `state` and `param_groups`.
+
+    Raises:
+        InexactError: A group as a whole has slots that its schema doesn't know.
+    """
+    optimizer, known = state.optimizer, load_schema(state.optimizer.schema).slots
+    moved = {path for group in optimizer.groups for path in group.paths}
+    frozen = [names[path] for path in state.params if path not in moved]
+    index = {path: i for i, path in enumerate(p for group in optimizer.groups for p in group.paths)}
+    groups = []
+    for i, group in enumerate(optimizer.groups):
+        if strange := [name for name in group.slots if name not in known]:
+            raise InexactError(
+                "A group has slots of its own that its optimizer doesn't know.",
+                expected=optimizer.schema,
+                found=", ".join(strange),
+            )
+        groups.append(
+            {
+                **(others[i] if i < len(others) else {}),
+                "schema": optimizer.schema,
+                "variant": optimizer.variant,
+                **_values(group, names),
+                **_counts(state, group, names),
+                **({"slots": dict(group.slots)} if group.slots else {}),
+                "rules": {names[p]: state.rules[p].to_json() for p in group.paths if p in state.rules},
+                "known_from": dict(group.known_from),
+                **({FROZEN: frozen} if frozen and i == 0 else {}),
+                "param_names": [names[path] for path in group.paths],
+                "params": [index[path] for path in group.paths],
+            }
+        )
+    slots = {i: dict(state.slots[path]) for path, i in index.items() if path in state.slots}
+    return {"state": slots, "param_groups": groups}
+
+
+def _values(group: Group, names: Names) -> dict[str, Any]:
+    values = by_other_names(group.hyperparameters, names)
+    rates = [values.pop(name) for name in RATE_NAMES if name in values]
+    return {"lr": rates[0] if rates else None, **values}
+
+
+def _counts(state: TrainState, group: Group, names: Names) -> dict[str, Any]:
+    """Returns what a group counts: a count that all its parameters share is the group's own."""
+    behind = {path: state.counts.behind[path] for path in group.paths if path in state.counts.behind}
+    if behind and len(behind) == len(group.paths) and len({*behind.values()}) == 1:
+        return {"step": next(iter(behind.values()))}
+    own = {"behind": {names[path]: count for path, count in behind.items()}} if behind else {}
+    return {"step": state.counts.updates, **own}
+
+
+def decode_groups(
+    optimizer: Mapping[str, Any], maker: OptimizerVariant, paths: Names, faults: Faults
+) -> Found:
+    """Returns what the optimizer part says; adds to `faults` what doesn't fit.
+
+    Args:
+        optimizer: `state` and `param_groups`, with the keys that mark ours.
+        maker: Whose groups they are.
+        paths: Path of each name that `model` has.
+        faults: Where faults are added.
+    """
+    parts = [
+        _Part(f"optimizer/param_groups/{i}", maker, group)
+        for i, group in enumerate(optimizer["param_groups"])
+    ]
+    for part in parts:
+        part.check(paths, faults)
+    if faults:
+        return Found()
+    slots = _slots(optimizer.get("state"), parts, paths, faults)
+    rules = {path: rule for part in parts for path, rule in part.rules(paths, faults)}
+    updates = max(part.step for part in parts)
+    offset = maker.counts_offset
+    notes = [
+        f"Parameter group {i} has made {part.step} of {updates} updates; its step_offset is counted from there."
+        for i, part in enumerate(parts)
+        if part.step != updates and offset
+    ]
+    return Found(
+        tuple(part.decoded(paths, updates, faults) for part in parts),
+        slots,
+        rules,
+        updates,
+        {path: count for part in parts for path, count in part.behind(paths, updates, faults)},
+        tuple(part.others() for part in parts) if any(part.others() for part in parts) else (),
+        tuple(notes),
+    )
+
+
+@dataclass(frozen=True)
+class OptimizerVariant:
+    """Whose groups a file holds."""
+
+    schema: str
+    variant: str | None
+
+    @property
+    def counts_offset(self) -> bool:
+        """Whether a group that began later is told by its `step_offset`; else by its parameters' counts."""
+        known = load_schema(self.schema)
+        return self.variant is not None and "step_offset" in known.variant(self.variant)["defaults"]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One parameter group of the file."""
+
+    place: str
+    maker: OptimizerVariant
+    values: Mapping[str, Any]
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.values["param_names"])
+
+    @property
+    def step(self) -> int:
+        return integer(self.values["step"]) or 0
+
+    def check(self, paths: Names, faults: Faults) -> None:
+        names, params = self.values["param_names"], self.values["params"]
+        if not isinstance(names, list) or not isinstance(params, list) or len(names) != len(params):
+            faults.append(("params and param_names aren't lists of one length", self.place))
+            return
+        if not all(isinstance(name, str) for name in names) or not all(isinstance(i, int) for i in params):
+            faults.append(("params and param_names aren't numbers and names", self.place))
+            return
+        faults += [("isn't in model", f"{self.place}/{name}") for name in names if name not in paths]
+        count = integer(self.values["step"])
+        if count is None or count < 0:
+            faults.append((f"step is {self.values['step']!r:.80}", self.place))
+        faults += [
+            (f"{key} isn't a map", self.place)
+            for key in ("rules", "known_from", "behind", "slots")
+            if not isinstance(self.values.get(key, {}), Mapping)
+        ]
+        own = self.values.get("schema", self.maker.schema), self.values.get("variant", self.maker.variant)
+        if own != (self.maker.schema, self.maker.variant):
+            faults.append((f"is of {own[0]}, variant {own[1]}, unlike the file", self.place))
+
+    def rules(self, paths: Names, faults: Faults) -> Iterator[tuple[str, Rule]]:
+        for name in self.names:
+            if name not in self.values.get("rules", {}):
+                continue
+            try:
+                rule = Rule.from_json(self.values["rules"][name])
+            except (LookupError, TypeError, ValueError) as error:
+                faults.append((f"has no readable rule: {error}", f"{self.place}/rules/{name}"))
+                continue
+            if rule.known_from not in _KNOWN_FROM:
+                faults.append((f"known_from is {rule.known_from!r:.80}", f"{self.place}/rules/{name}"))
+            yield paths[name], rule
+
+    def behind(self, paths: Names, updates: int, faults: Faults) -> Iterator[tuple[str, int]]:
+        """Yields the updates done by parameters that missed some."""
+        own = self.values.get("behind", {})
+        late = self.step != updates and not self.maker.counts_offset
+        for name in self.names:
+            if name not in own and not late:
+                continue
+            count = integer(own.get(name, self.step))
+            if count is None or count < 0:
+                faults.append((f"is {own[name]!r:.80}, expected a count", f"{self.place}/behind/{name}"))
+            else:
+                yield paths[name], count
+
+    def decoded(self, paths: Names, updates: int, faults: Faults) -> Group:
+        schema = load_schema(self.maker.schema)
+        known = self.values.get("known_from", {})
+        values = {
+            name: _scalar(self.values[name])
+            for name in schema.hyperparameters
+            if name in self.values and name not in RATE_NAMES
+        }
+        own_rate = next(name for name in RATE_NAMES if name in schema.hyperparameters)
+        rate = _scalar(self.values.get("lr"))
+        if rate is not None or own_rate in known:
+            values[own_rate] = rate
+        faults += [
+            (f"is {value!r:.80}, {fault}", f"{self.place}/{name}")
+            for name, value in values.items()
+            if not (name == SCALE and isinstance(value, Mapping)) and (fault := schema.fault(name, value))
+        ]
+        faults += self._map_faults(values, paths)
+        values = by_other_names(values, paths)
+        offset = values.get("step_offset")
+        if self.step != updates and self.maker.counts_offset and isinstance(offset, int):
+            values["step_offset"] = offset + updates - self.step
+        sources: dict[str, KnownFrom] = {name: known.get(name, "file") for name in values}
+        faults += [
+            (f"known_from is {source!r:.80}", f"{self.place}/known_from/{name}")
+            for name, source in sources.items()
+            if source not in _KNOWN_FROM
+        ]
+        slots = self.values.get("slots", {})
+        faults += [
+            (f"slot {name} of the group is no tensor that {schema.name} knows", self.place)
+            for name, slot in slots.items()
+            if not isinstance(slot, Tensor) or name not in schema.slots
+        ]
+        return Group(tuple(paths[name] for name in self.names), values, sources, slots)
+
+    def _map_faults(self, values: Mapping[str, Any], paths: Names) -> Faults:
+        return [
+            (f"is {one!r:.80}, expected {expected} for a parameter of model", f"{self.place}/{key}/{name}")
+            for key in BY_NAME
+            if isinstance(values.get(key), Mapping)
+            for kinds, expected in [((bool,), "boolean") if key in BY_NAME[:2] else ((int, float), "number")]
+            for name, one in values[key].items()
+            if name not in paths or not isinstance(one, kinds)
+        ]
+
+    def others(self) -> dict[str, Tree]:
+        known = load_schema(self.maker.schema).hyperparameters
+        return {k: v for k, v in self.values.items() if k not in _NOT_VALUES and k not in known}
+
+
+def _slots(
+    state: Any, parts: Sequence[_Part], paths: Names, faults: Faults
+) -> dict[str, Mapping[str, Tensor]]:
+    if not isinstance(state, Mapping):
+        faults.append(("isn't a map", "optimizer/state"))
+        return {}
+    pairs = [(i, paths[n]) for part in parts for i, n in zip(part.values["params"], part.names, strict=True)]
+    index = dict(pairs)
+    if len(index) != len(pairs):
+        faults.append(("have numbers that aren't their own", "optimizer/param_groups"))
+    found: dict[str, Mapping[str, Tensor]] = {}
+    for i, slots in state.items():
+        if i not in index:
+            faults.append(("belongs to no parameter", f"optimizer/state/{i}"))
+        elif not isinstance(slots, Mapping):
+            faults.append(("isn't a map of slots", f"optimizer/state/{i}"))
+        else:
+            wrong = [name for name, slot in slots.items() if not isinstance(slot, Tensor)]
+            faults += [(f"slot {name} of {index[i]} is no tensor", f"optimizer/state/{i}") for name in wrong]
+            found[index[i]] = slots
+    return found
+
 
 CLASSES = {
     "adafactor": "statekit.torch.Adafactor",
@@ -50,14 +370,11 @@ CLASSES = {
     "adamw": "statekit.torch.AdamW",
 }
 """Schema -> the class whose state its files hold."""
-BUFFERS, GROUPS, BESIDE = "buffers", "param_groups", "torch"
-"""Parts of `extra` that lie elsewhere in the file: in `model`, in the groups, and at the top."""
 
 _FORMS: dict[str, Any] = {
     "optimizer_class": str, "variant": str | None, "schedule": int,
     "paths": Mapping, "assumptions": list, "extra": Mapping,
 }  # fmt: skip
-_PLAIN = (bool, int, float, str, bytes, type(None), Tensor)
 _SHOWN = 3
 
 
@@ -179,9 +496,9 @@ def _decoded(tree: Any, faults: list[tuple[str, str]]) -> TrainState | None:
     params = {paths[name]: leaf for name, leaf in model.items() if name in paths}
     faults += [("is no tensor", f"model/{name}") for name in paths if not isinstance(model[name], Tensor)]
     faults += _collisions(paths)
-    kind = _kind(optimizer["param_groups"][0], own, faults)
-    found = decode_groups(optimizer, kind, paths, faults) if kind else Found()
-    if kind is None or faults:
+    maker = _kind(optimizer["param_groups"][0], own, faults)
+    found = decode_groups(optimizer, maker, paths, faults) if maker else Found()
+    if maker is None or faults:
         return None
     buffers = {name: leaf for name, leaf in model.items() if name not in paths}
     beside = _beside(tree, own, found.updates)
@@ -193,7 +510,7 @@ def _decoded(tree: Any, faults: list[tuple[str, str]]) -> TrainState | None:
     return TrainState(
         params=params,
         slots=found.slots,
-        optimizer=Optimizer(kind.schema, kind.variant, found.groups),
+        optimizer=Optimizer(maker.schema, maker.variant, found.groups),
         counts=Counts(found.updates, own.get("schedule", found.updates), found.behind),
         rules=found.rules,
         extra={**own.get("extra", {}), **{key: part for key, part in parts.items() if any(part)}},
@@ -201,14 +518,16 @@ def _decoded(tree: Any, faults: list[tuple[str, str]]) -> TrainState | None:
     )
 
 
-def _kind(group: Mapping[str, Any], own: Mapping[str, Any], faults: list[tuple[str, str]]) -> Kind | None:
+def _kind(
+    group: Mapping[str, Any], own: Mapping[str, Any], faults: list[tuple[str, str]]
+) -> OptimizerVariant | None:
     """Returns whose state a file holds, by its first group; files from when there was only one name no schema."""
     schema = group.get("schema", "adafactor")
     variant = group.get("variant", own.get("variant", "t5x"))
     if schema not in CLASSES or (variant is not None and variant not in load_schema(schema).variants):
         faults.append((f"is of {schema!r:.80}, variant {variant!r:.80}", "optimizer/param_groups/0"))
         return None
-    return Kind(schema, variant)
+    return OptimizerVariant(schema, variant)
 
 
 def _collisions(paths: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -226,13 +545,6 @@ def _beside(tree: Mapping[str, Any], own: Mapping[str, Any], updates: int) -> di
     if integer(rest.get("step")) == updates:
         del rest["step"]
     return rest
-
-
-def is_plain(part: Tree) -> bool:
-    """Tells whether a file that loads with weights_only can hold a part."""
-    return not holds_records(part) and all(
-        isinstance(leaf, _PLAIN) or leaf in ({}, [], ()) for _, leaf in walk(part)
-    )
 
 
 def _leaf_names(key: str, part: Tree) -> Iterable[str]:

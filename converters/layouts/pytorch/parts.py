@@ -10,15 +10,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from statekit.converters.layouts.dropped import unplaced
+from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.optimizer_forms import Form, flat_form, nested_form
-from statekit.converters.layouts.own.statekit_torch import BESIDE, BUFFERS, GROUPS, is_plain
 from statekit.converters.layouts.torch_parts import MODELS, OPTIMIZERS, at, loose, places, put, without
 from statekit.tensors.tensor import Tensor
-from statekit.tensors.tree import Path, Tree
+from statekit.tensors.tree import Path, Tree, holds_records, walk
 
+BUFFERS, GROUPS, BESIDE = "buffers", "param_groups", "torch"
+"""Parts of `extra` that lie elsewhere in the file: in `model`, in the groups, and at the top."""
 PLACES = "torch_places"
 """Key in `extra`: where model and optimizer lie in the file."""
+_PLAIN = (bool, int, float, str, bytes, type(None), Tensor)
 
 
 @dataclass(frozen=True)
@@ -110,4 +112,11 @@ def joined(
     tree = put(kept, model_at, model) if model_at else {**model, **kept}
     optimizer = {"state": dict(state), "param_groups": full} if form != "flat" else flat_form(state, full)
     used = (BUFFERS, GROUPS, BESIDE, PLACES, *placed)
-    return put(tree, optimizer_at, optimizer), {**dropped, **unplaced(extra, used, "the file")}
+    return put(tree, optimizer_at, optimizer), {**dropped, **dropped_from(extra, used, "the file")}
+
+
+def is_plain(part: Tree) -> bool:
+    """Tells whether a file that loads with weights_only can hold a part."""
+    return not holds_records(part) and all(
+        isinstance(leaf, _PLAIN) or leaf in ({}, [], ()) for _, leaf in walk(part)
+    )

@@ -17,9 +17,8 @@ import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.optimizer_forms import Form
-from statekit.converters.layouts.own.statekit_torch import GROUPS
 from statekit.converters.layouts.pytorch.param_order import found_order
-from statekit.converters.layouts.pytorch.parts import Frame, extra_of, frame, joined
+from statekit.converters.layouts.pytorch.parts import GROUPS, Frame, extra_of, frame, joined
 from statekit.converters.layouts.torch_parts import SORTED
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
@@ -28,14 +27,14 @@ from statekit.state.factoring import by_shape
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Shape, Tensor, in_memory
-from statekit.tensors.views import Reaxed
+from statekit.tensors.views import Squeezed
 
 _FACTORED = ("v_row", "v_col")
 _SHOWN = 20
 
 
 @dataclass(frozen=True)
-class Kind:
+class TorchOptimizer:
     """One optimizer: what its groups must say, which names its slots have, and in what form it counts.
 
     Attributes:
@@ -78,9 +77,9 @@ _ADAMW = {
     "fused": None, "decoupled_weight_decay": True,
 }  # fmt: skip
 KINDS = (
-    Kind("adafactor", "torch", ("beta2_decay", "d"), usual={"foreach": None, "maximize": False}),
-    Kind("adafactor", "hf", ("scale_parameter", "clip_threshold"), "", ("RMS",)),
-    Kind("adamw", "torch", ("betas", "amsgrad", "eps", "weight_decay", "maximize"), usual=_ADAMW),
+    TorchOptimizer("adafactor", "torch", ("beta2_decay", "d"), usual={"foreach": None, "maximize": False}),
+    TorchOptimizer("adafactor", "hf", ("scale_parameter", "clip_threshold"), "", ("RMS",)),
+    TorchOptimizer("adamw", "torch", ("betas", "amsgrad", "eps", "weight_decay", "maximize"), usual=_ADAMW),
 )
 _SAID = {"index": "by index", "name": "by name", "flat": "an entry for each parameter's option"}
 _FORM_NOTES = {
@@ -230,7 +229,7 @@ class TorchOptim:
         return Encoded(tree, state.counts.updates, dropped=dropped)
 
 
-def _kind(parts: Frame) -> Kind | None:
+def _kind(parts: Frame) -> TorchOptimizer | None:
     held = {key for own in parts.state.values() for key in own}
     fits = [kind for kind in KINDS if held <= {*kind.names.values(), "step", *kind.beside}]
     if held and _is_bare(parts):
@@ -245,7 +244,7 @@ def _is_bare(parts: Frame) -> bool:
     return not any(kind.options[0] in group for kind in KINDS for group in parts.groups)
 
 
-def _shape_of(kind: Kind, own: Mapping[str, Any]) -> Shape | None:
+def _shape_of(kind: TorchOptimizer, own: Mapping[str, Any]) -> Shape | None:
     """Returns the shape of a parameter as its slots show it."""
     held = {name: own[native] for name, native in kind.names.items() if isinstance(own.get(native), Tensor)}
     if "v_row" in held and "v_col" in held:
@@ -257,7 +256,12 @@ def _shape_of(kind: Kind, own: Mapping[str, Any]) -> Shape | None:
 
 
 def _slots(
-    kind: Kind, own: Mapping[str, Any], rule: Rule, shape: Shape, path: str, faults: list[tuple[str, str]]
+    kind: TorchOptimizer,
+    own: Mapping[str, Any],
+    rule: Rule,
+    shape: Shape,
+    path: str,
+    faults: list[tuple[str, str]],
 ) -> Iterator[tuple[str, Tensor]]:
     for name, native in kind.names.items():
         tensor = own.get(native)
@@ -268,10 +272,10 @@ def _slots(
         if tensor.shape != stored:
             faults.append((f"{native} has shape {tensor.shape}, expected {stored}", path))
         else:
-            yield name, tensor if stored == expected else Reaxed(tensor, expected)
+            yield name, tensor if stored == expected else Squeezed(tensor, expected)
 
 
-def _saw_pieces(kind: Kind, own: Mapping[str, Any], rule: Rule) -> bool:
+def _saw_pieces(kind: TorchOptimizer, own: Mapping[str, Any], rule: Rule) -> bool:
     """Tells whether a parameter that the optimizer would factor has a second moment that isn't."""
     return kind.schema == "adafactor" and rule.factored and isinstance(own.get(kind.names["v"]), Tensor)
 
@@ -285,7 +289,11 @@ def _kept(rule: Rule, name: str, shape: Shape) -> Shape:
 
 
 def _native(
-    kind: Kind, state: TrainState, path: str, own: Mapping[str, Tensor], faults: list[tuple[str, str]]
+    kind: TorchOptimizer,
+    state: TrainState,
+    path: str,
+    own: Mapping[str, Tensor],
+    faults: list[tuple[str, str]],
 ) -> dict[str, Any]:
     param, names = state.params[path], kind.names
     usual = kind.rule(param.shape)
@@ -304,19 +312,19 @@ def _native(
             faults.append((f"has slot {name}, for which there is no place", path))
             continue
         kept = kind.form.get("reduced_axis") == "kept" and name in _FACTORED
-        found[names[name]] = Reaxed(tensor, _kept(rule, name, param.shape)) if kept else tensor
+        found[names[name]] = Squeezed(tensor, _kept(rule, name, param.shape)) if kept else tensor
     return found | dict(state.extra.get(_INFORMATION, {}).get(path, {}))
 
 
 def _groups(
-    kind: Kind, schema: OptimizerSchema, parts: Frame, names: Sequence[Sequence[str]]
+    kind: TorchOptimizer, schema: OptimizerSchema, parts: Frame, names: Sequence[Sequence[str]]
 ) -> Iterator[Group]:
     for options, own in zip(parts.groups, names, strict=True):
         values = schema.canonical(kind.variant, options)
         yield Group(tuple(map(_path, own)), values, dict.fromkeys(values, "file"))
 
 
-def _options(kind: Kind) -> tuple[str, ...]:
+def _options(kind: TorchOptimizer) -> tuple[str, ...]:
     """Returns the keys of a group that become hyperparameters."""
     offered = load_schema(kind.schema).variant(kind.variant)["defaults"]
     return tuple(load_schema(kind.schema).native(kind.variant, dict.fromkeys(offered, 0)))
@@ -349,15 +357,3 @@ def _name(path: str) -> str:
 
 
 LAYOUT = TorchOptim()
-BY_NAME = TorchOptim(
-    "torch-fqn",
-    "the same as torch-optim, by name as get_state_dict gathers it",
-    containers=("torch", "dcp"),
-    form="name",
-)
-FLAT = TorchOptim(
-    "torch-fqn-flat",
-    "the same flat, an entry for each option of a parameter",
-    containers=("torch", "dcp", "dcp-safetensors"),
-    form="flat",
-)

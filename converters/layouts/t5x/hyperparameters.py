@@ -12,7 +12,7 @@ from typing import Any
 
 from statekit.conversion.contracts import Hints
 from statekit.converters.layouts.factor_inference import with_minimum
-from statekit.converters.layouts.hyperparameters import Known, Member, Settings
+from statekit.converters.layouts.hyperparameters import Hyperparameters, ManifestRecord, OptimizerSpec
 from statekit.converters.layouts.t5x.rules import STANDARD
 from statekit.converters.layouts.t5x.tree import Held
 from statekit.errors import UsageError
@@ -66,8 +66,8 @@ def _fault(name: str, value: Any) -> str:
 
 
 def members(
-    checkpoint: Checkpoint, hints: Hints, known: Known | None, held: Mapping[str, Held | None]
-) -> tuple[list[Member], list[str]]:
+    checkpoint: Checkpoint, hints: Hints, known: ManifestRecord | None, held: Mapping[str, Held | None]
+) -> tuple[list[OptimizerSpec], list[str]]:
     """Sorts the moved parameters by optimizer: as traversals or the manifest say, else by whether they have momentum.
 
     Returns:
@@ -84,8 +84,10 @@ def members(
         return _traversed(hints.hyperparameters[_TRAVERSALS], gin.over(given, "given"), held), notes
     if known is not None:
         moved = [replace(g, paths=tuple(p for p in g.paths if held.get(p) is not None)) for g in known.groups]
-        return [replace(g, told=gin.under(g.told).over(given, "given")) for g in moved], notes
-    told = gin.over(given, "given")
+        return [
+            replace(g, hyperparameters=gin.under(g.hyperparameters).over(given, "given")) for g in moved
+        ], notes
+    specified = gin.over(given, "given")
     momentum = {path: own.momentum for path, own in held.items() if own is not None}
     parts = [tuple(momentum)]
     if {True, False} <= set(momentum.values()):
@@ -97,10 +99,10 @@ def members(
         notes.append(
             "Which optimizer moved a parameter isn't stored; all that have slots are taken to share one."
         )
-    return [Member(paths, told) for paths in parts if paths], notes
+    return [OptimizerSpec(paths, specified) for paths in parts if paths], notes
 
 
-def _from_gin(checkpoint: Checkpoint) -> tuple[Settings, list[str]]:
+def _from_gin(checkpoint: Checkpoint) -> tuple[Hyperparameters, list[str]]:
     """Returns what the run's gin file says, and what of it can't be used."""
     gin = checkpoint.meta.get("gin") or {}
     values, references = dict(gin.get("values", {})), gin.get("references", {})
@@ -111,12 +113,14 @@ def _from_gin(checkpoint: Checkpoint) -> tuple[Settings, list[str]]:
     notes += [
         f"{name}={values[name]!r} in {gin['file']} isn't used: {fault}." for name, fault in faults.items()
     ]
-    return Settings().over(
+    return Hyperparameters().over(
         {name: value for name, value in values.items() if name not in faults}, "file"
     ), notes
 
 
-def _traversed(traversals: Any, told: Settings, held: Mapping[str, Held | None]) -> list[Member]:
+def _traversed(
+    traversals: Any, specified: Hyperparameters, held: Mapping[str, Held | None]
+) -> list[OptimizerSpec]:
     entries = list(_entries(traversals))
     owners = {path: [i for i, (regex, _) in enumerate(entries) if re.search(regex, path)] for path in held}
     faults = [f"{path} is selected {len(own)} times" for path, own in owners.items() if len(own) > 1]
@@ -129,7 +133,9 @@ def _traversed(traversals: Any, told: Settings, held: Mapping[str, Held | None])
     if faults:
         raise UsageError(f"{_TRAVERSALS} doesn't fit the checkpoint.", found="; ".join(faults)[:2000])
     return [
-        Member(tuple(path for path, own in owners.items() if own == [i]), told.over(values, "given"))
+        OptimizerSpec(
+            tuple(path for path, own in owners.items() if own == [i]), specified.over(values, "given")
+        )
         for i, (_, values) in enumerate(entries)
     ]
 
@@ -156,16 +162,18 @@ def _entries(traversals: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         yield regex, values
 
 
-def inferred(held: Sequence[Held], by_size: Sequence[Held], told: Settings) -> tuple[Settings, list[str]]:
+def inferred(
+    held: Sequence[Held], by_size: Sequence[Held], specified: Hyperparameters
+) -> tuple[Hyperparameters, list[str]]:
     """Returns T5X's defaults as corrected by what the slots of one optimizer's parameters prove, and what is open.
 
     Args:
         held: Slots of all its parameters.
         by_size: Of them the matrices that have no rule of their own.
-        told: What is known already.
+        specified: What is known already.
     """
     notes = []
-    found = Settings().over(defaults(), "assumed")
+    found = Hyperparameters().over(defaults(), "assumed")
     full = [own for own in held if own.momentum]
     if full:
         found = found.over({"dtype_momentum": full[0].momentum_dtype.name}, "file")
@@ -173,16 +181,16 @@ def inferred(held: Sequence[Held], by_size: Sequence[Held], told: Settings) -> t
         found = found.over({"beta1": None}, "file")
     if any(own.factored for own in held):
         found = found.over({"factored": True}, "file")
-    elif not any(map(told.is_told, RULES)) and any(_factors(own.shape, found.values) for own in held):
+    elif not any(map(specified.is_known, RULES)) and any(_factors(own.shape, found.values) for own in held):
         found = found.over({"factored": False}, "assumed")
-    if found.values["factored"] and not told.is_told("min_dim_size_to_factor"):
+    if found.values["factored"] and not specified.is_known("min_dim_size_to_factor"):
         yes = [min(own.shape) for own in by_size if own.factored]
         found, note = with_minimum(found, yes, [min(own.shape) for own in by_size if not own.factored])
         notes += note
     values = dict(found.values)
     if full:
         del values["beta1"]
-    return Settings(values, {name: found.known_from[name] for name in values}), notes
+    return Hyperparameters(values, {name: found.known_from[name] for name in values}), notes
 
 
 def _factors(shape: Shape, values: Mapping[str, Any]) -> bool:

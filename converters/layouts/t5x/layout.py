@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
-from statekit.converters.layouts.dropped import unplaced
+from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.factor_inference import fits, from_slots
-from statekit.converters.layouts.hyperparameters import Member, Settings, manifest_state
+from statekit.converters.layouts.hyperparameters import Hyperparameters, OptimizerSpec, manifest_state
 from statekit.converters.layouts.t5x.hyperparameters import RULES, inferred, members, scale_by_path
 from statekit.converters.layouts.t5x.rules import GivenRules, as_t5x, given_rules
 from statekit.converters.layouts.t5x.tree import PLACEHOLDER, SLOTS, Held, Native, looks_native, read_native
@@ -127,7 +127,7 @@ class T5XAdafactor:
 
 
 def _group(
-    member: Member,
+    member: OptimizerSpec,
     held: Mapping[str, Held],
     stated: Mapping[str, Any],
     faults: list[tuple[str, str]],
@@ -142,14 +142,17 @@ def _group(
         faults: Where told and held contradict each other; added to.
         notes: What is open or assumed; added to.
     """
-    told = member.told
-    rules = _told_rules(told)
+    specified = member.hyperparameters
+    rules = _specified_rules(specified)
     by_shape = [
         own for path, own in held.items() if len(own.shape) == 2 and not _has_batch(rules.find(path)[1])
     ]
-    found, open_points = (Settings(), []) if member.settled else inferred(list(held.values()), by_shape, told)
-    settled = found.under(told)
-    faults += _contradictions(held, told)
+    if member.settled:
+        found, open_points = Hyperparameters(), list[str]()
+    else:
+        found, open_points = inferred(list(held.values()), by_shape, specified)
+    settled = found.under(specified)
+    faults += _contradictions(held, specified)
     own_rules = {}
     for path, own in held.items():
         known = as_t5x(Rule.from_json(stated[path]), own.shape) if path in stated else None
@@ -169,8 +172,8 @@ def _group(
     return Group(member.paths, kept, {name: settled.known_from[name] for name in kept}), own_rules
 
 
-def _told_rules(told: Settings) -> GivenRules:
-    values = {name: told.values.get(name) for name in RULES}
+def _specified_rules(specified: Hyperparameters) -> GivenRules:
+    values = {name: specified.values.get(name) for name in RULES}
     return given_rules(values["factor_map"], values["logical_factor_rules"], values["logical_axes"])
 
 
@@ -178,29 +181,29 @@ def _has_batch(labels: tuple[Axis, ...] | None) -> bool:
     return labels is not None and Axis.BATCH in labels
 
 
-def _contradictions(held: Mapping[str, Held], told: Settings) -> Iterator[tuple[str, str]]:
-    beta1 = told.values.get("beta1")
+def _contradictions(held: Mapping[str, Held], specified: Hyperparameters) -> Iterator[tuple[str, str]]:
+    beta1 = specified.values.get("beta1")
     for path, own in held.items():
-        if told.is_told("beta1") and own.momentum is not None and own.momentum != (beta1 is not None):
+        if specified.is_known("beta1") and own.momentum is not None and own.momentum != (beta1 is not None):
             yield f"beta1 is {beta1}, but m is {'in use' if own.momentum else 'a placeholder'}", path
-        stated = told.values.get("dtype_momentum")
-        if own.momentum and told.is_told("dtype_momentum") and stated != own.momentum_dtype.name:
+        stated = specified.values.get("dtype_momentum")
+        if own.momentum and specified.is_known("dtype_momentum") and stated != own.momentum_dtype.name:
             yield f"dtype_momentum is {stated}, but m is {own.momentum_dtype}", path
 
 
-def _rule(path: str, own: Held, rules: GivenRules, settled: Settings) -> Rule | None:
+def _rule(path: str, own: Held, rules: GivenRules, settled: Hyperparameters) -> Rule | None:
     """Returns how a parameter is factored: as told, else as its slots show. None if T5X would stop there."""
     values = settled.values
     factored, minimum = values.get("factored", True), values.get("min_dim_size_to_factor", 0)
     logical = values.get("logical_factor_rules") is not None
     by_map = (
-        settled.is_told("factor_map") and not logical
+        settled.is_known("factor_map") and not logical
     )  # then every path has an entry; None is the heuristic
     stated, labels = rules.find(path)
-    unfactored = settled.is_told("factored") and not factored
+    unfactored = settled.is_known("factored") and not factored
     if stated or unfactored or (by_map and values["factor_map"] is None):
         axes = effective(labels, own.shape, factored, minimum)
-        source = next((name for name in RULES if settled.is_told(name)), "factored")
+        source = next((name for name in RULES if settled.is_known(name)), "factored")
         return None if axes is None else Rule(axes, settled.known_from[source])
     if by_map:
         return None
@@ -240,7 +243,7 @@ def _canonical(own: Held, momentum: bool) -> dict[str, Tensor]:
     return {name: own.slots[name] for name in names}
 
 
-def _default_notes(values: Mapping[str, Any], settled: Settings) -> Iterator[str]:
+def _default_notes(values: Mapping[str, Any], settled: Hyperparameters) -> Iterator[str]:
     assumed = [f"{name}={values[name]}" for name in values if settled.known_from[name] == "assumed"]
     if assumed:
         yield f"T5X stores no hyperparameters; assumed: {', '.join(assumed)}."
@@ -285,7 +288,7 @@ def _placed(
 
 
 def _dropped(state: TrainState) -> dict[str, str]:
-    dropped = unplaced(state.extra, _EXTRA, "T5X")
+    dropped = dropped_from(state.extra, _EXTRA, "T5X")
     if state.counts.schedule != state.counts.updates:
         dropped["counts/schedule"] = "T5X has one step for both, and the optimizer's is kept"
     return dropped

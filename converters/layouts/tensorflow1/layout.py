@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
-from statekit.converters.layouts.dropped import unplaced
+from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.hyperparameters import manifest_state
 from statekit.converters.layouts.tensorflow1.names import (
     AVERAGE,
@@ -119,7 +119,7 @@ class TensorFlow1:
             )
         groups, notes = self._groups(named, slots, variant, momentum, updates)
         if known is not None:
-            groups = tuple(Group(g.paths, g.told.values, g.told.known_from) for g in known.groups)
+            groups = tuple(member.group() for member in known.groups)
             notes = list(known.assumptions)
         state = TrainState(
             named.params,
@@ -172,7 +172,7 @@ class TensorFlow1:
             raise InexactError(
                 f"{self.title} can't hold the state: {len(faults)} faults.", found=fault_list(faults[:_SHOWN])
             )
-        return Encoded(tree, state.counts.updates, dropped=unplaced(state.extra, (HOME,), self.title))
+        return Encoded(tree, state.counts.updates, dropped=dropped_from(state.extra, (HOME,), self.title))
 
     def _only_variant(self) -> str | None:
         return self.makers[0] if len(self.makers) == 1 else None
@@ -363,26 +363,3 @@ def _rule_fault(rule: Rule, shape: Shape, own: Mapping[str, Tensor]) -> str:
     expected = {n: rule.slot_shape(n, shape) if n in _FACTORED else shape for n in own}
     wrong = [f"{n} {own[n].shape}, expected {e}" for n, e in expected.items() if own[n].shape != e]
     return f"has slots of other shapes: {'; '.join(wrong)}" if wrong else ""
-
-
-_ADAFACTOR = {"m": "", "v_row": "", "v_col": "", "v": ""}
-
-
-T2T = TensorFlow1(
-    "t2t", "Tensor2Tensor's Adafactor", "adafactor", ("t2t_late", "t2t_early"),
-    re.compile(r"(?P<base>.+)/Adafactor(?P<slot>(?:_\d+)?)", re.DOTALL), "/Adafactor", _ADAFACTOR,
-)  # fmt: skip
-MESH_TF = TensorFlow1(
-    "mesh-tf", "Mesh-TensorFlow's Adafactor", "adafactor", ("mesh_tf",),
-    re.compile(r"(?P<base>.+)_slot_(?P<slot>vr|vc|v|m)", re.DOTALL), "_slot_",
-    {"m": "m", "v_row": "vr", "v_col": "vc", "v": "v"},
-)  # fmt: skip
-TF_ADAM = TensorFlow1(
-    "tf-adam", "TensorFlow 1's Adam", "adamw", ("tf1",),
-    re.compile(r"(?P<base>.+)/(?:Lazy)?Adam(?P<slot>(?:_1)?)", re.DOTALL), "/Adam", {"m": "", "v": ""},
-    powers=True,
-)  # fmt: skip
-MESH_TF_ADAM = TensorFlow1(
-    "mesh-tf-adam", "Mesh-TensorFlow's and GPT-Neo's AdamWeightDecay", "adamw", ("mesh_tf", "gpt_neo"),
-    re.compile(r"(?P<base>.+)/adam_(?P<slot>m|v)", re.DOTALL), "/adam_", {"m": "m", "v": "v"},
-)  # fmt: skip

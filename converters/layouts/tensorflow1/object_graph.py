@@ -19,15 +19,6 @@ from typing import Any
 import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
-from statekit.converters.formats.tensor_bundle.object_graph import (
-    GRAPH,
-    SAVE_COUNTER,
-    SLOT,
-    SUFFIX,
-    Builder,
-    Slot,
-    parse_graph,
-)
 from statekit.converters.layouts.tensorflow1 import layout as tensorflow1
 from statekit.converters.layouts.tensorflow1.layout import TensorFlow1
 from statekit.converters.layouts.tensorflow1.names import GLOBAL_STEP
@@ -36,6 +27,7 @@ from statekit.errors import InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
+from statekit.tensors.object_graph import GRAPH, SAVE_COUNTER, SLOT, SUFFIX, Builder, Graph, Slot
 from statekit.tensors.tensor import Tensor, in_memory
 
 HOME = "tf1_graph"
@@ -144,7 +136,7 @@ class TF1Graph:
                 tree[key + SUFFIX] = value
         builder.variable(0, SAVE_COUNTER, SAVE_COUNTER, SAVE_COUNTER)
         tree[SAVE_COUNTER + SUFFIX] = in_memory(np.asarray(1, np.int64), SAVE_COUNTER)
-        return {**tree, GRAPH: builder.done()}
+        return {**tree, GRAPH: builder.done().to_record()}
 
 
 def _place(name: str) -> tuple[str, ...]:
@@ -158,9 +150,9 @@ def _place(name: str) -> tuple[str, ...]:
 def _keys(checkpoint: Checkpoint) -> dict[str, str] | None:
     """Returns the key of each variable by its name; None if the checkpoint has no graph with slots."""
     tree = checkpoint.tree
-    if not isinstance(tree, Mapping) or not isinstance(tree.get(GRAPH), bytes):
+    graph = Graph.from_record(checkpoint.meta.get(GRAPH))
+    if graph is None or not isinstance(tree, Mapping) or GRAPH not in tree:
         return None
-    graph = parse_graph(tree[GRAPH], checkpoint.path)
     if not any(node.slots for node in graph.nodes):
         return None
     values = (node.variable for node in graph.nodes)
@@ -182,7 +174,3 @@ def _by_name(checkpoint: Checkpoint, keys: Mapping[str, str]) -> dict[str, Any]:
 def _slot_names(schema: str, variant: str) -> dict[str, str]:
     slots = load_schema(schema).slots
     return {name: slot.aliases[variant] for name, slot in slots.items() if variant in slot.aliases}
-
-
-T2T = TF1Graph(tensorflow1.T2T, "tf2-t2t", _slot_names("adafactor", "t2t_late"))
-TF_ADAM = TF1Graph(tensorflow1.TF_ADAM, "tf2-adam", {"m": "m", "v": "v"})

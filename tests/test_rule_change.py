@@ -14,7 +14,7 @@ from statekit.arrays.backend import Value
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.conversion import rule_change
 from statekit.conversion.contracts import Exactness
-from statekit.conversion.rule_change import Crossing, best_crossing, cross
+from statekit.conversion.rule_change import RuleChange, best_rule_change, change_rule
 from statekit.optim.run import STEPPED, load, mover, stepped_variants
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
@@ -92,7 +92,7 @@ def pairs() -> Iterator[Any]:
 @pytest.mark.parametrize(("schema", "source", "target", "full"), list(pairs()))
 def test_what_is_said_to_be_equal_is(schema: str, source: str, target: str, full: bool) -> None:
     run = made(schema, source, full)
-    way = cross(run.state, source, target)
+    way = change_rule(run.state, source, target)
     if way.exactness > Exactness.ROUNDING and full:
         return  # one of the many options given can't be had there: what it would do instead has no rule
     found = apart(moved(run.state, run), moved(way.state, run))
@@ -120,7 +120,7 @@ def test_a_difference_that_is_called_none_is_noticed(
     data = {**real.data, "differences": {**real.data["differences"], key: spec}}
     monkeypatch.setattr(rule_change, "load_schema", lambda name: replace(real, data=data))
     run = made(schema, source)
-    way = cross(run.state, source, target)
+    way = change_rule(run.state, source, target)
     assert key not in {one.what for one in way.differences}
     assert apart(moved(run.state, run), moved(way.state, run))
 
@@ -140,30 +140,30 @@ def adafactor(
         params={"w": tensor},
         slots={"w": {"v": full}},
         rules={"w": Rule((Axis.NONE,) * len(shape), "file")},
-        optimizer=crossing_optimizer(variant, settings),
+        optimizer=optimizer_of(variant, settings),
         counts=Counts(updates, updates),
     )
 
 
-def crossing_optimizer(variant: str, settings: Mapping[str, Any]) -> Optimizer:
+def optimizer_of(variant: str, settings: Mapping[str, Any]) -> Optimizer:
     return Optimizer("adafactor", variant, (Group(("w",), settings, dict.fromkeys(settings, "given")),))
 
 
-def worse(way: Crossing) -> list[str]:
+def worse(way: RuleChange) -> list[str]:
     return [one.what for one in way.differences if one.exactness > Exactness.ROUNDING]
 
 
 def test_a_rule_that_the_target_has_is_no_crossing() -> None:
-    assert best_crossing(adafactor("t5x"), (), ("hf", "t5x")) is None
+    assert best_rule_change(adafactor("t5x"), (), ("hf", "t5x")) is None
     unknown = adafactor("t5x")
     unknown = replace(unknown, optimizer=replace(unknown.optimizer, variant=None))
-    assert best_crossing(unknown, ("t2t_late", "hf"), ("hf",)) is None
-    assert best_crossing(unknown, (), ("hf",)) is None
+    assert best_rule_change(unknown, ("t2t_late", "hf"), ("hf",)) is None
+    assert best_rule_change(unknown, (), ("hf",)) is None
 
 
 def test_the_nearest_of_several_rules_is_taken() -> None:
     state = adafactor("t5x", (8,))
-    found = best_crossing(state, (), ("torch", "hf"))
+    found = best_rule_change(state, (), ("torch", "hf"))
     assert found is not None
     assert (found.target, found.exactness) == ("hf", Exactness.ROUNDING)
     group = found.state.optimizer.groups[0].hyperparameters
@@ -172,7 +172,7 @@ def test_the_nearest_of_several_rules_is_taken() -> None:
 
 def test_a_full_second_moment_is_averaged_where_the_target_factors_everything() -> None:
     state = adafactor("t5x")
-    way = cross(state, "t5x", "hf")
+    way = change_rule(state, "t5x", "hf")
     full = state.slots["w"]["v"].read().astype(np.float64)
     own = way.state.slots["w"]
     assert way.exactness == Exactness.STATISTICS
@@ -184,23 +184,23 @@ def test_a_full_second_moment_is_averaged_where_the_target_factors_everything() 
 def test_a_square_matrix_gets_the_labels_of_the_target() -> None:
     state = made("adafactor", "t5x").state
     assert state.rules["square"].axes == (Axis.ROW, Axis.COLUMN)
-    way = cross(state, "t5x", "mesh_tf")  # ties go to the first axis there
+    way = change_rule(state, "t5x", "mesh_tf")  # ties go to the first axis there
     assert way.state.rules["square"].axes == (Axis.COLUMN, Axis.ROW)
     assert way.state.slots["square"]["v_row"] is state.slots["square"]["v_col"]
 
 
 def test_a_step_offset_is_taken_off_the_count_where_nothing_else_counts() -> None:
-    way = cross(adafactor("t5x", (8,), step_offset=5), "t5x", "hf")
+    way = change_rule(adafactor("t5x", (8,), step_offset=5), "t5x", "hf")
     assert (way.state.counts.updates, way.exactness) == (4, Exactness.ROUNDING)
-    assert "step_offset is taken off the count" in way.made_up
-    assert worse(cross(adafactor("t5x", (8,), step_offset=5), "t5x", "t2t_late")) == ["step_offset"]
+    assert "step_offset is taken off the count" in way.compensated_by
+    assert worse(change_rule(adafactor("t5x", (8,), step_offset=5), "t5x", "t2t_late")) == ["step_offset"]
 
 
 def test_the_relative_step_is_a_capped_rate() -> None:
-    way = cross(adafactor("hf", (8,)), "hf", "torch")
+    way = change_rule(adafactor("hf", (8,)), "hf", "torch")
     group = way.state.optimizer.groups[0].hyperparameters
     assert (group["learning_rate"], group["epsilon1"], way.exactness) == (0.01, 1e-15, Exactness.ROUNDING)
-    assert "warmup_init" in worse(cross(adafactor("hf", (8,), warmup_init=True), "hf", "torch"))
+    assert "warmup_init" in worse(change_rule(adafactor("hf", (8,), warmup_init=True), "hf", "torch"))
 
 
 def test_parameters_kept_from_decay_by_name_become_a_group() -> None:
@@ -213,7 +213,7 @@ def test_parameters_kept_from_decay_by_name_become_a_group() -> None:
     both = {"w": state.params["w"], "bias": state.params["w"]}
     group = Group(("w", "bias"), settings, dict.fromkeys(settings, "given"))
     adam = TrainState(both, {}, Optimizer("adamw", "gpt_neo", (group,)), Counts(1, 1))
-    way = cross(adam, "gpt_neo", "torch")
+    way = change_rule(adam, "gpt_neo", "torch")
     found = [(g.paths, g.hyperparameters["weight_decay_rate"]) for g in way.state.optimizer.groups]
     assert found == [(("w",), 0.1), (("bias",), 0.0)]
     assert "exclude_from_weight_decay" not in worse(way)
@@ -222,7 +222,7 @@ def test_parameters_kept_from_decay_by_name_become_a_group() -> None:
 def test_unknown_hyperparameters_stop_nothing() -> None:
     state = adafactor("t5x", (8,))
     bare = replace(state, optimizer=replace(state.optimizer, groups=(Group(("w",)),)))
-    way = cross(bare, "t5x", "hf")
+    way = change_rule(bare, "t5x", "hf")
     assert way.exactness == Exactness.ROUNDING
     group = way.state.optimizer.groups[0]
     assert (group.hyperparameters["decay_rate"], group.known_from["decay_rate"]) == (0.8, "assumed")

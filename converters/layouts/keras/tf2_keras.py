@@ -1,0 +1,180 @@
+"""Optimizers of Keras 3 in `tf.train.Checkpoint`: layouts `tf2-keras` and `tf2-statekit`, of statekit.tensorflow's own.
+
+    optimizer/_variables/<n>/.ATTRIBUTES/VARIABLE_VALUE             step, rate, slots, in the order of their making
+    optimizer/_trainable_variables/<n>/.ATTRIBUTES/VARIABLE_VALUE   the parameters that it moves
+    model/...                                                       what it doesn't
+
+Keys are the shortest ways through the objects; which variable is what, the object graph says, and each variable's name.
+TensorFlow restores by those ways: a state from elsewhere has the optimizer's lists, and each parameter below `model` by
+its path. Where nobody said the learning rate, its place is left out, and a restored optimizer keeps its own.
+
+Source: tensorflow/tensorflow, python/checkpoint/checkpoint.py; keras-team/keras,
+keras/src/backend/tensorflow/optimizer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.converters.layouts.hyperparameters import manifest_state
+from statekit.converters.layouts.keras.layout import home_in
+from statekit.converters.layouts.keras.object_graph import (
+    ITERATIONS,
+    TRAINED,
+    VARIABLES,
+    Found,
+    Row,
+    encoded_graph,
+    found_optimizer,
+    frozen_keys,
+    graph_home,
+    tensors_of,
+)
+from statekit.converters.layouts.keras.state import (
+    HOME,
+    SCHEMAS,
+    VARIANT,
+    Named,
+    Parts,
+    by_name,
+    kind_of,
+    numbered,
+    order_of,
+    places,
+    rate_of,
+    state_of,
+    usual_name,
+    variables_of,
+)
+from statekit.errors import StateError, fault_list
+from statekit.files.checkpoint import Checkpoint
+from statekit.state.schema import load_schema
+from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import Tensor
+
+_MOMENTS = {"m": "_momentums", "v": "_velocities", "v_max": "_velocity_hats"}
+LISTS = {"adafactor": {"v_row": "_r", "v_col": "_c", "v": "_v"}, "adamw": _MOMENTS, "lamb": _MOMENTS}
+_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class KerasGraph:
+    """Keras' own optimizers."""
+
+    name: str = "tf2-keras"
+    title: str = "Keras 3's Adafactor, LAMB, Adam and AdamW in tf.train.Checkpoint"
+    containers: tuple[str, ...] = ("tf-bundle",)
+    variants: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: dict.fromkeys(("adafactor", "lamb", "adamw"), (VARIANT,))
+    )
+
+    def detect(self, checkpoint: Checkpoint) -> Evidence | None:
+        """Looks for an optimizer's lists in the object graph."""
+        found = found_optimizer(checkpoint)
+        if found is None or found.by_path:
+            return None
+        return Evidence(30, f"an object with {VARIABLES}, {TRAINED} and {ITERATIONS}: {found.name}")
+
+    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+        """Returns the canonical state.
+
+        Raises:
+            StateError: Nothing tells which optimizer it is, or shapes and names contradict each other.
+            UsageError: A hint that the schema doesn't know.
+        """
+        tree, found = checkpoint.tree, found_optimizer(checkpoint)
+        named = _named(found) if found else None
+        if found is None or named is None:
+            raise StateError(
+                "The checkpoint doesn't say which optimizer of Keras it is about.",
+                place=checkpoint.path,
+                expected=", ".join(SCHEMAS),
+                found=found.name if found else "none",
+            )
+        slots = numbered(named.schema, tensors_of(tree, found.own, checkpoint.path), vars(found.kept()))
+        params = dict(zip((name for _, name in found.moved), tensors_of(tree, found.moved, ""), strict=True))
+        _check(params, slots.shapes, found, checkpoint.path)
+        frozen = frozen_keys(tree, found)
+        order = [*params]
+        owners = [
+            (None if i is None else order[i], what)
+            for i, what, _ in places(named.schema, slots.shapes, slots.kept)
+        ]
+        placed = {name: key for key, name in found.moved} | frozen
+        home = graph_home(tree, found, placed, owners, self.name)
+        parts = Parts(named, slots, params, {name: tree[key] for name, key in frozen.items()}, (), home)
+        return state_of(parts, HOME, manifest_state(checkpoint, named.schema), hints)
+
+    def encode(self, state: TrainState) -> Encoded:
+        """Returns the flat tree of keys.
+
+        Raises:
+            InexactError: No optimizer of Keras holds the state; lists every reason.
+        """
+        home = home_in(state)
+        kept, rows = variables_of(state, home, self.name)
+        kind, schema = kind_of(state, home), state.optimizer.schema
+        order = order_of(state)
+        silent = kept.rate and rate_of(state) is None
+        name = usual_name(kind)
+        own = [
+            Row(None if i is None else order[i], what, _full_name(name, order, i, what, schema), tensor)
+            for i, what, tensor in rows
+        ]
+        return encoded_graph(state, home, name, LISTS[schema], own, silent, self.name)
+
+
+def _named(found: Found) -> Named | None:
+    named = by_name(found.name)
+    if found.has("_r") and found.has("_c"):
+        return Named("Adafactor")
+    if named is None or named.kind == "Adafactor" or not found.has("_momentums"):
+        return None
+    return named
+
+
+def _check(
+    params: Mapping[str, Tensor], shapes: Sequence[tuple[int, ...]], found: Found, place: object
+) -> None:
+    """Checks that slots are those of the parameters, by their shapes, and by their names where these say it."""
+    faults = [
+        (f"has shape {tensor.shape}, its slots {shape}", path)
+        for (path, tensor), shape in zip(params.items(), shapes, strict=False)
+        if tensor.shape != shape
+    ]
+    if len(params) != len(shapes) or len(params) != len(found.moved):
+        faults.append((f"there are slots of {len(shapes)}", f"{len(found.moved)} parameters"))
+    ends = ("_momentum", "_velocity")
+    flat = {path.replace("/", "_") for path in params}
+    said = [name.removeprefix(f"{found.name}/") for _, name in found.own if name.endswith(ends)]
+    faults += [
+        ("is the slot of no parameter", name)
+        for name in said
+        if name.removesuffix(ends[0]).removesuffix(ends[1]) not in flat
+    ]
+    if faults:
+        raise StateError(
+            f"The slots don't fit the parameters: {len(faults)} faults.",
+            place=place,
+            found=fault_list(faults[:_SHOWN]),
+        )
+
+
+def _full_name(name: str, order: Sequence[str], i: int | None, what: str, schema: str) -> str:
+    """Returns what Keras calls a variable of an optimizer."""
+    if i is None:
+        return f"{name}/{what}"
+    if what in ("v_row", "v_col"):
+        return f"{name}/{order[i].rpartition('/')[2]}"
+    alias = "velocity" if schema == "adafactor" and what == "v" else _alias(schema, what)
+    return f"{name}/{order[i].replace('/', '_')}_{alias}"
+
+
+def _alias(schema: str, slot: str) -> str:
+    slots = load_schema(schema).slots
+    return slots[slot].aliases[VARIANT] if slot in slots else slot
+
+
+LAYOUT = KerasGraph()

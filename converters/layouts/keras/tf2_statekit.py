@@ -1,0 +1,144 @@
+"""Layout `tf2-statekit`: optimizers of statekit.tensorflow in `tf.train.Checkpoint`.
+
+Their slots are named by paths, `<optimizer>/<path>/<slot>`; the objects are those of Keras' own optimizers.
+
+Source: statekit/tensorflow/optimizer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.converters.layouts.hyperparameters import manifest_state
+from statekit.converters.layouts.keras.layout import home_in
+from statekit.converters.layouts.keras.object_graph import (
+    BASE_LISTS,
+    VARIABLES,
+    Found,
+    Row,
+    encoded_graph,
+    found_optimizer,
+    frozen_keys,
+    graph_home,
+    tensors_of,
+    values_of,
+)
+from statekit.converters.layouts.keras.state import (
+    ACCUMULATOR,
+    AVERAGE,
+    HOME,
+    ITERATION,
+    RATE,
+)
+from statekit.converters.layouts.keras.statekit_keras import (
+    CLASSES,
+    SEPARATOR,
+    Own,
+    named_slots,
+    own_by_name,
+    own_state,
+    own_variables,
+    paths_of,
+)
+from statekit.errors import StateError
+from statekit.files.checkpoint import Checkpoint
+from statekit.optim.run import stepped_variants
+from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class StatekitGraph:
+    """The optimizers of statekit.tensorflow."""
+
+    name: str = "tf2-statekit"
+    title: str = "a run with an optimizer of statekit.tensorflow in tf.train.Checkpoint"
+    containers: tuple[str, ...] = ("tf-bundle",)
+    variants: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: {schema: stepped_variants(schema) for schema in CLASSES}
+    )
+
+    def detect(self, checkpoint: Checkpoint) -> Evidence | None:
+        """Looks for an optimizer whose slots are named by paths."""
+        found = found_optimizer(checkpoint)
+        if found is None or not found.by_path:
+            return None
+        return Evidence(30, f"an object with {VARIABLES}, named as {found.own[-1][1]}")
+
+    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+        """Returns the canonical state; hints are canonical.
+
+        Raises:
+            StateError: Nothing tells which optimizer it is, or names don't fit; lists every fault.
+            UsageError: A hint that the schema doesn't know.
+        """
+        tree, found = checkpoint.tree, found_optimizer(checkpoint)
+        if found is None:
+            raise StateError("The checkpoint holds no optimizer of Keras.", place=checkpoint.path)
+        params = dict(zip((name for _, name in found.moved), tensors_of(tree, found.moved, ""), strict=True))
+        named = named_slots(_by_name(tree, found))
+        own = own_by_name(found.name, named)
+        if own is None or len(params) != len(paths_of(named)) or len(params) != len(found.moved):
+            raise StateError(
+                "The checkpoint doesn't say which optimizer of statekit.tensorflow it is about.",
+                place=checkpoint.path,
+                expected=f"{', '.join(CLASSES.values())}, with slots of {len(params)} parameters",
+                found=f"{found.name}, slots of {len(paths_of(named))}",
+            )
+        moved = params
+        if {*params} != {*paths_of(named)}:
+            moved = dict(zip(paths_of(named), params.values(), strict=True))
+        frozen = frozen_keys(tree, found)
+        owners = [_owner(key) for key in _by_name(tree, found)]
+        placed = dict(zip(moved, (key for key, _ in found.moved), strict=True)) | frozen
+        home = graph_home(tree, found, placed, owners, self.name)
+        others = {name: tree[key] for name, key in frozen.items()}
+        known = manifest_state(checkpoint, own.schema)
+        return own_state(own, named, moved, others, {HOME: home}, known, hints)
+
+    def encode(self, state: TrainState) -> Encoded:
+        """Returns the flat tree of keys.
+
+        Raises:
+            InexactError: No optimizer of statekit.tensorflow goes on with the state.
+        """
+        home = home_in(state)
+        held = own_variables(state, home)
+        silent = RATE not in held and not home.get("schedule")
+        name = Own(CLASSES[state.optimizer.schema]).usual_name
+        before = [(ITERATION, held.pop(ITERATION))]
+        if silent or RATE in held:
+            before.append((RATE, held.pop(RATE, before[0][1])))
+        first = [key for what in (AVERAGE, ACCUMULATOR) for key in held if key.endswith(f"{SEPARATOR}{what}")]
+        rows = [Row(None, key, f"{name}/{key}", tensor) for key, tensor in before]
+        for key in [*first, *(key for key in held if key not in first)]:
+            owner, what = _owner(key)
+            flat = f"{str(owner).replace('/', '_')}_{what}" if key in first else f"{owner}/{what}"
+            rows.append(Row(owner, what, f"{name}/{flat}", held[key]))
+        return encoded_graph(state, home, name, {}, rows, silent, self.name)
+
+
+def _owner(key: str) -> tuple[str | None, str]:
+    """Returns the path that a variable of statekit.tensorflow belongs to, and what it is."""
+    owner, _, what = key.replace(SEPARATOR, "/").rpartition("/")
+    return owner or None, what
+
+
+def _by_name(tree: Mapping[str, Any], found: Found) -> dict[str, Tensor]:
+    """Returns the optimizer's variables by the names that they have in Keras' files."""
+    tensors = tensors_of(tree, found.own, found.name)
+    by_key = dict(zip((key for key, _ in found.own), tensors, strict=True))
+    listed = {}
+    for what, attribute in BASE_LISTS.items():
+        node = found.graph.child(found.node, attribute)
+        values = values_of(found.graph, node) if node is not None else ()
+        for (key, _), (_, path) in zip(values, found.moved, strict=False):
+            listed[key] = f"{path}/{what}"
+    names = {key: listed.get(key, name.removeprefix(f"{found.name}/")) for key, name in found.own}
+    return {names[key].replace("/", SEPARATOR): tensor for key, tensor in by_key.items()}
+
+
+LAYOUT = StatekitGraph()
