@@ -28,13 +28,6 @@ OTHERS = {
 MAX_GOLDEN_BYTES = 10_000_000
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 FAMILIES = {family: PROJECT["entry-points"][f"statekit.{family}"] for family in ("containers", "layouts")}
-PENDING = {
-    "layouts": {
-        "statekit", "torch-fqn", "torch-fqn-flat", "t2t", "mesh-tf", "tf-adam", "mesh-tf-adam", "mxnet-lans",
-        "mxnet-lamb", "mxnet-adam", "tf2-keras", "tf2-statekit", "tf2-t2t", "tf2-adam",
-    },
-}  # fmt: skip
-"""Registered names that no file or folder bears yet."""
 
 
 def _setuptools() -> dict[str, Any]:
@@ -117,7 +110,7 @@ def bears_name(name: str, target: str) -> bool:
     ("family", "name"), [(family, name) for family, points in FAMILIES.items() for name in points]
 )
 def test_each_registered_name_is_found_by_a_file_or_folder_of_its_name(family: str, name: str) -> None:
-    assert bears_name(name, FAMILIES[family][name]) == (name not in PENDING.get(family, set()))
+    assert bears_name(name, FAMILIES[family][name])
 
 
 def test_a_registered_name_that_no_file_bears_is_noticed() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.pytorch.parts import PLACES, is_plain
-from statekit.converters.layouts.pytorch.torch_fqn import BY_NAME
+from statekit.converters.layouts.pytorch.torch_fqn import LAYOUT as BY_NAME
 from statekit.errors import InexactError, StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.masters import MASTER

@@ -1,9 +1,14 @@
 """What the layouts of Keras' own optimizers share, whatever the files: a state from numbered variables, and back.
 
 Which optimizer it is stands in the model's config; in files without one, the optimizer's name says it. No file says
-which variables are kept from weight decay: Keras itself forgets it.
+which variables are kept from weight decay: Keras itself forgets it. The optimizer's variables have numbers:
 
-Source: keras-team/keras, keras/src/optimizers/base_optimizer.py, `BaseOptimizer.get_config`, `build`.
+    0 iteration   1 learning_rate (not with a schedule)   averages of all parameters   a gradient_accumulator of each
+    Adam, AdamW, Lamb: m and v of each parameter; then v_max of each
+    Adafactor:         r, c and v of each parameter; r and c of vectors are int32 zeros, v of matrices follows
+
+Source: keras-team/keras, keras/src/optimizers/base_optimizer.py, `BaseOptimizer.get_config`;
+keras/src/optimizers/{base_optimizer,adam,lamb,adafactor}.py, `build`.
 """
 
 from __future__ import annotations

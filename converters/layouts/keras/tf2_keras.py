@@ -1,4 +1,4 @@
-"""Optimizers of Keras 3 in `tf.train.Checkpoint`: layouts `tf2-keras` and `tf2-statekit`, of statekit.tensorflow's own.
+"""Layout `tf2-keras`: optimizers of Keras 3 in `tf.train.Checkpoint`.
 
     optimizer/_variables/<n>/.ATTRIBUTES/VARIABLE_VALUE             step, rate, slots, in the order of their making
     optimizer/_trainable_variables/<n>/.ATTRIBUTES/VARIABLE_VALUE   the parameters that it moves

@@ -4,6 +4,14 @@
 
 The links are found by their fields wherever they hang: in chains, inject_hyperparams, MultiSteps, masked,
 multi_transform. What the tree is like beside parameters and slots is kept in extra/optax, and rebuilt from there.
+A state from elsewhere becomes what `optax.adafactor`, `adamw` and `lamb` make of parameters:
+
+    adafactor   FactoredState, clipping, rate, parameter scale, EmaState, decay, sign; what is off is absent
+    adamw       ScaleByAdamState, decay, rate
+    lamb        ScaleByAdamState, decay, trust ratio, rate
+
+A rate that isn't a number is a schedule, which counts. Parameters that no group moves are masked.
+Source: google-deepmind/optax optax/_src/alias.py.
 """
 
 from __future__ import annotations

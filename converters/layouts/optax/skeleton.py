@@ -9,6 +9,9 @@ A frame is the tree with marks, which are tuples, in the place of what is canoni
     ("group", name)   a slot of all parameters together
     ("count",)        the count of updates
     ("schedule",)     the schedule's
+
+It stands in `extra` under the layout's own key. What a tree holds beside parameters and optimizer (batch statistics,
+keys, a step) goes along from one layout of JAX to the other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The canonical layout: a TrainState as it is, without another implementation's names."""
+"""Layout `statekit`, the canonical one: a TrainState as it is, without another implementation's names."""
 
 from __future__ import annotations
 

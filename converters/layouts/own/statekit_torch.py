@@ -13,6 +13,8 @@
     extra              what else the state holds
 
 A file that a user writes after more training needs only `model` and `optimizer`; what else it holds is kept.
+`params` numbers the parameters over all groups, in order; `state` has the slots under these numbers.
+Source: PyTorch torch/optim/optimizer.py, `Optimizer.state_dict`.
 """
 
 from __future__ import annotations
