@@ -17,7 +17,7 @@ help:
 	@echo "make check     lint, check the layout of the code, type-check"
 	@echo "make format    lay out the code"
 	@echo "make bench     measure memory and speed"
-	@echo "make tables    write docs/conversions.md; replay every recording in every backend and write docs/accuracy.md"
+	@echo "make tables    write converters/cards.json and docs/conversions.md; replay every recording in every backend and write docs/accuracy.md"
 	@echo "make clean     remove .venv and what the tools left"
 
 # torch goes first: with its version settled, nothing that follows chooses another build of it.
@@ -56,6 +56,7 @@ bench: $(READY)
 	@$(BIN)/python tests/benchmarks/tpu_bytes.py
 
 tables: $(READY)
+	@$(BIN)/python tests/cards_table.py
 	@$(BIN)/python tests/conversion_table.py
 	@$(BIN)/python tests/accuracy_table.py
 

@@ -9,7 +9,7 @@ import click
 from statekit.cli import output
 from statekit.cli.matrix_view import show_matrix
 from statekit.conversion import registry
-from statekit.conversion.contracts import Container, Layout
+from statekit.conversion.cards import ContainerCard, LayoutCard
 
 
 @click.command("formats")
@@ -24,8 +24,8 @@ def command(matrix: bool, as_json: bool) -> None:
     if matrix:
         show_matrix(as_json)
         return
-    containers = [_container(registry.container(name)) for name in registry.container_names()]
-    layouts = [_layout(registry.layout(name)) for name in registry.layout_names()]
+    containers = [_container(registry.container_card(name)) for name in registry.container_names()]
+    layouts = [_layout(registry.layout_card(name)) for name in registry.layout_names()]
     if as_json:
         output.print_json("formats", {"containers": containers, "layouts": layouts})
         return
@@ -42,7 +42,7 @@ def command(matrix: bool, as_json: bool) -> None:
     output.show(stdout, names)
 
 
-def _container(container: Container) -> dict[str, Any]:
+def _container(container: ContainerCard) -> dict[str, Any]:
     return {
         "name": container.name,
         "title": container.title,
@@ -52,7 +52,7 @@ def _container(container: Container) -> dict[str, Any]:
     }
 
 
-def _layout(layout: Layout) -> dict[str, Any]:
+def _layout(layout: LayoutCard) -> dict[str, Any]:
     return {
         "name": layout.name,
         "title": layout.title,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.conversion import registry
+from statekit.conversion.cards import LayoutCard
 from statekit.conversion.contracts import (
     Container,
     Encoded,
@@ -335,7 +336,7 @@ def with_offset(state: TrainState, asked: StepOffset) -> tuple[TrainState, int |
     return state.with_hyperparameters(step_offset=value), value
 
 
-def rule_change_to(layout: Layout, state: TrainState, source: str) -> RuleChange | None:
+def rule_change_to(layout: Layout | LayoutCard, state: TrainState, source: str) -> RuleChange | None:
     """Returns how a state goes on where a layout is at home; None if it may follow its own rule there.
 
     Args:
@@ -345,16 +346,15 @@ def rule_change_to(layout: Layout, state: TrainState, source: str) -> RuleChange
     """
     schema = state.optimizer.schema
     return best_rule_change(
-        state, registry.layout(source).variants.get(schema, ()), layout.variants.get(schema, ())
+        state, registry.layout_card(source).variants.get(schema, ()), layout.variants.get(schema, ())
     )
 
 
 def _nearest(opened: OpenState, request: Request) -> list[str]:
     """Returns the layouts that hold the optimizer and go on as exactly as was required."""
     state = opened.state
-    layouts = [
-        one for one in map(registry.layout, registry.layout_names()) if state.optimizer.schema in one.variants
-    ]
+    cards = map(registry.layout_card, registry.layout_names())
+    layouts = [one for one in cards if state.optimizer.schema in one.variants]
     ways = {one.name: rule_change_to(one, opened.state, opened.layout) for one in layouts}
     return [name for name, way in ways.items() if way is None or way.exactness <= request.require]
 

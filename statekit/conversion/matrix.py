@@ -59,7 +59,7 @@ class Cell:
 
 def cells() -> Iterator[Cell]:
     """Yields every conversion between a variant that some layout reads and a layout that holds its optimizer."""
-    layouts = [registry.layout(name) for name in registry.layout_names()]
+    layouts = [registry.layout_card(name) for name in registry.layout_names()]
     for schema in schema_names():
         homes = [layout for layout in layouts if schema in layout.variants]
         for variant in load_schema(schema).variants:

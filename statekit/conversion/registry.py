@@ -12,6 +12,14 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar, cast
 
+from statekit.conversion.cards import (
+    ContainerCard,
+    LayoutCard,
+    kept_container,
+    kept_layout,
+    of_container,
+    of_layout,
+)
 from statekit.conversion.contracts import Container, Evidence, Hints, Layout
 from statekit.conversion.signs import MayFit, containers_for, layouts_for
 from statekit.errors import NotFoundError, StateError, StatekitError, UnknownFormatError
@@ -64,6 +72,29 @@ def layout(name: str) -> Layout:
         NotFoundError: No such layout.
     """
     return cast(Layout, _load(LAYOUTS, name))
+
+
+def container_card(name: str) -> ContainerCard:
+    """Returns what is known of a container; loads none of ours.
+
+    Raises:
+        NotFoundError: No such container.
+    """
+    return (_is_ours(CONTAINERS, name) and kept_container(name)) or of_container(container(name))
+
+
+def layout_card(name: str) -> LayoutCard:
+    """Returns what is known of a layout; loads none of ours.
+
+    Raises:
+        NotFoundError: No such layout.
+    """
+    return (_is_ours(LAYOUTS, name) and kept_layout(name)) or of_layout(layout(name))
+
+
+def _is_ours(group: str, name: str) -> bool:
+    point = _points(group).get(name)
+    return isinstance(point, EntryPoint) and point.module.startswith("statekit.converters.")
 
 
 def detect_container(path: Path) -> tuple[Container, Evidence]:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from statekit.conversion import registry
+from statekit.conversion.cards import ContainerCard, LayoutCard
 from statekit.conversion.contracts import Container, Layout
 from statekit.errors import NotFoundError, UsageError
 
@@ -26,9 +27,9 @@ def choose_container(target: Path, to: str | None) -> tuple[Container, str | Non
     """
     if to is not None:
         return _writable(*_named(to, "--to"))
-    by_suffix = [c for c in map(registry.container, registry.container_names()) if _has_suffix(target, c)]
+    by_suffix = [card.name for card in _containers() if _has_suffix(target, card)]
     if len(by_suffix) == 1:
-        return _writable(by_suffix[0], None)
+        return registry.container(by_suffix[0]), None
     words = _words(target.name)
     names = {"-".join(_words(name)): name for name in [*registry.container_names(), *_shorthands()]}
     found = [name for name in names if _holds(words, _words(name))]
@@ -78,20 +79,21 @@ def choose_layout(container: Container, schema: str, name: str | None, source: s
             raise UsageError(
                 f"The layout {name} can't hold the state of {schema}.",
                 place="--layout",
-                expected=f"a layout of {schema}: {', '.join(_layouts_of(schema)) or 'there is none'}",
+                expected=f"a layout of {schema}: {_names(_layouts_of(schema))}",
                 found=f"{name}, which holds {', '.join(layout.variants)}",
             )
         return layout
-    layouts = [registry.layout(one) for one in _layouts_of(schema)]
-    homes = [layout for layout in layouts if container.name in layout.containers]
+    layouts = _layouts_of(schema)
+    homes = [card for card in layouts if container.name in card.containers]
     if not homes:
         raise UsageError(
             f"No layout of the container {container.name} holds the state of {schema}.",
             place="--to",
-            expected=f"a layout of {schema}: {', '.join(layout.name for layout in layouts) or 'there is none'}",
+            expected=f"a layout of {schema}: {_names(layouts)}",
             remedy="name one with --layout, or choose another container with --to",
         )
-    return min(homes, key=lambda layout: (layout.name != source, layout.containers.index(container.name)))
+    best = min(homes, key=lambda card: (card.name != source, card.containers.index(container.name)))
+    return registry.layout(best.name)
 
 
 def check_apart(source: Path, target: Path) -> None:
@@ -137,15 +139,21 @@ def _named(name: str, option: str) -> tuple[Container, str | None]:
 
 def _shorthands() -> dict[str, tuple[str, str]]:
     """Returns `<layout>-<container>` -> layout and container, for every container that a layout is at home in."""
-    layouts = [registry.layout(name) for name in registry.layout_names()]
     pairs = {
-        f"{lay.name}-{con}": (lay.name, con) for lay in layouts for con in lay.containers if lay.name != con
+        f"{card.name}-{home}": (card.name, home)
+        for card in map(registry.layout_card, registry.layout_names())
+        for home in card.containers
+        if card.name != home
     }
     return {name: pair for name, pair in pairs.items() if name not in registry.container_names()}
 
 
+def _containers() -> list[ContainerCard]:
+    return [registry.container_card(name) for name in registry.container_names()]
+
+
 def _choices() -> list[str]:
-    return [c.name for c in map(registry.container, registry.container_names()) if c.target_kind is not None]
+    return [card.name for card in _containers() if card.target_kind is not None]
 
 
 def _writable(container: Container, layout: str | None) -> tuple[Container, str | None]:
@@ -159,12 +167,16 @@ def _writable(container: Container, layout: str | None) -> tuple[Container, str 
     return container, layout
 
 
-def _layouts_of(schema: str) -> list[str]:
-    return [name for name in registry.layout_names() if schema in registry.layout(name).variants]
+def _layouts_of(schema: str) -> list[LayoutCard]:
+    return [card for card in map(registry.layout_card, registry.layout_names()) if schema in card.variants]
 
 
-def _has_suffix(target: Path, container: Container) -> bool:
-    return container.target_kind is not None and target.name.lower().endswith(tuple(container.suffixes))
+def _names(layouts: list[LayoutCard]) -> str:
+    return ", ".join(card.name for card in layouts) or "there is none"
+
+
+def _has_suffix(target: Path, container: ContainerCard) -> bool:
+    return container.target_kind is not None and target.name.lower().endswith(container.suffixes)
 
 
 def _words(name: str) -> list[str]:
