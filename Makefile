@@ -8,7 +8,7 @@ PIP_INSTALL := -m pip --disable-pip-version-check install -qq --constraint const
 
 export JAX_PLATFORMS := cpu
 
-.PHONY: help demo test test-all check format bench tables clean
+.PHONY: help demo test test-all check format package bench tables clean
 
 help:
 	@echo "make demo      take a checkpoint that T5X wrote and go on in PyTorch"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-all  run all tests in full"
 	@echo "make check     lint, check the layout of the code, type-check"
 	@echo "make format    lay out the code"
+	@echo "make package   build what is published, and try it in empty environments; needs a registry"
 	@echo "make bench     measure memory and speed"
 	@echo "make tables    write converters/cards.json and docs/conversions.md; replay every recording in every backend and write docs/accuracy.md"
 	@echo "make clean     remove .venv and what the tools left"
@@ -48,6 +49,9 @@ check: $(READY)
 format: $(READY)
 	@$(BIN)/ruff check --fix --quiet .
 	@$(BIN)/ruff format --quiet .
+
+package: $(READY)
+	@$(BIN)/python tests/installing.py
 
 bench: $(READY)
 	@$(BIN)/python $(PIP_INSTALL) --editable '.[bench]'

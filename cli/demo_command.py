@@ -13,7 +13,6 @@ import click
 import numpy as np
 from rich.console import Console
 
-import statekit
 from statekit.arrays.backend import Backend, backend
 from statekit.cli import convert_command, inspect_command, output
 from statekit.cli.arguments import local_file
@@ -31,7 +30,8 @@ from statekit.verify.verdict import Row, compare
 if TYPE_CHECKING:
     import torch
 
-BUNDLE = Path("tests", "golden", "t5x", "momentum_f32")
+BUNDLE = Path(__file__).parent / "recording"
+"""A recording of T5X that comes with statekit; in a checkout, a link to it."""
 WEIGHTS = "param"
 EVERYTHING = Interval(np.array(-np.inf), np.array(np.inf))
 Values: TypeAlias = Mapping[str, Mapping[str, Array]]
@@ -77,14 +77,14 @@ def command(bundle: Path | None, out: Path) -> int:
 
 
 def _default_bundle() -> Path:
-    for root in (Path(), Path(statekit.__file__).resolve().parents[1]):
-        if (root / BUNDLE).is_dir():
-            return root / BUNDLE
-    raise NotFoundError(
-        "The recordings of T5X aren't here.",
-        expected=BUNDLE,
-        remedy="run it in a checkout of statekit, or name a recording: statekit demo BUNDLE",
-    )
+    if not BUNDLE.is_dir():
+        raise NotFoundError(
+            "The recording of T5X that comes with statekit isn't here.",
+            expected=BUNDLE,
+            remedy="install statekit anew, or name a recording: statekit demo BUNDLE",
+        )
+    bundle = BUNDLE.resolve()
+    return bundle.relative_to(Path.cwd()) if bundle.is_relative_to(Path.cwd()) else bundle
 
 
 def _hyperparameters(recording: Recording, update: int) -> list[str]:

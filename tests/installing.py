@@ -1,0 +1,207 @@
+"""Builds statekit as it is published, installs it into environments that hold nothing else, and tries it there.
+
+    python tests/installing.py [EXTRA ...]          `make package`
+
+installs from a registry, as a user does, with no extra and with each by itself. tests/test_package.py does the same
+without a network: what an extra asks for is lent from the environment of the tests, and nothing besides.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import venv
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from importlib.metadata import Distribution, distribution, distributions
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+RECORDING = ROOT / "tests" / "golden" / "t5x" / "momentum_f32"
+SOURCES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md")
+FOLDERS = ("statekit", "converters", "schemas", "cli", "docs")
+
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+IMPORTS = {
+    "torch": """
+import statekit.torch, torch
+layer = torch.nn.Linear(4, 4)
+optimizer = statekit.torch.Adafactor(layer.named_parameters(), lr=0.1)
+before = layer.weight.clone()
+layer(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+assert not torch.equal(before, layer.weight)
+""",
+    "cpu": "import numba",
+    "jax": """
+import jax, jax.numpy as jnp, statekit.jax
+params = {"w": jnp.ones((4, 4))}
+optimizer = statekit.jax.adafactor(0.1)
+updates, _ = jax.jit(optimizer.update)(params, optimizer.init(params), params)
+assert float(jnp.abs(updates["w"]).min()) > 0
+""",
+    "tensorflow": """
+import keras, statekit.tensorflow
+variable = keras.Variable([[1.0, 2.0], [3.0, 4.0]], name="w")
+before = variable.numpy().copy()
+statekit.tensorflow.Adafactor(learning_rate=0.1).apply([keras.ops.ones((2, 2))], [variable])
+assert (variable.numpy() != before).all()
+""",
+}
+"""For each extra, what it is there for. (`dev`, `bench` and `tpu` are for working on statekit.)"""
+
+
+def build(work: Path) -> tuple[Path, Path]:
+    """Builds an sdist of the sources as a checkout without symbolic links has them, and a wheel from that sdist."""
+    source = work / "source"
+    for top in FOLDERS:
+        shutil.copytree(ROOT / top, source / top, ignore=_links)
+    for name in SOURCES:
+        shutil.copy(ROOT / name, source / name)
+    shutil.copytree(RECORDING, source / RECORDING.relative_to(ROOT))
+    sdist = _built("build_sdist", source, work)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(work / "unpacked", filter="data")
+    (unpacked,) = (work / "unpacked").iterdir()
+    return sdist, _built("build_wheel", unpacked, work)
+
+
+def _links(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if name == "__pycache__" or Path(folder, name).is_symlink()]
+
+
+def _built(kind: str, source: Path, work: Path) -> Path:
+    out = work / kind
+    subprocess.run([sys.executable, "-c", BUILD, kind, str(out)], cwd=source, check=True, capture_output=True)
+    (file,) = out.iterdir()
+    return file
+
+
+def empty_environment(folder: Path) -> Path:
+    """Makes an environment that holds nothing, not even pip, and returns its Python."""
+    venv.create(folder, symlinks=True, with_pip=False)
+    return folder / "bin" / "python"
+
+
+def site_packages(python: Path) -> Path:
+    """Returns where an environment's packages are."""
+    (found,) = (python.parents[1] / "lib").glob("python3.*/site-packages")
+    return found
+
+
+def install(python: Path, wheel: Path) -> None:
+    """Installs a wheel and nothing else."""
+    pip(python, "--no-deps", "--no-index", str(wheel))
+
+
+def pip(python: Path, *arguments: str) -> None:
+    """Installs into an environment, whether or not it has a pip of its own."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--python",
+        str(python),
+        "install",
+        "-qq",
+    ]
+    subprocess.run([*command, *arguments], check=True, stdout=subprocess.DEVNULL)
+
+
+def lend(python: Path, extra: str) -> None:
+    """Links what an installed statekit asks for with an extra, and what that asks for, from our environment."""
+    place = site_packages(python)
+    (own,) = distributions(name="statekit", path=[str(place)])
+    for needed in _closure(own, frozenset({extra}), set()):
+        for top in {path.parts[0] for path in needed.files or ()} - {"..", "__pycache__"}:
+            link = place / top
+            if not link.exists():
+                link.symlink_to(Path(str(needed.locate_file(top))))
+
+
+def _closure(
+    of: Distribution, extras: AbstractSet[str], seen: set[tuple[str, AbstractSet[str]]]
+) -> Iterator[Distribution]:
+    for line in of.requires or ():
+        needed = Requirement(line)
+        applies = needed.marker is None or any(needed.marker.evaluate({"extra": e}) for e in extras | {""})
+        key = (needed.name, frozenset(needed.extras))
+        if not applies or key in seen:
+            continue
+        seen.add(key)
+        found = of if needed.name == "statekit" else distribution(needed.name)
+        yield from _closure(found, key[1], seen)
+        if found is not of:
+            yield found
+
+
+def trial(python: Path, extra: str, work: Path) -> None:
+    """Inspects, converts, and uses what the extra is for; with PyTorch, goes through the demo.
+
+    Raises:
+        AssertionError: Says which command failed, with what it printed.
+    """
+    work.mkdir()
+    statekit = python.with_name("statekit")
+    source = site_packages(python) / "statekit" / "cli" / "recording" / "checkpoint"
+    _run(0, work, statekit, "--version")
+    _run(0, work, python, "-m", "statekit", "--help")
+    _run(0, work, statekit, "formats")
+    _run(0, work, statekit, "inspect", source, "--stats")
+    _run(0, work, statekit, "convert", source, "torch-ckpt.pt")
+    _run(0, work, statekit, "convert", "torch-ckpt.pt", "back-to-t5x", "--to", "t5x")
+    _run(0, work, statekit, "inspect", "back-to-t5x", "--json")
+    if extra in IMPORTS:
+        _run(0, work, python, "-c", IMPORTS[extra])
+    if extra in ("torch", "all"):
+        assert "goes on as T5X did" in _run(0, work, statekit, "demo")
+    else:
+        assert "pip install 'statekit[torch]'" in _run(3, work, statekit, "demo")
+
+
+def _run(code: int, folder: Path, *command: str | Path) -> str:
+    kept = {name: os.environ[name] for name in ("HOME", "PATH", "TMPDIR") if name in os.environ}
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=folder,
+        env={**kept, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, f"{command}: exit code {done.returncode}\n{done.stdout}"
+    return done.stdout
+
+
+def main(extras: Sequence[str]) -> None:
+    """Installs from a registry into empty environments, tries each, and prints what it took."""
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        sdist, wheel = build(work)
+        print(f"{sdist.name}: {sdist.stat().st_size} bytes; {wheel.name}: {wheel.stat().st_size} bytes")
+        for extra in extras:
+            start = time.perf_counter()
+            python = empty_environment(work / f"with-{extra}")
+            wanted = f"{wheel}[{extra}]" if extra else str(wheel)
+            pip(python, "--constraint", str(ROOT / "constraints.txt"), wanted)
+            installed = time.perf_counter() - start
+            trial(python, extra, work / f"trial-{extra}")
+            tried = time.perf_counter() - start - installed
+            print(
+                f"{extra or 'no extra':10}  installed in {installed:.0f} s, tried in {tried:.0f} s",
+                flush=True,
+            )
+            shutil.rmtree(work / f"with-{extra}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or ["", *IMPORTS, "all"])
