@@ -17,7 +17,7 @@ StatekitError
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 
 
@@ -48,11 +48,16 @@ class StatekitError(Exception):
         self.remedy = remedy
         rows = [("at", place), ("expected", expected), ("found", found), ("do", remedy or None)]
         super().__init__(
-            "\n".join([subject, *(f"  {name}: {value}" for name, value in rows if value is not None)])
+            "\n".join([subject, *(_row(name, value) for name, value in rows if value is not None)])
         )
 
     def __str__(self) -> str:  # OSError and KeyError subclasses would format their arguments otherwise
         return str(self.args[0])
+
+
+def _row(name: str, value: object) -> str:
+    text = f"{value}"
+    return f"  {name}:{text}" if text.startswith("\n") else f"  {name}: {text}"
 
 
 class UsageError(StatekitError, ValueError):
@@ -138,12 +143,92 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
+MOST_NAMED = 3
+"""How many of several names are said."""
+MOST_LINES = 40
+"""How many lines a list of faults has."""
+
+
 def some(names: Sequence[str]) -> str:
     """Returns the first few of many names."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
 
 
 def fault_list(faults: Iterable[tuple[str, str]]) -> str:
-    """Renders all faults of one input, one `what @ path` a line."""
-    return "\n" + "\n".join(f"    {what} @ {path}" for what, path in faults)
+    """Renders all faults of one input, one `what @ place` a line; many places with one fault are one line.
+
+    Example:
+        >>> print(fault_list([("has no slots", f"layers_{i}") for i in range(52)]))
+        <BLANKLINE>
+            has no slots @ 52 places: layers_0, layers_1, layers_2 and 49 more
+    """
+    places: dict[str, list[str]] = {}
+    for what, place in faults:
+        places.setdefault(what, []).append(place)
+    lines: list[str] = []
+    for what, named in places.items():
+        folded = len(named) > MOST_NAMED
+        lines += (
+            [f"{what} @ {len(named)} places: {some(named)}"] if folded else [f"{what} @ {p}" for p in named]
+        )
+    more = [f"and {len(lines) - MOST_LINES} more lines like these"] if len(lines) > MOST_LINES else []
+    return "".join(f"\n    {line}" for line in [*lines[:MOST_LINES], *more])
+
+
+class Faults:
+    """What is wrong with one input, collected while it is read, so that all of it is said at once.
+
+    Example:
+        >>> faults = Faults()
+        >>> faults.add("has no slots", "encoder/w")
+        >>> faults += [("has shape (2,), expected (3,)", "encoder/b")]
+        >>> faults.check(StateError, "The slots don't fit the parameters")
+        Traceback (most recent call last):
+        ...
+        statekit.errors.StateError: The slots don't fit the parameters: 2 faults.
+          found:
+            has no slots @ encoder/w
+            has shape (2,), expected (3,) @ encoder/b
+    """
+
+    def __init__(self, found: Iterable[tuple[str, str]] = ()) -> None:
+        self._found = list(found)
+
+    def add(self, what: str, place: str) -> None:
+        """Notes what is wrong, and where."""
+        self._found.append((what, place))
+
+    def __iadd__(self, more: Iterable[tuple[str, str]]) -> Faults:
+        self._found += more
+        return self
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def check(
+        self,
+        error: type[StatekitError],
+        subject: str,
+        *,
+        place: object = None,
+        expected: object = None,
+        remedy: str = "",
+    ) -> None:
+        """Raises an error that lists all faults, if there are any.
+
+        Args:
+            error: Its class.
+            subject: What is wrong on the whole, without a full stop: the number of faults is put behind it.
+            place: Where: the input's path.
+            expected: What should have been there.
+            remedy: What the user can do about it.
+        """
+        if self._found:
+            count = "1 fault" if len(self._found) == 1 else f"{len(self._found)} faults"
+            raise error(
+                f"{subject}: {count}.", place=place, expected=expected, found=fault_list(self), remedy=remedy
+            )

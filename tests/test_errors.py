@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from statekit.conversion import registry
-from statekit.errors import meant
+from statekit.errors import Faults, StateError, fault_list, meant
 from statekit.state.schema import load_schema, schema_names
 
 
@@ -35,3 +35,30 @@ def test_a_swap_of_two_letters_in_any_name_of_ours_is_told() -> None:
         for name in known:
             if len(name) > 4:
                 assert meant(name[:-2] + name[-1] + name[-2], known).startswith("did you mean"), name
+
+
+def test_many_places_of_one_fault_are_one_line_and_others_stay_apart() -> None:
+    faults = Faults(("has no slots", f"layers_{i}") for i in range(52))
+    faults.add("has shape (2,), expected (3,)", "encoder/b")
+    with pytest.raises(StateError) as caught:
+        faults.check(StateError, "The slots don't fit", place="run/checkpoint_7", remedy="look")
+    assert str(caught.value).splitlines() == [
+        "The slots don't fit: 53 faults.",
+        "  at: run/checkpoint_7",
+        "  found:",
+        "    has no slots @ 52 places: layers_0, layers_1, layers_2 and 49 more",
+        "    has shape (2,), expected (3,) @ encoder/b",
+        "  do: look",
+    ]
+
+
+def test_faults_that_all_differ_are_cut_and_the_cut_is_said() -> None:
+    lines = fault_list((f"is {i}", "x") for i in range(45)).splitlines()
+    assert len(lines) == 1 + 40 + 1
+    assert lines[-1] == "    and 5 more lines like these"
+
+
+def test_nothing_is_raised_where_nothing_is_wrong() -> None:
+    Faults().check(StateError, "The slots don't fit")
+    with pytest.raises(StateError, match=r"^The slots don't fit: 1 fault\."):
+        Faults([("has no slots", "w")]).check(StateError, "The slots don't fit")

@@ -21,7 +21,7 @@ from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.pytorch.param_order import BY_NAME, REMEDY, Order, named_order
 from statekit.converters.layouts.pytorch.parts import Frame, extra_of, frame, joined
 from statekit.converters.layouts.torch_parts import SORTED
-from statekit.errors import InexactError, StateError, fault_list
+from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.optim import scaled_adam
 from statekit.optim.scaled_adam_clip import batches
@@ -36,7 +36,6 @@ JOINT = "unused_size_slots"
 _SHARED = ("model_norms", "model_norm_threshold", "num_clipped")
 _SIZE = ("param_rms", "scale_exp_avg_sq", "scale_grads")
 _LATE_AXIS = ("scale_grads",)
-_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -79,13 +78,9 @@ class Icefall:
         params = {_path(name): parts.model[name] for name in moved}
         filled = _Filling(parts, params, tuple(groups))
         slots, joint, full = filled.slots()
-        if filled.faults:
-            raise StateError(
-                f"The slots don't fit the parameters: {len(filled.faults)} faults.",
-                place=checkpoint.path,
-                found=fault_list(filled.faults[:_SHOWN]),
-                remedy=REMEDY,
-            )
+        filled.faults.check(
+            StateError, "The slots don't fit the parameters", place=checkpoint.path, remedy=REMEDY
+        )
         extra = extra_of(parts, moved, known)
         state = TrainState(
             params,
@@ -133,10 +128,10 @@ class _Filling:
 
     def __init__(self, parts: Frame, params: Mapping[str, Tensor], groups: Sequence[Group]) -> None:
         self._parts, self._params, self._groups = parts, params, groups
-        self.faults: list[tuple[str, str]] = []
+        self.faults = Faults()
         steps = {int(own["step"]) for own in parts.state.values() if isinstance(own.get("step"), int)}
         if len(steps) > 1:
-            self.faults.append((f"batches have made different numbers of updates: {sorted(steps)}", "step"))
+            self.faults.add(f"batches have made different numbers of updates: {sorted(steps)}", "step")
         self.updates = max(steps, default=0)
 
     def slots(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Tensor]], tuple[Group, ...]]:
@@ -172,7 +167,7 @@ class _Filling:
         fits = len(tensor.shape) > axis and tensor.shape[axis] == len(batch)
         expected = {"delta": shape, "exp_avg_sq": shape}.get(slot, own[:axis] + (1,) * len(shape))
         if not fits or own != expected:
-            self.faults.append((f"{slot} has shape {tensor.shape} for {len(batch)} of {shape}", batch[0]))
+            self.faults.add(f"{slot} has shape {tensor.shape} for {len(batch)} of {shape}", batch[0])
             return
         for place, path in enumerate(batch):
             found.setdefault(path, {})[slot] = Slice(tensor, axis, place)
@@ -188,9 +183,7 @@ class _Filling:
             if isinstance(value, Tensor):
                 own[name] = value if value.shape == array.shape else in_memory(array, name)
                 if value.shape != array.shape:
-                    self.faults.append(
-                        (f"{name} has shape {value.shape}, expected {array.shape}", group.paths[0])
-                    )
+                    self.faults.add(f"{name} has shape {value.shape}, expected {array.shape}", group.paths[0])
             else:
                 own[name] = in_memory(array if value is None else np.asarray(value, array.dtype), name)
         return Group(group.paths, group.hyperparameters, group.known_from, own)
@@ -205,18 +198,18 @@ def _order(parts: Frame, is_sorted: bool) -> Order:
     by_shape: dict[Shape, list[str]] = {}
     for name, tensor in parts.model.items():
         by_shape.setdefault(tensor.shape, []).append(name)
-    faults, claimed, groups = [], dict[Shape, int](), []
+    faults, claimed, groups = Faults(), dict[Shape, int](), []
     for number, group in enumerate(parts.groups):
         held = {i: parts.state[i]["delta"] for i in group["params"] if "delta" in parts.state.get(i, {})}
         shapes = {i: (delta.shape[0], tuple(delta.shape[1:])) for i, delta in held.items()}
         for count, shape in shapes.values():
             if (other := claimed.setdefault(shape, number)) != number:
-                faults.append((f"stands in the groups {other} and {number}", f"shape {shape}"))
+                faults.add(f"stands in the groups {other} and {number}", f"shape {shape}")
             elif is_sorted and count > 1:
-                faults.append((f"{count} of it, {BY_NAME}", f"shape {shape}"))
+                faults.add(f"{count} of it, {BY_NAME}", f"shape {shape}")
             elif len(by_shape.get(shape, [])) != count:
                 in_model = len(by_shape.get(shape, []))
-                faults.append((f"{count} in the optimizer, {in_model} in the model", f"shape {shape}"))
+                faults.add(f"{count} in the optimizer, {in_model} in the model", f"shape {shape}")
         wanted = {shape for _, shape in shapes.values()}
         names = tuple(name for name, tensor in parts.model.items() if tensor.shape in wanted)
         places = {i: place for place, i in enumerate(group["params"])}
@@ -226,14 +219,9 @@ def _order(parts: Frame, is_sorted: bool) -> Order:
             if places[i] >= len(names) or parts.model[names[places[i]]].shape != s
         ]
         if not faults and (wrong or len(names) != len(group["params"])):
-            faults.append(("its parameters don't stand in the order of the model", f"group {number}"))
+            faults.add("its parameters don't stand in the order of the model", f"group {number}")
         groups.append(names)
-    if faults:
-        raise StateError(
-            "Nothing tells which parameters the optimizer's indices mean.",
-            found=fault_list(faults[:_SHOWN]),
-            remedy=REMEDY,
-        )
+    faults.check(StateError, "Nothing tells which parameters the optimizer's indices mean", remedy=REMEDY)
     said = "The optimizer names no parameters; those of a group are taken in the order of the model part."
     return Order(tuple(groups), (said,))
 

@@ -22,7 +22,7 @@ from typing import Any
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.pytorch.parts import PLACES, is_plain
 from statekit.converters.layouts.pytorch.torch_fqn import LAYOUT as BY_NAME
-from statekit.errors import InexactError, StateError, fault_list
+from statekit.errors import Faults, InexactError, StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.masters import MASTER
 from statekit.state.train_state import TrainState
@@ -228,7 +228,7 @@ def _unknown(checkpoint: Checkpoint, keys: Sequence[str]) -> StateError:
         "The optimizer's tensors are of another form than a parameter's own.",
         place=checkpoint.path,
         expected=f"keys {_STATE}<slot>.<parameter>, slots {', '.join(_SLOTS)}",
-        found=fault_list([("another form", key) for key in keys[:_SHOWN]]) if keys else "no groups",
+        found=fault_list(("another form", key) for key in keys) if keys else "no groups",
         remedy="save it with --dist-ckpt-optim-fully-reshardable, which keeps whole parameters instead of buckets"
         if buckets
         else "",
@@ -292,12 +292,12 @@ def _check_groups(groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Shap
     """Refuses groups that the rule wouldn't make again."""
     if len(groups) == 1:
         return
-    faults = list(_misplaced(groups, shapes))
+    faults = Faults(_misplaced(groups, shapes))
     if len(groups) > 2 or faults:
         raise InexactError(
             "Megatron-Core's files don't say which parameters a group moves, and its rule makes other groups.",
             expected="one group, or those named *.bias and those of one axis apart, without weight decay",
-            found=f"{len(groups)} groups" + fault_list(faults[:_SHOWN]),
+            found=f"{len(groups)} groups" + fault_list(faults),
             remedy="write another container, such as dcp",
         )
 

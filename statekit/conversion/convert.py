@@ -37,7 +37,7 @@ from statekit.conversion.source_digests import (
     source_digests,
 )
 from statekit.conversion.target import check_apart, choose_container, choose_layout, source_container
-from statekit.errors import CommitError, CorruptError, StateError, UsageError, fault_list, printable
+from statekit.errors import CommitError, CorruptError, Faults, StateError, UsageError, printable
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.durable import writing
 from statekit.files.manifest import tensor_faults
@@ -130,13 +130,8 @@ def open_state(
 
 
 def _check_manifest(checkpoint: Checkpoint) -> None:
-    faults = tensor_faults(checkpoint.manifest, checkpoint.tensors) if checkpoint.manifest else []
-    if faults:
-        raise CorruptError(
-            "The checkpoint doesn't hold what its manifest says.",
-            place=checkpoint.path,
-            found=fault_list(faults),
-        )
+    faults = Faults(tensor_faults(checkpoint.manifest, checkpoint.tensors) if checkpoint.manifest else ())
+    faults.check(CorruptError, "The checkpoint doesn't hold what its manifest says", place=checkpoint.path)
 
 
 def plan(
@@ -258,13 +253,12 @@ class _Prepared:
         try:
             found = _outline(self.layout.decode(written, NO_HINTS))
             meant = _outline(self.state)
-            faults = [
+            faults = Faults(
                 (f"is {found.get(key)}, meant {meant.get(key)}", key)
                 for key in {**meant, **found}
                 if found.get(key) != meant.get(key)
-            ]
-            if faults:
-                raise StateError("It decodes to another state.", place=path, found=fault_list(faults))
+            )
+            faults.check(StateError, "It decodes to another state", place=path)
         except BaseException:
             written.close()
             raise
@@ -366,15 +360,12 @@ def _outline(state: TrainState) -> dict[str, Any]:
 def _check_streamed(plan: Plan, stage: Stage) -> None:
     planned = {entry.name: (list(entry.shape), entry.dtype) for entry in plan.entries}
     written = {name: (entry["shape"], entry["dtype"]) for name, entry in stage.tensors.items()}
-    faults = [
+    faults = Faults(
         (f"is {written.get(name, 'not written')}, planned {planned.get(name, 'not at all')}", name)
         for name in {**planned, **written}
         if written.get(name) != planned.get(name)
-    ]
-    if faults:
-        raise CommitError(
-            "What was written isn't what was planned.", place=stage.target, found=fault_list(faults)
-        )
+    )
+    faults.check(CommitError, "What was written isn't what was planned", place=stage.target)
 
 
 def _manifest_fields(plan: Plan, digest: str | None) -> Mapping[str, Any]:

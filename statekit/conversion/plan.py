@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from statekit.conversion.contracts import Encoded, Exactness, Hints
 from statekit.conversion.rule_change import RuleChange
-from statekit.errors import InexactError, fault_list, printable
+from statekit.errors import Faults, InexactError, printable
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.state.train_state import TrainState
 from statekit.tensors.digest import json_digest
@@ -179,21 +179,20 @@ class Plan:
             InexactError: Lists every tensor that is.
         """
         allowed = self.request.require
-        faults = [
+        faults = Faults(
             (f"{entry.exactness.name.lower()}: {entry.reason}", entry.name)
             for entry in self.entries
             if entry.exactness > allowed
-        ]
+        )
         if allowed < Exactness.LOSSY:
             faults += [(f"dropped: {self.dropped[name]}", name) for name in _lost(self.dropped)]
-        if faults:
-            raise InexactError(
-                f"The conversion would be less exact than required for {len(faults)} tensors.",
-                place=self.request.target,
-                expected=f"{allowed.name.lower()} or better",
-                found=fault_list(faults),
-                remedy=f"allow it with --require {self.exactness.name.lower()}, or choose another layout",
-            )
+        faults.check(
+            InexactError,
+            f"The conversion would be less exact than required for {len(faults)} tensors",
+            place=self.request.target,
+            expected=f"{allowed.name.lower()} or better",
+            remedy=f"allow it with --require {self.exactness.name.lower()}, or choose another layout",
+        )
 
 
 def build_plan(

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, fault_list
+from statekit.errors import CorruptError, Faults, FormatError, NotFoundError, RefusedError
 from statekit.files.checkpoint import Finding
 from statekit.files.reading import open_regular, reading
 from statekit.tensors.digest import file_digest, json_digest, stream_digest
@@ -66,9 +66,8 @@ def parse(text: bytes | str, place: object) -> dict[str, Any]:
             found=repr(document.get("digest")),
             remedy="restore the checkpoint from a copy",
         )
-    faults = list(_shape_faults(document))
-    if faults:
-        raise FormatError("The manifest doesn't follow its format.", place=place, found=fault_list(faults))
+    faults = Faults(_shape_faults(document))
+    faults.check(FormatError, "The manifest doesn't follow its format", place=place)
     return document
 
 
@@ -140,14 +139,13 @@ def require_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / FILE
     manifest = parse(read_small(path), path)
-    faults = list(_file_faults(folder, manifest["files"]))
-    if faults:
-        raise CorruptError(
-            f"The files of a checkpoint aren't those that were written: {len(faults)} faults.",
-            place=folder,
-            found=fault_list(faults),
-            remedy="restore the checkpoint from a copy",
-        )
+    faults = Faults(_file_faults(folder, manifest["files"]))
+    faults.check(
+        CorruptError,
+        "The files of a checkpoint aren't those that were written",
+        place=folder,
+        remedy="restore the checkpoint from a copy",
+    )
     return manifest
 
 

@@ -21,11 +21,11 @@ from blake3 import blake3
 
 from statekit.errors import (
     CommitError,
+    Faults,
     NotFoundError,
     StatekitError,
     TargetExistsError,
     UsageError,
-    fault_list,
     some,
 )
 from statekit.files.checkpoint import Checkpoint
@@ -199,19 +199,13 @@ class Stage:
     def _verify(self, reopen: Callable[[Path], Checkpoint]) -> None:
         try:
             with reopen(self.path) as written:
-                faults = tensor_faults({"tensors": self.tensors}, written.tensors)
+                faults = Faults(tensor_faults({"tensors": self.tensors}, written.tensors))
                 faults += self._value_faults(written.tensors) if not faults else []
         except (StatekitError, OSError) as error:
             raise CommitError(
                 "What was written can't be read again.", place=self.target, found=error, remedy=_REPORT
             ) from error
-        if faults:
-            raise CommitError(
-                f"What was written isn't what was meant: {len(faults)} faults.",
-                place=self.target,
-                found=fault_list(faults),
-                remedy=_REPORT,
-            )
+        faults.check(CommitError, "What was written isn't what was meant", place=self.target, remedy=_REPORT)
 
     def _value_faults(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
         done = 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal, TypeAlias
 
-from statekit.errors import StateError, fault_list
+from statekit.errors import Faults, StateError
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Tree
@@ -135,13 +135,12 @@ class TrainState:
     assumptions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        faults = list(self._faults(load_schema(self.optimizer.schema)))
-        if faults:
-            raise StateError(
-                f"The state isn't a valid {self.optimizer.schema} state: {len(faults)} faults.",
-                found=fault_list(faults),
-                remedy="check that the layout and the factor rules are those of the run",
-            )
+        faults = Faults(self._faults(load_schema(self.optimizer.schema)))
+        faults.check(
+            StateError,
+            f"The state isn't a valid {self.optimizer.schema} state",
+            remedy="check that the layout and the factor rules are those of the run",
+        )
 
     def _faults(self, schema: OptimizerSchema) -> Iterator[tuple[str, str]]:
         for path in [*self.slots, *self.rules, *(p for g in self.optimizer.groups for p in g.paths)]:

@@ -24,7 +24,7 @@ from statekit.converters.layouts.keras.state import (
     order_of,
 )
 from statekit.converters.layouts.keras.variables import CONFIG
-from statekit.errors import StateError, fault_list
+from statekit.errors import Faults, StateError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
 from statekit.state.train_state import TrainState
 from statekit.tensors.object_graph import GRAPH, SAVE_COUNTER, SUFFIX, Builder, Graph
@@ -33,7 +33,6 @@ from statekit.tensors.tensor import Tensor, in_memory
 VARIABLES, TRAINED = "_variables", "_trainable_variables"
 ITERATIONS, _RATE = "_iterations", "_learning_rate"
 BASE_LISTS = {AVERAGE: "_model_variables_moving_average", ACCUMULATOR: "_accumulated_gradients"}
-_SHOWN = 40
 
 
 @dataclass(frozen=True)
@@ -131,13 +130,10 @@ def tensors_of(tree: Mapping[str, Any], rows: Sequence[tuple[str, str]], place: 
     Raises:
         StateError: The checkpoint lacks some; lists every one.
     """
-    faults = [("isn't there, or no array", key) for key, _ in rows if not isinstance(tree.get(key), Tensor)]
-    if faults:
-        raise StateError(
-            "The object graph speaks of values that there aren't.",
-            place=place,
-            found=fault_list(faults[:_SHOWN]),
-        )
+    faults = Faults(
+        ("isn't there, or no array", key) for key, _ in rows if not isinstance(tree.get(key), Tensor)
+    )
+    faults.check(StateError, "The object graph speaks of values that there aren't", place=place)
     return [tree[key] for key, _ in rows]
 
 

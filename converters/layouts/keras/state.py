@@ -25,7 +25,7 @@ import numpy as np
 
 from statekit.conversion.contracts import Hints
 from statekit.converters.layouts.hyperparameters import Hyperparameters, ManifestRecord
-from statekit.errors import InexactError, StateError, fault_list
+from statekit.errors import Faults, InexactError, StateError
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape, swapped
 from statekit.state.schema import load_schema
@@ -162,7 +162,6 @@ SCHEMAS = {"Adam": "adamw", "AdamW": "adamw", "Lamb": "lamb", "Adafactor": "adaf
 """Class in a config -> schema."""
 _NAMES = {"adam": "Adam", "adam_w": "AdamW", "lamb": "Lamb", "adafactor": "Adafactor"}
 _DECAY = "weight_decay_rate"
-_SHOWN = 40
 
 
 @dataclass(frozen=True)
@@ -371,7 +370,7 @@ def variables_of(
             expected=", ".join(sorted({*SCHEMAS.values()})),
             found=schema,
         )
-    order, faults = order_of(state), list[tuple[str, str]]()
+    order, faults = order_of(state), Faults()
     own = [_own(state, path, home, faults) for path in order]
     kept = _kept(state, home, own, order, faults)
     found: list[tuple[int | None, str, Tensor]] = []
@@ -388,7 +387,7 @@ def variables_of(
         elif name in ("v_row", "v_col") and not shape and len(state.params[order[i]].shape) < 2:
             found.append((i, name, Filled((), DTYPES["int32"], 0, "a vector has no factors")))
         else:
-            faults.append((f"has no slot {name}", order[i]))
+            faults.add(f"has no slot {name}", order[i])
     faults += [
         (f"has slot {name}, for which there is no place", path)
         for path, left in zip(order, own, strict=True)
@@ -399,11 +398,7 @@ def variables_of(
         for i, g in enumerate(state.optimizer.groups)
         for n in g.slots
     ]
-    if faults:
-        raise InexactError(
-            f"Keras' optimizers can't hold the state: {len(faults)} faults.",
-            found=fault_list(faults[:_SHOWN]),
-        )
+    faults.check(InexactError, "Keras' optimizers can't hold the state")
     return kept, found
 
 
@@ -431,7 +426,7 @@ def _kept(
     home: Mapping[str, Any],
     own: Sequence[Mapping[str, Tensor]],
     order: Sequence[str],
-    faults: list[tuple[str, str]],
+    faults: Faults,
 ) -> Kept:
     """Returns which variables there are; all parameters must have the same."""
     found = {}
@@ -439,14 +434,12 @@ def _kept(
         having = [path for path, slots in zip(order, own, strict=True) if name in slots]
         found[name] = bool(having)
         if having and len(having) < len(order):
-            faults.append((f"some parameters have {name} and others don't", having[0]))
+            faults.add(f"some parameters have {name} and others don't", having[0])
     rate = rate_of(state) is not None or not home.get("schedule")
     return Kept(rate, found[AVERAGE], found[ACCUMULATOR], found["v_max"])
 
 
-def _own(
-    state: TrainState, path: str, home: Mapping[str, Any], faults: list[tuple[str, str]]
-) -> dict[str, Tensor]:
+def _own(state: TrainState, path: str, home: Mapping[str, Any], faults: Faults) -> dict[str, Tensor]:
     """Returns a parameter's slots as Keras names them canonically: by the axes that they have averaged away."""
     own, param = dict(state.slots.get(path, {})), state.params[path]
     accumulated = home.get("gradient_accumulators", {}).get(path)
@@ -459,7 +452,7 @@ def _own(
         own["v_row"], own["v_col"] = own["v_col"], own["v_row"]
     elif rule is not None and rule.axes != usual.axes:
         axes = ", ".join(axis.value for axis in rule.axes)
-        faults.append((f"is factored by {axes}; Keras would: {', '.join(a.value for a in usual.axes)}", path))
+        faults.add(f"is factored by {axes}; Keras would: {', '.join(a.value for a in usual.axes)}", path)
     if usual.factored and "v_row" in own and "v" not in own:
         why = "Keras makes it anew from r and c at each update"
         own["v"] = home.get("derived_v", {}).get(path) or Filled(param.shape, param.dtype, 0, why)

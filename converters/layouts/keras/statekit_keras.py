@@ -43,7 +43,7 @@ from statekit.converters.layouts.keras.variables import (
     snake_case,
     variables,
 )
-from statekit.errors import InexactError, StateError, fault_list
+from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
 from statekit.optim.run import stepped_variants
 from statekit.state.constants import variant_constants
@@ -61,7 +61,6 @@ MODULE = "statekit.tensorflow.optimizers"
 SEPARATOR = ":"
 GROUPS = "groups"
 _SCHEMAS = {kind: schema for schema, kind in CLASSES.items()}
-_SHOWN = 40
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ def own_state(
         UsageError: A hint that the schema doesn't know.
     """
     variant = hints.variant or own.said("variant") or (known.variant if known else None)
-    schema, faults = load_schema(own.schema), list[tuple[str, str]]()
+    schema, faults = load_schema(own.schema), Faults()
     rate = named.get("", {}).get(RATE)
     groups, notes = _groups(own, variant, tuple(paths_of(named)), rate, known)
     groups = tuple(
@@ -176,12 +175,9 @@ def own_state(
     rules |= {path: Rule.from_json(rule) for path, rule in known.rules.items()} if known else {}
     iteration = named.get("", {}).get(ITERATION)
     if iteration is None or iteration.shape != () or iteration.dtype.kind not in "iu":
-        faults.append(("isn't there, or no whole number", ITERATION))
-    if faults or iteration is None:
-        raise StateError(
-            f"The variables make no state of {own.kind}: {len(faults)} faults.",
-            found=fault_list(faults[:_SHOWN]),
-        )
+        faults.add("isn't there, or no whole number", ITERATION)
+    faults.check(StateError, f"The variables make no state of {own.kind}")
+    assert iteration is not None  # it would be a fault
     calls = int(iteration.read())
     updates = calls // (own.said("gradient_accumulation_steps") or 1)
     behind = {path: updates - int(n) for path, n in own.said("missed", {}).items() if path in moved}
@@ -248,7 +244,7 @@ def _rules(
     moved: Mapping[str, Tensor],
     slots: Mapping[str, Mapping[str, Tensor]],
     groups: Sequence[Group],
-    faults: list[tuple[str, str]],
+    faults: Faults,
 ) -> dict[str, Rule]:
     """Returns how each parameter is factored: as the config says, as the variant does, or as the slots' shapes show."""
     said, found = own.said("rules", {}), dict[str, Rule]()
@@ -265,7 +261,7 @@ def _rules(
             elif {"v_row", "v_col"} & held.keys() in ({"v_row", "v_col"}, set()):
                 rule = shown_rule(shape, held, variant)
             if rule is None:
-                faults.append(("has slots that follow from no rule", path))
+                faults.add("has slots that follow from no rule", path)
             else:
                 found[path] = rule
     return found

@@ -48,7 +48,7 @@ from statekit.converters.layouts.keras.state import (
     usual_name,
     variables_of,
 )
-from statekit.errors import StateError, fault_list
+from statekit.errors import Faults, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
@@ -56,7 +56,6 @@ from statekit.tensors.tensor import Tensor
 
 _MOMENTS = {"m": "_momentums", "v": "_velocities", "v_max": "_velocity_hats"}
 LISTS = {"adafactor": {"v_row": "_r", "v_col": "_c", "v": "_v"}, "adamw": _MOMENTS, "lamb": _MOMENTS}
-_SHOWN = 40
 
 
 @dataclass(frozen=True)
@@ -139,13 +138,13 @@ def _check(
     params: Mapping[str, Tensor], shapes: Sequence[tuple[int, ...]], found: Found, place: object
 ) -> None:
     """Checks that slots are those of the parameters, by their shapes, and by their names where these say it."""
-    faults = [
+    faults = Faults(
         (f"has shape {tensor.shape}, its slots {shape}", path)
         for (path, tensor), shape in zip(params.items(), shapes, strict=False)
         if tensor.shape != shape
-    ]
+    )
     if len(params) != len(shapes) or len(params) != len(found.moved):
-        faults.append((f"there are slots of {len(shapes)}", f"{len(found.moved)} parameters"))
+        faults.add(f"there are slots of {len(shapes)}", f"{len(found.moved)} parameters")
     ends = ("_momentum", "_velocity")
     flat = {path.replace("/", "_") for path in params}
     said = [name.removeprefix(f"{found.name}/") for _, name in found.own if name.endswith(ends)]
@@ -154,12 +153,7 @@ def _check(
         for name in said
         if name.removesuffix(ends[0]).removesuffix(ends[1]) not in flat
     ]
-    if faults:
-        raise StateError(
-            f"The slots don't fit the parameters: {len(faults)} faults.",
-            place=place,
-            found=fault_list(faults[:_SHOWN]),
-        )
+    faults.check(StateError, "The slots don't fit the parameters", place=place)
 
 
 def _full_name(name: str, order: Sequence[str], i: int | None, what: str, schema: str) -> str:

@@ -18,7 +18,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, TypeAlias, TypeVar
 
-from statekit.errors import StateError, fault_list
+from statekit.errors import Faults, StateError
 from statekit.files.checkpoint import ATTRIBUTES
 from statekit.tensors.tensor import Shape, Tensor
 
@@ -243,7 +243,7 @@ def by_names(found: Sequence[Variable], names: Sequence[str], shapes: Sequence[S
     wanted = _grouped(names, lambda name: name.rpartition("/")[0])
     same = _scopes(list(wanted), list(inside))
     moved: dict[str, Variable] = {}
-    faults: list[tuple[str, str]] = []
+    faults = Faults()
     for scope, own in wanted.items():
         if scope not in same:
             faults += [("has no layer of its name in the file", name) for name in own]
@@ -258,13 +258,10 @@ def by_names(found: Sequence[Variable], names: Sequence[str], shapes: Sequence[S
             faults += [("is one of more variables than the layer has in the file", name) for name in own]
     for name, shape in zip(names, shapes or (), strict=False):
         if name in moved and moved[name].tensor.shape != shape:
-            faults.append((f"has shape {moved[name].tensor.shape}, its slots {shape}", name))
+            faults.add(f"has shape {moved[name].tensor.shape}, its slots {shape}", name)
     if len({v.place for v in moved.values()}) != len(moved):
-        faults.append(("name a variable twice", "names"))
-    if faults:
-        raise StateError(
-            "The names aren't those of the variables.", found=fault_list(faults[:_SHOWN]), remedy=REMEDY
-        )
+        faults.add("name a variable twice", "names")
+    faults.check(StateError, "The names aren't those of the variables", remedy=REMEDY)
     return Order({name: moved[name] for name in names})
 
 

@@ -31,7 +31,7 @@ from statekit.converters.layouts.mxnet.attributes import (
     written_counts,
 )
 from statekit.converters.layouts.mxnet.order import Numbered, numbered
-from statekit.errors import InexactError, StateError, fault_list
+from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, TrainState
@@ -114,15 +114,12 @@ def name_of(path: str) -> str:
     return path.replace("/", ".")
 
 
-_SHOWN = 20
-
-
 class Reading:
     """A checkpoint on its way to a state."""
 
     def __init__(self, kind: MXNetOptimizer, checkpoint: Checkpoint, hints: Hints) -> None:
         tree = checkpoint.tree
-        self.kind, self.hints, self.faults = kind, hints, list[tuple[str, str]]()
+        self.kind, self.hints, self.faults = kind, hints, Faults()
         self.schema, self.place = load_schema(kind.schema), checkpoint.path
         optimizer = tree.get("optimizer")
         held = optimizer.state if isinstance(optimizer, Record) else {}
@@ -134,7 +131,7 @@ class Reading:
         self.native = {path_of(bare(name)): name for name in tree["params"]}
         self.params = {path: tree["params"][native] for path, native in self.native.items()}
         if len(self.params) != len(tree["params"]):
-            self.faults.append(("have the same path", "parameters"))
+            self.faults.add("have the same path", "parameters")
         self.states = {index: parts(own) for index, own in tree["states"].items()}
         self.faults += [
             ("isn't (mean, var), nor that beside a weight", f"states/{index}")
@@ -153,12 +150,7 @@ class Reading:
 
     def refuse(self) -> None:
         """Raises StateError if there are faults."""
-        if self.faults:
-            raise StateError(
-                f"The files don't make a state of {self.kind.cls}: {len(self.faults)} faults.",
-                place=self.place,
-                found=fault_list(self.faults[:_SHOWN]),
-            )
+        self.faults.check(StateError, f"The files don't make a state of {self.kind.cls}", place=self.place)
 
     def _order(self) -> Numbered:
         shapes: dict[Any, Shape | None] = {
@@ -290,7 +282,7 @@ class Writing:
     """A state on its way to MXNet's files."""
 
     def __init__(self, kind: MXNetOptimizer, state: TrainState) -> None:
-        self.kind, self.state, self.faults = kind, state, list[tuple[str, str]]()
+        self.kind, self.state, self.faults = kind, state, Faults()
         home = state.extra.get(HOME)
         self.home: Mapping[str, Any] = home if isinstance(home, Mapping) else {}
         names = self.home.get("names", {})
@@ -316,16 +308,14 @@ class Writing:
         unknown = [name for name in own if name not in ("m", "v", "master")]
         missing = [name for name in ("m", "v") if name not in own]
         if unknown or missing:
-            self.faults.append((f"has slots {', '.join(own)}, expected m, v and perhaps master", path))
+            self.faults.add(f"has slots {', '.join(own)}, expected m, v and perhaps master", path)
             return None
         if "master" in own:
             if param.dtype.name != "float16":
-                self.faults.append(
-                    (f"is {param.dtype}; MXNet keeps a float32 weight beside float16 only", path)
-                )
+                self.faults.add(f"is {param.dtype}; MXNet keeps a float32 weight beside float16 only", path)
             return (own["master"], (own["m"], own["v"]))
         if param.dtype.name not in self.kind.dtypes:
-            self.faults.append((f"is {param.dtype} without a float32 weight beside it", path))
+            self.faults.add(f"is {param.dtype} without a float32 weight beside it", path)
         wanted = "float32" if self.kind.dtypes == ("float32",) else param.dtype.name
         self.faults += [
             (f"slot {name} is {own[name].dtype}, expected {wanted}", path)
@@ -370,14 +360,14 @@ class Writing:
         skipped = {*apart, *apart.values()}
         settings = [{n: v for n, v in g.hyperparameters.items() if n not in skipped} for g in groups]
         if any(own != settings[0] for own in settings):
-            self.faults.append(("have different hyperparameters; MXNet's optimizer has one set", "groups"))
+            self.faults.add("have different hyperparameters; MXNet's optimizer has one set", "groups")
         found = dict(settings[0]) if settings else {}
         for name, of in apart.items():
             values = {path: g.hyperparameters.get(of) for g in groups for path in g.paths}
             own = {p: f for g in groups for p, f in g.hyperparameters.get(name, {}).items()}
             shared = shared_value(values, self.home.get("factors", {}).get(name, {}))
             if shared is None:
-                self.faults.append((f"have values of {of} that no multipliers make of one", "groups"))
+                self.faults.add(f"have values of {of} that no multipliers make of one", "groups")
                 continue
             base, factors = shared
             found |= {} if base is None and of != "learning_rate" else {of: base}
@@ -455,11 +445,7 @@ class MXNetOptim:
             )
         writing = Writing(self.kind, state)
         tree = writing.tree()
-        if writing.faults:
-            raise InexactError(
-                f"{self.title} can't hold the state: {len(writing.faults)} faults.",
-                found=fault_list(writing.faults[:_SHOWN]),
-            )
+        writing.faults.check(InexactError, f"{self.title} can't hold the state")
         return Encoded(tree, state.counts.updates, dropped=dropped_from(state.extra, (HOME,), "MXNet"))
 
 

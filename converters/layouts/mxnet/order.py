@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from statekit.converters.layouts.pytorch.param_order import REMEDY
-from statekit.errors import StateError, fault_list
+from statekit.errors import Faults, StateError
 from statekit.tensors.tensor import Shape
-
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -73,13 +71,8 @@ def numbered(
 def _checked(
     names: Mapping[Any, str], shapes: Mapping[Any, Shape | None], params: Mapping[str, Shape]
 ) -> Numbered:
-    faults = _faults(names, shapes, params)
-    if faults:
-        raise StateError(
-            f"Nothing tells which parameters the optimizer's indices mean: {len(faults)} of them don't fit.",
-            found=fault_list(faults[:_SHOWN]),
-            remedy=REMEDY,
-        )
+    faults = Faults(_faults(names, shapes, params))
+    faults.check(StateError, "Nothing tells which parameters the optimizer's indices mean", remedy=REMEDY)
     return Numbered(names)
 
 

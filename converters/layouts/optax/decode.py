@@ -17,14 +17,13 @@ from statekit.converters.layouts.optax.links import (
     with_sequences,
 )
 from statekit.converters.layouts.optax.skeleton import frame_of
-from statekit.errors import StateError
+from statekit.errors import Faults, StateError
 from statekit.files.checkpoint import SEQUENCES_AS_MAPS, Checkpoint
 from statekit.state.factoring import Entry, first_entry, labels, map_entries
 from statekit.state.train_state import Group, Rule
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Path, Tree
 
-Faults: TypeAlias = list[tuple[str, str]]
 Slots: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 
 FACTOR_MAP = "factor_map"
@@ -100,11 +99,11 @@ def _params(tree: Tree, where: Path, faults: Faults) -> Iterator[tuple[str, Tens
         path = "/".join(map(str, keys))
         if is_tensor(leaf):
             if path in seen:
-                faults.append(("is the path of two parameters", path))
+                faults.add("is the path of two parameters", path)
             seen.add(path)
             yield path, leaf
         elif leaf not in (None, {}, [], ()):
-            faults.append((f"is no tensor but {type(leaf).__name__}", path))
+            faults.add(f"is no tensor but {type(leaf).__name__}", path)
 
 
 def slots_of(own: Sequence[Link]) -> dict[str, dict[str, Tensor]]:
@@ -126,7 +125,7 @@ def updates_of(own: Sequence[Link], slots: Sequence[Slots], faults: Faults) -> i
     """Returns the count of updates of all optimizers; it is a fault if they differ, or share a parameter."""
     counts = sorted({count_of(link) for link in own})
     if len(counts) > 1 or counts[0] < 0:
-        faults.append((f"are the counts of updates: {', '.join(map(str, counts))}", "opt_state"))
+        faults.add(f"are the counts of updates: {', '.join(map(str, counts))}", "opt_state")
     seen: set[str] = set()
     for part in slots:
         faults += [("has slots in two optimizers", path) for path in part if path in seen]
@@ -170,7 +169,7 @@ def given_rule(
     rule = Rule(axes, "given")
     fits = len(axes) == len(shape) and rule.factored
     if not fits or any(rule.slot_shape(name, shape) != slots[name].shape for name in ("v_row", "v_col")):
-        faults.append((f"is factored in another way than {FACTOR_MAP} says", path))
+        faults.add(f"is factored in another way than {FACTOR_MAP} says", path)
     return rule
 
 

@@ -26,7 +26,6 @@ from statekit.conversion.contracts import Encoded, Evidence, Exactness, Hints
 from statekit.converters.layouts.factor_inference import MINIMUM
 from statekit.converters.layouts.optax.decode import (
     FACTOR_MAP,
-    Faults,
     Slots,
     entries_of,
     given_rule,
@@ -65,7 +64,7 @@ from statekit.converters.layouts.optax.skeleton import (
     placed,
     usual_tree,
 )
-from statekit.errors import InexactError, StateError, fault_list, some
+from statekit.errors import Faults, InexactError, StateError, some
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
@@ -94,9 +93,8 @@ def encoded(state: TrainState) -> Encoded:
     form = own_form(state, VARIANT)
     if form is not None:
         return in_own_form(state, VARIANT, _with_given(form, state), _contents(state))
-    faults = list(_faults(state))
-    if faults:
-        raise InexactError(f"Optax can't hold the state: {len(faults)} faults.", found=fault_list(faults))
+    faults = Faults(_faults(state))
+    faults.check(InexactError, "Optax can't hold the state")
     return placed(state, VARIANT, _opt_state(state), _contents(state), dict(_inexact(state)))
 
 
@@ -305,7 +303,7 @@ class Optax:
             StateError: The links don't fit each other or the parameters; lists every fault.
             UsageError: A hint that Optax doesn't take.
         """
-        faults: Faults = []
+        faults = Faults()
         tree = opened(checkpoint, CORE_LINKS, faults)
         found = [link for link in tree.found if link.kind in CORE_LINKS]
         cores = [core_link(link, tree.found, tree.checkpoint.tree, tree.where) for link in found]
@@ -315,12 +313,9 @@ class Optax:
         slots = [part.slots for part in parts]
         updates = updates_of(found, slots, faults)
         rules = dict(_rules(tree.params, parts, specified, faults))
-        if faults:
-            raise StateError(
-                f"The checkpoint isn't a state of Optax that statekit knows: {len(faults)} faults.",
-                place=checkpoint.path,
-                found=fault_list(faults),
-            )
+        faults.check(
+            StateError, "The checkpoint isn't a state of Optax that statekit knows", place=checkpoint.path
+        )
         known = stated(checkpoint, schema.name, slots)
         begun = [link for link in tree.found if link.kind == "accumulate" and link.state["mini_step"].read()]
         if known is not None:
@@ -375,8 +370,8 @@ def _schema(cores: Sequence[CoreLink], hints: Hints, faults: Faults) -> tuple[Op
     found = [schema_of(own, hints.hyperparameters) for own in cores]
     names = list(dict.fromkeys(name for name, _ in found))
     if len(names) > 1:
-        faults.append(
-            ("are optimizers of one run, which statekit keeps in one state only alike", " and ".join(names))
+        faults.add(
+            "are optimizers of one run, which statekit keeps in one state only alike", " and ".join(names)
         )
     return load_schema(names[0]), list(dict.fromkeys(why for _, why in found if why))
 
@@ -391,7 +386,7 @@ def _part(own: CoreLink, schema: OptimizerSchema, params: Mapping[str, Tensor], 
         if schema.name == "adafactor" and not missing:
             found = factoring(params[path].shape, held)
             if isinstance(found, str):
-                faults.append((found, path))
+                faults.add(found, path)
             else:
                 shown[path] = found
     return _Part(own, slots, shown)

@@ -18,7 +18,6 @@ from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.factor_inference import shown_rule
 from statekit.converters.layouts.hyperparameters import Hyperparameters
 from statekit.converters.layouts.optax.decode import (
-    Faults,
     Opened,
     Slots,
     entries_of,
@@ -48,7 +47,7 @@ from statekit.converters.layouts.optax.skeleton import (
     placed,
     usual_tree,
 )
-from statekit.errors import InexactError, StateError, fault_list, some
+from statekit.errors import Faults, InexactError, StateError, some
 from statekit.files.checkpoint import Checkpoint
 from statekit.optim.run import stepped_variants
 from statekit.state.schema import OptimizerSchema, load_schema
@@ -91,12 +90,12 @@ class StatekitJax:
             StateError: The states don't fit each other or the parameters; lists every fault.
             UsageError: A hint that the schema doesn't know.
         """
-        faults: Faults = []
+        faults = Faults()
         tree = opened(checkpoint, OWN_CORE_LINKS, faults)
         own = [link for link in tree.found if link.kind in OWN_CORE_LINKS]
         names = list(dict.fromkeys(_schema_of(link) for link in own))
         if len(names) > 1:
-            faults.append(("are optimizers of one run, kept in one state only alike", " and ".join(names)))
+            faults.add("are optimizers of one run, kept in one state only alike", " and ".join(names))
         schema = load_schema(names[0])
         slots = [slots_of([link]) for link in own]
         updates = updates_of(own, slots, faults)
@@ -104,12 +103,7 @@ class StatekitJax:
         variant = hints.variant or (known.variant if known else None)
         factors = "v_row" in schema.slots
         rules = dict(_rules(tree, slots, variant, hints.hyperparameters, faults)) if factors else {}
-        if faults:
-            raise StateError(
-                f"The checkpoint isn't a state of statekit.jax: {len(faults)} faults.",
-                place=checkpoint.path,
-                found=fault_list(faults),
-            )
+        faults.check(StateError, "The checkpoint isn't a state of statekit.jax", place=checkpoint.path)
         if known is not None:
             said = groups_of(known, {})
             groups = [_with_slots(group, link, schema.name) for group, link in zip(said, own, strict=False)]
@@ -142,11 +136,8 @@ class StatekitJax:
         form = own_form(state, _KEY)
         if form is not None:
             return in_own_form(state, _KEY, form, _contents(state))
-        faults = list(_faults(state))
-        if faults:
-            raise InexactError(
-                f"statekit.jax can't hold the state: {len(faults)} faults.", found=fault_list(faults)
-            )
+        faults = Faults(_faults(state))
+        faults.check(InexactError, "statekit.jax can't hold the state")
         encoded = placed(state, _KEY, _opt_state(state), _contents(state))
         if state.counts.schedule == state.counts.updates:
             return encoded
@@ -189,13 +180,13 @@ def _rules(
     for path, own in ((path, own) for part in slots for path, own in part.items()):
         shape, factored = tree.params[path].shape, "v_row" in own
         if factored and "v_col" not in own:
-            faults.append(("has v_row and no v_col", path))
+            faults.add("has v_row and no v_col", path)
             continue
         given = given_rule(entries, path, shape, own, faults) if factored else None
         rule = given or shown_rule(shape, own, variant)
         if rule is None:
-            faults.append(
-                (f"has v_row {own['v_row'].shape} and v_col {own['v_col'].shape}, which fit no rule", path)
+            faults.add(
+                f"has v_row {own['v_row'].shape} and v_col {own['v_col'].shape}, which fit no rule", path
             )
         else:
             yield path, rule

@@ -28,7 +28,7 @@ import numpy as np
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.optimizer_forms import by_index
 from statekit.converters.layouts.pytorch.parts import BESIDE, BUFFERS, GROUPS, is_plain
-from statekit.errors import InexactError, StateError, fault_list
+from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.optim.run import stepped_variants
 from statekit.state.schema import load_schema
@@ -37,7 +37,6 @@ from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree, walk
 
 Names: TypeAlias = Mapping[str, str]
-Faults: TypeAlias = list[tuple[str, str]]
 
 FROZEN = "frozen"
 """Key of the first group: names of the parameters that no group moves. A file without them takes them for buffers."""
@@ -246,15 +245,15 @@ class _Part:
     def check(self, paths: Names, faults: Faults) -> None:
         names, params = self.values["param_names"], self.values["params"]
         if not isinstance(names, list) or not isinstance(params, list) or len(names) != len(params):
-            faults.append(("params and param_names aren't lists of one length", self.place))
+            faults.add("params and param_names aren't lists of one length", self.place)
             return
         if not all(isinstance(name, str) for name in names) or not all(isinstance(i, int) for i in params):
-            faults.append(("params and param_names aren't numbers and names", self.place))
+            faults.add("params and param_names aren't numbers and names", self.place)
             return
         faults += [("isn't in model", f"{self.place}/{name}") for name in names if name not in paths]
         count = integer(self.values["step"])
         if count is None or count < 0:
-            faults.append((f"step is {self.values['step']!r:.80}", self.place))
+            faults.add(f"step is {self.values['step']!r:.80}", self.place)
         faults += [
             (f"{key} isn't a map", self.place)
             for key in ("rules", "known_from", "behind", "slots")
@@ -262,7 +261,7 @@ class _Part:
         ]
         own = self.values.get("schema", self.maker.schema), self.values.get("variant", self.maker.variant)
         if own != (self.maker.schema, self.maker.variant):
-            faults.append((f"is of {own[0]}, variant {own[1]}, unlike the file", self.place))
+            faults.add(f"is of {own[0]}, variant {own[1]}, unlike the file", self.place)
 
     def rules(self, paths: Names, faults: Faults) -> Iterator[tuple[str, Rule]]:
         for name in self.names:
@@ -271,10 +270,10 @@ class _Part:
             try:
                 rule = Rule.from_json(self.values["rules"][name])
             except (LookupError, TypeError, ValueError) as error:
-                faults.append((f"has no readable rule: {error}", f"{self.place}/rules/{name}"))
+                faults.add(f"has no readable rule: {error}", f"{self.place}/rules/{name}")
                 continue
             if rule.known_from not in _KNOWN_FROM:
-                faults.append((f"known_from is {rule.known_from!r:.80}", f"{self.place}/rules/{name}"))
+                faults.add(f"known_from is {rule.known_from!r:.80}", f"{self.place}/rules/{name}")
             yield paths[name], rule
 
     def behind(self, paths: Names, updates: int, faults: Faults) -> Iterator[tuple[str, int]]:
@@ -286,7 +285,7 @@ class _Part:
                 continue
             count = integer(own.get(name, self.step))
             if count is None or count < 0:
-                faults.append((f"is {own[name]!r:.80}, expected a count", f"{self.place}/behind/{name}"))
+                faults.add(f"is {own[name]!r:.80}, expected a count", f"{self.place}/behind/{name}")
             else:
                 yield paths[name], count
 
@@ -326,15 +325,15 @@ class _Part:
         ]
         return Group(tuple(paths[name] for name in self.names), values, sources, slots)
 
-    def _map_faults(self, values: Mapping[str, Any], paths: Names) -> Faults:
-        return [
+    def _map_faults(self, values: Mapping[str, Any], paths: Names) -> Iterator[tuple[str, str]]:
+        yield from (
             (f"is {one!r:.80}, expected {expected} for a parameter of model", f"{self.place}/{key}/{name}")
             for key in BY_NAME
             if isinstance(values.get(key), Mapping)
             for kinds, expected in [((bool,), "boolean") if key in BY_NAME[:2] else ((int, float), "number")]
             for name, one in values[key].items()
             if name not in paths or not isinstance(one, kinds)
-        ]
+        )
 
     def others(self) -> dict[str, Tree]:
         known = load_schema(self.maker.schema).hyperparameters
@@ -345,18 +344,18 @@ def _slots(
     state: Any, parts: Sequence[_Part], paths: Names, faults: Faults
 ) -> dict[str, Mapping[str, Tensor]]:
     if not isinstance(state, Mapping):
-        faults.append(("isn't a map", "optimizer/state"))
+        faults.add("isn't a map", "optimizer/state")
         return {}
     pairs = [(i, paths[n]) for part in parts for i, n in zip(part.values["params"], part.names, strict=True)]
     index = dict(pairs)
     if len(index) != len(pairs):
-        faults.append(("have numbers that aren't their own", "optimizer/param_groups"))
+        faults.add("have numbers that aren't their own", "optimizer/param_groups")
     found: dict[str, Mapping[str, Tensor]] = {}
     for i, slots in state.items():
         if i not in index:
-            faults.append(("belongs to no parameter", f"optimizer/state/{i}"))
+            faults.add("belongs to no parameter", f"optimizer/state/{i}")
         elif not isinstance(slots, Mapping):
-            faults.append(("isn't a map of slots", f"optimizer/state/{i}"))
+            faults.add("isn't a map of slots", f"optimizer/state/{i}")
         else:
             wrong = [name for name, slot in slots.items() if not isinstance(slot, Tensor)]
             faults += [(f"slot {name} of {index[i]} is no tensor", f"optimizer/state/{i}") for name in wrong]
@@ -408,15 +407,15 @@ class StatekitTorch:
             StateError: The parts don't fit each other; lists every fault.
             UsageError: A hint that the schema doesn't know.
         """
-        faults: list[tuple[str, str]] = []
+        faults = Faults()
         state = _decoded(checkpoint.tree, faults)
-        if state is None or faults:
-            raise StateError(
-                f"The checkpoint isn't one of statekit.torch: {len(faults)} faults.",
-                place=checkpoint.path,
-                found=fault_list(faults),
-                remedy="save a dict with model: model.state_dict() and optimizer: optimizer.state_dict()",
-            )
+        faults.check(
+            StateError,
+            "The checkpoint isn't one of statekit.torch",
+            place=checkpoint.path,
+            remedy="save a dict with model: model.state_dict() and optimizer: optimizer.state_dict()",
+        )
+        assert state is not None  # without a fault there is one
         return hints.applied(state)
 
     def encode(self, state: TrainState) -> Encoded:
@@ -467,29 +466,24 @@ def torch_name(path: str) -> str:
 
 def _names(paths: Iterable[str]) -> Names:
     taken: dict[str, str] = {}
-    faults = []
+    faults = Faults()
     for path in paths:
         if (other := taken.setdefault(torch_name(path), path)) != path:
-            faults.append((f"has the torch name {torch_name(path)}, as has {other}", path))
-    if faults:
-        raise StateError(
-            f"Parameters have the same name in torch: {len(faults)} pairs.",
-            found=fault_list(faults),
-            remedy="rename one of each pair",
-        )
+            faults.add(f"has the torch name {torch_name(path)}, as has {other}", path)
+    faults.check(StateError, "Parameters have the same name in torch", remedy="rename one of each pair")
     return {path: name for name, path in taken.items()}
 
 
-def _decoded(tree: Any, faults: list[tuple[str, str]]) -> TrainState | None:
+def _decoded(tree: Any, faults: Faults) -> TrainState | None:
     if not isinstance(tree, Mapping) or "optimizer" not in tree:
-        faults.append(("there is none", "optimizer"))
+        faults.add("there is none", "optimizer")
         return None
     ours = tree.get("optimizer_class") in CLASSES.values()
     own = {key: tree[key] for key in _FORMS if ours and key in tree}
     model, optimizer = tree.get("model"), by_index(tree["optimizer"])
     faults += [("has another form", key) for key, part in own.items() if not isinstance(part, _FORMS[key])]
     if not isinstance(model, Mapping):
-        faults.append(("there are no parameters", "model"))
+        faults.add("there are no parameters", "model")
     if faults or not isinstance(model, Mapping):
         return None
     stated = own.get("paths", {})
@@ -498,7 +492,7 @@ def _decoded(tree: Any, faults: list[tuple[str, str]]) -> TrainState | None:
     params = {paths[name]: leaf for name, leaf in model.items() if name in paths}
     faults += [("is no tensor", f"model/{name}") for name in paths if not isinstance(model[name], Tensor)]
     faults += _collisions(paths)
-    maker = _kind(optimizer["param_groups"][0], own, faults)
+    maker = _made_by(optimizer["param_groups"][0], own, faults)
     found = decode_groups(optimizer, maker, paths, faults) if maker else Found()
     if maker is None or faults:
         return None
@@ -520,14 +514,12 @@ def _decoded(tree: Any, faults: list[tuple[str, str]]) -> TrainState | None:
     )
 
 
-def _kind(
-    group: Mapping[str, Any], own: Mapping[str, Any], faults: list[tuple[str, str]]
-) -> OptimizerVariant | None:
+def _made_by(group: Mapping[str, Any], own: Mapping[str, Any], faults: Faults) -> OptimizerVariant | None:
     """Returns whose state a file holds, by its first group; files from when there was only one name no schema."""
     schema = group.get("schema", "adafactor")
     variant = group.get("variant", own.get("variant", "t5x"))
     if schema not in CLASSES or (variant is not None and variant not in load_schema(schema).variants):
-        faults.append((f"is of {schema!r:.80}, variant {variant!r:.80}", "optimizer/param_groups/0"))
+        faults.add(f"is of {schema!r:.80}, variant {variant!r:.80}", "optimizer/param_groups/0")
         return None
     return OptimizerVariant(schema, variant)
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from statekit.converters.layouts.torch_parts import apart
-from statekit.errors import StateError, fault_list
+from statekit.errors import Faults, StateError
 from statekit.tensors.tensor import Shape, Tensor
 
-_SHOWN = 5
 BY_NAME = "and the model's file sorts them by name"
 REMEDY = "give the names in the order of the parameters: --param-names FILE"
 
@@ -94,9 +93,8 @@ def named_order(
 def _known(given: Sequence[str], model: Mapping[str, Any]) -> list[str]:
     """Returns names as the model has them."""
     dotted = [name if name in model else name.replace("/", ".") for name in given]
-    unknown = [("isn't in the model part", name) for name in dotted if name not in model]
-    if unknown:
-        raise StateError("Names were given that the model hasn't.", found=fault_list(unknown[:_SHOWN]))
+    unknown = Faults(("isn't in the model part", name) for name in dotted if name not in model)
+    unknown.check(StateError, "Names were given that the model hasn't")
     return dotted
 
 
@@ -138,22 +136,17 @@ def shaped_order(
     for number, group in enumerate(groups):
         for shape in (one for one in group if one is not None):
             wanted.setdefault(shape, []).append(number)
-    faults, several = [], 0
+    faults, several = Faults(), 0
     for shape, numbers in wanted.items():
         found = names.get(shape, [])
         if len(found) != len(numbers):
-            faults.append((f"{len(numbers)} in the optimizer, {len(found)} in the model", f"shape {shape}"))
+            faults.add(f"{len(numbers)} in the optimizer, {len(found)} in the model", f"shape {shape}")
         elif len(set(numbers)) > 1:
-            faults.append((f"stands in groups {sorted(set(numbers))}", f"shape {shape}"))
+            faults.add(f"stands in groups {sorted(set(numbers))}", f"shape {shape}")
         elif is_sorted and len(numbers) > 1:
-            faults.append((f"{len(numbers)} of it, {BY_NAME}", f"shape {shape}"))
+            faults.add(f"{len(numbers)} of it, {BY_NAME}", f"shape {shape}")
         several += len(numbers) if len(numbers) > 1 else 0
-    if faults:
-        raise StateError(
-            "Shapes don't tell which parameters the optimizer's indices mean.",
-            found=fault_list(faults[:_SHOWN]),
-            remedy=REMEDY,
-        )
+    faults.check(StateError, "Shapes don't tell which parameters the optimizer's indices mean", remedy=REMEDY)
     left = {shape: iter(found) for shape, found in names.items()}
     order = tuple(tuple(next(left[shape]) for shape in group if shape is not None) for group in groups)
     return Order(order, (_said(several, source),) if several else ())
@@ -170,17 +163,12 @@ def _whole_order(
             found=f"{len(groups)} groups of {[len(group) for group in groups]}",
             remedy=REMEDY,
         )
-    wrong = [
+    wrong = Faults(
         (f"has shape {shape}, its slots {own}", name)
         for (name, shape), own in zip(model.items(), groups[0], strict=True)
         if own not in (None, shape)
-    ]
-    if wrong:
-        raise StateError(
-            "The optimizer's parameters don't stand in the order of the model.",
-            found=fault_list(wrong[:_SHOWN]),
-            remedy=REMEDY,
-        )
+    )
+    wrong.check(StateError, "The optimizer's parameters don't stand in the order of the model", remedy=REMEDY)
     return Order((tuple(model),), (_said(len(model), source),))
 
 

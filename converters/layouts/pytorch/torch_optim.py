@@ -20,7 +20,7 @@ from statekit.converters.layouts.optimizer_forms import Form
 from statekit.converters.layouts.pytorch.param_order import found_order
 from statekit.converters.layouts.pytorch.parts import GROUPS, Frame, extra_of, frame, joined
 from statekit.converters.layouts.torch_parts import SORTED
-from statekit.errors import InexactError, StateError, fault_list
+from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape
@@ -30,7 +30,6 @@ from statekit.tensors.tensor import Shape, Tensor, in_memory
 from statekit.tensors.views import Squeezed
 
 _FACTORED = ("v_row", "v_col")
-_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ class TorchOptim:
         kind = _kind(parts) if parts else None
         if parts is None or kind is None:
             raise StateError("The checkpoint has no optimizer of torch.optim.", place=checkpoint.path)
-        schema, faults = load_schema(kind.schema), list[tuple[str, str]]()
+        schema, faults = load_schema(kind.schema), Faults()
         shapes = [
             [_shape_of(kind, parts.state.get(i, {})) for i in group["params"]] for group in parts.groups
         ]
@@ -163,12 +162,7 @@ class TorchOptim:
                 counts[path] = _count(own.get("step"), path, faults)
                 left = {key: own[key] for key in kind.beside if key in own}
                 beside |= {path: left} if left else {}
-        if faults:
-            raise StateError(
-                f"The state doesn't fit the parameters: {len(faults)} faults.",
-                place=checkpoint.path,
-                found=fault_list(faults[:_SHOWN]),
-            )
+        faults.check(StateError, "The state doesn't fit the parameters", place=checkpoint.path)
         by_name = any(isinstance(index, str) for index in parts.state)
         extra = extra_of(parts, moved, _options(kind))
         extra |= {k: part for k, part in ((_INFORMATION, beside), (_BY_NAME, by_name)) if part}
@@ -200,7 +194,7 @@ class TorchOptim:
                 expected="; ".join(f"{k.schema}, variant {k.variant}" for k in KINDS),
                 found=f"{optimizer.schema}, variant {optimizer.variant or 'unknown'}",
             )
-        faults: list[tuple[str, str]] = []
+        faults = Faults()
         order = [path for group in optimizer.groups for path in group.paths]
         by_name = self.form is not None or bool(state.extra.get(_BY_NAME))
         index = {path: _name(path) if by_name else i for i, path in enumerate(order)}
@@ -217,11 +211,7 @@ class TorchOptim:
             }
             for group, others in zip(optimizer.groups, stated, strict=False)
         ]
-        if faults:
-            raise InexactError(
-                f"The layout {self.name} can't hold the state: {len(faults)} faults.",
-                found=fault_list(faults[:_SHOWN]),
-            )
+        faults.check(InexactError, f"The layout {self.name} can't hold the state")
         params = {_name(path): tensor for path, tensor in state.params.items()}
         tree, dropped = joined(
             state.extra, params, groups, native, (_INFORMATION, _BY_NAME), self.form or "index"
@@ -261,7 +251,7 @@ def _slots(
     rule: Rule,
     shape: Shape,
     path: str,
-    faults: list[tuple[str, str]],
+    faults: Faults,
 ) -> Iterator[tuple[str, Tensor]]:
     for name, native in kind.names.items():
         tensor = own.get(native)
@@ -270,7 +260,7 @@ def _slots(
         expected = rule.slot_shape(name, shape) if name in _FACTORED else shape
         stored = _kept(rule, name, shape) if kind.form.get("reduced_axis") == "kept" else expected
         if tensor.shape != stored:
-            faults.append((f"{native} has shape {tensor.shape}, expected {stored}", path))
+            faults.add(f"{native} has shape {tensor.shape}, expected {stored}", path)
         else:
             yield name, tensor if stored == expected else Squeezed(tensor, expected)
 
@@ -293,7 +283,7 @@ def _native(
     state: TrainState,
     path: str,
     own: Mapping[str, Tensor],
-    faults: list[tuple[str, str]],
+    faults: Faults,
 ) -> dict[str, Any]:
     param, names = state.params[path], kind.names
     usual = kind.rule(param.shape)
@@ -305,11 +295,11 @@ def _native(
     pieces = not rule.factored and bool(state.extra.get(_BY_NAME))
     if rule.axes != usual.axes and not pieces:
         axes = ", ".join(axis.value for axis in rule.axes)
-        faults.append((f"is factored by {axes}; this optimizer would: {[a.value for a in usual.axes]}", path))
+        faults.add(f"is factored by {axes}; this optimizer would: {[a.value for a in usual.axes]}", path)
         return found
     for name, tensor in own.items():
         if name not in names:
-            faults.append((f"has slot {name}, for which there is no place", path))
+            faults.add(f"has slot {name}, for which there is no place", path)
             continue
         kept = kind.form.get("reduced_axis") == "kept" and name in _FACTORED
         found[names[name]] = Squeezed(tensor, _kept(rule, name, param.shape)) if kept else tensor
@@ -330,14 +320,14 @@ def _options(kind: TorchOptimizer) -> tuple[str, ...]:
     return tuple(load_schema(kind.schema).native(kind.variant, dict.fromkeys(offered, 0)))
 
 
-def _count(step: Any, path: str, faults: list[tuple[str, str]]) -> int:
+def _count(step: Any, path: str, faults: Faults) -> int:
     value = step.read() if isinstance(step, Tensor) and step.shape == () else step
     if isinstance(value, bool) or (not np.isscalar(value) and not isinstance(value, np.ndarray)):
-        faults.append(("has no step", path))
+        faults.add("has no step", path)
         return 0
     number = float(np.asarray(value))
     if not number.is_integer() or not 0 <= number < 2**53:
-        faults.append((f"has made {number} updates", path))
+        faults.add(f"has made {number} updates", path)
         return 0
     return int(number)
 

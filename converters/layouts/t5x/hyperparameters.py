@@ -15,7 +15,7 @@ from statekit.converters.layouts.factor_inference import with_minimum
 from statekit.converters.layouts.hyperparameters import Hyperparameters, ManifestRecord, OptimizerSpec
 from statekit.converters.layouts.t5x.rules import STANDARD
 from statekit.converters.layouts.t5x.tree import Held
-from statekit.errors import UsageError
+from statekit.errors import Faults, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.factoring import first_entry, map_entries
 from statekit.state.schema import load_schema
@@ -198,7 +198,7 @@ def _factors(shape: Shape, values: Mapping[str, Any]) -> bool:
     return len(shape) > 2 or (len(shape) == 2 and min(shape) >= values["min_dim_size_to_factor"])
 
 
-def scale_by_path(value: Any, paths: Sequence[str], faults: list[tuple[str, str]]) -> Any:
+def scale_by_path(value: Any, paths: Sequence[str], faults: Faults) -> Any:
     """Resolves multiply_by_parameter_scale to a bool, or to one for each path."""
     if isinstance(value, bool):
         return value
@@ -207,7 +207,7 @@ def scale_by_path(value: Any, paths: Sequence[str], faults: list[tuple[str, str]
     for path in paths:
         entry = first_entry(entries, path)
         if entry is None or not isinstance(entry.value, bool):
-            faults.append(("multiply_by_parameter_scale has no true or false for it", path))
+            faults.add("multiply_by_parameter_scale has no true or false for it", path)
         else:
             found[path] = entry.value
     return found

@@ -20,7 +20,7 @@ from statekit.converters.layouts.hyperparameters import Hyperparameters, Optimiz
 from statekit.converters.layouts.t5x.hyperparameters import RULES, inferred, members, scale_by_path
 from statekit.converters.layouts.t5x.rules import GivenRules, as_t5x, given_rules
 from statekit.converters.layouts.t5x.tree import PLACEHOLDER, SLOTS, Held, Native, looks_native, read_native
-from statekit.errors import InexactError, StateError, fault_list, some
+from statekit.errors import Faults, InexactError, StateError, some
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.factoring import by_size, effective
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
@@ -58,7 +58,7 @@ class T5XAdafactor:
         native = read_native(checkpoint)
         known = manifest_state(checkpoint, "adafactor")
         sorted_members, notes = members(checkpoint, hints, known, native.held)
-        faults: list[tuple[str, str]] = []
+        faults = Faults()
         groups, rules = [], {}
         stated = {} if known is None or hints.hyperparameters.keys() & set(RULES) else known.rules
         for member in sorted_members:
@@ -66,13 +66,12 @@ class T5XAdafactor:
             group, own_rules = _group(member, held, stated, faults, notes)
             groups.append(group)
             rules.update(own_rules)
-        if faults:
-            raise StateError(
-                f"What is told about the run contradicts its checkpoint: {len(faults)} faults.",
-                place=checkpoint.path,
-                found=fault_list(faults),
-                remedy="check the hyperparameters against the run's gin file",
-            )
+        faults.check(
+            StateError,
+            "What is told about the run contradicts its checkpoint",
+            place=checkpoint.path,
+            remedy="check the hyperparameters against the run's gin file",
+        )
         if not native.held:
             notes.append("The checkpoint holds no optimizer state, only parameters.")
             groups = [Group(tuple(native.params))]
@@ -96,7 +95,7 @@ class T5XAdafactor:
                 expected="adafactor",
                 found=state.optimizer.schema,
             )
-        faults: list[tuple[str, str]] = []
+        faults = Faults()
         moved = {path for group in state.optimizer.groups for path in group.paths}
         states: dict[tuple[str, ...], Any] = {}
         for path, param in state.params.items() if state.slots else ():
@@ -108,9 +107,8 @@ class T5XAdafactor:
             )
             states[tuple(path.split("/"))] = node
         if not 0 <= state.counts.updates < 2**31:
-            faults.append((f"{state.counts.updates} updates don't fit int32", "state/step"))
-        if faults:
-            raise InexactError(f"T5X can't hold the state: {len(faults)} faults.", found=fault_list(faults))
+            faults.add(f"{state.counts.updates} updates don't fit int32", "state/step")
+        faults.check(InexactError, "T5X can't hold the state")
         extra = {name: state.extra[name] for name in _EXTRA if name in state.extra}
         beyond = extra.pop("t5x", {})
         tree = {
@@ -130,7 +128,7 @@ def _group(
     member: OptimizerSpec,
     held: Mapping[str, Held],
     stated: Mapping[str, Any],
-    faults: list[tuple[str, str]],
+    faults: Faults,
     notes: list[str],
 ) -> tuple[Group, dict[str, Rule]]:
     """Settles hyperparameters and rules of the parameters that one optimizer moves.
@@ -158,7 +156,7 @@ def _group(
         known = as_t5x(Rule.from_json(stated[path]), own.shape) if path in stated else None
         rule = known or _rule(path, own, rules, settled)
         if (fault := _rule_fault(rule, own)) is not None:
-            faults.append((fault, path))
+            faults.add(fault, path)
         elif rule is not None:
             own_rules[path] = rule
     kept = {name: value for name, value in settled.values.items() if name not in RULES}
@@ -270,17 +268,17 @@ def _rule_notes(rules: Mapping[str, Rule]) -> Iterator[str]:
 
 
 def _placed(
-    path: str, param: Tensor, own: Mapping[str, Tensor], rule: Rule | None, faults: list[tuple[str, str]]
+    path: str, param: Tensor, own: Mapping[str, Tensor], rule: Rule | None, faults: Faults
 ) -> dict[str, Tensor]:
     """Returns the four slots of a parameter; placeholders where one isn't in use."""
     if not ({"v"} <= own.keys() or {"v_row", "v_col"} <= own.keys()):
-        faults.append(("has no second moment", path))
+        faults.add("has no second moment", path)
     faults += [(f"has slot {name}, for which T5X has no place", path) for name in own if name not in SLOTS]
     if rule is not None and rule.factored and len(rule.axes) == 2 and Axis.BATCH not in rule.axes:
         if as_t5x(rule, param.shape) != rule:
             own = {**own, "v_row": own["v_col"], "v_col": own["v_row"]}
         elif rule.axes != by_size(param.shape):
-            faults.append(("is a matrix that is factored along one axis only", path))
+            faults.add("is a matrix that is factored along one axis only", path)
     return {
         name: own.get(name, Filled(PLACEHOLDER, DTYPES["float32"], 0.0, "T5X's placeholder"))
         for name in sorted(SLOTS)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.errors import StateError, fault_list
+from statekit.errors import Faults, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.tensors.tensor import DType, Shape, Stored, Tensor
 from statekit.tensors.tree import Tree, walk
@@ -96,18 +96,18 @@ def read_native(checkpoint: Checkpoint) -> Native:
             expected="target and state/step",
         )
     state: Mapping[str, Any] = tree["state"]
-    faults: list[tuple[str, str]] = []
+    faults = Faults()
     params = {}
     for path, leaf in walk(tree["target"]):
         if isinstance(leaf, (Stored, Tensor)):  # the concrete class first: a protocol is slow to check
             params["/".join(map(str, path))] = leaf
         elif leaf not in (None, {}):
-            faults.append((f"is no tensor but {type(leaf).__name__}", "/".join(map(str, ("target", *path)))))
+            faults.add(f"is no tensor but {type(leaf).__name__}", "/".join(map(str, ("target", *path))))
     slots = dict(_slots(state.get("param_states"), faults))
     held: dict[str, Held | None] = {}
     for name, own in slots.items():
         if name not in params:
-            faults.append(("has slots but no parameter", name))
+            faults.add("has slots but no parameter", name)
         elif own is None:
             held[name] = None
         elif (found := _held(name, params[name].shape, own, faults)) is not None:
@@ -115,17 +115,16 @@ def read_native(checkpoint: Checkpoint) -> Native:
     if slots:
         faults += [("has no slots, and no None in their place", name) for name in params if name not in slots]
     step = _step(state["step"], faults)
-    if faults:
-        raise StateError(
-            f"The checkpoint isn't a state of T5X's Adafactor: {len(faults)} faults.",
-            place=checkpoint.path,
-            found=fault_list(faults),
-            remedy="a checkpoint of another optimizer needs that optimizer's layout",
-        )
+    faults.check(
+        StateError,
+        "The checkpoint isn't a state of T5X's Adafactor",
+        place=checkpoint.path,
+        remedy="a checkpoint of another optimizer needs that optimizer's layout",
+    )
     return Native(params, held, step, _rest(tree, checkpoint.meta))
 
 
-def _slots(states: Any, faults: list[tuple[str, str]]) -> Iterator[tuple[str, dict[str, Tensor] | None]]:
+def _slots(states: Any, faults: Faults) -> Iterator[tuple[str, dict[str, Tensor] | None]]:
     found: dict[str, dict[str, Tensor]] = {}
     for path, leaf in walk(states) if states else ():
         parent = "/".join(map(str, path[:-1]))
@@ -134,11 +133,11 @@ def _slots(states: Any, faults: list[tuple[str, str]]) -> Iterator[tuple[str, di
         elif leaf is None and parent not in found:
             yield "/".join(map(str, path)), None
         elif leaf != {}:
-            faults.append((f"is no slot but {type(leaf).__name__}", "/".join(map(str, path))))
+            faults.add(f"is no slot but {type(leaf).__name__}", "/".join(map(str, path)))
     yield from found.items()
 
 
-def _held(path: str, shape: Shape, slots: Mapping[str, Tensor], faults: list[tuple[str, str]]) -> Held | None:
+def _held(path: str, shape: Shape, slots: Mapping[str, Tensor], faults: Faults) -> Held | None:
     """Sorts four slots by the parameter's shape, not by theirs: one of shape (1,) has real slots of that shape."""
     wrong = [f"has no slot {name}" for name in SLOTS if name not in slots]
     wrong += [f"has an unknown slot {name}" for name in slots if name not in SLOTS]
@@ -160,13 +159,13 @@ def _held(path: str, shape: Shape, slots: Mapping[str, Tensor], faults: list[tup
     return Held(shape, slots, v != shape, momentum)
 
 
-def _step(leaf: Any, faults: list[tuple[str, str]]) -> int:
+def _step(leaf: Any, faults: Faults) -> int:
     scalar = (
         leaf.read() if isinstance(leaf, Tensor) and leaf.shape == () and leaf.dtype.kind in "iu" else leaf
     )
     if isinstance(scalar, Tensor) or not isinstance(scalar, (int, np.ndarray)) or isinstance(scalar, bool):
         found = f"{leaf.dtype} {leaf.shape}" if isinstance(leaf, Tensor) else type(leaf).__name__
-        faults.append((f"is no integer scalar but {found}", "state/step"))
+        faults.add(f"is no integer scalar but {found}", "state/step")
         return 0
     return int(scalar)
 

@@ -32,7 +32,7 @@ from statekit.converters.layouts.tensorflow1.names import (
     sorted_names,
 )
 from statekit.converters.layouts.tensorflow1.powers import POWERS, held_betas, new_powers
-from statekit.errors import InexactError, StateError, fault_list
+from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape, first_entry, labels, map_entries, swapped
@@ -42,7 +42,6 @@ from statekit.tensors.tensor import Shape, Tensor, in_memory
 
 HOME = "tf1"
 """Key in `extra` of what a TensorFlow 1 checkpoint holds besides."""
-_SHOWN = 40
 _FACTORED = ("v_row", "v_col")
 
 
@@ -103,20 +102,15 @@ class TensorFlow1:
             UsageError: A hint that the schema doesn't know.
         """
         named = sorted_names(checkpoint.tree, self.pattern)
-        faults = [("is a slot of a variable that isn't there", name) for name in named.orphans]
+        faults = Faults(("is a slot of a variable that isn't there", name) for name in named.orphans)
         if ", " in named.scope:
-            faults.append((f"slots lie below different scopes: {named.scope}", "slots"))
+            faults.add(f"slots lie below different scopes: {named.scope}", "slots")
         updates = _updates(named, faults)
         known = manifest_state(checkpoint, self.schema)
         variant = hints.variant or (known.variant if known else None) or self._only_variant()
         slots, momentum = self._slots(named, faults)
         rules = dict(self._rules(named, slots, variant, hints, faults))
-        if faults:
-            raise StateError(
-                f"The names don't make a state of {self.title}: {len(faults)} faults.",
-                place=checkpoint.path,
-                found=fault_list(faults[:_SHOWN]),
-            )
+        faults.check(StateError, f"The names don't make a state of {self.title}", place=checkpoint.path)
         groups, notes = self._groups(named, slots, variant, momentum, updates)
         if known is not None:
             groups = tuple(member.group() for member in known.groups)
@@ -138,7 +132,7 @@ class TensorFlow1:
         Raises:
             InexactError: The layout can't hold the state; lists every reason.
         """
-        faults = list(self._misfits(state))
+        faults = Faults(self._misfits(state))
         home = state.extra.get(HOME)
         home = home if isinstance(home, Mapping) else {}
         parts, scope = home.get("parts", {}), home.get("scope", "")
@@ -150,7 +144,7 @@ class TensorFlow1:
             if spec is not None:
                 tree.setdefault(key, {})[spec] = tensor
             elif key in tree:
-                faults.append(("would have the name of another tensor", key))
+                faults.add("would have the name of another tensor", key)
             else:
                 tree[key] = tensor
 
@@ -168,10 +162,7 @@ class TensorFlow1:
         tree[home.get("step", GLOBAL_STEP)] = in_memory(
             np.asarray(state.counts.updates, np.int64), GLOBAL_STEP
         )
-        if faults:
-            raise InexactError(
-                f"{self.title} can't hold the state: {len(faults)} faults.", found=fault_list(faults[:_SHOWN])
-            )
+        faults.check(InexactError, f"{self.title} can't hold the state")
         return Encoded(tree, state.counts.updates, dropped=dropped_from(state.extra, (HOME,), self.title))
 
     def _only_variant(self) -> str | None:
@@ -181,9 +172,7 @@ class TensorFlow1:
         chosen = variant if variant in self.makers else self.makers[0]
         return variant_constants(self.schema, chosen)
 
-    def _slots(
-        self, named: Named, faults: list[tuple[str, str]]
-    ) -> tuple[dict[str, dict[str, Tensor]], bool]:
+    def _slots(self, named: Named, faults: Faults) -> tuple[dict[str, dict[str, Tensor]], bool]:
         """Returns the slots by canonical name, and whether there is momentum."""
         if any(self.native.values()):
             by_name = {native: slot for slot, native in self.native.items()}
@@ -196,7 +185,7 @@ class TensorFlow1:
             rest = len(ordered) - momentum
             names = [*(["m"] if momentum else []), *(_FACTORED if rest == 2 and self._factors else ("v",))]
             if len(names) != len(ordered):
-                faults.append((f"has {len(ordered)} slots, expected {len(names)} ({', '.join(names)})", path))
+                faults.add(f"has {len(ordered)} slots, expected {len(names)} ({', '.join(names)})", path)
             found[path] = dict(zip(names, ordered, strict=False))
         return found, momentum
 
@@ -219,7 +208,7 @@ class TensorFlow1:
         slots: Mapping[str, Mapping[str, Tensor]],
         variant: str | None,
         hints: Hints,
-        faults: list[tuple[str, str]],
+        faults: Faults,
     ) -> Iterator[tuple[str, Rule]]:
         """Yields how each parameter is factored: as it was told, else as the variant does with its shape."""
         if not self._factors:
@@ -235,7 +224,7 @@ class TensorFlow1:
             rule = Rule(axes, known if len(shape) > 1 else "file")
             fault = _rule_fault(rule, shape, own)
             if fault:
-                faults.append((fault, path))
+                faults.add(fault, path)
             else:
                 yield path, rule
 
@@ -327,15 +316,15 @@ class TensorFlow1:
             yield from ((f"has slot {name} as a whole", f"groups/{i}") for name in group.slots)
 
 
-def _updates(named: Named, faults: list[tuple[str, str]]) -> int:
+def _updates(named: Named, faults: Faults) -> int:
     name = _step_name(named)
     tensor = named.others.get(name)
     if not isinstance(tensor, Tensor) or tensor.shape != () or tensor.dtype.kind not in "iu":
-        faults.append(("isn't there, or no whole number: nothing else tells the step", GLOBAL_STEP))
+        faults.add("isn't there, or no whole number: nothing else tells the step", GLOBAL_STEP)
         return 0
     updates = int(tensor.read())
     if updates < 0:
-        faults.append((f"is {updates}", name))
+        faults.add(f"is {updates}", name)
     return max(updates, 0)
 
 

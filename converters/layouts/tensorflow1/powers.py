@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from statekit.errors import Faults
 from statekit.state.train_state import Group
 from statekit.tensors.tensor import Tensor, in_memory
 
@@ -73,9 +74,7 @@ def held_betas(
     }
 
 
-def new_powers(
-    groups: Sequence[Group], updates: int, faults: list[tuple[str, str]]
-) -> Iterator[tuple[str, Tensor]]:
+def new_powers(groups: Sequence[Group], updates: int, faults: Faults) -> Iterator[tuple[str, Tensor]]:
     """Yields the powers of a run that had none; adds to `faults` what they can't be made of."""
     for name, beta in POWERS.items():
         values = {group.hyperparameters.get(beta) for group in groups}
@@ -84,4 +83,4 @@ def new_powers(
             yield name, in_memory(np.asarray(power_after(value, updates)), name)
         else:
             known = "differs between groups" if len(values) > 1 else "isn't known"
-            faults.append((f"{beta} {known}, of which {name} is made: name it (--hparams {beta}=...)", beta))
+            faults.add(f"{beta} {known}, of which {name} is made: name it (--hparams {beta}=...)", beta)
