@@ -30,7 +30,12 @@ class StatekitError(Exception):
         expected: What should have been there.
         found: What is there instead.
         remedy: What the user can do about it.
+
+    Attributes:
+        faults: Where several things are wrong at once: what and where, every one, while the text folds them.
     """
+
+    faults: tuple[tuple[str, str], ...] = ()
 
     def __init__(
         self,
@@ -229,6 +234,8 @@ class Faults:
         """
         if self._found:
             count = "1 fault" if len(self._found) == 1 else f"{len(self._found)} faults"
-            raise error(
+            raised = error(
                 f"{subject}: {count}.", place=place, expected=expected, found=fault_list(self), remedy=remedy
             )
+            raised.faults = tuple(self._found)
+            raise raised
