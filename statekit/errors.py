@@ -12,7 +12,8 @@ StatekitError
 ├── UnknownRuleError    (LookupError)        a step needs a rule or hyperparameter nobody has given
 ├── TargetExistsError   (FileExistsError)    the target is there already
 ├── CommitError         (OSError)            writing failed; nothing was left at the target's name
-└── MissingExtraError   (ImportError)        an optional framework isn't installed
+├── MissingExtraError   (ImportError)        an optional framework isn't installed
+└── UnsupportedSystemError (ImportError)     the operating system lacks what statekit needs
 """
 
 from __future__ import annotations
@@ -111,6 +112,10 @@ class CommitError(StatekitError, OSError):
 
 class MissingExtraError(StatekitError, ImportError):
     """An optional framework isn't installed."""
+
+
+class UnsupportedSystemError(StatekitError, ImportError):
+    """The operating system lacks what statekit needs."""
 
 
 def meant(name: str, known: Iterable[str]) -> str:

@@ -9,7 +9,6 @@ Source: keras-team/keras, keras/src/saving/saving_lib.py, `save_weights_only`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from statekit.converters.formats.hdf5.reader import open_hdf5
 from statekit.converters.formats.hdf5.writer import MANIFEST, write_hdf5
 from statekit.errors import NotFoundError, StatekitError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint, Finding
-from statekit.files.durable import writing
+from statekit.files.durable import sync, writing
 from statekit.files.manifest import parse, strict_json, tensor_faults
 from statekit.files.reading import open_regular
 from statekit.files.stage import Stage
@@ -77,7 +76,7 @@ class KerasH5:
         """
         write_hdf5(encoded.tree, str(stage.path), stage)
         with writing(stage.target), stage.path.open("rb") as written:
-            os.fsync(written.fileno())
+            sync(written.fileno())
 
 
 def refuse_step(path: Path, step: int | None) -> None:

@@ -12,6 +12,8 @@ import os
 import uuid
 from pathlib import Path
 
+from statekit.files.durable import sync
+
 _AT_FDCWD = -100
 _NOREPLACE = 1
 _EXCHANGE = 2
@@ -74,7 +76,7 @@ def sync_folder(path: Path) -> None:
     """
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(folder)
+        sync(folder)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
