@@ -1,9 +1,9 @@
-"""Arguments that several verbs share."""
+"""Arguments that several verbs share, and the names that a shell may complete."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,45 @@ import click
 
 from statekit.conversion.contracts import Hints
 from statekit.errors import printable
+
+Complete = Callable[[click.Context, click.Parameter, str], list[str]]
+
+
+def completing(names: Callable[[], Iterable[str]]) -> Complete:
+    """Returns what completes one of the names."""
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+        return [name for name in names() if name.startswith(incomplete)]
+
+    return complete
+
+
+def _containers() -> Iterable[str]:
+    from statekit.conversion.registry import container_names
+
+    return container_names()
+
+
+def _targets() -> Iterable[str]:
+    from statekit.conversion.target import target_names
+
+    return target_names()
+
+
+def _layouts() -> Iterable[str]:
+    from statekit.conversion.registry import layout_names
+
+    return layout_names()
+
+
+def _variants() -> Iterable[str]:
+    from statekit.state.schema import load_schema, schema_names
+
+    return sorted({variant for name in schema_names() for variant in load_schema(name).variants})
+
+
+containers, targets = completing(_containers), completing(_targets)
+layouts, variants = completing(_layouts), completing(_variants)
 
 
 def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,11 +63,14 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "May be repeated.",
     )
     @click.option(
-        "--variant", metavar="NAME", help="Which variant of the optimizer ran, where the files can't tell."
+        "--variant",
+        metavar="NAME",
+        shell_complete=variants,
+        help="Which variant of the optimizer ran, where the files can't tell.",
     )
     @click.option(
         "--param-names",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        type=click.Path(path_type=Path),
         metavar="FILE",
         help="Names in the order of the optimizer's parameters, where it only numbers them: one per line, a JSON list "
         "(or one for each group), or a file with a state_dict.",

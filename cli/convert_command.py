@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from statekit.cli import output
-from statekit.cli.arguments import hints_options, local_file
+from statekit.cli.arguments import containers, hints_options, layouts, local_file, targets
+from statekit.cli.output import Screen
 from statekit.cli.plan_view import show_plan
 from statekit.cli.resume import next_update, resume_lines
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import Report, convert, plan
 from statekit.conversion.plan import Plan, StepOffset
-from statekit.errors import printable
 from statekit.files.stage import Progress
 
 OFFSETS: dict[str, StepOffset] = {"keep": "keep", "reset": "reset"}
@@ -32,11 +31,27 @@ def _step_offset(ctx: click.Context, param: click.Parameter, value: str) -> Step
 
 
 @click.command("convert")
-@click.argument("source", callback=local_file)
-@click.argument("target", callback=local_file)
-@click.option("--from", "from_", metavar="CONTAINER", help="What the source is, if it can't be told.")
-@click.option("--to", metavar="CONTAINER", help="What to write, if the target's name doesn't say it.")
-@click.option("--layout", metavar="LAYOUT", help="How the target's optimizer wants its slots.")
+@click.argument("source", type=click.Path(), callback=local_file)
+@click.argument("target", type=click.Path(), callback=local_file)
+@click.option(
+    "--from",
+    "from_",
+    metavar="CONTAINER",
+    shell_complete=containers,
+    help="What the source is, if it can't be told.",
+)
+@click.option(
+    "--to",
+    metavar="CONTAINER",
+    shell_complete=targets,
+    help="What to write, if the target's name doesn't say it.",
+)
+@click.option(
+    "--layout",
+    metavar="LAYOUT",
+    shell_complete=layouts,
+    help="How the target's optimizer wants its slots.",
+)
 @click.option("--step", type=int, metavar="N", help="The step of a run's folder. Default: the newest.")
 @hints_options
 @click.option(
@@ -93,7 +108,7 @@ def command(
     if as_json:
         output.print_json("convert", _as_json(planned, report))
         return
-    stdout = output.console()
+    stdout = output.screen()
     show_plan(stdout, planned, tensors=dry_run)
     _show_next(stdout, planned)
     if report:
@@ -126,27 +141,29 @@ def _as_json(planned: Plan, report: Report | None) -> dict[str, Any]:
     }
 
 
-def _show_next(stdout: Console, planned: Plan) -> None:
+def _show_next(stdout: Screen, planned: Plan) -> None:
     groups = next_update(planned.state)
-    stdout.print("\nThe next update will use:", style="bold")
+    stdout.title("The next update will use:")
     for i, group in enumerate(groups):
         rate = group["learning_rate"]
         parts = [
-            f"learning rate {rate}" if rate is not None else "the learning rate you give",
-            f"update {group['update']} (counted from 0), schedule at {group['schedule']}",
+            f"update {group['update'] + 1} ({group['update']} done)",
+            f"learning rate {rate:g}" if isinstance(rate, float) else "the learning rate you give",
+            f"a learning-rate schedule goes on at its step {group['schedule']}",
         ]
         if group.get("decay") is not None:
             parts.append(f"second-moment decay {group['decay']:.6g} (step_offset {group['step_offset']})")
-        label = f"group {i}, {group['parameters']} parameters: " if len(groups) > 1 else ""
-        stdout.print(f"  {label}{', '.join(parts)}")
+        label = f"group {i}, {output.plural(group['parameters'], 'parameter')}: " if len(groups) > 1 else ""
+        stdout.say(f"{label}{'; '.join(parts)}", indent=2)
 
 
-def _show_report(stdout: Console, report: Report) -> None:
+def _show_report(stdout: Screen, report: Report) -> None:
     speed = output.size(round(report.plan.bytes / report.seconds)) if report.seconds else "-"
-    stdout.print(
-        f"\nWrote {report.plan.request.target}: {output.size(report.bytes)} in {report.seconds:.1f} s ({speed}/s); "
+    stdout.say()
+    stdout.say(
+        f"Wrote {report.plan.request.target}: {output.size(report.bytes)} in {report.seconds:.1f} s ({speed}/s); "
         f"{report.verified} tensors read again and found as meant."
     )
-    stdout.print("\nTo go on from here:", style="bold")
+    stdout.title("To go on from here:")
     for line in resume_lines(report.plan):
-        stdout.print(f"  {printable(line)}", soft_wrap=True)
+        stdout.say(line, indent=2, fold=False)

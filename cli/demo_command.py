@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import click
 import numpy as np
-from rich.console import Console
 
 from statekit.arrays.backend import Backend, backend
 from statekit.cli import convert_command, inspect_command, output
 from statekit.cli.arguments import local_file
-from statekit.errors import MissingExtraError, NotFoundError, printable
+from statekit.cli.output import Screen, Table
+from statekit.cli.replay_command import BOUND
+from statekit.errors import MissingExtraError, NotFoundError
 from statekit.optim.adafactor import defaults
 from statekit.optim.run import Live, Move, Rates, store
 from statekit.optim.steps import Arrays, Execution
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
 BUNDLE = Path(__file__).parent / "recording"
 """A recording of T5X that comes with statekit; in a checkout, a link to it."""
 WEIGHTS = "param"
+WEIGHT_ERROR, SLOT_ERROR = "weights: error/update", "slots: error/update"
+LEGEND = (
+    "error/update: the largest difference from T5X's own recording over the whole run, over T5X's largest update.",
+    "error/bound: of each update by itself, over what rounding can make of it (docs/bounds.md); up to 1 is equivalent.",
+)
 EVERYTHING = Interval(np.array(-np.inf), np.array(np.inf))
 Values: TypeAlias = Mapping[str, Mapping[str, Array]]
 """For each parameter: `param` and each slot."""
@@ -55,7 +61,7 @@ def command(bundle: Path | None, out: Path) -> int:
     gradients that T5X had; and compares weights and slots after every step with what T5X recorded. Exit code 1 if
     one element lies outside the bound of float32 arithmetic.
     """
-    stdout = output.console()
+    stdout = output.screen()
     target = out / "torch-ckpt.pt"
     out.mkdir(parents=True, exist_ok=True)
     with open_recording(bundle or _default_bundle()) as recording:
@@ -64,15 +70,16 @@ def command(bundle: Path | None, out: Path) -> int:
             raise NotFoundError("The recording has no checkpoint.", place=recording.folder)
         source = recording.folder / recording.checkpoint
         told = _hyperparameters(recording, start + 1)
-        stdout.print("1. What T5X wrote\n", style="bold")
+        stdout.say("1. What T5X wrote", bold=True)
         _run(stdout, inspect_command.command, [str(source), *told])
-        stdout.print("\n2. As a PyTorch checkpoint\n", style="bold")
+        stdout.title("2. As a PyTorch checkpoint")
         _run(stdout, convert_command.command, [str(source), str(target), *told, "--replace"])
-        stdout.print(f"\n3. Updates {start + 1} to {recording.last} in PyTorch\n", style="bold")
+        stdout.title(f"3. Updates {start + 1} to {recording.last} in PyTorch")
+        stdout.say()
         run = list(resume(recording, target))
         judged = _judge(recording, target)
         _show(stdout, recording, list(_differences(recording, run)), judged)
-    stdout.print(*_verdict(judged), style="bold")
+    stdout.say(" ".join(_verdict(judged)), bold=True)
     return 0 if judged.passed else 1
 
 
@@ -97,8 +104,9 @@ def _hyperparameters(recording: Recording, update: int) -> list[str]:
     return [part for name, value in unusual.items() for part in ("--hparams", f"{name}={json.dumps(value)}")]
 
 
-def _run(stdout: Console, verb: click.Command, arguments: Sequence[str]) -> None:
-    stdout.print(f"$ {shlex.join(['statekit', str(verb.name), *arguments])}", soft_wrap=True)
+def _run(stdout: Screen, verb: click.Command, arguments: Sequence[str]) -> None:
+    stdout.say()
+    stdout.say(f"$ {shlex.join(['statekit', str(verb.name), *arguments])}", fold=False)
     verb.main(args=list(arguments), prog_name=f"statekit {verb.name}", standalone_mode=False)
 
 
@@ -120,7 +128,9 @@ def resume(recording: Recording, checkpoint: Path) -> Iterator[Values]:
     optimizer = statekit.torch.load_optimizer(checkpoint, model.named_parameters())
     params = {name.replace(".", "/"): param for name, param in model.named_parameters()}
     with output.progress("updates") as bar:
-        for update in bar.track(range(first, recording.last + 1), description="training"):
+        task = bar.add_task("training", total=recording.last + 1 - first)
+        for update in range(first, recording.last + 1):
+            bar.advance(task)
             rates = np.broadcast_to(np.asarray(recording.rate(update)), len(optimizer.param_groups))
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = float(rate)
@@ -202,30 +212,26 @@ def _judge(recording: Recording, checkpoint: Path) -> Replay:
     return replace(result, judged=compiled or result.judged)
 
 
-def _show(stdout: Console, recording: Recording, rows: Sequence[Row], judged: Replay) -> None:
+def _show(stdout: Screen, recording: Recording, rows: Sequence[Row], judged: Replay) -> None:
     verdict = judged.judged[0].rows
-    grid = output.table(
-        "parameter", "shape", "weights, ULP", "of update", "slots, of update", "of bound",
-        right=("weights, ULP", "of update", "slots, of update", "of bound"),
-    )  # fmt: skip
+    grid = Table(
+        ("parameter", "shape", WEIGHT_ERROR, SLOT_ERROR, BOUND), right=(WEIGHT_ERROR, SLOT_ERROR, BOUND)
+    )
     state = recording.state(recording.last, recording.trajectories[0], recording.last)
     for path, tensor in state.params.items():
         weights = [row for row in rows if row.path == path and row.tensor == WEIGHTS]
         slots = [row for row in rows if row.path == path and row.tensor != WEIGHTS]
         grid.add_row(
-            printable(path),
+            path,
             str(list(tensor.shape)),
-            f"{max(row.ulps for row in weights):.3g}",
             f"{max(row.relative for row in weights):.1e}",
             f"{max((row.relative for row in slots), default=0):.1e}",
-            f"{max((row.ratio for row in verdict if row.path == path), default=0):.2g}",
+            f"{max((row.ratio for row in verdict if row.path == path), default=0):.2f}",
         )
-    output.show(stdout, grid)
-    stdout.print(
-        "\nThe largest difference from T5X's own recording over the whole run: of weights in units in the last place,"
-        "\nand relative to T5X's update; of slots relative to theirs. Of bound: each update by itself, relative to what"
-        "\nthe arithmetic allows (docs/bounds.md)."
-    )
+    stdout.show(grid)
+    stdout.say()
+    for line in LEGEND:
+        stdout.say(line)
 
 
 def _verdict(judged: Replay) -> Iterator[str]:

@@ -8,6 +8,7 @@ import click
 
 from statekit.cli import output
 from statekit.cli.matrix_view import show_matrix
+from statekit.cli.output import Table
 from statekit.conversion import registry
 from statekit.conversion.cards import ContainerCard, LayoutCard
 
@@ -29,17 +30,17 @@ def command(matrix: bool, as_json: bool) -> None:
     if as_json:
         output.print_json("formats", {"containers": containers, "layouts": layouts})
         return
-    stdout = output.console()
-    files = output.table("container", "reads", "writes", "suffixes", "what")
+    stdout = output.screen()
+    files = Table(("container", "reads", "writes", "suffixes", "what"), drop=("reads", "suffixes"))
     for row in containers:
         writes = f"a {row['writes']}" if row["writes"] else "no"
         files.add_row(row["name"], "yes", writes, " ".join(row["suffixes"]), row["title"])
-    names = output.table("layout", "optimizers", "containers", "what")
+    names = Table(("layout", "optimizers", "containers", "what"), drop=("containers",))
     for row in layouts:
         names.add_row(row["name"], " ".join(row["optimizers"]), " ".join(row["containers"]), row["title"])
-    output.show(stdout, files)
-    stdout.print()
-    output.show(stdout, names)
+    stdout.show(files)
+    stdout.say()
+    stdout.show(names)
 
 
 def _container(container: ContainerCard) -> dict[str, Any]:

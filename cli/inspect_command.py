@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from statekit.cli import output
-from statekit.cli.arguments import hints_options, local_file
+from statekit.cli.arguments import containers, hints_options, layouts, local_file
 from statekit.cli.module_tree import Row, module_tree, rows
+from statekit.cli.output import Cell, Screen, Styled, Table
 from statekit.conversion.contracts import Hints
 from statekit.conversion.inspection import (
     Inspection,
@@ -25,19 +24,31 @@ from statekit.conversion.inspection import (
     inspect,
     unknown_hyperparameters,
 )
-from statekit.errors import printable
+from statekit.state.train_state import Group
 from statekit.tensors.stats import Stats, total
 
 MAX_ROWS = 150
 """More rows than this are folded into modules, unless --filter asks for them."""
 MAX_FINDINGS = 20
+MAX_STEPS = 20
 STATS = ("norm", "rms", "min", "max", "zeros", "NaN", "Inf")
+RIGHT = ("bytes", "slot bytes", *STATS)
+DROP = ("dtype", "bytes", "slot bytes", "rms", "zeros", "shape", "min", "max")
+"""What is left out where the terminal is narrow, in this order."""
 
 
 @click.command("inspect")
-@click.argument("checkpoint", callback=local_file)
-@click.option("--from", "container", metavar="CONTAINER", help="What the file is, if it can't be told.")
-@click.option("--layout", metavar="LAYOUT", help="What its names mean, if it can't be told.")
+@click.argument("checkpoint", type=click.Path(), callback=local_file)
+@click.option(
+    "--from",
+    "container",
+    metavar="CONTAINER",
+    shell_complete=containers,
+    help="What the file is, if it can't be told.",
+)
+@click.option(
+    "--layout", metavar="LAYOUT", shell_complete=layouts, help="What its names mean, if it can't be told."
+)
 @click.option("--step", type=int, metavar="N", help="The step of a run's folder. Default: the newest.")
 @hints_options
 @click.option(
@@ -63,13 +74,13 @@ def command(
     Only headers are read, except with --stats. Where no layout fits, the tensors are listed by their own names.
     """
     request = Request(container, layout, step, hints, pattern, stats)
-    with output.progress() as bar:
-        task = bar.add_task("reading", total=None, visible=stats)
+    with output.progress(needed=stats) as bar:
+        task = bar.add_task("reading", total=None)
         found = inspect(checkpoint, request, lambda done, all_: bar.update(task, completed=done, total=all_))
     if as_json:
         output.print_json("inspect", found.to_json())
         return
-    stdout = output.console()
+    stdout = output.screen()
     show = _Show(stdout, limit=MAX_ROWS if pattern is None else len(found.parameters) * 100 + 1, stats=stats)
     _summary(stdout, found)
     if found.parameters:
@@ -79,7 +90,7 @@ def command(
     _closing(stdout, found)
 
 
-def _summary(stdout: Console, found: Inspection) -> None:
+def _summary(stdout: Screen, found: Inspection) -> None:
     lines = [("checkpoint", _shown(found.path))]
     for what, choice in (("container", found.container), ("layout", found.layout)):
         lines.append((what, f"{choice.name}: {choice.title}" if choice else "none fits"))
@@ -88,28 +99,37 @@ def _summary(stdout: Console, found: Inspection) -> None:
         (str(key), str(value)) for key, value in found.meta.items() if isinstance(value, (str, int, float))
     ]
     if found.optimizer and found.counts:
-        lines.append(
-            ("optimizer", f"{found.optimizer.schema}, variant {found.optimizer.variant or 'unknown'}")
-        )
-        lines.append(("step", f"{found.counts.updates} updates done, schedule at {found.counts.schedule}"))
-        for i, group in enumerate(found.optimizer.groups):
+        optimizer, counts = found.optimizer, found.counts
+        lines.append(("optimizer", f"{optimizer.schema}, variant {optimizer.variant or 'unknown'}"))
+        schedule = f"a learning-rate schedule goes on at its step {counts.schedule}"
+        lines.append(("step", f"{output.plural(counts.updates, 'update')} done; {schedule}"))
+        lines += _other_steps(found)
+        for i, group in enumerate(optimizer.groups):
             lines.append((f"group {i}", output.plural(len(group.paths), "parameter")))
             for source in ("file", "given", "assumed"):
-                known = [
-                    f"{k}={v!r}"
-                    for k, v in group.hyperparameters.items()
-                    if group.known_from.get(k) == source
-                ]
+                known = [f"{k}={group.hyperparameters[k]!r}" for k in _known(group, source)]
                 lines += [(f"  {source}", "  ".join(known))] if known else []
-            unknown = unknown_hyperparameters(found.optimizer, group)
+            unknown = unknown_hyperparameters(optimizer, group)
             lines += [("  unknown", "  ".join(unknown))] if unknown else []
     elif found.step is not None:
-        lines.append(("step", str(found.step)))
-    head = output.table("", "")
-    head.show_header = False
+        lines += [("step", str(found.step)), *_other_steps(found)]
+    head = Table(("what", "value"), titled=False)
     for key, value in lines:
-        head.add_row(Text(printable(key), style="bold"), printable(value))
-    output.show(stdout, head)
+        head.add_row(Styled(key, bold=True), value)
+    stdout.show(head)
+
+
+def _known(group: Group, source: str) -> list[str]:
+    return [name for name in group.hyperparameters if group.known_from.get(name) == source]
+
+
+def _other_steps(found: Inspection) -> list[tuple[str, str]]:
+    """Returns the row that names the other steps of a run's folder, which --step N opens."""
+    steps = found.meta.get("steps", ())
+    others = [step for step in steps if step != found.step] if isinstance(steps, (list, tuple)) else []
+    some = ", ".join(map(str, others[-MAX_STEPS:]))
+    more = f"{len(others) - MAX_STEPS} earlier ones, " if len(others) > MAX_STEPS else ""
+    return [("other steps", f"{more}{some} (--step N opens one)")] if others else []
 
 
 def _shown(path: Path) -> str:
@@ -122,13 +142,12 @@ def _told(because: str, path: Path) -> str:
 
 @dataclass(frozen=True)
 class _Show:
-    stdout: Console
+    stdout: Screen
     limit: int
     stats: bool
 
     def table(self, *columns: str) -> Table:
-        right = {"bytes", "slot bytes", *STATS}
-        return output.table(*columns, *(STATS if self.stats else ()), right=tuple(right))
+        return Table((*columns, *(STATS if self.stats else ())), right=RIGHT, drop=DROP)
 
     def parameters(self, parameters: Sequence[ParameterSummary], with_slots: bool) -> None:
         lines, folded = rows(module_tree(parameters), self.limit)
@@ -143,19 +162,19 @@ class _Show:
                 self.with_slots(grid, row)
             else:
                 self.parameter(grid, row)
-        self.stdout.print()
-        output.show(self.stdout, grid)
+        self.stdout.say()
+        self.stdout.show(grid)
         if folded:
-            self.stdout.print(f"{len(parameters)} parameters, folded into modules; --filter GLOB lists them.")
+            self.stdout.say(f"{len(parameters)} parameters, folded into modules; --filter GLOB lists them.")
 
     def module(self, grid: Table, row: Row, with_slots: bool) -> None:
         inside = [p.tensor for p in row.parameters]
         slots = [slot for p in row.parameters for slot in p.slots]
-        label = Text(f"{'  ' * row.depth}{printable(row.label)}/", style="bold")
+        label = Styled(f"{'  ' * row.depth}{row.label}/", bold=True)
         count = output.plural(len(inside), "parameter")
-        cells = [output.size(_bytes(inside))]
+        cells: list[Cell] = [output.size(_bytes(inside))]
         cells += [] if with_slots else [output.size(_bytes(slots)), _slot_counts(slots)]
-        grid.add_row(label, Text(count, style="dim"), "", *cells, *self.cells(_together([*inside, *slots])))
+        grid.add_row(label, Styled(count, dim=True), "", *cells, *self.cells(_together([*inside, *slots])))
 
     def parameter(self, grid: Table, row: Row) -> None:
         (parameter,) = row.parameters
@@ -163,25 +182,25 @@ class _Show:
             f"{s.name} {list(s.shape)}" + ("" if s.dtype == parameter.tensor.dtype else f" {s.dtype}")
             for s in parameter.slots
         )
-        label = f"{'  ' * row.depth}{printable(row.label)}"
+        label = f"{'  ' * row.depth}{row.label}"
         grid.add_row(label, *_described(parameter.tensor), output.size(_bytes(parameter.slots)), slots)
 
     def with_slots(self, grid: Table, row: Row) -> None:
         (parameter,) = row.parameters
-        label = f"{'  ' * row.depth}{printable(row.label)}"
+        label = f"{'  ' * row.depth}{row.label}"
         grid.add_row(label, *_described(parameter.tensor), *self.cells(parameter.tensor.stats))
         for slot in parameter.slots:
-            name = Text(f"{'  ' * (row.depth + 1)}{slot.name}", style="dim")
+            name = Styled(f"{'  ' * (row.depth + 1)}{slot.name}", dim=True)
             grid.add_row(name, *_described(slot), *self.cells(slot.stats))
 
     def others(self, others: Sequence[TensorSummary]) -> None:
         grid = self.table("tensor", "shape", "dtype", "bytes")
         for other in others[: self.limit]:
-            grid.add_row(printable(other.name), *_described(other), *self.cells(other.stats))
-        self.stdout.print()
-        output.show(self.stdout, grid)
+            grid.add_row(other.name, *_described(other), *self.cells(other.stats))
+        self.stdout.say()
+        self.stdout.show(grid)
         if len(others) > self.limit:
-            self.stdout.print(f"and {len(others) - self.limit} more; --filter GLOB lists them.")
+            self.stdout.say(f"and {len(others) - self.limit} more; --filter GLOB lists them.")
 
     def cells(self, stats: Stats | None) -> list[str]:
         if not self.stats or stats is None:
@@ -209,7 +228,7 @@ def _slot_counts(slots: Iterable[TensorSummary]) -> str:
     return ", ".join(f"{count} {name}" for name, count in Counter(slot.name for slot in slots).items())
 
 
-def _closing(stdout: Console, found: Inspection) -> None:
+def _closing(stdout: Screen, found: Inspection) -> None:
     totals: dict[str, Any] = found.totals()
     kinds = ("parameter", "slot", "other")
     counted = [
@@ -218,14 +237,23 @@ def _closing(stdout: Console, found: Inspection) -> None:
         if totals[f"{kind}s"]
     ]
     dtypes = ", ".join(f"{name} {output.size(count)}" for name, count in totals["bytes_by_dtype"].items())
-    stdout.print(
-        f"\nIn all: {', '.join(counted) or 'nothing'}; {totals['elements']} parameter values; {dtypes}."
-    )
+    stdout.say()
+    stdout.say(f"In all: {', '.join(counted) or 'nothing'}; {totals['elements']} parameter values; {dtypes}.")
     if found.extra:
-        stdout.print(f"Also there: {printable(', '.join(found.extra))}.")
-    output.show_list(stdout, "Assumed, because the checkpoint doesn't say:", found.assumptions)
+        stdout.say(f"Also there: {', '.join(found.extra)}.")
+    stdout.show_list("Assumed, because the checkpoint doesn't say:", _assumptions(found))
     findings = [f"{finding.what} @ {finding.place}" for finding in found.findings[:MAX_FINDINGS]]
     more = len(found.findings) - len(findings)
-    output.show_list(
-        stdout, "Missing or odd:", [*findings, *([f"and {more} more; --json lists them"] if more else [])]
+    stdout.show_list(
+        "Missing or odd:", [*findings, *([f"and {more} more; --json lists them"] if more else [])]
     )
+
+
+def _assumptions(found: Inspection) -> Iterator[str]:
+    """Yields what was assumed; of hyperparameters whose values stand with their group, only why."""
+    groups = found.optimizer.groups if found.optimizer else ()
+    shown = {name for group in groups for name in _known(group, "assumed")}
+    for sentence in found.assumptions:
+        why, _, values = sentence.partition("; assumed: ")
+        names = re.findall(r"(\w+)=", values)
+        yield f"{why}: see `assumed` above." if names and shown.issuperset(names) else sentence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -10,8 +11,10 @@ from typing import NamedTuple, cast
 
 import click
 
-from statekit.errors import StatekitError, UsageError, printable
+from statekit.errors import StatekitError, UsageError, meant, printable
 
+COMPLETE = "_STATEKIT_COMPLETE"
+"""Set by the shell: `bash_source` prints what the shell has to run, `bash_complete` completes a line."""
 DONE, WANTING, USAGE, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit codes: done; checked and found wanting; a call that makes no sense; could not do it; stopped by Ctrl-C."""
 
@@ -48,6 +51,14 @@ class Verbs(click.Group):
             return None
         return cast(click.Command, import_module(VERBS[cmd_name].module).command)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in VERBS:
+            remedy = meant(args[0], VERBS) or f"choose one of {', '.join(VERBS)}"
+            raise click.UsageError(f"There is no command {args[0]!r}: {remedy}", ctx)
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, verb.summary) for name, verb in VERBS.items()])
@@ -59,17 +70,20 @@ class Verbs(click.Group):
 def statekit(debug: bool) -> None:
     """Moves the optimizer state of a training run between frameworks.
 
-    Exit codes: 0 done, 1 checked and found wanting, 2 wrong usage, 3 could not do it.
+    Exit codes: 0 done, 1 checked and found wanting, 2 wrong usage, 3 could not do it, 130 stopped.
     """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
-    debug = False
+    line = list(sys.argv[1:] if arguments is None else arguments)
+    if instruction := os.environ.get(COMPLETE):
+        from click.shell_completion import shell_complete
+
+        return shell_complete(statekit, {}, "statekit", COMPLETE, instruction)
+    debug, as_json = False, "--json" in line
     try:
-        with statekit.make_context(
-            "statekit", list(sys.argv[1:] if arguments is None else arguments)
-        ) as context:
+        with statekit.make_context("statekit", line) as context:
             debug = context.params["debug"]
             code = statekit.invoke(context)
             sys.stdout.flush()
@@ -77,33 +91,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except click.ClickException as error:
-        error.show()
-        return USAGE
+        return _tell(_of_click(error), USAGE, as_json, heading=_usage(error))
     except (KeyboardInterrupt, click.Abort):
-        _say("Stopped.")
-        return INTERRUPTED
+        return _tell(StatekitError("Stopped."), INTERRUPTED, as_json)
     except BrokenPipeError:  # whoever read our output has enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except Exception as error:
         if debug:
             raise
-        return _explain(error)
+        return _tell(_typed(error), USAGE if isinstance(error, UsageError) else FAILED, as_json)
 
 
-def _explain(error: Exception) -> int:
+def _of_click(error: click.ClickException) -> UsageError:
+    return UsageError(error.format_message())
+
+
+def _usage(error: click.ClickException) -> str:
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    if context is None:
+        return ""
+    return f"{context.get_usage()}\nTry '{context.command_path} --help' for help.\n\n"
+
+
+def _typed(error: Exception) -> StatekitError:
+    """Returns an error as one of ours, with the five parts."""
     if isinstance(error, StatekitError):
-        _say(f"Error: {error}")
-        return USAGE if isinstance(error, UsageError) else FAILED
+        return error
     if isinstance(error, (OSError, MemoryError)):
-        _say(f"Error: {error or 'there is not enough memory'}")
-        return FAILED
-    _say(
-        f"Error: statekit itself has failed: {type(error).__name__}: {error}\n"
-        "  do: report this, with what `statekit --debug ...` prints"
+        return StatekitError(str(error) or "There is not enough memory.")
+    return StatekitError(
+        f"statekit itself has failed: {type(error).__name__}: {error}",
+        remedy="report this, with what `statekit --debug ...` prints",
     )
-    return FAILED
 
 
-def _say(message: str) -> None:
-    click.echo(printable(message, keep="\n"), err=True)
+def _tell(error: StatekitError, code: int, as_json: bool, heading: str = "") -> int:
+    """Prints an error on stderr and, with --json, as JSON on stdout (docs/command_line.md); returns the exit code."""
+    word = "" if code == INTERRUPTED else "Error: "
+    click.echo(f"{printable(heading, keep=chr(10))}{word}{error}", err=True)
+    if as_json:
+        parts = {name: getattr(error, name) for name in ("subject", "place", "expected", "found", "remedy")}
+        plain = {name: None if value in (None, "") else str(value) for name, value in parts.items()}
+        envelope = {
+            "format": "statekit.error/1", "kind": type(error).__name__, "exit_code": code, **plain,
+            "faults": [{"what": what, "place": place} for what, place in error.faults],
+        }  # fmt: skip
+        click.echo(json.dumps(envelope, indent=2))
+    return code

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from rich.table import Table
-
 from statekit.cli import output
+from statekit.cli.output import Table
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.matrix import Cell, cells
 
@@ -18,8 +17,8 @@ MARKS = {
     Exactness.ESTIMATE: "e",
 }
 LEGEND = (
-    "= the same rule   ~ equal in real arithmetic   s other updates of the same slots   e slots too evolve otherwise\n"
-    "`statekit convert` refuses s and e unless --require statistics or estimate allows them; --json tells why."
+    "= the same rule   ~ equal in real arithmetic   s other updates of the same slots   e slots too evolve otherwise",
+    "`statekit convert` refuses s and e unless --require statistics or estimate allows them; --json tells why.",
 )
 
 
@@ -29,11 +28,12 @@ def show_matrix(as_json: bool) -> None:
     if as_json:
         output.print_json("formats.matrix", {"conversions": [cell.to_json() for cell in found]})
         return
-    stdout = output.console()
+    stdout = output.screen()
     for schema, some in groupby(found, key=lambda cell: cell.schema):
-        output.show(stdout, _table(schema, list(some)))
-        stdout.print()
-    stdout.print(LEGEND)
+        stdout.show(_table(schema, list(some)))
+        stdout.say()
+    for line in LEGEND:
+        stdout.say(line)
 
 
 def rows(some: list[Cell]) -> Iterator[tuple[str, ...]]:
@@ -48,7 +48,7 @@ def layouts(some: list[Cell]) -> list[str]:
 
 
 def _table(schema: str, some: list[Cell]) -> Table:
-    table = output.table(schema, *layouts(some))
+    table = Table((schema, *layouts(some)))
     for row in rows(some):
         table.add_row(*row)
     return table

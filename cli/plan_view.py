@@ -5,27 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from statekit.cli import output
+from statekit.cli.output import Screen, Table
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.plan import Entry, Plan
-from statekit.errors import printable, some
+from statekit.errors import some
 
 MAX_ROWS = 150
 """More tensors than this aren't listed one by one."""
 
 
-def show_plan(stdout: Console, plan: Plan, tensors: bool) -> None:
+def show_plan(stdout: Screen, plan: Plan, tensors: bool) -> None:
     """Prints what a conversion does; with `tensors`, one row for each tensor of the target too."""
-    head = output.table("", "")
-    head.show_header = False
+    head = Table(("what", "value"), titled=False)
     for side, name, path in (
         (plan.source, "from", plan.request.source),
         (plan.target, "to", plan.request.target),
     ):
-        head.add_row(name, printable(str(path)))
+        head.add_row(name, str(path))
         head.add_row("", f"container {side.container}, layout {side.layout}, step {side.step}")
     head.add_row("tensors", f"{len(plan.entries)}, {output.size(plan.bytes)}")
     head.add_row("exactness", "; ".join(_counts(plan)))
@@ -34,12 +31,12 @@ def show_plan(stdout: Console, plan: Plan, tensors: bool) -> None:
         head.add_row("rule", rule)
     for option, value in _options(plan):
         head.add_row(option, value)
-    output.show(stdout, head)
+    stdout.show(head)
     if tensors and len(plan.entries) <= MAX_ROWS:
-        stdout.print()
-        output.show(stdout, _tensors(plan))
+        stdout.say()
+        stdout.show(_tensors(plan))
     elif tensors:
-        stdout.print(f"More than {MAX_ROWS} tensors: --json lists them.")
+        stdout.say(f"More than {MAX_ROWS} tensors: --json lists them.")
     for title, lines in (
         ("Not bitwise:", _inexact(plan)),
         ("Different in the target's rule:", _differences(plan)),
@@ -49,7 +46,7 @@ def show_plan(stdout: Console, plan: Plan, tensors: bool) -> None:
         ("Assumed, because the source doesn't say:", plan.assumptions),
         ("Odd about the source:", (f"{finding.what} @ {finding.place}" for finding in plan.findings)),
     ):
-        output.show_list(stdout, title, lines)
+        stdout.show_list(title, lines)
 
 
 def _counts(plan: Plan) -> Iterator[str]:
@@ -93,9 +90,13 @@ def _synthesised(plan: Plan) -> Iterator[str]:
 
 
 def _tensors(plan: Plan) -> Table:
-    grid = output.table("tensor", "made of", "shape", "dtype", "bytes", "exactness", right=("bytes",))
+    grid = Table(
+        ("tensor", "made of", "shape", "dtype", "bytes", "exactness"),
+        right=("bytes",),
+        drop=("dtype", "bytes", "shape"),
+    )
     for entry in plan.entries:
-        grid.add_row(*map(printable, _row(entry)))
+        grid.add_row(*_row(entry))
     return grid
 
 

@@ -10,17 +10,24 @@ from typing import Any
 import click
 
 from statekit.arrays.backend import BACKEND_NAMES, backend
-from statekit.cli.output import console, print_json, progress, table
+from statekit.cli.output import Table, print_json, progress, screen
 from statekit.converters.formats.hparams import read_hparams
-from statekit.errors import NotFoundError, UsageError, printable
+from statekit.errors import NotFoundError, UsageError, listed, printable
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Replay, Start, Subject
 from statekit.verify.replay import replay as replayed
 from statekit.verify.verdict import worst
 
+ERROR, BOUND = "error/update", "error/bound"
+LEGEND = (
+    "error: the largest difference of any element from the original's, after one update from the same state. "
+    "error/update: over the largest change in that update. error/bound: over what rounding of this arithmetic can "
+    "make of it (docs/bounds.md); equivalent means that none exceeds 1."
+)
+
 
 @click.command("replay")
-@click.argument("bundles", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@click.argument("bundles", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--backend",
     "names",
@@ -35,7 +42,7 @@ from statekit.verify.verdict import worst
 )
 @click.option(
     "--checkpoint",
-    type=click.Path(exists=True, path_type=Path),
+    type=click.Path(path_type=Path),
     help="Start from this checkpoint instead of the recorded one.",
 )
 @click.option(
@@ -70,6 +77,11 @@ def command(
         raise UsageError(
             "--checkpoint is the start of one recording.", expected="one BUNDLE", found=len(bundles)
         )
+    missing = [path for path in (*bundles, *([checkpoint] if checkpoint else [])) if not path.exists()]
+    if missing:
+        raise NotFoundError(
+            "There is no such file or folder.", place=", ".join(map(str, missing)), remedy="check the path"
+        )
     subjects, skipped, fresh = _subjects(bundles, start, checkpoint, read_hparams(hparams).values)
     if trajectory:
         trajectory.mkdir(parents=True, exist_ok=True)
@@ -78,6 +90,11 @@ def command(
         for subject in subjects:
             with subject.recording:
                 results += [_replay(subject, name, trajectory, bar) for name in names or ("numpy",)]
+    if not results:
+        raise NotFoundError(
+            "None of the paths is a recording that statekit can replay.",
+            found=listed(f"{name}: {why}" for name, why in skipped.items()),
+        )
     if as_json:
         data = {
             "results": [r.to_json() for r in results],
@@ -88,10 +105,6 @@ def command(
         print_json("replay", data)
     else:
         _show(results, skipped, fresh)
-    if not results:
-        raise NotFoundError(
-            "None of the paths is a recording that statekit can replay.", found=", ".join(skipped)
-        )
     return 0 if all(result.passed for result in results) else 1
 
 
@@ -127,34 +140,35 @@ def _replay(subject: Subject, name: str, trajectory: Path | None, bar: Any) -> R
 
 
 def _show(results: Sequence[Replay], skipped: Mapping[str, str], fresh: Mapping[str, str]) -> None:
-    out = console()
-    grid = table(
-        "recording", "backend", "start", "judged by", "updates", "tensors", "ULP", "of update", "of bound", "verdict",
-        right=("updates", "tensors", "ULP", "of update", "of bound"),
-    )  # fmt: skip
+    out = screen()
+    grid = Table(
+        ("recording", "backend", "start", "judged by", "updates", "tensors", ERROR, BOUND, "verdict"),
+        right=("updates", "tensors", ERROR, BOUND),
+        drop=("tensors", "start", "judged by", ERROR),
+    )
     for result in results:
         for judged in result.judged:
             rows = judged.rows
             grid.add_row(
-                printable(result.recording),
+                result.recording,
                 result.backend,
                 result.start,
                 f"{judged.trajectory.file.removesuffix('.safetensors')} ({judged.trajectory.execution})",
                 str(result.steps[1] - result.steps[0]),
                 str(len(rows)),
-                f"{max((r.ulps for r in rows), default=0):.3g}",
                 f"{max((r.relative for r in rows), default=0):.1e}",
-                f"{max((r.ratio for r in rows), default=0):.2g}",
+                f"{max((r.ratio for r in rows), default=0):.2f}",
                 "equivalent" if not judged.outside and not result.decoded else "DIFFERENT",
             )
-    if results:
-        out.print(grid)
+    out.show(grid)
+    out.say()
+    out.say(LEGEND)
     for line in _faults(results):
-        out.print(printable(line))
+        out.say(line)
     for name, why in fresh.items():
-        out.print(printable(f"from fresh slots {name}: {why}"))
+        out.say(f"from fresh slots {name}: {why}")
     for name, why in skipped.items():
-        out.print(printable(f"skipped {name}: {why}"))
+        out.say(f"skipped {name}: {why}")
 
 
 def _faults(results: Sequence[Replay]) -> Iterator[str]:

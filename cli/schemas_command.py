@@ -7,9 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import click
-from rich.table import Table
 
 from statekit.cli import output
+from statekit.cli.arguments import completing
+from statekit.cli.arguments import variants as all_variants
+from statekit.cli.output import Table
+from statekit.errors import check_name
 from statekit.state.schema import OptimizerSchema, load_schema, schema_names
 
 SIDE_BY_SIDE = 3
@@ -17,9 +20,14 @@ SIDE_BY_SIDE = 3
 
 
 @click.command("schemas")
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=completing(schema_names))
 @click.option(
-    "--variant", "variants", multiple=True, metavar="NAME", help="Only this implementation; repeatable."
+    "--variant",
+    "variants",
+    multiple=True,
+    metavar="NAME",
+    shell_complete=all_variants,
+    help="Only this implementation; repeatable.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: of one schema, its file.")
 def command(name: str | None, variants: tuple[str, ...], as_json: bool) -> None:
@@ -33,10 +41,10 @@ def command(name: str | None, variants: tuple[str, ...], as_json: bool) -> None:
     if name is None:
         _list(as_json)
         return
-    schema = load_schema(name)
+    schema = load_schema(check_name("schema", name, schema_names(), "NAME"))
     chosen = list(dict.fromkeys(variants)) or list(schema.variants)
     for variant in chosen:
-        schema.variant(variant)
+        check_name("variant", variant, schema.variants, "--variant")
     if as_json:
         _print_json(schema.data)
     else:
@@ -53,7 +61,7 @@ def _list(as_json: bool) -> None:
     rows = _table("schema", "optimizer", "slots", "variants")
     for schema in schemas:
         rows.add_row(schema.name, schema.data["title"], " ".join(schema.slots), " ".join(schema.variants))
-    output.console().print(rows)
+    output.screen().show(rows)
 
 
 def _print_json(data: Mapping[str, Any]) -> None:
@@ -61,11 +69,11 @@ def _print_json(data: Mapping[str, Any]) -> None:
 
 
 def _show(schema: OptimizerSchema, variants: Sequence[str]) -> None:
-    stdout = output.console()
-    stdout.print(f"{schema.data['title']} ({schema.name})", style="bold")
-    stdout.print(schema.data["summary"])
+    stdout = output.screen()
+    stdout.say(f"{schema.data['title']} ({schema.name})", bold=True)
+    stdout.say(schema.data["summary"])
     for paper in schema.data["papers"]:
-        stdout.print(f"{paper['title']}. {paper['authors']} {paper['year']}, {paper['id']}.")
+        stdout.say(f"{paper['title']}. {paper['authors']} {paper['year']}, {paper['id']}.")
     sections = {
         "Slots": _slots(schema),
         "Slots by their native names": _aliases(schema, variants),
@@ -79,13 +87,16 @@ def _show(schema: OptimizerSchema, variants: Sequence[str]) -> None:
         "Notes": _notes(schema, variants),
     }
     for title, rows in sections.items():
-        if rows.row_count:
-            stdout.print(f"\n{title}", style="bold")
-            stdout.print(rows)
+        if rows.rows:
+            stdout.title(title)
+            stdout.show(rows)
 
 
 def _slots(schema: OptimizerSchema) -> Table:
-    rows = _table("slot", "symbol", "shape", "dtype", "initial value", "exists if", "update")
+    rows = _table(
+        "slot", "symbol", "shape", "dtype", "initial value", "exists if", "update",
+        drop=("symbol", "initial value", "dtype", "exists if"),
+    )  # fmt: skip
     for name, slot in schema.slots.items():
         start = "(that of its update)" if slot.init is None else f"{slot.init}"
         exists = schema.data["slots"][name]["exists"]
@@ -118,7 +129,7 @@ def _native(schema: OptimizerSchema, variants: Sequence[str]) -> Table:
 
 
 def _steps(schema: OptimizerSchema) -> Table:
-    rows = _table("", "step", "rule", "if", "differences")
+    rows = _table("", "step", "rule", "if", "differences", drop=("differences",))
     for number, step in enumerate(schema.data["steps"], start=1):
         rows.add_row(
             str(number), step["name"], step["rule"], step.get("when", ""), " ".join(step["differences"])
@@ -148,7 +159,7 @@ def _defaults(schema: OptimizerSchema, variants: Sequence[str]) -> Table:
 
 
 def _variants(schema: OptimizerSchema, variants: Sequence[str]) -> Table:
-    rows = _table("variant", "what", "versions", "known by", "source")
+    rows = _table("variant", "what", "versions", "known by", "source", drop=("versions", "known by"))
     for name in variants:
         variant = schema.variants[name]
         source = "; ".join(" ".join(place.values()) for place in variant["sources"])
@@ -166,10 +177,8 @@ def _notes(schema: OptimizerSchema, variants: Sequence[str]) -> Table:
     return rows
 
 
-def _table(*columns: str) -> Table:
-    rows = output.table(*columns)
-    rows.columns[0].no_wrap = True
-    return rows
+def _table(*columns: str, drop: Sequence[str] = ()) -> Table:
+    return Table(columns, drop=drop)
 
 
 def _compared(label: str, values: Mapping[str, Mapping[str, Any]], variants: Sequence[str]) -> Table:

@@ -25,6 +25,8 @@ from difflib import get_close_matches
 class StatekitError(Exception):
     """The root of all errors raised on purpose by statekit.
 
+    Its text is fit for a terminal: names from a checkpoint stand in it as `printable` shows them.
+
     Args:
         subject: What is wrong, one sentence.
         place: Where: a full path, a tensor's name, a byte offset.
@@ -53,17 +55,22 @@ class StatekitError(Exception):
         self.found = found
         self.remedy = remedy
         rows = [("at", place), ("expected", expected), ("found", found), ("do", remedy or None)]
-        super().__init__(
-            "\n".join([subject, *(_row(name, value) for name, value in rows if value is not None)])
-        )
+        lines = [_row(name, value) for name, value in rows if value is not None]
+        super().__init__("\n".join([printable(subject), *lines]))
+
+    @property
+    def line(self) -> str:
+        """The text in one line, for a place where it stands among others."""
+        return " ".join(str(self).split())
 
     def __str__(self) -> str:  # OSError and KeyError subclasses would format their arguments otherwise
         return str(self.args[0])
 
 
 def _row(name: str, value: object) -> str:
-    text = f"{value}"
-    return f"  {name}:{text}" if text.startswith("\n") else f"  {name}: {text}"
+    if isinstance(value, Lines):
+        return f"  {name}:{value}"
+    return f"  {name}: {printable(str(value))}"
 
 
 class UsageError(StatekitError, ValueError):
@@ -134,6 +141,30 @@ def meant(name: str, known: Iterable[str]) -> str:
     return f"did you mean {plain[near[0]]}?" if near else ""
 
 
+def check_name(kind: str, name: str, known: Iterable[str], place: str) -> str:
+    """Returns a name that somebody gave, if it is one of the known ones.
+
+    Args:
+        kind: What bears the name: `container`, `layout`, `variant` ...
+        name: The name.
+        known: The names there are.
+        place: The option or argument that it was given for.
+
+    Raises:
+        UsageError: It isn't; says which was probably meant.
+    """
+    names = list(known)
+    if name not in names:
+        raise UsageError(
+            f"There is no {kind} of that name.",
+            place=place,
+            expected=", ".join(names),
+            found=name,
+            remedy=meant(name, names),
+        )
+    return name
+
+
 def _plain(name: str) -> str:
     """Returns a name as people mix it up: without case and separators."""
     return name.lower().replace("-", "").replace("_", "")
@@ -165,7 +196,21 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMED]) + more
 
 
-def fault_list(faults: Iterable[tuple[str, str]]) -> str:
+class Lines(str):
+    """Text of several lines that may be printed as it is; any other text is made printable with its line breaks."""
+
+    __slots__ = ()
+
+    def __add__(self, other: str) -> Lines:
+        return Lines(super().__add__(other))
+
+
+def listed(lines: Iterable[str]) -> Lines:
+    """Renders what an error found or expects as a list, one line each."""
+    return Lines("".join(f"\n    {printable(line)}" for line in lines))
+
+
+def fault_list(faults: Iterable[tuple[str, str]]) -> Lines:
     """Renders all faults of one input, one `what @ place` a line; many places with one fault are one line.
 
     Example:
@@ -183,7 +228,7 @@ def fault_list(faults: Iterable[tuple[str, str]]) -> str:
             [f"{what} @ {len(named)} places: {some(named)}"] if folded else [f"{what} @ {p}" for p in named]
         )
     more = [f"and {len(lines) - MOST_LINES} more lines like these"] if len(lines) > MOST_LINES else []
-    return "".join(f"\n    {line}" for line in [*lines[:MOST_LINES], *more])
+    return listed([*lines[:MOST_LINES], *more])
 
 
 class Faults:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,10 +14,12 @@ import numpy as np
 import pytest
 
 from fakes import Fake
+from goldens import GOLDEN
 from statekit.cli import inspect_command, main
 from statekit.cli.output import size
 from statekit.errors import NotFoundError, StatekitError, UsageError, printable
 
+RUN = GOLDEN / "t5x" / "momentum_f32" / "checkpoint"
 FAKE = Fake({"param/a": np.ones(2, np.float32), "slot/a/v": np.ones(2, np.float32)})
 
 
@@ -125,3 +129,93 @@ def test_sizes_are_for_people() -> None:
     assert [size(n) for n in (0, 1023, 1024, 5 * 2**20, 3 * 2**40, 5000 * 2**40)] == [
         "0 B", "1023 B", "1.0 KiB", "5.0 MiB", "3.0 TiB", "5000.0 TiB",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "kind", "words"),
+    [
+        (["inspct", "--json"], main.USAGE, "UsageError", "did you mean inspect?"),
+        (["inspect", "--json"], main.USAGE, "UsageError", "CHECKPOINT"),
+        (["inspect", "nosuch", "--json"], main.FAILED, "NotFoundError", "nosuch"),
+        (["convert", "nosuch", "out.pt", "--json"], main.FAILED, "NotFoundError", "nosuch"),
+        (["replay", "nosuch", "--json"], main.FAILED, "NotFoundError", "nosuch"),
+        (["replay", ".", "--json"], main.FAILED, "NotFoundError", "None of the paths"),
+        (["schemas", "adamW", "--json"], main.USAGE, "UsageError", "did you mean adamw?"),
+        (
+            ["schemas", "adamw", "--variant", "tourch", "--json"],
+            main.USAGE,
+            "UsageError",
+            "did you mean torch?",
+        ),
+        (["inspect", "RUN", "--layout", "torch_optim", "--json"], main.USAGE, "UsageError", "torch-optim?"),
+        (["inspect", "RUN", "--from", "T5X", "--json"], main.USAGE, "UsageError", "did you mean t5x?"),
+        (["inspect", "RUN", "--variant", "t5", "--json"], main.USAGE, "UsageError", "did you mean t5x?"),
+        (["inspect", "RUN", "--hparams", "decay_rat=1", "--json"], main.USAGE, "UsageError", "decay_rate?"),
+        (["inspect", "RUN", "--hparams", "no.json", "--json"], main.FAILED, "NotFoundError", "no.json"),
+        (["inspect", "RUN", "--param-names", "no.txt", "--json"], main.FAILED, "NotFoundError", "no.txt"),
+        (["inspect", "RUN", "--filter", "no", "--json"], main.FAILED, "NotFoundError", "Nothing matches"),
+        (["convert", "RUN", "o.pt", "--to", "hf_trainer", "--json"], main.USAGE, "UsageError", "hf-trainer?"),
+        (["convert", "RUN", "o.pt", "--layout", "nosuch", "--json"], main.USAGE, "UsageError", "no layout"),
+    ],
+)
+def test_an_error_is_json_too_and_its_code_is_the_same_in_every_verb(
+    arguments: list[str],
+    code: int,
+    kind: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main.main([str(RUN) if a == "RUN" else a for a in arguments]) == code
+    captured = capsys.readouterr()
+    error = json.loads(captured.out)
+    assert list(error) == [
+        "format", "kind", "exit_code", "subject", "place", "expected", "found", "remedy", "faults",
+    ]  # fmt: skip
+    assert (error["format"], error["kind"], error["exit_code"]) == ("statekit.error/1", kind, code)
+    assert words in " ".join(str(part) for part in error.values())
+    assert error["subject"] in captured.err
+
+
+def test_what_stops_a_verb_is_json_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(inspect_command, "inspect", fail_with(KeyboardInterrupt()))
+    assert main.main(["inspect", "somewhere", "--json"]) == main.INTERRUPTED
+    assert json.loads(capsys.readouterr().out)["exit_code"] == 130
+
+
+@pytest.mark.parametrize(
+    ("line", "position", "expected"),
+    [
+        ("statekit ", 1, {"inspect", "convert", "replay", "formats", "schemas", "demo"}),
+        ("statekit convert a b --lay", 4, {"--layout"}),
+        ("statekit convert a b --layout torch-", 5, {"torch-optim", "torch-fqn", "torch-fqn-flat"}),
+        ("statekit convert a b --to t5x", 5, {"t5x", "t5x-orbax"}),
+        ("statekit inspect a --from saf", 4, {"safetensors"}),
+        ("statekit inspect a --variant mxnet_u", 4, {"mxnet_unfused"}),
+        ("statekit schemas ada", 2, {"adafactor", "adamw"}),
+    ],
+)
+def test_the_shell_completes(line: str, position: int, expected: set[str]) -> None:
+    if "ada" in line:
+        expected = {name for name in expected if name.startswith("ada")}
+    done = completion("bash_complete", COMP_WORDS=line, COMP_CWORD=str(position))
+    assert {entry.partition(",")[2] for entry in done.split()} == expected
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_shell_is_told_how_to_complete(shell: str) -> None:
+    assert "_STATEKIT_COMPLETE" in completion(f"{shell}_source")
+
+
+def completion(instruction: str, **environment: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-m", "statekit"],
+        env={**os.environ, main.COMPLETE: instruction, **environment},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout

@@ -11,7 +11,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from statekit.errors import UsageError
+from statekit.errors import UsageError, meant
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import Stage
 from statekit.state.schema import load_schema
@@ -72,6 +72,7 @@ class Hints:
                 place="hparams",
                 expected=", ".join(schema.hyperparameters),
                 found=", ".join(unknown),
+                remedy=", ".join(filter(None, (meant(name, schema.hyperparameters) for name in unknown))),
             )
         if self.hyperparameters:
             state = state.with_hyperparameters(**self.hyperparameters)

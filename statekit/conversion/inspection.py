@@ -284,7 +284,7 @@ def _native(
     chosen = {name: t for name, t in checkpoint.tensors.items() if request.matches(name)}
     describe = _describer(chosen.values(), request.stats, on_progress)
     others = tuple(describe(name, tensor) for name, tensor in chosen.items())
-    why = Finding(f"its tensors are listed by their own names: {error}", str(checkpoint.path))
+    why = Finding(f"its tensors are listed by their own names: {error.line}", str(checkpoint.path))
     seen = replace(opened, others=others)
     _check_matched(seen, request, checkpoint.tensors)
     return replace(seen, findings=(*seen.findings, why, *_bad_values(seen)))

@@ -22,8 +22,16 @@ from statekit.conversion.cards import (
 )
 from statekit.conversion.contracts import Container, Evidence, Hints, Layout
 from statekit.conversion.signs import MayFit, containers_for, layouts_for
-from statekit.errors import NotFoundError, StateError, StatekitError, UnknownFormatError
+from statekit.errors import (
+    NotFoundError,
+    StateError,
+    StatekitError,
+    UnknownFormatError,
+    check_name,
+    listed,
+)
 from statekit.files.checkpoint import Checkpoint
+from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 
 CONTAINERS = "statekit.containers"
@@ -39,11 +47,8 @@ def _points(group: str) -> dict[str, EntryPoint]:
 
 
 def _load(group: str, name: str) -> object:
-    points = _points(group)
-    if name not in points:
-        kind = group.rpartition(".")[2][:-1]
-        raise NotFoundError(f"There is no {kind} of that name.", expected=", ".join(points), found=name)
-    return points[name].load()
+    points, kind = _points(group), group.rpartition(".")[2][:-1]
+    return points[check_name(kind, name, points, f"--{kind}")].load()
 
 
 def container_names() -> list[str]:
@@ -60,7 +65,7 @@ def container(name: str) -> Container:
     """Returns a container by name.
 
     Raises:
-        NotFoundError: No such container.
+        UsageError: No such container.
     """
     return cast(Container, _load(CONTAINERS, name))
 
@@ -69,7 +74,7 @@ def layout(name: str) -> Layout:
     """Returns a layout by name.
 
     Raises:
-        NotFoundError: No such layout.
+        UsageError: No such layout.
     """
     return cast(Layout, _load(LAYOUTS, name))
 
@@ -78,7 +83,7 @@ def container_card(name: str) -> ContainerCard:
     """Returns what is known of a container; loads none of ours.
 
     Raises:
-        NotFoundError: No such container.
+        UsageError: No such container.
     """
     return (_is_ours(CONTAINERS, name) and kept_container(name)) or of_container(container(name))
 
@@ -87,7 +92,7 @@ def layout_card(name: str) -> LayoutCard:
     """Returns what is known of a layout; loads none of ours.
 
     Raises:
-        NotFoundError: No such layout.
+        UsageError: No such layout.
     """
     return (_is_ours(LAYOUTS, name) and kept_layout(name)) or of_layout(layout(name))
 
@@ -111,7 +116,7 @@ def detect_container(path: Path) -> tuple[Container, Evidence]:
         raise UnknownFormatError(
             "The folder isn't a checkpoint, but there are checkpoints in it.",
             place=path,
-            found="".join(f"\n    {name}: {kind}" for name, kind in inside.items()),
+            found=listed(f"{name}: {kind}" for name, kind in inside.items()),
             remedy="name one of them",
         )
     best = _best([(c.name, e) for c, e in found], f"{path}", "container", "--from")
@@ -166,8 +171,11 @@ def decoded(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> TrainState:
 
     Raises:
         StateError: The checkpoint's names aren't the layout's.
-        UsageError: A hint that the schema doesn't know.
+        UsageError: A hint that no schema of the layout knows.
     """
+    if hints.variant is not None:
+        known = [variant for schema in layout.variants for variant in load_schema(schema).variants]
+        check_name("variant", hints.variant, known, "--variant")
     try:
         return layout.decode(checkpoint, hints)
     except StatekitError:

@@ -9,7 +9,7 @@ from pathlib import Path
 from statekit.conversion import registry
 from statekit.conversion.cards import ContainerCard, LayoutCard
 from statekit.conversion.contracts import Container, Layout
-from statekit.errors import NotFoundError, UsageError
+from statekit.errors import UsageError, meant
 
 
 def choose_container(target: Path, to: str | None) -> tuple[Container, str | None]:
@@ -71,10 +71,7 @@ def choose_layout(container: Container, schema: str, name: str | None, source: s
         UsageError: No such layout, or none that holds the optimizer.
     """
     if name is not None:
-        try:
-            layout = registry.layout(name)
-        except NotFoundError as error:
-            raise UsageError(error.subject, place="--layout", expected=error.expected, found=name) from None
+        layout = registry.layout(name)
         if schema not in layout.variants:
             raise UsageError(
                 f"The layout {name} can't hold the state of {schema}.",
@@ -132,8 +129,13 @@ def _named(name: str, option: str) -> tuple[Container, str | None]:
         return registry.container(name), None
     layout, container = _shorthands().get(name, ("", ""))
     if not container:
-        choices = ", ".join(_choices())
-        raise UsageError("There is no container of that name.", place=option, expected=choices, found=name)
+        raise UsageError(
+            "There is no container of that name.",
+            place=option,
+            expected=", ".join(_choices()),
+            found=name,
+            remedy=meant(name, [*registry.container_names(), *_shorthands()]),
+        )
     return registry.container(container), layout
 
 
@@ -150,6 +152,11 @@ def _shorthands() -> dict[str, tuple[str, str]]:
 
 def _containers() -> list[ContainerCard]:
     return [registry.container_card(name) for name in registry.container_names()]
+
+
+def target_names() -> list[str]:
+    """Returns what may be written: names of containers, and `<layout>-<container>`."""
+    return [*_choices(), *(name for name, (_, con) in _shorthands().items() if con in _choices())]
 
 
 def _choices() -> list[str]:

@@ -10,7 +10,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from statekit.errors import NotFoundError
+from statekit.errors import NotFoundError, meant
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,12 @@ class OptimizerSchema:
         """
         if name not in self.variants:
             known = ", ".join(self.variants)
-            raise NotFoundError(f"{self.name} has no such variant.", expected=known, found=name)
+            raise NotFoundError(
+                f"{self.name} has no such variant.",
+                expected=known,
+                found=name,
+                remedy=meant(name, self.variants),
+            )
         return self.variants[name]
 
     def settings(self, variant: str) -> dict[str, Any]:
@@ -170,7 +175,10 @@ def load_schema(name: str) -> OptimizerSchema:
     """
     if name not in schema_names():
         raise NotFoundError(
-            "There is no such optimizer schema.", expected=", ".join(schema_names()), found=name
+            "There is no such optimizer schema.",
+            expected=", ".join(schema_names()),
+            found=name,
+            remedy=meant(name, schema_names()),
         )
     text = resources.files("statekit.schemas").joinpath(f"{name}.json").read_text(encoding="utf-8")
     data = json.loads(text)

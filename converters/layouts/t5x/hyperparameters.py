@@ -15,7 +15,7 @@ from statekit.converters.layouts.factor_inference import with_minimum
 from statekit.converters.layouts.hyperparameters import Hyperparameters, ManifestRecord, OptimizerSpec
 from statekit.converters.layouts.t5x.rules import STANDARD
 from statekit.converters.layouts.t5x.tree import Held
-from statekit.errors import Faults, UsageError
+from statekit.errors import Faults, UsageError, meant
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.factoring import first_entry, map_entries
 from statekit.state.schema import load_schema
@@ -54,6 +54,9 @@ def check_values(values: Mapping[str, Any]) -> None:
             "T5X's Adafactor doesn't take these hyperparameters.",
             expected=", ".join([*defaults(), "logical_axes", _TRAVERSALS]),
             found="; ".join(f"{name}={values[name]!r}: {fault}" for name, fault in faults.items())[:2000],
+            remedy=", ".join(
+                filter(None, (meant(name, defaults()) for name in faults if name not in defaults()))
+            ),
         )
 
 
