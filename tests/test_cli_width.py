@@ -66,7 +66,7 @@ def test_names_fold_first_then_columns_go() -> None:
     assert texts[30][1:] == ["encoder/      float32  1.0 KiB", "  layers_0/", "  kernel"]
     assert table.left_out(30) == []
     assert table.left_out(22) == ["dtype"]
-    assert texts[22][1:] == ["encoder/      1.0 KiB", "  layers_0/", "  kernel"]
+    assert texts[22][1:] == ["encoder/       1.0 KiB", "  layers_0/", "  kernel"]
 
 
 def test_a_word_is_broken_only_where_a_line_is_too_short_for_it() -> None:
