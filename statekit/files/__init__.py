@@ -1,4 +1,9 @@
-"""Files: opened without trust, written without accidents, described by a manifest."""
+"""Files, read without trust and written without accidents.
+
+In goes a path. Out comes a `Checkpoint`, whose tensors are read only when asked; or, at a target, files that were
+written beside its name, synced, read again and compared before they got it, with a manifest that has a digest of
+each.
+"""
 
 import sys
 

@@ -1,4 +1,8 @@
-"""Optimizers that go on where T5X's, icefall's, MXNet's, Optax', PyTorch's and Keras' stopped, for Optax."""
+"""JAX: the originals' optimizers as optax.GradientTransformations, and resuming from any checkpoint statekit reads.
+
+In goes a tree of parameters, or one with a checkpoint of any system that holds them. Out comes a transformation, and a
+state that goes on where T5X, icefall, MXNet, Optax, PyTorch or Keras stopped.
+"""
 
 from statekit.jax.from_checkpoint import load_optimizer, load_params
 from statekit.jax.optimizers import adafactor, adamw, lamb, lans, scaled_adam

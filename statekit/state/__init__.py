@@ -1,1 +1,6 @@
-"""The canonical state of a training run: parameters, slots, groups and hyperparameters, held to published schemas."""
+"""The canonical state of a training run, held to published schemas.
+
+In go parameters, slots, groups with hyperparameters, counts and factor rules under canonical names, whatever system
+they come from. Out comes a `TrainState` in which everything fits the optimizer's schema, or an error that lists every
+fault.
+"""

@@ -1,5 +1,8 @@
 """TensorFlow: every optimizer as a Keras 3 optimizer, and resuming from any checkpoint statekit reads.
 
+In goes a model or its variables, or those with a checkpoint of any system that holds them. Out comes a Keras optimizer
+that goes on where the original stopped:
+
 import statekit.tensorflow
 
 statekit.tensorflow.load_params("checkpoint_1000000", model)

@@ -1,5 +1,8 @@
 """PyTorch: the originals' optimizers as ordinary ones, and resuming from any checkpoint statekit reads.
 
+In go named parameters, or those with a checkpoint of any system that holds them. Out comes a `torch.optim.Optimizer`
+that goes on where the original stopped:
+
 import statekit.torch
 
 statekit.torch.load_params("checkpoint_1000000", model)
