@@ -14,8 +14,9 @@ from statekit.cli.plan_view import show_plan
 from statekit.cli.resume import next_update, resume_lines
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import Report, convert, plan
-from statekit.conversion.plan import Plan, StepOffset
+from statekit.conversion.plan import Plan
 from statekit.files.stage import Progress
+from statekit.state.step_offset import StepOffset
 
 OFFSETS: dict[str, StepOffset] = {"keep": "keep", "reset": "reset"}
 PHASES = {"check": "checking the source", "write": "writing", "verify": "reading again"}

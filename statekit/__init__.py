@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from statekit.conversion.convert import Report
     from statekit.conversion.inspection import Inspection
     from statekit.conversion.open_state import OpenState
-    from statekit.conversion.plan import Plan, StepOffset
+    from statekit.conversion.plan import Plan
     from statekit.files.stage import Progress
+    from statekit.state.step_offset import StepOffset
     from statekit.state.train_state import TrainState
     from statekit.tensors.tensor import Tensor
     from statekit.verify.replay import Replay
@@ -97,7 +98,7 @@ def open(
         Hyperparameter(value=0.9, known_from='given')
         (12,)
     """
-    from statekit.conversion.convert import open_state
+    from statekit.conversion.open_state import open_state
 
     hints = _hints(hparams, variant, param_names)
     return open_state(_local(path), container=container, layout=layout, step=step, hints=hints)

@@ -26,7 +26,8 @@ from typing import Any
 import pytest
 
 from formats import plain_state, register, save, values
-from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
 from statekit.converters.containers.orbax.container import CONTAINER as ORBAX
 from statekit.converters.containers.t5x import CONTAINER as T5X
 from statekit.converters.containers.torch_file import CONTAINER as TORCH

@@ -13,8 +13,7 @@ from typing import Literal
 
 from goldens import GOLDEN
 from statekit.conversion import registry
-from statekit.conversion.contracts import Hints
-from statekit.conversion.plan import NO_HINTS
+from statekit.conversion.contracts import NO_HINTS, Hints
 from statekit.files.stage import staged
 from statekit.testing.container_trials import Sample
 from statekit.testing.layouts import made_state

@@ -20,8 +20,10 @@ from goldens import GOLDEN
 from statekit.cli.main import DONE, main
 from statekit.conversion import registry
 from statekit.conversion.contracts import Exactness, Hints, KeepsMasters, Layout
-from statekit.conversion.convert import convert, open_state, plan, rule_change_to
+from statekit.conversion.convert import convert, plan
 from statekit.conversion.matrix import cells
+from statekit.conversion.open_state import open_state
+from statekit.conversion.prepared import rule_change_to
 from statekit.conversion.rule_change import RuleChange
 from statekit.errors import InexactError, StateError, StatekitError
 from statekit.state.masters import as_params

@@ -18,7 +18,8 @@ import pytest
 
 from formats import Packed, Renamed, arrays, plain_state, register, save, small_state, snapshot, values
 from statekit.conversion.contracts import Exactness, Hints
-from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
 from statekit.converters.containers.statekit_dir import CONTAINER
 from statekit.errors import (
     CommitError,
@@ -30,6 +31,7 @@ from statekit.errors import (
     UsageError,
 )
 from statekit.files import manifest
+from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import Progress
 from statekit.tensors.tensor import Array, Cast, Filled, Index, Stored, Tensor
 
@@ -600,3 +602,50 @@ def test_the_interpreter_can_convert_without_a_framework(source: Path, tmp_path:
 def test_callers_may_give_text_paths(source: Path, tmp_path: Path) -> None:
     work: Callable[..., Any] = plan
     assert work(str(source), str(tmp_path / "x.packed")).request.target == tmp_path / "x.packed"
+
+
+# A plan and its execution
+
+
+def _counting_opens(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    opened: list[Path] = []
+    real = CONTAINER.open
+
+    def count(self: object, path: Path, step: int | None = None) -> Checkpoint:
+        opened.append(path)
+        return real(path, step)
+
+    monkeypatch.setattr(type(CONTAINER), "open", count)
+    return opened
+
+
+def test_a_plan_that_is_carried_out_opens_the_source_once(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = _counting_opens(monkeypatch)
+    work = plan(source, tmp_path / "x.statekit")
+    convert(work)
+    assert opened.count(source) == 1
+    convert(work, replace=True)  # what the plan was made from is used up
+    assert opened.count(source) == 2
+
+
+def test_a_source_that_was_rewritten_since_is_opened_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = _counting_opens(monkeypatch)
+    work = plan(source, tmp_path / "x.statekit")
+    shard = source / SHARD
+    shard.write_bytes(shard.read_bytes())
+    convert(work)
+    assert opened.count(source) == 2
+
+
+def test_a_plan_that_nobody_carries_out_closes_its_source(source: Path, tmp_path: Path) -> None:
+    closed: list[bool] = []
+    work = plan(source, tmp_path / "x.statekit")
+    opened = work.prepared[0].opened.checkpoint
+    close = opened.on_close
+    object.__setattr__(opened, "on_close", lambda: closed.append(close() is None))
+    del work
+    assert closed == [True]

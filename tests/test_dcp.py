@@ -20,7 +20,8 @@ from dcp_files import DCP, MEGATRON, bundle, bytes_of, folder, plain, save, torc
 from replaying import BACKENDS, marks
 from statekit.arrays.backend import backend
 from statekit.conversion.contracts import Encoded
-from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
 from statekit.conversion.registry import detect_container
 from statekit.converters.containers.dcp import CONTAINER
 from statekit.converters.formats.dcp import values, writer
@@ -342,7 +343,7 @@ def test_opening_reads_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_inspecting_imports_no_framework() -> None:
     code = (
-        "import sys; from pathlib import Path; from statekit.conversion.convert import open_state\n"
+        "import sys; from pathlib import Path; from statekit.conversion.open_state import open_state\n"
         f"open_state(Path({str(folder(DCP[0]))!r})).checkpoint.close()\n"
         "assert not {'torch', 'jax', 'tensorflow'} & sys.modules.keys()"
     )

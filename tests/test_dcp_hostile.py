@@ -14,7 +14,7 @@ import pytest
 from dcp_files import DCP, MEGATRON, folder, save, spoilt
 
 from statekit.conversion.contracts import Container
-from statekit.conversion.convert import open_state
+from statekit.conversion.open_state import open_state
 from statekit.converters.containers.dcp import CONTAINER
 from statekit.converters.containers.megatron import CONTAINER as MEGATRON_CONTAINER
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError

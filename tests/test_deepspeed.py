@@ -23,7 +23,8 @@ from goldens import bundles
 from replaying import BACKENDS, COMPILING, marks
 from statekit.arrays.backend import backend
 from statekit.conversion.contracts import Exactness
-from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
 from statekit.conversion.registry import detect_container
 from statekit.converters.containers.deepspeed.container import CONTAINER as DEEPSPEED
 from statekit.converters.layouts.deepspeed import LAYOUT

@@ -19,7 +19,8 @@ from replaying import BACKENDS, marks
 from statekit.arrays.backend import backend
 from statekit.conversion import registry
 from statekit.conversion.contracts import Encoded, Exactness
-from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
 from statekit.converters.containers.flax_msgpack import CONTAINER as FLAX
 from statekit.converters.formats.msgpack import writer
 from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitError

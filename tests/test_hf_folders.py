@@ -18,7 +18,8 @@ from replaying import BACKENDS, marks
 from statekit.arrays.backend import backend
 from statekit.conversion import registry
 from statekit.conversion.contracts import Encoded, Hints
-from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
 from statekit.converters.containers.huggingface import folder as hf_folder
 from statekit.converters.containers.huggingface import hf_trainer, safetensors
 from statekit.converters.containers.torch_file import CONTAINER as TORCH

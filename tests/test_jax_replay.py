@@ -21,7 +21,7 @@ import statekit.jax as sj  # noqa: E402
 from goldens import GOLDEN  # noqa: E402
 from replaying import present  # noqa: E402
 from statekit.arrays.backend import Backend, backend  # noqa: E402
-from statekit.conversion.convert import open_state  # noqa: E402
+from statekit.conversion.open_state import open_state  # noqa: E402
 from statekit.errors import UsageError  # noqa: E402
 from statekit.jax.from_checkpoint import told_of  # noqa: E402
 from statekit.jax.leaves import leaves_of  # noqa: E402

@@ -18,7 +18,8 @@ from safetensors.numpy import load_file
 from goldens import bundles
 from statekit.conversion import registry
 from statekit.conversion.contracts import Encoded, Exactness, Hints
-from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
 from statekit.converters.containers.keras_h5 import CONTAINER as H5
 from statekit.converters.containers.keras_zip import CONTAINER as ZIP
 from statekit.converters.formats.hdf5.reader import Names, open_hdf5

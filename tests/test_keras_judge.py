@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from statekit.conversion.contracts import Hints
-from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
 from statekit.tensors.tensor import Array
 
 pytestmark = [

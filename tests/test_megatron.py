@@ -13,7 +13,8 @@ import pytest
 from dcp_files import MEGATRON, folder, plain, save, torch_read
 
 from statekit.conversion.contracts import Hints
-from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
 from statekit.conversion.registry import detect_container
 from statekit.converters.containers.dcp import CONTAINER as DCP
 from statekit.converters.containers.megatron import CONTAINER

@@ -18,8 +18,9 @@ from statekit.arrays.backend import backend
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.conversion import registry
 from statekit.conversion.contracts import Encoded, Hints
-from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.convert import convert, plan
 from statekit.conversion.inspection import inspect
+from statekit.conversion.open_state import open_state
 from statekit.converters.containers.mxnet import CONTAINER
 from statekit.converters.layouts.mxnet.layout import MXNetOptim
 from statekit.converters.layouts.mxnet.mxnet_lans import LAYOUT as LANS

@@ -13,7 +13,8 @@ from test_orbax_read import IDS, RECORDED, native_names
 from formats import check_conformance, damaged_copies, read_all
 from goldens import GOLDEN
 from statekit.conversion.contracts import Encoded, Exactness
-from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
 from statekit.converters.containers.orbax.container import CONTAINER as ORBAX
 from statekit.tensors.tensor import Array, in_memory
 from statekit.tensors.tree import nested

@@ -12,7 +12,7 @@ import pytest
 from goldens import GOLDEN
 from statekit.cli.main import main
 from statekit.conversion import registry
-from statekit.conversion.convert import open_state
+from statekit.conversion.open_state import open_state
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

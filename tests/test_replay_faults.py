@@ -14,7 +14,7 @@ import pytest
 
 from goldens import GOLDEN
 from statekit.arrays.backend import backend
-from statekit.conversion.convert import open_state
+from statekit.conversion.open_state import open_state
 from statekit.conversion.registry import container, layout
 from statekit.files.stage import staged
 from statekit.state.train_state import Counts, TrainState

@@ -25,7 +25,8 @@ from test_orbax_restored import exact, flat
 from formats import plain_state, values
 from goldens import GOLDEN
 from statekit.conversion.contracts import Exactness, Hints
-from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
 from statekit.converters.layouts.optax.layout import LAYOUT as OPTAX
 from statekit.converters.layouts.optax.links import OWN_FIELDS, OWN_GROUP_FIELDS
 from statekit.converters.layouts.own.statekit_jax import LAYOUT

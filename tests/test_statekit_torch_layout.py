@@ -15,7 +15,8 @@ from torch_models import blank_model, set_grads
 from formats import small_state, values
 from goldens import GOLDEN, bundles
 from statekit.conversion.contracts import Hints
-from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
 from statekit.converters.layouts.own.statekit_torch import LAYOUT
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint

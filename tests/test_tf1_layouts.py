@@ -17,7 +17,8 @@ from formats import plain_state
 from goldens import bundles
 from statekit.arrays.backend import backend
 from statekit.conversion.contracts import Hints
-from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
 from statekit.conversion.registry import detect_layout
 from statekit.converters.containers.tf_bundle import CONTAINER
 from statekit.converters.layouts.tensorflow1.layout import TensorFlow1

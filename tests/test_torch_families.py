@@ -16,7 +16,8 @@ from formats import save
 from goldens import COMPACT, GOLDEN
 from replaying import present
 from statekit.conversion.contracts import Hints
-from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
 from statekit.converters.layouts.own.statekit_torch import CLASSES, LAYOUT
 from statekit.errors import StateError, UsageError
 from statekit.files.checkpoint import Checkpoint

@@ -17,7 +17,8 @@ from statekit.arrays.backend import backend
 from statekit.cli.main import main
 from statekit.cli.param_names import read_param_names
 from statekit.conversion.contracts import Hints, Layout
-from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
 from statekit.conversion.registry import detect_layout
 from statekit.converters.containers.torch_file import CONTAINER
 from statekit.converters.layouts.icefall import LAYOUT as ICEFALL

@@ -25,7 +25,8 @@ from formats import save, small_state
 from goldens import GOLDEN, bundles
 from statekit.arrays.backend import backend
 from statekit.conversion.contracts import Hints
-from statekit.conversion.convert import convert, open_state, plan
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
 from statekit.conversion.registry import layout
 from statekit.converters.formats.safetensors import open_safetensors
 from statekit.errors import NotFoundError, StateError, UnknownRuleError, UsageError

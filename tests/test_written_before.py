@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from statekit.conversion import registry
-from statekit.conversion.convert import open_state
-from statekit.conversion.open_state import OpenState
+from statekit.conversion.open_state import OpenState, open_state
 from statekit.errors import StatekitError
 from statekit.tensors.digest import tensor_digest
 from statekit.tensors.tensor import Tensor

@@ -81,6 +81,9 @@ class Hints:
         return replace(state, optimizer=replace(state.optimizer, variant=self.variant))
 
 
+NO_HINTS = Hints()
+
+
 @dataclass(frozen=True)
 class Encoded:
     """A state in native form.

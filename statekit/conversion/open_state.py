@@ -6,12 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from statekit.conversion.contracts import Evidence
-from statekit.errors import printable
+from statekit.conversion import registry
+from statekit.conversion.contracts import NO_HINTS, Evidence, Hints
+from statekit.conversion.target import source_container
+from statekit.errors import CorruptError, Faults, printable
 from statekit.files.checkpoint import Checkpoint
+from statekit.files.manifest import tensor_faults
 from statekit.state.train_state import Counts, Group, KnownFrom, TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import tensor_names
@@ -135,3 +139,49 @@ def _table(title: str, head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -
 
 def _shown(text: object) -> str:
     return escape(printable(str(text)))
+
+
+def open_state(
+    path: Path,
+    *,
+    container: str | None = None,
+    layout: str | None = None,
+    step: int | None = None,
+    hints: Hints = NO_HINTS,
+) -> OpenState:
+    """Opens a checkpoint and decodes it; reads headers and scalars only.
+
+    Args:
+        path: A checkpoint, or a run's folder.
+        container: Name of its container; found by its content if None.
+        layout: Name of its layout; found by its names if None.
+        step: Which step of a run's folder; the newest if None.
+        hints: What the checkpoint doesn't say.
+
+    Raises:
+        NotFoundError: Nothing is there, or no such step or name.
+        FormatError: The bytes can't be trusted, or no format fits.
+        StateError: The names break the layout.
+    """
+    if container is not None:
+        named, implied = source_container(container)
+        layout, seen = layout or implied, Evidence(0, "named by the user")
+    else:
+        named, seen = registry.detect_container(path)
+    checkpoint = named.open(path, step)
+    try:
+        _check_manifest(checkpoint)
+        if layout is not None:
+            meaning, why = registry.layout(layout), Evidence(0, "named by the user")
+        else:
+            meaning, why = registry.detect_layout(checkpoint)
+        state = registry.decoded(meaning, checkpoint, hints)
+        return OpenState(checkpoint, meaning.name, (seen, why), state)
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def _check_manifest(checkpoint: Checkpoint) -> None:
+    faults = Faults(tensor_faults(checkpoint.manifest, checkpoint.tensors) if checkpoint.manifest else ())
+    faults.check(CorruptError, "The checkpoint doesn't hold what its manifest says", place=checkpoint.path)

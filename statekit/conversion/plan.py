@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from statekit.conversion.contracts import Encoded, Exactness, Hints
+from statekit.conversion.contracts import NO_HINTS, Encoded, Exactness, Hints
 from statekit.conversion.rule_change import RuleChange
 from statekit.errors import Faults, InexactError, printable
 from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.state.step_offset import StepOffset
 from statekit.state.train_state import TrainState
 from statekit.tensors.digest import json_digest
 from statekit.tensors.tensor import Shape, Tensor, nbytes
@@ -20,8 +21,6 @@ from statekit.tensors.tree import tensor_names, to_json
 FORMAT = "statekit-plan"
 VERSION = 1
 Origin: TypeAlias = Literal["kept", "derived", "synthesised"]
-NO_HINTS = Hints()
-StepOffset: TypeAlias = Literal["keep", "reset"] | int
 
 
 @dataclass(frozen=True)
@@ -117,6 +116,7 @@ class Plan:
         rule_change: How the run goes on under another rule; None if the target may follow the source's own.
         findings: What was odd about the source; not part of the digest, as it names places on this machine.
         request: What was asked for, with paths; not part of the digest.
+        prepared: What the plan was made from, still open, for the first that carries it out; closed with the plan.
     """
 
     source: Side
@@ -129,6 +129,7 @@ class Plan:
     rule_change: RuleChange | None
     findings: tuple[Finding, ...]
     request: Request
+    prepared: list[Any] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def bytes(self) -> int:

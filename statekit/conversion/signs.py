@@ -24,6 +24,7 @@ MayFit: TypeAlias = Callable[[str], bool]
 
 _HEAD = 16
 """Bytes of a file that signs are looked for in."""
+_NUMBERED = re.compile(r"(\d{1,18})/$")
 
 
 def containers_for(path: Path) -> MayFit:
@@ -62,12 +63,20 @@ def _head(path: Path) -> str:
 
 
 def _entries(folder: Path, start: str = "") -> str:
-    """Returns the names in a folder that start so, a line each; none of one that can't be read."""
+    """Returns the names in a folder that start so, folders with a slash, then those in its newest numbered folder."""
+    names = _names(folder, start)
+    numbered = {int(found[1]): name for name in names if (found := _NUMBERED.search(name))}
+    newest = _names(folder / numbered[max(numbered)], "") if numbered and not start else []
+    return "\n".join([*names, *newest])
+
+
+def _names(folder: Path, start: str) -> list[str]:
+    """Returns the names in a folder that start so; none of one that can't be read."""
     try:
         with os.scandir(folder) as entries:
-            return "\n".join(entry.name for entry in entries if entry.name.startswith(start))
+            return [f"{e.name}/" if e.is_dir() else e.name for e in entries if e.name.startswith(start)]
     except OSError:
-        return ""
+        return []
 
 
 @cache

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from statekit.conversion.contracts import Hints
-from statekit.conversion.convert import open_state, with_offset
+from statekit.conversion.open_state import open_state
 from statekit.dropin.by_name import LOGICAL, path_of
 from statekit.errors import StateError, UsageError, fault_list
 from statekit.jax.leaves import Leaves, leaves_of
@@ -23,6 +23,7 @@ from statekit.jax.transformation import Rate, Told, built, check_options, state_
 from statekit.state.masters import as_params
 from statekit.state.options import RATE_NAMES
 from statekit.state.schema import load_schema
+from statekit.state.step_offset import with_offset
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Tensor, widens
 

@@ -11,13 +11,13 @@ import keras
 
 from statekit.arrays.backend import backend
 from statekit.conversion.contracts import Hints
-from statekit.conversion.convert import open_state, with_offset
-from statekit.conversion.open_state import OpenState
+from statekit.conversion.open_state import OpenState, open_state
 from statekit.conversion.registry import detect_container
 from statekit.errors import StateError, UnknownRuleError, UsageError, fault_list
 from statekit.optim.run import steps_for
 from statekit.state.masters import as_params
 from statekit.state.options import RATE_NAMES, offered
+from statekit.state.step_offset import with_offset
 from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensorflow.naming import normal, partners, path_of, twice
 from statekit.tensorflow.optimizer import Engine, Rate

@@ -21,8 +21,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from statekit.conversion.contracts import Container, Encoded, Hints, Layout
-from statekit.conversion.plan import NO_HINTS
+from statekit.conversion.contracts import NO_HINTS, Container, Encoded, Hints, Layout
 from statekit.conversion.registry import decoded
 from statekit.errors import InexactError, StateError, StatekitError
 from statekit.files.checkpoint import Checkpoint

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from statekit.conversion.contracts import Hints
-from statekit.conversion.convert import open_state, with_offset
+from statekit.conversion.open_state import open_state
 from statekit.conversion.registry import layout
 from statekit.dropin.by_name import EXCLUDED, LOGICAL, SCALE, flags_of, path_of
 from statekit.errors import StateError, UsageError, fault_list
@@ -21,6 +21,7 @@ from statekit.state.constants import variant_constants
 from statekit.state.masters import as_params
 from statekit.state.options import RATE_NAMES, offered
 from statekit.state.schema import OptimizerSchema, load_schema
+from statekit.state.step_offset import with_offset
 from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Cast, Filled, Tensor, widens
 from statekit.torch.adafactor import Adafactor

@@ -21,7 +21,7 @@ import numpy as np
 from statekit.arrays.backend import Backend
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.conversion.contracts import Hints
-from statekit.conversion.convert import open_state
+from statekit.conversion.open_state import open_state
 from statekit.errors import NotFoundError, StateError, UnknownFormatError, printable
 from statekit.optim.run import Live, Move, initial, load, mover, store
 from statekit.optim.steps import Execution

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from statekit.conversion.contracts import Hints
-from statekit.conversion.convert import open_state
-from statekit.conversion.open_state import OpenState
+from statekit.conversion.open_state import OpenState, open_state
 from statekit.errors import StateError
 from statekit.state.masters import MASTER, as_params
 from statekit.state.train_state import TrainState

@@ -1,0 +1,207 @@
+"""A conversion up to its first byte: the source opened and decoded, the state encoded for the target, the plan made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+from weakref import finalize
+
+from statekit.conversion import registry
+from statekit.conversion.cards import LayoutCard
+from statekit.conversion.contracts import NO_HINTS, Container, Encoded, Fitting, KeepsMasters, Layout
+from statekit.conversion.open_state import OpenState, open_state
+from statekit.conversion.plan import Plan, Request, Side, build_plan
+from statekit.conversion.rule_change import RuleChange, best_rule_change
+from statekit.conversion.target import check_apart, choose_container, choose_layout
+from statekit.errors import Faults, StateError, UsageError
+from statekit.files.checkpoint import Checkpoint
+from statekit.files.stage import Kind
+from statekit.state.masters import as_params
+from statekit.state.step_offset import with_offset
+from statekit.state.train_state import TrainState
+
+
+@dataclass(frozen=True)
+class Prepared(AbstractContextManager["Prepared"]):
+    """A conversion up to the first byte: the source open, the state encoded. Leaving the context closes the source.
+
+    Attributes:
+        opened: The source.
+        state: What will be written, in canonical form.
+        container: The target's.
+        layout: The target's.
+        encoded: The state in the target's form.
+        files: The source's files as they were when it was opened.
+    """
+
+    opened: OpenState
+    state: TrainState
+    container: Container
+    layout: Layout
+    encoded: Encoded
+    files: Mapping[str, tuple[int, int, int]]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.opened.close()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the source's files are as they were."""
+        return self.files == _files_of(self.opened.checkpoint.path)
+
+    @property
+    def kind(self) -> Kind:
+        """What the target is."""
+        assert self.container.target_kind is not None  # choose_container saw to it
+        return self.container.target_kind
+
+    def reopen(self, path: Path) -> Checkpoint:
+        """Opens what was written, and checks that it decodes to the same step and params."""
+        written = self.container.open(path)
+        try:
+            found = _outline(self.layout.decode(written, NO_HINTS))
+            meant = _outline(self.state)
+            faults = Faults(
+                (f"is {found.get(key)}, meant {meant.get(key)}", key)
+                for key in {**meant, **found}
+                if found.get(key) != meant.get(key)
+            )
+            faults.check(StateError, "It decodes to another state", place=path)
+        except BaseException:
+            written.close()
+            raise
+        return written
+
+
+def prepare(request: Request) -> Plan:
+    """Makes the plan of a conversion; it holds what it was made from, for the first that carries it out.
+
+    Raises:
+        UsageError: The options, or source and target, don't go together.
+        InexactError: The conversion would be less exact than required.
+        NotFoundError, FormatError, StateError: The source can't be opened.
+    """
+    check_apart(request.source, request.target)
+    container, implied = choose_container(request.target, request.to)
+    opened = open_state(request.source, container=request.from_, step=request.step, hints=request.hints)
+    try:
+        state, offset = with_offset(opened.state, request.step_offset)
+        name = request.layout or implied
+        layout = choose_layout(container, state.optimizer.schema, name, opened.layout)
+        rule_change = rule_change_to(layout, state, opened.layout)
+        if rule_change is not None:
+            rule_change.check(request.require, lambda: _nearest(opened, request))
+            state = rule_change.state
+        encoded, state = _encoded(layout, state)
+        if isinstance(container, Fitting):
+            encoded = container.fitted(encoded)
+        options = {
+            "hparams": dict(request.hints.hyperparameters),
+            "variant": request.hints.variant,
+            **({"param_names": list(names)} if (names := request.hints.param_names) else {}),
+            "step_offset": {"asked": request.step_offset, "value": offset},
+            "require": request.require.name.lower(),
+        }
+        target = Side(container.name, layout.name, encoded.step)
+        plan = build_plan(
+            opened.checkpoint, opened.layout, state, encoded, target, options, request, rule_change
+        )
+        plan.check()
+        files = _files_of(opened.checkpoint.path)
+    except BaseException:
+        opened.close()
+        raise
+    plan.prepared.append(Prepared(opened, state, container, layout, encoded, files))
+    finalize(plan, _close, plan.prepared)
+    return plan
+
+
+def carried_out(plan: Plan) -> Prepared:
+    """Returns what a plan was made from, or, where that is used up or its files have changed, prepares it anew.
+
+    Raises:
+        UsageError: The source isn't what it was when the plan was made.
+    """
+    check_apart(plan.request.source, plan.request.target)
+    if plan.prepared:
+        prepared = cast(Prepared, plan.prepared.pop())
+        if prepared.is_current:
+            return prepared
+        prepared.opened.close()
+    again = prepare(plan.request)
+    if again.digest != plan.digest:
+        raise UsageError(
+            "The source isn't what it was when the plan was made.",
+            place=plan.request.source,
+            expected=f"plan {plan.digest}",
+            found=f"plan {again.digest}",
+            remedy="make a new plan",
+        )
+    return cast(Prepared, again.prepared.pop())
+
+
+def _close(held: list[Prepared]) -> None:
+    while held:
+        held.pop().opened.close()
+
+
+def _files_of(path: Path) -> dict[str, tuple[int, int, int]]:
+    """Returns size, time of change in nanoseconds and number of each of a checkpoint's files.
+
+    Beside a file, or a prefix of file names, those whose names begin as its own do are taken for the checkpoint's.
+    """
+    if path.is_dir():
+        found = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
+    else:
+        found = [p for p in path.parent.iterdir() if p.name.startswith(path.name.partition(".")[0])]
+    return {str(p): (s.st_size, s.st_mtime_ns, s.st_ino) for p in found if (s := _stat(p)) is not None}
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:  # gone meanwhile, or a link that leads nowhere
+        return None
+
+
+def _encoded(layout: Layout, state: TrainState) -> tuple[Encoded, TrainState]:
+    """Returns a state in native form, and as it is there: masters are the parameters of layouts without their place."""
+    if isinstance(layout, KeepsMasters):
+        return layout.encode(state), state
+    state, left = as_params(state)
+    encoded = layout.encode(state)
+    return replace(encoded, dropped={**encoded.dropped, **left}), state
+
+
+def rule_change_to(layout: Layout | LayoutCard, state: TrainState, source: str) -> RuleChange | None:
+    """Returns how a state goes on where a layout is at home; None if it may follow its own rule there.
+
+    Args:
+        layout: The target's layout.
+        state: The state.
+        source: Name of the layout it is from, which knows the candidates where the state doesn't say its variant.
+    """
+    schema = state.optimizer.schema
+    return best_rule_change(
+        state, registry.layout_card(source).variants.get(schema, ()), layout.variants.get(schema, ())
+    )
+
+
+def _nearest(opened: OpenState, request: Request) -> list[str]:
+    """Returns the layouts that hold the optimizer and go on as exactly as was required."""
+    state = opened.state
+    cards = map(registry.layout_card, registry.layout_names())
+    layouts = [one for one in cards if state.optimizer.schema in one.variants]
+    ways = {one.name: rule_change_to(one, opened.state, opened.layout) for one in layouts}
+    return [name for name, way in ways.items() if way is None or way.exactness <= request.require]
+
+
+def _outline(state: TrainState) -> dict[str, Any]:
+    return {"step": state.counts.updates, **{path: tensor.shape for path, tensor in state.params.items()}}
