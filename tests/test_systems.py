@@ -16,7 +16,7 @@ import pytest
 from formats import plain_state, save, values
 from goldens import COMPACT
 from statekit.cli.main import DONE, FAILED, main
-from statekit.conversion.convert import open_state
+from statekit.conversion.open_state import open_state
 from statekit.files import temporary
 
 WINDOWS = """
