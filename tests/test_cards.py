@@ -11,7 +11,7 @@ import pytest
 from formats import register
 from statekit.conversion import registry
 from statekit.conversion.cards import of_container, of_layout
-from statekit.errors import NotFoundError
+from statekit.errors import UsageError
 
 
 def test_the_cards_are_those_of_the_formats() -> None:
@@ -37,5 +37,5 @@ def test_a_format_of_another_package_is_asked_itself(monkeypatch: pytest.MonkeyP
     container = registry.container("statekit")
     register(monkeypatch)
     assert registry.container_card("statekit") == of_container(container)
-    with pytest.raises(NotFoundError):
+    with pytest.raises(UsageError):
         registry.container_card("nosuch")
