@@ -202,7 +202,7 @@ class Lines(str):
     __slots__ = ()
 
     def __add__(self, other: str) -> Lines:
-        return Lines(super().__add__(other))
+        return Lines(super().__add__(printable(other, keep="\n")))
 
 
 def listed(lines: Iterable[str]) -> Lines:

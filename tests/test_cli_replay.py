@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from goldens import GOLDEN
 from statekit.cli import replay_command
-from statekit.cli.main import DONE, FAILED, WANTING, main
+from statekit.cli.main import DONE, FAILED, USAGE, WANTING, main
 from statekit.verify.contract import DESCRIPTION, GRADS, TRAJECTORY
 from statekit.verify.recording import open_recording, to_json
 from statekit.verify.replay import Replay, Subject
@@ -121,3 +121,8 @@ def test_states_that_dont_follow_one_another_are_no_recording(
 def test_a_difference_is_found_wanting(capsys: pytest.CaptureFixture[str]) -> None:
     code, data = replayed(capsys, "--hparams", "beta1=0.8", CASE)
     assert code == WANTING and not data["passed"]
+
+
+def test_a_hyperparameter_that_nobody_knows_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", "--hparams", "decay_rat=0.7", str(CASE)]) == USAGE
+    assert "did you mean decay_rate?" in capsys.readouterr().err

@@ -183,7 +183,7 @@ class Subject:
         return self.recording.state(update - 1, self.recording.trajectories[0], update)
 
     def _changed(self, state: TrainState) -> TrainState:
-        return state.with_hyperparameters(**self.changes) if self.changes else state
+        return Hints(self.changes).applied(state) if self.changes else state
 
 
 def replay(
