@@ -34,7 +34,7 @@ def raw(text: str, allowed: str = "\n") -> set[str]:
     return {c for c in text if not c.isprintable() and c not in allowed}
 
 
-def check(name: str, captured: pytest.CaptureResult[str], as_json: bool) -> None:
+def check(name: str, captured: tuple[str, str], as_json: bool) -> None:
     """Nothing raw, no line that a name has begun, and the name itself is there, escaped."""
     out, err = captured
     assert raw(out) == set() and raw(err) == set()
