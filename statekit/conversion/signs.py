@@ -22,7 +22,7 @@ from statekit.files.reading import open_regular
 MayFit: TypeAlias = Callable[[str], bool]
 """Tells of a format's name whether its signs are there, or it has none."""
 
-_HEAD = 16
+_HEAD = 64
 """Bytes of a file that signs are looked for in."""
 _NUMBERED = re.compile(r"(\d{1,18})/$")
 
