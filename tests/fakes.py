@@ -13,6 +13,7 @@ from statekit.conversion import registry
 from statekit.conversion.contracts import Evidence, Hints
 from statekit.errors import StateError, UnknownFormatError
 from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.source import Budget
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, Index, Stored, Tensor
 
@@ -50,7 +51,7 @@ class Fake:
 
         return Stored(array.shape, array.dtype, fetch, name, "memory")
 
-    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         tree = {name: self.tensor(name) for name in self.arrays}
         return Checkpoint("fake", path, tree, {"version": 1}, step, findings=self.findings)
 

@@ -22,6 +22,7 @@ from statekit.converters.layouts.own.statekit_canonical import LAYOUT
 from statekit.errors import FormatError, StatekitError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.manifest import parse
+from statekit.files.source import Budget
 from statekit.files.stage import Stage, staged, unknown_fields
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, Tensor, dtype_named, in_memory
@@ -153,7 +154,7 @@ class Packed:
             record = json.dumps({"tree": view, "spans": spans, "manifest": stage.manifest()}).encode()
             output.write(record + struct.pack("<Q", len(record)) + b"packed\r\n")
 
-    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         data = path.read_bytes()
         size = struct.unpack("<Q", data[-16:-8])[0]
         record = json.loads(data[-16 - size : -16])

@@ -24,6 +24,7 @@ from statekit.converters.containers.statekit_dir import CONTAINER as FOLDER
 from statekit.converters.layouts.own.statekit_canonical import LAYOUT as CANONICAL
 from statekit.errors import CorruptError, InexactError, StateError, UnknownFormatError
 from statekit.files.checkpoint import Checkpoint
+from statekit.files.source import Budget
 from statekit.files.stage import Stage
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import DTYPES, Index, Stored, Tensor, in_memory
@@ -158,7 +159,7 @@ class Toy:
             return None
         return Evidence(10, "" if self.flaw == "no reason" else "its first bytes")
 
-    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         if self.flaw == "pickles":
             pickle.loads(path.read_bytes())
         if not _is_toy(path):

@@ -464,7 +464,7 @@ def test_a_damaged_source_is_noticed_as_it_streams(
 
 def test_a_manifest_that_doesnt_fit_its_tensors_is_corrupt(tmp_path: Path, source: Path) -> None:
     class Liar(Packed):
-        def open(self, path: Path, step: int | None = None) -> Any:
+        def open(self, path: Path, step: int | None = None, budget: Any = None) -> Any:
             checkpoint = super().open(path, step)
             return replace(checkpoint, tree={**checkpoint.tree, "more": Filled((1,), np.dtype(np.float32))})
 

@@ -26,8 +26,8 @@ from statekit.conversion.registry import detect_container
 from statekit.converters.containers.dcp import CONTAINER
 from statekit.converters.formats.dcp import values, writer
 from statekit.converters.formats.dcp.metadata import Box, read_metadata, tiling_fault
-from statekit.converters.formats.pytorch import storage
 from statekit.errors import NotFoundError, RefusedError, UsageError
+from statekit.files import source
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import BLOCK_BYTES, Filled, chunks, in_memory, same_values
 from statekit.verify.recording import open_recording
@@ -328,13 +328,13 @@ def test_opening_reads_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = read_metadata((place / ".metadata").read_bytes(), "").tensors.values()
     pieces = [chunk.piece for entry in entries for chunk in entry.chunks]
     seen: list[int] = []
-    real = storage.SourceFile.read
+    real = source.File.read
 
     def counting(self: Any, start: int, count: int) -> Any:
         seen.extend(i for i, p in enumerate(pieces) if start < p.start + p.size and p.start < start + count)
         return real(self, start, count)
 
-    monkeypatch.setattr(storage.SourceFile, "read", counting)
+    monkeypatch.setattr(source.File, "read", counting)
     with CONTAINER.open(place) as checkpoint:
         assert not seen
         checkpoint.tensors["model/embed.weight"].read()

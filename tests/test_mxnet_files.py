@@ -21,14 +21,14 @@ from goldens import GOLDEN
 from statekit.conversion.contracts import Encoded
 from statekit.converters.containers.mxnet import CONTAINER
 from statekit.converters.formats.mxnet.params import read_params
-from statekit.converters.formats.pickle.extents import KEPT_BYTES, Extent, read_thin_pickle
+from statekit.converters.formats.pickle.extents import KEPT_BYTES, read_thin_pickle
 from statekit.converters.formats.pickle.writer import Called, write_pickle
-from statekit.converters.formats.pytorch.storage import SourceFile
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError, UsageError
+from statekit.files.source import File, Files, Part
 from statekit.files.stage import staged
 from statekit.tensors.tensor import Array, Tensor, in_memory
 
-Open: TypeAlias = Callable[[Path], SourceFile]
+Open: TypeAlias = Callable[[Path], File]
 FOLDER = GOLDEN / "mxnet_lans" / "fused_bounds_clip_rescale" / "checkpoint"
 
 
@@ -36,7 +36,7 @@ FOLDER = GOLDEN / "mxnet_lans" / "fused_bounds_clip_rescale" / "checkpoint"
 def source() -> Iterator[Open]:
     """Opens files, and closes them when the test is over."""
     with contextlib.ExitStack() as opened:
-        yield lambda path: opened.enter_context(contextlib.closing(SourceFile(path)))
+        yield opened.enter_context(Files()).source
 
 
 def pickled(tree: Any) -> bytes:
@@ -78,7 +78,7 @@ def test_what_is_not_plain_is_not_pickled() -> None:
         pickled({"a": [object()]})
 
 
-def thin(file: SourceFile) -> Any:
+def thin(file: File) -> Any:
     return read_thin_pickle(file, lambda note: {})
 
 
@@ -90,9 +90,9 @@ def test_long_bytes_stay_in_the_file(tmp_path: Path, protocol: int, source: Open
     found = thin(source(tmp_path / "x"))
     assert found.end == len(data) and found.value["short"] == tree["short"]
     long, (last, end) = found.value["long"], found.value["last"]
-    assert isinstance(long, Extent) and isinstance(last, Extent) and end == "end"
-    assert long.fetch(0, long.nbytes).tobytes() == tree["long"]
-    assert last.fetch(99_990, 10).tobytes() == b"z" * 10
+    assert isinstance(long, Part) and isinstance(last, Part) and end == "end"
+    assert long.read(0, long.size).tobytes() == tree["long"]
+    assert last.read(99_990, 10).tobytes() == b"z" * 10
 
 
 def test_a_large_file_opens_by_its_small_part(tmp_path: Path, source: Open) -> None:
@@ -109,7 +109,7 @@ def test_a_large_file_opens_by_its_small_part(tmp_path: Path, source: Open) -> N
         source(path / "x.states"), lambda note: {"builtins.bytearray": lambda args: args[0]}
     )
     assert _read_bytes() - before < 2**20
-    assert data.value.nbytes == 8 * 2**27
+    assert data.value.size == 8 * 2**27
 
 
 def _around(size: int) -> tuple[bytes, bytes]:

@@ -143,7 +143,7 @@ def test_a_closed_file_isnt_read(tmp_path: Path) -> None:
 def test_a_file_that_shrinks_while_open_is_an_error(tmp_path: Path) -> None:
     found = open_safetensors(ours(tmp_path / "x", ARRAYS))
     os.truncate(tmp_path / "x", 200)
-    with pytest.raises(CorruptError, match="ends in the middle"):
+    with pytest.raises(CorruptError, match="ends before"):
         [tensor.read() for tensor in found.tensors.values()]
     found.close()
 
@@ -209,10 +209,10 @@ def test_all_faults_are_listed_at_once(tmp_path: Path) -> None:
 def test_what_isnt_a_file_of_the_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         open_safetensors(tmp_path / "none")
-    with pytest.raises(CorruptError, match="truncated"):
+    with pytest.raises(CorruptError, match="ends before"):
         open_safetensors(raw(tmp_path / "x", {}, length=2**63))
     (tmp_path / "y").write_bytes(b"short")
-    with pytest.raises(CorruptError, match="truncated"):
+    with pytest.raises(CorruptError, match="ends before"):
         open_safetensors(tmp_path / "y")
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(RefusedError, match="regular file"):
@@ -222,7 +222,7 @@ def test_what_isnt_a_file_of_the_format_is_refused(tmp_path: Path) -> None:
 def test_a_header_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = raw(tmp_path / "x", {}, length=200_000_000)
     os.truncate(path, 2**40)  # sparse
-    with pytest.raises(RefusedError, match="too long"):
+    with pytest.raises(RefusedError, match="too large"):
         open_safetensors(path)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import struct
 import time
 import tracemalloc
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -15,18 +16,36 @@ from hypothesis import strategies as st
 from t5x_files import packed_array
 
 from statekit.converters.formats.msgpack.reader import Inline, parse
-from statekit.converters.formats.zarr.stores import Value
-from statekit.errors import CorruptError, FormatError, RefusedError
-from statekit.tensors.tensor import Stored
+from statekit.errors import FormatError, RefusedError
+from statekit.files.source import Held, filled
+from statekit.tensors.tensor import Array, Stored
 
 
-def value(data: bytes, place: str = "here") -> Value:
-    def read_at(offset: int, count: int) -> bytes:
-        if offset + count > len(data):
-            raise CorruptError("A file ends too early.", place=place)
-        return data[offset : offset + count]
+def value(data: bytes, place: str = "here") -> Held:
+    return Held(data, place)
 
-    return Value(len(data), read_at, place)
+
+@dataclass(frozen=True)
+class Watched:
+    """Bytes of which is noted what was read."""
+
+    data: bytes
+    spans: list[tuple[int, int]]
+    place: str = "here"
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def read_into(self, start: int, into: memoryview) -> None:
+        self.spans.append((start, len(into)))
+        Held(self.data, self.place).read_into(start, into)
+
+    def read(self, start: int, count: int) -> Array:
+        return filled(self, start, count)
+
+    def hold(self, start: int, count: int, what: str) -> None:
+        """Takes nothing."""
 
 
 def parsed(tree: Any) -> Any:
@@ -72,12 +91,7 @@ def test_arrays_are_skipped_and_read_later(shape: tuple[int, ...], dtype: str) -
     array = (np.random.default_rng(1).standard_normal(shape) * 5).astype(np.dtype(dtype))
     data: bytes = msgpack.packb({"a": packed_array(array), "b": {"c": packed_array(array, 3)}, "d": 7})
     spans: list[tuple[int, int]] = []
-
-    def read_at(offset: int, count: int) -> bytes:
-        spans.append((offset, count))
-        return data[offset : offset + count]
-
-    tree = parse(Value(len(data), read_at, "here"))
+    tree = parse(Watched(data, spans))
     assert tree["d"] == 7
     spans.clear()
     for leaf in (tree["a"], tree["b"]["c"]):
@@ -90,19 +104,14 @@ def test_arrays_are_skipped_and_read_later(shape: tuple[int, ...], dtype: str) -
 def test_parsing_holds_no_array_data() -> None:
     array = np.zeros(2**22, np.float32)
     data: bytes = msgpack.packb({str(i): packed_array(array) for i in range(4)})
-    reads: list[int] = []
-
-    def read_at(offset: int, count: int) -> bytes:
-        reads.append(count)
-        return data[offset : offset + count]
-
+    spans: list[tuple[int, int]] = []
     tracemalloc.start()
-    tree = parse(Value(len(data), read_at, "here"))
+    tree = parse(Watched(data, spans))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(tree) == 4
     assert peak < 2**20
-    assert sum(reads) < 2**20
+    assert sum(count for _, count in spans) < 2**20
 
 
 def test_blocks_of_an_inline_array() -> None:

@@ -22,6 +22,7 @@ from statekit.converters.formats.zarr.headers import parse_zarray
 from statekit.converters.formats.zarr.stores import FolderStore, OcdbtStore, local_path, open_store
 from statekit.converters.formats.zarr.writer import chunk_shape, encoded_chunks, header_bytes, header_for
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError, UsageError
+from statekit.files.source import Files, bytes_at
 from statekit.tensors.tensor import DTYPES, Array, Stored, chunks, in_memory
 
 RANDOM = np.random.default_rng(3)
@@ -29,7 +30,7 @@ RANDOM = np.random.default_rng(3)
 
 def opened(folder: Path, **changes: Any) -> Stored:
     """Opens an array through its own header, some of it changed."""
-    store = FolderStore.of(folder.parent)
+    store = FolderStore.of(folder.parent, Files())
     [data] = store.headers([f"{folder.name}/.zarray"])
     assert data is not None
     parsed = parse_zarray(json.dumps(json.loads(data) | changes).encode(), "here")
@@ -130,7 +131,7 @@ def test_dtypes_round_trip(tmp_path: Path, name: str) -> None:
     for key, pieces in encoded_chunks(stage, "t", tensor, stated):
         with stage.file(f"a/{key}") as output:
             output.writelines(pieces)
-    back = open_array(FolderStore.of(tmp_path), "a", again, "t").read()
+    back = open_array(FolderStore.of(tmp_path, Files()), "a", again, "t").read()
     assert back.dtype == values.dtype
     assert back.tobytes() == values.tobytes() == stage.streamed["t"]
 
@@ -168,7 +169,7 @@ def test_a_header_of_absurd_size_is_refused(tmp_path: Path) -> None:
     folder = write_array(tmp_path / "a", array(2), (2,))
     (folder / ".zarray").write_bytes(b" " * 2**17)
     with pytest.raises(RefusedError, match="header"):
-        FolderStore.of(tmp_path).headers(["a/.zarray"])
+        FolderStore.of(tmp_path, Files()).headers(["a/.zarray"])
 
 
 @pytest.mark.parametrize("shape", [[2**40, 2**40], [2**61]])
@@ -272,7 +273,7 @@ def test_an_absent_chunk_with_fill_is_told(tmp_path: Path) -> None:
     tensor = opened(folder, fill_value=2.5)
     assert np.array_equal(tensor.read(), np.concatenate([values[:2], np.full((2, 4), 2.5, np.float32)]))
     stated = parse_zarray(json.dumps(header((4, 4), (2, 4)) | {"fill_value": 2.5}).encode(), "here")
-    assert absent_chunks(FolderStore.of(tmp_path), "a", stated) == ["1.0"]
+    assert absent_chunks(FolderStore.of(tmp_path, Files()), "a", stated) == ["1.0"]
     nan = parse_zarray(json.dumps(header((4, 4), (2, 4)) | {"fill_value": "NaN"}).encode(), "here")
     assert nan.fill is not None
     assert math.isnan(nan.fill)
@@ -282,7 +283,7 @@ def test_an_absent_chunk_with_fill_is_told(tmp_path: Path) -> None:
 def test_absurd_fill_is_refused(tmp_path: Path, shape: tuple[int, ...], chunk: tuple[int, ...]) -> None:
     stated = Header(shape, chunk, DTYPES["float32"], "gzip", fill=0.0)
     with pytest.raises(RefusedError):
-        absent_chunks(FolderStore.of(tmp_path), "a", stated)
+        absent_chunks(FolderStore.of(tmp_path, Files()), "a", stated)
 
 
 def test_links_that_lead_out_are_refused(tmp_path: Path) -> None:
@@ -293,7 +294,7 @@ def test_links_that_lead_out_are_refused(tmp_path: Path) -> None:
     own = write_array(inside / "own", array(4), (4,))
     (own / "0").unlink()
     (own / "0").symlink_to(outside / "0")
-    store = FolderStore.of(inside)
+    store = FolderStore.of(inside, Files())
     for key in ("folder/.zarray", "folder/0", "own/0"):
         with pytest.raises(RefusedError, match="leads out"):
             store.value(key)
@@ -308,7 +309,7 @@ def test_links_that_stay_inside_are_followed(tmp_path: Path) -> None:
     (folder / "0").symlink_to("../blob")
     (tmp_path / "run").symlink_to(".", target_is_directory=True)
     assert np.array_equal(opened(folder).read(), values)
-    assert FolderStore.of(tmp_path / "run").value("a/0") is not None
+    assert FolderStore.of(tmp_path / "run", Files()).value("a/0") is not None
 
 
 @pytest.mark.parametrize(
@@ -316,23 +317,23 @@ def test_links_that_stay_inside_are_followed(tmp_path: Path) -> None:
 )
 def test_keys_that_leave_the_store(tmp_path: Path, key: str) -> None:
     with pytest.raises(RefusedError):
-        FolderStore.of(tmp_path).value(key)
+        FolderStore.of(tmp_path, Files()).value(key)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(RefusedError):
-        FolderStore.of(tmp_path).value("pipe")
-    assert FolderStore.of(tmp_path).value("gone/0") is None
+        FolderStore.of(tmp_path, Files()).value("pipe")
+    assert FolderStore.of(tmp_path, Files()).value("gone/0") is None
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     folder = write_array(tmp_path / "a", array(4), (4,), None)
-    value = FolderStore.of(tmp_path).value("a/0")
+    value = FolderStore.of(tmp_path, Files()).value("a/0")
     assert value is not None
     (folder / "0").write_bytes(b"")
-    with pytest.raises(CorruptError, match="too early"):
-        value.read_at(0, 16)
+    with pytest.raises(CorruptError, match="ends before"):
+        bytes_at(value, 0, 16)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +375,9 @@ def test_chunked_writing_is_read_by_tensorstore(
     theirs = ts.open(spec).result().read().result()
     assert stage.streamed["t"] == values.tobytes()
     assert theirs.tobytes() == values.tobytes()
-    assert open_array(FolderStore.of(tmp_path), "a", stated, "t").read().tobytes() == values.tobytes()
+    assert (
+        open_array(FolderStore.of(tmp_path, Files()), "a", stated, "t").read().tobytes() == values.tobytes()
+    )
 
 
 def test_a_part_of_a_small_chunk_is_checked_to_its_end(tmp_path: Path) -> None:
@@ -410,7 +413,7 @@ def ocdbt(folder: Path, values: dict[str, bytes]) -> Path:
 def test_an_ocdbt_database_gives_values_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("statekit.converters.formats.zarr.stores._PROBE", 1000)
     values = {f"a/{n}": RANDOM.bytes(n) for n in (1, 2, 999, 1000, 1001, 1999, 2000, 2001, 70_001)}
-    store = open_store(ocdbt(tmp_path / "db", values))
+    store = open_store(ocdbt(tmp_path / "db", values), Files())
     assert isinstance(store, OcdbtStore)
     assert store.keys() == sorted(values)
     assert store.value("a/none") is None
@@ -418,8 +421,8 @@ def test_an_ocdbt_database_gives_values_of_any_size(tmp_path: Path, monkeypatch:
     for key, data in values.items():
         value = store.value(key)
         assert value is not None
-        assert (value.size, value.read_at(0, len(data))) == (len(data), data)
-        assert value.read_at(len(data) // 3, len(data) // 2) == data[len(data) // 3 :][: len(data) // 2]
+        assert (value.size, bytes_at(value, 0, len(data))) == (len(data), data)
+        assert bytes_at(value, len(data) // 3, len(data) // 2) == data[len(data) // 3 :][: len(data) // 2]
 
 
 def damaged_manifest(folder: Path) -> None:
@@ -436,9 +439,9 @@ def test_a_damaged_database(tmp_path: Path, harm: Callable[[Path], None]) -> Non
     folder = ocdbt(tmp_path / "db", {f"a/{i}": bytes(2000) for i in range(5)})
     harm(folder)
     with pytest.raises(CorruptError):
-        OcdbtStore.of(folder).value("a/1")
+        OcdbtStore.of(folder, Files()).value("a/1")
     with pytest.raises(CorruptError):
-        OcdbtStore.of(folder).headers(["a/1"])
+        OcdbtStore.of(folder, Files()).headers(["a/1"])
 
 
 def test_a_database_with_links_out_is_refused(tmp_path: Path) -> None:
@@ -447,7 +450,7 @@ def test_a_database_with_links_out_is_refused(tmp_path: Path) -> None:
     data.rename(tmp_path / "elsewhere")
     data.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RefusedError, match="leads out"):
-        open_store(folder)
+        open_store(folder, Files())
 
 
 def test_addresses_are_refused_with_a_remedy() -> None:

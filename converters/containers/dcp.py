@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,13 +22,14 @@ from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.steps import files_beside
 from statekit.converters.formats.dcp.metadata import Contents, read_metadata
 from statekit.converters.formats.dcp.tree import tree_of
-from statekit.converters.formats.dcp.values import Files, read_values
+from statekit.converters.formats.dcp.values import read_values
 from statekit.converters.formats.dcp.writer import write_dcp
 from statekit.converters.formats.pytorch.reader import named
 from statekit.converters.layouts.optimizer_forms import by_name, is_nested
 from statekit.errors import NotFoundError
 from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.files.manifest import FILE, find_manifest, read_small, tensor_faults
+from statekit.files.manifest import FILE, find_manifest, tensor_faults
+from statekit.files.source import Budget, Files, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tree import Tree, tensor_names
 
@@ -39,11 +39,12 @@ _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})", re.DOTALL)
 
 @dataclass(frozen=True)
 class Folder:
-    """An opened folder of pieces: where it is, what it holds, and the same by path."""
+    """An opened folder of pieces: where it is, what it holds, the same by path, and its open files."""
 
     path: Path
     contents: Contents
     values: Mapping[str, Tree]
+    files: Files
 
     def checkpoint(
         self,
@@ -51,7 +52,6 @@ class Folder:
         tree: Tree,
         step: int | None,
         steps: Sequence[int],
-        opened: ExitStack,
         others: Iterable[str] = (),
     ) -> Checkpoint:
         """Returns the checkpoint that the folder is, with what lies around its tensors.
@@ -61,16 +61,15 @@ class Folder:
             tree: What it holds.
             step: The number in its name.
             steps: Those of the run's folder.
-            opened: What is closed with the checkpoint.
             others: Names of the container's files that aren't the folder's own.
         """
         tree = named(tree)
-        manifest, odd = _manifest(self.path, tree)
+        manifest, odd = _manifest(self.path, tree, self.files)
         notes = tuple(Finding(note, f"{self.path / METADATA}") for note in self.contents.notes)
         beside = files_beside(self.path, self._names | {*others})
         meta = {**self._meta, "steps": steps, "files_beside": beside}
-        close = opened.pop_all().close
-        return Checkpoint(container, self.path, tree, meta, step, manifest, (*notes, *odd), close)
+        findings = (*notes, *odd)
+        return Checkpoint(container, self.path, tree, meta, step, manifest, findings, self.files.close)
 
     @property
     def _names(self) -> set[str]:
@@ -91,22 +90,20 @@ class Folder:
         }
 
 
-def open_folder(path: Path, opened: ExitStack) -> Folder:
-    """Opens the pieces of a folder; `opened` closes them.
+def open_folder(path: Path, files: Files) -> Folder:
+    """Opens the pieces of a folder.
 
     Raises:
         NotFoundError: A file isn't there.
         FormatError: Metadata or pieces don't follow the format or can't be trusted.
     """
-    contents = read_metadata(read_small(path / METADATA), f"{path / METADATA}")
-    files = Files(path)
-    opened.callback(files.close)
-    return Folder(path, contents, read_values(contents, files))
+    contents = read_metadata(read_small(path / METADATA, files), f"{path / METADATA}")
+    return Folder(path, contents, read_values(contents, path, files), files)
 
 
-def _manifest(path: Path, tree: Tree) -> tuple[Mapping[str, Any] | None, tuple[Finding, ...]]:
+def _manifest(path: Path, tree: Tree, files: Files) -> tuple[Mapping[str, Any] | None, tuple[Finding, ...]]:
     """Reads a folder's `statekit.json`, if it is about these tensors."""
-    manifest, findings = find_manifest(path)
+    manifest, findings = find_manifest(path, files)
     faults = tensor_faults(manifest, tensor_names(tree)) if manifest else []
     if not faults:
         return manifest, findings
@@ -183,7 +180,7 @@ class Dcp:
                 return Evidence(10, f"{folder} has {METADATA} and *.distcp")
         return None
 
-    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Reads the metadata and what is no tensor; values of tensors are read when asked for.
 
         Raises:
@@ -191,10 +188,10 @@ class Dcp:
             FormatError: Metadata or pieces don't follow the format or can't be trusted.
         """
         place, number, steps = step_folder(path, step, METADATA, "checkpoint of torch.distributed.checkpoint")
-        with ExitStack() as opened:
-            folder = open_folder(place, opened)
+        with opening(budget) as files:
+            folder = open_folder(place, files)
             tree = tree_of(folder.contents.paths, folder.values, f"{place / METADATA}")
-            return folder.checkpoint(self.name, tree, number, steps, opened)
+            return folder.checkpoint(self.name, tree, number, steps)
 
     def fitted(self, encoded: Encoded) -> Encoded:
         """Returns a state whose optimizers are by name, as torch.distributed.checkpoint.state_dict gathers them."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -25,9 +24,10 @@ from statekit.converters.containers.steps import files_beside, trusted_manifest
 from statekit.converters.formats.pytorch.reader import named
 from statekit.converters.layouts.optimizer_forms import is_flat
 from statekit.converters.layouts.torch_parts import SORTED
-from statekit.errors import FormatError, NotFoundError, UsageError
+from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.manifest import read_small, strict_json
+from statekit.files.manifest import strict_json
+from statekit.files.source import Budget, Files, first_bytes, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.tensors.tree import Tree
@@ -57,13 +57,12 @@ class DcpSafetensors:
             name = find_model(path) if path.is_dir() else None
             if name is None or ".safetensors" not in name:
                 return None
-            with (path / name).open("rb") as file:
-                found = _MARK in file.read(_HEAD)
-        except OSError:
+            found = _MARK in first_bytes(path / name, _HEAD)
+        except (OSError, StatekitError):
             return None
         return Evidence(20, f"{path / name} names {PREFIX}{_STATE}*") if found else None
 
-    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Reads headers, index and options.
 
         Raises:
@@ -74,16 +73,15 @@ class DcpSafetensors:
         if name is None or step is not None:
             found = f"step {step}" if step is not None else None
             raise NotFoundError("There is no such checkpoint.", place=path, found=found)
-        with ExitStack() as opened:
-            whole = open_model(path, name, opened)
+        with opening(budget) as files:
+            whole = open_model(path, name, files)
             model = {key: one for key, one in whole.tensors.items() if not key.startswith(PREFIX)}
             slots = {key.removeprefix(PREFIX): one for key, one in whole.tensors.items() if key not in model}
-            tree = named({"model": model, "optimizer": {**_options(path), **slots}})
-            manifest, findings = trusted_manifest(path, None, tree)
+            tree = named({"model": model, "optimizer": {**_options(path, files), **slots}})
+            manifest, findings = trusted_manifest(path, None, tree, files)
             beside = files_beside(path, {OPTIONS, *whole.files})
-            close = opened.pop_all().close
         meta = {SORTED: whole.is_sorted, "files_beside": beside}
-        return Checkpoint(self.name, path, tree, meta, None, manifest, findings, close)
+        return Checkpoint(self.name, path, tree, meta, None, manifest, findings, files.close)
 
     def fitted(self, encoded: Encoded) -> Encoded:
         """Returns a state of tensors alone, with options that JSON can hold; all else has no place here."""
@@ -127,11 +125,11 @@ class DcpSafetensors:
                 raise UsageError("Options can't be written as JSON.", place=OPTIONS, found=error) from None
 
 
-def _options(folder: Path) -> dict[str, Tree]:
+def _options(folder: Path, files: Files) -> dict[str, Tree]:
     path = folder / OPTIONS
     if not path.is_file():
         return {}
-    options = strict_json(read_small(path), path)
+    options = strict_json(read_small(path, files), path)
     if not isinstance(options, dict) or not all(key.startswith(_GROUPS) for key in options):
         raise FormatError("Options aren't a JSON object by parameter.", place=path, expected=f"{_GROUPS}*")
     return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}

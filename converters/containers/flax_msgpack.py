@@ -20,9 +20,9 @@ from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.steps import FOLDER, find_step, sighted, step_checkpoint
 from statekit.converters.formats.msgpack.reader import Inline, parse
 from statekit.converters.formats.msgpack.writer import NUMBER, SCALAR, gathered, packed
-from statekit.converters.formats.zarr.stores import FolderStore
-from statekit.errors import FormatError, NotFoundError, RefusedError
+from statekit.errors import FormatError, RefusedError
 from statekit.files.checkpoint import SEQUENCES_AS_MAPS, Checkpoint
+from statekit.files.source import Budget, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Stored, in_memory
 from statekit.tensors.tree import Path as Keys
@@ -47,7 +47,7 @@ class FlaxFile:
             return None
         return Evidence(10, f"{found.path} is a msgpack map that begins with a name")
 
-    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses the map, skipping the values of arrays.
 
         Raises:
@@ -55,14 +55,13 @@ class FlaxFile:
             FormatError: The file doesn't follow the format or can't be trusted.
         """
         found = find_step(path, step, "flax")
-        value = FolderStore.of(found.path.parent).value(found.path.name)
-        if value is None:
-            raise NotFoundError("The checkpoint's file is gone.", place=found.path)
-        tree = _with_tensors(parse(value), (), value.place)
-        if not isinstance(tree, dict):
-            raise FormatError("A Flax file holds no map.", place=found.path, found=type(tree).__name__)
-        meta = {"generation": "msgpack", SEQUENCES_AS_MAPS: True}
-        return step_checkpoint(self.name, found, tree, meta, {found.path.name}, ())
+        with opening(budget) as files:
+            source = files.source(found.path)
+            tree = _with_tensors(parse(source), (), source.place)
+            if not isinstance(tree, dict):
+                raise FormatError("A Flax file holds no map.", place=found.path, found=type(tree).__name__)
+            meta = {"generation": "msgpack", SEQUENCES_AS_MAPS: True}
+            return step_checkpoint(self.name, found, tree, meta, {found.path.name}, (), files)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes `checkpoint_<step>` as `flax.training.checkpoints` does.

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,9 +21,11 @@ from typing import Any, Literal
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.steps import files_beside
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
+from statekit.converters.containers.torch_file import open_torch
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.files.checkpoint import Checkpoint
+from statekit.files.source import Budget, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Tree
@@ -49,7 +50,7 @@ class FsdpRanks:
         first = path / "rank0.pt"
         return Evidence(10, f"{first} is a torch file") if TORCH.detect(first) is not None else None
 
-    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Reads the pickles of all ranks, and joins their pieces.
 
         Raises:
@@ -61,14 +62,14 @@ class FsdpRanks:
             raise NotFoundError(
                 "There are no files of ranks.", place=path, expected="rank0.pt ...", found=found
             )
-        with ExitStack() as opened:
-            files = sorted((entry for entry in path.iterdir() if _RANK.fullmatch(entry.name)), key=_number)
-            ranks = [opened.enter_context(TORCH.open(file)).tree for file in files[:MAX_RANKS]]
-            _check(path, [_number(file) for file in files], ranks)
+        entries = sorted((entry for entry in path.iterdir() if _RANK.fullmatch(entry.name)), key=_number)
+        with opening(budget) as files:
+            ranks = [open_torch(file, files).tree for file in entries[:MAX_RANKS]]
+            _check(path, [_number(file) for file in entries], ranks)
             tree = named(_joined(path, ranks))
-            meta = {"ranks": len(ranks), "files_beside": files_beside(path, {file.name for file in files})}
-            close = opened.pop_all().close
-        return Checkpoint(self.name, path, tree, meta, on_close=close)
+        beside = files_beside(path, {file.name for file in entries})
+        meta = {"ranks": len(ranks), "files_beside": beside}
+        return Checkpoint(self.name, path, tree, meta, on_close=files.close)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Refuses: only FSDP itself knows how it cuts."""

@@ -21,7 +21,7 @@ from statekit.errors import NotFoundError, StatekitError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint, Finding
 from statekit.files.durable import sync, writing
 from statekit.files.manifest import parse, strict_json, tensor_faults
-from statekit.files.reading import open_regular
+from statekit.files.source import Budget, as_file, first_bytes, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tree import tensor_names
 
@@ -44,13 +44,12 @@ class KerasH5:
     def detect(self, path: Path) -> Evidence | None:
         """Looks at the first bytes."""
         try:
-            with open_regular(path) as file:
-                fits = file.read(len(MAGIC)) == MAGIC
+            fits = first_bytes(path, len(MAGIC)) == MAGIC
         except (OSError, StatekitError):
             return None
         return Evidence(10, "the first bytes are those of HDF5") if fits else None
 
-    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses headers; values are read when asked for.
 
         Raises:
@@ -59,14 +58,11 @@ class KerasH5:
             RefusedError: It wants values of other files, or filters that aren't allowed.
         """
         refuse_step(path, step)
-        open_regular(path).close()
-        opened = open_hdf5(str(path), f"{path}")
-        try:
+        with opening(budget) as files:
+            opened = open_hdf5(as_file(files.source(path)), f"{path}")
+            files.on_close(opened.close)
             manifest, findings = documents(opened.tree, path)
-        except BaseException:
-            opened.close()
-            raise
-        return Checkpoint(self.name, path, opened.tree, {}, None, manifest, findings, opened.close)
+        return Checkpoint(self.name, path, opened.tree, {}, None, manifest, findings, files.close)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes the file.

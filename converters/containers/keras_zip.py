@@ -9,7 +9,6 @@ Source: keras-team/keras, keras/src/saving/saving_lib.py, `_save_model_to_fileob
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -18,10 +17,10 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, cast
 
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.keras_h5 import CONFIG, METADATA, documents, refuse_step
@@ -30,7 +29,7 @@ from statekit.converters.formats.hdf5.writer import write_hdf5
 from statekit.errors import CorruptError, FormatError, InexactError, RefusedError, StatekitError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint, Finding
 from statekit.files.manifest import strict_json
-from statekit.files.reading import open_regular
+from statekit.files.source import Budget, File, Files, Part, as_file, bytes_at, opening, require
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Index, Stored
 from statekit.tensors.tree import Tree
@@ -58,13 +57,14 @@ class KerasZip:
     def detect(self, path: Path) -> Evidence | None:
         """Looks at the names of an archive's members."""
         try:
-            with open_regular(path) as file:
-                fits = file.read(4) == b"PK\3\4" and {WEIGHTS, CONFIG} <= {*_members(file, path)}
+            with Files() as files:
+                file = files.source(path)
+                fits = bytes_at(file, 0, 4) == b"PK\3\4" and {WEIGHTS, CONFIG} <= {*_members(file)}
         except (OSError, StatekitError):
             return None
         return Evidence(20, f"a zip archive with {CONFIG} and {WEIGHTS}") if fits else None
 
-    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses documents and headers; values are read when asked for.
 
         Raises:
@@ -74,28 +74,27 @@ class KerasZip:
             FormatError: A member is missing, or no JSON.
         """
         refuse_step(path, step)
-        with ExitStack() as stack:
-            file = stack.enter_context(open_regular(path))
-            members = _members(file, path)
+        with opening(budget) as files:
+            file = files.source(path)
+            members = _members(file)
             missing = [name for name in (CONFIG, WEIGHTS) if name not in members]
             if missing:
                 raise FormatError("A .keras file lacks a member.", place=path, expected=", ".join(missing))
             held = {
-                name: strict_json(_document(file, members[name], path), f"{name} in {path}")
+                name: strict_json(_document(file, members[name]), f"{name} in {path}")
                 for name in (CONFIG, METADATA)
                 if name in members
             }
-            weights = _Weights(file, members[WEIGHTS], path, stack)
+            weights = _Weights(file, members[WEIGHTS])
             opened = open_hdf5(weights.stream, f"{path}:{WEIGHTS}")
-            stack.callback(opened.close)
+            files.on_close(opened.close)
             manifest, findings = documents(opened.tree, path)
             tree = {ATTRIBUTES: {**opened.tree.pop(ATTRIBUTES, {}), **held}, **opened.tree}
             others = sorted(members.keys() - {CONFIG, METADATA, WEIGHTS})
             findings += tuple(Finding("a member that isn't read", f"{name} in {path}") for name in others)
             tree = _checked(tree, weights)
-            close = stack.pop_all().close
         meta = {"keras_version": held.get(METADATA, {}).get("keras_version"), "not_read": others}
-        return Checkpoint(self.name, path, tree, meta, None, manifest, findings, close)
+        return Checkpoint(self.name, path, tree, meta, None, manifest, findings, files.close)
 
     def fitted(self, encoded: Encoded) -> Encoded:
         """Returns the state as it is, if the model's config is there.
@@ -137,13 +136,13 @@ class KerasZip:
                     shutil.copyfileobj(weights, member, BLOCK_BYTES)
 
 
-def _members(file: IO[bytes], path: Path) -> dict[str, zipfile.ZipInfo]:
+def _members(file: File) -> dict[str, zipfile.ZipInfo]:
     """Reads an archive's directory; it has one reading or none."""
-    with _zip_errors(path), zipfile.ZipFile(file) as archive:
+    path = file.path
+    with _zip_errors(path), _archive(file) as archive:
         infos = archive.infolist()
     if min((info.header_offset for info in infos), default=0):
         raise RefusedError("Something stands before the first member of a zip archive.", place=path)
-    size = file.seek(0, os.SEEK_END)
     members: dict[str, zipfile.ZipInfo] = {}
     for info in infos:
         place = f"{info.filename} in {path}"
@@ -159,7 +158,7 @@ def _members(file: IO[bytes], path: Path) -> dict[str, zipfile.ZipInfo]:
                 expected="stored or deflated",
                 found=f"method {info.compress_type}, flags {info.flag_bits:#06x}",
             )
-        if not 0 <= info.header_offset <= info.header_offset + info.compress_size <= size:
+        if not 0 <= info.header_offset <= info.header_offset + info.compress_size <= file.size:
             raise CorruptError("A member of a zip archive lies beyond its end.", place=place)
         if info.file_size > info.compress_size * (MAX_RATIO if info.compress_type else 1):
             raise RefusedError(
@@ -172,6 +171,10 @@ def _members(file: IO[bytes], path: Path) -> dict[str, zipfile.ZipInfo]:
     return members
 
 
+def _archive(file: File) -> zipfile.ZipFile:
+    return zipfile.ZipFile(cast(IO[bytes], as_file(file)))
+
+
 @contextmanager
 def _zip_errors(path: Path) -> Iterator[None]:
     try:
@@ -180,12 +183,14 @@ def _zip_errors(path: Path) -> Iterator[None]:
         raise CorruptError("A zip archive can't be read.", place=path, found=f"{error}"[:200]) from error
 
 
-def _document(file: IO[bytes], info: zipfile.ZipInfo, path: Path) -> bytes:
+def _document(file: File, info: zipfile.ZipInfo) -> bytes:
+    path = file.path
     if info.file_size > MAX_DOCUMENT:
         raise RefusedError(
             "A document is too long.", place=f"{info.filename} in {path}", expected=MAX_DOCUMENT
         )
-    with _zip_errors(path), zipfile.ZipFile(file) as archive, archive.open(info) as member:
+    file.hold(info.header_offset, info.file_size, f"The document {info.filename}")
+    with _zip_errors(path), _archive(file) as archive, archive.open(info) as member:
         data = member.read(MAX_DOCUMENT + 1)
     if len(data) != info.file_size:
         raise CorruptError("A member has another size than it says.", place=f"{info.filename} in {path}")
@@ -195,15 +200,16 @@ def _document(file: IO[bytes], info: zipfile.ZipInfo, path: Path) -> bytes:
 class _Weights:
     """The weights inside an archive, as a file of their own."""
 
-    def __init__(self, file: IO[bytes], info: zipfile.ZipInfo, path: Path, stack: ExitStack) -> None:
-        self._info, self._path = info, path
-        self.checked = False
+    def __init__(self, file: File, info: zipfile.ZipInfo) -> None:
+        self._info, path = info, file.path
+        self._path, self.checked = path, False
         self.stream: Any = None
         if info.compress_type == zipfile.ZIP_STORED:
-            self.stream = _Window(file, _start(file, info, path), info.file_size)
+            self.stream = as_file(Part(file, _start(file, info), info.file_size))
             return
-        self.stream = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  # the stack closes it
-        with _zip_errors(path), zipfile.ZipFile(file) as archive, archive.open(info) as member:
+        self.stream = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the checkpoint's files
+        file.files.on_close(self.stream.close)
+        with _zip_errors(path), _archive(file) as archive, archive.open(info) as member:
             shutil.copyfileobj(member, self.stream, BLOCK_BYTES)  # zipfile stops at the declared size
         if self.stream.tell() != info.file_size:
             raise CorruptError("A member has another size than it says.", place=f"{WEIGHTS} in {path}")
@@ -229,50 +235,19 @@ class _Weights:
         self.checked = True
 
 
-def _start(file: IO[bytes], info: zipfile.ZipInfo, path: Path) -> int:
+def _start(file: File, info: zipfile.ZipInfo) -> int:
     """Returns where a stored member's bytes begin."""
-    place = f"{info.filename} in {path}"
-    file.seek(info.header_offset)
-    raw = file.read(_LOCAL.size)
-    if len(raw) < _LOCAL.size:
-        raise CorruptError("A zip archive is cut off.", place=place)
-    magic, _, flags, method, *_, name, extra = _LOCAL.unpack(raw)
-    same = file.read(name) == info.orig_filename.encode("utf-8" if flags & 0x800 else "cp437")
+    at = info.header_offset
+    magic, _, flags, method, *_, name, extra = _LOCAL.unpack(bytes_at(file, at, _LOCAL.size))
+    own = info.orig_filename.encode("utf-8" if flags & 0x800 else "cp437")
+    same = bytes_at(file, at + _LOCAL.size, name) == own
     if magic != 0x04034B50 or method != info.compress_type or not same:
-        raise CorruptError("The two headers of a zip member contradict each other.", place=place)
-    start = int(info.header_offset + _LOCAL.size + name + extra)
-    if start + info.file_size > file.seek(0, os.SEEK_END):
-        raise CorruptError("A member of a zip archive lies beyond its end.", place=place)
+        raise CorruptError(
+            "The two headers of a zip member contradict each other.", place=f"{info.filename} in {file.path}"
+        )
+    start = int(at + _LOCAL.size + name + extra)
+    require(file, start, info.file_size)
     return start
-
-
-class _Window(io.RawIOBase):
-    """A part of a file, as a file that can only be read."""
-
-    def __init__(self, file: IO[bytes], start: int, size: int) -> None:
-        self._file, self._first, self._size = file, start, size
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}
-        self._at = int(base[whence] + offset)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any, /) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._size - self._at))
-        got = os.preadv(self._file.fileno(), [view[:count]], self._first + self._at) if count else 0
-        self._at += got
-        return got
 
 
 def _checked(tree: Tree, weights: _Weights) -> Any:

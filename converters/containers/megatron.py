@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,11 +22,11 @@ from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.dcp import METADATA, open_folder, step_folder, steps_below
 from statekit.converters.formats.dcp.writer import write_dcp
 from statekit.converters.formats.pytorch.reader import read_object
-from statekit.converters.formats.pytorch.storage import SourceFile
 from statekit.converters.formats.pytorch.writer import write_archive
 from statekit.errors import FormatError, RefusedError, StatekitError, UsageError
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.manifest import read_small, strict_json
+from statekit.files.manifest import strict_json
+from statekit.files.source import Budget, Files, opening, read_small
 from statekit.files.stage import Stage
 
 COMMON, SHARDED = "common", "sharded"
@@ -63,7 +62,7 @@ class Megatron:
                 return Evidence(20, f"{folder / _CONFIG} says {found['sharded_backend']}, beside {METADATA}")
         return None
 
-    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Reads the metadata and what is no tensor; values of tensors are read when asked for.
 
         Raises:
@@ -71,15 +70,13 @@ class Megatron:
             FormatError: Metadata or pieces don't follow the format or can't be trusted.
         """
         place, number, steps = step_folder(path, step, _CONFIG, "checkpoint of Megatron-Core")
-        _backend(place)
-        with ExitStack() as opened:
-            source = SourceFile(place / _COMMON_FILE)
-            opened.callback(source.close)
-            common = read_object(source)
-            folder = open_folder(place, opened)
+        with opening(budget) as files:
+            _backend(place, files)
+            common = read_object(files.source(place / _COMMON_FILE))
+            folder = open_folder(place, files)
             sharded = {key: folder.values[key] for key in folder.contents.paths}
             tree, others = {COMMON: common.tree, SHARDED: sharded}, (_CONFIG, _COMMON_FILE)
-            found = folder.checkpoint(self.name, tree, number, steps, opened, others)
+            found = folder.checkpoint(self.name, tree, number, steps, others)
         return replace(found, findings=(*common.findings, *found.findings))
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
@@ -114,17 +111,17 @@ def _prefix(step: int, stage: Stage) -> str:
     return ""
 
 
-def _config(folder: Path) -> dict[str, Any] | None:
+def _config(folder: Path, files: Files | None = None) -> dict[str, Any] | None:
     place = folder / _CONFIG
     if not place.is_file():
         return None
-    found = strict_json(read_small(place), place)
+    found = strict_json(read_small(place, files), place)
     return found if isinstance(found, dict) and isinstance(found.get("sharded_backend"), str) else None
 
 
-def _backend(folder: Path) -> None:
+def _backend(folder: Path, files: Files) -> None:
     """Refuses what lies otherwise than in a folder of torch.distributed."""
-    config = _config(folder)
+    config = _config(folder, files)
     if config is None:
         raise FormatError("The configuration names no backend.", place=folder / _CONFIG)
     found = (config["sharded_backend"], config.get("common_backend", "torch"))

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,10 +26,9 @@ from statekit.converters.containers.steps import trusted_manifest
 from statekit.converters.formats.mxnet.params import LIST, NPZ, form_of, read_params, write_list, write_npz
 from statekit.converters.formats.mxnet.records import CPU
 from statekit.converters.formats.mxnet.states import read_states, write_states
-from statekit.converters.formats.pytorch.storage import SourceFile
 from statekit.errors import FormatError, NotFoundError, StatekitError
 from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.files.reading import open_regular
+from statekit.files.source import Budget, Files, first_bytes, last_bytes, opening
 from statekit.files.stage import Stage
 
 PARAMS, STATES = ".params", ".states"
@@ -42,7 +40,7 @@ _NUMBER = re.compile(r"(\d{1,18})$")
 
 
 @dataclass(frozen=True)
-class Files:
+class Pair:
     """The files of one checkpoint.
 
     Attributes:
@@ -60,7 +58,7 @@ class Files:
     steps: tuple[int, ...] = ()
 
 
-def find_files(path: Path, step: int | None = None) -> Files:
+def find_pair(path: Path, step: int | None = None) -> Pair:
     """Finds the files that a path means: one of them, or their folder.
 
     Args:
@@ -80,18 +78,20 @@ def find_files(path: Path, step: int | None = None) -> Files:
     is_states = path.suffix != PARAMS and is_states_file(path)
     beside, how = _partner(path, PARAMS if is_states else STATES)
     states, params = (path, beside) if is_states else (beside, path)
-    return Files(states, params, how, own)
+    return Pair(states, params, how, own)
 
 
 def is_states_file(path: Path) -> bool:
     """Tells whether a file is a pickle that names MXNet."""
-    head = _end_of(path, 0)
-    return head[:1] in (b"\x80", b"(", b"}", b"c") and (b"mxnet" in head or b"mxnet" in _end_of(path, 2))
+    head = first_bytes(path, HEAD)
+    return head[:1] in (b"\x80", b"(", b"}", b"c") and (
+        b"mxnet" in head or b"mxnet" in last_bytes(path, HEAD)
+    )
 
 
 def is_params_file(path: Path) -> bool:
     """Tells whether a file is a list of NDArrays, or an npz named `.params`."""
-    form = form_of(_end_of(path, 0))
+    form = form_of(first_bytes(path, HEAD))
     return form is not None and (form != NPZ or path.suffix == PARAMS)
 
 
@@ -101,7 +101,7 @@ def step_of(path: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-def _in_folder(folder: Path, step: int | None) -> Files:
+def _in_folder(folder: Path, step: int | None) -> Pair:
     states, params = _found(folder, STATES, is_states_file), _found(folder, PARAMS, is_params_file)
     if params and not states:  # one that is damaged is an error, not absent
         states = _found(folder, STATES, Path.exists)
@@ -119,14 +119,14 @@ def _in_folder(folder: Path, step: int | None) -> Files:
             )
         one = numbered[wanted]
         steps = tuple(sorted(numbered))
-        return Files(one, one.with_suffix(PARAMS), _same_name(one), wanted, steps)
+        return Pair(one, one.with_suffix(PARAMS), _same_name(one), wanted, steps)
     if not states and not params:
         raise NotFoundError("There are no files of MXNet in the folder.", place=folder, expected=f"*{STATES}")
     if not states:
-        return Files(None, _only(params, folder, PARAMS, _is_gluon), f"{PARAMS} in the folder")
+        return Pair(None, _only(params, folder, PARAMS, _is_gluon), f"{PARAMS} in the folder")
     chosen = pairs[0] if len(pairs) == 1 else _only(states, folder, STATES, _holds_optimizer)
     beside, how = _partner(chosen, PARAMS)
-    return Files(chosen, beside, f"{chosen.name} in the folder, {how}")
+    return Pair(chosen, beside, f"{chosen.name} in the folder, {how}")
 
 
 def _partner(path: Path, suffix: str) -> tuple[Path | None, str]:
@@ -175,19 +175,12 @@ def _only(found: Iterable[Path], folder: Path, suffix: str, better: Callable[[Pa
 
 def _is_gluon(path: Path) -> bool:
     """Tells whether parameters have no names of a Module: these stand at the end of a list, and never in an npz."""
-    tail = _end_of(path, 2)
+    tail = last_bytes(path, HEAD)
     return not any(prefix.encode() in tail for prefix in MODULE_PREFIXES)
 
 
 def _holds_optimizer(path: Path) -> bool:
-    return b"mxnet.optimizer" in _end_of(path, 2)
-
-
-def _end_of(path: Path, whence: int) -> bytes:
-    with open_regular(path) as file:
-        if whence:
-            file.seek(max(file.seek(0, 2) - HEAD, 0))
-        return file.read(HEAD)
+    return b"mxnet.optimizer" in last_bytes(path, HEAD)
 
 
 NUMPY_MODE: Mapping[str, Any] = {
@@ -211,12 +204,12 @@ class MXNet:
         try:
             if path.is_file() and not is_states_file(path) and not is_params_file(path):
                 return None
-            found = find_files(path)
+            found = find_pair(path)
         except (OSError, StatekitError):
             return None
         return Evidence(20, found.because)
 
-    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Reads the pickle and the headers; values are read when asked for.
 
         Raises:
@@ -225,15 +218,15 @@ class MXNet:
             CorruptError: Sizes or checksums disagree with the data.
             FormatError: The files break their formats.
         """
-        files = find_files(path, step)
-        with ExitStack() as opened:
-            tree, notes = _tree(files, opened)
-            close = opened.pop_all().close
-        beside = [Finding(note, f"{files.states}") for note in notes]
-        place = path if path.is_dir() else path.parent
-        manifest, findings = trusted_manifest(place, files.step, tree)
-        meta = {"steps": list(files.steps)} if files.steps else {}
-        return Checkpoint(self.name, path, tree, meta, files.step, manifest, (*findings, *beside), close)
+        pair = find_pair(path, step)
+        with opening(budget) as files:
+            tree, notes = _tree(pair, files)
+            place = path if path.is_dir() else path.parent
+            manifest, findings = trusted_manifest(place, pair.step, tree, files)
+        beside = [Finding(note, f"{pair.states}") for note in notes]
+        meta = {"steps": list(pair.steps)} if pair.steps else {}
+        findings = (*findings, *beside)
+        return Checkpoint(self.name, path, tree, meta, pair.step, manifest, findings, files.close)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes both files, the states as MXNet does under Python 3.8 and newer.
@@ -259,32 +252,26 @@ class MXNet:
                 )
 
 
-def _tree(files: Files, opened: ExitStack) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _tree(pair: Pair, files: Files) -> tuple[dict[str, Any], tuple[str, ...]]:
     tree: dict[str, Any] = {}
     forms: dict[str, Any] = {}
     notes: tuple[str, ...] = ()
-    if files.params is not None:
-        params = read_params(_opened(files.params, opened))
+    if pair.params is not None:
+        params = read_params(files.source(pair.params))
         tree["params"] = {n: replace(array, name=f"params/{n}") for n, array in params.arrays.items()}
         form = {"form": params.form, "generation": params.generation, "device": list(params.device)}
-        forms["params"] = {"name": files.params.name, **form}
-    if files.states is not None:
-        states = read_states(_opened(files.states, opened))
+        forms["params"] = {"name": pair.params.name, **form}
+    if pair.states is not None:
+        states = read_states(files.source(pair.states))
         tree["states"] = dict(states.states)
         if states.optimizer is not None:
             tree["optimizer"] = states.optimizer
         form = {"generation": states.generation, "device": list(states.device)}
-        forms["states"] = {"name": files.states.name, **form}
+        forms["states"] = {"name": pair.states.name, **form}
         notes = states.notes
     if not tree:
-        raise FormatError("There is neither a file of states nor one of parameters.", place=files.because)
+        raise FormatError("There is neither a file of states nor one of parameters.", place=pair.because)
     return {**tree, "files": forms}, notes
-
-
-def _opened(path: Path, opened: ExitStack) -> SourceFile:
-    source = SourceFile(path)
-    opened.callback(source.close)
-    return source
 
 
 CONTAINER = MXNet()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,12 +14,12 @@ from statekit.errors import CorruptError, FormatError, NotFoundError, StatekitEr
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import (
     FILE,
-    read_small,
     require_manifest,
     strict_json,
     tensor_faults,
     unnamed_files,
 )
+from statekit.files.source import Budget, Files, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree, from_json, tensor_names, to_json
@@ -47,7 +46,7 @@ class StatekitFolder:
             return Evidence(30, f"a folder with {FILE} and tensors-*.safetensors")
         return Evidence(30, f"{FILE} says so") if _claims(path / FILE) else None
 
-    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses the manifest and the shards' headers, and proves that they fit each other.
 
         Raises:
@@ -55,14 +54,15 @@ class StatekitFolder:
             FormatError: Manifest, tree or shards break the format.
             CorruptError: Files or tensors aren't those that were written.
         """
-        manifest = require_manifest(path)
-        found = manifest["target"].get("step")
-        if step is not None and step != found:
-            raise NotFoundError("The checkpoint has another step.", place=path, expected=step, found=found)
-        with ExitStack() as opened:
-            tensors = _open_shards(path, manifest, opened)
+        with opening(budget) as files:
+            manifest = require_manifest(path, files)
+            found = manifest["target"].get("step")
+            if step is not None and step != found:
+                raise NotFoundError(
+                    "The checkpoint has another step.", place=path, expected=step, found=found
+                )
+            tensors = _open_shards(path, manifest, files)
             tree = _restore(manifest, tensors, path / FILE)
-            close = opened.pop_all().close
         findings = tuple(
             Finding("the manifest doesn't name this file", str(path / name))
             for name in unnamed_files(path, manifest)
@@ -72,7 +72,7 @@ class StatekitFolder:
             "tool": manifest.get("tool"),
             "files": len(manifest["files"]) + 1,
         }
-        return Checkpoint(self.name, path, tree, meta, found, manifest, findings, close)
+        return Checkpoint(self.name, path, tree, meta, found, manifest, findings, files.close)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes the shards; the rest of the tree goes into the manifest.
@@ -118,13 +118,12 @@ def _claims(path: Path) -> bool:
     return isinstance(target, dict) and target.get("container") == "statekit"
 
 
-def _open_shards(path: Path, manifest: Mapping[str, Any], opened: ExitStack) -> dict[str, Tensor]:
+def _open_shards(path: Path, manifest: Mapping[str, Any], files: Files) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     faults: list[tuple[str, str]] = []
     headers = manifest.get("headers")
     for name in (n for n in manifest["files"] if n.endswith(".safetensors")):
-        shard = open_safetensors(path / name)
-        opened.callback(shard.close)
+        shard = open_safetensors(path / name, files)
         if not isinstance(headers, dict) or headers.get(name) != shard.header_digest:
             faults.append(("its header isn't the one that was written", name))
         faults += [("stands in two shards", tensor) for tensor in shard.tensors if tensor in tensors]

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from statekit.converters.formats.hparams import find_gin, read_gin, read_text
-from statekit.errors import FormatError, NotFoundError, UsageError, fault_list
+from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError, fault_list
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import FILE, files_below, find_manifest, tensor_faults
+from statekit.files.source import Files, first_bytes
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Stored, Tensor
 from statekit.tensors.tree import Tree, tensor_names, walk
@@ -180,12 +181,9 @@ def says_t5x(item: Path) -> bool:
 
 
 def _head(path: Path) -> bytes:
-    if not path.is_file():
-        return b""
     try:
-        with path.open("rb") as file:
-            return file.read(_HEAD)
-    except OSError:
+        return first_bytes(path, _HEAD)
+    except StatekitError:
         return b""
 
 
@@ -221,6 +219,7 @@ def step_checkpoint(
     meta: Mapping[str, Any],
     known: set[str],
     findings: tuple[Finding, ...],
+    files: Files,
 ) -> Checkpoint:
     """Returns the checkpoint of a step, with what lies around its arrays.
 
@@ -231,13 +230,15 @@ def step_checkpoint(
         meta: What the container knows besides.
         known: Names of the folder's entries that belong to the arrays.
         findings: What was odd.
+        files: Its open files, closed with it.
     """
     gin, gin_findings = gin_settings(found.path)
-    manifest, manifest_findings = trusted_manifest(found.path, found.step, tree)
+    manifest, manifest_findings = trusted_manifest(found.path, found.step, tree, files)
     beside = files_beside(found.path, known) if found.path.is_dir() else []
     around = {"steps": list(found.steps), "files_beside": beside, "gin": gin}
     findings = (*found.findings, *findings, *gin_findings, *manifest_findings)
-    return Checkpoint(container, found.path, tree, {**meta, **around}, found.step, manifest, findings)
+    meta = {**meta, **around}
+    return Checkpoint(container, found.path, tree, meta, found.step, manifest, findings, files.close)
 
 
 def files_beside(folder: Path, known: set[str]) -> list[str]:
@@ -268,7 +269,7 @@ def gin_settings(step: Path) -> tuple[dict[str, Any], tuple[Finding, ...]]:
         return {}, ()
     try:
         settings = read_gin(read_text(path), path)
-    except (FormatError, OSError) as error:
+    except StatekitError as error:
         return {}, (Finding(f"the gin file can't be read: {' '.join(str(error).split())}", str(path)),)
     return {
         "file": str(path),
@@ -279,11 +280,11 @@ def gin_settings(step: Path) -> tuple[dict[str, Any], tuple[Finding, ...]]:
 
 
 def trusted_manifest(
-    step: Path, number: int | None, tree: Tree
+    step: Path, number: int | None, tree: Tree, files: Files
 ) -> tuple[Mapping[str, Any] | None, tuple[Finding, ...]]:
     """Reads `statekit.json` in a step's folder or in its run's, if it is about this step and these tensors."""
     for folder in (step, step.parent) if step.is_dir() else (step.parent,):
-        manifest, findings = find_manifest(folder)
+        manifest, findings = find_manifest(folder, files)
         if manifest is None:
             if findings:
                 return None, findings

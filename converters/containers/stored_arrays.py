@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from statekit.converters.formats.msgpack.reader import Inline
+from statekit.converters.formats.storage import checked_shape
 from statekit.converters.formats.zarr.array import (
     Header,
     absent_chunks,
     checked_header,
-    checked_shape,
     open_array,
 )
 from statekit.converters.formats.zarr.headers import (

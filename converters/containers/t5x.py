@@ -30,8 +30,9 @@ from statekit.converters.formats.msgpack.reader import parse
 from statekit.converters.formats.zarr.headers import header_json
 from statekit.converters.formats.zarr.stores import FolderStore
 from statekit.converters.formats.zarr.writer import encoded_chunks, header_bytes, header_for
-from statekit.errors import FormatError, NotFoundError, UsageError
+from statekit.errors import FormatError, UsageError
 from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.source import Budget, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor, nbytes
 
@@ -57,7 +58,7 @@ class T5XFolder:
         where = found.path if found.path.is_file() else found.path / INDEX
         return Evidence(20, f"{where} is a msgpack map that begins as T5X's does")
 
-    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses the index and the arrays' headers.
 
         Raises:
@@ -66,21 +67,18 @@ class T5XFolder:
         """
         found = find_step(path, step, "legacy")
         index = found.path if found.path.is_file() else found.path / INDEX
-        store = FolderStore.of(index.parent)
-        value = store.value(index.name)
-        if value is None:
-            raise NotFoundError("The checkpoint's index is gone.", place=index)
-        wrapper = parse(value)
-        version = _version(wrapper, index)
-        arrays = Arrays(store, bf16_as_uint16=version < VERSION)
-        tree, findings, prefixes = arrays.with_tensors(wrapper["optimizer"])
-        unread = [key for key in wrapper if key not in ("version", "optimizer")]
-        findings += tuple(
-            Finding(f"the index also holds {key!r}, which isn't read", str(index)) for key in unread
-        )
-        meta = {"generation": "legacy", "version": version}
-        known = {INDEX} | {prefix.partition("/")[0] for prefix in prefixes}
-        return step_checkpoint(self.name, found, tree, meta, known, findings)
+        with opening(budget) as files:
+            wrapper = parse(files.source(index))
+            version = _version(wrapper, index)
+            arrays = Arrays(FolderStore.of(index.parent, files), bf16_as_uint16=version < VERSION)
+            tree, findings, prefixes = arrays.with_tensors(wrapper["optimizer"])
+            unread = [key for key in wrapper if key not in ("version", "optimizer")]
+            findings += tuple(
+                Finding(f"the index also holds {key!r}, which isn't read", str(index)) for key in unread
+            )
+            meta = {"generation": "legacy", "version": version}
+            known = {INDEX} | {prefix.partition("/")[0] for prefix in prefixes}
+            return step_checkpoint(self.name, found, tree, meta, known, findings, files)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes `checkpoint_<step>/`, arrays first and the index last.

@@ -14,18 +14,15 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.steps import trusted_manifest
 from statekit.converters.formats.crc32c import crc32c
-from statekit.converters.formats.pytorch.storage import SourceFile, Storage, window
+from statekit.converters.formats.storage import dense
 from statekit.converters.formats.tensor_bundle.entries import (
     STRING,
     Entry,
@@ -45,8 +42,9 @@ from statekit.converters.formats.tensor_bundle.table import (
     read_table,
 )
 from statekit.converters.formats.tensor_bundle.writer import STATE_FILE, write_bundle
-from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, fault_list
+from statekit.errors import CorruptError, FormatError, NotFoundError, StatekitError, fault_list
 from statekit.files.checkpoint import Checkpoint
+from statekit.files.source import Budget, File, Files, last_bytes, opening, read_small, record
 from statekit.files.stage import Stage
 from statekit.tensors.object_graph import GRAPH, Graph
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Shape, index_shape
@@ -77,12 +75,13 @@ class TFBundle:
             return None
         return Evidence(10, f"{prefix.name}.index is a table of TensorFlow") if found else None
 
-    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Reads the index and the strings; arrays are read when asked for.
 
         Args:
             path: A prefix, an index, or a folder: of several checkpoints in it, the one that `checkpoint` names.
             step: The number at the end of the prefix.
+            budget: The job's.
 
         Raises:
             NotFoundError: No index, or no such step.
@@ -90,17 +89,17 @@ class TFBundle:
             FormatError: It breaks the format.
         """
         prefix = _prefix(path, step)
-        index = _index(prefix)
-        with ExitStack() as opened:
-            shards = _Shards(prefix, parse_header(index.pop(b"", b""), f"{prefix}.index"), opened)
+        with opening(budget) as files:
+            index = _index(prefix, files)
+            shards = _Shards(prefix, parse_header(index.pop(b"", b""), f"{prefix}.index"), files)
             tree = _tree(index, shards, prefix)
-            close = opened.pop_all().close
-        number = _number(prefix)
-        manifest, findings = trusted_manifest(prefix.with_name(f"{prefix.name}.index"), number, tree)
-        meta: dict[str, Any] = {"prefix": prefix.name, "shards": shards.count}
-        if isinstance(tree.get(GRAPH), bytes):
-            meta[GRAPH] = parse_graph(tree[GRAPH], f"{GRAPH} in {prefix}").to_record()
-        return Checkpoint(self.name, prefix, tree, meta, number, manifest, findings, close)
+            number = _number(prefix)
+            place = prefix.with_name(f"{prefix.name}.index")
+            manifest, findings = trusted_manifest(place, number, tree, files)
+            meta: dict[str, Any] = {"prefix": prefix.name, "shards": shards.count}
+            if isinstance(tree.get(GRAPH), bytes):
+                meta[GRAPH] = parse_graph(tree[GRAPH], f"{GRAPH} in {prefix}").to_record()
+        return Checkpoint(self.name, prefix, tree, meta, number, manifest, findings, files.close)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes `model.ckpt-<step>` and the text file that names it, in one shard, byte for byte as TensorFlow does.
@@ -116,16 +115,16 @@ class TFBundle:
 class _Shards:
     """The data files of a checkpoint, opened when first needed."""
 
-    def __init__(self, prefix: Path, count: int, opened: ExitStack) -> None:
-        self.count, self._prefix, self._opened = count, prefix, opened
-        self._files: dict[int, SourceFile] = {}
+    def __init__(self, prefix: Path, count: int, files: Files) -> None:
+        self.count, self._prefix, self._files = count, prefix, files
+        self._found: dict[int, File] = {}
         self._checked: set[tuple[int, int]] = set()
 
     def path(self, shard: int) -> Path:
         return self._prefix.with_name(f"{self._prefix.name}.data-{shard:05d}-of-{self.count:05d}")
 
-    def file(self, shard: int) -> SourceFile:
-        """Returns an open data file.
+    def file(self, shard: int) -> File:
+        """Returns a data file.
 
         Raises:
             CorruptError: It is missing, or the index speaks of more files than there are.
@@ -134,17 +133,16 @@ class _Shards:
             raise CorruptError(
                 "An index speaks of a data file that there isn't.", place=self._prefix, found=shard
             )
-        if shard not in self._files:
+        if shard not in self._found:
             try:
-                self._files[shard] = SourceFile(self.path(shard))
+                self._found[shard] = self._files.source(self.path(shard))
             except NotFoundError:
                 raise CorruptError(
                     "A data file of the checkpoint is missing.",
                     place=self.path(shard),
                     remedy="copy the checkpoint again, with all its .data files",
                 ) from None
-            self._opened.callback(self._files[shard].close)
-        return self._files[shard]
+        return self._found[shard]
 
     def read(self, entry: Entry, place: str, start: int, count: int) -> Array:
         """Reads bytes of an entry, all of which are checked first."""
@@ -154,7 +152,7 @@ class _Shards:
             self._checked.add(key)
         return file.read(entry.offset + start, count)
 
-    def _check(self, file: SourceFile, entry: Entry, place: str) -> None:
+    def _check(self, file: File, entry: Entry, place: str) -> None:
         crc = 0
         for at in range(0, entry.size, BLOCK_BYTES):
             crc = crc32c(file.read(entry.offset + at, min(BLOCK_BYTES, entry.size - at)).data, crc)
@@ -210,9 +208,10 @@ def _in_folder(folder: Path, step: int | None) -> Path:
 def _newest(folder: Path) -> str | None:
     """Returns what the text file `checkpoint` names, by its last part: the folder may have moved."""
     path = folder / STATE_FILE
-    if not path.is_file() or path.stat().st_size > _STATE_BYTES:
+    try:
+        found = _NEWEST.search(read_small(path, limit=_STATE_BYTES))
+    except StatekitError:
         return None
-    found = _NEWEST.search(path.read_bytes())
     return found[1].decode("utf-8", "replace").rpartition("/")[2] if found else None
 
 
@@ -222,16 +221,13 @@ def _number(prefix: Path) -> int | None:
 
 
 def _is_table(prefix: Path) -> bool:
-    with closing(SourceFile(prefix.with_name(f"{prefix.name}.index"))) as file:
-        end = struct.pack("<Q", MAGIC)
-        return file.size >= FOOTER_BYTES and file.read(file.size - len(end), len(end)).tobytes() == end
+    end = last_bytes(prefix.with_name(f"{prefix.name}.index"), FOOTER_BYTES)
+    return len(end) == FOOTER_BYTES and end.endswith(struct.pack("<Q", MAGIC))
 
 
-def _index(prefix: Path) -> dict[bytes, bytes]:
-    with closing(SourceFile(prefix.with_name(f"{prefix.name}.index"))) as file:
-        if file.size > MAX_BYTES:
-            raise RefusedError("An index is too large.", place=file.path, expected=MAX_BYTES, found=file.size)
-        return read_table(file.read(0, file.size).tobytes(), file.path)
+def _index(prefix: Path, files: Files) -> dict[bytes, bytes]:
+    path = prefix.with_name(f"{prefix.name}.index")
+    return read_table(read_small(path, files, MAX_BYTES), path)
 
 
 def _tree(index: Mapping[bytes, bytes], shards: _Shards, prefix: Path) -> dict[str, Any]:
@@ -287,17 +283,14 @@ def _name(key: bytes, place: str) -> str:
 def _value(entry: Entry, name: str, shards: _Shards) -> Any:
     place = f"{shards.path(entry.shard)}"
     if entry.code == STRING:
-        if entry.size > MAX_STRING_BYTES:
-            raise RefusedError(
-                "A string tensor is too long.", place=name, expected=MAX_STRING_BYTES, found=entry.size
-            )
-        data = shards.file(entry.shard).read(entry.offset, entry.size).tobytes()
+        data = record(
+            shards.file(entry.shard), entry.offset, entry.size, MAX_STRING_BYTES, f"The string tensor {name}"
+        )
         return parse_strings(data, entry, f"{name} in {place}")
     if entry.dtype is None:
         raise FormatError("A tensor has a dtype that statekit doesn't carry.", place=name, found=entry.code)
-    storage = Storage(name, place, entry.dtype, entry.size, partial(shards.read, entry, name))
-    strides = np.cumprod([1, *reversed(entry.shape[1:])], dtype=np.int64)[::-1] if entry.shape else ()
-    return window(storage, 0, entry.shape, tuple(map(int, strides)), entry.dtype)
+    fetch = partial(shards.read, entry, name)
+    return dense(name, place, entry.dtype, entry.shape, entry.size, fetch)
 
 
 def _spec(shape: Shape, extent: Extent) -> str:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.formats.pytorch.reader import generation, named, read_object
-from statekit.converters.formats.pytorch.storage import SourceFile
 from statekit.converters.formats.pytorch.writer import MANIFEST_KEY, write_torch
 from statekit.errors import FormatError, NotFoundError, StatekitError, fault_list
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import parse, tensor_faults
+from statekit.files.source import Budget, Files, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tree import Tree, tensor_names
 
@@ -36,13 +35,13 @@ class TorchFile:
         if not path.is_file():
             return None
         try:
-            with closing(SourceFile(path)) as source:
-                found = generation(source)
+            with Files() as files:
+                found = generation(files.source(path))
         except (OSError, StatekitError):
             return None
         return Evidence(10, _BECAUSE[found]) if found else None
 
-    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Reads the pickle and the headers; values are read when asked for.
 
         Raises:
@@ -58,31 +57,8 @@ class TorchFile:
                 found=f"step {step}",
                 remedy="name the file of that step",
             )
-        if path.exists() and not path.is_file():
-            raise NotFoundError("A torch file is a regular file.", place=path, found="a folder or a device")
-        source = SourceFile(path)
-        try:
-            return self._open(path, source)
-        except BaseException:
-            source.close()
-            raise
-
-    def _open(self, path: Path, source: SourceFile) -> Checkpoint:
-        opened = read_object(source)
-        tree = named(opened.tree)
-        manifest: Mapping[str, Any] | None = None
-        more: tuple[Finding, ...] = ()
-        if isinstance(tree, dict) and isinstance(tree.get(MANIFEST_KEY), str):
-            manifest, more = _manifest(tree.pop(MANIFEST_KEY), tree, path)
-        return Checkpoint(
-            container=self.name,
-            path=path,
-            tree=tree,
-            meta=opened.meta,
-            manifest=manifest,
-            findings=(*opened.findings, *more),
-            on_close=source.close,
-        )
+        with opening(budget) as files:
+            return replace(open_torch(path, files), on_close=files.close)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes a zip file that `torch.load(path, weights_only=True, mmap=True)` reads.
@@ -91,6 +67,25 @@ class TorchFile:
             UsageError: The tree holds what `weights_only` refuses; lists every such place.
         """
         write_torch(encoded.tree, stage)
+
+
+def open_torch(path: Path, files: Files) -> Checkpoint:
+    """Reads the pickle and the headers of a torch file, which stays open as long as `files` do.
+
+    Raises:
+        NotFoundError: No such file.
+        FormatError: As `TorchFile.open`.
+    """
+    if path.exists() and not path.is_file():
+        raise NotFoundError("A torch file is a regular file.", place=path, found="a folder or a device")
+    opened = read_object(files.source(path))
+    tree = named(opened.tree)
+    manifest: Mapping[str, Any] | None = None
+    more: tuple[Finding, ...] = ()
+    if isinstance(tree, dict) and isinstance(tree.get(MANIFEST_KEY), str):
+        manifest, more = _manifest(tree.pop(MANIFEST_KEY), tree, path)
+    findings = (*opened.findings, *more)
+    return Checkpoint(CONTAINER.name, path, tree, opened.meta, manifest=manifest, findings=findings)
 
 
 _BECAUSE = {

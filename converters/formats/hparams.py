@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from statekit.errors import FormatError, NotFoundError, UsageError
+from statekit.errors import FormatError, UsageError
+from statekit.files.source import read_small
 
 MAX_BYTES = 2**20
 """The largest file or value that is read, in bytes."""
@@ -157,18 +158,13 @@ def read_text(path: Path) -> str:
 
     Raises:
         NotFoundError: No such file.
-        FormatError: It is larger than 1 MiB, or not UTF-8.
+        FormatError: It is no regular file, larger than 1 MiB, or not UTF-8.
     """
-    if not path.is_file():
-        raise NotFoundError("There is no such file.", place=path)
-    with path.open("rb") as file:
-        data = file.read(MAX_BYTES + 1)
+    data = read_small(path, limit=MAX_BYTES)
     try:
-        if len(data) > MAX_BYTES:
-            raise ValueError(f"more than {MAX_BYTES} bytes")
         return data.decode()
     except ValueError as error:
-        raise FormatError("A text file can't be read.", place=path, found=str(error)) from error
+        raise FormatError("A text file isn't UTF-8.", place=path, found=str(error)) from error
 
 
 def read_gin(text: str, place: object, configurable: str = "Adafactor") -> Settings:

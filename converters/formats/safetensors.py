@@ -7,23 +7,21 @@ Source: safetensors, README.md section "Format", and `safetensors/src/tensor.rs`
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import math
-import os
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from statekit.errors import CorruptError, FormatError, RefusedError, fault_list
+from statekit.errors import CorruptError, FormatError, fault_list
 from statekit.files.manifest import strict_json
-from statekit.files.reading import open_regular, reading
+from statekit.files.source import File, Files, bytes_at, opening, record
 from statekit.tensors.digest import bytes_digest
 from statekit.tensors.tensor import DTYPES, Array, DType, Index, Shape, Stored, Tensor, index_shape, nbytes
 from statekit.tensors.tree import MAX_NAME_BYTES
@@ -50,7 +48,7 @@ class OpenFile:
         tensors: Tensor by name, in the header's order.
         metadata: The header's `__metadata__`.
         header_digest: BLAKE3 of everything before the tensors' bytes.
-        close: Closes the file; the tensors can't be read from then on.
+        close: Closes the file; the tensors can't be read from then on. One among a checkpoint's is closed with these.
     """
 
     tensors: Mapping[str, Tensor]
@@ -67,8 +65,12 @@ class _Extent:
     stop: int
 
 
-def open_safetensors(path: Path) -> OpenFile:
+def open_safetensors(path: Path, files: Files | None = None) -> OpenFile:
     """Opens a file and proves its header, by our own rules and by the safetensors library.
+
+    Args:
+        path: The file.
+        files: Those of the checkpoint that it belongs to; None if it is read by itself.
 
     Raises:
         NotFoundError: No such file.
@@ -76,17 +78,15 @@ def open_safetensors(path: Path) -> OpenFile:
         CorruptError: The file is truncated or longer than its header says.
         RefusedError: Not a regular file, or a header beyond the limits.
     """
-    file = open_regular(path)
-    try:
-        head, data_bytes = _head(file, path)
-        document = strict_json(head[8:], path)
-        metadata, extents = _parsed(document, data_bytes, path)
-        _proven_by_library(path)
-    except BaseException:
-        file.close()
-        raise
-    tensors = {name: _stored(file, path, name, extent, len(head)) for name, extent in extents.items()}
-    return OpenFile(tensors, metadata, bytes_digest(head), file.close)
+    if files is None:
+        with opening() as own:
+            return replace(open_safetensors(path, own), close=own.close)
+    source = files.source(path)
+    head = _head(source)
+    metadata, extents = _parsed(strict_json(head[8:], path), source.size - len(head), path)
+    _proven_by_library(path)
+    tensors = {name: _stored(source, name, extent, len(head)) for name, extent in extents.items()}
+    return OpenFile(tensors, metadata, bytes_digest(head), lambda: None)
 
 
 def save_safetensors(
@@ -167,21 +167,9 @@ def _name_fault(name: str) -> str:
     return f"has a name of {size} bytes, more than {MAX_NAME_BYTES}" if size > MAX_NAME_BYTES else ""
 
 
-def _head(file: io.FileIO, path: Path) -> tuple[bytes, int]:
-    with reading(path):
-        size = os.fstat(file.fileno()).st_size
-        length = struct.unpack("<Q", os.pread(file.fileno(), 8, 0))[0] if size >= 8 else None
-    if length is None or length > size - 8:
-        found = f"{size} bytes, of which the header is said to have {length}"
-        raise CorruptError("A safetensors file is truncated.", place=path, found=found)
-    if length > MAX_HEADER_BYTES:
-        found = f"{length} bytes"
-        raise RefusedError(
-            "A header is too long.", place=path, expected=f"at most {MAX_HEADER_BYTES}", found=found
-        )
-    head = bytearray(8 + length)
-    _read_into(file, memoryview(head), 0, str(path))
-    return bytes(head), size - len(head)
+def _head(source: File) -> bytes:
+    length = int.from_bytes(bytes_at(source, 0, 8), "little")
+    return record(source, 0, 8 + length, 8 + MAX_HEADER_BYTES, "The header of a safetensors file")
 
 
 def _parsed(document: Any, data_bytes: int, path: Path) -> tuple[dict[str, str], dict[str, _Extent]]:
@@ -250,20 +238,21 @@ def _proven_by_library(path: Path) -> None:
         raise FormatError("The safetensors library refuses a file.", place=path, found=error) from None
 
 
-def _stored(file: io.FileIO, path: Path, name: str, extent: _Extent, data_start: int) -> Stored:
-    place = f"{name} in {path}"
+def _stored(source: File, name: str, extent: _Extent, data_start: int) -> Stored:
 
     def fetch(index: Index) -> Array:
         block = np.empty(index_shape(index), extent.dtype)
         into = block.reshape(-1).view(np.uint8).data
         for offset, run in _runs(extent, index):
-            _read_into(file, into[:run], data_start + extent.start + offset, place)
+            source.read_into(data_start + extent.start + offset, into[:run])
             into = into[run:]
         if extent.dtype == np.bool_ and block.view(np.uint8).max(initial=0) > 1:
-            raise CorruptError("A bool tensor holds a byte that is neither 0 nor 1.", place=place)
+            raise CorruptError(
+                "A bool tensor holds a byte that is neither 0 nor 1.", place=f"{name} in {source.path}"
+            )
         return block.byteswap() if sys.byteorder == "big" else block
 
-    return Stored(extent.shape, extent.dtype, fetch, name, str(path))
+    return Stored(extent.shape, extent.dtype, fetch, name, source.place)
 
 
 def _runs(extent: _Extent, index: Index) -> Iterator[tuple[int, int]]:
@@ -285,14 +274,3 @@ def _runs(extent: _Extent, index: Index) -> Iterator[tuple[int, int]]:
             + inner.start * strides[cut - 1]
         )
         yield start, (inner.stop - inner.start) * strides[cut - 1]
-
-
-def _read_into(file: io.FileIO, into: memoryview, offset: int, place: str) -> None:
-    while into:
-        with reading(place):
-            got = os.preadv(file.fileno(), [into], offset)
-        if got == 0:
-            raise CorruptError(
-                "A file ends in the middle of its data.", place=place, found=f"its end at byte {offset}"
-            )
-        into, offset = into[got:], offset + got

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from statekit.converters.formats.pytorch.storage import Source, short
 from statekit.errors import CommitError, CorruptError, FormatError, RefusedError
+from statekit.files.source import Source, bytes_at, check_size, record, short
 from statekit.tensors.tensor import BLOCK_BYTES, Array
 
 LOCAL = struct.Struct("<IHHHHHIIIHH")
@@ -79,6 +79,18 @@ class Archive:
         self._checked.add(name)
         return piece
 
+    def record(self, name: str, limit: int, what: str) -> bytes:
+        """Reads a member that is held, as `source.record` reads it; its checksum is compared.
+
+        Raises:
+            CorruptError: The checksum disagrees.
+            RefusedError: It is larger than `limit`, or more than the job may hold.
+        """
+        member = self.members[name]
+        check_size(self.source, member.start, member.size, limit, what)
+        self.source.hold(member.start, member.size, what)
+        return self.read(name, 0, member.size).tobytes()
+
     def _crc(self, member: Member) -> int:
         crc = 0
         for at in range(0, member.size, BLOCK_BYTES):
@@ -90,7 +102,7 @@ class Archive:
         if crc != member.crc:
             raise CorruptError(
                 "The checksum of stored data disagrees with the data.",
-                place=f"{member.name} in {self.source.path}",
+                place=f"{member.name} in {self.source.place}",
                 expected=f"CRC-32 {member.crc:08x}",
                 found=f"{crc:08x}",
                 remedy="the file is damaged: fetch it again",
@@ -104,14 +116,14 @@ def directory_bytes(source: Source) -> bytes:
         FormatError: There is none at the end of the file.
     """
     start, size, _ = _end(source)
-    return source.read(start, size).tobytes()
+    return bytes_at(source, start, size)
 
 
 def _end(source: Source) -> tuple[int, int, int]:
     """Returns start, size and number of entries of the central directory, which ends where the end record starts."""
-    place = source.path
+    place = source.place
     at = source.size - END.size
-    fields = END.unpack(source.read(at, END.size).tobytes()) if at >= 0 else (0,) * 8
+    fields = END.unpack(bytes_at(source, at, END.size)) if at >= 0 else (0,) * 8
     if fields[0] != END_MAGIC or fields[7]:
         raise CorruptError(
             "A zip archive doesn't end as one.",
@@ -122,12 +134,12 @@ def _end(source: Source) -> tuple[int, int, int]:
     _, disk, other, here, count, size, start, _ = fields
     locator_at = at - LOCATOR.size
     if locator_at >= 0:
-        locator = LOCATOR.unpack(source.read(locator_at, LOCATOR.size).tobytes())
+        locator = LOCATOR.unpack(bytes_at(source, locator_at, LOCATOR.size))
         if locator[0] == LOCATOR_MAGIC:
             at = locator[2]
             if at + END64.size != locator_at:
                 raise FormatError("The end record of a zip archive isn't where it should be.", place=place)
-            wide = END64.unpack(source.read(at, END64.size).tobytes())
+            wide = END64.unpack(bytes_at(source, at, END64.size))
             _same_end(source, fields, wide)
             _, _, _, _, disk, other, here, count, size, start = wide
     if disk or other or here != count or count > MAX_MEMBERS or size > MAX_DIRECTORY:
@@ -150,22 +162,22 @@ def _end(source: Source) -> tuple[int, int, int]:
 def _same_end(source: Source, narrow: tuple[int, ...], wide: tuple[int, ...]) -> None:
     pairs = [(narrow[4], wide[7], FULL16), (narrow[5], wide[8], FULL32), (narrow[6], wide[9], FULL32)]
     if wide[0] != END64_MAGIC or any(old not in (new, full) for old, new, full in pairs):
-        raise FormatError("The two end records of a zip archive contradict each other.", place=source.path)
+        raise FormatError("The two end records of a zip archive contradict each other.", place=source.place)
 
 
 def _directory(source: Source) -> tuple[list[_Entry], int]:
     start, size, count = _end(source)
-    raw = source.read(start, size).tobytes()
+    raw = record(source, start, size, MAX_DIRECTORY, "The directory of a zip archive")
     entries = []
     at = 0
     for _ in range(count):
         if at + CENTRAL.size > size:
-            raise CorruptError("The directory of a zip archive is cut off.", place=source.path)
+            raise CorruptError("The directory of a zip archive is cut off.", place=source.place)
         entry, at = _entry(source, raw, at)
         entries.append(entry)
     if at != size:
         raise CorruptError(
-            "The directory of a zip archive has the wrong size.", place=source.path, found=size - at
+            "The directory of a zip archive has the wrong size.", place=source.place, found=size - at
         )
     return entries, start
 
@@ -180,14 +192,14 @@ def _entry(source: Source, raw: bytes, at: int) -> tuple[_Entry, int]:
     name = raw[name_at:extra_at]
     if magic != CENTRAL_MAGIC or end > len(raw):
         raise CorruptError(
-            "The directory of a zip archive is damaged.", place=source.path, found=f"entry at {at}"
+            "The directory of a zip archive is damaged.", place=source.place, found=f"entry at {at}"
         )
     if FULL32 in (size, packed, header):
         size, packed, header = _wide(source, raw[extra_at : extra_at + extra_size], size, packed, header)
     if method or flags & 1 or size != packed or disk:
         raise RefusedError(
             "A member of a zip archive is compressed or encrypted.",
-            place=f"{name.decode('utf-8', 'replace')} in {source.path}",
+            place=f"{name.decode('utf-8', 'replace')} in {source.place}",
             expected="bytes stored as they are",
             found=f"method {method}, flags {flags:#06x}, {packed} bytes for {size}",
         )
@@ -205,7 +217,7 @@ def _wide(source: Source, extra: bytes, *narrow: int) -> list[int]:
             if -1 not in found:
                 return found
         at += 4 + size
-    raise FormatError("A zip member larger than 4 GB lacks its true size.", place=source.path)
+    raise FormatError("A zip member larger than 4 GB lacks its true size.", place=source.place)
 
 
 def _members(source: Source, entries: list[_Entry], directory: int) -> dict[str, Member]:
@@ -214,7 +226,7 @@ def _members(source: Source, entries: list[_Entry], directory: int) -> dict[str,
     if ordered and ordered[0].header:
         raise RefusedError(
             "Something stands before the first member of a zip archive.",
-            place=source.path,
+            place=source.place,
             expected="a member at byte 0",
             found=f"the first at byte {ordered[0].header}",
         )
@@ -225,7 +237,7 @@ def _members(source: Source, entries: list[_Entry], directory: int) -> dict[str,
         if member.name in members:
             raise RefusedError(
                 "A zip archive has two members of one name; which one counts depends on the reader.",
-                place=f"{member.name} in {source.path}",
+                place=f"{member.name} in {source.place}",
             )
         members[member.name] = member
     return members
@@ -233,8 +245,8 @@ def _members(source: Source, entries: list[_Entry], directory: int) -> dict[str,
 
 def _member(source: Source, entry: _Entry, limit: int) -> Member:
     name = entry.name.decode("utf-8", "surrogateescape")
-    place = f"{name} in {source.path}"
-    raw = source.read(entry.header, LOCAL.size + len(entry.name)).tobytes()
+    place = f"{name} in {source.place}"
+    raw = bytes_at(source, entry.header, LOCAL.size + len(entry.name))
     magic, _, flags, method, _, _, _, _, _, name_size, extra_size = LOCAL.unpack_from(raw)
     same = raw[LOCAL.size :] == entry.name and name_size == len(entry.name)
     if magic != LOCAL_MAGIC or not same or method or flags & 1:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from statekit.errors import UsageError, meant
 from statekit.files.checkpoint import Checkpoint
+from statekit.files.source import Budget
 from statekit.files.stage import Stage
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
@@ -126,8 +127,10 @@ class Container(Protocol):
     def detect(self, path: Path) -> Evidence | None:
         """Looks at file names and first bytes only; None if it isn't this container."""
 
-    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses headers and returns the checkpoint; of a run's folder, the newest step or the given one.
+
+        Files are read through `statekit.files.source`, which draws on `budget`, the job's; None if this is all of it.
 
         Raises:
             NotFoundError: No checkpoint, or no such step.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -16,6 +16,7 @@ from statekit.conversion.target import source_container
 from statekit.errors import CorruptError, Faults, printable
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.manifest import tensor_faults
+from statekit.files.source import Budget
 from statekit.state.train_state import Counts, Group, KnownFrom, TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import tensor_names
@@ -40,12 +41,14 @@ class OpenState:
         layout: Name of its layout.
         evidence: Why its container, then why its layout fits.
         state: The canonical state.
+        budget: What the job that it was opened for may take; what that opens next draws on it too.
     """
 
     checkpoint: Checkpoint
     layout: str
     evidence: tuple[Evidence, Evidence]
     state: TrainState
+    budget: Budget = field(default_factory=Budget)
 
     @property
     def params(self) -> Mapping[str, Tensor]:
@@ -168,7 +171,8 @@ def open_state(
         layout, seen = layout or implied, Evidence(0, "named by the user")
     else:
         named, seen = registry.detect_container(path)
-    checkpoint = named.open(path, step)
+    budget = Budget()
+    checkpoint = named.open(path, step, budget)
     try:
         _check_manifest(checkpoint)
         if layout is not None:
@@ -176,7 +180,7 @@ def open_state(
         else:
             meaning, why = registry.detect_layout(checkpoint)
         state = registry.decoded(meaning, checkpoint, hints)
-        return OpenState(checkpoint, meaning.name, (seen, why), state)
+        return OpenState(checkpoint, meaning.name, (seen, why), state, budget)
     except BaseException:
         checkpoint.close()
         raise

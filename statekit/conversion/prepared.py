@@ -64,7 +64,7 @@ class Prepared(AbstractContextManager["Prepared"]):
 
     def reopen(self, path: Path) -> Checkpoint:
         """Opens what was written, and checks that it decodes to the same step and params."""
-        written = self.container.open(path)
+        written = self.container.open(path, budget=self.opened.budget)
         try:
             found = _outline(self.layout.decode(written, NO_HINTS))
             meant = _outline(self.state)

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from statekit.errors import StatekitError
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.reading import open_regular
+from statekit.files.source import first_bytes
 
 MayFit: TypeAlias = Callable[[str], bool]
 """Tells of a format's name whether its signs are there, or it has none."""
@@ -56,9 +56,8 @@ _FLAGS = {"name": re.DOTALL, "begins": re.DOTALL, "holds": re.MULTILINE, "names"
 def _head(path: Path) -> str:
     """Returns a file's first bytes, a character a byte; none of one that can't be read."""
     try:
-        with open_regular(path) as file:
-            return file.read(_HEAD).decode("latin-1")
-    except (OSError, StatekitError):
+        return first_bytes(path, _HEAD).decode("latin-1")
+    except StatekitError:
         return ""
 
 

@@ -14,14 +14,14 @@ from typing import Any
 
 from statekit.errors import CorruptError, Faults, FormatError, NotFoundError, RefusedError
 from statekit.files.checkpoint import Finding
-from statekit.files.reading import open_regular, reading
-from statekit.tensors.digest import file_digest, json_digest, stream_digest
+from statekit.files.source import SMALL_FILE, Files, read_small, source_digest
+from statekit.tensors.digest import json_digest
 from statekit.tensors.tensor import Tensor
 
 FILE = "statekit.json"
 FORMAT = "statekit-manifest"
 VERSION = 1
-MAX_BYTES = 100_000_000
+MAX_BYTES = SMALL_FILE
 """The largest manifest that is read, in bytes."""
 SMALL_BYTES = 2**20
 """Files up to this size, in bytes, are digested when a checkpoint is opened; the digests of tensors cover the rest."""
@@ -129,8 +129,12 @@ _FILE_FIELDS = {"bytes": int, "blake3": str}
 _TENSOR_FIELDS = {"shape": list, "dtype": str, "blake3": str}
 
 
-def require_manifest(folder: Path) -> dict[str, Any]:
+def require_manifest(folder: Path, files: Files | None = None) -> dict[str, Any]:
     """Reads the manifest of a folder that must have one, and checks the folder's files against it.
+
+    Args:
+        folder: The folder.
+        files: The checkpoint's open files, whose budget holds the manifest.
 
     Raises:
         NotFoundError: No manifest.
@@ -138,7 +142,7 @@ def require_manifest(folder: Path) -> dict[str, Any]:
         CorruptError: A file is missing, has another size, or (up to 1 MiB) another digest.
     """
     path = folder / FILE
-    manifest = parse(read_small(path), path)
+    manifest = parse(read_small(path, files), path)
     faults = Faults(_file_faults(folder, manifest["files"]))
     faults.check(
         CorruptError,
@@ -149,8 +153,14 @@ def require_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def find_manifest(folder: Path) -> tuple[dict[str, Any] | None, tuple[Finding, ...]]:
+def find_manifest(
+    folder: Path, files: Files | None = None
+) -> tuple[dict[str, Any] | None, tuple[Finding, ...]]:
     """Reads the manifest that a folder of another format may hold.
+
+    Args:
+        folder: The folder.
+        files: The checkpoint's open files, whose budget holds the manifest.
 
     Returns:
         The manifest if there is one and it fits its files; what was odd about it or about the files it doesn't name.
@@ -158,7 +168,7 @@ def find_manifest(folder: Path) -> tuple[dict[str, Any] | None, tuple[Finding, .
     if not (folder / FILE).exists():
         return None, ()
     try:
-        manifest = require_manifest(folder)
+        manifest = require_manifest(folder, files)
     except FormatError as error:
         why = " ".join(str(error).split())
         return None, (Finding(f"the manifest isn't trusted: {why}", str(folder / FILE)),)
@@ -190,25 +200,9 @@ def tensor_entry(tensor: Tensor, digest: str) -> dict[str, Any]:
 
 def file_entry(path: Path) -> dict[str, Any]:
     """Returns a file's entry in a manifest."""
-    return {"bytes": path.stat().st_size, "blake3": file_digest(path)}
-
-
-def read_small(path: Path) -> bytes:
-    """Reads a regular file of at most 100 MB.
-
-    Raises:
-        NotFoundError: No such file.
-        FormatError: It can't be read.
-        RefusedError: Not a regular file, or a larger one.
-    """
-    with open_regular(path) as file, reading(path):
-        size = os.fstat(file.fileno()).st_size
-        if size > MAX_BYTES:
-            found = f"{size} bytes"
-            raise RefusedError(
-                "A file is too large.", place=path, expected=f"at most {MAX_BYTES}", found=found
-            )
-        return file.read(size)
+    with Files() as files:
+        source = files.source(path)
+        return {"bytes": source.size, "blake3": source_digest(source)}
 
 
 def unnamed_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
@@ -246,11 +240,11 @@ def _file_faults(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> list[t
 
 def _file_fault(path: Path, entry: Mapping[str, Any]) -> str:
     try:
-        with open_regular(path) as file, reading(path):
-            size = os.fstat(file.fileno()).st_size
-            if size != entry["bytes"]:
-                return f"has {size} bytes, expected {entry['bytes']}"
-            if size <= SMALL_BYTES and stream_digest(file) != entry["blake3"]:
+        with Files() as files:
+            source = files.source(path)
+            if source.size != entry["bytes"]:
+                return f"has {source.size} bytes, expected {entry['bytes']}"
+            if source.size <= SMALL_BYTES and source_digest(source) != entry["blake3"]:
                 return f"was changed: it isn't the file with BLAKE3 {entry['blake3'][:16]}..."
     except (NotFoundError, FormatError) as error:
         return error.subject

@@ -36,7 +36,6 @@ from statekit.files.manifest import (
     files_below,
     inside,
     parse,
-    read_small,
     sealed,
     tensor_entry,
     tensor_faults,
@@ -44,6 +43,7 @@ from statekit.files.manifest import (
     unnamed_files,
 )
 from statekit.files.rename import exchange, rename_new, sync_folder
+from statekit.files.source import read_small
 from statekit.files.temporary import make_temporary, sweep
 from statekit.tensors.digest import tensor_bytes, tensor_digest
 from statekit.tensors.tensor import Tensor

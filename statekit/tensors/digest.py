@@ -5,12 +5,10 @@ A tensor's digest covers its values alone: little-endian, C order, without shape
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,6 @@ from blake3 import blake3
 
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Tensor, chunks, nbytes
 
-_FILE_BLOCK = 2**20
 _END = memoryview(b"")
 
 
@@ -48,20 +45,6 @@ def _ahead(blocks: Iterator[memoryview]) -> Iterator[memoryview]:
 def bytes_digest(data: bytes) -> str:
     """Returns the BLAKE3 digest of bytes: 64 lowercase hexadecimal digits."""
     return blake3(data).hexdigest()
-
-
-def file_digest(path: Path) -> str:
-    """Returns the BLAKE3 digest of a file's bytes."""
-    with path.open("rb", buffering=0) as file:
-        return stream_digest(file)
-
-
-def stream_digest(file: io.FileIO) -> str:
-    """Returns the BLAKE3 digest of what is left to read of a file."""
-    hasher = blake3()
-    while block := file.read(_FILE_BLOCK):
-        hasher.update(block)
-    return hasher.hexdigest()
 
 
 def tensor_digest(tensor: Tensor, on_block: Callable[[int], object] | None = None) -> str:

@@ -26,6 +26,7 @@ import numpy as np
 from statekit.conversion.contracts import Hints
 from statekit.converters.formats.safetensors import OpenFile, open_safetensors
 from statekit.errors import FormatError, NotFoundError, UsageError
+from statekit.files.source import read_small
 from statekit.optim.steps import Execution
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor, in_memory
@@ -240,7 +241,7 @@ def _check_sequence(path: Path) -> None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_small(path).decode("utf-8"))
     except ValueError as error:
         raise FormatError("A description isn't JSON.", place=path, found=error) from None
     if not isinstance(data, dict):

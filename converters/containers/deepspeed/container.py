@@ -26,6 +26,7 @@ from statekit.converters.containers.deepspeed.zero import Shapes, joined, part_o
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, UsageError
 from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.source import Budget, Files, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Cast, Shape, Tensor
 from statekit.tensors.tree import Record, Tree, to_json
@@ -69,7 +70,7 @@ class DeepSpeedFolder:
         model = next(iter(found.tag.models.values()))
         return Evidence(20, f"{found.tag.path} has {model.name}")
 
-    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses the pickles of all ranks, and says where each parameter's values are.
 
         Raises:
@@ -81,7 +82,8 @@ class DeepSpeedFolder:
         if found is None:
             raise NotFoundError("There is no checkpoint of DeepSpeed.", place=path, remedy="check the path")
         findings: list[Finding] = []
-        tree = named(_tree(found.tag, findings))
+        with opening(budget) as files:
+            tree = named(_tree(found.tag, files, findings))
         number = tree["deepspeed"].get("global_steps")
         meta = {
             "zero_stage": tree["deepspeed"].get(_STAGE),
@@ -90,7 +92,9 @@ class DeepSpeedFolder:
             "steps": list(found.steps),
         }
         number = number if type(number) is int and number >= 0 else None
-        return Checkpoint(self.name, found.tag.path, tree, meta, number, findings=tuple(findings))
+        return Checkpoint(
+            self.name, found.tag.path, tree, meta, number, findings=tuple(findings), on_close=files.close
+        )
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Isn't done: DeepSpeed cuts a state by its own configuration.
@@ -101,14 +105,14 @@ class DeepSpeedFolder:
         raise UsageError("Checkpoints of DeepSpeed can only be read.", place=stage.target)
 
 
-def _tree(tag: Tag, findings: list[Finding]) -> dict[str, Tree]:
-    models = [_model_file(path, findings) for _, path in sorted(tag.models.items())]
+def _tree(tag: Tag, files: Files, findings: list[Finding]) -> dict[str, Tree]:
+    models = [_model_file(path, files, findings) for _, path in sorted(tag.models.items())]
     first, place = models[0], f"{tag.path}"
     shapes = _shapes(first.get("param_shapes"), place)
     if tag.universal:
-        state, groups, engine = universal_state(tag.path, shapes, findings)
+        state, groups, engine = universal_state(tag.path, shapes, files, findings)
     else:
-        state, groups, engine = _ranked(tag, first, shapes, findings)
+        state, groups, engine = _ranked(tag, first, shapes, files, findings)
     if len(groups) != len(shapes):
         raise CorruptError(
             "The optimizer has other groups than the model.",
@@ -131,8 +135,8 @@ def _tree(tag: Tag, findings: list[Finding]) -> dict[str, Tree]:
     }
 
 
-def _model_file(path: Path, findings: list[Finding]) -> dict[str, Any]:
-    tree = require(open_file(path, findings), dict, "a dict with module", path)
+def _model_file(path: Path, files: Files, findings: list[Finding]) -> dict[str, Any]:
+    tree = require(open_file(path, files, findings), dict, "a dict with module", path)
     module = require(tree.get("module"), dict, "the state of a model", path)
     for name, tensor in module.items():
         if not isinstance(tensor, Tensor):
@@ -156,7 +160,7 @@ def _shape(node: Any, place: str) -> Shape:
 
 
 def _ranked(
-    tag: Tag, model: Mapping[str, Any], shapes: Shapes, findings: list[Finding]
+    tag: Tag, model: Mapping[str, Any], shapes: Shapes, files: Files, findings: list[Finding]
 ) -> tuple[dict[str, dict[str, Any]], list[Mapping[str, Any]], dict[str, Tree]]:
     """Returns the optimizer's state by name, its groups, and what the engine keeps beside."""
     if not tag.optimizers:
@@ -167,9 +171,9 @@ def _ranked(
             remedy="copy the files of all ranks; without ZeRO, convert the model's file with --from torch",
         )
     ranks = model.get("dp_world_size")
-    files = complete(tag.optimizers, ranks if type(ranks) is int else len(tag.optimizers), "optimizer")
-    trees = [open_file(path, findings) for path in files]
-    parts = [part_of(tree, f"{path}") for tree, path in zip(trees, files, strict=True)]
+    paths = complete(tag.optimizers, ranks if type(ranks) is int else len(tag.optimizers), "optimizer")
+    trees = [open_file(path, files, findings) for path in paths]
+    parts = [part_of(tree, f"{path}") for tree, path in zip(trees, paths, strict=True)]
     own = trees[0]["optimizer_state_dict"]
     for count in own["partition_count"] if isinstance(own.get("partition_count"), list) else ():
         complete(tag.optimizers, count if type(count) is int else len(parts), "optimizer")

@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from statekit.converters.formats.pytorch.reader import named, read_object
-from statekit.converters.formats.pytorch.storage import SourceFile
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
 from statekit.files.checkpoint import Finding
 from statekit.files.manifest import inside
-from statekit.files.reading import open_regular
-from statekit.tensors.tensor import Array, Stored, Tensor
+from statekit.files.source import Files, first_bytes
+from statekit.tensors.tensor import Stored, Tensor
 from statekit.tensors.tree import Tree
 
 LATEST = ("latest", "latest_universal")
@@ -141,8 +139,7 @@ def _latest(file: Path, ours: bool) -> str | None:
     """Returns the name in a file; None if there is none, or one that isn't a folder's beside files that aren't ours."""
     if not file.is_file():
         return None
-    with open_regular(file) as stream:
-        name = stream.read(_MAX_TAG).decode("utf-8", "replace").strip()
+    name = first_bytes(file, _MAX_TAG).decode("utf-8", "replace").strip()
     if inside(name) and "/" not in name and name.isprintable():
         return name
     if ours:
@@ -160,27 +157,13 @@ def _number(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-class _Reopened:
-    """A file that is opened for each read: a universal checkpoint has thousands."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with closing(SourceFile(path)) as file:
-            self.size = file.size
-
-    def read(self, start: int, count: int) -> Array:
-        """Reads `count` bytes from byte `start` on."""
-        with closing(SourceFile(self.path)) as file:
-            return file.read(start, count)
-
-
-def open_file(path: Path, findings: list[Finding]) -> Tree:
+def open_file(path: Path, files: Files, findings: list[Finding]) -> Tree:
     """Returns what a torch file holds; its tensors are named after the file.
 
     Raises:
         FormatError: The file can't be trusted.
     """
-    opened = read_object(_Reopened(path))
+    opened = read_object(files.source(path))
     findings += opened.findings
     tree = named(opened.tree)
     return _mapped(tree, partial(_after, f"{path.parent.name}/{path.name}"))

@@ -18,6 +18,7 @@ from statekit.converters.containers.deepspeed.files import MASTER, UNIVERSAL, op
 from statekit.converters.containers.deepspeed.zero import Shapes
 from statekit.errors import CorruptError, FormatError
 from statekit.files.checkpoint import Finding
+from statekit.files.source import Files
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Record, Tree
 from statekit.tensors.views import Concatenated, Segment
@@ -33,7 +34,7 @@ _OF_RANK = {
 
 
 def universal_state(
-    tag: Path, shapes: Shapes, findings: list[Finding]
+    tag: Path, shapes: Shapes, files: Files, findings: list[Finding]
 ) -> tuple[dict[str, dict[str, Any]], list[Mapping[str, Any]], dict[str, Tree]]:
     """Returns the optimizer's state by name, its groups, and what the engine keeps beside.
 
@@ -44,7 +45,9 @@ def universal_state(
     folder = tag / UNIVERSAL
     if not (folder / _STATE).is_file():
         raise CorruptError("A universal checkpoint has no groups.", place=folder / _STATE)
-    held = require(open_file(folder / _STATE, findings), dict, "a dict with param_groups", folder / _STATE)
+    held = require(
+        open_file(folder / _STATE, files, findings), dict, "a dict with param_groups", folder / _STATE
+    )
     groups = require(held.get("param_groups"), list, "groups", folder / _STATE)
     known = {entry.name for entry in folder.iterdir() if entry.is_dir()}
     wanted = {name: shape for group in shapes for name, shape in group.items()}
@@ -59,7 +62,7 @@ def universal_state(
         for name in sorted(known - wanted.keys())
     ]
     step = _step_of(held)
-    state = {name: _parameter(folder / name, shape, step, findings) for name, shape in wanted.items()}
+    state = {name: _parameter(folder / name, shape, step, files, findings) for name, shape in wanted.items()}
     every = dict.fromkeys(key for own in state.values() for key in own)
     if gone := [f"{name}/{key}.pt" for name, own in state.items() for key in every if key not in own]:
         raise CorruptError(
@@ -71,11 +74,13 @@ def universal_state(
     return state, [require(one, dict, "a group", folder / _STATE) for one in groups], engine
 
 
-def _parameter(folder: Path, shape: Shape, step: Any, findings: list[Finding]) -> dict[str, Any]:
-    files = sorted(entry for entry in folder.iterdir() if entry.suffix == ".pt")
+def _parameter(
+    folder: Path, shape: Shape, step: Any, files: Files, findings: list[Finding]
+) -> dict[str, Any]:
+    entries = sorted(entry for entry in folder.iterdir() if entry.suffix == ".pt")
     found: dict[str, Any] = {} if step is None else {_STEP: step}
-    for file in files:
-        node = open_file(file, findings)
+    for file in entries:
+        node = open_file(file, files, findings)
         found[file.stem] = node if file.stem == _STEP else _shaped(node, shape, file)
     if MASTER not in found:
         raise CorruptError(

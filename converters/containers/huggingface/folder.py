@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -31,14 +30,15 @@ from statekit.converters.containers.huggingface.model import (
 )
 from statekit.converters.containers.steps import step_prefix, trusted_manifest
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
+from statekit.converters.containers.torch_file import open_torch
 from statekit.converters.formats.pickle.reader import read_pickle
 from statekit.converters.formats.pytorch.reader import named
-from statekit.converters.formats.pytorch.storage import SourceFile
 from statekit.converters.formats.pytorch.writer import write_archive
 from statekit.converters.layouts.torch_parts import SORTED, at, loose, places, put, without
 from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.files.manifest import FILE, inside, read_small
+from statekit.files.manifest import FILE, inside
+from statekit.files.source import Budget, File, Files, first_bytes, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Stored, Tensor, index_shape
 from statekit.tensors.tree import Path as Keys
@@ -78,13 +78,13 @@ class Beside:
     findings: tuple[Finding, ...]
 
 
-def open_beside(folder: Path, taken: Collection[str], opened: ExitStack) -> Beside:
+def open_beside(folder: Path, taken: Collection[str], files: Files) -> Beside:
     """Opens what stands beside a model; reads no tensor.
 
     Args:
         folder: Where it lies.
         taken: Names of the model's own files.
-        opened: Closes the files.
+        files: The checkpoint's open files.
 
     Raises:
         FormatError: The optimizer's state, or another part, can't be trusted.
@@ -93,19 +93,19 @@ def open_beside(folder: Path, taken: Collection[str], opened: ExitStack) -> Besi
     read, passed = {FILE, *taken}, set[str]()
     for key, names in PARTS.items():
         name = next((one for one in names if (folder / one).is_file()), None)
-        part = None if name is None else _open_part(folder / name, opened)
+        part = None if name is None else _open_part(folder / name, files)
         # What `torch.load(weights_only=True)` would refuse is carried as it is.
         if name is not None and (key == "optimizer" or not holds_records(part)):
             tree[key] = part
             read.add(name)
             passed |= {*names} - {name}
     if (folder / REST).is_file():
-        rest = _open_part(folder / REST, opened)
+        rest = _open_part(folder / REST, files)
         if not isinstance(rest, Mapping):
             raise FormatError("This isn't what statekit writes.", place=folder / REST, expected="a dict")
         tree = {**rest, **tree}
         read.add(REST)
-    carried, findings = _carried(folder, read, passed, opened)
+    carried, findings = _carried(folder, read, passed, files)
     return Beside({**tree, **({FILES: carried} if carried else {})}, findings)
 
 
@@ -147,11 +147,11 @@ def are_files(part: Any) -> bool:
     )
 
 
-def _open_part(path: Path, opened: ExitStack) -> Tree:
+def _open_part(path: Path, files: Files) -> Tree:
     if not path.name.endswith(_JSON):
-        return opened.enter_context(TORCH.open(path)).tree
+        return open_torch(path, files).tree
     try:
-        part = json.loads(read_small(path))  # Trainer writes a loss that is NaN as NaN
+        part = json.loads(read_small(path, files))  # Trainer writes a loss that is NaN as NaN
     except (ValueError, RecursionError) as error:
         raise FormatError("This isn't valid JSON.", place=path, found=error) from None
     if not isinstance(part, dict):
@@ -160,7 +160,7 @@ def _open_part(path: Path, opened: ExitStack) -> Tree:
 
 
 def _carried(
-    folder: Path, read: Collection[str], passed: Collection[str], opened: ExitStack
+    folder: Path, read: Collection[str], passed: Collection[str], files: Files
 ) -> tuple[dict[str, Tensor], tuple[Finding, ...]]:
     carried: dict[str, Tensor] = {}
     findings = []
@@ -172,17 +172,15 @@ def _carried(
         if why:
             findings.append(Finding(f"isn't carried: {why}", str(entry)))
         else:
-            source = SourceFile(entry)
-            opened.callback(source.close)
-            carried[entry.name] = _bytes_of(source)
+            carried[entry.name] = _bytes_of(files.source(entry))
     return carried, tuple(findings)
 
 
-def _bytes_of(source: SourceFile) -> Tensor:
+def _bytes_of(source: File) -> Tensor:
     def fetch(index: tuple[slice, ...]) -> Any:
         return source.read(index[0].start, index_shape(index)[0])
 
-    return Stored((source.size,), np.dtype(np.uint8), fetch, source.path.name, str(source.path))
+    return Stored((source.size,), np.dtype(np.uint8), fetch, source.path.name, source.place)
 
 
 def _uncarried(path: Path) -> str:
@@ -194,10 +192,11 @@ def _uncarried(path: Path) -> str:
     if not path.name.endswith(_PICKLES):
         return ""
     try:
-        if TORCH.detect(path) is not None:
-            TORCH.open(path).close()
-        else:
-            read_pickle(path.read_bytes(), str(path))
+        with Files() as files:
+            if TORCH.detect(path) is not None:
+                open_torch(path, files)
+            else:
+                read_pickle(read_small(path, files, MAX_CARRIED), str(path))
     except StatekitError as error:
         return error.subject.rstrip(".").lower()
     return ""
@@ -287,13 +286,13 @@ class HuggingFaceFolder:
                 single = self.opens_files and _is_safetensors(path)
                 return Evidence(10, "the header of a safetensors file") if single else None
             found = self._locate(path, None)
-        except OSError:
+        except (OSError, StatekitError):
             return None
         return (
             None if found is None else Evidence(self.specificity, f"{found.path} has {self.fits(found.path)}")
         )
 
-    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses headers and pickles; of a run's folder, the newest step's or the given one's.
 
         Raises:
@@ -304,8 +303,8 @@ class HuggingFaceFolder:
         found = _Found(path) if alone else self._locate(path, step)
         if found is None:
             raise NotFoundError(f"There is no folder of {self.name}.", place=path, remedy="check the path")
-        with ExitStack() as opened:
-            tree, meta, findings = _opened(found.path, opened)
+        with opening(budget) as files:
+            tree, meta, findings = _opened(found.path, files)
             number = _global_step(tree)
             if step is not None and number is not None and step != number:
                 raise NotFoundError(
@@ -314,11 +313,10 @@ class HuggingFaceFolder:
                     expected=step,
                     found=number,
                 )
-            manifest, odd = trusted_manifest(found.path, number, tree)
-            close = opened.pop_all().close
+            manifest, odd = trusted_manifest(found.path, number, tree, files)
         meta = {**meta, "steps": list(found.steps)}
         findings = (*found.findings, *findings, *odd)
-        return Checkpoint(self.name, found.path, tree, meta, number, manifest, findings, close)
+        return Checkpoint(self.name, found.path, tree, meta, number, manifest, findings, files.close)
 
     def fitted(self, encoded: Encoded) -> Encoded:
         """Returns a state with its parts where the folder keeps them, and what the library can't do without."""
@@ -393,7 +391,7 @@ class _Found:
     findings: tuple[Finding, ...] = ()
 
 
-def _opened(path: Path, opened: ExitStack) -> tuple[Tree, dict[str, Any], tuple[Finding, ...]]:
+def _opened(path: Path, files: Files) -> tuple[Tree, dict[str, Any], tuple[Finding, ...]]:
     """Returns the tree of a folder, or of a single file, what is known of it, and what was odd."""
     alone = path.is_file()
     folder = path.parent if alone else path
@@ -402,13 +400,13 @@ def _opened(path: Path, opened: ExitStack) -> tuple[Tree, dict[str, Any], tuple[
     meta: dict[str, Any] = {}
     taken: tuple[str, ...] = ()
     if name is not None:
-        model = open_model(folder, name, opened)
+        model = open_model(folder, name, files)
         tree["model"], taken = dict(model.tensors), model.files
         meta = {"model": list(taken), SORTED: model.is_sorted, "metadata": dict(model.metadata)}
     if alone:
         return named(tree), meta, ()
     _check_single(folder)
-    beside = open_beside(folder, taken, opened)
+    beside = open_beside(folder, taken, files)
     return named({**tree, **beside.tree}), meta, beside.findings
 
 
@@ -430,7 +428,6 @@ def _check_single(folder: Path) -> None:
 
 
 def _is_safetensors(path: Path) -> bool:
-    with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
+    head = first_bytes(path, _HEAD_BYTES)
     length = int.from_bytes(head[:8], "little")
     return len(head) == _HEAD_BYTES and head[8:] == b"{" and 2 <= length <= path.stat().st_size - 8

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from statekit.converters.containers.torch_file import CONTAINER as TORCH
+from statekit.converters.containers.torch_file import open_torch
 from statekit.converters.formats.safetensors import open_safetensors, save_safetensors, sharded
 from statekit.errors import CorruptError, FormatError, fault_list
-from statekit.files.manifest import inside, read_small, strict_json
+from statekit.files.manifest import inside, strict_json
+from statekit.files.source import Files, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor, nbytes
 
@@ -70,33 +70,33 @@ def find_model(folder: Path) -> str | None:
     return None
 
 
-def open_model(folder: Path, name: str, opened: ExitStack) -> Model:
+def open_model(folder: Path, name: str, files: Files) -> Model:
     """Opens a model; reads headers only.
 
     Args:
         folder: Where it lies.
         name: Its file, or its index.
-        opened: Closes the files.
+        files: The checkpoint's open files.
 
     Raises:
         NotFoundError: A shard is missing.
         FormatError: Index and shards don't fit each other, or one can't be trusted.
     """
     if not name.endswith(INDEX):
-        tensors, metadata = _open_file(folder / name, opened)
+        tensors, metadata = _open_file(folder / name, files)
         ordered = sorted(tensors, key=lambda one: (-tensors[one].dtype.itemsize, one))
         is_sorted = name.endswith(_SAFE) and list(tensors) == ordered
         return Model(tensors, (name,), is_sorted, metadata)
     place = folder / name
-    index = strict_json(read_small(place), place)
+    index = strict_json(read_small(place, files), place)
     weights = index.get("weight_map") if isinstance(index, Mapping) else None
     if not isinstance(weights, Mapping) or not all(isinstance(file, str) for file in weights.values()):
         raise FormatError("An index of shards has no map from names to files.", place=place)
-    files = tuple(sorted(set(weights.values())))
-    foreign = [("isn't a file of the folder", file) for file in files if not inside(file) or "/" in file]
+    names = tuple(sorted(set(weights.values())))
+    foreign = [("isn't a file of the folder", file) for file in names if not inside(file) or "/" in file]
     if foreign:
         raise FormatError("An index names files elsewhere.", place=place, found=fault_list(foreign[:_SHOWN]))
-    shards = {file: _open_file(folder / file, opened)[0] for file in files}
+    shards = {file: _open_file(folder / file, files)[0] for file in names}
     faults = [(f"isn't in {file}", one) for one, file in weights.items() if one not in shards[file]]
     faults += [
         (f"is in {file}, not by the index", one)
@@ -112,7 +112,7 @@ def open_model(folder: Path, name: str, opened: ExitStack) -> Model:
         )
     whole = {one: shards[file][one] for one, file in weights.items()}
     metadata = index.get("metadata", {})
-    return Model(whole, (name, *files), list(whole) == sorted(whole), metadata)
+    return Model(whole, (name, *names), list(whole) == sorted(whole), metadata)
 
 
 def save_model(
@@ -151,13 +151,11 @@ def save_model(
             output.write(text.encode("ascii"))
 
 
-def _open_file(path: Path, opened: ExitStack) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+def _open_file(path: Path, files: Files) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
     if path.name.endswith(_SAFE):
-        file = open_safetensors(path)
-        opened.callback(file.close)
+        file = open_safetensors(path, files)
         return file.tensors, file.metadata
-    checkpoint = opened.enter_context(TORCH.open(path))
-    tree = checkpoint.tree
+    tree = open_torch(path, files).tree
     if not isinstance(tree, Mapping) or not all(isinstance(leaf, Tensor) for leaf in tree.values()):
         raise FormatError("A model's file isn't a dict of tensors.", place=path, expected="a state_dict")
     return tree, {}

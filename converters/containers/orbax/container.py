@@ -49,6 +49,7 @@ from statekit.converters.formats.zarr.stores import FolderStore, open_store, rea
 from statekit.errors import CorruptError, FormatError, fault_list
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import MAX_BYTES, strict_json
+from statekit.files.source import Budget, Files, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tree import Tree
 
@@ -74,20 +75,20 @@ class Item:
     custom: Tree = None
 
 
-def open_item(folder: Path) -> Item:
+def open_item(folder: Path, opened: Files) -> Item:
     """Parses the tree of an item and the headers of its arrays.
 
     Raises:
         FormatError: They don't follow the format or can't be trusted.
     """
-    files = FolderStore.of(folder)
+    files = FolderStore.of(folder, opened)
     index, stated, document = files.value(INDEX), files.value(METADATA), files.value(JSON_ITEM)
     if index is stated is None and document is not None:
         return Item(
             strict_json(read_whole(document, _MAX_JSON), document.place), names=frozenset({JSON_ITEM})
         )
     metadata = None if stated is None else parse(read_whole(stated, _MAX_METADATA), stated.place)
-    arrays = _arrays(folder, metadata)
+    arrays = _arrays(folder, metadata, opened)
     if index is not None:  # it holds the tree in full; _METADATA repeats it
         parsed = parse_msgpack(index)
         if not isinstance(parsed, dict):
@@ -112,8 +113,8 @@ def open_item(folder: Path) -> Item:
     return Item(tree, findings, _tops({p.prefix for p in places}), metadata.custom)
 
 
-def _arrays(folder: Path, metadata: TreeMetadata | None) -> Arrays:
-    store = open_store(folder)
+def _arrays(folder: Path, metadata: TreeMetadata | None, opened: Files) -> Arrays:
+    store = open_store(folder, opened)
     return Arrays(store) if metadata is None else Arrays(store, metadata.zarr_format, metadata.complete)
 
 
@@ -190,7 +191,7 @@ class OrbaxFolder:
                 return Evidence(20, f"{item} is an Orbax item that holds a T5X train state")
         return Evidence(10, f"{found.path} has the files of an Orbax checkpoint")
 
-    def open(self, path: Path, step: int | None = None) -> Checkpoint:
+    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses the trees and the arrays' headers.
 
         Raises:
@@ -205,20 +206,23 @@ class OrbaxFolder:
                 place=found.path,
                 expected=f"an item with {METADATA}",
             )
-        opened = {folder: open_item(folder) for folder in folders}
-        _require_all(found.path, {folder.name for folder in folders})
-        trees: dict[str, Tree] = {folder.name: item.tree for folder, item in opened.items()}
-        tree = trees[folders[0].name] if len(folders) == 1 else trees
-        known = set(_OWN_FILES) | {e.name for e in found.path.glob("ocdbt.process_*")}
-        for folder, item in opened.items():
-            known |= item.names if folder == found.path else {folder.name}
-        meta = {
-            "generation": "orbax",
-            "items": [folder.name for folder in folders],
-            "custom_metadata": {f.name: item.custom for f, item in opened.items() if item.custom is not None},
-        }
-        findings = tuple(finding for item in opened.values() for finding in item.findings)
-        return step_checkpoint(self.name, found, tree, meta, known, findings)
+        with opening(budget) as files:
+            opened = {folder: open_item(folder, files) for folder in folders}
+            _require_all(found.path, {folder.name for folder in folders}, files)
+            trees: dict[str, Tree] = {folder.name: item.tree for folder, item in opened.items()}
+            tree = trees[folders[0].name] if len(folders) == 1 else trees
+            known = set(_OWN_FILES) | {e.name for e in found.path.glob("ocdbt.process_*")}
+            for folder, item in opened.items():
+                known |= item.names if folder == found.path else {folder.name}
+            meta = {
+                "generation": "orbax",
+                "items": [folder.name for folder in folders],
+                "custom_metadata": {
+                    f.name: item.custom for f, item in opened.items() if item.custom is not None
+                },
+            }
+            findings = tuple(finding for item in opened.values() for finding in item.findings)
+            return step_checkpoint(self.name, found, tree, meta, known, findings, files)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes the items of a step as Orbax does today: each an OCDBT database with its tree as JSON.
@@ -241,9 +245,9 @@ class OrbaxFolder:
             output.write(step_metadata(handlers, begun))
 
 
-def _require_all(step: Path, found: set[str]) -> None:
+def _require_all(step: Path, found: set[str], files: Files) -> None:
     """Raises FormatError if a step says that it has an item which isn't there."""
-    stated = FolderStore.of(step).value(STEP_METADATA)
+    stated = FolderStore.of(step, files).value(STEP_METADATA)
     document = None if stated is None else strict_json(read_whole(stated, MAX_BYTES), stated.place)
     handlers = document.get("item_handlers") if isinstance(document, dict) else None
     if isinstance(handlers, dict):

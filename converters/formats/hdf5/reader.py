@@ -14,13 +14,13 @@ Prefix", IV.A.2.r "The Symbol Table Message"; keras-team/keras, keras/src/saving
 
 from __future__ import annotations
 
+import io
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -128,11 +128,11 @@ class Opened:
         self.file.close()
 
 
-def open_hdf5(source: Any, place: str) -> Opened:
+def open_hdf5(source: IO[bytes] | io.RawIOBase, place: str) -> Opened:
     """Parses the headers of an HDF5 file.
 
     Args:
-        source: A path, or a file opened for reading.
+        source: The file, opened for reading.
         place: What errors call it.
 
     Raises:
@@ -175,14 +175,12 @@ def _names(file: Any, source: Any) -> Iterator[Names | None]:
     if file.id.get_create_plist().get_sizes() != (8, 8) or file.userblock_size:
         yield None
         return
-    with ExitStack() as stack:
-        stream = source if hasattr(source, "read") else stack.enter_context(Path(source).open("rb"))
 
-        def read(address: int, length: int) -> bytes:
-            stream.seek(address)
-            return bytes(stream.read(length))
+    def read(address: int, length: int) -> bytes:
+        source.seek(address)
+        return bytes(source.read(length) or b"")
 
-        yield Names(read, int(file.id.get_filesize()))
+    yield Names(read, int(file.id.get_filesize()))
 
 
 class _Reader:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from statekit.converters.formats.zarr.array import RawStream, checked_shape, copy_block
-from statekit.converters.formats.zarr.stores import Value, joined, part
+from statekit.converters.formats.storage import checked_shape, dense
 from statekit.errors import CorruptError, FormatError, RefusedError
-from statekit.tensors.tensor import Array, DType, Index, Shape, Stored, dtype_named, in_memory, index_shape
+from statekit.files.source import Part, Source, byte_of, bytes_at, filled, require
+from statekit.tensors.tensor import Array, DType, Shape, Stored, dtype_named, in_memory
 from statekit.tensors.tree import MAX_DEPTH, MAX_NAME_BYTES, MAX_NODES
 
 CHUNKED = "__msgpack_chunked_array__"
@@ -44,23 +45,49 @@ class Inline:
 
     shape: Shape
     dtype: DType
-    data: Value
+    data: Source
     scalar: bool = False
 
     def tensor(self, name: str) -> Stored:
         """Returns it as a tensor of that name."""
-        return Stored(self.shape, self.dtype, self._fetch, name, self.data.place)
+        data = self.data
+        return dense(name, data.place, self.dtype, self.shape, data.size, data.read)
 
-    def _fetch(self, index: Index) -> Array:
-        out = np.empty(index_shape(index), self.dtype)
-        copy_block(RawStream(self.data), self.shape, index, out)
-        return out
+
+@dataclass(frozen=True)
+class _Joined:
+    """Several sources, one after the other, as one."""
+
+    parts: Sequence[Source]
+
+    @property
+    def place(self) -> str:
+        return self.parts[0].place
+
+    @property
+    def size(self) -> int:
+        return sum(part.size for part in self.parts)
+
+    def read_into(self, start: int, into: memoryview) -> None:
+        require(self, start, len(into))
+        begin = 0
+        for part in self.parts:
+            low, high = max(start, begin), min(start + len(into), begin + part.size)
+            if low < high:
+                part.read_into(low - begin, into[low - start : high - start])
+            begin += part.size
+
+    def read(self, start: int, count: int) -> Array:
+        return filled(self, start, count)
+
+    def hold(self, start: int, count: int, what: str) -> None:
+        self.parts[0].hold(start, count, what)
 
 
 class _Cursor:
     """Walks over a value's bytes through a window, which is small after a jump and grows while nothing is skipped."""
 
-    def __init__(self, value: Value) -> None:
+    def __init__(self, value: Source) -> None:
         self.value, self.position = value, 0
         self._window, self._start, self._size = b"", 0, _WINDOWS[0]
 
@@ -70,7 +97,7 @@ class _Cursor:
             self.need(count)
             self._size = min(2 * self._size, _WINDOWS[1]) if low <= len(self._window) else _WINDOWS[0]
             size = min(max(count, self._size), self.value.size - self.position)
-            self._window, self._start, low = self.value.read_at(self.position, size), self.position, 0
+            self._window, self._start, low = bytes_at(self.value, self.position, size), self.position, 0
         self.position += count
         return self._window[low : low + count]
 
@@ -79,16 +106,10 @@ class _Cursor:
         self.position += count
 
     def need(self, count: int) -> None:
-        if count > self.value.size - self.position:
-            raise CorruptError(
-                "The file ends too early.",
-                place=f"byte {self.position} of {self.value.place}",
-                expected=f"{count} bytes more",
-                found=f"{self.value.size - self.position} bytes",
-            )
+        require(self.value, self.position, count)
 
 
-def parse(value: Value) -> Any:
+def parse(value: Source) -> Any:
     """Parses a msgpack file into dicts, lists and scalars, with `Inline` where an array lies.
 
     Raises:
@@ -166,7 +187,7 @@ class _Parser:
         if type(key) not in (str, int) or key in node or len(str(key)) > MAX_NAME_BYTES:
             raise FormatError(
                 "A map has a key that can't be used.",
-                place=f"byte {self._cursor.position} of {self._cursor.value.place}",
+                place=byte_of(self._cursor.value, self._cursor.position),
                 expected=f"different names of at most {MAX_NAME_BYTES} characters",
                 found=repr(key)[:200],
             )
@@ -181,7 +202,7 @@ class _Parser:
         if self._nodes > MAX_NODES or depth >= MAX_DEPTH or self._text > _MAX_TEXT:
             raise RefusedError(
                 "A msgpack file is too complex to be a checkpoint.",
-                place=f"byte {self._cursor.position} of {self._cursor.value.place}",
+                place=byte_of(self._cursor.value, self._cursor.position),
                 expected=f"at most {MAX_NODES} nodes, {MAX_DEPTH} levels, {_MAX_TEXT} bytes of text",
                 found=f"{self._nodes} nodes, level {depth}, {self._text} bytes of text",
             )
@@ -212,7 +233,7 @@ class _Parser:
         if head not in _SIZED:
             raise FormatError(
                 "A byte isn't msgpack.",
-                place=f"byte {self._cursor.position - 1} of {self._cursor.value.place}",
+                place=byte_of(self._cursor.value, self._cursor.position - 1),
                 found=hex(head),
             )
         kind, form = _SIZED[head]
@@ -239,20 +260,20 @@ class _Parser:
         if code not in (1, 2, 3):
             raise FormatError(
                 "A msgpack extension isn't one of Flax.",
-                place=f"byte {start} of {cursor.value.place}",
+                place=byte_of(cursor.value, start),
                 expected="1 (array), 2 (complex number), 3 (scalar)",
                 found=code,
             )
         if code == 2:
-            return _complex(part(cursor.value, start, size), cursor, size)
-        array = _array(part(cursor.value, start, size))
+            return _complex(Part(cursor.value, start, size), cursor, size)
+        array = _array(Part(cursor.value, start, size))
         cursor.skip(size)
         return replace(array, scalar=code == 3)
 
 
-def _array(value: Value) -> Inline:
+def _array(value: Source) -> Inline:
     """Reads `[shape, dtype, bytes]`, which must fill its value."""
-    cursor = _Cursor(part(value, 0, min(value.size, _MAX_ARRAY_HEADER)))
+    cursor = _Cursor(Part(value, 0, min(value.size, _MAX_ARRAY_HEADER)))
     heads = _Parser(cursor)
     place = value.place
     kind, count = heads.token()
@@ -275,10 +296,10 @@ def _array(value: Value) -> Inline:
             expected=f"{math.prod(shape) * dtype.itemsize} bytes for {dtype} {shape}",
             found=f"{size} bytes in {value.size - cursor.position}",
         )
-    return Inline(shape, dtype, part(value, cursor.position, size))
+    return Inline(shape, dtype, Part(value, cursor.position, size))
 
 
-def _complex(value: Value, cursor: _Cursor, size: int) -> Stored:
+def _complex(value: Source, cursor: _Cursor, size: int) -> Stored:
     numbers = _Parser(_Cursor(value)).tree()
     cursor.skip(size)
     if (
@@ -293,7 +314,7 @@ def _complex(value: Value, cursor: _Cursor, size: int) -> Stored:
 def _unchunked(node: dict[Any, Any], cursor: _Cursor) -> Inline:
     """Joins an array that was cut because it is larger than 2^30 bytes."""
     shapes, chunks = node.get("shape"), node.get("chunks")
-    place = f"byte {cursor.position} of {cursor.value.place}"
+    place = byte_of(cursor.value, cursor.position)
     if not isinstance(shapes, dict) or not isinstance(chunks, dict) or not chunks:
         raise FormatError("A chunked array has no shape or no chunks.", place=place)
     try:
@@ -313,7 +334,7 @@ def _unchunked(node: dict[Any, Any], cursor: _Cursor) -> Inline:
             expected=f"{math.prod(shape) * dtype.itemsize} bytes for {dtype} {shape}",
             found=f"{found} bytes",
         )
-    return Inline(shape, dtype, joined([array.data for array in arrays], place))
+    return Inline(shape, dtype, _Joined([array.data for array in arrays]))
 
 
 def _text(data: bytes, cursor: _Cursor) -> str:
@@ -322,6 +343,6 @@ def _text(data: bytes, cursor: _Cursor) -> str:
     except UnicodeDecodeError as error:
         raise FormatError(
             "A name isn't UTF-8.",
-            place=f"byte {cursor.position} of {cursor.value.place}",
+            place=byte_of(cursor.value, cursor.position),
             found=repr(data[:80]),
         ) from error

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
 
-from statekit.converters.formats.mxnet.records import CPU, DTYPE_NAMES, dense, read_record, record_header
-from statekit.converters.formats.pytorch.storage import SourceFile
+from statekit.converters.formats.mxnet.records import CPU, DTYPE_NAMES, read_record, record_header
+from statekit.converters.formats.storage import dense
 from statekit.converters.formats.zip_archive import Archive, ZipForm, ZipWriter
 from statekit.errors import CorruptError, FormatError
+from statekit.files.source import Source, bytes_at
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import DTYPES, DType, Shape, Stored, Tensor, nbytes
 from statekit.tensors.tree import MAX_NAME_BYTES
@@ -65,18 +66,18 @@ def form_of(head: bytes) -> str | None:
     return NPZ if head.startswith(ZIP_MAGIC) and name.endswith(_SUFFIX.encode()) else None
 
 
-def read_params(source: SourceFile) -> Params:
+def read_params(source: Source) -> Params:
     """Reads the headers of a file of parameters.
 
     Raises:
         CorruptError: Sizes or checksums disagree with the data.
         FormatError: It is neither a list of named arrays nor an npz, or breaks its format.
     """
-    form = form_of(source.read(0, min(source.size, 512)).tobytes())
+    form = form_of(bytes_at(source, 0, min(source.size, 512)))
     if form is None:
         raise FormatError(
             "This is no file of MXNet's parameters.",
-            place=source.path,
+            place=source.place,
             expected="a list of NDArrays, or an npz archive",
         )
     return _read_npz(source) if form == NPZ else _read_list(source)
@@ -137,14 +138,14 @@ def _chained(head: bytes, stage: Stage, name: str, tensor: Tensor) -> Any:
     yield from stage.stream(name, tensor)
 
 
-def _read_list(source: SourceFile) -> Params:
-    place = f"{source.path}"
+def _read_list(source: Source) -> Params:
+    place = source.place
     count = _number(source, len(LIST_MAGIC))
     if count > MAX_ARRAYS:
         raise FormatError("A list has too many arrays.", place=place, expected=MAX_ARRAYS, found=count)
     at, records = len(LIST_MAGIC) + 8, []
     for i in range(count):
-        record = read_record(source.read, at, source.size, f"array {i}", place)
+        record = read_record(source, at, f"array {i}")
         records.append(record)
         at = record.end
     names = _names(source, at, count)
@@ -156,8 +157,8 @@ def _read_list(source: SourceFile) -> Params:
     return Params(arrays, LIST, first.generation if first else 2, first.device if first else CPU)
 
 
-def _names(source: SourceFile, at: int, count: int) -> list[str]:
-    place, named = f"{source.path}", _number(source, at)
+def _names(source: Source, at: int, count: int) -> list[str]:
+    place, named = source.place, _number(source, at)
     if named != count:
         raise FormatError(
             "The arrays of a list have no names.", place=place, expected=f"{count} names", found=named
@@ -168,7 +169,7 @@ def _names(source: SourceFile, at: int, count: int) -> list[str]:
         if size > MAX_NAME_BYTES:
             raise FormatError("A name is too long.", place=place, expected=MAX_NAME_BYTES, found=size)
         try:
-            names.append(source.read(at + 8, size).tobytes().decode())
+            names.append(bytes_at(source, at + 8, size).decode())
         except UnicodeDecodeError as error:
             raise FormatError("A name isn't UTF-8.", place=place, found=error) from None
         at += 8 + size
@@ -177,23 +178,23 @@ def _names(source: SourceFile, at: int, count: int) -> list[str]:
     return names
 
 
-def _number(source: SourceFile, at: int) -> int:
-    return int(struct.unpack("<Q", source.read(at, 8).tobytes())[0])
+def _number(source: Source, at: int) -> int:
+    return int(struct.unpack("<Q", bytes_at(source, at, 8))[0])
 
 
-def _read_npz(source: SourceFile) -> Params:
+def _read_npz(source: Source) -> Params:
     archive = Archive(source)
     arrays = {}
     for member in archive.members.values():
         if not member.name.endswith(_SUFFIX):
-            raise FormatError("A member of an npz is no array.", place=f"{member.name} in {source.path}")
+            raise FormatError("A member of an npz is no array.", place=f"{member.name} in {source.place}")
         arrays[member.name.removesuffix(_SUFFIX)] = _npy(archive, member.name, member.size)
     return Params(arrays, NPZ, 3, CPU)
 
 
 def _npy(archive: Archive, member: str, size: int) -> Stored:
-    place = f"{archive.source.path}"
-    head = archive.source.read(archive.members[member].start, min(size, 12)).tobytes()
+    place = archive.source.place
+    head = bytes_at(archive.source, archive.members[member].start, min(size, 12))
     wide = head[6:7] > b"\x01"
     begin = 12 if wide else 10
     if not head.startswith(_NPY_MAGIC) or len(head) < 12 or head[6] > 3:
@@ -202,7 +203,7 @@ def _npy(archive: Archive, member: str, size: int) -> Stored:
     if length > min(MAX_NPY_HEADER, size - begin):
         raise CorruptError("The header of an array is cut off.", place=f"{member} in {place}", found=length)
     start = archive.members[member].start + begin
-    dtype, shape, fortran = _described(archive.source.read(start, length).tobytes(), f"{member} in {place}")
+    dtype, shape, fortran = _described(bytes_at(archive.source, start, length), f"{member} in {place}")
     values = math.prod(shape) * dtype.itemsize
     if begin + length + values != size:
         raise CorruptError(

@@ -12,19 +12,12 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeAlias
 
-import numpy as np
-
-from statekit.converters.formats.pytorch.storage import Storage, window
-from statekit.errors import CorruptError, FormatError, RefusedError
-from statekit.tensors.tensor import DTYPES, Array, DType, Shape, Stored
-
-Fetch: TypeAlias = Callable[[int, int], Array]
-"""Reads bytes: (first byte, count) -> (count,) uint8."""
+from statekit.converters.formats.storage import dense
+from statekit.errors import FormatError, RefusedError
+from statekit.files.source import Part, Source, bytes_at, require
+from statekit.tensors.tensor import DTYPES, DType, Shape, Stored
 
 GENERATIONS = {0xF993FAC8: 1, 0xF993FAC9: 2, 0xF993FACA: 3}
 _MAGIC = {generation: magic for magic, generation in GENERATIONS.items()}
@@ -55,22 +48,20 @@ class ArrayRecord:
     end: int
 
 
-def read_record(fetch: Fetch, start: int, limit: int, name: str, place: str) -> ArrayRecord:
+def read_record(source: Source, start: int, name: str) -> ArrayRecord:
     """Reads the header of a record; its values are read when asked for.
 
     Args:
-        fetch: Reads bytes of what the record lies in.
+        source: What the record lies in.
         start: Its first byte.
-        limit: Where what it lies in ends.
         name: The array's name.
-        place: The file.
 
     Raises:
-        CorruptError: It reaches beyond `limit`.
+        CorruptError: The source ends before.
         RefusedError: The array is sparse.
         FormatError: It breaks the format.
     """
-    cursor = _Cursor(fetch, start, limit, f"{name} in {place}")
+    cursor = _Cursor(source, start, name)
     first = cursor.number("<I")
     generation = GENERATIONS.get(first, 0)
     if generation >= 2 and (kind := cursor.number("<i")):
@@ -86,8 +77,8 @@ def read_record(fetch: Fetch, start: int, limit: int, name: str, place: str) -> 
         raise FormatError("An array has an unknown dtype.", place=cursor.place, found=f"code {code}")
     dtype = DTYPES[DTYPE_NAMES[code]]
     size = math.prod(shape) * dtype.itemsize
-    cursor.require(size)
-    tensor = dense(name, place, dtype, shape, size, partial(_shifted, fetch, cursor.at))
+    require(source, cursor.at, size)
+    tensor = dense(name, source.place, dtype, shape, size, Part(source, cursor.at, size).read)
     return ArrayRecord(generation, device, tensor, cursor.at + size)
 
 
@@ -116,52 +107,16 @@ def record_header(generation: int, device: tuple[int, int], shape: Shape, dtype:
     )
 
 
-def dense(
-    name: str, place: str, dtype: DType, shape: Shape, size: int, fetch: Fetch, fortran: bool = False
-) -> Stored:
-    """Returns a dense little-endian tensor over bytes.
-
-    Args:
-        name: Its name.
-        place: Its file.
-        dtype: Type of its values.
-        shape: Its shape.
-        size: Bytes that there are.
-        fetch: Reads of these.
-        fortran: Whether the first axis is the fastest.
-    """
-    storage = Storage(name, place, dtype, size, fetch)
-    order = shape if fortran else shape[::-1]
-    steps = [int(n) for n in np.cumprod([1, *(max(n, 1) for n in order[:-1])], dtype=object)][: len(shape)]
-    return window(storage, 0, shape, tuple(steps if fortran else steps[::-1]), dtype)
-
-
-def _shifted(fetch: Fetch, by: int, start: int, count: int) -> Array:
-    return fetch(by + start, count)
-
-
 class _Cursor:
     """Where a header is being read."""
 
-    def __init__(self, fetch: Fetch, at: int, limit: int, place: str) -> None:
-        self._fetch, self.at, self._limit, self.place = fetch, at, limit, place
-
-    def require(self, count: int) -> None:
-        """Raises CorruptError if there aren't so many bytes left."""
-        if count > self._limit - self.at:
-            raise CorruptError(
-                "An array reaches beyond its file.",
-                place=self.place,
-                expected=f"{count} bytes at byte {self.at}",
-                found=f"{max(self._limit - self.at, 0)} bytes",
-                remedy="copy the file again",
-            )
+    def __init__(self, source: Source, at: int, name: str) -> None:
+        self._source, self.at, self.place = source, at, f"{name} in {source.place}"
 
     def number(self, code: str) -> int:
         """Reads one number."""
         size = struct.calcsize(code)
-        self.require(size)
-        raw = self._fetch(self.at, size).tobytes()
+        raw = bytes_at(self._source, self.at, size)
         self.at += size
         return int(struct.unpack(code, raw)[0])
 

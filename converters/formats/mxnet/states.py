@@ -13,16 +13,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, BinaryIO
 
-import numpy as np
-
-from statekit.converters.formats.mxnet.records import CPU, Fetch, read_record, record_header
-from statekit.converters.formats.pickle.extents import Extent, read_thin_pickle
+from statekit.converters.formats.mxnet.records import CPU, read_record, record_header
+from statekit.converters.formats.pickle.extents import read_thin_pickle
 from statekit.converters.formats.pickle.names import CALLS, Call, kept, shown
 from statekit.converters.formats.pickle.writer import Called, LongBytes, Name, write_pickle
-from statekit.converters.formats.pytorch.storage import SourceFile
 from statekit.errors import CorruptError, FormatError
+from statekit.files.source import Held, Part, Source
 from statekit.files.stage import Stage
-from statekit.tensors.tensor import Array, Tensor, nbytes
+from statekit.tensors.tensor import Tensor, nbytes
 from statekit.tensors.tree import Path, Record, Tree
 
 ARRAYS = ("mxnet.ndarray.ndarray.NDArray", "mxnet.numpy.ndarray")
@@ -52,7 +50,7 @@ class States:
     notes: tuple[str, ...]
 
 
-def read_states(source: SourceFile) -> States:
+def read_states(source: Source) -> States:
     """Reads the pickle and the headers of its arrays.
 
     Raises:
@@ -61,14 +59,14 @@ def read_states(source: SourceFile) -> States:
         FormatError: It isn't a pickle of states.
     """
     read = read_thin_pickle(source, _calls)
-    places = _Arrays(f"{source.path}")
+    places = _Arrays(source.place)
     states, optimizer = read.value, None
     if isinstance(states, tuple) and len(states) == 2:
         states, optimizer = states
     if not isinstance(states, dict) or not isinstance(optimizer, (Record, type(None))):
         raise FormatError(
             "This isn't a pickle of an updater's states.",
-            place=source.path,
+            place=source.place,
             expected="a dict of states, alone or beside the optimizer",
             found=shown(read.value),
         )
@@ -119,7 +117,7 @@ def _calls(note: Callable[[str], None]) -> dict[str, Call]:
 
 
 def _bytes(args: tuple[Any, ...]) -> Any:
-    return args[0] if len(args) == 1 and isinstance(args[0], Extent) else CALLS[BYTES](args)
+    return args[0] if len(args) == 1 and isinstance(args[0], Part) else CALLS[BYTES](args)
 
 
 class _Arrays:
@@ -147,7 +145,7 @@ class _Arrays:
     def tree(self, node: Any, path: Path) -> Any:
         """Returns a part of the tree; one call per level, which the reader has limited."""
         if not isinstance(node, (dict, list, tuple, Record)):
-            if isinstance(node, Extent):
+            if isinstance(node, Part):
                 raise FormatError(
                     "Bytes stand where no array is.", place=self._place, found="/".join(map(str, path))
                 )
@@ -172,25 +170,20 @@ class _Arrays:
         if handle is None:
             return None
         if isinstance(handle, bytes):
-            handle = Extent(len(handle), _held(handle))
-        if not isinstance(handle, Extent):
+            handle = Held(handle, self._place)
+        if not isinstance(handle, (Held, Part)):
             raise FormatError(
                 "An array isn't made of bytes.", place=f"{name} in {self._place}", found=shown(handle)
             )
-        record = read_record(handle.fetch, 0, handle.nbytes, name, self._place)
-        if record.end != handle.nbytes:
+        record = read_record(handle, 0, name)
+        if record.end != handle.size:
             raise CorruptError(
                 "An array has another size than its header says.",
                 place=f"{name} in {self._place}",
                 expected=f"{record.end} bytes",
-                found=f"{handle.nbytes} bytes",
+                found=f"{handle.size} bytes",
             )
         if record.tensor is None:
             return None
         self._forms[record.generation, record.device] = None
         return replace(record.tensor, name=name)
-
-
-def _held(raw: bytes) -> Fetch:
-    whole: Array = np.frombuffer(raw, np.uint8)
-    return lambda start, count: whole[start : start + count].copy()

@@ -1,23 +1,17 @@
 """Reads pickles of large arrays without their bytes: where each byte string lies in the file takes its place.
 
 The opcodes of a pickle are passed over one by one, and each long byte string among them becomes a persistent id (its
-number), which `reader` then meets as an `Extent`. So a file of gigabytes opens by its small part.
+number), which `reader` then meets as a `Part` of the file. So a file of gigabytes opens by its small part.
 """
 
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from dataclasses import replace
 
 from statekit.converters.formats.pickle.reader import TruncatedPickle, Unpickled, Vocabulary, read_pickle
-from statekit.converters.formats.pytorch.storage import SourceFile
 from statekit.errors import FormatError, RefusedError
-from statekit.tensors.tensor import Array
-
-Fetch: TypeAlias = Callable[[int, int], Array]
-"""Reads bytes: (first byte, count) -> (count,) uint8."""
+from statekit.files.source import Part, Source, byte_of, bytes_at, record
 
 KEPT_BYTES = 256
 """Byte strings up to this stay where they are."""
@@ -38,16 +32,8 @@ _TWO_LINES = frozenset(b"ci")
 _STOP = ord(".")
 
 
-@dataclass(frozen=True)
-class Extent:
-    """A byte string that lies in a file: its size, and how bytes of it are read."""
-
-    nbytes: int
-    fetch: Fetch = field(repr=False, compare=False)
-
-
-def read_thin_pickle(source: SourceFile, calls: Vocabulary) -> Unpickled:
-    """Reads the pickle at the start of a file; byte strings of more than 256 bytes are `Extent`s.
+def read_thin_pickle(source: Source, calls: Vocabulary) -> Unpickled:
+    """Reads the pickle at the start of a file; byte strings of more than 256 bytes are `Part`s of it.
 
     Those of protocols below 3 are text and read whole.
 
@@ -60,12 +46,10 @@ def read_thin_pickle(source: SourceFile, calls: Vocabulary) -> Unpickled:
         RefusedError: As `read_pickle` raises it; or the pickle is too large even without its byte strings.
         FormatError: The bytes aren't a pickle.
     """
-    place = f"{source.path}"
-    head = source.read(0, min(2, source.size)).tobytes()
+    place = source.place
+    head = bytes_at(source, 0, min(2, source.size))
     if head[:1] != b"\x80" or head[1:] < b"\x03":
-        if source.size > MAX_WHOLE:
-            raise _too_large(place, MAX_WHOLE, source.size)
-        return read_pickle(source.read(0, source.size).tobytes(), place, calls=calls)
+        return read_pickle(record(source, 0, source.size, MAX_WHOLE, "A pickle"), place, calls=calls)
     thin = _Thinning(source)
     extents = thin.extents
     read = read_pickle(
@@ -84,9 +68,9 @@ def _too_large(place: str, limit: int, found: int) -> RefusedError:
 class _Thinning:
     """Goes over the opcodes of a file once."""
 
-    def __init__(self, source: SourceFile) -> None:
+    def __init__(self, source: Source) -> None:
         self.source, self.at = source, 0
-        self.extents: list[Extent] = []
+        self.extents: list[Part] = []
         self._window, self._start = b"", 0
 
     def run(self) -> bytes:
@@ -98,7 +82,7 @@ class _Thinning:
                 found = f"opcode {code:#04x}"
                 raise FormatError(
                     "A pickle doesn't follow its format.",
-                    place=f"{self.source.path}, byte {self.at}",
+                    place=byte_of(self.source, self.at),
                     found=found,
                 )
             head, body = self._sizes(code)
@@ -109,8 +93,9 @@ class _Thinning:
                 out += self._peek(head + body)
             self.at += head + body
             if len(out) > MAX_THIN:
-                raise _too_large(f"{self.source.path}, without its arrays", MAX_THIN, len(out))
+                raise _too_large(f"{self.source.place}, without its arrays", MAX_THIN, len(out))
             if code == _STOP:
+                self.source.hold(0, len(out), "A pickle without its arrays")
                 return bytes(out)
 
     def _sizes(self, code: int) -> tuple[int, int]:
@@ -128,10 +113,10 @@ class _Thinning:
                 raise self._truncated()
         return end, 0
 
-    def _extent(self, start: int, count: int) -> Extent:
+    def _extent(self, start: int, count: int) -> Part:
         if start + count > self.source.size:
             raise self._truncated()
-        return Extent(count, lambda first, size: self.source.read(start + first, size))
+        return Part(self.source, start, count)
 
     def _peek(self, count: int) -> bytes:
         """Returns the next bytes."""
@@ -141,12 +126,10 @@ class _Thinning:
             if size < count:
                 raise self._truncated()
             if count > MAX_THIN:
-                raise _too_large(f"{self.source.path}, without its arrays", MAX_THIN, count)
-            self._window, self._start, have = self.source.read(self.at, size).tobytes(), self.at, 0
+                raise _too_large(f"{self.source.place}, without its arrays", MAX_THIN, count)
+            self._window, self._start, have = bytes_at(self.source, self.at, size), self.at, 0
         return self._window[have : have + count]
 
     def _truncated(self) -> TruncatedPickle:
         found = f"{self.source.size} bytes"
-        return TruncatedPickle(
-            "A pickle is cut off.", place=f"{self.source.path}, byte {self.at}", found=found
-        )
+        return TruncatedPickle("A pickle is cut off.", place=byte_of(self.source, self.at), found=found)

@@ -14,15 +14,15 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from statekit.converters.formats.pickle.names import Call, kept, shown
 from statekit.converters.formats.pickle.reader import TruncatedPickle, Unpickled, read_pickle
-from statekit.converters.formats.pytorch.storage import Source, Storage, short, window
+from statekit.converters.formats.storage import Storage, window
 from statekit.converters.formats.zip_archive import Archive, directory_bytes
 from statekit.errors import CorruptError, FormatError, RefusedError
 from statekit.files.checkpoint import Finding
+from statekit.files.source import Source, bytes_at, record, short
 from statekit.tensors.tensor import DTYPES, Array, Cast, DType, Stored, Tensor, dtype_named
 from statekit.tensors.tree import Path as Keys
 from statekit.tensors.tree import Record, Tree
@@ -211,6 +211,7 @@ LEGACY_PROTOCOL = 1001
 WINDOWS = (2**20, 2**24, 2**28)
 """How much of a file is tried, in bytes, to find the end of its pickles."""
 SWAPPED = sys.byteorder == "big"
+_LEGACY_PICKLES = "What stands before the storages of a legacy torch file"
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ class _Storages:
         """Returns the storage of a persistent id, or a part of one."""
         if isinstance(saved, tuple) and len(saved) == 4 and saved[0] in ("module", b"module"):
             return saved[1]  # the class of a module, saved with its source text
-        place = f"{self.source.path}"
+        place = self.source.place
         dtype, key, count, rest = storage_id(saved, place)
         root = Storage(
             f"storage {key}", place, dtype, count * dtype.itemsize, partial(self.fetch, key), SWAPPED
@@ -282,7 +283,7 @@ def read_legacy(source: Source) -> LegacyFile:
     for size in [*(size for size in WINDOWS if size < source.size), min(source.size, WINDOWS[-1])]:
         storages = _Storages(source)
         try:
-            saved, keys = _legacy_pickles(source.read(0, size).tobytes(), storages)
+            saved, keys = _legacy_pickles(record(source, 0, size, WINDOWS[-1], _LEGACY_PICKLES), storages)
             break
         except TruncatedPickle:
             if size == source.size:
@@ -290,7 +291,7 @@ def read_legacy(source: Source) -> LegacyFile:
     else:
         raise RefusedError(
             "The pickles of a legacy torch file are too large.",
-            place=source.path,
+            place=source.place,
             expected=f"at most {WINDOWS[-1]} bytes before the storages",
         )
     end = _locate_storages(storages, keys.value, keys.end)
@@ -299,7 +300,7 @@ def read_legacy(source: Source) -> LegacyFile:
 
 def _legacy_pickles(data: bytes, storages: _Storages) -> tuple[Unpickled, Unpickled]:
     """Reads the five pickles; returns the saved object and the list of storage keys."""
-    place = f"{storages.source.path}"
+    place = storages.source.place
     magic = read_pickle(data, place)
     version = read_pickle(data, place, start=magic.end)
     if magic.value != LEGACY_MAGIC or version.value != LEGACY_PROTOCOL:
@@ -320,13 +321,13 @@ def _locate_storages(storages: _Storages, keys: Any, at: int) -> int:
     if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(storages.roots):
         raise FormatError(
             "The list of storages doesn't fit the tensors.",
-            place=source.path,
+            place=source.place,
             expected=f"{len(storages.roots)} storages",
             found=f"{len(keys)} keys" if isinstance(keys, list) else shown(keys),
         )
     for key in map(str, keys):
         root = storages.roots[key]
-        count = int.from_bytes(source.read(at, 8).tobytes(), "little", signed=True)
+        count = int.from_bytes(bytes_at(source, at, 8), "little", signed=True)
         if count * root.dtype.itemsize != root.nbytes:
             raise CorruptError(
                 "The size of a storage isn't the declared one.",
@@ -361,7 +362,7 @@ class Opened:
 
 def generation(source: Source) -> str | None:
     """Returns `zip`, `legacy` or `tar` by the first bytes and the end of a file; None if it is no torch file."""
-    head = source.read(0, min(512, source.size)).tobytes()
+    head = bytes_at(source, 0, min(512, source.size))
     if head.startswith(b"PK\3\4"):
         first = head[30 : 30 + int.from_bytes(head[26:28], "little")]
         return "zip" if _ROOT_MEMBER.fullmatch(first) or b"/data.pkl" in directory_bytes(source) else None
@@ -383,60 +384,52 @@ def read_object(source: Source) -> Opened:
         return _open_zip(source)
     if kind == "legacy":
         return _open_legacy(source)
-    raise _unreadable(source.path, kind)
+    raise _unreadable(source.place, kind)
 
 
-def _unreadable(path: Path, generation: str | None) -> FormatError:
+def _unreadable(place: str, generation: str | None) -> FormatError:
     if generation == "tar":
         return RefusedError(
             "This is a tar archive of torch's first file format, which statekit doesn't read.",
-            place=path,
+            place=place,
             expected="a file of PyTorch 0.1.10 or newer",
             remedy="load it with the PyTorch that wrote it and save it again",
         )
     return FormatError(
         "This isn't a torch file.",
-        place=path,
+        place=place,
         expected="a zip archive with a data.pkl, or the magic number of the legacy format",
     )
 
 
 def _open_legacy(source: Source) -> Opened:
     found = read_legacy(source)
-    findings = [Finding(note, f"{source.path}") for note in found.notes]
+    findings = [Finding(note, source.place) for note in found.notes]
     if found.rest:
-        findings.append(Finding(f"{found.rest} bytes stand behind the last storage", f"{source.path}"))
+        findings.append(Finding(f"{found.rest} bytes stand behind the last storage", source.place))
     meta = {"generation": "legacy", "byteorder": "little", "version": "1001", "storages": found.storages}
     return Opened(found.tree, meta, tuple(findings))
 
 
 def _open_zip(source: Source) -> Opened:
     archive = Archive(source)
-    root = _root(archive, source.path)
+    root = _root(archive, source.place)
     order = _record(archive, f"{root}/byteorder", "little")
     if order not in ("little", "big"):
-        raise FormatError("The byte order of a torch file is unknown.", place=source.path, found=order)
+        raise FormatError("The byte order of a torch file is unknown.", place=source.place, found=order)
     pickled = f"{root}/data.pkl"
-    size = archive.members[pickled].size
-    if size > MAX_PICKLE:
-        raise RefusedError(
-            "The pickle of a torch file is too large.",
-            place=source.path,
-            expected=f"at most {MAX_PICKLE} bytes",
-            found=f"{size} bytes",
-        )
     storages: dict[str, Storage] = {}
     found = read_pickle(
-        archive.read(pickled, 0, size).tobytes(),
-        f"{pickled} in {source.path}",
+        archive.record(pickled, MAX_PICKLE, "The pickle of a torch file"),
+        f"{pickled} in {source.place}",
         calls=torch_calls,
         persistent=partial(_storage, archive, root, order != sys.byteorder, storages),
     )
-    findings = [Finding(note, f"{source.path}") for note in found.notes]
+    findings = [Finding(note, source.place) for note in found.notes]
     bare = sum(1 for member in archive.members.values() if member.size and not member.crc)
     if bare:
         findings.append(
-            Finding(f"{bare} members carry no checksum; their values can't be checked", f"{source.path}")
+            Finding(f"{bare} members carry no checksum; their values can't be checked", source.place)
         )
     meta = {
         "generation": "zip",
@@ -447,20 +440,20 @@ def _open_zip(source: Source) -> Opened:
     return Opened(found.value, meta, tuple(findings))
 
 
-def _root(archive: Archive, path: Path) -> str:
+def _root(archive: Archive, place: str) -> str:
     roots = {name.partition("/")[0] for name in archive.members}
     root = next(iter(roots), "")
     if len(roots) != 1 or f"{root}/data.pkl" not in archive.members:
         raise FormatError(
             "A zip archive isn't laid out as torch files are.",
-            place=path,
+            place=place,
             expected="one top folder with a data.pkl",
             found=f"{len(roots)} top folders",
         )
     if f"{root}/constants.pkl" in archive.members:
         raise RefusedError(
             "This is a TorchScript program, not a checkpoint.",
-            place=path,
+            place=place,
             remedy="load it with torch.jit.load and save its state_dict()",
         )
     return root
@@ -475,20 +468,20 @@ def _record(archive: Archive, name: str, missing: str) -> str:
 
 
 def _storage(archive: Archive, root: str, swapped: bool, known: dict[str, Storage], saved: Any) -> Storage:
-    path = archive.source.path
-    dtype, key, count, _ = storage_id(saved, f"{path}")
+    place = archive.source.place
+    dtype, key, count, _ = storage_id(saved, place)
     name = f"{root}/data/{key}"
     if name not in archive.members:
-        raise CorruptError("A torch file lacks the data of a tensor.", place=path, expected=name)
+        raise CorruptError("A torch file lacks the data of a tensor.", place=place, expected=name)
     size = archive.members[name].size
     if count != size // dtype.itemsize:
         raise CorruptError(
             "The size of a storage isn't the declared one.",
-            place=f"{name} in {path}",
+            place=f"{name} in {place}",
             expected=f"{count} elements of {dtype}",
             found=f"{size} bytes",
         )
-    storage = Storage(f"data/{key}", f"{path}", dtype, size, partial(archive.read, name), swapped)
+    storage = Storage(f"data/{key}", place, dtype, size, partial(archive.read, name), swapped)
     if known.setdefault(key, storage) != storage:
-        raise FormatError("A storage is described in two ways.", place=f"{name} in {path}")
+        raise FormatError("A storage is described in two ways.", place=f"{name} in {place}")
     return known[key]

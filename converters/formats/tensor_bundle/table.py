@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from statekit.converters.formats.crc32c import crc32c
 from statekit.errors import CorruptError, FormatError, RefusedError
+from statekit.files.source import Held, short
 
 MAGIC = 0xDB4775248B80FB57
 FOOTER_BYTES = 48
@@ -39,7 +40,7 @@ def read_table(data: bytes, place: object) -> dict[bytes, bytes]:
         RefusedError: Its blocks are compressed, which TensorFlow doesn't do.
     """
     if len(data) < FOOTER_BYTES:
-        raise CorruptError("An index is too short.", place=place, found=f"{len(data)} bytes")
+        raise short(Held(data, f"{place}"), 0, FOOTER_BYTES)
     footer = data[-FOOTER_BYTES:]
     if struct.unpack("<Q", footer[-8:])[0] != MAGIC:
         raise CorruptError("An index doesn't end as one: it is truncated, or something else.", place=place)

@@ -23,8 +23,10 @@ from typing import IO, Any, Protocol, cast
 import numpy as np
 
 from statekit.converters.formats.crc32c import crc32c
-from statekit.converters.formats.zarr.stores import Store, Value, part
+from statekit.converters.formats.storage import checked_shape
+from statekit.converters.formats.zarr.stores import Store
 from statekit.errors import CorruptError, FormatError, RefusedError
+from statekit.files.source import Part, Source, as_file, bytes_at
 from statekit.tensors.tensor import Array, DType, Index, Shape, Stored, index_shape, positions, whole
 
 PIECE = 2**20
@@ -59,7 +61,7 @@ class Stream(Protocol):
 class RawStream:
     """Bytes that are stored as they are."""
 
-    def __init__(self, value: Value) -> None:
+    def __init__(self, value: Source) -> None:
         self._value = value
         self.position = 0
 
@@ -70,14 +72,14 @@ class RawStream:
     def read_into(self, target: memoryview) -> None:
         for start in range(0, len(target), PIECE):
             count = min(PIECE, len(target) - start)
-            target[start : start + count] = self._value.read_at(self.position, count)
+            self._value.read_into(self.position, target[start : start + count])
             self.position += count
 
 
 class DecodedStream:
     """A compressed chunk of `size` bytes when decoded."""
 
-    def __init__(self, value: Value, compressor: str, size: int) -> None:
+    def __init__(self, value: Source, compressor: str, size: int) -> None:
         self._pieces = _decoded(value, compressor)
         self._held = memoryview(b"")
         self._place = value.place
@@ -126,7 +128,7 @@ class DecodedStream:
         return self._held
 
 
-def check_size(value: Value, compressor: str | None, size: int) -> None:
+def check_stored(value: Source, compressor: str | None, size: int) -> None:
     """Compares a chunk's declared size with its stored one, before anything is allocated for it.
 
     Raises:
@@ -151,7 +153,7 @@ def check_size(value: Value, compressor: str | None, size: int) -> None:
         )
 
 
-def open_stream(value: Value, compressor: str | None, size: int) -> RawStream | DecodedStream:
+def open_stream(value: Source, compressor: str | None, size: int) -> RawStream | DecodedStream:
     """Opens the stream of a chunk of `size` decoded bytes."""
     return RawStream(value) if compressor is None else DecodedStream(value, compressor, size)
 
@@ -195,15 +197,15 @@ def _bytes_of(array: Array) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def _decoded(value: Value, compressor: str) -> Iterator[bytes]:
+def _decoded(value: Source, compressor: str) -> Iterator[bytes]:
     return _unzstd(value) if compressor == "zstd" else _inflated(value, _WBITS[compressor])
 
 
-def _inflated(value: Value, wbits: int) -> Iterator[bytes]:
+def _inflated(value: Source, wbits: int) -> Iterator[bytes]:
     decoder, offset = zlib.decompressobj(wbits), 0
     try:
         while offset < value.size and not decoder.eof:
-            data = value.read_at(offset, min(PIECE, value.size - offset))
+            data = bytes_at(value, offset, min(PIECE, value.size - offset))
             offset += len(data)
             while piece := decoder.decompress(data, PIECE):
                 yield piece
@@ -215,30 +217,17 @@ def _inflated(value: Value, wbits: int) -> Iterator[bytes]:
         raise CorruptError("A chunk is damaged.", place=value.place, found=found)
 
 
-def _unzstd(value: Value) -> Iterator[bytes]:
+def _unzstd(value: Source) -> Iterator[bytes]:
     import zstandard
 
     reader = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(
-        cast(IO[bytes], _File(value)), read_size=PIECE
+        cast(IO[bytes], as_file(value)), read_size=PIECE
     )
     try:
         while piece := reader.read(PIECE):
             yield piece
     except zstandard.ZstdError as error:
         raise CorruptError("A chunk is damaged.", place=value.place, found=str(error)) from error
-
-
-class _File:
-    """The part of a file's interface that zstandard reads through."""
-
-    def __init__(self, value: Value) -> None:
-        self._value = value
-        self._offset = 0
-
-    def read(self, count: int) -> bytes:
-        data = self._value.read_at(self._offset, min(count, self._value.size - self._offset))
-        self._offset += len(data)
-        return data
 
 
 _ABSENT = 2**64 - 1
@@ -268,7 +257,7 @@ class Shards:
         """Returns the size of a shard's index."""
         return 16 * math.prod(self.grid(chunks)) + (4 if self.checked else 0)
 
-    def read_index(self, shard: Value, chunks: Shape) -> Array:
+    def read_index(self, shard: Source, chunks: Shape) -> Array:
         """Reads the index of a shard: offset and size for every chunk, of shape (*grid, 2).
 
         Raises:
@@ -289,7 +278,7 @@ class Shards:
                 expected=f"at least {size} bytes",
                 found=f"{shard.size} bytes",
             )
-        data = shard.read_at(shard.size - size if self.at_end else 0, size)
+        data = bytes_at(shard, shard.size - size if self.at_end else 0, size)
         if self.checked and crc32c(data[:-4]) != int.from_bytes(data[-4:], "little"):
             raise CorruptError("The checksum of a shard's index disagrees.", place=shard.place)
         index = np.frombuffer(data, "<u8", count=2 * (size // 16)).reshape(-1, 2)
@@ -302,14 +291,12 @@ class Shards:
             )
         return index.reshape(*self.grid(chunks), 2)
 
-    def chunk(self, shard: Value, index: Array, position: tuple[int, ...]) -> Value | None:
+    def chunk(self, shard: Source, index: Array, position: tuple[int, ...]) -> Source | None:
         """Returns the stored bytes of the chunk at a position within its shard, or None if it is absent."""
         offset, size = (int(n) for n in index[position])
-        return None if offset == size == _ABSENT else part(shard, offset, size)
+        return None if offset == size == _ABSENT else Part(shard, offset, size)
 
 
-_MAX_RANK = 64
-_MAX_ELEMENTS = 2**60
 _MAX_LOOKED_FOR = 100_000
 _MAX_FILLED = 2**30
 _MAX_OPEN = 16
@@ -368,29 +355,6 @@ class Header:
 
 def _cut(shape: Shape, part: Shape) -> Shape:
     return tuple(-(-n // c) for n, c in zip(shape, part, strict=True))
-
-
-def checked_shape(value: object, place: str, least: int = 0) -> Shape:
-    """Returns a shape that a file declares.
-
-    Raises:
-        FormatError: It isn't a list of integers, each at least `least`.
-        RefusedError: No array can be that large.
-    """
-    if (
-        not isinstance(value, list)
-        or len(value) > _MAX_RANK
-        or not all(type(n) is int and n >= least for n in value)
-    ):
-        raise FormatError(
-            "A shape isn't one.",
-            place=place,
-            expected=f"at most {_MAX_RANK} integers, each at least {least}",
-            found=repr(value)[:200],
-        )
-    if math.prod(n for n in value if n) > _MAX_ELEMENTS:
-        raise RefusedError("An array declares an absurd size.", place=place, found=f"shape {value}")
-    return tuple(value)
 
 
 def checked_header(
@@ -464,7 +428,7 @@ def absent_chunks(store: Store, prefix: str, header: Header) -> list[str]:
     return absent
 
 
-def _absent(header: Header, value: Value | None) -> list[str]:
+def _absent(header: Header, value: Source | None) -> list[str]:
     """Returns for each absent chunk of a value what its key has in addition: nothing, or its place in the shard."""
     if header.shards is None:
         return [] if value is not None else [""]
@@ -503,7 +467,7 @@ class _Reader:
         self._indexes: dict[tuple[int, ...], Array] = {}
 
     def __call__(self, index: Index) -> Array:
-        held: dict[tuple[int, ...], Value | None] = {}
+        held: dict[tuple[int, ...], Source | None] = {}
         parts = [
             (position, inner, outer, self._value(position, held))
             for position, inner, outer in _touched(self._header, index)
@@ -517,7 +481,7 @@ class _Reader:
                 pass
         return out
 
-    def _value(self, position: tuple[int, ...], held: dict[tuple[int, ...], Value | None]) -> Value | None:
+    def _value(self, position: tuple[int, ...], held: dict[tuple[int, ...], Source | None]) -> Source | None:
         """Returns the stored bytes of a chunk; `held` has the values, which may be shards, that this block touched."""
         header = self._header
         outer, inner = header.split(position)
@@ -532,7 +496,7 @@ class _Reader:
                 self._indexes[outer] = header.shards.read_index(value, header.chunks)
             value = header.shards.chunk(value, self._indexes[outer], inner)
         if value is not None:
-            check_size(value, header.compressor, header.chunk_bytes())
+            check_stored(value, header.compressor, header.chunk_bytes())
         elif header.fill is None:
             raise CorruptError(
                 "A chunk is absent.",
@@ -542,7 +506,7 @@ class _Reader:
             )
         return value
 
-    def _copy(self, job: tuple[tuple[int, ...], Index, Array, Value | None]) -> None:
+    def _copy(self, job: tuple[tuple[int, ...], Index, Array, Source | None]) -> None:
         position, index, out, value = job
         header = self._header
         if value is None:

@@ -11,7 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from statekit.converters.formats.zarr.array import Header, Shards, checked_header, checked_shape
+from statekit.converters.formats.storage import checked_shape
+from statekit.converters.formats.zarr.array import Header, Shards, checked_header
 from statekit.errors import FormatError
 from statekit.files.manifest import strict_json
 from statekit.tensors.tensor import DTYPES, DType, dtype_named

@@ -7,13 +7,14 @@ folder and nowhere else.
 from __future__ import annotations
 
 import os
-import stat
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, UsageError
+from statekit.errors import CorruptError, NotFoundError, RefusedError, UsageError
+from statekit.files.source import Files, Held, Source, check_size, filled, record, require
+from statekit.tensors.tensor import Array
 
 _PROBE = 8 * 2**20
 """An OCDBT value up to this size is read at once; a larger one in spans. In bytes."""
@@ -27,21 +28,6 @@ _CACHE = 64 * 2**20
 _URL_COPIES = {"gs": "gcloud storage cp -r {} .", "s3": "aws s3 cp --recursive {} checkpoint"}
 
 
-@dataclass(frozen=True)
-class Value:
-    """Stored bytes that haven't been read yet.
-
-    Attributes:
-        size: Their number.
-        read_at: Reads `count` bytes at an offset; what lies outside is a CorruptError.
-        place: Where they are, for messages.
-    """
-
-    size: int
-    read_at: Callable[[int, int], bytes]
-    place: str
-
-
 class Store(Protocol):
     """Bytes by key. Keys are relative, `/`-joined."""
 
@@ -49,7 +35,7 @@ class Store(Protocol):
     def place(self) -> str:
         """Where the store is, for messages."""
 
-    def value(self, key: str) -> Value | None:
+    def value(self, key: str) -> Source | None:
         """Returns the value of a key, or None if there is none."""
 
     def headers(self, keys: Sequence[str]) -> list[bytes | None]:
@@ -79,46 +65,13 @@ def local_path(source: str) -> Path:
     )
 
 
-def read_whole(value: Value, limit: int = HEADER_BYTES) -> bytes:
-    """Reads a small value.
+def read_whole(value: Source, limit: int = HEADER_BYTES) -> bytes:
+    """Reads a header or a document as a whole.
 
     Raises:
-        RefusedError: It is larger than `limit` bytes.
+        RefusedError: It is larger than `limit` bytes, or more than the job may hold.
     """
-    _check_small(value.size, limit, value.place)
-    return value.read_at(0, value.size)
-
-
-def _check_small(size: int, limit: int, place: str) -> None:
-    if size > limit:
-        raise RefusedError(
-            "A header is too large to be one.",
-            place=place,
-            expected=f"at most {limit} bytes",
-            found=f"{size} bytes",
-        )
-
-
-def joined(values: Sequence[Value], place: str) -> Value:
-    """Returns several values, one after the other, as one."""
-    if len(values) == 1:
-        return values[0]
-
-    def read_at(offset: int, count: int) -> bytes:
-        parts, start = [], 0
-        for value in values:
-            low, high = max(offset, start), min(offset + count, start + value.size)
-            if low < high:
-                parts.append(value.read_at(low - start, high - low))
-            start += value.size
-        return b"".join(parts)
-
-    return Value(sum(value.size for value in values), read_at, place)
-
-
-def part(value: Value, start: int, size: int) -> Value:
-    """Returns `size` bytes of a value as a value of their own."""
-    return Value(size, lambda offset, count: value.read_at(start + offset, count), value.place)
+    return record(value, 0, value.size, limit, "A header")
 
 
 def checked_key(key: str, place: str) -> list[str]:
@@ -144,29 +97,22 @@ class FolderStore:
     """Files below a folder. A symbolic link that leads out of it is refused."""
 
     root: str
+    files: Files = field(repr=False, compare=False)
 
     @staticmethod
-    def of(folder: Path) -> FolderStore:
+    def of(folder: Path, files: Files) -> FolderStore:
         """Returns the store of a folder, which may itself be reached through links."""
-        return FolderStore(os.path.realpath(folder))
+        return FolderStore(os.path.realpath(folder), files)
 
     @property
     def place(self) -> str:
         return self.root
 
-    def value(self, key: str) -> Value | None:
-        path = self._inside(key)
+    def value(self, key: str) -> Source | None:
         try:
-            facts = os.stat(path)
-        except (FileNotFoundError, NotADirectoryError):
+            return self.files.source(Path(self._inside(key)))
+        except NotFoundError:
             return None
-        except OSError as error:
-            raise FormatError(
-                "A file of the checkpoint can't be read.", place=path, found=str(error)
-            ) from error
-        if not stat.S_ISREG(facts.st_mode):
-            raise _irregular(path)
-        return Value(facts.st_size, lambda offset, count: _pread(path, offset, count), path)
 
     def headers(self, keys: Sequence[str]) -> list[bytes | None]:
         values = map(self.value, keys)
@@ -194,39 +140,17 @@ def _check_link(root: str, path: str) -> None:
         )
 
 
-def _pread(path: str, offset: int, count: int) -> bytes:
-    """Opens, reads and closes: no file stays open behind a tensor."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            data = os.pread(file, count, offset)
-            while len(data) < count and (more := os.pread(file, count - len(data), offset + len(data))):
-                data += more
-        finally:
-            os.close(file)
-    except OSError as error:
-        raise FormatError("A file of the checkpoint can't be read.", place=path, found=str(error)) from error
-    if len(data) != count:
-        raise CorruptError(
-            "A file ends too early.",
-            place=path,
-            expected=f"{count} bytes at {offset}",
-            found=f"{len(data)} bytes",
-            remedy="the file is cut off, or changed while it was read; copy it again",
-        )
-    return data
-
-
 @dataclass(frozen=True)
 class OcdbtStore:
     """An OCDBT database, read through tensorstore."""
 
     place: str
     database: Any
+    files: Files = field(repr=False, compare=False)
 
     @staticmethod
-    def of(folder: Path) -> OcdbtStore:
-        """Opens the database whose `manifest.ocdbt` lies in a folder.
+    def of(folder: Path, files: Files) -> OcdbtStore:
+        """Opens the database whose `manifest.ocdbt` lies in a folder; `files` has the job's budget.
 
         Raises:
             RefusedError: A link in it leads out of the folder, or a file is none that can be read like one.
@@ -239,24 +163,23 @@ class OcdbtStore:
         context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE}})
         spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{root}/"}}
         try:
-            return OcdbtStore(root, ts.KvStore.open(spec, context=context).result())
+            return OcdbtStore(root, ts.KvStore.open(spec, context=context).result(), files)
         except (ValueError, OSError) as error:
             raise _damaged(root, error) from error
 
-    def value(self, key: str) -> Value | None:
+    def value(self, key: str) -> Source | None:
         checked_key(key, self.place)
         place = f"{key} in {self.place}"
         try:
             if self._has_byte(key, _PROBE):
-                size = self._size(key)
-                return Value(size, lambda offset, count: self._span(key, offset, count), place)
+                return _Spans(self, key, self._size(key))
             found = self.database.read(key).result()
             data = bytes(found.value)
             if found.state != "missing" and not data:  # so reads a value whose data file is gone
                 raise ValueError("The value is empty, or the file it lies in is missing.")
         except (ValueError, OSError) as error:
             raise _damaged(place, error) from error
-        return None if not data else Value(len(data), lambda o, n: data[o : o + n], place)
+        return None if not data else Held(data, place)
 
     def headers(self, keys: Sequence[str]) -> list[bytes | None]:
         for key in keys:
@@ -269,7 +192,9 @@ class OcdbtStore:
         data = [None if read.state == "missing" else bytes(read.value) for read in found]
         for key, header in zip(keys, data, strict=True):
             if header is not None:
-                _check_small(len(header), HEADER_BYTES, f"{key} in {self.place}")
+                place = f"{key} in {self.place}"
+                check_size(Held(header, place), 0, len(header), HEADER_BYTES, "A header")
+                self.files.hold(len(header), "A header", place)
         return data
 
     def keys(self) -> list[str]:
@@ -297,7 +222,12 @@ class OcdbtStore:
             low, high = (middle, high) if self._has_byte(key, middle) else (low, middle)
         return high
 
-    def _span(self, key: str, offset: int, count: int) -> bytes:
+    def span(self, key: str, offset: int, count: int) -> bytes:
+        """Reads a part of a value.
+
+        Raises:
+            CorruptError: tensorstore can't, or gives less.
+        """
         try:
             data = bytes(self.database.read(key, byte_range=slice(offset, offset + count)).result().value)
             if len(data) != count:
@@ -305,6 +235,29 @@ class OcdbtStore:
             return data
         except (ValueError, OSError) as error:
             raise _damaged(f"{key} in {self.place}", error) from error
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """A large value of a database, read in spans."""
+
+    store: OcdbtStore
+    key: str
+    size: int
+
+    @property
+    def place(self) -> str:
+        return f"{self.key} in {self.store.place}"
+
+    def read_into(self, start: int, into: memoryview) -> None:
+        require(self, start, len(into))
+        into[:] = self.store.span(self.key, start, len(into))
+
+    def read(self, start: int, count: int) -> Array:
+        return filled(self, start, count)
+
+    def hold(self, start: int, count: int, what: str) -> None:
+        self.store.files.hold(count, what, f"byte {start} of {self.place}")
 
 
 def _check_files(root: str) -> None:
@@ -318,7 +271,7 @@ def _check_files(root: str) -> None:
 
 
 def _irregular(path: str) -> RefusedError:
-    return RefusedError("A checkpoint's file is no regular file.", place=path)
+    return RefusedError("This isn't a regular file.", place=path)
 
 
 def _damaged(place: str, error: Exception) -> CorruptError:
@@ -330,7 +283,7 @@ def _damaged(place: str, error: Exception) -> CorruptError:
     )
 
 
-def open_store(folder: Path) -> FolderStore | OcdbtStore:
+def open_store(folder: Path, files: Files) -> FolderStore | OcdbtStore:
     """Opens the store of an Orbax item: the OCDBT database where there is one, else the folder itself.
 
     Raises:
@@ -338,4 +291,5 @@ def open_store(folder: Path) -> FolderStore | OcdbtStore:
     """
     if not folder.is_dir():
         raise NotFoundError("There is no such folder.", place=folder)
-    return OcdbtStore.of(folder) if (folder / "manifest.ocdbt").exists() else FolderStore.of(folder)
+    found = OcdbtStore if (folder / "manifest.ocdbt").exists() else FolderStore
+    return found.of(folder, files)

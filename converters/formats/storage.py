@@ -1,107 +1,25 @@
-"""Tensors over storages: a flat run of bytes in a file, and the windows that PyTorch tensors are of it."""
+"""Tensors over storages: a flat run of values in a file, and the strided windows that tensors are of it."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from statekit.errors import CorruptError, FormatError, RefusedError, UsageError
-from statekit.files.reading import open_regular
+from statekit.errors import CorruptError, FormatError, RefusedError
 from statekit.tensors.tensor import BLOCK_BYTES, Array, DType, Index, Shape, Stored, index_shape
 
 MAX_EXPANDED = 16 * 2**20
 """Elements of a tensor that shows the same stored values again and again."""
 MAX_RANK = 64
+MAX_ELEMENTS = 2**60
 SMALL_READ = 64 * 2**10
 """Bytes that cost about as much to read as none."""
 SPARSE = 8
 """How many times more bytes than wanted may be read to read them at once."""
-
-
-class Source(Protocol):
-    """Bytes that can be read at any place: a file, or a part of one."""
-
-    @property
-    def path(self) -> Path:
-        """The file, for messages."""
-
-    @property
-    def size(self) -> int:
-        """How many bytes there are."""
-
-    def read(self, start: int, count: int) -> Array:
-        """Reads `count` bytes from byte `start` on: (count,) uint8, writable.
-
-        Raises:
-            CorruptError: There are fewer.
-        """
-
-
-class SourceFile:
-    """A file opened for reading at any place. Never mapped: a file that shrinks is an error, not a signal."""
-
-    def __init__(self, path: Path) -> None:
-        self._stream = open_regular(path)
-        self.path = path
-        self.size = os.fstat(self._stream.fileno()).st_size
-
-    def read(self, start: int, count: int) -> Array:
-        """Reads `count` bytes from byte `start` on: (count,) uint8, writable.
-
-        Raises:
-            CorruptError: The file ends before.
-            UsageError: The file has been closed.
-        """
-        if self._stream.closed:
-            raise UsageError("A tensor is read after its checkpoint was closed.", place=self.path)
-        if start < 0 or count < 0 or start + count > self.size:
-            raise short(self, start, count)
-        whole = np.empty(count, np.uint8)
-        done = 0
-        while done < count:
-            got = os.preadv(self._stream.fileno(), [whole.data[done:]], start + done)
-            if not got:
-                raise short(self, start, count)
-            done += got
-        return whole
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._stream.close()
-
-
-@dataclass(frozen=True)
-class Part:
-    """A run of bytes of a source, read as if it were a file."""
-
-    whole: Source
-    start: int
-    size: int
-
-    @property
-    def path(self) -> Path:
-        return self.whole.path
-
-    def read(self, start: int, count: int) -> Array:
-        if start < 0 or count < 0 or start + count > self.size:
-            raise short(self, start, count)
-        return self.whole.read(self.start + start, count)
-
-
-def short(source: Source, start: int, count: int) -> CorruptError:
-    """Makes the error for bytes that a source doesn't have."""
-    return CorruptError(
-        "A file ends before the data it declares.",
-        place=source.path,
-        expected=f"{count} bytes at byte {start}",
-        found=f"{source.size} bytes in all",
-    )
 
 
 @dataclass(frozen=True)
@@ -249,3 +167,52 @@ def window(
         part = _Window(storage, dtype, offset, stride, conjugate, negative)
         storage.windows[key] = Stored(shape, dtype, part.read, storage.name, storage.place)
     return storage.windows[key]
+
+
+def dense(
+    name: str,
+    place: str,
+    dtype: DType,
+    shape: Shape,
+    size: int,
+    fetch: Callable[[int, int], Array],
+    fortran: bool = False,
+) -> Stored:
+    """Returns a dense little-endian tensor over bytes.
+
+    Args:
+        name: Its name.
+        place: Its file.
+        dtype: Type of its values.
+        shape: Its shape.
+        size: Bytes that there are.
+        fetch: Reads of these: (first byte, count) -> (count,) uint8.
+        fortran: Whether the first axis is the fastest.
+    """
+    storage = Storage(name, place, dtype, size, fetch)
+    order = shape if fortran else shape[::-1]
+    steps = [int(n) for n in np.cumprod([1, *(max(n, 1) for n in order[:-1])], dtype=object)][: len(shape)]
+    return window(storage, 0, shape, tuple(steps if fortran else steps[::-1]), dtype)
+
+
+def checked_shape(value: object, place: str, least: int = 0) -> Shape:
+    """Returns a shape that a file declares.
+
+    Raises:
+        FormatError: It isn't a list of integers, each at least `least`.
+        RefusedError: No array can be that large.
+    """
+    if (
+        not isinstance(value, list)
+        or len(value) > MAX_RANK
+        or not all(type(n) is int and n >= least for n in value)
+    ):
+        raise FormatError(
+            "A shape isn't one.",
+            place=place,
+            expected=f"at most {MAX_RANK} integers, each at least {least}",
+            found=repr(value)[:200],
+        )
+    if math.prod(n for n in value if n) > MAX_ELEMENTS:
+        raise RefusedError("An array declares an absurd size.", place=place, found=f"shape {value}")
+    return tuple(value)

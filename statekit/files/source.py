@@ -1,0 +1,529 @@
+"""Reads the files of a checkpoint: the one place that opens them, and the one budget for what they make us hold.
+
+A file is a regular one or refused, without waiting for a FIFO's writer; it is opened when it is first read, read at
+any place by any thread, and never mapped: a file that shrinks is an error and not a signal. What lies outside of it is
+refused before anything is allocated. In go paths that a container has found; out come bytes, or an error that says
+which file and which byte.
+
+Two libraries read files by themselves, after what they will meet has been checked here: tensorstore reads OCDBT
+databases (formats/zarr/stores.py), and the safetensors library proves headers (formats/safetensors.py). h5py, zipfile
+and zstandard read through `as_file`.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+from blake3 import blake3
+
+from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, UsageError
+from statekit.tensors.tensor import Array
+
+MOST_OPEN = 64
+"""Files of one checkpoint that are open at once: a run of a thousand ranks writes thousands."""
+SMALL_FILE = 100_000_000
+"""The largest file that is read as a whole, in bytes, where its format doesn't say less."""
+_DIGESTED_AT_ONCE = 2**20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one job may take.
+
+    Attributes:
+        held: Bytes of headers, indices, pickles and documents that are held at a time; values of tensors stream.
+    """
+
+    held: int = 4 * 2**30
+
+
+class Budget:
+    """What a job has taken of its limits. Made once for a job, which may open several checkpoints, by any thread."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self._held = 0
+        self._lock = threading.Lock()
+
+    @property
+    def held(self) -> int:
+        """Bytes that are held now."""
+        return self._held
+
+    def hold(self, count: int, what: str, place: str) -> None:
+        """Takes `count` bytes to hold, before they are allocated.
+
+        Args:
+            count: How many.
+            what: What they are, as an error begins: `The header of an archive`.
+            place: The file, and the byte in it.
+
+        Raises:
+            RefusedError: That is more than the job may hold.
+        """
+        with self._lock:
+            if self._held + count > self.limits.held:
+                raise RefusedError(
+                    f"{what} is more than this job may hold in memory.",
+                    place=place,
+                    expected=f"at most {self.limits.held} bytes held (the budget's limit `held`)",
+                    found=f"{count} bytes beside {self._held} that are held already",
+                    remedy="don't use this checkpoint unless you know who made it",
+                )
+            self._held += count
+
+    def free(self, count: int) -> None:
+        """Gives bytes back."""
+        with self._lock:
+            self._held -= count
+
+
+class Source(Protocol):
+    """Bytes that can be read at any place by any thread: a file, a part of one, or a value in a store."""
+
+    @property
+    def place(self) -> str:
+        """Where they are, for messages."""
+
+    @property
+    def size(self) -> int:
+        """How many bytes there are."""
+
+    def read_into(self, start: int, into: memoryview) -> None:
+        """Fills a byte buffer from byte `start` on.
+
+        Raises:
+            CorruptError: There are fewer.
+            UsageError: The file has been closed.
+        """
+
+    def read(self, start: int, count: int) -> Array:
+        """Reads `count` bytes from byte `start` on: (count,) uint8, writable.
+
+        Raises:
+            CorruptError: There are fewer.
+            UsageError: The file has been closed.
+        """
+
+    def hold(self, start: int, count: int, what: str) -> None:
+        """Takes the bytes at `start` from the job's budget, to hold them.
+
+        Raises:
+            RefusedError: That is more than the job may hold.
+        """
+
+
+def byte_of(source: Source, start: int) -> str:
+    """Says which byte of which file something is, for messages."""
+    if isinstance(source, Part):
+        return byte_of(source.whole, source.start + start)
+    return f"byte {start} of {source.place}"
+
+
+def short(source: Source, start: int, count: int, found: str = "") -> CorruptError:
+    """Makes the error for bytes that a source doesn't have, by its size or as it was `found`."""
+    return CorruptError(
+        "A file ends before the data it declares.",
+        place=byte_of(source, start),
+        expected=f"{count} bytes",
+        found=found or f"{max(0, source.size - start)} bytes, {source.size} in all",
+        remedy="the file is cut off, or changed while it was read: copy it again",
+    )
+
+
+def require(source: Source, start: int, count: int) -> None:
+    """Compares a run of bytes with a source's size.
+
+    Raises:
+        CorruptError: It doesn't lie within.
+    """
+    if start < 0 or count < 0 or start + count > source.size:
+        raise short(source, start, count)
+
+
+def record(source: Source, start: int, count: int, limit: int, what: str) -> bytes:
+    """Reads a header, an index or a document that is held: bytes that the job's budget is asked for.
+
+    Args:
+        source: Where it lies.
+        start: Its first byte.
+        count: Its size in bytes.
+        limit: The most that its format allows, or that any honest file has.
+        what: What it is, as an error begins: `The directory of a zip archive`.
+
+    Raises:
+        CorruptError: The source ends before.
+        RefusedError: It is larger than `limit`, or more than the job may hold.
+    """
+    require(source, start, count)
+    check_size(source, start, count, limit, what)
+    source.hold(start, count, what)
+    return source.read(start, count).tobytes()
+
+
+def check_size(source: Source, start: int, count: int, limit: int, what: str) -> None:
+    """Compares the size of something at a place in a source with the most that it may have.
+
+    Raises:
+        RefusedError: It is larger.
+    """
+    if count > limit:
+        raise RefusedError(
+            f"{what} is too large.",
+            place=byte_of(source, start),
+            expected=f"at most {limit} bytes",
+            found=f"{count} bytes",
+        )
+
+
+def bytes_at(source: Source, start: int, count: int) -> bytes:
+    """Reads a few bytes.
+
+    Raises:
+        CorruptError: There are fewer.
+    """
+    return source.read(start, count).tobytes()
+
+
+def first_bytes(path: Path, count: int) -> bytes:
+    """Reads the first bytes of a file, fewer where it has fewer; for telling formats apart.
+
+    Raises:
+        NotFoundError: There is no such file.
+        FormatError: It can't be read, or is no regular file.
+    """
+    with Files() as files:
+        source = files.source(path)
+        return bytes_at(source, 0, min(count, source.size))
+
+
+def last_bytes(path: Path, count: int) -> bytes:
+    """Reads the last bytes of a file, fewer where it has fewer; for telling formats apart.
+
+    Raises:
+        NotFoundError: There is no such file.
+        FormatError: It can't be read, or is no regular file.
+    """
+    with Files() as files:
+        source = files.source(path)
+        return bytes_at(source, max(0, source.size - count), min(count, source.size))
+
+
+def read_small(path: Path, files: Files | None = None, limit: int = SMALL_FILE) -> bytes:
+    """Reads a small file as a whole.
+
+    Args:
+        path: The file.
+        files: The job's files, whose budget holds the bytes.
+        limit: The most it may have, in bytes.
+
+    Raises:
+        NotFoundError: No such file.
+        FormatError: It can't be read.
+        RefusedError: Not a regular file, or a larger one.
+    """
+    with Files() as own:
+        source = (files or own).source(path)
+        return record(source, 0, source.size, limit, "A file")
+
+
+@contextmanager
+def reading(place: object) -> Iterator[None]:
+    """Turns an OSError into an error that says where and why.
+
+    Raises:
+        NotFoundError: There is no such file.
+        FormatError: It can't be read.
+    """
+    try:
+        yield
+    except StatekitError:
+        raise
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFoundError("A file is missing.", place=place) from None
+    except OSError as error:
+        raise FormatError(
+            f"A file of the checkpoint can't be read: {error.strerror or error}.",
+            place=place,
+            found=errno.errorcode.get(error.errno or 0, type(error).__name__),
+            remedy="check its permissions and its disk",
+        ) from error
+
+
+class _Descriptor:
+    """An open file's number, closed when nobody reads through it any more."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
+class Files:
+    """The files of one opened checkpoint, drawing on the budget of its job.
+
+    Each is opened when it is first read, and stays open; of more than `MOST_OPEN` the one that was read least lately
+    is closed, and opened again when it is needed, if it is still the same file.
+
+    Args:
+        budget: The job's; a new one if this checkpoint is the whole job.
+    """
+
+    def __init__(self, budget: Budget | None = None) -> None:
+        self.budget = budget or Budget()
+        self._open: OrderedDict[Path, _Descriptor] = OrderedDict()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._held = 0
+        self._callbacks: list[Callable[[], None]] = []
+
+    def source(self, path: Path) -> File:
+        """Returns a regular file to be read.
+
+        Raises:
+            NotFoundError: There is no such file.
+            FormatError: It can't be looked at.
+            RefusedError: It is a folder, a device, a FIFO or a socket.
+        """
+        with reading(path):
+            facts = path.stat()
+        _check_regular(path, facts)
+        return File(path, facts.st_size, (facts.st_dev, facts.st_ino), self)
+
+    def hold(self, count: int, what: str, place: str) -> None:
+        """Takes bytes from the budget until the files are closed.
+
+        Raises:
+            RefusedError: That is more than the job may hold.
+        """
+        self.budget.hold(count, what, place)
+        with self._lock:
+            self._held += count
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Has something called before the files are closed: a library that reads through them is closed first."""
+        self._callbacks.append(callback)
+
+    def close(self) -> None:
+        """Closes all of them for good, and gives back what they held of the budget."""
+        while self._callbacks:
+            self._callbacks.pop()()
+        with self._lock:
+            self._closed = True
+            self._open.clear()
+            held, self._held = self._held, 0
+        self.budget.free(held)
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def descriptor(self, file: File) -> _Descriptor:
+        """Returns the open descriptor of a file; it stays open as long as it is referred to.
+
+        Raises:
+            UsageError: The files have been closed.
+            FormatError: It can't be opened.
+            CorruptError: Another file has taken its place.
+        """
+        with self._lock:
+            if self._closed:
+                raise UsageError("A tensor is read after its checkpoint was closed.", place=file.path)
+            found = self._open.get(file.path)
+            if found is None:
+                found = self._open[file.path] = _opened(file)
+                if len(self._open) > MOST_OPEN:
+                    self._open.popitem(last=False)
+            else:
+                self._open.move_to_end(file.path)
+        return found
+
+
+def _opened(file: File) -> _Descriptor:
+    with reading(file.path):
+        descriptor = _Descriptor(os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        facts = os.fstat(descriptor.number)
+    _check_regular(file.path, facts)
+    if (facts.st_dev, facts.st_ino) != file.identity:
+        raise CorruptError(
+            "A file was replaced while its checkpoint was read.",
+            place=file.path,
+            remedy="read a checkpoint that nobody writes to any more",
+        )
+    return descriptor
+
+
+def _check_regular(path: Path, facts: os.stat_result) -> None:
+    if not stat.S_ISREG(facts.st_mode):
+        raise RefusedError("This isn't a regular file.", place=path, found=stat.filemode(facts.st_mode))
+
+
+@contextmanager
+def opening(budget: Budget | None = None) -> Iterator[Files]:
+    """Gives the files of a checkpoint that is being opened; closes them only if that fails.
+
+    Args:
+        budget: The job's.
+    """
+    files = Files(budget)
+    try:
+        yield files
+    except BaseException:
+        files.close()
+        raise
+
+
+@dataclass(frozen=True)
+class File:
+    """A regular file, read at any place by any thread.
+
+    Attributes:
+        path: Where it is.
+        size: Its size in bytes, when it was first looked at.
+        identity: Its device and inode: which file it is, whatever its name.
+        files: Those that it belongs to.
+    """
+
+    path: Path
+    size: int
+    identity: tuple[int, int]
+    files: Files
+
+    @property
+    def place(self) -> str:
+        return str(self.path)
+
+    def read_into(self, start: int, into: memoryview) -> None:
+        require(self, start, len(into))
+        descriptor, done = self.files.descriptor(self), 0
+        while done < len(into):
+            with reading(self.path):
+                got = os.preadv(descriptor.number, [into[done:]], start + done)
+            if not got:
+                raise short(self, start + done, len(into) - done, f"its end; it had {self.size} bytes before")
+            done += got
+
+    def read(self, start: int, count: int) -> Array:
+        return filled(self, start, count)
+
+    def hold(self, start: int, count: int, what: str) -> None:
+        self.files.hold(count, what, f"byte {start} of {self.path}")
+
+
+def filled(source: Source, start: int, count: int) -> Array:
+    """Reads bytes into a new array: how a source's `read` follows from its `read_into`.
+
+    Raises:
+        CorruptError: There are fewer.
+    """
+    require(source, start, count)
+    whole = np.empty(count, np.uint8)
+    source.read_into(start, whole.data)
+    return whole
+
+
+def source_digest(source: Source) -> str:
+    """Returns the BLAKE3 digest of all bytes: 64 lowercase hexadecimal digits."""
+    hasher, block = blake3(), np.empty(min(source.size, _DIGESTED_AT_ONCE), np.uint8)
+    for start in range(0, source.size, _DIGESTED_AT_ONCE):
+        into = block.data[: source.size - start]
+        source.read_into(start, into)
+        hasher.update(into)
+    return hasher.hexdigest()
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of bytes of a source, read as if it were a file."""
+
+    whole: Source
+    start: int
+    size: int
+
+    @property
+    def place(self) -> str:
+        return self.whole.place
+
+    def read_into(self, start: int, into: memoryview) -> None:
+        require(self, start, len(into))
+        self.whole.read_into(self.start + start, into)
+
+    def read(self, start: int, count: int) -> Array:
+        require(self, start, count)
+        return self.whole.read(self.start + start, count)
+
+    def hold(self, start: int, count: int, what: str) -> None:
+        self.whole.hold(self.start + start, count, what)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that are in memory already, read as if they were a file's."""
+
+    data: bytes
+    place: str
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def read_into(self, start: int, into: memoryview) -> None:
+        require(self, start, len(into))
+        into[:] = memoryview(self.data)[start : start + len(into)]
+
+    def read(self, start: int, count: int) -> Array:
+        return filled(self, start, count)
+
+    def hold(self, start: int, count: int, what: str) -> None:
+        """Takes nothing: the bytes are held."""
+
+
+class _AsFile(io.RawIOBase):
+    """A source as a file that can only be read."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._at = source, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._source.size}
+        self._at = int(base[whence] + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._source.size - self._at))
+        if count:
+            self._source.read_into(self._at, view[:count])
+        self._at += count
+        return count
+
+
+def as_file(source: Source) -> io.RawIOBase:
+    """Returns a source as a file object, for libraries that read one. It has a position: one reader at a time."""
+    return _AsFile(source)
