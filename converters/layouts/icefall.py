@@ -105,11 +105,15 @@ class Icefall:
                 found=state.optimizer.schema,
             )
         index = {path: i for i, path in enumerate(p for g in state.optimizer.groups for p in g.paths)}
+        several = (
+            len(state.optimizer.groups) > 1
+        )  # shapes alone don't tell then which parameters an index means
         native: dict[int, dict[str, Any]] = {}
         groups = []
         for group in state.optimizer.groups:
             options = {n: tuple(v) if isinstance(v, list) else v for n, v in group.hyperparameters.items()}
-            groups.append({**options, "params": [index[path] for path in group.paths]})
+            named = {"param_names": [_name(path) for path in group.paths]} if several else {}
+            groups.append({**options, **named, "params": [index[path] for path in group.paths]})
             order = _batches(state.params, group)
             for batch in order if state.counts.updates else ():
                 own: dict[str, Any] = {"step": state.counts.updates}

@@ -156,6 +156,13 @@ class KeepsMasters(Protocol):
     keeps_masters: bool
 
 
+@runtime_checkable
+class KeepsEncoding(Protocol):
+    """A layout whose parameters may be stored encoded; `keeps_encoding` says whether this one's are."""
+
+    keeps_encoding: bool
+
+
 class Layout(Protocol):
     """What the names mean for one optimizer implementation. Knows nothing about files."""
 

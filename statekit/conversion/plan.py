@@ -238,10 +238,8 @@ def build_plan(
 def _entry(name: str, tensor: Tensor, encoded: Encoded, sources: set[str]) -> Entry:
     expression = tensor.to_json()
     exactness, reason = encoded.exactness.get(name, (Exactness.BITWISE, ""))
-    if any(node.get("op") == "mean" for node in _nodes(expression)):
-        exactness, reason = max(
-            (exactness, reason), (Exactness.STATISTICS, "a full slot, averaged along an axis")
-        )
+    for node in _nodes(expression):
+        exactness, reason = max((exactness, reason), INEXACT.get(str(node.get("op")), (exactness, reason)))
     return Entry(
         name=name,
         expression=to_json(expression),
@@ -252,6 +250,14 @@ def _entry(name: str, tensor: Tensor, encoded: Encoded, sources: set[str]) -> En
         reason=reason,
         origin=_origin(expression, sources),
     )
+
+
+INEXACT: Mapping[str, tuple[Exactness, str]] = {
+    "mean": (Exactness.STATISTICS, "a full slot, averaged along an axis"),
+    "eighth_root": (Exactness.ROUNDING, "stored as an eighth power, decoded"),
+    "eighth_power": (Exactness.ROUNDING, "stored as an eighth power in bfloat16"),
+}
+"""How exact tensors are that are made by an operation which changes values, and why."""
 
 
 def _origin(expression: Mapping[str, Any], sources: set[str]) -> Origin:

@@ -13,7 +13,15 @@ from weakref import finalize
 
 from statekit.conversion import registry
 from statekit.conversion.cards import LayoutCard
-from statekit.conversion.contracts import NO_HINTS, Container, Encoded, Fitting, KeepsMasters, Layout
+from statekit.conversion.contracts import (
+    NO_HINTS,
+    Container,
+    Encoded,
+    Fitting,
+    KeepsEncoding,
+    KeepsMasters,
+    Layout,
+)
 from statekit.conversion.open_state import OpenState, open_state
 from statekit.conversion.plan import Plan, Request, Side, build_plan
 from statekit.conversion.rule_change import RuleChange, best_rule_change
@@ -22,6 +30,7 @@ from statekit.errors import Faults, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import Kind
 from statekit.state.masters import as_params
+from statekit.state.parameter_encoding import check_known, decoded
 from statekit.state.step_offset import with_offset
 from statekit.state.train_state import TrainState
 
@@ -95,6 +104,9 @@ def prepare(request: Request) -> Plan:
         state, offset = with_offset(opened.state, request.step_offset)
         name = request.layout or implied
         layout = choose_layout(container, state.optimizer.schema, name, opened.layout)
+        if not (isinstance(layout, KeepsEncoding) and layout.keeps_encoding):
+            check_known(state, registry.layout_card(opened.layout).variants.get(state.optimizer.schema, ()))
+            state = decoded(state)
         rule_change = rule_change_to(layout, state, opened.layout)
         if rule_change is not None:
             rule_change.check(request.require, lambda: _nearest(opened, request))

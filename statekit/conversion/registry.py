@@ -6,6 +6,7 @@ Which one fits is asked in two rounds: first of those whose signs are there (sig
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from itertools import islice
@@ -27,6 +28,7 @@ from statekit.errors import (
     StateError,
     StatekitError,
     UnknownFormatError,
+    UsageError,
     check_name,
     listed,
 )
@@ -171,13 +173,16 @@ def decoded(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> TrainState:
 
     Raises:
         StateError: The checkpoint's names aren't the layout's.
-        UsageError: A hint that no schema of the layout knows.
+        UsageError: A hint that no schema of the layout knows, or a variant that the checkpoint itself speaks against.
     """
     if hints.variant is not None:
         known = [variant for schema in layout.variants for variant in load_schema(schema).variants]
         check_name("variant", hints.variant, known, "--variant")
     try:
-        return layout.decode(checkpoint, hints)
+        state = layout.decode(checkpoint, hints)
+        if hints.variant is not None:
+            _check_variant(layout, checkpoint, hints, state.optimizer.schema)
+        return state
     except StatekitError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -190,6 +195,22 @@ def decoded(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> TrainState:
             found=f"{type(error).__name__}: {error}",
             remedy="leave out --layout: the names say which it is",
         ) from error
+
+
+def _check_variant(layout: Layout, checkpoint: Checkpoint, hints: Hints, schema: str) -> None:
+    """Refuses a variant that isn't the file's own, or, where the file doesn't say one, none that has such names."""
+    own = layout.decode(checkpoint, replace(hints, variant=None)).optimizer.variant
+    possible = (own,) if own is not None else layout.variants.get(schema, ())
+    if hints.variant in possible:
+        return
+    evidence = layout.detect(checkpoint)
+    raise UsageError(
+        f"The checkpoint speaks against the variant {hints.variant}.",
+        place=checkpoint.path,
+        expected=", ".join(possible),
+        found=f"layout {layout.name}: {evidence.because if evidence else layout.title}",
+        remedy="leave out --variant; how the run goes on elsewhere is said by --layout",
+    )
 
 
 def _best(found: list[tuple[str, Evidence]], place: str, kind: str, option: str) -> int:

@@ -33,6 +33,8 @@ EFFECTS: Mapping[str, Exactness] = {
 }
 """How exactly a run goes on under another rule, by what the difference changes."""
 _DECAY, _EXCLUDED = "weight_decay_rate", "exclude_from_weight_decay"
+UNKNOWN = "unknown"
+"""Stands for the value of a hyperparameter that is on, and that nobody knows."""
 _BY_NAME = ("name_regex", "last_name_regex", "mask")
 
 
@@ -144,7 +146,7 @@ def change_rule(state: TrainState, source: str, target: str) -> RuleChange:
     bridge = Bridge(load_schema(state.optimizer.schema), source, target, _has(state))
     groups, found, compensated_by, shift = [], {}, {}, 0
     for group in state.optimizer.groups:
-        side = bridge.over(group)
+        side = bridge.over(group, state.unknown_switches(group))
         found.update({one.what: one for one in side.differences})
         compensated_by.update(dict.fromkeys(side.compensated_by))
         shift = max(shift, side.shift)
@@ -157,7 +159,7 @@ def change_rule(state: TrainState, source: str, target: str) -> RuleChange:
         ]
     optimizer = replace(state.optimizer, variant=target, groups=tuple(groups))
     counts = replace(state.counts, updates=state.counts.updates - shift)
-    said = (*state.assumptions, *bridge.assumed(state.optimizer.groups))
+    said = (*state.assumptions, *bridge.assumed(state))
     taken = replace(state, optimizer=optimizer, counts=counts, assumptions=said)
     moved, refactored = _refactored(taken, target)
     moved = _relabelled(moved, target)
@@ -191,9 +193,15 @@ class Bridge:
     target: str
     has: Mapping[str, bool] = field(default_factory=dict)
 
-    def over(self, group: Group) -> _Side:
-        """Returns one group under the target's rule."""
-        own = {**self.schema.settings(self.source), **dict.fromkeys(RATE_NAMES), **group.hyperparameters}
+    def over(self, group: Group, unknown: Iterable[str] = ()) -> _Side:
+        """Returns one group under the target's rule.
+
+        Args:
+            group: The group.
+            unknown: Hyperparameters that are on, as its slots show, with a value that nobody knows: they stay unknown.
+        """
+        usual = {**self.schema.settings(self.source), **dict.fromkeys(RATE_NAMES)}
+        own = {**usual, **group.hyperparameters, **dict.fromkeys(unknown, UNKNOWN)}
         bridges = [one for one in self.schema.data.get("bridges", ()) if self._fits(one, own)]
         covered = {key for one in bridges for key in one["covers"]}
         carried = self._carried(own)
@@ -213,10 +221,15 @@ class Bridge:
             shift,
         )
 
-    def assumed(self, groups: Iterable[Group]) -> list[str]:
+    def assumed(self, state: TrainState) -> list[str]:
         """Returns what is taken for granted of the source's hyperparameters, if anything."""
         offered = [name for name in self.schema.variant(self.source)["defaults"] if name not in RATE_NAMES]
-        unknown = {name for group in groups for name in offered if name not in group.hyperparameters}
+        unknown = {
+            name
+            for group in state.optimizer.groups
+            for name in offered
+            if name not in group.hyperparameters and name not in state.unknown_switches(group)
+        }
         names = ", ".join(name for name in offered if name in unknown)
         return [f"Taken for a run of {self.source} with its defaults of {names}."] if unknown else []
 
@@ -231,7 +244,7 @@ class Bridge:
         return {
             name: self._spelt(name, own[name], usual)
             for name, usual in offered.items()
-            if name not in RATE_NAMES or own[name] is not None
+            if own[name] is not UNKNOWN and (name not in RATE_NAMES or own[name] is not None)
         }
 
     def _spelt(self, name: str, value: Any, usual: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tensors made of others, which are read when they are: axes of length 1, members, stacks, means, flat pieces."""
+"""Tensors made of others, which are read when they are: axes of length 1, slices, stacks, means, pieces, powers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 
 from statekit.errors import UsageError
-from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, index_shape, normal_index, positions
+from statekit.tensors.tensor import (
+    DTYPES,
+    Array,
+    DType,
+    Index,
+    Shape,
+    Tensor,
+    index_shape,
+    normal_index,
+    positions,
+)
 
 
 @dataclass(frozen=True)
@@ -254,3 +264,79 @@ class Concatenated:
         """Describes the tensor."""
         runs = [{"op": "run", "source": r.tensor.to_json(), "span": [r.start, r.count]} for r in self.runs]
         return {"op": "joined", "sources": runs, "shape": list(self.shape)}
+
+
+@dataclass(frozen=True)
+class EighthRoot:
+    """What an eighth power stands for: sign(b) |b|^(1/8) / 128 in float32, by three square roots as in the original.
+
+    Source: tensorflow/tensor2tensor, utils/quantization.py, `EighthPowerEncoding.decode`.
+
+    Example:
+        >>> from statekit.tensors.tensor import in_memory
+        >>> EighthRoot(in_memory(np.array([-(64.0**8), 0.0], np.float32))).read().tolist()
+        [-0.5, 0.0]
+    """
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> Shape:
+        """The shape."""
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> DType:
+        """Float32: an eighth of the relative error of what is stored is less than bfloat16 can say."""
+        return DTYPES["float32"]
+
+    @property
+    def grain(self) -> Shape:
+        """The tensor's cheapest block."""
+        return self.tensor.grain
+
+    def read(self, index: Index | None = None) -> Array:
+        """Reads a block."""
+        block = self.tensor.read(index).astype(np.float32)
+        root = np.sqrt(np.sqrt(np.sqrt(np.abs(block))))
+        return np.asarray(np.sign(block) * root * np.float32(1 / 128))
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes the tensor."""
+        return {"op": "eighth_root", "source": self.tensor.to_json()}
+
+
+@dataclass(frozen=True)
+class EighthPower:
+    """A tensor as an eighth power in bfloat16, sign(w) (128 |w|)^8, rounded to nearest; undoes `EighthRoot` to the bit.
+
+    Source: tensorflow/tensor2tensor, utils/quantization.py, `EighthPowerEncoding.encode`.
+    """
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> Shape:
+        """The shape."""
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> DType:
+        """Bfloat16."""
+        return DTYPES["bfloat16"]
+
+    @property
+    def grain(self) -> Shape:
+        """The tensor's cheapest block."""
+        return self.tensor.grain
+
+    def read(self, index: Index | None = None) -> Array:
+        """Reads a block."""
+        block = self.tensor.read(index).astype(np.float32)
+        with np.errstate(over="ignore", under="ignore"):  # what lies beyond the range is infinite, or zero
+            power = np.square(np.square(np.square(np.abs(block) * np.float32(128))))
+            return np.asarray(np.sign(block) * power).astype(self.dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes the tensor."""
+        return {"op": "eighth_power", "source": self.tensor.to_json()}

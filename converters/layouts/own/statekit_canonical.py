@@ -23,6 +23,7 @@ class Canonical:
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: all_variants(schema_names()))
     containers: tuple[str, ...] = ("statekit",)
     keeps_masters: bool = True
+    keeps_encoding: bool = True
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for the five parts."""

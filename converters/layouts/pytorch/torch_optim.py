@@ -194,7 +194,7 @@ class TorchOptim:
                 expected="; ".join(f"{k.schema}, variant {k.variant}" for k in KINDS),
                 found=f"{optimizer.schema}, variant {optimizer.variant or 'unknown'}",
             )
-        faults = Faults()
+        faults = Faults(_unknown_switches(state))
         order = [path for group in optimizer.groups for path in group.paths]
         by_name = self.form is not None or bool(state.extra.get(_BY_NAME))
         index = {path: _name(path) if by_name else i for i, path in enumerate(order)}
@@ -268,6 +268,13 @@ def _slots(
 def _saw_pieces(kind: TorchOptimizer, own: Mapping[str, Any], rule: Rule) -> bool:
     """Tells whether a parameter that the optimizer would factor has a second moment that isn't."""
     return kind.schema == "adafactor" and rule.factored and isinstance(own.get(kind.names["v"]), Tensor)
+
+
+def _unknown_switches(state: TrainState) -> Iterator[tuple[str, str]]:
+    """Yields what the optimizer reads in its groups and can't do without, as its slots show."""
+    for i, group in enumerate(state.optimizer.groups):
+        for name, slot in state.unknown_switches(group).items():
+            yield f"{name} isn't known, and {slot} is in use: name it (--hparams {name}=...)", f"groups/{i}"
 
 
 def _kept(rule: Rule, name: str, shape: Shape) -> Shape:

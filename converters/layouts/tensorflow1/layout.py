@@ -36,6 +36,7 @@ from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape, first_entry, labels, map_entries, swapped
+from statekit.state.parameter_encoding import as_stored, encoded, encodes
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Shape, Tensor, in_memory
@@ -76,6 +77,11 @@ class TensorFlow1:
         """The schema's variants that write such names."""
         return {self.schema: self.makers}
 
+    @property
+    def keeps_encoding(self) -> bool:
+        """Whether some of these variants store bfloat16 variables encoded."""
+        return any(encodes(self.schema, variant) for variant in self.makers)
+
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for slots beside variables."""
         tree = checkpoint.tree
@@ -107,7 +113,7 @@ class TensorFlow1:
             faults.add(f"slots lie below different scopes: {named.scope}", "slots")
         updates = _updates(named, faults)
         known = manifest_state(checkpoint, self.schema)
-        variant = hints.variant or (known.variant if known else None) or self._only_variant()
+        variant = hints.variant or (known.variant if known else None) or self._only_variant(hints)
         slots, momentum = self._slots(named, faults)
         rules = dict(self._rules(named, slots, variant, hints, faults))
         faults.check(StateError, f"The names don't make a state of {self.title}", place=checkpoint.path)
@@ -121,9 +127,10 @@ class TensorFlow1:
             Optimizer(self.schema, variant, groups),
             Counts(updates, known.schedule if known else updates),
             {**rules, **{p: Rule.from_json(r) for p, r in known.rules.items()}} if known else rules,
-            {HOME: _home(named)},
+            {HOME: self._home(named)},
             tuple(notes),
         )
+        state = as_stored(state)
         return replace(hints, variant=None).applied(state) if hints.hyperparameters else state
 
     def encode(self, state: TrainState) -> Encoded:
@@ -132,10 +139,11 @@ class TensorFlow1:
         Raises:
             InexactError: The layout can't hold the state; lists every reason.
         """
+        state = encoded(state)
         faults = Faults(self._misfits(state))
         home = state.extra.get(HOME)
         home = home if isinstance(home, Mapping) else {}
-        parts, scope = home.get("parts", {}), home.get("scope", "")
+        parts, scope = home.get("parts", {}), self.scope(state)
         tree: dict[str, Any] = {}
 
         def put(before: str, path: str, suffix: str, tensor: Tensor) -> None:
@@ -165,8 +173,31 @@ class TensorFlow1:
         faults.check(InexactError, f"{self.title} can't hold the state")
         return Encoded(tree, state.counts.updates, dropped=dropped_from(state.extra, (HOME,), self.title))
 
-    def _only_variant(self) -> str | None:
-        return self.makers[0] if len(self.makers) == 1 else None
+    def scope(self, state: TrainState) -> str:
+        """Returns what goes before the names of slots: as they were read, unless another optimizer named them so."""
+        home = state.extra.get(HOME)
+        is_own = isinstance(home, Mapping) and home.get("slots", self.suffix) == self.suffix
+        return str(home.get("scope", "")) if is_own and isinstance(home, Mapping) else ""
+
+    def _home(self, named: Named) -> dict[str, Any]:
+        step = _step_name(named)
+        others = {name: value for name, value in named.others.items() if name != step}
+        found: dict[str, Any] = {
+            "scope": named.scope,
+            "slots": self.suffix if named.scope else "",
+            "step": "" if step == GLOBAL_STEP else step,
+            "averages": dict(named.averages),
+            "others": others,
+            "parts": {path: list(part) for path, part in named.parts.items()},
+        }
+        return {key: value for key, value in found.items() if value}
+
+    def _only_variant(self, hints: Hints) -> str | None:
+        """Returns the one variant that takes the hyperparameters that were given; None if several do."""
+        schema, given = load_schema(self.schema), {*hints.hyperparameters} - {"learning_rate", "factor_map"}
+        takes = [one for one in self.makers if given <= schema.variant(one)["defaults"].keys()]
+        found = takes if len(self.makers) > 1 else self.makers
+        return found[0] if len(found) == 1 else None
 
     def _form(self, variant: str | None) -> Mapping[str, Any]:
         chosen = variant if variant in self.makers else self.makers[0]
@@ -331,19 +362,6 @@ def _updates(named: Named, faults: Faults) -> int:
 def _step_name(named: Named) -> str:
     below = [name for name in named.others if name.endswith(f"/{GLOBAL_STEP}")]
     return below[0] if GLOBAL_STEP not in named.others and len(below) == 1 else GLOBAL_STEP
-
-
-def _home(named: Named) -> dict[str, Any]:
-    step = _step_name(named)
-    others = {name: value for name, value in named.others.items() if name != step}
-    found: dict[str, Any] = {
-        "scope": named.scope,
-        "step": "" if step == GLOBAL_STEP else step,
-        "averages": dict(named.averages),
-        "others": others,
-        "parts": {path: list(part) for path, part in named.parts.items()},
-    }
-    return {key: value for key, value in found.items() if value}
 
 
 def _rule_fault(rule: Rule, shape: Shape, own: Mapping[str, Tensor]) -> str:

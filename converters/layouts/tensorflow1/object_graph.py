@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
-from statekit.converters.layouts.tensorflow1 import layout as tensorflow1
 from statekit.converters.layouts.tensorflow1.layout import TensorFlow1
 from statekit.converters.layouts.tensorflow1.names import GLOBAL_STEP
 from statekit.converters.layouts.tensorflow1.powers import POWERS
@@ -53,6 +52,11 @@ class TF1Graph:
     def title(self) -> str:
         """One line for people."""
         return f"{self.inner.title}, in tf.train.Checkpoint"
+
+    @property
+    def keeps_encoding(self) -> bool:
+        """Whether checkpoints by names may store variables encoded."""
+        return self.inner.keeps_encoding
 
     @property
     def variants(self) -> Mapping[str, tuple[str, ...]]:
@@ -110,7 +114,7 @@ class TF1Graph:
         if parted:
             raise InexactError("An object graph holds no partitioned variables.", found=", ".join(parted[:5]))
         builder, tree = Builder(), dict[str, Any]()
-        scope = state.extra.get(tensorflow1.HOME, {}).get("scope", "")
+        scope = self.inner.scope(state)
         optimizer = builder.at(("optimizer",))
         done: set[str] = set()
         for path, tensor in state.params.items():

@@ -1,0 +1,109 @@
+"""Parameters that a checkpoint stores encoded, and as the numbers that a model computes with.
+
+From release 1.6.0 on Tensor2Tensor keeps a bfloat16 variable as sign(w) (128 |w|)^8; its graph decodes it wherever the
+model reads it. No other system does, so a parameter is decoded where it leaves Tensor2Tensor, and encoded where it
+comes in. The float32 that a decoded one is held in rounds back to the same bits.
+
+Source: tensorflow/tensor2tensor, utils/quantization.py, `EighthPowerEncoding`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from statekit.errors import InexactError
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Group, TrainState
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.views import EighthPower, EighthRoot
+
+NAME, EIGHTH_POWER = "parameter_encoding", "eighth_power"
+"""The hyperparameter that says so, and its value."""
+DECODED = "decoded_parameters"
+"""Key in `extra`: paths of the parameters that were encoded where the state comes from."""
+_STORED = "bfloat16"
+
+
+def encodes(schema: str, variant: str) -> bool:
+    """Tells whether a variant stores bfloat16 parameters encoded."""
+    constants = load_schema(schema).variant(variant)["constants"]
+    return bool(constants.get("parameter_storage") == EIGHTH_POWER)
+
+
+def as_stored(state: TrainState) -> TrainState:
+    """Returns a state that was just read from where its variant stores it: bfloat16 parameters are encoded there."""
+    variant = state.optimizer.variant
+    if variant is None or not encodes(state.optimizer.schema, variant):
+        return state
+    stored = any(param.dtype.name == _STORED for param in state.params.values())
+    return _with_encoding(state, EIGHTH_POWER if stored else None)
+
+
+def encoded_paths(state: TrainState) -> list[str]:
+    """Returns the parameters that are encoded, moved by an optimizer or not."""
+    is_encoded = any(group.hyperparameters.get(NAME) == EIGHTH_POWER for group in state.optimizer.groups)
+    return [path for path, param in state.params.items() if is_encoded and param.dtype.name == _STORED]
+
+
+def decoded(state: TrainState) -> TrainState:
+    """Returns a state whose parameters hold the numbers that the model computes with, in float32."""
+    paths = encoded_paths(state)
+    if not paths:
+        return state
+    params = {path: EighthRoot(param) if path in paths else param for path, param in state.params.items()}
+    return replace(_with_encoding(state, None), params=params, extra={**state.extra, DECODED: list(paths)})
+
+
+def encoded(state: TrainState) -> TrainState:
+    """Returns a state of a variant that encodes, with its bfloat16 parameters so, and those that were so before."""
+    variant = state.optimizer.variant
+    if variant is None or not encodes(state.optimizer.schema, variant) or encoded_paths(state):
+        return state
+    before = {str(path) for path in state.extra.get(DECODED, ())}
+    params: dict[str, Tensor] = {
+        path: EighthPower(param) if path in before or param.dtype.name == _STORED else param
+        for path, param in state.params.items()
+    }
+    if not any(isinstance(param, EighthPower) for param in params.values()):
+        return state
+    extra = {key: part for key, part in state.extra.items() if key != DECODED}
+    return replace(_with_encoding(state, EIGHTH_POWER), params=params, extra=extra)
+
+
+def check_known(state: TrainState, makers: Iterable[str]) -> None:
+    """Refuses a state whose bfloat16 parameters may be encoded or not, as nobody said which variant made it.
+
+    Args:
+        state: The state.
+        makers: The variants that may have made it.
+
+    Raises:
+        InexactError: Some of them encode, others don't.
+    """
+    schema = state.optimizer.schema
+    stored = [path for path, param in state.params.items() if param.dtype.name == _STORED]
+    if state.optimizer.variant is not None or not stored:
+        return
+    encoding = [maker for maker in makers if encodes(schema, maker)]
+    others = [maker for maker in makers if maker not in encoding]
+    if encoding and others:
+        raise InexactError(
+            "Nobody said whether the bfloat16 parameters are stored as they are or encoded, (128 |w|)^8.",
+            place=stored[0],
+            expected=f"the variant that ran: {', '.join(encoding)} encodes, {', '.join(others)} doesn't",
+            remedy=f"name it: --variant {encoding[0]}",
+        )
+
+
+def _with_encoding(state: TrainState, value: str | None) -> TrainState:
+    groups = tuple(_group(group, value) for group in state.optimizer.groups)
+    return replace(state, optimizer=replace(state.optimizer, groups=groups))
+
+
+def _group(group: Group, value: str | None) -> Group:
+    return replace(
+        group,
+        hyperparameters={**group.hyperparameters, NAME: value},
+        known_from={**group.known_from, NAME: "file"},
+    )
