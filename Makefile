@@ -54,7 +54,6 @@ package: $(READY)
 	@$(BIN)/python tests/installing.py
 
 bench: $(READY)
-	@$(BIN)/python $(PIP_INSTALL) --editable '.[bench]'
 	@$(BIN)/python tests/benchmarks/convert.py
 	@$(BIN)/python tests/benchmarks/steps.py
 	@$(BIN)/python tests/benchmarks/tpu_bytes.py

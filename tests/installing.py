@@ -55,7 +55,7 @@ statekit.tensorflow.Adafactor(learning_rate=0.1).apply([keras.ops.ones((2, 2))],
 assert (variable.numpy() != before).all()
 """,
 }
-"""For each extra, what it is there for. (`dev`, `bench` and `tpu` are for working on statekit.)"""
+"""For each extra, what it is there for. (`dev` and `tpu` are for working on statekit.)"""
 
 
 def build(work: Path) -> tuple[Path, Path]:
