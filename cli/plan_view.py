@@ -8,7 +8,7 @@ from typing import Any
 from statekit.cli import output
 from statekit.cli.output import Screen, Table
 from statekit.conversion.contracts import Exactness
-from statekit.conversion.plan import Entry, Plan
+from statekit.conversion.plan import Plan, PlannedTensor
 from statekit.errors import some
 
 MAX_ROWS = 150
@@ -100,7 +100,7 @@ def _tensors(plan: Plan) -> Table:
     return grid
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
+def _row(entry: PlannedTensor) -> tuple[str, ...]:
     made_of = "the same" if entry.expression.get("name") == entry.name else source_text(entry.expression)
     size = output.size(entry.bytes)
     return entry.name, made_of, str(list(entry.shape)), entry.dtype, size, entry.exactness.name.lower()

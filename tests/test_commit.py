@@ -43,7 +43,9 @@ def put(stage: Stage, name: str = "a", tensor: Tensor = TENSOR, file: str = "dat
             output.write(block)
 
 
-def write(target: Path, kind: commit.Kind = "folder", replace: bool = False, tensor: Tensor = TENSOR) -> None:
+def write(
+    target: Path, kind: commit.TargetKind = "folder", replace: bool = False, tensor: Tensor = TENSOR
+) -> None:
     with staged(target, kind, replace=replace) as stage:
         put(stage, tensor=tensor)
         stage.commit(reopen(("a", tensor)))
@@ -54,7 +56,7 @@ def alone(folder: Path, *names: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_a_target_appears_when_all_is_proven(tmp_path: Path, kind: commit.Kind) -> None:
+def test_a_target_appears_when_all_is_proven(tmp_path: Path, kind: commit.TargetKind) -> None:
     target = tmp_path / "target"
     with staged(target, kind) as stage:
         assert stage.target == target and stage.path.name == "target"
@@ -203,7 +205,7 @@ def test_a_target_that_comes_into_being_meanwhile_is_kept(
 @pytest.mark.parametrize("supported", [True, False])
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_replace_swaps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supported: bool, kind: commit.Kind
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supported: bool, kind: commit.TargetKind
 ) -> None:
     if not supported:
         monkeypatch.setattr(rename, "_renameat2", lambda *_: False)
@@ -358,7 +360,7 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("kind", ["file", "folder"])
 @pytest.mark.parametrize("replace", [False, True])
 def test_a_failed_sync_fails_the_conversion_wherever_it_happens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: commit.Kind, replace: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: commit.TargetKind, replace: bool
 ) -> None:
     target = tmp_path / "target"
     if replace:

@@ -17,7 +17,7 @@ from statekit.converters.containers.tf_bundle import CONTAINER
 from statekit.converters.formats.crc32c import crc32c
 from statekit.converters.formats.tensor_bundle import entries as tf_entries
 from statekit.converters.formats.tensor_bundle import table as tf_table
-from statekit.converters.formats.tensor_bundle.entries import Entry, entry_bytes, header
+from statekit.converters.formats.tensor_bundle.entries import BundleEntry, entry_bytes, header
 from statekit.converters.formats.tensor_bundle.table import masked, read_table, write_table
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
 from statekit.tensors.tensor import DTYPES, in_memory
@@ -193,28 +193,28 @@ def crafted(folder: Path, entries: Mapping[bytes, bytes], data: bytes = bytes(32
     return folder / "x"
 
 
-GOOD = entry_bytes(Entry(1, (8,), 0, 0, 32, masked(crc32c(bytes(32)))))
+GOOD = entry_bytes(BundleEntry(1, (8,), 0, 0, 32, masked(crc32c(bytes(32)))))
 LIES: dict[str, Mapping[bytes, bytes]] = {
     "no header": {b"w": GOOD},
     "no shards": {b"": b"\x08\x00", b"w": GOOD},
     "absurd shards": {b"": b"\x08" + tf_table.to_varint(2**40), b"w": GOOD},
     "big-endian": {b"": b"\x08\x01\x10\x01", b"w": GOOD},
-    "another shard": {b"": header(1), b"w": entry_bytes(Entry(1, (8,), 1, 0, 32))},
-    "a size beyond the file": {b"": header(1), b"w": entry_bytes(Entry(1, (2**40,), 0, 0, 2**42))},
-    "an offset beyond the file": {b"": header(1), b"w": entry_bytes(Entry(1, (8,), 0, 2**62, 32))},
-    "a shape that isn't its size": {b"": header(1), b"w": entry_bytes(Entry(1, (9,), 0, 0, 32))},
-    "an absurd shape": {b"": header(1), b"w": entry_bytes(Entry(1, (2**40, 2**40), 0, 0, 32))},
-    "too many axes": {b"": header(1), b"w": entry_bytes(Entry(1, (1,) * 65, 0, 0, 4))},
-    "an unknown dtype": {b"": header(1), b"w": entry_bytes(Entry(20, (8,), 0, 0, 32))},
+    "another shard": {b"": header(1), b"w": entry_bytes(BundleEntry(1, (8,), 1, 0, 32))},
+    "a size beyond the file": {b"": header(1), b"w": entry_bytes(BundleEntry(1, (2**40,), 0, 0, 2**42))},
+    "an offset beyond the file": {b"": header(1), b"w": entry_bytes(BundleEntry(1, (8,), 0, 2**62, 32))},
+    "a shape that isn't its size": {b"": header(1), b"w": entry_bytes(BundleEntry(1, (9,), 0, 0, 32))},
+    "an absurd shape": {b"": header(1), b"w": entry_bytes(BundleEntry(1, (2**40, 2**40), 0, 0, 32))},
+    "too many axes": {b"": header(1), b"w": entry_bytes(BundleEntry(1, (1,) * 65, 0, 0, 4))},
+    "an unknown dtype": {b"": header(1), b"w": entry_bytes(BundleEntry(20, (8,), 0, 0, 32))},
     "a cut entry": {b"": header(1), b"w": GOOD[:-1]},
     "a name that isn't text": {b"": header(1), b"\xff": GOOD},
-    "a slice without an entry": {b"": header(1), b"w": entry_bytes(Entry(1, (8,), slices=(((0, 8),),)))},
-    "a slice that leaves its tensor": {b"": header(1), b"w": entry_bytes(Entry(1, (8,), slices=(((4, 8),),)))},
+    "a slice without an entry": {b"": header(1), b"w": entry_bytes(BundleEntry(1, (8,), slices=(((0, 8),),)))},
+    "a slice that leaves its tensor": {b"": header(1), b"w": entry_bytes(BundleEntry(1, (8,), slices=(((4, 8),),)))},
     "a slice of another rank": {
         b"": header(1), b"w": b"\x08\x01\x12\x04\x12\x02\x08\x08\x3a\x00"
     },
     "an entry of no tensor": {b"": header(1), b"\0x": GOOD},
-    "strings that lie": {b"": header(1), b"w": entry_bytes(Entry(7, (2**50,), 0, 0, 32))},
+    "strings that lie": {b"": header(1), b"w": entry_bytes(BundleEntry(7, (2**50,), 0, 0, 32))},
 }  # fmt: skip
 
 

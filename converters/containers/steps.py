@@ -21,7 +21,7 @@ from statekit.files.stage import Stage
 from statekit.tensors.tensor import Stored, Tensor
 from statekit.tensors.tree import Tree, tensor_names, walk
 
-Kind: TypeAlias = Literal["legacy", "orbax", "flax"]
+StepKind: TypeAlias = Literal["legacy", "orbax", "flax"]
 """Who wrote a step: T5X before Orbax (msgpack with zarr folders), Orbax, or Flax (a msgpack file)."""
 
 INDEX = "checkpoint"
@@ -34,7 +34,7 @@ JSON_ITEM = "metadata"
 STATE = "state"
 """The item in which T5X keeps a train state."""
 
-_KINDS: dict[Kind, tuple[str, str]] = {
+_KINDS: dict[StepKind, tuple[str, str]] = {
     "legacy": ("T5X checkpoint of the legacy generation", "t5x"),
     "orbax": ("checkpoint of Orbax", "orbax"),
     "flax": ("msgpack file of Flax", "flax"),
@@ -61,7 +61,7 @@ class StepFolder:
     """
 
     path: Path
-    kind: Kind
+    kind: StepKind
     step: int | None
     findings: tuple[Finding, ...] = ()
     steps: tuple[int, ...] = ()
@@ -95,7 +95,7 @@ def locate(path: Path, step: int | None = None) -> StepFolder | None:
     return _among(path, step) if path.is_dir() else None
 
 
-def sighted(path: Path, kind: Kind) -> StepFolder | None:
+def sighted(path: Path, kind: StepKind) -> StepFolder | None:
     """Returns the checkpoint of one generation at a path, as `locate` finds it; None where it finds no such."""
     try:
         found = locate(path)
@@ -104,7 +104,7 @@ def sighted(path: Path, kind: Kind) -> StepFolder | None:
     return found if found is not None and found.kind == kind else None
 
 
-def find_step(path: Path, step: int | None, kind: Kind) -> StepFolder:
+def find_step(path: Path, step: int | None, kind: StepKind) -> StepFolder:
     """Finds the checkpoint of one generation at a path, as `locate` does.
 
     Raises:
@@ -143,7 +143,7 @@ def step_number(path: Path) -> int | None:
     return int(match[1]) if match and len(match[1]) < 20 else None
 
 
-def kind_of(path: Path) -> Kind | None:
+def kind_of(path: Path) -> StepKind | None:
     """Looks at names and first bytes to tell who wrote a step's folder or file; None if it's none of these."""
     if path.is_file():
         head = _head(path)

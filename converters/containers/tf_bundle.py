@@ -25,7 +25,7 @@ from statekit.converters.formats.crc32c import crc32c
 from statekit.converters.formats.storage import dense
 from statekit.converters.formats.tensor_bundle.entries import (
     STRING,
-    Entry,
+    BundleEntry,
     Extent,
     bounds,
     parse_entry,
@@ -144,7 +144,7 @@ class _Shards:
                 ) from None
         return self._found[shard]
 
-    def read(self, entry: Entry, place: str, start: int, count: int) -> Array:
+    def read(self, entry: BundleEntry, place: str, start: int, count: int) -> Array:
         """Reads bytes of an entry, all of which are checked first."""
         file, key = self.file(entry.shard), (entry.shard, entry.offset)
         if key not in self._checked:
@@ -152,7 +152,7 @@ class _Shards:
             self._checked.add(key)
         return file.read(entry.offset + start, count)
 
-    def _check(self, file: File, entry: Entry, place: str) -> None:
+    def _check(self, file: File, entry: BundleEntry, place: str) -> None:
         crc = 0
         for at in range(0, entry.size, BLOCK_BYTES):
             crc = crc32c(file.read(entry.offset + at, min(BLOCK_BYTES, entry.size - at)).data, crc)
@@ -267,7 +267,7 @@ def _tree(index: Mapping[bytes, bytes], shards: _Shards, prefix: Path) -> dict[s
     return tree
 
 
-def _bounds_faults(entry: Entry, name: str, shards: _Shards) -> Iterator[tuple[str, str]]:
+def _bounds_faults(entry: BundleEntry, name: str, shards: _Shards) -> Iterator[tuple[str, str]]:
     size = shards.file(entry.shard).size
     if entry.offset + entry.size > size:
         yield f"lies beyond the end of {shards.path(entry.shard).name}, which has {size} bytes", name
@@ -280,7 +280,7 @@ def _name(key: bytes, place: str) -> str:
         raise FormatError("A tensor's name isn't UTF-8.", place=place, found=key) from None
 
 
-def _value(entry: Entry, name: str, shards: _Shards) -> Any:
+def _value(entry: BundleEntry, name: str, shards: _Shards) -> Any:
     place = f"{shards.path(entry.shard)}"
     if entry.code == STRING:
         data = record(

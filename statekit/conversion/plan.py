@@ -64,7 +64,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Entry:
+class PlannedTensor:
     """One tensor of the target.
 
     Attributes:
@@ -121,7 +121,7 @@ class Plan:
 
     source: Side
     target: Side
-    entries: tuple[Entry, ...]
+    entries: tuple[PlannedTensor, ...]
     dropped: Mapping[str, str]
     assumptions: tuple[str, ...]
     options: Mapping[str, Any]
@@ -235,12 +235,12 @@ def build_plan(
     )
 
 
-def _entry(name: str, tensor: Tensor, encoded: Encoded, sources: set[str]) -> Entry:
+def _entry(name: str, tensor: Tensor, encoded: Encoded, sources: set[str]) -> PlannedTensor:
     expression = tensor.to_json()
     exactness, reason = encoded.exactness.get(name, (Exactness.BITWISE, ""))
     for node in _nodes(expression):
         exactness, reason = max((exactness, reason), INEXACT.get(str(node.get("op")), (exactness, reason)))
-    return Entry(
+    return PlannedTensor(
         name=name,
         expression=to_json(expression),
         shape=tensor.shape,

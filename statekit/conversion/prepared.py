@@ -28,7 +28,7 @@ from statekit.conversion.rule_change import RuleChange, best_rule_change
 from statekit.conversion.target import check_apart, choose_container, choose_layout
 from statekit.errors import Faults, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.stage import Kind
+from statekit.files.stage import TargetKind
 from statekit.state.masters import as_params
 from statekit.state.parameter_encoding import check_known, decoded
 from statekit.state.step_offset import with_offset
@@ -66,7 +66,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         return self.files == _files_of(self.opened.checkpoint.path)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> TargetKind:
         """What the target is."""
         assert self.container.target_kind is not None  # choose_container saw to it
         return self.container.target_kind

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any, TypeAlias
 
 from statekit.state.constants import variant_constants
-from statekit.state.factoring import Entry, first_entry, map_entries
+from statekit.state.factoring import PathPattern, first_entry, map_entries
 from statekit.state.options import RATE_NAMES, rule_of
 from statekit.state.schema import OptimizerSchema
 from statekit.state.train_state import Rule
@@ -108,7 +108,7 @@ def _mask(value: Any, names: Sequence[str], faults: Faults) -> Any:
     return {path_of(name): _entry_of(entries, name) is not None for name in names}
 
 
-def _entry_of(entries: Sequence[Entry], name: str) -> Entry | None:
+def _entry_of(entries: Sequence[PathPattern], name: str) -> PathPattern | None:
     return first_entry(entries, name, path_of(name))
 
 

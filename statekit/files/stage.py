@@ -48,7 +48,7 @@ from statekit.files.temporary import make_temporary, sweep
 from statekit.tensors.digest import tensor_bytes, tensor_digest
 from statekit.tensors.tensor import Tensor
 
-Kind: TypeAlias = Literal["file", "folder"]
+TargetKind: TypeAlias = Literal["file", "folder"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Stage:
 
     path: Path
     target: Path
-    kind: Kind
+    kind: TargetKind
     _replace: bool = False
     _total: int = 0
     _fields: Fields = unknown_fields
@@ -246,7 +246,7 @@ _REPORT = "nothing was left at the target; if the disk is sound, please report t
 @contextmanager
 def staged(
     target: Path,
-    kind: Kind,
+    kind: TargetKind,
     *,
     replace: bool = False,
     on_progress: OnProgress | None = None,

@@ -29,7 +29,7 @@ _LABELS = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class PathPattern:
     """One line of a map from parameters to values: a regex searched in the path, or the path itself."""
 
     pattern: str
@@ -41,7 +41,7 @@ class Entry:
         return re.search(self.pattern, path) is not None if self.is_regex else self.pattern == path
 
 
-def map_entries(value: Any, name: str) -> tuple[Entry, ...]:
+def map_entries(value: Any, name: str) -> tuple[PathPattern, ...]:
     """Reads a map from parameters to values: `[[regex, value], ...]` as T5X's HParamMap, or `{path: value}`.
 
     Args:
@@ -53,7 +53,7 @@ def map_entries(value: Any, name: str) -> tuple[Entry, ...]:
     """
     pairs = value.get("HParamMap") if isinstance(value, Mapping) else value
     if pairs is None:
-        return tuple(Entry(str(path), False, entry) for path, entry in value.items())
+        return tuple(PathPattern(str(path), False, entry) for path, entry in value.items())
     if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not all(map(_is_pair, pairs)):
         raise UsageError(
             f"{name} isn't a list of pairs.",
@@ -67,14 +67,14 @@ def map_entries(value: Any, name: str) -> tuple[Entry, ...]:
             raise UsageError(
                 f"{name} has a regex that can't be read.", expected=str(error), found=repr(pattern)[:200]
             ) from error
-    return tuple(Entry(pattern, True, entry) for pattern, entry in pairs)
+    return tuple(PathPattern(pattern, True, entry) for pattern, entry in pairs)
 
 
 def _is_pair(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
 
 
-def first_entry(entries: Iterable[Entry], *paths: str) -> Entry | None:
+def first_entry(entries: Iterable[PathPattern], *paths: str) -> PathPattern | None:
     """Returns the first line about a parameter, under any of its spellings."""
     return next((entry for entry in entries if any(map(entry.fits, paths))), None)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from statekit.state.constants import variant_constants
-from statekit.state.factoring import Entry, by_shape, effective, first_entry, labels
+from statekit.state.factoring import PathPattern, by_shape, effective, first_entry, labels
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Rule
 from statekit.tensors.tensor import Shape
@@ -49,7 +49,7 @@ def option_faults(schema: str, variant: str, options: Mapping[str, Any]) -> Iter
 
 
 def rule_of(
-    path: str, shape: Shape, variant: str, settings: Mapping[str, Any], entries: Sequence[Entry]
+    path: str, shape: Shape, variant: str, settings: Mapping[str, Any], entries: Sequence[PathPattern]
 ) -> tuple[Rule | None, str]:
     """Returns how an Adafactor factors a parameter, or None and why nobody can say.
 

@@ -10,7 +10,7 @@ from statekit.dropin.by_name import EXCLUDED, MULTIPLIERS, SCALE
 from statekit.errors import UsageError, fault_list
 from statekit.optim.run import counts_apart, steps_for
 from statekit.state.constants import variant_constants
-from statekit.state.factoring import Entry, first_entry, map_entries
+from statekit.state.factoring import PathPattern, first_entry, map_entries
 from statekit.state.options import FACTOR, KERAS, offered, option_faults, rule_of
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, Rule
@@ -157,7 +157,7 @@ def _told(
     return Told(Group(tuple(paths), values), rules, float(known.get(FACTOR, 1.0)))
 
 
-def _exclusions(value: Any) -> tuple[Entry, ...]:
+def _exclusions(value: Any) -> tuple[PathPattern, ...]:
     """Returns exclusions as lines of a map: regexes exclude what they are found in, and nothing else."""
     if isinstance(value, Mapping):
         return map_entries(value, EXCLUDED)
@@ -165,7 +165,7 @@ def _exclusions(value: Any) -> tuple[Entry, ...]:
 
 
 def _flags(
-    option: str, entries: Sequence[Entry], paths: Sequence[str], faults: list[tuple[str, str]]
+    option: str, entries: Sequence[PathPattern], paths: Sequence[str], faults: list[tuple[str, str]]
 ) -> dict[str, bool]:
     found = {}
     for path in paths:

@@ -28,7 +28,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.orbax.metadata import STRING, STRINGS, Entry, TreeMetadata, parse, tree_of
+from statekit.converters.containers.orbax.metadata import (
+    STRING,
+    STRINGS,
+    LeafMetadata,
+    TreeMetadata,
+    parse,
+    tree_of,
+)
 from statekit.converters.containers.orbax.writer import step_metadata, write_item
 from statekit.converters.containers.steps import (
     INDEX,
@@ -122,7 +129,7 @@ def _tops(prefixes: set[str]) -> frozenset[str]:
     return frozenset(prefix.partition("/")[0] for prefix in prefixes)
 
 
-def _strings(files: FolderStore, entries: tuple[Entry, ...]) -> dict[int, str]:
+def _strings(files: FolderStore, entries: tuple[LeafMetadata, ...]) -> dict[int, str]:
     wanted = {i: entry.array for i, entry in enumerate(entries) if entry.kind == STRING}
     if not wanted:
         return {}

@@ -25,7 +25,7 @@ _NAMED = 20
 
 
 @dataclass(frozen=True)
-class Entry:
+class LeafMetadata:
     """A leaf of the tree.
 
     Attributes:
@@ -67,7 +67,7 @@ class TreeMetadata:
     complete: bool
     custom: Tree
 
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[LeafMetadata, ...]:
         """Returns the leaves.
 
         Raises:
@@ -80,7 +80,7 @@ class TreeMetadata:
                 faults.append((f"can't be read: {stated!r:.200}", text[:200]))
             else:
                 entries.append(entry)
-        owners: dict[str, Entry] = {}
+        owners: dict[str, LeafMetadata] = {}
         faults += [
             ("lies in the same array as another leaf", entry.array[:200])
             for entry in entries
@@ -111,7 +111,7 @@ def parse(data: bytes, place: str) -> TreeMetadata:
     return TreeMetadata(place, tree, zarr_format, complete, document.get("custom_metadata"))
 
 
-def _entry(stated: Any) -> Entry | None:
+def _entry(stated: Any) -> LeafMetadata | None:
     try:
         keys = stated["key_metadata"]
         path = tuple(int(k["key"]) if k["key_type"] == _SEQUENCE else str(k["key"]) for k in keys)
@@ -124,10 +124,10 @@ def _entry(stated: Any) -> Entry | None:
         return None
     if bool(skipped) != (kind in _EMPTY):
         return None
-    return Entry(path, kind, None if shape is None else tuple(shape))
+    return LeafMetadata(path, kind, None if shape is None else tuple(shape))
 
 
-def tree_of(entries: tuple[Entry, ...], leaves: Mapping[int, Any], place: str) -> Tree:
+def tree_of(entries: tuple[LeafMetadata, ...], leaves: Mapping[int, Any], place: str) -> Tree:
     """Builds the tree of dicts and lists.
 
     Args:

@@ -34,7 +34,7 @@ MAX_RANK = 64
 
 
 @dataclass(frozen=True)
-class Entry:
+class BundleEntry:
     """Where one tensor lies.
 
     Attributes:
@@ -86,7 +86,7 @@ def header(shards: int) -> bytes:
     return b"\x08" + to_varint(shards) + b"\x1a\x02\x08\x01"
 
 
-def parse_entry(data: bytes, place: object) -> Entry:
+def parse_entry(data: bytes, place: object) -> BundleEntry:
     """Returns what the index says of one tensor.
 
     Raises:
@@ -103,7 +103,7 @@ def parse_entry(data: bytes, place: object) -> Entry:
         raise FormatError("An entry of an index breaks the format.", place=place)
     shape = _shape(values[2], place)
     parts = tuple(_extent(part, shape, place) for part in slices)
-    entry = Entry(values[1], shape, values[3], values[4], values[5], values[6], parts)
+    entry = BundleEntry(values[1], shape, values[3], values[4], values[5], values[6], parts)
     if entry.dtype is not None and not parts and entry.size != math.prod(shape) * entry.dtype.itemsize:
         raise FormatError(
             "The size of a tensor isn't that of its shape.",
@@ -114,7 +114,7 @@ def parse_entry(data: bytes, place: object) -> Entry:
     return entry
 
 
-def entry_bytes(entry: Entry) -> bytes:
+def entry_bytes(entry: BundleEntry) -> bytes:
     """Returns an entry as TensorFlow writes it; numbers that are 0 are left out."""
     dims = b"".join(field_of(2, field_of(1, size)) for size in entry.shape)
     out = field_of(1, entry.code) + field_of(2, dims) + field_of(3, entry.shard) + field_of(4, entry.offset)
@@ -219,7 +219,7 @@ def _ordered_signed(value: int) -> bytes:
     return bytes(byte ^ 0xFF for byte in raw) if value < 0 else bytes(raw)
 
 
-def parse_strings(data: bytes, entry: Entry, place: str) -> bytes | list[bytes]:
+def parse_strings(data: bytes, entry: BundleEntry, place: str) -> bytes | list[bytes]:
     """Returns a string, or a flat list of them if the tensor has axes.
 
     Raises:

@@ -14,7 +14,7 @@ from statekit.converters.formats.crc32c import crc32c
 from statekit.converters.formats.tensor_bundle.entries import (
     FULL,
     STRING,
-    Entry,
+    BundleEntry,
     Extent,
     bounds,
     code_of,
@@ -64,7 +64,7 @@ def write_bundle(tree: Tree, step: int, stage: Stage) -> None:
     leaves = list(_leaves(tree))
     with stage.file(f"{prefix}.data-00000-of-00001") as output:
         index: dict[bytes, bytes] = {b"": header(1)}
-        whole: dict[bytes, Entry] = {}
+        whole: dict[bytes, BundleEntry] = {}
         at = 0
         for leaf in leaves:
             crc = size = 0
@@ -76,11 +76,11 @@ def write_bundle(tree: Tree, step: int, stage: Stage) -> None:
                 data, crc = string_bytes(leaf.value)
                 output.write(data)
                 size = len(data)
-            entry = Entry(leaf.code, leaf.shape, 0, at, size, masked(crc))
+            entry = BundleEntry(leaf.code, leaf.shape, 0, at, size, masked(crc))
             at += size
             index[leaf.key] = entry_bytes(entry)
             if leaf.extent is not None:
-                known = whole.setdefault(leaf.name, Entry(leaf.code, leaf.full))
+                known = whole.setdefault(leaf.name, BundleEntry(leaf.code, leaf.full))
                 whole[leaf.name] = replace(known, slices=(*known.slices, leaf.extent))
     index |= {name: entry_bytes(entry) for name, entry in whole.items()}
     with stage.file(f"{prefix}.index") as output:

@@ -72,7 +72,11 @@ def _checked(
     names: Mapping[Any, str], shapes: Mapping[Any, Shape | None], params: Mapping[str, Shape]
 ) -> Numbered:
     faults = Faults(_faults(names, shapes, params))
-    faults.check(StateError, "Nothing tells which parameters the optimizer's indices mean", remedy=REMEDY)
+    faults.check(
+        StateError,
+        "The optimizer's indices don't fit the parameters, and nothing tells which they mean",
+        remedy=REMEDY,
+    )
     return Numbered(names)
 
 

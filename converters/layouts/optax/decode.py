@@ -19,7 +19,7 @@ from statekit.converters.layouts.optax.links import (
 from statekit.converters.layouts.optax.skeleton import frame_of
 from statekit.errors import Faults, StateError
 from statekit.files.checkpoint import SEQUENCES_AS_MAPS, Checkpoint
-from statekit.state.factoring import Entry, first_entry, labels, map_entries
+from statekit.state.factoring import PathPattern, first_entry, labels, map_entries
 from statekit.state.train_state import Group, Rule
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Path, Tree
@@ -153,13 +153,17 @@ def group_of(paths: Sequence[str], settings: Hyperparameters) -> Group:
     return Group(tuple(paths), dict(kept.values), dict(kept.known_from))
 
 
-def entries_of(specified: Mapping[str, Any]) -> tuple[Entry, ...]:
+def entries_of(specified: Mapping[str, Any]) -> tuple[PathPattern, ...]:
     """Returns the lines of a factor map that was told, if one was."""
     return () if specified.get(FACTOR_MAP) is None else map_entries(specified[FACTOR_MAP], FACTOR_MAP)
 
 
 def given_rule(
-    entries: Sequence[Entry], path: str, shape: tuple[int, ...], slots: Mapping[str, Tensor], faults: Faults
+    entries: Sequence[PathPattern],
+    path: str,
+    shape: tuple[int, ...],
+    slots: Mapping[str, Tensor],
+    faults: Faults,
 ) -> Rule | None:
     """Returns the rule that is told about a factored parameter; a fault if its slots have other shapes."""
     entry = first_entry(entries, path)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from statekit.errors import UsageError
-from statekit.state.factoring import Entry, by_size, first_entry, label, labels, map_entries
+from statekit.state.factoring import PathPattern, by_size, first_entry, label, labels, map_entries
 from statekit.state.train_state import Axis, Rule
 from statekit.tensors.tensor import Shape
 
@@ -35,7 +35,7 @@ class GivenRules:
         by_axes: For each path, the labels that follow from its logical axis names.
     """
 
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[PathPattern, ...] = ()
     by_axes: Mapping[str, tuple[Axis, ...]] | None = None
 
     def find(self, path: str) -> tuple[bool, tuple[Axis, ...] | None]:
@@ -57,7 +57,7 @@ def given_rules(factor_map: Any, logical_factor_rules: Any, logical_axes: Any) -
         table = STANDARD if _is_standard(logical_factor_rules) else logical_factor_rules
         by_axes = _from_axes(_mapping(table, "logical_factor_rules"), _mapping(logical_axes, "logical_axes"))
     entries = () if factor_map is None else map_entries(factor_map, "factor_map")
-    return GivenRules(tuple(Entry(e.pattern, e.is_regex, labels(e.value)) for e in entries), by_axes)
+    return GivenRules(tuple(PathPattern(e.pattern, e.is_regex, labels(e.value)) for e in entries), by_axes)
 
 
 def _is_standard(value: Any) -> bool:
