@@ -11,7 +11,7 @@ import numpy as np
 
 from statekit.jax.leaves import leaves_of
 from statekit.jax.states import STATES, State
-from statekit.jax.transformation import Told, slots_of
+from statekit.jax.transformation import OptimizerSpec, slots_of
 from statekit.optim.run import load, mover
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import Tensor, in_memory
@@ -23,11 +23,11 @@ Moment = tuple[Any, Any]
 """Parameters, and the state of a transformation or of what Optax wraps it in."""
 
 
-def told_by(make: Callable[..., Any], options: Mapping[str, Any]) -> Told:
+def spec_by(make: Callable[..., Any], options: Mapping[str, Any]) -> OptimizerSpec:
     """Returns what the options of a function of statekit.jax say."""
     variant = inspect.signature(make).parameters["variant"].default
     given = {name: value for name, value in options.items() if name != "variant"}
-    return Told(make.__name__, options.get("variant", variant), None, given)
+    return OptimizerSpec(make.__name__, options.get("variant", variant), None, given)
 
 
 def in_float32(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,23 +44,23 @@ def own_state(state: Any) -> State:
     return found
 
 
-def faults(told: Told, rate: float, trail: Sequence[Moment], grads: Sequence[Any]) -> list[str]:
+def faults(spec: OptimizerSpec, rate: float, trail: Sequence[Moment], grads: Sequence[Any]) -> list[str]:
     """Returns what of a run leaves the bound: each update's, from what the update before it led to.
 
     Args:
-        told: The optimizer.
+        spec: The optimizer.
         rate: The learning rate.
         trail: Parameters and state before the first update, and after every one.
         grads: The gradients of every update.
     """
     found = []
     for before, after, slope in zip(trail[:-1], trail[1:], grads, strict=True):
-        state = _train_state(told, before)
+        state = _train_state(spec, before)
         xp = IntervalBackend(contracted=True)
         held = {path: xp.asarray(np.asarray(grad)) for path, grad in leaves_of(slope).by_name.items()}
         live = mover(xp, state)(load(xp, state), held, rate)
         bound, old = named(live.params, live.slots, live.shared), _tensors(state)
-        reached = _train_state(told, after)
+        reached = _train_state(spec, after)
         if reached.counts.updates != live.updates:
             found.append(f"counts {reached.counts.updates} updates, expected {live.updates}")
         for key, tensor in _tensors(reached).items():
@@ -70,15 +70,15 @@ def faults(told: Told, rate: float, trail: Sequence[Moment], grads: Sequence[Any
     return found
 
 
-def _train_state(told: Told, moment: Moment) -> TrainState:
+def _train_state(spec: OptimizerSpec, moment: Moment) -> TrainState:
     leaves, state = leaves_of(moment[0]), own_state(moment[1])
-    settled = told.settled({name: tuple(leaf.shape) for name, leaf in leaves.by_name.items()})
-    slots, whole = slots_of(told.schema, leaves, state)
+    settled = spec.plan({name: tuple(leaf.shape) for name, leaf in leaves.by_name.items()})
+    slots, whole = slots_of(spec.schema, leaves, state)
     group = Group(settled.group.paths, settled.group.hyperparameters, slots=_held(whole))
     return TrainState(
         _held(leaves.by_name),
         {path: _held(own) for path, own in slots.items()},
-        Optimizer(told.schema, told.variant, (group,)),
+        Optimizer(spec.schema, spec.variant, (group,)),
         Counts(int(state.count), int(state.count)),
         settled.rules,
     )

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_judging import faults, told_by
+from jax_judging import faults, spec_by
 
 import statekit.jax as sj
 
@@ -69,5 +69,5 @@ def check(rule: Any, told: Any, start: dict[str, Any]) -> None:
 if __name__ == "__main__":
     start = sharded(jax.make_mesh((2, 2, 2), ("b", "r", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3))
     for make, options in CASES:
-        check(make(RATE, **options), told_by(make, options), start)
+        check(make(RATE, **options), spec_by(make, options), start)
     print(f"{len(CASES)} within the bound")

@@ -17,7 +17,7 @@ jax = pytest.importorskip("jax")
 # Imported only where JAX is: hence E402.
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
-from jax_judging import Moment, faults, in_float32, told_by  # noqa: E402
+from jax_judging import Moment, faults, in_float32, spec_by  # noqa: E402
 
 import statekit.jax as sj  # noqa: E402
 from statekit.errors import UnknownRuleError, UsageError  # noqa: E402
@@ -84,14 +84,14 @@ def trail(transformation: Any, start: Any, steps: int = 3) -> list[Moment]:
 
 
 def require_within(make: Callable[..., Any], options: dict[str, Any], moments: list[Moment]) -> None:
-    assert faults(told_by(make, options), RATE, moments, slopes(moments[0][0], len(moments) - 1)) == []
+    assert faults(spec_by(make, options), RATE, moments, slopes(moments[0][0], len(moments) - 1)) == []
 
 
 @every
 def test_updates_stay_within_a_bound_that_a_wrong_count_or_a_part_that_stays_leaves(
     make: Callable[..., Any], options: dict[str, Any]
 ) -> None:
-    rule, told = make(RATE, **options), told_by(make, options)
+    rule, told = make(RATE, **options), spec_by(make, options)
     moments = trail(rule, params())
     require_within(make, options, moments)
     (*_, before, after), grads = moments, slopes(params())[-1:]

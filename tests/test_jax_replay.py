@@ -23,7 +23,7 @@ from replaying import present  # noqa: E402
 from statekit.arrays.backend import Backend, backend  # noqa: E402
 from statekit.conversion.open_state import open_state  # noqa: E402
 from statekit.errors import UsageError  # noqa: E402
-from statekit.jax.from_checkpoint import told_of  # noqa: E402
+from statekit.jax.from_checkpoint import spec_of  # noqa: E402
 from statekit.jax.leaves import leaves_of  # noqa: E402
 from statekit.jax.states import State  # noqa: E402
 from statekit.jax.transformation import built, slots_of, state_of  # noqa: E402
@@ -54,7 +54,7 @@ CASES = [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in EVERY)
 
 def mover(xp: Backend, state: TrainState, execution: Execution = "compiled") -> Move:
     """Steps by transformations, one for each group, compiled as a user compiles them."""
-    rules = [told_of(state, group, None) for group in state.optimizer.groups]
+    rules = [spec_of(state, group, None) for group in state.optimizer.groups]
     steps = [jax.jit(_step(told), static_argnames="rate") for told in rules]
 
     def move(live: Live, grads: Any, rates: Any) -> Live:

@@ -9,6 +9,7 @@ such terms, so this doesn't grow with the steps, and a parameter moves by less t
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
 from collections.abc import Mapping
 from contextlib import closing
@@ -285,7 +286,7 @@ def test_what_nobody_said_stops_the_step_and_not_the_loading() -> None:
         with pytest.raises(UnknownRuleError) as caught:
             optimizer.step()
         assert "no learning rate: set lr @ group 0" in str(caught.value)
-        assert "unknown: beta1 @ encoder" in str(caught.value)
+        assert re.search(r"unknown: beta1 @ \d+ places: encoder", str(caught.value))
         kept = optimizer.state_dict()
         assert "m" in kept["state"][0]
         _, told = resumed(recording, hparams={}, beta1=0.9, lr=torch.tensor(0.01))

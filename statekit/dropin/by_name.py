@@ -1,48 +1,26 @@
-"""What a drop-in optimizer is told by its user, settled by name: rules, flags, and whether the values can be.
+"""What the options of a drop-in optimizer say of each parameter: flags, multipliers, factor rules.
 
-Names may have dots for the slashes of canonical paths. Faults are collected as (what, where), so that all are shown.
+Goes in: options, and the names of the parameters. Comes out: one value for each name. Names may have dots for the
+slashes of canonical paths. Faults are collected, so that all are shown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any
 
+from statekit.errors import Faults, UsageError
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import PathPattern, first_entry, map_entries
-from statekit.state.options import RATE_NAMES, rule_of
+from statekit.state.options import EXCLUDED, MULTIPLIERS, SCALE, rule_of
 from statekit.state.schema import OptimizerSchema
 from statekit.state.train_state import Rule
 from statekit.tensors.tensor import Shape
 
-Faults: TypeAlias = list[tuple[str, str]]
-
-SCALE = "multiply_by_parameter_scale"
-EXCLUDED = "exclude_from_weight_decay"
-MULTIPLIERS = ("lr_mult", "wd_mult")
-LOGICAL = "logical_factor_rules"
-"""Rules by logical axes, which are for models of T5X: no drop-in takes them."""
-
-
-class Unset(Enum):
-    """What an option is that nobody has given."""
-
-    UNSET = "as the variant has it"
-
-    def __repr__(self) -> str:
-        return "UNSET"
-
-
-UNSET = Unset.UNSET
-_NO_OPTIONS = ("self", "__class__", "params", "variant", "foreach", *RATE_NAMES)
-
-
-def given(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options among a drop-in's arguments that were given: those with no default but the variant's."""
-    return {
-        name: value for name, value in arguments.items() if name not in _NO_OPTIONS and value is not UNSET
-    }
+_RULES_REMEDY = (
+    'give factor_map=[(regex, ["ROW", "COLUMN", "BATCH" or "NONE" for each axis]), ...] as in the run whose rule '
+    "it is, or factored=False"
+)
 
 
 def path_of(name: str) -> str:
@@ -53,7 +31,7 @@ def path_of(name: str) -> str:
 def by_name(
     schema: OptimizerSchema, variant: str, options: Mapping[str, Any], names: Sequence[str], faults: Faults
 ) -> dict[str, Any]:
-    """Returns options with those that tell parameters apart resolved to one value per path, or one for all.
+    """Returns options with those that tell parameters apart resolved to one value per name, or one for all.
 
     Args:
         schema: The optimizer's schema.
@@ -62,50 +40,47 @@ def by_name(
         names: Names of the parameters.
         faults: Where faults are added.
     """
-    found = dict(options)
-    if SCALE in found:
-        found[SCALE] = flags_of(SCALE, found[SCALE], names, faults)
+    resolved = dict(options)
+    if SCALE in resolved and not isinstance(resolved[SCALE], bool):
+        resolved[SCALE] = _flags(SCALE, map_entries(resolved[SCALE], SCALE), names, faults)
     if (
-        found.get(EXCLUDED) is not None
+        resolved.get(EXCLUDED) is not None
         and variant_constants(schema.name, variant)["decay_exclusions"] == "mask"
     ):
-        found[EXCLUDED] = _mask(found[EXCLUDED], names, faults)
-    paths = {path_of(name) for name in names}
+        resolved[EXCLUDED] = _mask(resolved[EXCLUDED], names, faults)
+    known = {path_of(name): name for name in names}
     for key in MULTIPLIERS:
-        if key in found:
-            found[key] = {path_of(name): value for name, value in found[key].items()}
-            faults += [(f"isn't a parameter, but has a {key}", path) for path in found[key].keys() - paths]
-    return found
+        if key in resolved:
+            factors = {path_of(name): factor for name, factor in resolved[key].items()}
+            faults += [
+                (f"isn't a parameter of the group, but has a {key}", path)
+                for path in factors
+                if path not in known
+            ]
+            resolved[key] = {known[path]: factor for path, factor in factors.items() if path in known}
+    return resolved
 
 
-def flags_of(option: str, value: Any, names: Sequence[str], faults: Faults) -> bool | dict[str, bool]:
-    """Returns an option as one bool, or one for each path; adds to `faults` the names it leaves open.
-
-    Args:
-        option: What it is called, for errors.
-        value: A bool, {name: bool}, or [(regex, bool), ...].
-        names: Names of the parameters.
-        faults: Where faults are added.
-    """
-    if isinstance(value, bool):
-        return value
-    entries = map_entries(value, option)
-    found = {}
+def _flags(
+    option: str, entries: Sequence[PathPattern], names: Sequence[str], faults: Faults
+) -> dict[str, bool]:
+    """Returns true or false for each name; adds to `faults` the names that are left open."""
+    flags = {}
     for name in names:
         entry = _entry_of(entries, name)
         if entry is None or not isinstance(entry.value, bool):
-            faults.append((f"{option} has no true or false for it", name))
+            faults.add(f"{option} has no true or false for it", name)
         else:
-            found[path_of(name)] = entry.value
-    return found
+            flags[name] = entry.value
+    return flags
 
 
-def _mask(value: Any, names: Sequence[str], faults: Faults) -> Any:
-    """Returns which parameters are kept from weight decay, by path; regexes are searched in name and path."""
+def _mask(value: Any, names: Sequence[str], faults: Faults) -> dict[str, bool]:
+    """Returns which parameters are kept from weight decay; regexes are searched in name and path."""
     if isinstance(value, Mapping):
-        return flags_of(EXCLUDED, value, names, faults)
+        return _flags(EXCLUDED, map_entries(value, EXCLUDED), names, faults)
     entries = map_entries([(pattern, True) for pattern in value], EXCLUDED)
-    return {path_of(name): _entry_of(entries, name) is not None for name in names}
+    return {name: _entry_of(entries, name) is not None for name in names}
 
 
 def _entry_of(entries: Sequence[PathPattern], name: str) -> PathPattern | None:
@@ -119,7 +94,7 @@ def factor_rules(
     shapes: Mapping[str, Shape],
     faults: Faults,
 ) -> dict[str, Rule]:
-    """Returns the factor rule of each parameter, by path; none for an optimizer that doesn't factor.
+    """Returns the factor rule of each parameter, by name; none for an optimizer that doesn't factor.
 
     Args:
         schema: The optimizer's schema.
@@ -132,11 +107,17 @@ def factor_rules(
         return {}
     factor_map = options.get("factor_map")
     entries = () if factor_map is None else map_entries(factor_map, "factor_map")
-    found = {}
-    for path, shape in shapes.items():
-        rule, why = rule_of(path, shape, variant, options, entries)
+    rules = {}
+    for name, shape in shapes.items():
+        rule, why = rule_of(name, shape, variant, options, entries)
         if rule is None:
-            faults.append((why, path))
+            faults.add(why, name)
         else:
-            found[path] = rule
-    return found
+            rules[name] = rule
+    return rules
+
+
+def refuse_by_name(schema: OptimizerSchema, faults: Faults) -> None:
+    """Raises UsageError if options leave open what holds for a parameter."""
+    remedy = _RULES_REMEDY if "v_row" in schema.slots else ""
+    faults.check(UsageError, "What the options say by name doesn't fit the parameters", remedy=remedy)

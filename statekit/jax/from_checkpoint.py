@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,23 +14,25 @@ import optax
 
 from statekit.conversion.contracts import Hints
 from statekit.conversion.open_state import open_state
-from statekit.dropin.by_name import LOGICAL, path_of
-from statekit.errors import StateError, UsageError, fault_list
+from statekit.dropin.by_name import path_of
+from statekit.dropin.matching import Given, match_faults, require_resumable
+from statekit.dropin.options import refuse_options
+from statekit.dropin.overrides import overridden
+from statekit.errors import Faults, StateError
 from statekit.jax.leaves import Leaves, leaves_of
 from statekit.jax.sharding import slot_sharding
-from statekit.jax.states import State
-from statekit.jax.transformation import Rate, Told, built, check_options, state_of
+from statekit.jax.states import STATES, State
+from statekit.jax.transformation import OptimizerSpec, Rate, built, rate_faults, state_of
+from statekit.optim.run import steps_for
 from statekit.state.masters import as_params
-from statekit.state.options import RATE_NAMES
-from statekit.state.schema import load_schema
-from statekit.state.step_offset import with_offset
+from statekit.state.options import FACTOR_MAP, RATE_NAMES, known_options, read_options, taken
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Tensor, widens
 
-_SHOWN = 40
-_FIXED = ("factored", "min_dim_size_to_factor", "factor_map", "beta1", "dtype_momentum", "amsgrad", "use_ema",
-          "multi_precision", "size_update_period", "clipping_update_period")  # fmt: skip
-"""Hyperparameters that decide which slots there are."""
+HOME = "statekit.jax"
+MAKERS = {schema: schema for schema in STATES}
+"""Schema -> the function that makes its optimizer."""
+_REMEDY = "names must be those of the checkpoint, with dots or slashes"
 
 
 def load_optimizer(
@@ -57,8 +59,9 @@ def load_optimizer(
         variant: Whose rule, where the checkpoint can't tell.
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names, as in its configuration.
-        **overrides: Canonical hyperparameters for every group, e.g. `clipping_threshold=None`; `step_offset="reset"`
-            lets the second moment's decay start anew, as finetuning does.
+        **overrides: Hyperparameters for every group, e.g. `clipping_threshold=None`; `step_offset="reset"` lets the
+            second moment's decay start anew, as finetuning does. What can be overridden is the law that
+            `statekit.dropin.overrides.overridden` states.
 
     Returns:
         The transformation, and its state.
@@ -71,70 +74,65 @@ def load_optimizer(
         FormatError: The bytes can't be trusted, or no format fits.
     """
     with open_state(Path(path), step=step, hints=Hints(dict(hparams or {}), variant=variant)) as opened:
-        state = _overridden(as_params(opened.state)[0], overrides)
-        if not state.slots:
-            raise StateError(
-                "The checkpoint holds parameters, but no optimizer state.",
-                place=path,
-                remedy="load_params reads it; begin with a new transformation of statekit.jax",
-            )
-        leaves = leaves_of(params)
-        _refuse("The checkpoint doesn't fit the parameters", _shape_faults(state.params, leaves), path)
-        groups = [group for group in state.optimizer.groups if group.paths]
-        tolds = [told_of(state, group, learning_rate) for group in groups]
+        state = as_params(opened.state)[0]
+        require_resumable(state, path, HOME, MAKERS)
+        anew = f"{HOME}.{MAKERS[state.optimizer.schema]}(...).init(params)"
+        state = overridden(state, overrides, "learning_rate", anew)
+        leaves, groups = leaves_of(params), [group for group in state.optimizer.groups if group.paths]
+        moved = [path_of(path) for group in groups for path in group.paths]
+        faults = _shape_faults(state.params, moved, leaves)
+        Faults(faults).check(
+            StateError, "The checkpoint doesn't fit the parameters", place=path, remedy=_REMEDY
+        )
+        specs = [spec_of(state, group, learning_rate) for group in groups]
         if len(groups) == 1 and len(groups[0].paths) == len(leaves.names):
-            return built(tolds[0]), _loaded(tolds[0], state, groups[0], leaves)
-        return _partition(tolds, groups, state, leaves)
+            return built(specs[0]), _loaded(specs[0], state, groups[0], leaves)
+        return _partition(specs, groups, state, leaves)
 
 
 def _partition(
-    tolds: Sequence[Told], groups: Sequence[Group], state: TrainState, leaves: Leaves
+    specs: Sequence[OptimizerSpec], groups: Sequence[Group], state: TrainState, leaves: Leaves
 ) -> tuple[optax.GradientTransformation, Any]:
     label = {path_of(path): str(i) for i, group in enumerate(groups) for path in group.paths}
     labels = leaves.map(lambda name: label.get(path_of(name), "frozen"))
-    rules = {str(i): built(told) for i, told in enumerate(tolds)} | {"frozen": optax.set_to_zero()}
+    rules = {str(i): built(spec) for i, spec in enumerate(specs)} | {"frozen": optax.set_to_zero()}
 
     def inner(i: str) -> Any:
         if i == "frozen":
             return optax.MaskedState(optax.EmptyState())
         kept = leaves.map(lambda n: leaves.by_name[n] if label.get(path_of(n)) == i else optax.MaskedNode())
-        return optax.MaskedState(_loaded(tolds[int(i)], state, groups[int(i)], leaves_of(kept)))
+        return optax.MaskedState(_loaded(specs[int(i)], state, groups[int(i)], leaves_of(kept)))
 
     return optax.partition(rules, labels), optax.transforms.PartitionState({i: inner(i) for i in rules})
 
 
-def told_of(state: TrainState, group: Group, rate: Rate) -> Told:
-    """Returns what a state says of one of its groups' optimizer; `rate` if given, else as the state has it.
+def spec_of(state: TrainState, group: Group, rate: Rate) -> OptimizerSpec:
+    """Returns the optimizer of one of a state's groups; with `rate` if given, else as the state has it.
 
     Raises:
-        StateError: The state can't tell the variant, or nobody can step it.
+        StateError: The variant can't be stepped.
         UsageError: A hyperparameter can't be what it is.
     """
-    schema, variant = state.optimizer.schema, state.optimizer.variant
-    if variant is None:
-        raise StateError(
-            "The checkpoint can't tell whose rule made its state.",
-            expected=f"variant: one of {', '.join(load_schema(schema).variants)}",
-            remedy="give variant=...",
-        )
-    offered = set(load_schema(schema).variant(variant)["defaults"]) - {*RATE_NAMES, LOGICAL, "factor_map"}
-    known = group.hyperparameters
+    schema, variant = state.optimizer.schema, str(state.optimizer.variant)
+    steps_for(schema, state.optimizer.variant)
+    known, names = group.hyperparameters, {*taken(schema, variant)} - {FACTOR_MAP}
     if rate is None:
         rate = next((known[name] for name in RATE_NAMES if known.get(name) is not None), None)
-    told = Told(
+    options = known_options(schema, variant, known)
+    read = read_options(schema, variant, options)
+    refuse_options([*read.faults, *rate_faults(rate)], read.remedy)
+    return OptimizerSpec(
         schema,
         variant,
         rate,
-        {name: value for name, value in known.items() if name in offered},
+        options,
         {path_of(path): rule for path, rule in state.rules.items()},
         {path_of(path): state.counts.updates - count for path, count in state.counts.behind.items()},
-        tuple(sorted(offered - known.keys())),
+        tuple(sorted(names - options.keys())),
     )
-    check_options(told)
-    return told
 
 
-def _loaded(told: Told, state: TrainState, group: Group, leaves: Leaves) -> State:
+def _loaded(spec: OptimizerSpec, state: TrainState, group: Group, leaves: Leaves) -> State:
     """Returns the state of one group, on the devices of its parameters."""
     stored = {path_of(path): path for path in group.paths}
     slots = {}
@@ -142,11 +140,11 @@ def _loaded(told: Told, state: TrainState, group: Group, leaves: Leaves) -> Stat
         path = stored[path_of(name)]
         param, rule = getattr(leaf, "sharding", None), state.rules.get(path)
         slots[name] = {
-            slot: _placed(tensor, slot_sharding(param, rule, told.known, slot))
+            slot: _placed(tensor, slot_sharding(param, rule, spec.known, slot))
             for slot, tensor in state.slots.get(path, {}).items()
         }
     whole = {slot: _placed(tensor, None) for slot, tensor in group.slots.items()}
-    return state_of(told.schema, leaves, jnp.int32(state.counts.updates), slots, whole)
+    return state_of(spec.schema, leaves, jnp.int32(state.counts.updates), slots, whole)
 
 
 def _placed(tensor: Tensor, sharding: jax.sharding.Sharding | None, dtype: Any = None) -> jax.Array:
@@ -187,13 +185,13 @@ def load_params(
         leaves = leaves_of(params)
         stored = as_params(opened.state)[0].params
         sources = {path_of(name): tensor for name, tensor in stored.items()}
-        faults = _shape_faults(stored, leaves)
+        faults = _shape_faults(stored, map(path_of, stored), leaves)
         faults += [
             (f"is {sources[path_of(name)].dtype} and would be narrowed to {leaf.dtype}", name)
             for name, leaf in leaves.by_name.items()
             if path_of(name) in sources and not widens(sources[path_of(name)].dtype, leaf.dtype)
         ]
-        _refuse("The checkpoint's parameters don't fit", faults, path)
+        Faults(faults).check(StateError, "The checkpoint's parameters don't fit", place=path, remedy=_REMEDY)
         found = {
             name: _placed(sources[path_of(name)], getattr(leaf, "sharding", None), leaf.dtype)
             for name, leaf in leaves.by_name.items()
@@ -201,40 +199,9 @@ def load_params(
         return leaves.tree(found)
 
 
-def _shape_faults(stored: Mapping[str, Tensor], leaves: Leaves) -> list[tuple[str, str]]:
-    theirs = {path_of(name): tensor.shape for name, tensor in stored.items()}
-    ours = {path_of(name): (name, tuple(leaf.shape)) for name, leaf in leaves.by_name.items()}
-    faults = [("is in the checkpoint, but not among the parameters", p) for p in theirs.keys() - ours.keys()]
-    faults += [("isn't in the checkpoint", ours[path][0]) for path in ours.keys() - theirs.keys()]
-    faults += [
-        (f"has shape {ours[path][1]}, in the checkpoint {shape}", ours[path][0])
-        for path, shape in theirs.items()
-        if path in ours and ours[path][1] != shape
-    ]
-    return sorted(faults, key=lambda fault: fault[1])
-
-
-def _refuse(subject: str, faults: Sequence[tuple[str, str]], place: object) -> None:
-    if faults:
-        more = f"\n    and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        raise StateError(
-            f"{subject}: {len(faults)} faults.",
-            place=place,
-            found=fault_list(faults[:_SHOWN]) + more,
-            remedy="names must be those of the checkpoint, with dots or slashes",
-        )
-
-
-def _overridden(state: TrainState, overrides: Mapping[str, Any]) -> TrainState:
-    """Returns a state with hyperparameters as asked for."""
-    fixed = [(name, "would change which slots there are") for name in overrides if name in _FIXED]
-    if fixed:
-        raise UsageError(
-            f"Overrides can't be made: {len(fixed)}.",
-            found=fault_list([(why, name) for name, why in fixed]),
-            remedy=f"leave them as the run had them, or begin anew: statekit.jax.{state.optimizer.schema}(...)"
-            ".init(params)",
-        )
-    changes = dict(overrides)
-    offset = changes.pop("step_offset", "keep")
-    return with_offset(state.with_hyperparameters(**changes), offset)[0]
+def _shape_faults(
+    stored: Mapping[str, Tensor], moved: Iterable[str], leaves: Leaves
+) -> list[tuple[str, str]]:
+    shapes = {path_of(path): tensor.shape for path, tensor in stored.items()}
+    given = {path_of(name): Given(name, tuple(leaf.shape)) for name, leaf in leaves.by_name.items()}
+    return list(match_faults(shapes, moved, given, "parameters"))

@@ -1,8 +1,8 @@
-"""The engine behind every optimizer of statekit.jax: a rule of `statekit.optim` as a GradientTransformation."""
+"""What every optimizer of statekit.jax is: a rule of `statekit.optim` as a GradientTransformation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from statekit.dropin.by_name import LOGICAL, Faults, by_name, factor_rules
-from statekit.errors import UnknownRuleError, UsageError, fault_list
+from statekit.dropin.by_name import by_name, factor_rules, refuse_by_name
+from statekit.dropin.options import refuse_options
+from statekit.errors import Faults, UnknownRuleError, UsageError
 from statekit.jax.batches import Stacks, parts
 from statekit.jax.leaves import Leaves, leaves_of
 from statekit.jax.sharding import laid_out
@@ -22,7 +23,7 @@ from statekit.jax.traced import Traced, TracedBackend, static_remedy
 from statekit.optim.keras_averages import follow_average
 from statekit.optim.run import moves, settled_group, steps_for
 from statekit.optim.steps import Arrays, Scene, Steps
-from statekit.state.options import RATE_NAMES, option_faults, rate_needed
+from statekit.state.options import FACTOR_MAP, LOGICAL, RATE, RATE_NAMES, is_rate, rate_needed, read_options
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Filled, Shape
@@ -30,14 +31,13 @@ from statekit.tensors.tensor import DTYPES, Filled, Shape
 Rate: TypeAlias = float | jax.Array | Callable[[jax.Array], Any] | None
 """A learning rate: a number, a 0-d array, a schedule of the updates done, or None while nobody has given one."""
 
-_SHOWN = 40
 _COUNTED = ("step_offset", "begin_num_update")
 """Integers that only meet the count: they may be arrays, as floats may."""
 
 
 @dataclass(frozen=True)
-class Settled:
-    """What of a group's update the parameters' names, shapes and dtypes decide."""
+class GroupPlan:
+    """How a group is updated, as far as names, shapes and dtypes of its parameters decide."""
 
     group: Group
     owns: Mapping[str, Hashable]
@@ -45,8 +45,8 @@ class Settled:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a user says of an optimizer.
+class OptimizerSpec:
+    """What an optimizer is to be: whose rule, and what was said of it.
 
     Attributes:
         schema: Name of the schema.
@@ -88,14 +88,14 @@ class Told:
         """Whether a hyperparameter is an array."""
         return any(isinstance(value, Traced) for value in self.options.values())
 
-    def settled(self, shapes: Mapping[str, Shape]) -> Settled:
-        """Settles what names and shapes decide.
+    def plan(self, shapes: Mapping[str, Shape]) -> GroupPlan:
+        """Plans the update for parameters of these names and shapes.
 
         Raises:
             UsageError: A parameter has no factor rule, or an option leaves it open; lists every one.
             UnknownRuleError: A hyperparameter is unknown.
         """
-        faults: Faults = []
+        faults = Faults()
         names = list(shapes)
         known = by_name(self.known, self.variant, self.settings, names, faults)
         rules = (
@@ -103,15 +103,9 @@ class Told:
             if self.rules is None
             else {path: self.rules[path] for path in names if path in self.rules}
         )
-        if faults:
-            raise UsageError(
-                f"Parameters lack a rule: {len(faults)}.",
-                found=fault_list(faults[:_SHOWN]),
-                remedy='give factor_map=[(regex, ["ROW", "COLUMN", "BATCH" or "NONE" for each axis]), ...] as in the '
-                "run whose rule it is, or factored=False",
-            )
-        group = Group(tuple(names), {name: value for name, value in known.items() if name != "factor_map"})
-        return Settled(group, settled_group(self.steps, group, rules, self.variant), rules)
+        refuse_by_name(self.known, faults)
+        group = Group(tuple(names), {name: value for name, value in known.items() if name != FACTOR_MAP})
+        return GroupPlan(group, settled_group(self.steps, group, rules, self.variant), rules)
 
 
 def transformation(
@@ -123,63 +117,61 @@ def transformation(
         schema: Name of the schema.
         variant: Whose rule.
         rate: The learning rate.
-        options: Canonical hyperparameters that were given.
+        options: Hyperparameters by their canonical names or the variant's own; `...` for as the variant has it.
 
     Raises:
         NotFoundError: There is no such variant.
         StateError: The variant can't be stepped.
         UsageError: An option can't be what it is; lists every one.
     """
-    told = Told(schema, variant, rate, {name: _held(name, value) for name, value in options.items()})
-    check_options(told)
-    return built(told)
+    steps_for(schema, variant)
+    said = {name: value for name, value in options.items() if value is not ...}
+    read = read_options(schema, variant, said, unchecked=is_array)
+    faults = [*read.faults, *array_faults(schema, read.values), *rate_faults(rate)]
+    refuse_options(faults, read.remedy)
+    values = {name: Traced(name, value) if is_array(value) else value for name, value in read.values.items()}
+    return built(OptimizerSpec(schema, variant, rate, values))
 
 
-def _held(name: str, value: Any) -> Any:
-    return Traced(name, value) if isinstance(value, (jax.Array, np.ndarray)) else value
+def is_array(value: Any) -> bool:
+    """Tells whether a value is an array, whose value may not be known yet."""
+    return isinstance(value, (jax.Array, np.ndarray))
 
 
-def check_options(told: Told) -> None:
-    """Raises UsageError if an option can't be what it is, and StateError if the variant can't be stepped."""
-    rate = told.rate
-    assert told.steps  # a variant without steps is an error of its own
-    plain = {name: value for name, value in told.options.items() if not isinstance(value, Traced)}
-    faults = list(option_faults(told.schema, told.variant, plain))
-    for name in told.options.keys() - plain.keys():
-        kinds = told.known.hyperparameters[name]["type"]
-        if "number" not in kinds and name not in _COUNTED:
-            faults.append(
-                (f"decides shapes or which rule runs, and can't be an array; {static_remedy(name)}", name)
-            )
-    if isinstance(rate, (int, float)) and (isinstance(rate, bool) or not rate >= 0):
-        faults.append(
-            (f"is {rate!r}, expected a number from 0 on, a 0-d array, a schedule or None", "learning_rate")
-        )
-    if faults:
-        raise UsageError(
-            f"The optimizer's options can't be used: {len(faults)} faults.", found=fault_list(faults)
-        )
+def array_faults(schema: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields which options can't be the arrays that they are."""
+    for name, value in options.items():
+        kinds = load_schema(schema).hyperparameters[name]["type"]
+        if is_array(value) and "number" not in kinds and name not in _COUNTED:
+            yield f"decides shapes or which rule runs, and can't be an array; {static_remedy(name)}", name
 
 
-def built(told: Told) -> optax.GradientTransformation:
-    """Returns the transformation that does as told."""
-    kept: dict[Hashable, Settled] = {}  # settling thousands of names takes longer than a step
+def rate_faults(rate: Rate) -> Iterator[tuple[str, str]]:
+    """Yields why a value can't be a learning rate."""
+    fits = rate is None or callable(rate) or (is_array(rate) and jnp.ndim(rate) == 0) or is_rate(rate)
+    if not fits:
+        yield f"is {rate!r}, expected {RATE}, a 0-d array, a schedule or None", "learning_rate"
 
-    def settled(leaves: Leaves, *, ready: bool = False) -> Settled:
+
+def built(spec: OptimizerSpec) -> optax.GradientTransformation:
+    """Returns the transformation that does what a spec says."""
+    kept: dict[Hashable, GroupPlan] = {}  # planning for thousands of names takes longer than a step
+
+    def plan_for(leaves: Leaves, *, ready: bool = False) -> GroupPlan:
         shapes = {name: tuple(leaf.shape) for name, leaf in leaves.by_name.items()}
         key = (tuple(shapes.items()), tuple(str(leaf.dtype) for leaf in leaves.values), ready)
-        if told.arrays or key not in kept:
-            found = told.settled(shapes)
+        if spec.arrays or key not in kept:
+            plan = spec.plan(shapes)
             if ready:
-                _check_ready(told, found, leaves)
-            if told.arrays:
-                return found
-            kept[key] = found
+                _check_ready(spec, plan, leaves)
+            if spec.arrays:
+                return plan
+            kept[key] = plan
         return kept[key]
 
     def init(params: Any) -> State:
         leaves = leaves_of(params)
-        return initial(told, settled(leaves), leaves)
+        return initial(spec, plan_for(leaves), leaves)
 
     def update(updates: Any, state: State, params: Any = None) -> tuple[Any, State]:
         if params is None:
@@ -190,24 +182,23 @@ def built(told: Told) -> optax.GradientTransformation:
                 remedy="pass params as the third argument",
             )
         leaves = leaves_of(params)
-        return _updated(told, settled(leaves, ready=True), leaves, leaves.like(updates), state)
+        return _updated(spec, plan_for(leaves, ready=True), leaves, leaves.like(updates), state)
 
     return optax.GradientTransformation(init, update)
 
 
-def initial(told: Told, settled: Settled, leaves: Leaves) -> State:
+def initial(spec: OptimizerSpec, plan: GroupPlan, leaves: Leaves) -> State:
     """Returns the state before the first update, laid out over devices as the parameters are."""
-    xp, schema = TracedBackend(), told.known
+    xp, schema = TracedBackend(), spec.known
 
     def fresh(params: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         return {
-            name: told.steps.init(xp, param, settled.owns[name], told.variant)
-            for name, param in params.items()
+            name: spec.steps.init(xp, param, plan.owns[name], spec.variant) for name, param in params.items()
         }
 
-    slots = laid_out(fresh, leaves.by_name, settled.rules, schema)
+    slots = laid_out(fresh, leaves.by_name, plan.rules, schema)
     like = leaves.by_name or {"": jnp.zeros(())}  # a group's own slots depend on hyperparameters alone
-    whole = told.steps.begin(xp, like, settled.group, told.variant)
+    whole = spec.steps.begin(xp, like, plan.group, spec.variant)
     return state_of(schema.name, leaves, jnp.zeros((), jnp.int32), slots, whole)
 
 
@@ -252,40 +243,38 @@ def slots_of(schema: str, leaves: Leaves, state: State) -> tuple[dict[str, dict[
     return slots, whole
 
 
-def _check_ready(told: Told, settled: Settled, leaves: Leaves) -> None:
+def _check_ready(spec: OptimizerSpec, plan: GroupPlan, leaves: Leaves) -> None:
     """Raises UnknownRuleError if the rule can't step the parameters, e.g. in their dtype."""
     described = {
         name: Filled(tuple(leaf.shape), DTYPES[leaf.dtype.name]) for name, leaf in leaves.by_name.items()
     }
     xp = TracedBackend()
-    held = jax.eval_shape(
+    first = jax.eval_shape(
         lambda params: {
-            name: told.steps.init(xp, params[name], own, told.variant) for name, own in settled.owns.items()
+            name: spec.steps.init(xp, params[name], own, spec.variant) for name, own in plan.owns.items()
         },
         leaves.by_name,
     )
     slots = {
         name: {slot: Filled(value.shape, DTYPES[value.dtype.name]) for slot, value in own.items()}
-        for name, own in held.items()
+        for name, own in first.items()
     }
-    optimizer = Optimizer(told.schema, told.variant, (settled.group,))
-    told.steps.check(TrainState(described, slots, optimizer, Counts(0, 0), settled.rules), settled.group)
+    optimizer = Optimizer(spec.schema, spec.variant, (plan.group,))
+    spec.steps.check(TrainState(described, slots, optimizer, Counts(0, 0), plan.rules), plan.group)
 
 
 def _updated(
-    told: Told, settled: Settled, leaves: Leaves, grads: Mapping[str, Any], state: State
+    spec: OptimizerSpec, plan: GroupPlan, leaves: Leaves, grads: Mapping[str, Any], state: State
 ) -> tuple[Any, State]:
-    xp, group, params = TracedBackend(), settled.group, leaves.by_name
-    scene = Scene(xp, told.variant, _rate(told, state.count), state.count)
-    slots, own_slots = slots_of(told.schema, leaves, state)
-    behind = {missed: state.count - missed for missed in set(told.missed.values())}
-    counts = {path: behind[missed] for path, missed in told.missed.items() if missed}
-    reached, whole, common = told.steps.prepare(scene, group, params, grads, slots, own_slots)
-    rule, updates = Differences(told.steps), {}
+    xp, group, params = TracedBackend(), plan.group, leaves.by_name
+    scene = Scene(xp, spec.variant, _rate(spec, state.count), state.count)
+    slots, own_slots = slots_of(spec.schema, leaves, state)
+    behind = {missed: state.count - missed for missed in set(spec.missed.values())}
+    counts = {path: behind[missed] for path, missed in spec.missed.items() if missed}
+    reached, whole, common = spec.steps.prepare(scene, group, params, grads, slots, own_slots)
+    rule, updates = Differences(spec.steps), {}
     for part, batching in parts(reached, Stacks(state.count)):
-        moved = moves(
-            rule, scene, settled.owns, params, part, slots, common, counts=counts, batching=batching
-        )
+        moved = moves(rule, scene, plan.owns, params, part, slots, common, counts=counts, batching=batching)
         for name, change, own in moved:
             updates[name], slots[name] = change, {**slots[name], **own}
     for name, own in slots.items():
@@ -294,12 +283,12 @@ def _updated(
             after, slots[name] = follow_average(xp, after, own, group, state.count)
             updates[name] = difference(after, params[name])
     count = optax.safe_increment(state.count)
-    return leaves.tree(updates), state_of(told.schema, leaves, count, slots, whole)
+    return leaves.tree(updates), state_of(spec.schema, leaves, count, slots, whole)
 
 
-def _rate(told: Told, count: jax.Array) -> Any:
-    rate = told.rate(count) if callable(told.rate) else told.rate
-    if rate is None and rate_needed(told.schema, told.variant, told.settings):
+def _rate(spec: OptimizerSpec, count: jax.Array) -> Any:
+    rate = spec.rate(count) if callable(spec.rate) else spec.rate
+    if rate is None and rate_needed(spec.schema, spec.variant, spec.settings):
         raise UnknownRuleError(
             "The optimizer has no learning rate.",
             expected="learning_rate: a number, a 0-d array, or a schedule",

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
+from statekit.errors import meant
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import PathPattern, by_shape, effective, first_entry, labels
-from statekit.state.schema import load_schema
+from statekit.state.schema import OptimizerSchema, Spelling, load_schema
 from statekit.state.train_state import Rule
-from statekit.tensors.tensor import Shape
+from statekit.tensors.tensor import DTYPES, Shape
 
 RATE_NAMES = ("learning_rate", "lr")
 """Hyperparameters that are the learning rate, which every framework has its own place for."""
+RATE = "a finite number from 0 on"
+"""What a learning rate is, if it isn't an array or a schedule."""
 KERAS = {
     "clipnorm": None, "clipvalue": None, "global_clipnorm": None, "use_ema": False, "ema_momentum": 0.99,
     "ema_overwrite_frequency": None, "loss_scale_factor": None, "gradient_accumulation_steps": None,
@@ -21,8 +28,21 @@ KERAS = {
 before or after our step, whatever the variant is."""
 FACTOR = "learning_rate_factor"
 """What a group of an optimizer in Keras multiplies the learning rate by."""
-_BY_PARAMETER = ("multiply_by_parameter_scale", "factor_map")
-"""Options that may be said for each parameter; their form is checked when the parameters are known."""
+SCALE = "multiply_by_parameter_scale"
+EXCLUDED = "exclude_from_weight_decay"
+MULTIPLIERS = ("lr_mult", "wd_mult")
+BY_NAME = (SCALE, EXCLUDED, *MULTIPLIERS)
+"""Hyperparameters that may have a value for each parameter: {path: value}, in PyTorch {name: value}."""
+FACTOR_MAP = "factor_map"
+"""Rules by name, which every Adafactor of ours takes."""
+LOGICAL = "logical_factor_rules"
+"""Rules by logical axes, which are for models of T5X: no optimizer of ours takes them."""
+
+
+def is_rate(value: Any) -> bool:
+    """Tells whether a value is a number that can be a learning rate."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value >= 0
 
 
 def offered(schema: str, variant: str) -> dict[str, Any]:
@@ -31,21 +51,163 @@ def offered(schema: str, variant: str) -> dict[str, Any]:
     return {name: value for name, value in defaults.items() if name not in RATE_NAMES}
 
 
-def option_faults(schema: str, variant: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields what is wrong with options, each with the option's name."""
-    rules, known = load_schema(schema), {*offered(schema, variant), "factor_map"}
-    theirs = {
-        str(native.get("name", name)).partition("[")[0]: name
-        for name, spec in rules.hyperparameters.items()
-        for native in spec["native"].values()
+@dataclass(frozen=True)
+class Options:
+    """What was said to an optimizer, in canonical names.
+
+    Attributes:
+        values: Canonical name -> value, of what can be.
+        faults: What can't be, as (what, the name that was said).
+        remedy: What was probably meant.
+    """
+
+    values: Mapping[str, Any]
+    faults: tuple[tuple[str, str], ...] = ()
+    remedy: str = ""
+
+
+def taken(schema: str, variant: str) -> tuple[str, ...]:
+    """Returns the canonical names of the options that an optimizer of ours takes, but for the learning rate."""
+    rules = (FACTOR_MAP,) if FACTOR_MAP in load_schema(schema).hyperparameters else ()
+    return tuple(dict.fromkeys(name for name in (*offered(schema, variant), *rules) if name != LOGICAL))
+
+
+def known_options(schema: str, variant: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of a group's hyperparameters that are options and known, but for what is said of it by name."""
+    rules = load_schema(schema)
+    names = [name for name in taken(schema, variant) if name in values and name != FACTOR_MAP]
+    return {name: values[name] for name in names if not _is_unknown(rules, name, values[name])}
+
+
+def _is_unknown(rules: OptimizerSchema, name: str, value: Any) -> bool:
+    return value is None and "null_is_unknown" in rules.hyperparameters[name]
+
+
+def by_other_names(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Returns hyperparameters with each map by parameter under other names; a parameter without one is left out."""
+    return {
+        key: {names[own]: one for own, one in value.items() if own in names}
+        if key in BY_NAME and isinstance(value, Mapping)
+        else value
+        for key, value in values.items()
     }
-    for name, value in options.items():
-        if name not in rules.hyperparameters and name in theirs:
-            yield f"is another optimizer's name for {theirs[name]}", name
-        elif name not in known:
-            yield f"isn't an option of variant {variant}", name
-        elif name not in _BY_PARAMETER and (fault := rules.fault(name, value)):
-            yield f"is {value!r}, {fault}", name
+
+
+def read_options(
+    schema: str,
+    variant: str,
+    said: Mapping[str, Any],
+    *,
+    rate: str = "learning_rate",
+    unchecked: Callable[[Any], bool] = lambda value: False,
+) -> Options:
+    """Reads what somebody says to an optimizer, by canonical names or by the variant's own.
+
+    Every framework, loading included, reads options here, so that all take and refuse the same in the same words. A
+    name that is canonical and the variant's own at once has the canonical meaning; only a negative number has the other
+    one where the two differ in sign (`decay_rate` of Hugging Face's Adafactor).
+
+    Args:
+        schema: Name of the schema.
+        variant: Whose rule.
+        said: Name -> value.
+        rate: What the learning rate is called, which isn't an option.
+        unchecked: Whether a value can't be looked at, as in a traced computation.
+
+    Example:
+        >>> read_options("adamw", "torch", {"betas": (0.9, 0.98), "epsilon": 1e-6}).values
+        {'beta1': 0.9, 'beta2': 0.98, 'epsilon': 1e-06}
+    """
+    rules, known, natives = load_schema(schema), taken(schema, variant), native_options(schema, variant)
+    values: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    faults: list[tuple[str, str]] = []
+    remedies: dict[str, None] = {}
+    for name, value in said.items():
+        parts = _meanings(name, value, known, natives)
+        if not parts:
+            elsewhere = _elsewhere(rules, variant, name, rate)
+            faults.append((elsewhere or f"isn't an option of variant {variant}", name))
+            remedies[
+                "" if elsewhere or name in rules.hyperparameters else meant(name, (*known, *natives, rate))
+            ] = None
+        for canonical, spelling in parts.items():
+            if fault := spelling.fault(value):
+                faults.append((f"is {value!r}, {fault}: {', '.join(parts)}", name))
+                break
+            place = name if spelling.index is None else f"{name}[{spelling.index}]"
+            if canonical in values:
+                faults.append((f"is said twice: as {places[canonical]} and as {place}", canonical))
+                continue
+            values[canonical], places[canonical] = spelling.canonical(value), place
+    for canonical, value in [*values.items()]:
+        if not unchecked(value) and (fault := _fault(rules, variant, canonical, value)):
+            del values[canonical]
+            also = "" if places[canonical] == canonical else f", as {canonical}"
+            faults.append((f"is {value!r}{also}, {fault}", places[canonical]))
+    return Options(values, tuple(faults), "; ".join(remedy for remedy in remedies if remedy))
+
+
+def _fault(rules: OptimizerSchema, variant: str, name: str, value: Any) -> str:
+    """Returns what is wrong with an option's value as such; what it says by name is checked with the parameters."""
+    if name == FACTOR_MAP:
+        return ""
+    if fault := rules.fault(name, value):
+        return fault
+    if _is_unknown(rules, name, value):
+        return "expected " + " or ".join(
+            kind for kind in rules.hyperparameters[name]["type"] if kind != "null"
+        )
+    if name == "dtype_momentum" and (value or "float32") not in DTYPES:
+        return "expected a dtype"
+    if name == EXCLUDED and value is not None:
+        if isinstance(value, Mapping):
+            by_mask = variant_constants(rules.name, variant).get("decay_exclusions") == "mask"
+            return "" if by_mask else "expected a list of regexes"
+        return "" if all(map(_is_regex, value)) else "expected a list of regexes"
+    return ""
+
+
+def _is_regex(value: Any) -> bool:
+    try:
+        return bool(re.compile(value)) and isinstance(value, str)
+    except (re.error, TypeError, RecursionError):
+        return False
+
+
+def native_options(schema: str, variant: str) -> dict[str, dict[str, Spelling]]:
+    """Returns a variant's own names of its options: name -> canonical name -> how it says that."""
+    found: dict[str, dict[str, Spelling]] = {}
+    known = taken(schema, variant)
+    for canonical in known:
+        spelling = load_schema(schema).spelling(variant, canonical)
+        if spelling.argument not in known or (spelling.argument == canonical and spelling.turned):
+            found.setdefault(spelling.argument, {})[canonical] = spelling
+    return found
+
+
+def _meanings(
+    name: str, value: Any, known: Sequence[str], natives: Mapping[str, Mapping[str, Spelling]]
+) -> Mapping[str, Spelling]:
+    """Returns which hyperparameters a name stands for, each with how; none if it is unknown."""
+    is_turned = name in natives and isinstance(value, (int, float)) and value < 0
+    if name in known and not is_turned:
+        return {name: Spelling(name, None, 0, False)}
+    return natives.get(name, {})
+
+
+def _elsewhere(rules: OptimizerSchema, variant: str, name: str, rate: str) -> str:
+    """Returns what a name that isn't an option of a variant means elsewhere; "" if nothing."""
+    if name in RATE_NAMES:
+        return f"isn't an option: the learning rate is {rate}"
+    canonical = [
+        one
+        for one in rules.hyperparameters
+        if any(rules.spelling(other, one).argument == name for other in rules.variants)
+    ]
+    if name in rules.hyperparameters or not canonical:
+        return ""
+    return f"is another optimizer's name for {', '.join(canonical)}"
 
 
 def rule_of(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
 
-from statekit.errors import NotFoundError, meant
+from statekit.errors import NotFoundError, StateError, fault_list, meant
+from statekit.tensors.tensor import Tensor
 
 
 @dataclass(frozen=True)
@@ -84,21 +86,38 @@ class OptimizerSchema:
             for name, spec in self.hyperparameters.items()
         }
 
-    def canonical(self, variant: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def canonical(self, variant: str, arguments: Mapping[str, Any], place: str = "") -> dict[str, Any]:
         """Returns hyperparameters in canonical names, from a system's own arguments or from canonical ones.
+
+        Args:
+            variant: Whose arguments.
+            arguments: Name -> value.
+            place: Where they stand, for errors.
+
+        Raises:
+            StateError: An argument that several hyperparameters share isn't a sequence of that many; lists every one.
 
         Example:
             >>> load_schema("adamw").canonical("torch", {"betas": [0.9, 0.95], "eps": 1e-08, "foreach": None})
             {'beta1': 0.9, 'beta2': 0.95, 'epsilon': 1e-08}
         """
-        found = {}
+        found: dict[str, Any] = {}
+        faults = {}
         for name in self.variant(variant)["defaults"]:
-            argument, index, sign = self._spelling(variant, name)
-            if argument in arguments:
-                value = arguments[argument] if index is None else arguments[argument][index]
-                found[name] = -value if sign < 0 and value is not None else value
+            spelling = self.spelling(variant, name)
+            if spelling.argument in arguments:
+                value = arguments[spelling.argument]
+                if fault := spelling.fault(value):
+                    faults[spelling.argument] = f"is {value!r:.80}, {fault}"
+                else:
+                    found[name] = spelling.canonical(value)
             elif name in arguments:
                 found[name] = arguments[name]
+        if faults:
+            raise StateError(
+                f"Hyperparameters of {self.name} can't be read: {len(faults)} faults.",
+                found=fault_list([(fault, f"{place}/{name}".lstrip("/")) for name, fault in faults.items()]),
+            )
         return found
 
     def native(self, variant: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,20 +131,28 @@ class OptimizerSchema:
         for name in self.variant(variant)["defaults"]:
             if name not in values:
                 continue
-            argument, index, sign = self._spelling(variant, name)
-            value = -values[name] if sign < 0 and values[name] is not None else values[name]
-            found[argument] = value if index is None else (*found.get(argument, ()), value)
+            spelling = self.spelling(variant, name)
+            value = spelling.signed(values[name])
+            own = spelling.argument
+            found[own] = value if spelling.index is None else (*found.get(own, ()), value)
         return found
 
-    def _spelling(self, variant: str, name: str) -> tuple[str, int | None, int]:
-        """Returns a variant's argument for a hyperparameter, the place in it if it is a sequence, and the sign."""
-        spelling = self.hyperparameters[name]["native"].get(variant, {})
-        own = name if "note" in spelling else str(spelling.get("name", name))
+    def spelling(self, variant: str, name: str) -> Spelling:
+        """Returns how a variant's own argument says a hyperparameter; by its canonical name where that differs more."""
+        native = self.hyperparameters[name]["native"].get(variant, {})
+        own = name if "note" in native else str(native.get("name", name))
         argument, _, index = own.rstrip("]").partition("[")
-        return argument, int(index) if index else None, -1 if "sign" in spelling else 1
+        shared = [
+            other
+            for other, spec in self.hyperparameters.items()
+            if str(spec["native"].get(variant, {}).get("name", "")).startswith(f"{argument}[")
+        ]
+        return Spelling(argument, int(index) if index else None, len(shared), "sign" in native)
 
     def fault(self, name: str, value: Any) -> str:
         """Returns what is wrong with a hyperparameter's value, by its type and range; "" if nothing is.
+
+        A 0-d tensor passes for a number; its value isn't read.
 
         Example:
             >>> load_schema("adafactor").fault("decay_rate", "0.8")
@@ -134,25 +161,89 @@ class OptimizerSchema:
         if name not in self.hyperparameters:
             return f"{self.name} has no such hyperparameter"
         kinds, limits = self.hyperparameters[name]["type"], self.hyperparameters[name].get("range", {})
-        is_bool = isinstance(value, bool)
-        if not any(isinstance(value, _KINDS[kind]) and is_bool == (kind == "boolean") for kind in kinds):
+        if not any(_is_of(value, kind) for kind in kinds):
             return f"expected {' or '.join(kinds)}"
         if "values" in limits and value is not None and value not in limits["values"]:
             return f"expected one of {', '.join(map(str, limits['values']))}"
-        if is_bool or not isinstance(value, (int, float)):
+        if not _are_inside(value, limits):
+            return f"expected {_described(limits)}" if limits else "expected a number"
+        return ""
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How a variant's own argument says a hyperparameter.
+
+    Attributes:
+        argument: Its name there.
+        index: Its place, where the argument is a sequence: 1 in `betas[1]`.
+        length: How long that sequence is.
+        turned: Whether the sign is the opposite one.
+    """
+
+    argument: str
+    index: int | None
+    length: int
+    turned: bool
+
+    def __str__(self) -> str:
+        place = "" if self.index is None else f"[{self.index}]"
+        return f"{'-' if self.turned else ''}{self.argument}{place}"
+
+    def fault(self, value: Any) -> str:
+        """Returns what is wrong with the argument's form; "" if nothing is."""
+        if self.index is None or (isinstance(value, (list, tuple)) and len(value) == self.length):
             return ""
-        inside = (
-            limits.get("minimum", value) <= value <= limits.get("maximum", value)
-            and value > limits.get("exclusive_minimum", -math.inf)
-            and value < limits.get("exclusive_maximum", math.inf)
-        )
-        return "" if inside else f"expected {', '.join(f'{k} {v}' for k, v in limits.items())}"
+        return f"expected {self.length} values"
+
+    def canonical(self, value: Any) -> Any:
+        """Returns the hyperparameter's value from the argument's, whose form is right."""
+        return self.signed(value if self.index is None else value[self.index])
+
+    def signed(self, value: Any) -> Any:
+        """Returns a value with the sign of the other spelling; what isn't a number stays."""
+        is_number = not isinstance(value, (str, bool, list, tuple, Mapping, type(None)))
+        return -value if self.turned and is_number else value
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    if kind == "number" and isinstance(value, Tensor):
+        return value.shape == ()
+    return isinstance(value, _KINDS[kind]) and isinstance(value, bool) == (kind == "boolean")
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "number": (int, float), "integer": (int,), "boolean": (bool,), "string": (str,),
-    "null": (type(None),), "array": (list, tuple), "object": (dict,),
+    "null": (type(None),), "array": (list, tuple), "object": (Mapping,),
 }  # fmt: skip
+
+
+def _are_inside(value: Any, limits: Mapping[str, Any]) -> bool:
+    """Tells whether a number, or all of an array whose numbers have a range, keep to it."""
+    if isinstance(value, (list, tuple)):
+        numbers = all(isinstance(item, (int, float)) and not isinstance(item, bool) for item in value)
+        fits = numbers and len(value) == limits.get("length", len(value))
+        return not limits or (fits and all(_are_inside(item, limits) for item in value))
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return True
+    return not math.isnan(value) and all(
+        _LIMITS[key](value, limit) for key, limit in limits.items() if key in _LIMITS
+    )
+
+
+_LIMITS: Mapping[str, Callable[[float, float], bool]] = {
+    "minimum": operator.ge,
+    "exclusive_minimum": operator.gt,
+    "maximum": operator.le,
+    "exclusive_maximum": operator.lt,
+    "finite": lambda value, _: math.isfinite(value),
+}
+
+
+def _described(limits: Mapping[str, Any]) -> str:
+    """Returns a range in words."""
+    words = {"finite": "a finite number", "length": f"{limits.get('length')} numbers"}
+    return ", ".join(words.get(key, f"{key} {limit}") for key, limit in limits.items())
 
 
 def schema_names() -> list[str]:

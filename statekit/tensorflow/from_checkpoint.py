@@ -13,30 +13,34 @@ from statekit.arrays.backend import backend
 from statekit.conversion.contracts import Hints
 from statekit.conversion.open_state import OpenState, open_state
 from statekit.conversion.registry import detect_container
-from statekit.errors import StateError, UnknownRuleError, UsageError, fault_list
-from statekit.optim.run import steps_for
+from statekit.dropin.matching import Given, match_faults, require_resumable
+from statekit.dropin.overrides import overridden
+from statekit.errors import Faults, StateError, UnknownRuleError, UsageError
 from statekit.state.masters import as_params
-from statekit.state.options import RATE_NAMES, offered
-from statekit.state.step_offset import with_offset
+from statekit.state.options import FACTOR_MAP, KERAS, RATE_NAMES, known_options, taken
 from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensorflow.naming import normal, partners, path_of, twice
-from statekit.tensorflow.optimizer import Engine, Rate
+from statekit.tensorflow.optimizer import Rate, SchemaOptimizer
 from statekit.tensorflow.optimizers import LAMB, LANS, Adafactor, AdamW, ScaledAdam
-from statekit.tensorflow.settings import by_keras
+from statekit.tensorflow.spec import by_keras
 from statekit.tensors.tensor import DTYPES, Tensor, blocks, widens
 
 Variables: TypeAlias = Iterable[Any] | keras.Model
 Fault: TypeAlias = tuple[str, str]
 
-OPTIMIZERS: Mapping[str, Callable[..., Engine]] = {
+OPTIMIZERS: Mapping[str, Callable[..., SchemaOptimizer]] = {
     kind.SCHEMA: kind for kind in (Adafactor, ScaledAdam, LANS, LAMB, AdamW)
 }
 """Schema -> the class that goes on with it."""
+HOME = "statekit.tensorflow"
+MAKERS = {schema: kind.__name__ for schema, kind in OPTIMIZERS.items()}
 KERAS_FILES = ("keras", "keras-h5")
 """Containers that number a model's variables."""
 KERAS_LAYOUTS = ("keras", "statekit-keras", "tf2-keras", "tf2-statekit")
 """Layouts whose names are paths of Keras' variables."""
-_SHOWN = 40
+_ARGUMENTS = ("jit_compile", "name", *KERAS)
+"""Arguments of the optimizers that are no hyperparameters; those of Keras' base class unless the variant has them."""
+_REMEDY = "names must be those of the checkpoint, or given: names={variable.path: name, ...}"
 
 
 def load_optimizer(
@@ -49,7 +53,7 @@ def load_optimizer(
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
     **overrides: Any,
-) -> Engine:
+) -> SchemaOptimizer:
     """Builds the optimizer that a checkpoint records, and loads its state by the variables' names.
 
     Args:
@@ -60,8 +64,9 @@ def load_optimizer(
         names: Names in the checkpoint by the variables' paths, where they differ.
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names, as in its configuration.
-        **overrides: Canonical hyperparameters for all parameters, which outweigh the checkpoint's, and arguments of
-            the optimizer; `step_offset="reset"` lets the second moment's decay start anew, as finetuning does.
+        **overrides: Hyperparameters for all parameters, which outweigh the checkpoint's, and arguments of the
+            optimizer; `step_offset="reset"` lets the second moment's decay start anew, as finetuning does. What can be
+            overridden is the law that `statekit.dropin.overrides.overridden` states.
 
     Returns:
         The optimizer, built for the variables.
@@ -76,12 +81,17 @@ def load_optimizer(
     """
     hints = Hints(dict(hparams or {}), variant, _order(Path(path), variables))
     with open_state(Path(path), step=step, hints=hints) as opened:
-        state = _checked(as_params(opened.state)[0], path)
+        state = as_params(opened.state)[0]
+        require_resumable(state, path, HOME, MAKERS)
         names = names or _renumbered(opened, _trainable(variables))
-        offset = overrides.pop("step_offset", "keep")
-        state = with_offset(state, offset)[0]
+        schema, variant = state.optimizer.schema, str(state.optimizer.variant)
+        arguments = {
+            k: v for k, v in overrides.items() if k in _ARGUMENTS and k not in taken(schema, variant)
+        }
+        said = {k: v for k, v in overrides.items() if k not in arguments}
+        state = overridden(state, said, "learning_rate", f"{HOME}.{MAKERS[schema]}(...)")
         pairs = _moved(state, variables, names or {}, path)
-        optimizer = built(state, pairs, learning_rate, overrides, path)
+        optimizer = built(state, pairs, learning_rate, arguments, path)
         targets = _targets(optimizer, state, path)
         for target, source in targets:
             _copied(target, source)
@@ -106,37 +116,27 @@ def _renumbered(opened: OpenState, variables: Sequence[Any]) -> dict[str, str]:
     return {path: name for path, name in found.items() if path != name}
 
 
-def _checked(state: TrainState, place: object) -> TrainState:
-    if state.optimizer.schema not in OPTIMIZERS:
-        raise StateError(
-            "statekit.tensorflow has no optimizer that goes on with this state.",
-            place=place,
-            expected=", ".join(OPTIMIZERS),
-            found=state.optimizer.schema,
-        )
-    steps_for(state.optimizer.schema, state.optimizer.variant)
-    if not state.slots:
-        raise StateError(
-            "The checkpoint holds parameters, but no optimizer state.",
-            place=place,
-            remedy="load_params reads it; begin with a new optimizer",
-        )
-    return state
-
-
 def built(
     state: TrainState,
     pairs: Mapping[str, Any],
     learning_rate: Rate,
-    overrides: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     place: object,
-) -> Engine:
-    """Returns an optimizer with the state's hyperparameters, rules and groups."""
+) -> SchemaOptimizer:
+    """Returns an optimizer with the state's hyperparameters, rules and groups.
+
+    Args:
+        state: The state.
+        pairs: Its variables by path.
+        learning_rate: As the state has it if None.
+        arguments: Other arguments of the constructor.
+        place: Where the state is from, for errors.
+    """
     schema, variant = state.optimizer.schema, str(state.optimizer.variant)
     groups = [group for group in state.optimizer.groups if any(path in pairs for path in group.paths)]
-    known = offered(schema, variant)
-    missing = sorted({n for g in groups for n in known if n not in g.hyperparameters and n not in overrides})
-    missing = [name for name in missing if name not in ("factor_map", "logical_factor_rules")]
+    said = [known_options(schema, variant, group.hyperparameters) for group in groups]
+    names = {*taken(schema, variant)} - {FACTOR_MAP}
+    missing = sorted({name for one in said for name in names if name not in one})
     if missing:
         raise UnknownRuleError(
             "The checkpoint doesn't say what the steps need to know.",
@@ -144,10 +144,6 @@ def built(
             expected=", ".join(missing),
             remedy=f"give load_optimizer what the run was configured with: {missing[0]}=..., or hparams={{...}}",
         )
-    said = [{n: g.hyperparameters[n] for n in known if n in g.hyperparameters} for g in groups]
-    for each in said:
-        each.pop("factor_map", None)
-        each.pop("logical_factor_rules", None)
     common = {n: v for n, v in said[0].items() if all(n in one and one[n] == v for one in said)}
     rates: list[Any] = [
         next((g.hyperparameters[n] for n in RATE_NAMES if n in g.hyperparameters), None) for g in groups
@@ -170,7 +166,7 @@ def built(
             {**group, "learning_rate_factor": rate / rates[0]}
             for group, rate in zip(different, rates, strict=True)
         ]
-    optimizer = OPTIMIZERS[schema](given, variant=variant, **{**options, **overrides})
+    optimizer = OPTIMIZERS[schema](given, variant=variant, **{**options, **arguments})
     optimizer.build(list(pairs.values()))
     return optimizer
 
@@ -185,28 +181,23 @@ def _moved(
 ) -> dict[str, Any]:
     """Returns the variable of each parameter that the recorded run moved."""
     given = _trainable(variables)
-    recorded = {normal(path): path for path in state.params}
-    moved = [path for group in state.optimizer.groups for path in group.paths]
+    stored = {normal(path): path for path in state.params}
+    shapes = {normal(path): tensor.shape for path, tensor in state.params.items()}
+    moved = {normal(path): path for group in state.optimizer.groups for path in group.paths}
     wanted = {path_of(v): normal(names.get(path_of(v), path_of(v))) for v in given}
-    found = {recorded[wanted[path_of(v)]]: v for v in given if wanted[path_of(v)] in recorded}
+    mine = {wanted[path_of(v)]: v for v in given}
     faults = [("stands twice among the variables", path) for path in twice(map(path_of, given))]
-    faults += [
-        ("is in the checkpoint, but not among the variables", path) for path in moved if path not in found
-    ]
-    faults += [("isn't in the checkpoint", path) for path, name in wanted.items() if name not in recorded]
+    faults += match_faults(
+        shapes, moved, {key: Given(path_of(v), tuple(v.shape)) for key, v in mine.items()}, "variables"
+    )
     faults += [("is no variable, but has a name", path) for path in names if path not in wanted]
     faults += [
-        ("was frozen in the recorded run: set trainable = False, or leave it out", path)
-        for path in found
-        if path not in moved
+        ("was frozen in the recorded run: set trainable = False, or leave it out", stored[key])
+        for key in mine
+        if key in stored and key not in moved
     ]
-    faults += [
-        (f"has shape {tuple(v.shape)}, in the checkpoint {state.params[path].shape}", path)
-        for path, v in found.items()
-        if tuple(v.shape) != state.params[path].shape
-    ]
-    _refuse("The checkpoint doesn't fit the variables", faults, place)
-    return {path: found[path] for path in moved}
+    Faults(faults).check(StateError, "The checkpoint doesn't fit the variables", place=place, remedy=_REMEDY)
+    return {path: mine[key] for key, path in moved.items()}
 
 
 def _trainable(variables: Variables) -> list[Any]:
@@ -218,7 +209,7 @@ def _trainable(variables: Variables) -> list[Any]:
     return [v for v in found if v.trainable]
 
 
-def _targets(optimizer: Engine, state: TrainState, place: object) -> list[tuple[Any, Tensor]]:
+def _targets(optimizer: SchemaOptimizer, state: TrainState, place: object) -> list[tuple[Any, Tensor]]:
     """Returns each variable of an optimizer with what is copied into it."""
     held = (*optimizer.slots().items(), *optimizer.averages().items())
     mine = {(path, name): v for path, own in held for name, v in own.items()}
@@ -238,7 +229,9 @@ def _targets(optimizer: Engine, state: TrainState, place: object) -> list[tuple[
         if k not in mine
     ]
     pairs = [(mine[key], theirs[key], " ".join(key)) for key in mine if key in theirs]
-    _refuse("The checkpoint's slots don't fit the optimizer", [*faults, *_misfits(pairs)], place)
+    Faults([*faults, *_misfits(pairs)]).check(
+        StateError, "The checkpoint's slots don't fit the optimizer", place=place, remedy=_REMEDY
+    )
     return [(target, source) for target, source, _ in pairs]
 
 
@@ -284,7 +277,9 @@ def load_params(
             if key not in sources and (v.trainable or not model)
         ]
         pairs = [(v, sources[key][1], path_of(v)) for key, v in targets.items() if key in sources]
-        _refuse("The checkpoint's parameters don't fit the variables", [*faults, *_misfits(pairs)], path)
+        Faults([*faults, *_misfits(pairs)]).check(
+            StateError, "The checkpoint's parameters don't fit the variables", place=path, remedy=_REMEDY
+        )
         for target, source, _ in pairs:
             _copied(target, source)
 
@@ -308,14 +303,3 @@ def _copied(target: Any, source: Tensor) -> None:
             variable.assign(xp.asarray(block))
         else:
             variable[index].assign(xp.asarray(block))
-
-
-def _refuse(subject: str, faults: Sequence[Fault], place: object) -> None:
-    if faults:
-        more = f"\n    and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        raise StateError(
-            f"{subject}: {len(faults)} faults.",
-            place=place,
-            found=fault_list(faults[:_SHOWN]) + more,
-            remedy="names must be those of the checkpoint, or given: names={variable.path: name, ...}",
-        )

@@ -1,4 +1,4 @@
-"""The engine behind every optimizer of statekit.tensorflow: Keras' life cycle around the one step."""
+"""What every optimizer of statekit.tensorflow is: Keras' life cycle around the one step."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import keras
 import tensorflow as tf
 
 from statekit.arrays.backend import backend
-from statekit.errors import StateError, UsageError, fault_list
+from statekit.errors import Faults, StateError, UsageError, fault_list
 from statekit.optim.run import steps_for
-from statekit.state.options import KERAS, RATE_NAMES
+from statekit.state.options import KERAS, RATE, RATE_NAMES, is_rate, taken
 from statekit.state.schema import load_schema
 from statekit.tensorflow.naming import SEPARATOR, partners, path_of, scopes, twice
-from statekit.tensorflow.settings import Settings, Told, by_keras, refuse, told
-from statekit.tensorflow.step import Held, Movement, settled
+from statekit.tensorflow.spec import GroupSpec, OptimizerSpec, by_keras, group_specs, read_spec
+from statekit.tensorflow.step import GroupVariables, VariableStep, update_keys
 
 Rate: TypeAlias = float | keras.optimizers.schedules.LearningRateSchedule | Callable[[], Any] | None
 
 
-class Engine(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras has no types
+class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras has no types
     """An optimizer of one schema. Its classes differ in the schema and the usual variant alone.
 
     Slots are variables named `<optimizer>/<path of the parameter>/<slot>`, slots of a group as a whole
@@ -41,7 +41,7 @@ class Engine(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras has no 
         jit_compile: Whether XLA compiles the update of each kind of parameter by itself, also outside of a compiled
             train step: less work for a CPU, but one core does it.
         name: Name of the optimizer.
-        options: Canonical hyperparameters, as `statekit schemas` shows them, with the variant's own defaults; and
+        options: Hyperparameters by their canonical names or the variant's own, with the variant's defaults; and
             Keras' own `clipnorm`, `clipvalue`, `global_clipnorm`, `use_ema`, `ema_momentum`,
             `ema_overwrite_frequency`, `loss_scale_factor` and `gradient_accumulation_steps`.
 
@@ -68,22 +68,26 @@ class Engine(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras has no 
         **options: Any,
     ) -> None:
         variant = self.USUAL if variant is None else variant
-        defaults = load_schema(self.SCHEMA).variant(variant)["defaults"]
-        theirs = by_keras(self.SCHEMA, variant)
-        base = {theirs.get(k, k): v for k, v in options.items() if k in KERAS or k in theirs}
-        own = {k: v for k, v in options.items() if k not in KERAS and k not in theirs}
-        settings = Settings(
+        steps_for(self.SCHEMA, variant)
+        own = {k: v for k, v in options.items() if k not in KERAS or k in taken(self.SCHEMA, variant)}
+        spec = OptimizerSpec(
             self.SCHEMA, variant, own, tuple(groups), dict(rules or {}), dict(names or {}), dict(missed or {})
         )
-        settings.check()
+        fault = _rate_fault(learning_rate)
+        spec = read_spec(spec, [(fault, "learning_rate")] if fault else [])
+        theirs = by_keras(self.SCHEMA, variant)
+        base = {k: v for k, v in options.items() if k not in own}
+        base |= {theirs[k]: v for k, v in spec.hyperparameters.items() if k in theirs}
+        left = {k: v for k, v in spec.hyperparameters.items() if k not in theirs}
         if learning_rate is None:
+            defaults = load_schema(self.SCHEMA).variant(variant)["defaults"]
             learning_rate = next((defaults[n] for n in RATE_NAMES if defaults.get(n) is not None), None)
         super().__init__(learning_rate=_rate(learning_rate), name=name, **{**KERAS, **base})
-        self.settings = settings
+        self.spec = replace(spec, hyperparameters=left)
         self.jit_compile = jit_compile
         self._rate_given = learning_rate is not None
-        self._paths = _Paths(settings.names)
-        self._movement: Movement | None = None
+        self._paths = _Paths(spec.names)
+        self._movement: VariableStep | None = None
 
     def build(self, variables: Sequence[Any]) -> None:
         """Creates the slots of all variables.
@@ -97,15 +101,15 @@ class Engine(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras has no 
         moved = [v for v in variables if not self._overwrite_variable_with_gradient(v)]
         self._paths = _Paths(self._named(moved))
         named = {self._canonical(variable): variable for variable in moved}
-        groups = told(self.settings, {path: tuple(variable.shape) for path, variable in named.items()})
+        groups = group_specs(self.spec, {path: tuple(variable.shape) for path, variable in named.items()})
         with tf.init_scope():
             super().build(list(variables))
             held = tuple(self._held(i, group, named) for i, group in enumerate(groups))
-        self._movement = Movement(backend("tensorflow"), self.settings, held, self.jit_compile)
+        self._movement = VariableStep(backend("tensorflow"), self.spec, held, self.jit_compile)
 
     def _named(self, variables: Sequence[Any]) -> dict[str, str]:
         """Returns the canonical path of each variable by its own."""
-        names, own = self.settings.names, [path_of(variable) for variable in variables]
+        names, own = self.spec.names, [path_of(variable) for variable in variables]
         faults = [("is the name of several variables", path) for path in twice(own)]
         same = {path: path for path in names}
         if not names.keys() <= {*own}:  # Keras named the variables anew since these names were saved
@@ -113,27 +117,27 @@ class Engine(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras has no 
             faults += [("is the name of no variable", path) for path in names if path not in same]
         found = {path: path for path in own} | {same[p]: name for p, name in names.items() if p in same}
         faults += [("is the name of several variables", path) for path in twice(found.values())]
-        refuse(
+        Faults(faults).check(
+            UsageError,
             "Variables can't be told apart",
-            faults,
-            "slots are kept and loaded by name: give names of their own",
+            remedy="slots are kept and loaded by name: give names of their own",
         )
         return found
 
     def _canonical(self, variable: Any) -> str:
         return self._paths.by_name[path_of(variable)]
 
-    def _held(self, index: int, told: Told, named: Mapping[str, Any]) -> Held:
-        xp, steps = backend("tensorflow"), steps_for(self.settings.schema, self.settings.variant)
-        owns, variant = settled(self.settings, told), self.settings.variant
-        params = {path: _native(named[path]) for path in told.group.paths}
+    def _held(self, index: int, spec: GroupSpec, named: Mapping[str, Any]) -> GroupVariables:
+        xp, steps = backend("tensorflow"), steps_for(self.spec.schema, self.spec.variant)
+        owns, variant = update_keys(self.spec, spec), self.spec.variant
+        params = {path: _native(named[path]) for path in spec.group.paths}
         slots = {}
         for path, variable in params.items():
             first = steps.init(xp, tf.convert_to_tensor(variable), owns[path], variant)
             slots[path] = self._created(path, first)
-        first = steps.begin(xp, params, told.group, variant)
+        first = steps.begin(xp, params, spec.group, variant)
         shared = self._created(f"groups/{index}", first)
-        return Held(told, owns, params, slots, shared)
+        return GroupVariables(spec, owns, params, slots, shared)
 
     def _created(self, path: str, first: Mapping[str, Any]) -> dict[str, Any]:
         """Creates slots below a path; returns TensorFlow's variables, which Keras' hold."""
@@ -205,12 +209,12 @@ class Engine(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras has no 
         )
 
     def get_config(self) -> dict[str, Any]:
-        """Returns all that the constructor was told."""
+        """Returns all that the constructor was given."""
         config = super().get_config()
         del config["weight_decay"]
         rate = config["learning_rate"] if self._rate_given else None
-        told = replace(self.settings, names=self._paths.by_name).to_json()
-        return {**config, "learning_rate": rate, "jit_compile": self.jit_compile, **told}
+        said = replace(self.spec, names=self._paths.by_name).to_json()
+        return {**config, "learning_rate": rate, "jit_compile": self.jit_compile, **said}
 
     def save_own_variables(self, store: Any) -> None:
         """Saves all variables by their names."""
@@ -303,6 +307,12 @@ def _keys(mine: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
         if there in saved:
             found[name] = there
     return found
+
+
+def _rate_fault(rate: Any) -> str:
+    """Returns why a value can't be a learning rate; "" if it can."""
+    fits = rate is None or callable(rate) or is_rate(rate) or isinstance(rate, keras.Variable | tf.Tensor)
+    return "" if fits else f"is {rate!r}, expected {RATE}, a schedule, a callable or None"
 
 
 def _rate(rate: Rate) -> Any:

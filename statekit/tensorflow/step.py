@@ -1,4 +1,4 @@
-"""The step of an optimizer's variables: settled when they are known, traced once, compiled once for each kind."""
+"""The step of an optimizer's variables: planned when they are known, traced once, compiled once for each kind."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from statekit.errors import UnknownRuleError, UsageError, fault_list
 from statekit.optim.run import counts_apart, settled_group, steps_for
 from statekit.optim.steps import Scene, Steps
 from statekit.state.options import rate_needed
-from statekit.state.train_state import Rule
-from statekit.tensorflow.settings import Settings, Told
+from statekit.tensorflow.spec import GroupSpec, OptimizerSpec
 
 Variables: TypeAlias = Mapping[str, Any]
 ALONE = 2**17
@@ -26,10 +25,10 @@ STACK = 2**22
 
 
 @dataclass(frozen=True)
-class Held:
-    """A group's variables: parameters and slots by path, slots of the group as a whole; and what was said of it."""
+class GroupVariables:
+    """A group's variables: parameters and slots by path, slots of the group as a whole; and what holds for it."""
 
-    told: Told
+    spec: GroupSpec
     owns: Mapping[str, Hashable]
     params: Variables
     slots: Mapping[str, Variables]
@@ -37,19 +36,19 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Movement:
+class VariableStep:
     """How an optimizer moves its variables.
 
     Attributes:
         xp: The array namespace.
-        settings: What the user said.
+        spec: Whose rule, and what was said of it.
         groups: The variables, by groups.
         jit_compile: Whether updates are compiled by XLA.
     """
 
     xp: Backend
-    settings: Settings
-    groups: tuple[Held, ...]
+    spec: OptimizerSpec
+    groups: tuple[GroupVariables, ...]
     jit_compile: bool
     _kernels: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
@@ -60,16 +59,16 @@ class Movement:
             UnknownRuleError: The learning rate is needed and nobody gave it.
             UsageError: A gradient is missing, and the variant counts the updates of each parameter by itself.
         """
-        said = self.settings
+        said = self.spec
         if not rate_given and any(
-            rate_needed(said.schema, said.variant, held.told.group.hyperparameters) for held in self.groups
+            rate_needed(said.schema, said.variant, group.spec.group.hyperparameters) for group in self.groups
         ):
             raise UnknownRuleError(
                 "The optimizer has no learning rate.",
                 expected="a number, a schedule or a callable",
                 remedy="set optimizer.learning_rate, or give it to the constructor or load_optimizer",
             )
-        missing = {path for held in self.groups for path in held.params} - set(paths)
+        missing = {path for group in self.groups for path in group.params} - set(paths)
         if missing and counts_apart(said.schema, said.variant):
             raise UsageError(
                 f"Variant {said.variant} counts the updates of each parameter by itself; here all count together.",
@@ -95,35 +94,37 @@ class Movement:
 
     def _move(self, paths: tuple[str, ...], grads: tuple[Any, ...], rate: Any, step: Any) -> None:
         steps, given = (
-            steps_for(self.settings.schema, self.settings.variant),
+            steps_for(self.spec.schema, self.spec.variant),
             dict(zip(paths, grads, strict=True)),
         )
-        for held in self.groups:
-            own = {path: given[path] for path in held.params if path in given}
+        for group in self.groups:
+            own = {path: given[path] for path in group.params if path in given}
             if own:
-                factor = held.told.rate_factor
+                factor = group.spec.rate_factor
                 scene = Scene(
                     self.xp,
-                    self.settings.variant,
+                    self.spec.variant,
                     rate if rate is None or factor == 1.0 else rate * factor,
                     step,
                 )
-                self._move_group(steps, scene, held, own)
+                self._move_group(steps, scene, group, own)
 
-    def _move_group(self, steps: Steps, scene: Scene, held: Held, grads: Mapping[str, Any]) -> None:
-        params, shared = _values(held.params), _values(held.shared)
-        slots = {path: _values(own) for path, own in held.slots.items()}
-        reached, after, common = steps.prepare(scene, held.told.group, params, grads, slots, shared)
-        for name, variable in held.shared.items():
+    def _move_group(
+        self, steps: Steps, scene: Scene, group: GroupVariables, grads: Mapping[str, Any]
+    ) -> None:
+        params, shared = _values(group.params), _values(group.shared)
+        slots = {path: _values(own) for path, own in group.slots.items()}
+        reached, after, common = steps.prepare(scene, group.spec.group, params, grads, slots, shared)
+        for name, variable in group.shared.items():
             variable.assign(after[name])
-        missed = self.settings.missed
-        for missing, own, paths in _batches(held, reached, missed):
+        missed = self.spec.missed
+        for missing, own, paths in _batches(group, reached, missed):
             there = (scene.rate, scene.step - missing, common)
             arguments = [(params[path], reached[path], slots[path]) for path in paths]
             for path, (param, moved) in zip(paths, self._updated(steps, own, there, arguments), strict=True):
-                held.params[path].assign(param)
+                group.params[path].assign(param)
                 for name, value in moved.items():
-                    held.slots[path][name].assign(value)
+                    group.slots[path][name].assign(value)
 
     def _updated(
         self, steps: Steps, own: Hashable, there: tuple[Any, Any, Any], arguments: Sequence[Any]
@@ -150,7 +151,7 @@ class Movement:
         kind = tuple((value.shape, value.dtype) for value in tf.nest.flatten(argument))
         key = (own, kind, together)
         if key not in self._kernels:
-            variant, xp = self.settings.variant, self.xp
+            variant, xp = self.spec.variant, self.xp
 
             def update(rate: Any, step: Any, common: Any, moving: Any) -> Any:
                 scene = Scene(xp, variant, rate, step)
@@ -166,14 +167,14 @@ class Movement:
 
 
 def _batches(
-    held: Held, grads: Mapping[str, Any], missed: Mapping[str, int]
+    group: GroupVariables, grads: Mapping[str, Any], missed: Mapping[str, int]
 ) -> Iterator[tuple[int, Hashable, list[str]]]:
     """Yields which parameters are moved by one kernel: what they missed, what their update depends on, and they."""
     found: dict[tuple[int, Hashable, Hashable], list[str]] = {}
     for path, grad in grads.items():
-        arrays = [held.params[path], grad, *held.slots[path].values()]
+        arrays = [group.params[path], grad, *group.slots[path].values()]
         kind = tuple((tuple(value.shape), value.dtype) for value in arrays)
-        found.setdefault((missed.get(path, 0), held.owns[path], kind), []).append(path)
+        found.setdefault((missed.get(path, 0), group.owns[path], kind), []).append(path)
     for (missing, own, _), paths in found.items():
         yield missing, own, paths
 
@@ -182,7 +183,7 @@ def _values(variables: Variables) -> dict[str, Any]:
     return {name: tf.convert_to_tensor(variable) for name, variable in variables.items()}
 
 
-def settled(settings: Settings, told: Told) -> dict[str, Hashable]:
-    """Returns what each parameter's update depends on; errors are those of `settle`."""
-    rules: Mapping[str, Rule] = told.rules
-    return settled_group(steps_for(settings.schema, settings.variant), told.group, rules, settings.variant)
+def update_keys(spec: OptimizerSpec, group: GroupSpec) -> dict[str, Hashable]:
+    """Returns what each parameter's update depends on; errors are those of the optimizer's own module."""
+    steps = steps_for(spec.schema, spec.variant)
+    return settled_group(steps, group.group, group.rules, spec.variant)

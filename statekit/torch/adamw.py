@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import final
+from typing import Unpack, final
 
-from statekit.dropin.by_name import UNSET, Unset, given
+from statekit.dropin.options import AdamWOptions, documented
 from statekit.state.schema import OptimizerSchema, load_schema
-from statekit.torch.optimizer import Engine, Params, Rate
+from statekit.torch.optimizer import Params, Rate, SchemaOptimizer
 
 
+@documented("adamw", "torch")
 @final
-class AdamW(Engine):
+class AdamW(SchemaOptimizer):
     """Moves parameters by AdamW as PyTorch, Optax, Keras, Mesh-TensorFlow or GPT-Neo has it; by default as PyTorch.
 
     The state of a parameter is `m` and `v`, with `amsgrad` also `v_max`, and with `use_ema` its `average`. Each group
@@ -26,25 +26,7 @@ class AdamW(Engine):
         lr: Learning rate: a number, a 0-d tensor, or None if it is given later.
         variant: Whose rule: torch, optax, keras, mesh_tf or gpt_neo.
         foreach: Whether equal parameters are moved together; if not, each by itself, bit for bit as replay does.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        epsilon: What is added to the root of the second moment.
-        epsilon_root: What is added inside that root.
-        weight_decay_rate: Weight decay, multiplied by the learning rate; None for none.
-        exclude_from_weight_decay: Regexes of parameters that aren't decayed: searched in the path (slashes for dots),
-            in Keras' variant in its last part; in Optax's also {name: bool}.
-        amsgrad: Whether the largest second moment so far divides.
-        nesterov: Whether the first moment is corrected one step ahead.
-        dtype_momentum: Dtype of `m`, by name; None: the parameter's.
-        decoupled_weight_decay: True; what isn't decoupled is no AdamW and can't be stepped.
-        maximize: Whether the gradient's sign is turned.
-        global_norm_clip_threshold: Largest norm of all gradients of a group together.
-        clipnorm: Largest norm of each gradient.
-        clipvalue: Largest absolute value of each element of a gradient.
-        loss_scale_factor: What gradients are divided by first.
-        use_ema: Whether an average of the parameters is kept.
-        ema_momentum: Decay of that average.
-        ema_overwrite_frequency: Updates after which averages replace the parameters.
+        {options}
 
     Raises:
         StateError: There is no such variant, or it can't be stepped.
@@ -69,26 +51,9 @@ class AdamW(Engine):
         *,
         variant: str = "torch",
         foreach: bool = True,
-        beta1: float | Unset = UNSET,
-        beta2: float | Unset = UNSET,
-        epsilon: float | Unset = UNSET,
-        epsilon_root: float | Unset = UNSET,
-        weight_decay_rate: float | Unset | None = UNSET,
-        exclude_from_weight_decay: Sequence[str] | Mapping[str, bool] | Unset | None = UNSET,
-        amsgrad: bool | Unset = UNSET,
-        nesterov: bool | Unset = UNSET,
-        dtype_momentum: str | Unset | None = UNSET,
-        decoupled_weight_decay: bool | Unset = UNSET,
-        maximize: bool | Unset = UNSET,
-        global_norm_clip_threshold: float | Unset | None = UNSET,
-        clipnorm: float | Unset | None = UNSET,
-        clipvalue: float | Unset | None = UNSET,
-        loss_scale_factor: float | Unset | None = UNSET,
-        use_ema: bool | Unset = UNSET,
-        ema_momentum: float | Unset | None = UNSET,
-        ema_overwrite_frequency: int | Unset | None = UNSET,
+        **options: Unpack[AdamWOptions],
     ) -> None:
-        super().__init__(params, lr, variant, foreach, given(locals()))
+        super().__init__(params, lr, variant, foreach, options)
 
     @staticmethod
     def _schema() -> OptimizerSchema:

@@ -13,20 +13,18 @@ import torch
 from statekit.conversion.contracts import Hints
 from statekit.conversion.open_state import open_state
 from statekit.conversion.registry import layout
-from statekit.dropin.by_name import EXCLUDED, LOGICAL, SCALE, flags_of, path_of
-from statekit.errors import StateError, UsageError, fault_list
-from statekit.optim.adafactor_forms import MOMENTUM_ON
-from statekit.optim.run import stepped_variants
-from statekit.state.constants import variant_constants
+from statekit.dropin.by_name import path_of
+from statekit.dropin.matching import Given, match_faults, require_resumable
+from statekit.dropin.overrides import overridden
+from statekit.errors import Faults, StateError, UsageError
 from statekit.state.masters import as_params
-from statekit.state.options import RATE_NAMES, offered
-from statekit.state.schema import OptimizerSchema, load_schema
-from statekit.state.step_offset import with_offset
+from statekit.state.options import RATE_NAMES
+from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Rule, TrainState
-from statekit.tensors.tensor import DTYPES, Cast, Filled, Tensor, widens
+from statekit.tensors.tensor import Tensor, widens
 from statekit.torch.adafactor import Adafactor
 from statekit.torch.adamw import AdamW
-from statekit.torch.groups import is_rate
+from statekit.torch.groups import rate_fault
 from statekit.torch.lamb import LAMB
 from statekit.torch.lans import LANS
 from statekit.torch.scaled_adam import ScaledAdam
@@ -46,12 +44,8 @@ OPTIMIZERS: Mapping[str, Class] = {
 }
 """Schema -> the class that goes on with it."""
 
-_SHOWN = 40
-_FIXED = (
-    "factored", "min_dim_size_to_factor", "factor_map", "logical_factor_rules", "amsgrad", "use_ema",
-    "multi_precision", "clipping_scale", "size_update_period", "clipping_update_period",
-)  # fmt: skip
-"""Hyperparameters that decide which slots there are, and how long."""
+HOME = "statekit.torch"
+MAKERS = {schema: kind.__name__ for schema, kind in OPTIMIZERS.items()}
 _REMEDY = (
     "names must be those of the checkpoint, with dots or slashes; of a wrapped model pass the inner module"
 )
@@ -82,8 +76,9 @@ def load_optimizer(
             has it if None.
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names, as in its configuration.
-        **overrides: Canonical hyperparameters for every group, e.g. `clipping_threshold=None`; `step_offset="reset"`
-            lets the second moment's decay start anew, as finetuning does.
+        **overrides: Hyperparameters for every group, e.g. `clipping_threshold=None`; `step_offset="reset"` lets the
+            second moment's decay start anew, as finetuning does. What can be overridden is the law that
+            `statekit.dropin.overrides.overridden` states.
 
     Returns:
         The optimizer. What a step needs and nobody knows doesn't stop the loading, but the first step.
@@ -95,46 +90,18 @@ def load_optimizer(
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    if not is_rate(lr):
-        raise UsageError(
-            "This can't be a learning rate.", place="lr", expected="a number or 0-d tensor", found=repr(lr)
-        )
+    if fault := rate_fault(lr):
+        raise UsageError("This can't be a learning rate.", place="lr", found=fault)
     with open_state(Path(path), step=step, hints=Hints(dict(hparams or {}), variant)) as opened:
         state = as_params(opened.state)[0]
-        _class_of(state, path)
-        optimizer = optimizer_for(_overridden(state, overrides), named_parameters, path)
+        require_resumable(state, path, HOME, MAKERS)
+        anew = f"{HOME}.{MAKERS[state.optimizer.schema]}(...)"
+        optimizer = optimizer_for(overridden(state, overrides, "lr", anew), named_parameters, path)
     if lr is not None:
         for group in optimizer.param_groups:
             group["lr"] = lr
             group["initial_lr"] = lr.clone() if isinstance(lr, torch.Tensor) else lr
     return optimizer
-
-
-def _class_of(state: TrainState, place: object) -> Class:
-    schema, variant = state.optimizer.schema, state.optimizer.variant
-    candidates = stepped_variants(schema)
-    if variant is None and candidates:
-        raise UsageError(
-            f"The checkpoint can't tell which {schema} it is of, and they go on in other ways.",
-            place=place,
-            expected=f"variant= one of {', '.join(candidates)}",
-            remedy=f'load_optimizer(..., variant="{candidates[0]}"), or the one that the run used',
-        )
-    if variant not in candidates or schema not in OPTIMIZERS:
-        known = {name: ", ".join(stepped_variants(name)) for name in OPTIMIZERS}
-        raise StateError(
-            "statekit.torch has no optimizer that goes on with this state.",
-            place=place,
-            expected="; ".join(f"{name}, variant {variants}" for name, variants in known.items()),
-            found=f"{schema}, variant {variant or 'unknown'}",
-        )
-    if not state.slots:
-        raise StateError(
-            "The checkpoint holds parameters, but no optimizer state.",
-            place=place,
-            remedy=f"load_params reads it; begin with a new statekit.torch.{OPTIMIZERS[schema].__name__}",
-        )
-    return OPTIMIZERS[schema]
 
 
 def optimizer_for(
@@ -150,7 +117,8 @@ def optimizer_for(
     Raises:
         StateError: The parameters don't fit, or no optimizer here follows the rule; lists every fault.
     """
-    kind, state = _class_of(state, place), _rules_completed(state)
+    require_resumable(state, place, HOME, MAKERS)
+    kind, state = OPTIMIZERS[state.optimizer.schema], _rules_completed(state)
     groups = _grouped(state, named_parameters, place)
     saved = layout(LAYOUT).encode(state).tree["optimizer"]
     saved["param_groups"] = [group for group in saved["param_groups"] if group["params"]]
@@ -221,7 +189,9 @@ def _fitted(state: TrainState, model: torch.nn.Module, place: object) -> list[tu
         elif target.is_meta:
             faults.append(("has no storage in the model: it is on the meta device", name))
         pairs.append((target, tensor))
-    _refuse("The checkpoint's parameters don't fit the model", faults, place)
+    Faults(faults).check(
+        StateError, "The checkpoint's parameters don't fit the model", place=place, remedy=_REMEDY
+    )
     return pairs
 
 
@@ -236,32 +206,22 @@ def _grouped(
             expected="model.named_parameters()",
             found="parameters",
         )
-    given = {path_of(name): (name, param) for name, param in pairs}
-    recorded = {path_of(path): tensor for path, tensor in state.params.items()}
-    moved = {path_of(path): path for group in state.optimizer.groups for path in group.paths}
-    faults = [("stands twice among the parameters", n) for n, p in pairs if given[path_of(n)] != (n, p)]
-    faults += [
-        ("is in the checkpoint, but not among the parameters", p) for k, p in moved.items() if k not in given
+    given = {path_of(name): param for name, param in pairs}
+    mine = {path_of(n): Given(n, tuple(p.shape), p.requires_grad) for n, p in pairs}
+    stored = {path_of(path): tensor.shape for path, tensor in state.params.items()}
+    moved = [path_of(path) for group in state.optimizer.groups for path in group.paths]
+    faults = [
+        ("stands twice among the parameters", n)
+        for n, p in pairs
+        if mine[path_of(n)].name != n or given[path_of(n)] is not p
     ]
-    for key, (name, param) in given.items():
-        if key not in recorded:
-            if param.requires_grad:
-                faults.append(("isn't in the checkpoint", name))
-        elif tuple(param.shape) != recorded[key].shape:
-            faults.append((f"has shape {tuple(param.shape)}, in the checkpoint {recorded[key].shape}", name))
-    _refuse("The checkpoint doesn't fit the parameters", faults, place)
-    return [[given[path_of(p)] for p in group.paths] for group in state.optimizer.groups if group.paths]
-
-
-def _refuse(subject: str, faults: Sequence[tuple[str, str]], place: object) -> None:
-    if faults:
-        more = f"\n    and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        raise StateError(
-            f"{subject}: {len(faults)} faults.",
-            place=place,
-            found=fault_list(faults[:_SHOWN]) + more,
-            remedy=_REMEDY,
-        )
+    faults += match_faults(stored, moved, mine, "parameters")
+    Faults(faults).check(StateError, "The checkpoint doesn't fit the parameters", place=place, remedy=_REMEDY)
+    return [
+        [(mine[path_of(p)].name, given[path_of(p)]) for p in group.paths]
+        for group in state.optimizer.groups
+        if group.paths
+    ]
 
 
 def _named_rules(state: TrainState, pairs: Sequence[tuple[str, torch.Tensor]]) -> dict[str, Any]:
@@ -276,69 +236,3 @@ def _rules_completed(state: TrainState) -> TrainState:
     moved = [path for group in state.optimizer.groups for path in group.paths]
     assumed = {path: Rule((Axis.NONE,) * len(state.params[path].shape), "assumed") for path in moved}
     return replace(state, rules={**assumed, **state.rules})
-
-
-def _overridden(state: TrainState, overrides: Mapping[str, Any]) -> TrainState:
-    """Returns a state with hyperparameters as asked for, and momentum to fit them."""
-    schema = load_schema(state.optimizer.schema)
-    own = offered(schema.name, str(state.optimizer.variant))
-    open_to_change = [name for name in own if name not in (*_FIXED, LOGICAL)]
-    faults = [
-        (fault, f"{name}={value!r}")
-        for name, value in overrides.items()
-        if (fault := _override_fault(name, value, open_to_change, schema))
-    ]
-    if faults:
-        raise UsageError(
-            f"Overrides can't be made: {len(faults)}.",
-            found=fault_list(faults),
-            remedy="what the run was configured with goes into hparams={...}, the learning rate into lr=...",
-        )
-    changes = dict(overrides)
-    offset = changes.pop("step_offset", "keep")
-    for name in (SCALE, EXCLUDED):
-        if name == SCALE or isinstance(changes.get(name), Mapping):
-            changes |= {name: _flags_by_path(name, changes[name], state)} if name in changes else {}
-    state = with_offset(state.with_hyperparameters(**changes), offset)[0]
-    return _momentum_fitted(state) if {"beta1", "dtype_momentum"} & changes.keys() else state
-
-
-def _override_fault(name: str, value: Any, open_to_change: Sequence[str], schema: OptimizerSchema) -> str:
-    if name not in open_to_change:
-        fixed = name in _FIXED and name in schema.hyperparameters
-        return (
-            "would change which slots there are" if fixed else f"expected one of {', '.join(open_to_change)}"
-        )
-    if name == SCALE or (name == "step_offset" and value in ("keep", "reset")):
-        return ""
-    return schema.fault(name, value)
-
-
-def _flags_by_path(name: str, value: Any, state: TrainState) -> bool | dict[str, bool]:
-    paths = [path for group in state.optimizer.groups for path in group.paths]
-    faults: list[tuple[str, str]] = []
-    flags = flags_of(name, value, paths, faults)
-    if faults:
-        raise UsageError("Overrides can't be made.", found=fault_list(faults))
-    return flags if isinstance(flags, bool) else {path: flags[path_of(path)] for path in paths}
-
-
-def _momentum_fitted(state: TrainState) -> TrainState:
-    """Returns a state of Adafactor that has `m` exactly where beta1 is on: new ones are zeros, as all begin."""
-    if state.optimizer.schema != "adafactor":
-        return state
-    slots, switch = (
-        dict(state.slots),
-        variant_constants("adafactor", str(state.optimizer.variant))["momentum_on"],
-    )
-    for group in state.optimizer.groups:
-        beta1 = group.hyperparameters.get("beta1")
-        dtype = group.hyperparameters.get("dtype_momentum", "float32")
-        for path in group.paths:
-            own = {slot: tensor for slot, tensor in slots.get(path, {}).items() if slot != "m"}
-            if MOMENTUM_ON[switch](beta1):
-                old = slots.get(path, {}).get("m")
-                new = Filled(state.params[path].shape, DTYPES[dtype], 0.0, "momentum begins here")
-                own["m"] = new if old is None else old if old.dtype == new.dtype else Cast(old, new.dtype)
-            slots[path] = own
-    return replace(state, slots=slots)

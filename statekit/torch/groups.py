@@ -16,28 +16,29 @@ A group is a plain dict, so that `state_dict` and pickling carry it:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
-from statekit.converters.layouts.own.statekit_torch import by_other_names
-from statekit.dropin.by_name import EXCLUDED, MULTIPLIERS, SCALE, Faults, by_name, factor_rules, path_of
-from statekit.errors import UsageError, fault_list
-from statekit.state.constants import variant_constants
-from statekit.state.options import RATE_NAMES, option_faults
+from statekit.dropin.by_name import by_name, factor_rules, path_of, refuse_by_name
+from statekit.dropin.options import refuse_options
+from statekit.errors import Faults, UsageError
+from statekit.state.options import (
+    BY_NAME,
+    FACTOR_MAP,
+    RATE,
+    RATE_NAMES,
+    by_other_names,
+    is_rate,
+    native_options,
+    read_options,
+)
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Group, Rule
-from statekit.tensors.tensor import DTYPES
 
 ParamGroup: TypeAlias = dict[str, Any]
 
-_SHOWN = 40
-_RULES_REMEDY = (
-    'give factor_map=[(regex, ["ROW", "COLUMN", "BATCH" or "NONE" for each axis]), ...] as in the run whose rule '
-    "it is, or factored=False"
-)
 _OURS = ("params", "param_names", "lr", "schema", "variant", "step", "behind", "rules", "slots", "foreach")
 
 
@@ -63,19 +64,19 @@ def check_named(group: ParamGroup, others: Sequence[ParamGroup]) -> None:
         pairs = list(zip(names, group["params"], strict=True))
     taken = {path_of(name): name for other in others for name in other["param_names"]}
     held = {id(param) for other in others for param in other["params"]}
-    faults: list[tuple[str, str]] = []
+    faults = Faults()
     for name, param in pairs:
         if path_of(name) in taken:
-            faults.append((f"has the name of another parameter, {taken[path_of(name)]}", name))
+            faults.add(f"has the name of another parameter, {taken[path_of(name)]}", name)
         elif id(param) in held:
-            faults.append(("is another name of a parameter that is there already", name))
+            faults.add("is another name of a parameter that is there already", name)
         if not param.is_floating_point():
-            faults.append((f"is {param.dtype}; only real floating-point parameters can be stepped", name))
+            faults.add(f"is {param.dtype}; only real floating-point parameters can be stepped", name)
         elif param.layout != torch.strided:
-            faults.append((f"is {param.layout}; only dense parameters can be stepped", name))
+            faults.add(f"is {param.layout}; only dense parameters can be stepped", name)
         taken[path_of(name)] = name
         held.add(id(param))
-    _refuse("Parameters can't be optimized", faults)
+    faults.check(UsageError, "Parameters can't be optimized")
 
 
 def _is_named(item: Any) -> bool:
@@ -87,8 +88,53 @@ def _is_named(item: Any) -> bool:
     )
 
 
-def settle(group: ParamGroup, schema: OptimizerSchema, variant: str) -> None:
-    """Settles what a new group says by name, and checks its values.
+def read_group(group: ParamGroup, schema: OptimizerSchema, variant: str) -> None:
+    """Puts the options of a new group under their canonical names, before the optimizer's defaults join them.
+
+    Keys that mean nothing here stay: schedulers and users keep their own there.
+
+    Raises:
+        UsageError: A value can't be, is said twice, or has another optimizer's name; lists every one.
+    """
+    natives = native_options(schema.name, variant)
+    known = {*schema.hyperparameters, *natives, *RATE_NAMES} - {"lr"}
+    said = {key: value for key, value in group.items() if key in known}
+    options = read_options(schema.name, variant, said, rate="lr")
+    faults = [*options.faults, *_group_faults(group, schema, variant)]
+    refuse_options(faults, options.remedy)
+    for key in said:
+        del group[key]
+    group.update(options.values)
+
+
+def _group_faults(group: ParamGroup, schema: OptimizerSchema, variant: str) -> Iterator[tuple[str, str]]:
+    if fault := rate_fault(group.get("lr")):
+        yield fault, "lr"
+    step = group.get("step", 0)
+    if not isinstance(step, int) or step < 0:
+        yield f"is {step!r}, expected the number of updates done", "step"
+    own = group.get("schema", schema.name), group.get("variant", variant)
+    if own != (schema.name, variant):
+        yield f"is {own[1]!r}, expected {variant} in all groups of an optimizer", "variant"
+    known = {*schema.hyperparameters, *native_options(schema.name, variant), *_OURS}
+    for canonical in schema.hyperparameters:
+        natives = {schema.spelling(other, canonical).argument for other in schema.variants}
+        for native in sorted(natives - known):
+            if native in group:  # it would be ignored: nobody knows the name
+                yield f"is another optimizer's name for {canonical}", native
+
+
+def rate_fault(lr: Any) -> str:
+    """Returns why a value can't be a group's learning rate; "" if it can."""
+    if isinstance(lr, torch.Tensor):
+        fits = lr.dim() == 0 and (lr.device.type != "cpu" or is_rate(lr.item()))
+    else:
+        fits = lr is None or is_rate(lr)
+    return "" if fits else f"is {lr!r}, expected {RATE}, a 0-d tensor or None"
+
+
+def settle_group(group: ParamGroup, schema: OptimizerSchema, variant: str) -> None:
+    """Settles what a new group says by name.
 
     Args:
         group: The group, with the optimizer's defaults.
@@ -96,65 +142,18 @@ def settle(group: ParamGroup, schema: OptimizerSchema, variant: str) -> None:
         variant: The optimizer's variant.
 
     Raises:
-        UsageError: A value can't be, an option has another optimizer's name, or a parameter has no factor rule;
-            lists every one.
+        UsageError: A parameter has no factor rule, or an option leaves it open; lists every one.
     """
-    _refuse("The optimizer's options can't be used", list(_option_faults(group, schema, variant)))
     names: list[str] = group["param_names"]
-    faults: Faults = []
+    faults = Faults()
     shapes = {name: tuple(param.shape) for name, param in zip(names, group["params"], strict=True)}
     if "rules" not in group:
         rules = factor_rules(schema, variant, group, shapes, faults)
         group["rules"] = {name: rule.to_json() for name, rule in rules.items()}
-    group.pop("factor_map", None)
-    flags = {option: group[option] for option in (SCALE, EXCLUDED) if option in group}
-    own_names = {path_of(name): name for name in names}
-    group.update(by_other_names(by_name(schema, variant, flags, names, faults), own_names))
-    faults += [
-        (f"isn't a parameter of the group; {key} belongs into the group that has it", name)
-        for key in MULTIPLIERS
-        for name in group.get(key) or ()
-        if path_of(name) not in own_names
-    ]
-    if faults:
-        raise UsageError(
-            f"What the options say by name doesn't fit the parameters: {len(faults)} faults.",
-            found=fault_list(faults[:_SHOWN]),
-            remedy=_RULES_REMEDY if "v_row" in schema.slots else "",
-        )
-
-
-def _option_faults(group: ParamGroup, schema: OptimizerSchema, variant: str) -> Iterator[tuple[str, str]]:
-    options = {name: group[name] for name in schema.hyperparameters if name in group and name != "lr"}
-    yield from option_faults(schema.name, variant, options)
-    by_mask = variant_constants(schema.name, variant).get("decay_exclusions") == "mask"
-    if isinstance(group.get(EXCLUDED), Mapping) and not by_mask:
-        yield "is a map, expected a list of regexes", EXCLUDED
-    if (group.get("dtype_momentum") or "float32") not in DTYPES:
-        yield f"is {group['dtype_momentum']!r}, expected a dtype", "dtype_momentum"
-    if not is_rate(group["lr"]):
-        yield f"is {group['lr']!r}, expected a number from 0 on, a 0-d tensor or None", "lr"
-    if not isinstance(group["step"], int) or group["step"] < 0:
-        yield f"is {group['step']!r}, expected the number of updates done", "step"
-    if (group["schema"], group["variant"]) != (schema.name, variant):
-        yield f"is {group['variant']!r}, expected {variant} in all groups of an optimizer", "variant"
-    for canonical, spec in schema.hyperparameters.items():
-        natives = {str(native.get("name", canonical)).partition("[")[0] for native in spec["native"].values()}
-        for native in sorted(natives - {*schema.hyperparameters, *_OURS}):
-            if native in group:  # it would be ignored: nobody knows the name
-                yield f"is another optimizer's name for {canonical}", native
-
-
-def is_rate(lr: Any) -> bool:
-    """Tells whether a value can be a group's learning rate."""
-    if isinstance(lr, torch.Tensor):
-        return lr.dim() == 0
-    return lr is None or (isinstance(lr, (int, float)) and not isinstance(lr, bool) and 0 <= lr < math.inf)
-
-
-def _refuse(subject: str, faults: Sequence[tuple[str, str]]) -> None:
-    if faults:
-        raise UsageError(f"{subject}: {len(faults)} faults.", found=fault_list(faults[:_SHOWN]))
+    group.pop(FACTOR_MAP, None)
+    said = {option: group[option] for option in BY_NAME if option in group}
+    group.update(by_name(schema, variant, said, names, faults))
+    refuse_by_name(schema, faults)
 
 
 def canonical(group: ParamGroup) -> Group:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import final
+from typing import Unpack, final
 
-from statekit.dropin.by_name import UNSET, Unset, given
+from statekit.dropin.options import LambOptions, documented
 from statekit.state.schema import OptimizerSchema, load_schema
-from statekit.torch.optimizer import Engine, Params, Rate
+from statekit.torch.optimizer import Params, Rate, SchemaOptimizer
 
 
+@documented("lamb", "optax")
 @final
-class LAMB(Engine):
+class LAMB(SchemaOptimizer):
     """Moves parameters by LAMB (You et al. 2019) as Optax or Keras has it.
 
     The state of a parameter is `m` and `v`, float32 as the parameter, and with `use_ema` its `average`. Each group
@@ -25,20 +25,7 @@ class LAMB(Engine):
         lr: Learning rate: a number, a 0-d tensor, or None if it is given later.
         variant: Whose rule: optax or keras.
         foreach: Whether equal parameters are moved together; if not, each by itself, bit for bit as replay does.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        epsilon: What is added to the root of the second moment.
-        epsilon_root: What is added inside that root.
-        weight_decay_rate: Weight decay; None for none.
-        exclude_from_weight_decay: Regexes of parameters that aren't decayed: searched in the path (slashes for dots),
-            in Keras' variant in its last part; in Optax's also {name: bool}.
-        global_norm_clip_threshold: Largest norm of all gradients of a group together.
-        clipnorm: Largest norm of each gradient.
-        clipvalue: Largest absolute value of each element of a gradient.
-        loss_scale_factor: What gradients are divided by first.
-        use_ema: Whether an average of the parameters is kept.
-        ema_momentum: Decay of that average.
-        ema_overwrite_frequency: Updates after which averages replace the parameters.
+        {options}
 
     Raises:
         StateError: There is no such variant, or it can't be stepped.
@@ -63,21 +50,9 @@ class LAMB(Engine):
         *,
         variant: str = "optax",
         foreach: bool = True,
-        beta1: float | Unset = UNSET,
-        beta2: float | Unset = UNSET,
-        epsilon: float | Unset = UNSET,
-        epsilon_root: float | Unset = UNSET,
-        weight_decay_rate: float | Unset | None = UNSET,
-        exclude_from_weight_decay: Sequence[str] | Mapping[str, bool] | Unset | None = UNSET,
-        global_norm_clip_threshold: float | Unset | None = UNSET,
-        clipnorm: float | Unset | None = UNSET,
-        clipvalue: float | Unset | None = UNSET,
-        loss_scale_factor: float | Unset | None = UNSET,
-        use_ema: bool | Unset = UNSET,
-        ema_momentum: float | Unset | None = UNSET,
-        ema_overwrite_frequency: int | Unset | None = UNSET,
+        **options: Unpack[LambOptions],
     ) -> None:
-        super().__init__(params, lr, variant, foreach, given(locals()))
+        super().__init__(params, lr, variant, foreach, options)
 
     @staticmethod
     def _schema() -> OptimizerSchema:

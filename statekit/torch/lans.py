@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import final
+from typing import Unpack, final
 
-from statekit.dropin.by_name import UNSET, Unset, given
+from statekit.dropin.options import LansOptions, documented
 from statekit.state.schema import OptimizerSchema, load_schema
-from statekit.torch.optimizer import Engine, Params, Rate
+from statekit.torch.optimizer import Params, Rate, SchemaOptimizer
 
 
+@documented("lans", "mxnet_fused")
 @final
-class LANS(Engine):
+class LANS(SchemaOptimizer):
     """Moves parameters by LANS (Zheng et al. 2020): LAMB with Nesterov's momentum, each gradient normalised.
 
     The state of a parameter is `m` and `v` in float32, and with `multi_precision` a float32 `master` beside each
@@ -27,22 +27,7 @@ class LANS(Engine):
         lr: Learning rate: a number, a 0-d tensor, or None if it is given later.
         variant: Whose rule: mxnet_fused, mxnet_unfused, mxnet_gpu, paper or apex_fused. States look alike in all.
         foreach: Whether equal parameters are moved together; if not, each by itself, bit for bit as replay does.
-        beta1: Decay of the first moment, and weight of the first half of the update.
-        beta2: Decay of the second moment.
-        epsilon: What is added to the root of the second moment.
-        wd: Weight decay.
-        lower_bound: Smallest weight norm in the trust ratios; None for none.
-        upper_bound: Largest weight norm in the trust ratios; None for none.
-        clip_gradient: Largest absolute value of an element of the normalised gradient; None for none.
-        rescale_grad: Factor of gradients before anything else.
-        lr_mult: Factors of the learning rate, {name: number}.
-        wd_mult: Factors of the weight decay, {name: number}.
-        multi_precision: Whether float16 parameters have a float32 master.
-        begin_num_update: Count that every parameter starts from.
-        bias_correction: Whether moments are corrected for their zero start.
-        grad_averaging: Whether a gradient enters the first moment with 1 - beta1 instead of 1.
-        normalize_grad: Whether gradients are divided by their norm.
-        adam_w_mode: Whether weight decay is added to the direction instead of to the gradient.
+        {options}
 
     Raises:
         StateError: There is no such variant, or it can't be stepped.
@@ -68,24 +53,9 @@ class LANS(Engine):
         *,
         variant: str = "mxnet_fused",
         foreach: bool = True,
-        beta1: float | Unset = UNSET,
-        beta2: float | Unset = UNSET,
-        epsilon: float | Unset = UNSET,
-        wd: float | Unset = UNSET,
-        lower_bound: float | Unset | None = UNSET,
-        upper_bound: float | Unset | None = UNSET,
-        clip_gradient: float | Unset | None = UNSET,
-        rescale_grad: float | Unset = UNSET,
-        lr_mult: Mapping[str, float] | Unset = UNSET,
-        wd_mult: Mapping[str, float] | Unset = UNSET,
-        multi_precision: bool | Unset = UNSET,
-        begin_num_update: int | Unset = UNSET,
-        bias_correction: bool | Unset = UNSET,
-        grad_averaging: bool | Unset = UNSET,
-        normalize_grad: bool | Unset = UNSET,
-        adam_w_mode: bool | Unset = UNSET,
+        **options: Unpack[LansOptions],
     ) -> None:
-        super().__init__(params, lr, variant, foreach, given(locals()))
+        super().__init__(params, lr, variant, foreach, options)
 
     @staticmethod
     def _schema() -> OptimizerSchema:

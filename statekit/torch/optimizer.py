@@ -1,4 +1,4 @@
-"""The engine behind every optimizer of statekit.torch: groups, steps, states."""
+"""What every optimizer of statekit.torch is: groups, steps, states."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any, TypeAlias
 import torch
 from torch._compile import _disable_dynamo
 
-from statekit.dropin.by_name import LOGICAL
+from statekit.dropin.options import refuse_options
 from statekit.errors import UnknownRuleError, UsageError, fault_list
 from statekit.optim.adafactor import next_decay
 from statekit.optim.run import steps_for
-from statekit.state.options import offered
+from statekit.state.options import LOGICAL, offered, read_options
 from statekit.state.schema import OptimizerSchema
 from statekit.torch.fast.batching import in_own_memory, laid_together
-from statekit.torch.groups import ParamGroup, check_named, settle
-from statekit.torch.slots import Held, first_group_slots, first_slots
+from statekit.torch.groups import ParamGroup, check_named, rate_fault, read_group, settle_group
+from statekit.torch.slots import Slots, first_group_slots, first_slots
 from statekit.torch.state_matching import match, taken_over
 from statekit.torch.step import move
-from statekit.torch.update_plan import Settlement, settle_group
+from statekit.torch.update_plan import GroupPlan, plan_group
 
 Params: TypeAlias = Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 Rate: TypeAlias = float | torch.Tensor | None
 
 
-class Engine(torch.optim.Optimizer, ABC):
+class SchemaOptimizer(torch.optim.Optimizer, ABC):
     """An optimizer of one schema: its classes differ in their signature alone.
 
     Args:
@@ -37,7 +37,7 @@ class Engine(torch.optim.Optimizer, ABC):
         variant: Whose rule; a variant of the schema.
         foreach: Whether equal parameters are moved together, and by fast paths where there are some. If not, each
             is moved by itself by the reference text, bit for bit as replay does.
-        options: Canonical hyperparameters; the others are as the variant has them.
+        options: Hyperparameters by their canonical names or the variant's own; the others are as the variant has them.
 
     Raises:
         StateError: There is no such variant, or it can't be stepped.
@@ -49,10 +49,13 @@ class Engine(torch.optim.Optimizer, ABC):
     ) -> None:
         schema = self._schema()
         steps_for(schema.name, variant)
+        said = read_options(schema.name, variant, options, rate="lr")
+        fault = rate_fault(lr)
+        refuse_options([*said.faults, *([(fault, "lr")] if fault else [])], said.remedy)
         known = {name: value for name, value in offered(schema.name, variant).items() if name != LOGICAL}
         kept = {"lr": lr, "step": 0, "schema": schema.name, "variant": variant, "foreach": foreach}
-        self._settled: dict[int, Settlement] = {}
-        super().__init__(params, {**kept, **known, **options})
+        self._plans: dict[int, GroupPlan] = {}
+        super().__init__(params, {**kept, **known, **said.values})
 
     @staticmethod
     @abstractmethod
@@ -62,7 +65,7 @@ class Engine(torch.optim.Optimizer, ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes over what a copy or a pickle holds."""
         super().__setstate__(state)
-        self._settled = {}
+        self._plans = {}
         self._hold([*self.state], [*self.state.values()])
 
     def add_param_group(self, param_group: ParamGroup) -> None:
@@ -71,10 +74,12 @@ class Engine(torch.optim.Optimizer, ABC):
         Raises:
             UsageError: As for the optimizer itself; the group isn't added then.
         """
+        schema, variant = self._schema(), self.defaults["variant"]
         check_named(param_group, self.param_groups)
+        read_group(param_group, schema, variant)
         super().add_param_group(param_group)
         try:
-            settle(param_group, self._schema(), self.defaults["variant"])
+            settle_group(param_group, schema, variant)
             slots = list(first_slots(param_group))
             whole = first_group_slots(param_group)
         except BaseException:
@@ -107,10 +112,10 @@ class Engine(torch.optim.Optimizer, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy or a pickle holds."""
-        held = super().__getstate__()
+        whole = super().__getstate__()
         return {
-            **held,
-            "state": defaultdict(dict, {key: _own(slots) for key, slots in held["state"].items()}),
+            **whole,
+            "state": defaultdict(dict, {key: _unshared(slots) for key, slots in whole["state"].items()}),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,7 +125,7 @@ class Engine(torch.optim.Optimizer, ABC):
         """
         found = super().state_dict()
         if "state" in found:  # a hook may return anything
-            found["state"] = {index: _own(slots) for index, slots in found["state"].items()}
+            found["state"] = {index: _unshared(slots) for index, slots in found["state"].items()}
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -137,44 +142,44 @@ class Engine(torch.optim.Optimizer, ABC):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         found = match(self._schema().name, self.param_groups, state_dict)
-        self.param_groups, self._settled = list(found.groups), {}
+        self.param_groups, self._plans = list(found.groups), {}
         self._hold([p for p, _ in found.slots], [taken_over(p, sources) for p, sources in found.slots])
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _hold(self, params: Sequence[torch.Tensor], slots: Sequence[Held]) -> None:
+    def _hold(self, params: Sequence[torch.Tensor], slots: Sequence[Slots]) -> None:
         self.state.update(zip(params, laid_together(slots), strict=True))
 
     @_disable_dynamo  # a compiled caller runs it as it is: the fast paths leave nothing to fuse
     def _update(self) -> None:
-        settled = [self._settlement(i, group) for i, group in enumerate(self.param_groups)]
-        self._check_ready(settled)
-        for group, settlement in zip(self.param_groups, settled, strict=True):
-            move(group, settlement, self.state)
+        plans = [self._plan_of(i, group) for i, group in enumerate(self.param_groups)]
+        self._check_ready(plans)
+        for group, plan in zip(self.param_groups, plans, strict=True):
+            move(group, plan, self.state)
 
-    def _settlement(self, index: int, group: ParamGroup) -> Settlement:
-        settled = self._settled.get(index)
-        if settled is None or not settled.holds(group):
+    def _plan_of(self, index: int, group: ParamGroup) -> GroupPlan:
+        plan = self._plans.get(index)
+        if plan is None or not plan.holds(group):
             for param in group["params"]:  # a model may have moved since
-                held = self.state[param]
-                self.state[param] = {name: value.to(param.device) for name, value in held.items()}
-            settled = self._settled[index] = settle_group(group, self.state)
-        return settled
+                slots = self.state[param]
+                self.state[param] = {name: value.to(param.device) for name, value in slots.items()}
+            plan = self._plans[index] = plan_group(group, self.state)
+        return plan
 
-    def _check_ready(self, settled: Sequence[Settlement]) -> None:
+    def _check_ready(self, plans: Sequence[GroupPlan]) -> None:
         faults, sparse = [], []
-        for i, (group, settlement) in enumerate(zip(self.param_groups, settled, strict=True)):
-            if group["lr"] is None and settlement.rate_needed:
+        for i, (group, plan) in enumerate(zip(self.param_groups, plans, strict=True)):
+            if group["lr"] is None and plan.rate_needed:
                 faults.append(("no learning rate: set lr", f"group {i}"))
             for name, path, param in zip(
-                group["param_names"], settlement.group.paths, group["params"], strict=True
+                group["param_names"], plan.group.paths, group["params"], strict=True
             ):
                 if param.grad is None:
                     continue
                 if param.grad.layout != torch.strided:
                     sparse.append((f"has a gradient of layout {param.grad.layout}", name))
-                if path in settlement.faults:
-                    faults.append((settlement.faults[path], name))
+                if path in plan.faults:
+                    faults.append((plan.faults[path], name))
         if faults:
             raise UnknownRuleError(
                 "The optimizer doesn't know all that a step needs.",
@@ -193,5 +198,5 @@ class Engine(torch.optim.Optimizer, ABC):
                 next_decay(group["step"], group["step_offset"], group["decay_rate"])
 
 
-def _own(slots: Held) -> Held:
+def _unshared(slots: Slots) -> Slots:
     return {name: in_own_memory(value) for name, value in slots.items()}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Unpack, final
 
-from statekit.dropin.by_name import UNSET, Unset, given
+from statekit.dropin.options import ScaledAdamOptions, documented
 from statekit.state.schema import OptimizerSchema, load_schema
-from statekit.torch.optimizer import Engine, Params, Rate
+from statekit.torch.optimizer import Params, Rate, SchemaOptimizer
 
 
+@documented("scaled_adam", "zip2025")
 @final
-class ScaledAdam(Engine):
+class ScaledAdam(SchemaOptimizer):
     """Moves parameters as one of the generations of icefall's ScaledAdam does; by default as the newest.
 
     The state of a parameter is `delta` and `exp_avg_sq`, and of one with several elements `param_rms`,
@@ -26,16 +27,7 @@ class ScaledAdam(Engine):
         lr: Learning rate, relative to the size of a parameter: a number, a 0-d tensor, or None if it is given later.
         variant: Whose rule: gptsovits, pt7, zip202305, zip202310, zip202407 or zip2025. States look alike in all.
         foreach: Whether equal parameters are moved together; if not, each by itself, bit for bit as replay does.
-        clipping_scale: Largest norm of a group's gradients, as a multiple of the median of recent norms; None for no
-            clipping.
-        betas: Decay of the momentum, and of the second moment.
-        scalar_lr_scale: Factor of the learning rate for one-element parameters and for the size update.
-        eps: What is added to roots before they divide.
-        param_min_rms: Smallest root mean square that steps are scaled by.
-        param_max_rms: Largest root mean square that the size update aims at.
-        scalar_max: Largest absolute value of a one-element parameter.
-        size_update_period: Updates between two updates of a parameter's size.
-        clipping_update_period: Updates between two estimates of the threshold.
+        {options}
 
     Raises:
         StateError: There is no such variant, or it can't be stepped.
@@ -61,17 +53,9 @@ class ScaledAdam(Engine):
         *,
         variant: str = "zip2025",
         foreach: bool = True,
-        clipping_scale: float | Unset | None = UNSET,
-        betas: tuple[float, float] | Unset = UNSET,
-        scalar_lr_scale: float | Unset = UNSET,
-        eps: float | Unset = UNSET,
-        param_min_rms: float | Unset = UNSET,
-        param_max_rms: float | Unset = UNSET,
-        scalar_max: float | Unset = UNSET,
-        size_update_period: int | Unset = UNSET,
-        clipping_update_period: int | Unset = UNSET,
+        **options: Unpack[ScaledAdamOptions],
     ) -> None:
-        super().__init__(params, lr, variant, foreach, given(locals()))
+        super().__init__(params, lr, variant, foreach, options)
 
     @staticmethod
     def _schema() -> OptimizerSchema:

@@ -15,19 +15,19 @@ from statekit.state.train_state import Group, Rule
 from statekit.tensors.tensor import DTYPES, DType, Tensor
 from statekit.torch.groups import ParamGroup, canonical, rules_of
 
-Held: TypeAlias = dict[str, torch.Tensor]
+Slots: TypeAlias = dict[str, torch.Tensor]
 Source: TypeAlias = torch.Tensor | Tensor
 """Where values come from: memory, or a file that is read block by block."""
 
 
-def first_slots(group: ParamGroup) -> Iterator[Held]:
+def first_slots(group: ParamGroup) -> Iterator[Slots]:
     """Yields the slots of each of a group's parameters before its first update, where the parameter lives."""
     whole, rules = _completed(group, {}), rules_of(group)
     for path, param in zip(whole.paths, group["params"], strict=True):
         yield _init(group, whole, path, rules.get(path), param.detach())
 
 
-def first_group_slots(group: ParamGroup, found: Mapping[str, Source] | None = None) -> Held:
+def first_group_slots(group: ParamGroup, found: Mapping[str, Source] | None = None) -> Slots:
     """Returns the slots of a group as a whole before its first update.
 
     Args:
@@ -41,7 +41,7 @@ def first_group_slots(group: ParamGroup, found: Mapping[str, Source] | None = No
 
 def expected_slots(
     group: ParamGroup, path: str, param: torch.Tensor, rule: Rule | None, found: Mapping[str, Source]
-) -> Held:
+) -> Slots:
     """Returns the slots that a parameter must have, without values: on the meta device.
 
     Args:
@@ -55,7 +55,7 @@ def expected_slots(
     return _init(group, _completed(group, found), path, rule, shape)
 
 
-def _init(group: ParamGroup, whole: Group, path: str, rule: Rule | None, param: torch.Tensor) -> Held:
+def _init(group: ParamGroup, whole: Group, path: str, rule: Rule | None, param: torch.Tensor) -> Slots:
     steps, variant = steps_for(group["schema"], group["variant"]), group["variant"]
     return steps.init(backend("torch"), param, steps.settle(whole, path, rule, variant), variant)
 

@@ -10,21 +10,21 @@ from typing import Any, TypeAlias
 import torch
 
 from statekit.arrays.backend import backend
-from statekit.converters.layouts.own.statekit_torch import BY_NAME, CLASSES
+from statekit.converters.layouts.own.statekit_torch import CLASSES
 from statekit.dropin.by_name import path_of
-from statekit.errors import StateError, fault_list
+from statekit.errors import Faults, StateError
 from statekit.optim.run import counts_apart
+from statekit.state.options import BY_NAME
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Rule
 from statekit.tensors.tensor import Tensor, blocks, widens
-from statekit.torch.groups import ParamGroup
+from statekit.torch.groups import ParamGroup, rate_fault
 from statekit.torch.sharding import is_sharded, laid_out_like, own_part
-from statekit.torch.slots import Held, Source, dtype_of, expected_slots, first_group_slots
+from statekit.torch.slots import Slots, Source, dtype_of, expected_slots, first_group_slots
 
 Sources: TypeAlias = Mapping[str, tuple[Source | None, torch.Tensor]]
 """Slot -> its values (None: those before the first update), and a tensor of the shape and dtype it shall have."""
 
-_SHOWN = 40
 _KEPT = ("params", "param_names", "schema", "variant", "slots")
 """Keys of a group that are its own, whatever a state says, or that are fitted by themselves."""
 
@@ -60,7 +60,7 @@ def match(schema: str, groups: Sequence[ParamGroup], saved: Mapping[str, Any]) -
     Raises:
         StateError: It doesn't fit; lists every fault.
     """
-    faults: list[tuple[str, str]] = []
+    faults = Faults()
     theirs = _saved(schema, saved, faults)
     ours = {path_of(name): name for group in groups for name in group["param_names"]}
     faults += [("isn't in the state", name) for path, name in ours.items() if path not in theirs]
@@ -78,26 +78,25 @@ def match(schema: str, groups: Sequence[ParamGroup], saved: Mapping[str, Any]) -
             continue
         stored = saved["param_groups"][partner]
         if stored.get("variant") not in (group["variant"], None):
-            faults.append(
-                (f"is of variant {stored['variant']}, the optimizer of {group['variant']}", f"group {i}")
+            faults.add(
+                f"is of variant {stored['variant']}, the optimizer of {group['variant']}", f"group {i}"
             )
             continue
+        faults += _value_faults(stored, schema, f"group {i}")
         whole = _merged(group, stored, theirs)
         fitted.append(_with_slots(whole, stored.get("slots", {}), f"group {i}", faults))
         for name, param in zip(group["param_names"], group["params"], strict=True):
             if (own := theirs.get(path_of(name))) is not None:
                 slots.append((param, _sources(name, param, own.slots, whole, faults)))
-    if faults:
-        more = f"\n    and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        raise StateError(
-            f"The state doesn't fit the optimizer: {len(faults)} faults.",
-            found=fault_list(faults[:_SHOWN]) + more,
-            remedy="names and shapes must be those of the run; of a wrapped model pass the inner module's parameters",
-        )
+    faults.check(
+        StateError,
+        "The state doesn't fit the optimizer",
+        remedy="names and shapes must be those of the run; of a wrapped model pass the inner module's parameters",
+    )
     return Match(tuple(fitted), tuple(slots))
 
 
-def _saved(schema: str, saved: Mapping[str, Any], faults: list[tuple[str, str]]) -> dict[str, _Saved]:
+def _saved(schema: str, saved: Mapping[str, Any], faults: Faults) -> dict[str, _Saved]:
     """Returns what the state holds, by path."""
     groups, state = saved.get("param_groups"), saved.get("state")
     ours = isinstance(groups, Sequence) and all(_is_ours(schema, group) for group in groups)
@@ -112,7 +111,7 @@ def _saved(schema: str, saved: Mapping[str, Any], faults: list[tuple[str, str]])
     for i, group in enumerate(groups):
         for name, index in zip(group["param_names"], group["params"], strict=True):
             if path_of(name) in found:
-                faults.append(("stands in the state twice", name))
+                faults.add("stands in the state twice", name)
             found[path_of(name)] = _Saved(i, name, state.get(index))
     return found
 
@@ -126,21 +125,31 @@ def _is_ours(schema: str, group: Any) -> bool:
 
 
 def _partners(
-    groups: Sequence[ParamGroup], theirs: Mapping[str, _Saved], faults: list[tuple[str, str]]
+    groups: Sequence[ParamGroup], theirs: Mapping[str, _Saved], faults: Faults
 ) -> Iterator[int | None]:
     """Yields for each group the one of the state that holds the same parameters."""
     claimed: dict[int, int] = {}
     for i, group in enumerate(groups):
         found = sorted({theirs[path_of(n)].group for n in group["param_names"] if path_of(n) in theirs})
         if len(found) > 1:
-            faults.append((f"holds parameters of the groups {found} of the state", f"group {i}"))
+            faults.add(f"holds parameters of the groups {found} of the state", f"group {i}")
         elif found and found[0] in claimed:
             whose = f"group {claimed[found[0]]}"
-            faults.append((f"shares the state's group {found[0]} with {whose}", f"group {i}"))
+            faults.add(f"shares the state's group {found[0]} with {whose}", f"group {i}")
         partner = found[0] if found else None
         if partner is not None:
             claimed.setdefault(partner, i)
         yield partner
+
+
+def _value_faults(saved: Mapping[str, Any], schema: str, place: str) -> Iterator[tuple[str, str]]:
+    """Yields what is wrong with the values of a group of the state."""
+    rules = load_schema(schema)
+    for name in rules.hyperparameters:
+        if name in saved and name != "lr" and (fault := rules.fault(name, saved[name])):
+            yield f"is {saved[name]!r:.80}, {fault}", f"{place}/{name}"
+    if fault := rate_fault(saved.get("lr")):
+        yield fault, f"{place}/lr"
 
 
 def _merged(group: ParamGroup, saved: Mapping[str, Any], theirs: Mapping[str, _Saved]) -> ParamGroup:
@@ -157,9 +166,7 @@ def _merged(group: ParamGroup, saved: Mapping[str, Any], theirs: Mapping[str, _S
     return whole
 
 
-def _with_slots(
-    group: ParamGroup, found: Mapping[str, Any], place: str, faults: list[tuple[str, str]]
-) -> ParamGroup:
+def _with_slots(group: ParamGroup, found: Mapping[str, Any], place: str, faults: Faults) -> ParamGroup:
     """Returns a group with new tensors for its own slots."""
     first = first_group_slots(group, found)
     if not first or (not found and group["step"] == 0):
@@ -171,30 +178,28 @@ def _with_slots(
     return {**group, "slots": {name: _filled(source, want, near) for name, (source, want) in fitted.items()}}
 
 
-def _sources(
-    name: str, param: torch.Tensor, slots: Any, group: ParamGroup, faults: list[tuple[str, str]]
-) -> Sources:
+def _sources(name: str, param: torch.Tensor, slots: Any, group: ParamGroup, faults: Faults) -> Sources:
     path, rule = path_of(name), None
     if "v_row" in load_schema(group["schema"]).slots:
         try:
             rule = Rule.from_json(group["rules"][name])
         except (LookupError, TypeError, ValueError):
-            faults.append(("has no factor rule in the state", name))
+            faults.add("has no factor rule in the state", name)
             return {}
         if len(rule.axes) != param.dim():
-            faults.append((f"has rank {param.dim()}, in the state {len(rule.axes)}", name))
+            faults.add(f"has rank {param.dim()}, in the state {len(rule.axes)}", name)
             return {}
     if not isinstance(slots, Mapping):
         unborn = counts_apart(group["schema"], group["variant"])
         if unborn and not group.get("behind", {}).get(name, group["step"]):
             return {slot: (None, own) for slot, own in expected_slots(group, path, param, rule, {}).items()}
-        faults.append(("has no slots in the state", name))
+        faults.add("has no slots in the state", name)
         return {}
     return _fitted(slots, expected_slots(group, path, param, rule, slots), name, faults)
 
 
 def _fitted(
-    slots: Mapping[str, Any], expected: Held, place: str, faults: list[tuple[str, str]]
+    slots: Mapping[str, Any], expected: Slots, place: str, faults: Faults
 ) -> dict[str, tuple[Source, torch.Tensor]]:
     """Returns slots with what each shall be."""
     faults += [
@@ -204,20 +209,18 @@ def _fitted(
     for slot, want in expected.items():
         source = slots.get(slot)
         if not isinstance(source, (torch.Tensor, Tensor)):
-            faults.append((f"has no slot {slot} in the state", place))
+            faults.add(f"has no slot {slot} in the state", place)
             continue
         shape, have, needed = tuple(want.shape), dtype_of(source), dtype_of(want)
         if tuple(source.shape) != shape:
-            faults.append(
-                (f"slot {slot} has shape {tuple(source.shape)} in the state, expected {shape}", place)
-            )
+            faults.add(f"slot {slot} has shape {tuple(source.shape)} in the state, expected {shape}", place)
         elif not widens(have, needed):
-            faults.append((f"slot {slot} is {have} in the state and wouldn't fit {needed}", place))
+            faults.add(f"slot {slot} is {have} in the state and wouldn't fit {needed}", place)
         found[slot] = (source, want)
     return found
 
 
-def taken_over(param: torch.Tensor, slots: Sources) -> Held:
+def taken_over(param: torch.Tensor, slots: Sources) -> Slots:
     """Returns new tensors with the slots' values, where a parameter lives."""
     return {slot: _filled(source, want, param) for slot, (source, want) in slots.items()}
 

@@ -17,21 +17,21 @@ from statekit.optim.steps import Scene, Steps
 from statekit.state.schema import load_schema
 from statekit.torch.groups import ParamGroup
 from statekit.torch.sharding import readable, write
-from statekit.torch.slots import Held
-from statekit.torch.update_plan import Settlement
+from statekit.torch.slots import Slots
+from statekit.torch.update_plan import GroupPlan
 
 _XP = TorchBackend()
 
 
-def move(group: ParamGroup, settled: Settlement, state: Mapping[torch.Tensor, Held]) -> None:
+def move(group: ParamGroup, plan: GroupPlan, state: Mapping[torch.Tensor, Slots]) -> None:
     """Moves a group's parameters and slots by their gradients, and counts the update.
 
     Args:
         group: The group; each parameter with a gradient can be stepped.
-        settled: How it is moved.
+        plan: How it is moved.
         state: Slots by parameter, where it lives.
     """
-    steps, known = steps_for(group["schema"], group["variant"]), settled.group
+    steps, known = steps_for(group["schema"], group["variant"]), plan.group
     params = dict(zip(known.paths, group["params"], strict=True))
     slots = {path: state[param] for path, param in params.items()}
     grads = {path: param.grad for path, param in params.items() if param.grad is not None}
@@ -39,20 +39,20 @@ def move(group: ParamGroup, settled: Settlement, state: Mapping[torch.Tensor, He
     if born := _born_of_params(group["schema"]):
         _follow(params, slots, born, [p for p in grads if not behind.get(p, group["step"])])
     scene = Scene(_XP, group["variant"], group["lr"], group["step"])
-    here = There(params, slots, grads)
-    read = here.readable() if settled.sharded else here
+    here = Arrays(params, slots, grads)
+    read = here.readable() if plan.sharded else here
     reached, whole, common = steps.prepare(
         scene, known, read.params, read.grads, read.slots, group.get("slots", {})
     )
     read = replace(read, grads=reached)
-    for batch in settled.batches:
+    for batch in plan.batches:
         present = [path for path in batch.paths if path in reached]
         if batch.fast is None:
-            _by_text(steps, scene, settled, present, read, here, common, behind)
+            _by_text(steps, scene, plan, present, read, here, common, behind)
             continue
         for count, paths in _by_count(present, behind, group["step"]):
             batch.fast(replace(scene, step=count), *read.listed(paths), common)
-    _follow_averages(here, settled, group["step"])
+    _follow_averages(here, plan, group["step"])
     if whole:
         group["slots"] = dict(whole)
     _count(group, [path for path in known.paths if path not in grads], behind)
@@ -61,17 +61,17 @@ def move(group: ParamGroup, settled: Settlement, state: Mapping[torch.Tensor, He
 def _by_text(
     steps: Steps,
     scene: Scene,
-    settled: Settlement,
+    plan: GroupPlan,
     paths: Sequence[str],
-    read: There,
-    here: There,
+    read: Arrays,
+    here: Arrays,
     common: Value,
     behind: Mapping[str, int],
 ) -> None:
     grads = {path: read.grads[path] for path in paths}
     batching = _XP if len(paths) > 1 else None
     for path, param, moved in moves(
-        steps, scene, settled.owns, read.params, grads, read.slots, common, counts=behind, batching=batching
+        steps, scene, plan.owns, read.params, grads, read.slots, common, counts=behind, batching=batching
     ):
         write(here.params[path], param)
         for name, value in moved.items():
@@ -79,30 +79,30 @@ def _by_text(
 
 
 @dataclass(frozen=True)
-class There:
+class Arrays:
     """What an update reads or writes, by path."""
 
     params: Mapping[str, torch.Tensor]
-    slots: Mapping[str, Held]
+    slots: Mapping[str, Slots]
     grads: Mapping[str, torch.Tensor]
 
-    def readable(self) -> There:
+    def readable(self) -> Arrays:
         """Returns the same where every process holds a part of everything."""
-        return There(
+        return Arrays(
             {path: readable(param) for path, param in self.params.items()},
             {path: {n: readable(value) for n, value in own.items()} for path, own in self.slots.items()},
             {path: readable(grad) for path, grad in self.grads.items()},
         )
 
-    def listed(self, paths: Sequence[str]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[Held]]:
+    def listed(self, paths: Sequence[str]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[Slots]]:
         """Returns parameters, gradients and slots of some paths."""
         return [self.params[p] for p in paths], [self.grads[p] for p in paths], [self.slots[p] for p in paths]
 
 
-def _follow_averages(here: There, settled: Settlement, step: int) -> None:
+def _follow_averages(here: Arrays, plan: GroupPlan, step: int) -> None:
     for path, held in here.slots.items():
         if "average" in held:
-            param, after = follow_average(_XP, here.params[path], held, settled.group, step)
+            param, after = follow_average(_XP, here.params[path], held, plan.group, step)
             write(here.params[path], param)
             write(held["average"], after["average"])
 
@@ -140,7 +140,7 @@ def _born_of_params(schema: str) -> tuple[str, ...]:
 
 def _follow(
     params: Mapping[str, torch.Tensor],
-    slots: Mapping[str, Held],
+    slots: Mapping[str, Slots],
     born: Sequence[str],
     first: Sequence[str],
 ) -> None:

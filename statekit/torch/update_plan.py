@@ -1,4 +1,4 @@
-"""What of a group's update stays the same from step to step, settled once and again whenever the group changes."""
+"""What of a group's update stays the same from step to step: planned once, and again whenever the group changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from statekit.tensors.tensor import DTYPES, Filled
 from statekit.torch.fast.dispatch import FastMove, fast_path
 from statekit.torch.groups import ParamGroup, canonical, rules_of
 from statekit.torch.sharding import is_sharded
-from statekit.torch.slots import Held
+from statekit.torch.slots import Slots
 
 STACK = 2**22
 """The most elements that the reference text updates in one stack."""
@@ -39,13 +39,13 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Settlement:
+class GroupPlan:
     """How a group is moved.
 
     Attributes:
         params: Its parameters.
         kinds: Their dtypes and devices.
-        said: All that the group says about it.
+        options: All that the group says about it.
         group: Paths and canonical hyperparameters.
         owns: What each parameter's update depends on, by path; one that can't be stepped is missing.
         faults: Why those can't, by path.
@@ -56,7 +56,7 @@ class Settlement:
 
     params: tuple[torch.Tensor, ...]
     kinds: tuple[Kind, ...]
-    said: Mapping[str, Any]
+    options: Mapping[str, Any]
     group: Group
     owns: Mapping[str, Hashable]
     faults: Mapping[str, str]
@@ -71,7 +71,7 @@ class Settlement:
             len(params) == len(self.params)
             and all(map(is_, params, self.params))
             and all(map(_same_kind, params, self.kinds))
-            and _said(group) == self.said
+            and _deciding(group) == self.options
         )
 
 
@@ -82,17 +82,17 @@ def _same_kind(param: torch.Tensor, kind: Kind) -> bool:
     return param.dtype is kind[0] and param.device == kind[1]
 
 
-def _said(group: ParamGroup) -> dict[str, Any]:
-    return {key: group[key] for key in _deciding(group["schema"]) if key in group}
+def _deciding(group: ParamGroup) -> dict[str, Any]:
+    return {key: group[key] for key in _deciding_keys(group["schema"]) if key in group}
 
 
 @cache
-def _deciding(schema: str) -> tuple[str, ...]:
+def _deciding_keys(schema: str) -> tuple[str, ...]:
     return (*_OTHERS, *(name for name in load_schema(schema).hyperparameters if name not in RATE_NAMES))
 
 
-def settle_group(group: ParamGroup, slots: Mapping[torch.Tensor, Held]) -> Settlement:
-    """Settles how a group is moved.
+def plan_group(group: ParamGroup, slots: Mapping[torch.Tensor, Slots]) -> GroupPlan:
+    """Plans how a group is moved.
 
     Args:
         group: The group.
@@ -111,10 +111,10 @@ def settle_group(group: ParamGroup, slots: Mapping[torch.Tensor, Held]) -> Settl
             faults[path] = checked[kind]
         else:
             owns[path] = steps.settle(known, path, rules.get(path), variant)
-    return Settlement(
+    return GroupPlan(
         tuple(params.values()),
         tuple((param.dtype, param.device) for param in params.values()),
-        copy.deepcopy(_said(group)),
+        copy.deepcopy(_deciding(group)),
         known,
         owns,
         faults,
@@ -124,7 +124,7 @@ def settle_group(group: ParamGroup, slots: Mapping[torch.Tensor, Held]) -> Settl
     )
 
 
-def _kind(path: str, param: torch.Tensor, rule: Rule | None, slots: Held, known: Group) -> Hashable:
+def _kind(path: str, param: torch.Tensor, rule: Rule | None, slots: Slots, known: Group) -> Hashable:
     """Returns what the step's own check depends on."""
     own = (rule, tuple(param.shape), param.dtype, tuple((name, slot.dtype) for name, slot in slots.items()))
     named = any(isinstance(value, Mapping) for value in known.hyperparameters.values())
@@ -138,7 +138,7 @@ def _fault(
     path: str,
     param: torch.Tensor,
     rule: Rule | None,
-    slots: Held,
+    slots: Slots,
 ) -> str:
     """Returns why the reference text can't step a parameter; "" if it can."""
     alone = Group((path,), known.hyperparameters)

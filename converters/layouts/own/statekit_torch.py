@@ -31,6 +31,7 @@ from statekit.converters.layouts.pytorch.parts import BESIDE, BUFFERS, GROUPS, i
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.optim.run import stepped_variants
+from statekit.state.options import BY_NAME, RATE_NAMES, SCALE, by_other_names
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor
@@ -40,11 +41,6 @@ Names: TypeAlias = Mapping[str, str]
 
 FROZEN = "frozen"
 """Key of the first group: names of the parameters that no group moves. A file without them takes them for buffers."""
-SCALE = "multiply_by_parameter_scale"
-BY_NAME = (SCALE, "exclude_from_weight_decay", "lr_mult", "wd_mult")
-"""Hyperparameters that may have a value for each parameter: {path: value}, in PyTorch {name: value}."""
-RATE_NAMES = ("learning_rate", "lr")
-"""What schemas call the learning rate; a group's key is `lr`."""
 _OURS = ("params", "param_names", "rules", "step")
 _NOT_VALUES = (*_OURS, "lr", "schema", "variant", "behind", "slots", "known_from", FROZEN)
 _KNOWN_FROM = ("file", "given", "assumed")
@@ -109,16 +105,6 @@ def _scalar(leaf: Any) -> Any:
         value = leaf.read()
         return value.astype(np.float64).item() if value.dtype.kind in "fV" else value.item()
     return leaf
-
-
-def by_other_names(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Returns hyperparameters with each map by parameter under other names; a parameter without one is left out."""
-    return {
-        key: {names[own]: one for own, one in value.items() if own in names}
-        if key in BY_NAME and isinstance(value, Mapping)
-        else value
-        for key, value in values.items()
-    }
 
 
 def encode_groups(state: TrainState, names: Names, others: Sequence[Mapping[str, Tree]]) -> dict[str, Tree]:

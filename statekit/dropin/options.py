@@ -1,0 +1,258 @@
+"""What the drop-in optimizers of torch, JAX and TensorFlow take, for type checkers and for `help`.
+
+One TypedDict for each optimizer names the options of all its variants, by canonical names first, then by the variants'
+own. Types, ranges, meanings and defaults are the schema's; a test holds both together.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypedDict, TypeVar
+
+from statekit.errors import Faults, UsageError
+from statekit.optim.run import stepped_variants
+from statekit.state.options import native_options, taken
+from statekit.state.schema import OptimizerSchema, load_schema
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+class AdafactorOptions(TypedDict, total=False):
+    """What Adafactor takes beside its learning rate."""
+
+    factored: bool
+    multiply_by_parameter_scale: bool | Sequence[tuple[str, bool]] | Mapping[str, bool]
+    beta1: float | None
+    decay_rate: float
+    step_offset: int
+    clipping_threshold: float | None
+    weight_decay_rate: float | None
+    min_dim_size_to_factor: int
+    epsilon1: float | None
+    epsilon2: float
+    dtype_momentum: str
+    factor_map: Sequence[tuple[str, Any]] | Mapping[str, Any] | None
+    weight_decay_rate_lr_exponent: float | None
+    global_norm_clip_threshold: float | None
+    max_parameter_scale: float | None
+    skip_nan_updates: bool
+    relative_step: bool
+    warmup_init: bool
+    decay_type: str
+    beta2: float | None
+    second_moment_decay: float | None
+    simulated_quantize_bits: int | None
+    parameter_encoding: str | None
+    stacked_dim_names: Sequence[str] | None
+    activation_dtype: str
+    exclude_from_parameter_scale: Sequence[str] | None
+    exclude_from_weight_decay: Sequence[str] | Mapping[str, bool] | None
+    maximize: bool
+    clipnorm: float | None
+    clipvalue: float | None
+    loss_scale_factor: float | None
+    gradient_accumulation_steps: int | None
+    use_ema: bool
+    ema_momentum: float | None
+    ema_overwrite_frequency: int | None
+
+    beta2_decay: float
+    beta_2_decay: float
+    clip_threshold: float | None
+    d: float | None
+    decay_offset: int
+    eps: float | Sequence[float | None] | None
+    epsilon_1: float | None
+    epsilon_2: float
+    global_clipnorm: float | None
+    momentum: float | None
+    scale_parameter: bool | Sequence[tuple[str, bool]] | Mapping[str, bool]
+    weight_decay: float | None
+
+
+class ScaledAdamOptions(TypedDict, total=False):
+    """What ScaledAdam takes beside its learning rate."""
+
+    clipping_scale: float | None
+    betas: Sequence[float]
+    scalar_lr_scale: float
+    eps: float
+    param_min_rms: float
+    param_max_rms: float
+    scalar_max: float
+    size_update_period: int
+    clipping_update_period: int
+    parameters_names: Sequence[Any] | None
+    show_dominant_parameters: bool
+
+
+class LansOptions(TypedDict, total=False):
+    """What LANS takes beside its learning rate."""
+
+    beta1: float | None
+    beta2: float | None
+    epsilon: float | None
+    wd: float | None
+    lower_bound: float | None
+    upper_bound: float | None
+    clip_gradient: float | None
+    rescale_grad: float
+    lr_mult: Mapping[str, float]
+    wd_mult: Mapping[str, float]
+    multi_precision: bool
+    begin_num_update: int
+    aggregate_num: int | None
+    use_fused_step: bool
+    bias_correction: bool
+    grad_averaging: bool
+    normalize_grad: bool
+    adam_w_mode: bool
+
+    betas: Sequence[float]
+    eps: float | None
+    weight_decay: float | None
+
+
+class LambOptions(TypedDict, total=False):
+    """What LAMB takes beside its learning rate."""
+
+    beta1: float
+    beta2: float
+    epsilon: float
+    epsilon_root: float
+    weight_decay_rate: float | None
+    exclude_from_weight_decay: Sequence[str] | Mapping[str, bool] | None
+    global_norm_clip_threshold: float | None
+    clipnorm: float | None
+    clipvalue: float | None
+    loss_scale_factor: float | None
+    gradient_accumulation_steps: int | None
+    use_ema: bool
+    ema_momentum: float | None
+    ema_overwrite_frequency: int | None
+
+    b1: float
+    b2: float
+    beta_1: float
+    beta_2: float
+    eps: float
+    eps_root: float
+    global_clipnorm: float | None
+    weight_decay: float | None
+
+
+class AdamWOptions(TypedDict, total=False):
+    """What AdamW takes beside its learning rate."""
+
+    beta1: float
+    beta2: float
+    epsilon: float
+    epsilon_root: float
+    weight_decay_rate: float | None
+    exclude_from_weight_decay: Sequence[str] | Mapping[str, bool] | None
+    amsgrad: bool
+    nesterov: bool
+    dtype_momentum: str | None
+    decoupled_weight_decay: bool
+    maximize: bool
+    global_norm_clip_threshold: float | None
+    clipnorm: float | None
+    clipvalue: float | None
+    loss_scale_factor: float | None
+    gradient_accumulation_steps: int | None
+    use_ema: bool
+    ema_momentum: float | None
+    ema_overwrite_frequency: int | None
+
+    b1: float
+    b2: float
+    beta_1: float
+    beta_2: float
+    betas: Sequence[float]
+    eps: float
+    eps_root: float
+    global_clipnorm: float | None
+    gradient_clipping: float | None
+    mu_dtype: str | None
+    weight_decay: float | None
+
+
+OPTIONS: Mapping[str, type] = {
+    "adafactor": AdafactorOptions,
+    "scaled_adam": ScaledAdamOptions,
+    "lans": LansOptions,
+    "lamb": LambOptions,
+    "adamw": AdamWOptions,
+}
+"""By schema."""
+
+
+def refuse_options(faults: Iterable[tuple[str, str]], remedy: str = "") -> None:
+    """Raises UsageError if options of a new optimizer can't be used."""
+    Faults(faults).check(UsageError, "The optimizer's options can't be used", remedy=remedy)
+
+
+_PLACE = "{options}"
+"""What of a docstring stands for the options."""
+_WIDTH = 108
+
+
+def documented(schema: str, usual: str) -> Callable[[T], T]:
+    """Returns a decorator that puts the options of a schema into a docstring, in the place of `{options}`.
+
+    Args:
+        schema: Name of the schema.
+        usual: The variant that is followed if none is given; its defaults are shown.
+    """
+
+    def with_options(one: T) -> T:
+        if one.__doc__:  # there is none under python -OO
+            lines = one.__doc__.splitlines()
+            at = next(i for i, line in enumerate(lines) if line.strip() == _PLACE)
+            indent = lines[at].partition(_PLACE)[0]
+            own = [f"{indent}{line}" for line in described(schema, usual)]
+            one.__doc__ = "\n".join([*lines[:at], *own, *lines[at + 1 :]])
+        return one
+
+    return with_options
+
+
+def described(schema: str, usual: str) -> list[str]:
+    """Returns the lines of a docstring's `Args` about the options of a schema."""
+    rules, variants = load_schema(schema), stepped_variants(schema)
+    names = dict.fromkeys(name for variant in (usual, *variants) for name in taken(schema, variant))
+    return [
+        line
+        for name in names
+        for line in textwrap.wrap(
+            f"{name}: {_explained(rules, name, usual, variants)}", _WIDTH, subsequent_indent="    "
+        )
+    ]
+
+
+def _explained(rules: OptimizerSchema, name: str, usual: str, variants: Sequence[str]) -> str:
+    """Returns what an option means, its default, which variants have it, and what they call it."""
+    spec, defaults = rules.hyperparameters[name], rules.variant(usual)["defaults"]
+    having = [variant for variant in variants if name in taken(rules.name, variant)]
+    own: dict[str, list[str]] = {}
+    for variant in having:
+        spelling = rules.spelling(variant, name)
+        if name in native_options(rules.name, variant).get(spelling.argument, {}):
+            own.setdefault(str(spelling), []).append(variant)
+    also = ", ".join(f"{spelling} ({', '.join(callers)})" for spelling, callers in own.items())
+    parts = [
+        _in_python(spec["meaning"]),
+        _in_python(spec.get("note", "")),
+        f"Default: {defaults[name]!r}." if name in defaults else "",
+        f"Only of {', '.join(having)}." if len(having) < len(variants) else "",
+        f"Also called {also}." if also else "",
+    ]
+    return " ".join(part for part in parts if part)
+
+
+def _in_python(text: str) -> str:
+    """Returns a text about JSON values as one about Python's."""
+    return re.sub(r"\b([Nn]ull|true|false)\b", lambda match: str(json.loads(match[0].lower())), text)

@@ -1,0 +1,174 @@
+"""What an optimizer of statekit.tensorflow is to be: plain data, which its configuration holds whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from statekit.dropin.by_name import by_name, factor_rules
+from statekit.dropin.options import refuse_options
+from statekit.errors import Faults, UsageError
+from statekit.optim.run import counts_apart, steps_for
+from statekit.state.constants import variant_constants
+from statekit.state.options import (
+    FACTOR,
+    FACTOR_MAP,
+    KERAS,
+    LOGICAL,
+    MULTIPLIERS,
+    Options,
+    offered,
+    read_options,
+)
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Group, Rule
+from statekit.tensors.tensor import Shape
+
+_OWN_KEYS = ("paths", FACTOR)
+"""Keys of a group that are no hyperparameters."""
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """Whose rule, and what the user, or a checkpoint, said of it.
+
+    Attributes:
+        schema: The optimizer.
+        variant: Whose rule.
+        hyperparameters: Canonical names and values, for parameters of no group.
+        groups: Groups with hyperparameters of their own: `paths`, and what is different for them, which may be
+            `learning_rate_factor`.
+        rules: How parameters are factored whose rule is known, by path, as `Rule.to_json`.
+        names: The path that a parameter has for all the above, by the variable's path, where they differ.
+        missed: Updates that a parameter has missed, by path, where the variant counts each by itself.
+    """
+
+    schema: str
+    variant: str
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    groups: Sequence[Mapping[str, Any]] = ()
+    rules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    missed: Mapping[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the arguments of a constructor that say the same."""
+        by_name = {"groups": [dict(group) for group in self.groups], "rules": dict(self.rules)}
+        by_name |= {"names": dict(self.names), "missed": dict(self.missed)}
+        return {"variant": self.variant, **self.hyperparameters, **{k: v for k, v in by_name.items() if v}}
+
+
+def read_spec(spec: OptimizerSpec, faults: Sequence[tuple[str, str]]) -> OptimizerSpec:
+    """Returns a spec with canonical names for those that were said.
+
+    Args:
+        spec: As the user says it.
+        faults: What is wrong besides.
+
+    Raises:
+        UsageError: An option can't be; lists every one.
+        StateError: The variant can't be stepped.
+    """
+    steps_for(spec.schema, spec.variant)
+    common = read_options(spec.schema, spec.variant, spec.hyperparameters)
+    read = [read_options(spec.schema, spec.variant, _said(group)) for group in spec.groups]
+    found = [*faults, *common.faults]
+    for group, own in zip(spec.groups, read, strict=True):
+        found += [*own.faults, *_group_faults(spec, group, own)]
+    if spec.missed and not counts_apart(spec.schema, spec.variant):
+        found.append((f"variant {spec.variant} counts all parameters together", "missed"))
+    remedies = dict.fromkeys(each.remedy for each in (common, *read) if each.remedy)
+    refuse_options(found, "; ".join(remedies))
+    groups = [
+        {**{key: group[key] for key in _OWN_KEYS if key in group}, **own.values}
+        for group, own in zip(spec.groups, read, strict=True)
+    ]
+    return replace(spec, hyperparameters=common.values, groups=tuple(groups))
+
+
+def _said(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in _OWN_KEYS}
+
+
+def _group_faults(spec: OptimizerSpec, group: Mapping[str, Any], own: Options) -> Iterator[tuple[str, str]]:
+    for name in own.values.keys() & by_keras(spec.schema, spec.variant).keys():
+        yield "is done by Keras for all parameters together", name
+    if not isinstance(group.get("paths"), Sequence) or isinstance(group.get("paths"), str):
+        yield "is missing in a group", "paths"
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """One group of parameters as the step takes it."""
+
+    group: Group
+    rules: Mapping[str, Rule]
+    rate_factor: float
+
+
+def by_keras(schema: str, variant: str) -> dict[str, str]:
+    """Returns which of a variant's hyperparameters Keras' base class stands for: canonical name -> Keras' name."""
+    if variant_constants(schema, variant).get("gradient_clipping") != "base_class":
+        return {name: name for name in ("clipvalue",) if name in offered(schema, variant)}
+    spec = load_schema(schema).hyperparameters
+    native = {name: str(spec[name]["native"].get("keras", {}).get("name", name)) for name in spec}
+    return {name: keras for name, keras in native.items() if keras in KERAS}
+
+
+def group_specs(spec: OptimizerSpec, shapes: Mapping[str, Shape]) -> list[GroupSpec]:
+    """Sorts parameters into groups, each with all that its step needs to know.
+
+    Args:
+        spec: What the user said, in canonical names.
+        shapes: Shape by path.
+
+    Raises:
+        UsageError: A parameter has no factor rule, stands in two groups, or is left open; lists every one.
+    """
+    faults = Faults()
+    defaults = {name: value for name, value in offered(spec.schema, spec.variant).items() if name != LOGICAL}
+    common = {**defaults, **spec.hyperparameters}
+    grouped: list[tuple[list[str], Mapping[str, Any]]] = []
+    taken: set[str] = set()
+    for group in spec.groups:
+        paths = [path for path in group["paths"] if path in shapes]
+        faults += [
+            ("is in a group, but not among the variables", p) for p in group["paths"] if p not in shapes
+        ]
+        faults += [("stands in two groups", path) for path in paths if path in taken]
+        taken.update(paths)
+        grouped.append((paths, group))
+    grouped.append(([path for path in shapes if path not in taken], {}))
+    faults += [
+        (f"has {name}, but isn't among the variables", path)
+        for name in MULTIPLIERS
+        for path in common.get(name) or ()
+        if path not in shapes
+    ]
+    specs = [_group_spec(spec, paths, {**common, **own}, shapes, faults) for paths, own in grouped if paths]
+    remedy = (
+        'give factor_map=[(regex, ["ROW", "COLUMN", "BATCH" or "NONE" for each axis]), ...] as the run had it'
+    )
+    faults.check(UsageError, "Parameters can't be optimized", remedy=remedy)
+    return specs
+
+
+def _group_spec(
+    spec: OptimizerSpec,
+    paths: Sequence[str],
+    options: Mapping[str, Any],
+    shapes: Mapping[str, Shape],
+    faults: Faults,
+) -> GroupSpec:
+    schema = load_schema(spec.schema)
+    known = {path: Rule.from_json(spec.rules[path]) for path in paths if path in spec.rules}
+    open_shapes = {path: shapes[path] for path in paths if path not in known}
+    rules = known | factor_rules(schema, spec.variant, options, open_shapes, faults)
+    values = _said(options)
+    for key in MULTIPLIERS:
+        if key in values:
+            values[key] = {path: factor for path, factor in values[key].items() if path in paths}
+    values = by_name(schema, spec.variant, values, paths, faults)
+    values.pop(FACTOR_MAP, None)
+    return GroupSpec(Group(tuple(paths), values), rules, float(options.get(FACTOR, 1.0)))
