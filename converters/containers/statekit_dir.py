@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.formats.safetensors import open_safetensors, save_safetensors, sharded
-from statekit.errors import CorruptError, FormatError, NotFoundError, StatekitError, fault_list
+from statekit.errors import CorruptError, Faults, FormatError, NotFoundError, StatekitError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import (
     FILE,
@@ -120,22 +120,21 @@ def _claims(path: Path) -> bool:
 
 def _open_shards(path: Path, manifest: Mapping[str, Any], files: Files) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    faults: list[tuple[str, str]] = []
+    faults = Faults()
     headers = manifest.get("headers")
     for name in (n for n in manifest["files"] if n.endswith(".safetensors")):
         shard = open_safetensors(path / name, files)
         if not isinstance(headers, dict) or headers.get(name) != shard.header_digest:
-            faults.append(("its header isn't the one that was written", name))
+            faults.add("its header isn't the one that was written", name)
         faults += [("stands in two shards", tensor) for tensor in shard.tensors if tensor in tensors]
         tensors.update(shard.tensors)
     faults += tensor_faults(manifest, tensors)
-    if faults:
-        raise CorruptError(
-            f"The shards don't hold what the manifest says: {len(faults)} faults.",
-            place=path,
-            found=fault_list(faults),
-            remedy="restore the checkpoint from a copy",
-        )
+    faults.check(
+        CorruptError,
+        "The shards don't hold what the manifest says",
+        place=path,
+        remedy="restore the checkpoint from a copy",
+    )
     return tensors
 
 
@@ -149,13 +148,10 @@ def _restore(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], place: 
         raise FormatError(
             "The manifest's tree doesn't follow its format.", place=place, found=found
         ) from None
-    lost = [
+    lost = Faults(
         ("isn't at its place in the tree", name) for name in tensors if named.get(name) is not tensors[name]
-    ]
-    if lost:
-        raise FormatError(
-            "The manifest's tree doesn't hold the tensors.", place=place, found=fault_list(lost)
-        )
+    )
+    lost.check(FormatError, "The manifest's tree doesn't hold the tensors", place=place)
     return tree
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from statekit.converters.formats.hparams import find_gin, read_gin, read_text
-from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError, fault_list
+from statekit.errors import Faults, FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import FILE, files_below, find_manifest, tensor_faults
 from statekit.files.source import Files, first_bytes
@@ -338,19 +338,18 @@ def array_names(tree: Tree) -> dict[str, str]:
     """
     arrays: dict[str, str] = {}
     owners: dict[str, str] = {}
-    faults = []
+    faults = Faults()
     for path in (path for path, leaf in walk(tree) if isinstance(leaf, (Stored, Tensor))):
         name, array = "/".join(map(str, path)), ".".join(map(str, path))
         if array in owners:
-            faults.append((f"would lie in the same folder as {owners[array]}", name))
+            faults.add(f"would lie in the same folder as {owners[array]}", name)
         if not array.strip(".") or any(c in array for c in "/\\\0") or len(array.encode()) > _MAX_FILE_NAME:
-            faults.append(("has a name that no folder can have", name))
+            faults.add("has a name that no folder can have", name)
         arrays[name] = array
         owners[array] = name
-    if faults:
-        raise FormatError(
-            f"{len(faults)} tensors can't be written under their names.",
-            found=fault_list(faults),
-            remedy="rename the parameters; T5X and Orbax join a path with '.', and nothing tells a.b from a/b then",
-        )
+    faults.check(
+        FormatError,
+        "Tensors can't be written under their names",
+        remedy="rename the parameters; T5X and Orbax join a path with '.', and nothing tells a.b from a/b then",
+    )
     return arrays

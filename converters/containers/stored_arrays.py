@@ -29,7 +29,7 @@ from statekit.converters.formats.zarr.headers import (
     stored_dtype,
 )
 from statekit.converters.formats.zarr.stores import Store, checked_key
-from statekit.errors import CorruptError, FormatError, RefusedError, fault_list
+from statekit.errors import CorruptError, Faults, FormatError, RefusedError
 from statekit.files.checkpoint import Finding
 from statekit.tensors.tensor import DTYPES, Shape, Stored, dtype_named
 from statekit.tensors.tree import MAX_DEPTH, Tree
@@ -45,7 +45,6 @@ FORMATS: dict[int, tuple[str, Parse]] = {
 _DRIVERS = ("file", "gfile", "gcs")
 _SPEC_KEYS = {"driver", "kvstore", "metadata"}
 _PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")
-_NAMED_FAULTS = 20
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class Arrays:
         found = store.headers([f"{place.prefix}/{file}" for place in places])
         tensors: list[Stored] = []
         findings: list[Finding] = []
-        faults: list[tuple[str, str]] = []
+        faults = Faults()
         parsed: dict[bytes, Header] = {}  # layers repeat, so most headers do
         for place, data in zip(places, found, strict=True):
             where = f"{store.place}/{place.prefix}"
@@ -123,7 +122,7 @@ class Arrays:
                 parsed[data] = self._reread(parse(data, f"{where}/{file}"))
             header = place.header if data is None else parsed[data]
             if header is None:
-                faults.append((f"{file} is missing, and nothing else says shape and dtype", place.prefix))
+                faults.add(f"{file} is missing, and nothing else says shape and dtype", place.prefix)
                 continue
             if data is None:
                 findings.append(
@@ -132,17 +131,16 @@ class Arrays:
                 header = self._reread(header)
             stated = place.header.shape if place.header is not None else place.shape
             if stated not in (None, header.shape):
-                faults.append((f"has shape {header.shape}, in the index {stated}", place.prefix))
+                faults.add(f"has shape {header.shape}, in the index {stated}", place.prefix)
             absent = absent_chunks(store, place.prefix, header)
             findings += [Finding("absent, read as fill", f"{where}/{key}") for key in absent]
             tensors.append(open_array(store, place.prefix, header, place.name))
-        if faults:
-            raise CorruptError(
-                f"The checkpoint's arrays have {len(faults)} faults.",
-                place=store.place,
-                found=fault_list(faults[:_NAMED_FAULTS]),
-                remedy="copy the checkpoint again with its dotfiles: a glob such as * leaves .zarray out",
-            )
+        faults.check(
+            CorruptError,
+            "The checkpoint's arrays can't be trusted",
+            place=store.place,
+            remedy="copy the checkpoint again with its dotfiles: a glob such as * leaves .zarray out",
+        )
         return tensors, tuple(findings)
 
     def _reread(self, array: Any) -> Any:

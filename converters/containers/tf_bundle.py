@@ -42,7 +42,7 @@ from statekit.converters.formats.tensor_bundle.table import (
     read_table,
 )
 from statekit.converters.formats.tensor_bundle.writer import STATE_FILE, write_bundle
-from statekit.errors import CorruptError, FormatError, NotFoundError, StatekitError, fault_list
+from statekit.errors import CorruptError, Faults, FormatError, NotFoundError, StatekitError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.source import Budget, File, Files, last_bytes, opening, read_small, record
 from statekit.files.stage import Stage
@@ -51,7 +51,6 @@ from statekit.tensors.tensor import BLOCK_BYTES, Array, Shape, index_shape
 
 MAX_STRING_BYTES = 64 * 2**20
 """The largest string tensor that is read, in bytes: an object graph is one."""
-_NAMED_FAULTS = 20
 _NUMBERED = re.compile(r"(.+)-(\d+)", re.DOTALL)
 _NEWEST = re.compile(rb'^model_checkpoint_path:\s*"((?:[^"\\]|\\.)*)"', re.MULTILINE)
 _STATE_BYTES = 2**20
@@ -231,7 +230,7 @@ def _index(prefix: Path, files: Files) -> dict[bytes, bytes]:
 
 
 def _tree(index: Mapping[bytes, bytes], shards: _Shards, prefix: Path) -> dict[str, Any]:
-    place, tree, faults = f"{prefix}.index", dict[str, Any](), list[tuple[str, str]]()
+    place, tree, faults = f"{prefix}.index", dict[str, Any](), Faults()
     parts: set[bytes] = set()
     for key, value in index.items():
         if key.startswith(b"\0"):
@@ -245,11 +244,11 @@ def _tree(index: Mapping[bytes, bytes], shards: _Shards, prefix: Path) -> dict[s
         for extent in entry.slices:
             spec, part = _spec(entry.shape, extent), slice_key(key, extent)
             if part not in index:
-                faults.append(("a slice has no entry", f"{name} {spec}"))
+                faults.add("a slice has no entry", f"{name} {spec}")
                 continue
             own, shape = parse_entry(index[part], place), index_shape(bounds(extent, entry.shape))
             if own.shape != shape or own.code != entry.code:
-                faults.append((f"a slice has shape {own.shape}, expected {shape}", f"{name} {spec}"))
+                faults.add(f"a slice has shape {own.shape}, expected {shape}", f"{name} {spec}")
                 continue
             parts.add(part)
             faults += _bounds_faults(own, f"{name} {spec}", shards)
@@ -257,13 +256,12 @@ def _tree(index: Mapping[bytes, bytes], shards: _Shards, prefix: Path) -> dict[s
     faults += [
         ("belongs to no tensor", repr(key)) for key in index if key.startswith(b"\0") and key not in parts
     ]
-    if faults:
-        raise CorruptError(
-            f"The checkpoint's index has {len(faults)} faults.",
-            place=place,
-            found=fault_list(faults[:_NAMED_FAULTS]),
-            remedy="copy the checkpoint again, with all its .data files",
-        )
+    faults.check(
+        CorruptError,
+        "The checkpoint's index can't be trusted",
+        place=place,
+        remedy="copy the checkpoint again, with all its .data files",
+    )
     return tree
 
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from statekit.errors import CorruptError, FormatError, fault_list
+from statekit.errors import CorruptError, Faults, FormatError
 from statekit.files.manifest import strict_json
 from statekit.files.source import File, Files, bytes_at, opening, record
 from statekit.tensors.digest import bytes_digest
@@ -132,9 +132,8 @@ def sharded(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Ten
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    faults = [(fault, name) for name, tensor in tensors.items() if (fault := _unwritable(name, tensor))]
-    if faults:
-        raise FormatError("A safetensors file can't hold these tensors.", found=fault_list(faults))
+    faults = Faults((fault, name) for name, tensor in tensors.items() if (fault := _unwritable(name, tensor)))
+    faults.check(FormatError, "A safetensors file can't hold these tensors")
     document: dict[str, Any] = {"__metadata__": dict(metadata)}
     start = 0
     for name, tensor in tensors.items():
@@ -180,19 +179,17 @@ def _parsed(document: Any, data_bytes: int, path: Path) -> tuple[dict[str, str],
     metadata = document.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise FormatError("A header's __metadata__ isn't a map from string to string.", place=path)
-    extents, faults = {}, []
+    extents, faults = {}, Faults()
     for name, entry in document.items():
         fault = _name_fault(name) or _entry_fault(entry)
         if fault:
-            faults.append((fault, name))
+            faults.add(fault, name)
         else:
             start, stop = entry["data_offsets"]
             extents[name] = _Extent(tuple(entry["shape"]), _DTYPES[entry["dtype"]], start, stop)
-    faults = faults or list(_cover_faults(extents, data_bytes))
-    if faults:
-        raise FormatError(
-            f"A safetensors header has {len(faults)} faults.", place=path, found=fault_list(faults)
-        )
+    if not faults:
+        faults += _cover_faults(extents, data_bytes)
+    faults.check(FormatError, "A safetensors header can't be trusted", place=path)
     return metadata, extents
 
 

@@ -189,7 +189,7 @@ class Plan:
             faults += [(f"dropped: {self.dropped[name]}", name) for name in _lost(self.dropped)]
         faults.check(
             InexactError,
-            f"The conversion would be less exact than required for {len(faults)} tensors",
+            "The conversion would be less exact than required",
             place=self.request.target,
             expected=f"{allowed.name.lower()} or better",
             remedy=f"allow it with --require {self.exactness.name.lower()}, or choose another layout",

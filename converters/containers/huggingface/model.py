@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from statekit.converters.containers.torch_file import open_torch
 from statekit.converters.formats.safetensors import open_safetensors, save_safetensors, sharded
-from statekit.errors import CorruptError, FormatError, fault_list
+from statekit.errors import CorruptError, Faults, FormatError
 from statekit.files.manifest import inside, strict_json
 from statekit.files.source import Files, read_small
 from statekit.files.stage import Stage
@@ -32,7 +32,6 @@ INDEX = ".index.json"
 _SAFE, _BIN = ".safetensors", ".bin"
 _STEMS = (("model", _SAFE), ("pytorch_model", _BIN), ("pytorch_model_fsdp", _BIN), ("adapter_model", _SAFE),
           ("adapter_model", _BIN))  # fmt: skip
-_SHOWN = 20
 
 Stream: TypeAlias = Callable[[str, Tensor], Iterable[memoryview]]
 
@@ -93,23 +92,19 @@ def open_model(folder: Path, name: str, files: Files) -> Model:
     if not isinstance(weights, Mapping) or not all(isinstance(file, str) for file in weights.values()):
         raise FormatError("An index of shards has no map from names to files.", place=place)
     names = tuple(sorted(set(weights.values())))
-    foreign = [("isn't a file of the folder", file) for file in names if not inside(file) or "/" in file]
-    if foreign:
-        raise FormatError("An index names files elsewhere.", place=place, found=fault_list(foreign[:_SHOWN]))
+    foreign = Faults(
+        ("isn't a file of the folder", file) for file in names if not inside(file) or "/" in file
+    )
+    foreign.check(FormatError, "An index names files elsewhere", place=place)
     shards = {file: _open_file(folder / file, files)[0] for file in names}
-    faults = [(f"isn't in {file}", one) for one, file in weights.items() if one not in shards[file]]
+    faults = Faults((f"isn't in {file}", one) for one, file in weights.items() if one not in shards[file])
     faults += [
         (f"is in {file}, not by the index", one)
         for file, held in shards.items()
         for one in held
         if weights.get(one) != file
     ]
-    if faults:
-        raise CorruptError(
-            f"Index and shards contradict each other: {len(faults)} faults.",
-            place=place,
-            found=fault_list(faults[:_SHOWN]),
-        )
+    faults.check(CorruptError, "Index and shards contradict each other", place=place)
     whole = {one: shards[file][one] for one, file in weights.items()}
     metadata = index.get("metadata", {})
     return Model(whole, (name, *names), list(whole) == sorted(whole), metadata)

@@ -53,7 +53,7 @@ from statekit.converters.containers.steps import (
 from statekit.converters.containers.stored_arrays import ArrayPlace, Arrays
 from statekit.converters.formats.msgpack.reader import parse as parse_msgpack
 from statekit.converters.formats.zarr.stores import FolderStore, open_store, read_whole
-from statekit.errors import CorruptError, FormatError, fault_list
+from statekit.errors import CorruptError, Faults, FormatError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import MAX_BYTES, strict_json
 from statekit.files.source import Budget, Files, opening
@@ -62,7 +62,6 @@ from statekit.tensors.tree import Tree
 
 _MAX_METADATA = 100_000_000
 _MAX_JSON = 16 * 2**20
-_NAMED = 20
 
 
 @dataclass(frozen=True)
@@ -136,11 +135,10 @@ def _strings(files: FolderStore, entries: tuple[LeafMetadata, ...]) -> dict[int,
     value = files.value(STRINGS)
     stored = {} if value is None else strict_json(read_whole(value, _MAX_JSON), value.place)
     found: Mapping[str, Any] = stored if isinstance(stored, dict) else {}
-    lost = [(f"isn't in {STRINGS}", name) for name in wanted.values() if not isinstance(found.get(name), str)]
-    if lost:
-        raise CorruptError(
-            "Strings of an Orbax item are missing.", place=files.place, found=fault_list(lost[:_NAMED])
-        )
+    lost = Faults(
+        (f"isn't in {STRINGS}", name) for name in wanted.values() if not isinstance(found.get(name), str)
+    )
+    lost.check(CorruptError, "Strings of an Orbax item are missing", place=files.place)
     return {i: str(found[name]) for i, name in wanted.items()}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from statekit.errors import FormatError, UsageError, fault_list
+from statekit.errors import Faults, FormatError, UsageError
 from statekit.files.manifest import strict_json
 from statekit.tensors.tensor import Shape, Stored, Tensor
 from statekit.tensors.tree import MAX_DEPTH, MAX_NODES, Tree, walk
@@ -21,7 +21,6 @@ STRING = "string"
 """The type of a leaf that lies in the item's file of strings."""
 STRINGS = "_strings.json"
 """That file."""
-_NAMED = 20
 
 
 @dataclass(frozen=True)
@@ -73,11 +72,11 @@ class TreeMetadata:
         Raises:
             FormatError: Some can't be read, or lie in the same array; lists every one.
         """
-        entries, faults = [], []
+        entries, faults = list[LeafMetadata](), Faults()
         for text, stated in self.tree.items():
             entry = _entry(stated)
             if entry is None:
-                faults.append((f"can't be read: {stated!r:.200}", text[:200]))
+                faults.add(f"can't be read: {stated!r:.200}", text[:200])
             else:
                 entries.append(entry)
         owners: dict[str, LeafMetadata] = {}
@@ -86,13 +85,12 @@ class TreeMetadata:
             for entry in entries
             if entry.is_array and owners.setdefault(entry.array, entry) is not entry
         ]
-        if faults:
-            raise FormatError(
-                f"{len(faults)} leaves of an Orbax tree can't be read.",
-                place=self.place,
-                expected="keys, and an array, a string, or nothing",
-                found=fault_list(faults[:_NAMED]),
-            )
+        faults.check(
+            FormatError,
+            "Leaves of an Orbax tree can't be read",
+            place=self.place,
+            expected="keys, and an array, a string, or nothing",
+        )
         return tuple(entries)
 
 

@@ -16,12 +16,11 @@ from typing import Any, TypeAlias
 from statekit.converters.formats.pickle.names import shown
 from statekit.converters.formats.pickle.reader import read_pickle
 from statekit.converters.formats.pytorch.reader import torch_calls, torch_dtype
-from statekit.errors import CorruptError, FormatError, RefusedError, fault_list
+from statekit.errors import CorruptError, Faults, FormatError, RefusedError
 from statekit.tensors.tensor import DType, Shape
 from statekit.tensors.tree import Path, Record
 
 MAX_RANK = 64
-_SHOWN = 20
 _HOME = "torch.distributed."
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
 
@@ -77,12 +76,12 @@ class _Reading:
 
     place: str
     pieces: dict[tuple[str, Shape | None], Piece] = field(default_factory=dict)
-    faults: list[tuple[str, str]] = field(default_factory=list)
+    faults: Faults = field(default_factory=Faults)
 
     def piece(self, key: str, offsets: Shape | None) -> Piece | None:
         found = self.pieces.get((key, offsets))
         if found is None:
-            self.faults.append((f"its values at {offsets} are nowhere" if offsets else "lies nowhere", key))
+            self.faults.add(f"its values at {offsets} are nowhere" if offsets else "lies nowhere", key)
         return found
 
 
@@ -111,12 +110,7 @@ def read_metadata(data: bytes, place: str) -> Contents:
         else:
             tensor = _tensor(reading, key, _fields(entry, "TensorStorageMetadata", place))
             tensors |= {key: tensor} if tensor else {}
-    if reading.faults:
-        raise CorruptError(
-            f"The metadata contradicts itself: {len(reading.faults)} faults.",
-            place=place,
-            found=fault_list(reading.faults[:_SHOWN]),
-        )
+    reading.faults.check(CorruptError, "The metadata contradicts itself", place=place)
     version = whole.get("version")
     return Contents(
         tensors,
@@ -197,11 +191,11 @@ def _pieces(reading: _Reading, stored: Mapping[Any, Any]) -> None:
                 remedy="load it with the PyTorch that wrote it and save it without extensions",
             )
         if not all(type(n) is int and 0 <= n < 2**62 for n in (start, size)):
-            reading.faults.append(("its place is not possible", key))
+            reading.faults.add("its place is not possible", key)
             continue
         piece = Piece(file, int(str(start)), int(str(size)))
         if reading.pieces.setdefault((key, offsets), piece) != piece:
-            reading.faults.append((f"lies in two places at {offsets}", key))
+            reading.faults.add(f"lies in two places at {offsets}", key)
     _apart(reading)
 
 
@@ -216,7 +210,7 @@ def _apart(reading: _Reading) -> None:
     )
     for (file, start, size, key), (other, begin, _, following) in pairwise(ordered):
         if file == other and start + size > begin:
-            reading.faults.append((f"overlaps {following} in {shown(file)} at byte {begin}", key))
+            reading.faults.add(f"overlaps {following} in {shown(file)} at byte {begin}", key)
 
 
 def _index(index: Any, place: str) -> tuple[str, Shape | None]:
@@ -241,12 +235,12 @@ def _tensor(reading: _Reading, key: str, fields: Mapping[str, Any]) -> Entry | N
         if piece is None:
             return None
         if math.prod(sizes) * dtype.itemsize > piece.size:
-            reading.faults.append((f"needs more bytes at {offsets} than the {piece.size} it has", key))
+            reading.faults.add(f"needs more bytes at {offsets} than the {piece.size} it has", key)
             return None
         chunks[offsets, sizes] = Chunk((offsets, sizes), piece)
     fault = tiling_fault(shape, list(chunks))
     if fault:
-        reading.faults.append((fault, key))
+        reading.faults.add(fault, key)
         return None
     return Entry(shape, dtype, tuple(chunks.values()))
 

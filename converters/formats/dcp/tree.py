@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from statekit.errors import FormatError, RefusedError, UsageError, fault_list
+from statekit.errors import Faults, FormatError, RefusedError, UsageError
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import MAX_DEPTH, Path, Tree
 
 MAX_HOLES = 64
 """Places of one list that nothing was saved for, such as an empty dict."""
-_SHOWN = 20
 
 
 def tree_of(paths: Mapping[str, Path], values: Mapping[str, Tree], place: str) -> dict[Any, Tree]:
@@ -83,18 +82,17 @@ def flat_paths(tree: Tree) -> dict[str, tuple[Path, Tree]]:
     if not isinstance(tree, Mapping):
         raise UsageError("A distributed checkpoint holds a dict.", found=type(tree).__name__)
     found: dict[str, tuple[Path, Tree]] = {}
-    faults = []
+    faults = Faults()
     for path, value in _leaves((), tree):
         key = ".".join(map(str, path))
         if key in found:
-            faults.append((f"has the flat name {key}, as has {_shown(found[key][0])}", _shown(path)))
+            faults.add(f"has the flat name {key}, as has {_shown(found[key][0])}", _shown(path))
         found[key] = (path, value)
-    if faults:
-        raise UsageError(
-            f"{len(faults)} entries have the name of another once they are flat.",
-            found=fault_list(faults[:_SHOWN]),
-            remedy="rename one of each pair",
-        )
+    faults.check(
+        UsageError,
+        "Entries have the name of another once they are flat",
+        remedy="rename one of each pair",
+    )
     return found
 
 

@@ -10,14 +10,13 @@ import numpy as np
 
 from statekit.converters.formats.dcp.metadata import Chunk, Contents, Entry, Piece
 from statekit.converters.formats.pytorch.reader import read_object
-from statekit.errors import CorruptError, fault_list
+from statekit.errors import CorruptError, Faults
 from statekit.files.source import File, Files, Part, byte_of, bytes_at
 from statekit.tensors.tensor import Array, Index, Stored, Tensor, index_shape
 from statekit.tensors.tree import Tree
 
 _REPEATED = 4096
 """Bytes up to which equal objects are parsed once: hyperparameters stand there again for every parameter."""
-_SHOWN = 20
 
 
 def read_sources(contents: Contents, folder: Path, files: Files) -> dict[str, File]:
@@ -36,18 +35,17 @@ def read_sources(contents: Contents, folder: Path, files: Files) -> dict[str, Fi
     sources = {
         name: files.source(folder / name) for name in sorted({piece.file for piece in pieces.values()})
     }
-    faults = [
+    faults = Faults(
         (f"bytes {p.start} to {p.start + p.size} of {p.file}, which has {sources[p.file].size}", key)
         for key, p in pieces.items()
         if p.start + p.size > sources[p.file].size
-    ]
-    if faults:
-        raise CorruptError(
-            f"The files are shorter than the metadata says: {len(faults)} faults.",
-            place=folder,
-            found=fault_list(faults[:_SHOWN]),
-            remedy="the checkpoint is damaged or unfinished: fetch it again",
-        )
+    )
+    faults.check(
+        CorruptError,
+        "The files are shorter than the metadata says",
+        place=folder,
+        remedy="the checkpoint is damaged or unfinished: fetch it again",
+    )
     return sources
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.errors import FormatError, fault_list
+from statekit.errors import Faults, FormatError
 from statekit.files.checkpoint import ATTRIBUTES
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import DTYPES, Tensor, blocks, index_shape
@@ -20,7 +20,6 @@ from statekit.tensors.tree import Tree, walk
 MANIFEST = "statekit"
 """Attribute of the file that holds the manifest."""
 _KINDS = "biuf"
-_SHOWN = 20
 
 
 def write_hdf5(tree: Tree, target: Any, stage: Stage) -> None:
@@ -36,9 +35,8 @@ def write_hdf5(tree: Tree, target: Any, stage: Stage) -> None:
     """
     import h5py
 
-    faults = list(_faults(tree))
-    if faults:
-        raise FormatError("An HDF5 file can't hold these.", found=fault_list(faults[:_SHOWN]))
+    faults = Faults(_faults(tree))
+    faults.check(FormatError, "An HDF5 file can't hold these")
     with h5py.File(target, "x" if isinstance(target, str) else "w") as file:
         _write(file["/"], tree, (), stage)
         file.attrs[MANIFEST] = json.dumps(stage.manifest(), sort_keys=True)

@@ -22,7 +22,7 @@ import numpy as np
 
 from statekit.converters.formats.pytorch.reader import STORAGE_DTYPES
 from statekit.converters.formats.zip_archive import ZipForm, ZipWriter
-from statekit.errors import UsageError, fault_list
+from statekit.errors import Faults, UsageError
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import DType, Shape, Stored, Tensor, nbytes
 from statekit.tensors.tree import Path, Record, Tree, tensor_names
@@ -48,12 +48,12 @@ def pickle_tree(tree: Tree, slots: Mapping[str, Slot]) -> bytes:
     """
     writer = _Writer(slots)
     writer.run(tree)
-    if writer.faults:
-        raise UsageError(
-            "A torch file can't hold this." + fault_list(writer.faults),
-            expected="dicts, lists, tuples, numbers, text, bytes and tensors",
-            remedy="leave these entries out",
-        )
+    writer.faults.check(
+        UsageError,
+        "A torch file can't hold this",
+        expected="dicts, lists, tuples, numbers, text, bytes and tensors",
+        remedy="leave these entries out",
+    )
     return bytes(writer.out)
 
 
@@ -111,7 +111,7 @@ class _Writer(Opcodes):
     def __init__(self, slots: Mapping[str, Slot]) -> None:
         super().__init__()
         self.slots = slots
-        self.faults: list[tuple[str, str]] = []
+        self.faults = Faults()
 
     def run(self, tree: Tree) -> None:
         """Emits a whole tree."""
@@ -153,7 +153,7 @@ class _Writer(Opcodes):
             self.out += b"\x88" if node else b"\x89"
         elif isinstance(node, (int, np.integer)):
             if not self.integer(int(node)):
-                self.faults.append((f"an integer of {int(node).bit_length()} bits", "/".join(map(str, path))))
+                self.faults.add(f"an integer of {int(node).bit_length()} bits", "/".join(map(str, path)))
         elif isinstance(node, (float, np.floating)):
             self.out += b"G" + struct.pack(">d", float(node))
         elif isinstance(node, str):
@@ -168,7 +168,7 @@ class _Writer(Opcodes):
             self._tensor(self.slots["/".join(map(str, path))])
         else:
             what = f"an object of {node.name}" if isinstance(node, Record) else type(node).__name__
-            self.faults.append((what, "/".join(map(str, path))))
+            self.faults.add(what, "/".join(map(str, path)))
 
     def _tensor(self, slot: Slot) -> None:
         # Source: torch/_tensor.py, `_reduce_ex_internal`: types without a storage class of their own are windows of

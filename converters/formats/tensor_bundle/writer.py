@@ -24,14 +24,13 @@ from statekit.converters.formats.tensor_bundle.entries import (
     string_bytes,
 )
 from statekit.converters.formats.tensor_bundle.table import masked, write_table
-from statekit.errors import FormatError, fault_list
+from statekit.errors import Faults, FormatError
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Shape, Tensor, index_shape
 from statekit.tensors.tree import Tree
 
 STATE_FILE = "checkpoint"
 """The text file that names the newest checkpoint of a folder."""
-_NAMED_FAULTS = 20
 _SPEC = re.compile(r"((?:\d+ )*)((?:-|\d+,\d+)(?::(?:-|\d+,\d+))*)")
 
 
@@ -94,12 +93,12 @@ def _leaves(tree: Tree) -> Iterator[_Leaf]:
     """Yields what is to be written, in the order of names."""
     if not isinstance(tree, Mapping):
         raise FormatError("A TensorFlow checkpoint is a flat dict of names.", found=type(tree).__name__)
-    faults: list[tuple[str, str]] = []
+    faults = Faults()
     leaves: list[_Leaf] = []
     for label, value in sorted(tree.items(), key=lambda item: str(item[0]).encode("utf-8", "replace")):
         name = str(label).encode("utf-8", "replace")
         if not name or name.startswith(b"\0") or not isinstance(label, str):
-            faults.append(("can't be a name", repr(label)))
+            faults.add("can't be a name", repr(label))
         elif isinstance(value, bytes):
             leaves.append(_Leaf(name, value, label, STRING, ()))
         elif isinstance(value, list) and all(isinstance(one, bytes) for one in value):
@@ -108,17 +107,14 @@ def _leaves(tree: Tree) -> Iterator[_Leaf]:
             leaves += _slices(label, value, faults)
         elif not isinstance(value, Tensor) or (code := code_of(value.dtype)) is None:
             kind = getattr(value, "dtype", type(value).__name__)
-            faults.append((f"is {kind}, which the format lacks", label))
+            faults.add(f"is {kind}, which the format lacks", label)
         else:
             leaves.append(_Leaf(name, value, label, code, value.shape))
-    if faults:
-        raise FormatError(
-            "A TensorFlow checkpoint can't hold these.", found=fault_list(faults[:_NAMED_FAULTS])
-        )
+    faults.check(FormatError, "A TensorFlow checkpoint can't hold these")
     yield from leaves
 
 
-def _slices(label: str, parts: Mapping[str, Any], faults: list[tuple[str, str]]) -> Iterator[_Leaf]:
+def _slices(label: str, parts: Mapping[str, Any], faults: Faults) -> Iterator[_Leaf]:
     name = label.encode("utf-8")
     for spec, value in parts.items():
         found = _SPEC.fullmatch(spec)
@@ -130,13 +126,13 @@ def _slices(label: str, parts: Mapping[str, Any], faults: list[tuple[str, str]])
             or not isinstance(value, Tensor)
             or (code := code_of(value.dtype)) is None
         ):
-            faults.append(("isn't a slice of a tensor", f"{label}/{spec}"))
+            faults.add("isn't a slice of a tensor", f"{label}/{spec}")
             continue
         extent = tuple(
             (0, FULL) if piece == "-" else (int(piece.split(",")[0]), int(piece.split(",")[1]))
             for piece in pieces
         )
         if index_shape(bounds(extent, full)) != value.shape:
-            faults.append((f"has shape {value.shape}", f"{label}/{spec}"))
+            faults.add(f"has shape {value.shape}", f"{label}/{spec}")
             continue
         yield _Leaf(slice_key(name, extent), value, f"{label}/{spec}", code, value.shape, name, full, extent)

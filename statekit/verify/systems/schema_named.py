@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from statekit.errors import FormatError, NotFoundError, fault_list
+from statekit.errors import Faults, FormatError, NotFoundError
 from statekit.optim.run import initial
 from statekit.optim.steps import Execution
 from statekit.state.constants import variant_constants
@@ -107,16 +107,22 @@ def decode(tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState
     native = aliases(schema, variant, told.get("slots", {}))
     held = _slots(tensors, params, native)
     rest = _others(tensors, params, held, native)
-    faults = [
-        *(("is in a group and not recorded", p) for group in groups for p in group.paths if p not in params),
-        *(
-            ("has no place in a canonical state", name)
-            for name in rest
-            if not other_tensors.known(name, params, told)
-        ),
-    ]
-    if faults:
-        raise FormatError(f"A recording doesn't hold a state of {schema.name}.", found=fault_list(faults))
+    faults = Faults(
+        [
+            *(
+                ("is in a group and not recorded", p)
+                for group in groups
+                for p in group.paths
+                if p not in params
+            ),
+            *(
+                ("has no place in a canonical state", name)
+                for name in rest
+                if not other_tensors.known(name, params, told)
+            ),
+        ]
+    )
+    faults.check(FormatError, f"A recording doesn't hold a state of {schema.name}")
     other_tensors.check(rest, params, told, step + _base(groups))
     ordered = {path: params[path] for group in groups for path in group.paths}
     rules = dict(_rules(schema, variant, ordered, groups, told))
