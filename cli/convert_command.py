@@ -11,10 +11,10 @@ from statekit.cli import output
 from statekit.cli.arguments import containers, hints_options, layouts, local_file, targets
 from statekit.cli.output import Screen
 from statekit.cli.plan_view import show_plan
-from statekit.cli.resume import next_update, resume_lines
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import Report, convert, plan
 from statekit.conversion.plan import Plan
+from statekit.conversion.resume import next_update, of_plan, resume_lines
 from statekit.files.stage import Progress
 from statekit.state.step_offset import StepOffset
 
@@ -138,7 +138,7 @@ def _as_json(planned: Plan, report: Report | None) -> dict[str, Any]:
         "findings": [vars(finding) for finding in planned.findings],
         "report": report.to_json() if report else None,
         "next_update": next_update(planned.state),
-        "resume": resume_lines(planned),
+        "resume": resume_lines(of_plan(planned, report.files if report else ()), planned.state),
     }
 
 
@@ -166,5 +166,5 @@ def _show_report(stdout: Screen, report: Report) -> None:
         f"{report.verified} tensors read again and found as meant."
     )
     stdout.title("To go on from here:")
-    for line in resume_lines(report.plan):
+    for line in resume_lines(of_plan(report.plan, report.files), report.plan.state):
         stdout.say(line, indent=2, fold=False)

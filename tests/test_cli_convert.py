@@ -10,7 +10,7 @@ import pytest
 
 from goldens import GOLDEN
 from statekit.cli.main import DONE, FAILED, USAGE, main
-from statekit.cli.resume import next_update
+from statekit.conversion.resume import next_update
 
 RUN = GOLDEN / "t5x" / "momentum_f32" / "checkpoint"
 TOLD = ("--hparams", "beta1=0.9", "--hparams", "min_dim_size_to_factor=8")

@@ -173,7 +173,7 @@ def test_a_t5x_run_goes_on_in_flax(tmp_path: Path) -> None:
     import jax.numpy as jnp
     import optax
 
-    from statekit.cli.resume import resume_lines
+    from statekit.conversion.resume import of_plan, resume_lines
 
     with open_state(T5X) as opened:
         state = opened.state
@@ -183,9 +183,10 @@ def test_a_t5x_run_goes_on_in_flax(tmp_path: Path) -> None:
     for layout, optimizer in (("optax", own), ("statekit-jax", None)):
         planned = plan(T5X, tmp_path / layout, to="flax", layout=layout)
         convert(planned)
-        lines = "\n".join(resume_lines(planned))
+        lines = "\n".join(resume_lines(of_plan(planned), planned.state))
         lines = lines.replace("learning_rate=...", "0.1").replace("beta1=...", "beta1=0.9")
-        names: dict[str, Any] = {"params": zeros, "optimizer": optimizer}
+        lines = lines.replace("momentum=...", "momentum=0.9")
+        names: dict[str, Any] = {"params": zeros, "schedule": optax.constant_schedule(0.1)}
         exec(compile(lines, "to go on", "exec"), names)
         restored = names["state"]
         assert jax.tree.structure(restored) == jax.tree.structure(names["target"])

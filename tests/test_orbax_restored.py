@@ -231,7 +231,7 @@ def test_the_lines_to_go_on_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     import jax.numpy as jnp
     import optax
 
-    from statekit.cli.resume import resume_lines
+    from statekit.conversion.resume import of_plan, resume_lines
 
     source = GOLDEN / "t5x" / "momentum_f32" / "checkpoint"
     with open_state(source) as opened:
@@ -244,11 +244,12 @@ def test_the_lines_to_go_on_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         planned = plan(source, tmp_path / layout, to="orbax", layout=layout)
         convert(planned)
         lines = (
-            "\n".join(resume_lines(planned))
+            "\n".join(resume_lines(of_plan(planned), planned.state))
             .replace("learning_rate=...", "0.1")
             .replace("beta1=...", "beta1=0.9")
+            .replace("momentum=...", "momentum=0.9")
         )
-        names: dict[str, Any] = {"params": nested(zeros), "optimizer": optimizer}
+        names: dict[str, Any] = {"params": nested(zeros), "schedule": optax.constant_schedule(0.1)}
         exec(compile(lines, "to go on", "exec"), names)
         state = names["state"]["opt_state"]
         held = {"m": state[4].ema if optimizer else state.m}

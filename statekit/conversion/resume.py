@@ -1,0 +1,245 @@
+"""How a run goes on from a checkpoint: the target's own calls, and what its next update will use.
+
+The calls of each layout in each container are data, `converters/resume.json`; here their values are filled in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from statekit.conversion.plan import Plan
+from statekit.optim.adafactor import defaults, next_decay
+from statekit.optim.adafactor_forms import Hyperparameters
+from statekit.state.schema import load_schema
+
+_RULES = ("factor_map", "logical_factor_rules")
+_UNKNOWN = "..."
+State = Mapping[str, Any]
+"""A state without its tensors, as `TrainState.to_json` gives it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint is, and what it is.
+
+    Attributes:
+        container: Its container.
+        layout: Its layout.
+        path: The checkpoint, or a run's folder that holds it.
+        step: Its step.
+        files: Names of its files, where they are known.
+    """
+
+    container: str
+    layout: str
+    path: Path
+    step: int | None
+    files: tuple[str, ...] = ()
+
+
+def of_plan(plan: Plan, files: Iterable[str] = ()) -> Place:
+    """Returns where a conversion writes."""
+    target = plan.target
+    return Place(target.container, target.layout, plan.request.target, target.step, tuple(files))
+
+
+def resume_lines(place: Place, state: State) -> list[str]:
+    """Returns the lines that go on from a checkpoint in its own system; none if nobody has said them.
+
+    Args:
+        place: Where it is.
+        state: What it holds.
+    """
+    entry = _entries().get((place.layout, place.container))
+    if entry is None:
+        return []
+    values = _values(place, entry, state)
+    lines = (Template(line) for line in entry["lines"])
+    return [
+        line.substitute({name: values[name] for name in line.get_identifiers()})
+        for line in lines
+        if all(values[name] is not None for name in line.get_identifiers())
+    ]
+
+
+@cache
+def _data() -> dict[str, Any]:
+    text = resources.files("statekit.converters").joinpath("resume.json").read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+@cache
+def _entries() -> dict[tuple[str, str], Mapping[str, Any]]:
+    return {
+        (layout, container): entry
+        for entry in _data()["resume"]
+        for layout in entry["layouts"]
+        for container in entry["containers"]
+    }
+
+
+def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, str | None]:
+    """Returns what may stand in a line, each as it is written there; None leaves the line out."""
+    groups, schema = state["groups"], state["schema"]
+    path = _step_path(place, entry.get("step"))
+    constructor = _data()["constructors"].get(schema, {}).get(state["variant"])
+    arguments, others = _native_arguments(state)
+    missing = list(dict.fromkeys(name for group in groups for name in _missing(state, group)))
+    jax = dict.fromkeys(argument for group in groups for argument in _jax_arguments(state, group))
+    offsets = {group["hyperparameters"].get("step_offset") or 0 for group in groups}
+    rates = {group["hyperparameters"].get("learning_rate") for group in groups}
+    by_suffix = {Path(file).suffix: Path(file).name for file in place.files}
+    return {
+        "path": _quoted(path),
+        "absolute": _quoted(path.absolute()),
+        "run": _quoted(path.parent),
+        "name": _quoted(path.name),
+        "schema": schema,
+        "constructor": constructor,
+        "module": _module(constructor),
+        "arguments": ", ".join(arguments),
+        "not_arguments": f"not an argument of {constructor}: {', '.join(others)}" if others else None,
+        "groups": _groups(groups),
+        "missing": "".join(f", {name}={_UNKNOWN}" for name in ("lr" if n == _RATE else n for n in missing)),
+        "missing_tensorflow": "".join(f", {name}={_UNKNOWN}" for name in missing),
+        "jax_arguments": ", ".join((f"{_RATE}={_UNKNOWN}", *jax)),
+        "step_offset": f"{max(offsets)}" if len(offsets) == 1 and max(offsets) else None,
+        "rate": f"{rates.pop()}" if len(rates) == 1 and None not in rates else _UNKNOWN,
+        "params_file": by_suffix.get(".params", "net.params"),
+        "states_file": by_suffix.get(".states", "trainer.states"),
+        "mxnet_name": {"adamw": "adam"}.get(schema, schema),
+    }
+
+
+_RATE = "learning_rate"
+
+
+def _module(constructor: str | None) -> str | None:
+    """Returns what has to be imported for a class besides torch, if anything."""
+    module = (constructor or "").rpartition(".")[0]
+    return None if not module or module.partition(".")[0] == "torch" else module
+
+
+def _step_path(place: Place, named: str | None) -> Path:
+    """Returns the step's own folder or file, which may be the checkpoint itself or lie in it."""
+    if named is None or place.step is None:
+        return place.path
+    name = named.format(step=place.step)
+    return place.path if place.path.name == name else place.path / name
+
+
+def _quoted(path: object) -> str:
+    """Returns a path as it stands between double quotes in Python and gin."""
+    return json.dumps(str(path))[1:-1]
+
+
+def _groups(groups: list[Mapping[str, Any]]) -> str:
+    if len(groups) == 1:
+        return "model.parameters()"
+    counts = ", ".join(f'{{"params": group_{i}}}' for i in range(len(groups)))
+    return f"[{counts}]"
+
+
+def _native_arguments(state: State) -> tuple[list[str], list[str]]:
+    """Returns arguments of a variant's own class that aren't its defaults, and settings that it doesn't take.
+
+    Where groups differ in one, or it isn't known and the variant has no default, it is left open.
+    """
+    if state["variant"] is None:
+        return [_UNKNOWN], []
+    schema = load_schema(state["schema"])
+    usual = schema.native(state["variant"], schema.settings(state["variant"]))
+    groups = [schema.native(state["variant"], _said(group)) for group in state["groups"]]
+    outside = _data()["not_arguments"].get(state["variant"], ())
+    arguments: list[str] = []
+    others: list[str] = []
+    for name in usual:
+        values = {json.dumps(group.get(name, usual[name]), default=str) for group in groups}
+        value = groups[0].get(name, usual[name]) if groups else usual[name]
+        own = f"{name}={value!r}" if len(values) == 1 else f"{name}={_UNKNOWN}"
+        if name in (_RATE, "lr"):
+            known = len(values) == 1 and any(_RATE in group["hyperparameters"] for group in state["groups"])
+            rate = _data()["open_rate"].get(state["variant"], _UNKNOWN)
+            arguments.append(own if known and value is not None else f"{name}={rate}")
+        elif len(values) > 1 or value != usual[name]:
+            (others if name in outside else arguments).append(own)
+    return arguments + _needed(state), others
+
+
+def _said(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group["hyperparameters"].items() if name not in _RULES}
+
+
+def _needed(state: State) -> list[str]:
+    """Returns the arguments whose value nobody has said, although the slots show that they were used."""
+    schema = load_schema(state["schema"])
+    used = {name for group in state["groups"] for name in _missing(state, group) if name != _RATE}
+    native = schema.native(state["variant"], dict.fromkeys(used))
+    return [f"{name}={_UNKNOWN}" for name in native]
+
+
+def _jax_arguments(state: State, group: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what an optimizer of statekit.jax has to be told beside its learning rate."""
+    variant = state["variant"]
+    if variant is None:
+        yield f"variant={_UNKNOWN}"
+        return
+    yield f"variant={json.dumps(variant)}"
+    usual = load_schema(state["schema"]).variant(variant)["defaults"]
+    for name, value in group["hyperparameters"].items():
+        said = name in usual and name not in (*_RULES, _RATE) and not isinstance(value, Mapping)
+        if said and value != usual[name]:
+            yield f"{name}={value!r}"
+    yield from (f"{name}={_UNKNOWN}" for name in _missing(state, group) if name != _RATE)
+
+
+def _missing(state: State, group: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the names of what a step needs and nobody has said."""
+    known = group["hyperparameters"]
+    if known.get(_RATE) is None:
+        yield _RATE
+    if state["schema"] == "adafactor" and state["variant"]:
+        needed = {field.name for field in fields(Hyperparameters)}
+        for name in defaults(state["variant"]):
+            if name in needed and name not in known:
+                yield name
+
+
+def next_update(state: State) -> list[dict[str, Any]]:
+    """Returns what the next update of each group will use, as far as the state says.
+
+    Returns:
+        For each group: its parameters; `learning_rate` (None where whoever steps must give it); `update`, the number
+        of updates done; `schedule`, the argument of a learning-rate schedule; and for Adafactor `step_offset` and
+        `decay`, the second moment's.
+    """
+    counts = state["counts"]
+    rows = []
+    for group in state["groups"]:
+        known = group["hyperparameters"]
+        row: dict[str, Any] = {
+            "parameters": len(group["paths"]),
+            "learning_rate": known.get(_RATE),
+            "update": counts["updates"],
+            "schedule": counts["schedule"],
+        }
+        if state["schema"] == "adafactor":
+            row["step_offset"] = known.get("step_offset")
+            row["decay"] = _decay(state["variant"], counts["updates"], known)
+        rows.append(row)
+    return rows
+
+
+def _decay(variant: str | None, updates: int, known: Mapping[str, Any]) -> float | None:
+    offset, rate = known.get("step_offset"), known.get("decay_rate")
+    if variant != "t5x" or offset is None or rate is None or updates < offset:
+        return None
+    return next_decay(updates, offset, rate)

@@ -1,0 +1,162 @@
+"""The lines to go on from a conversion's result: every target has its own, and where its library is here, they run."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from goldens import GOLDEN
+from statekit.cli.main import DONE, main
+from statekit.conversion import registry
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.resume import Place, of_plan, resume_lines
+from statekit.converters import __path__ as converters
+from statekit.state.schema import load_schema
+
+DATA = json.loads((Path(converters[0]) / "resume.json").read_text(encoding="utf-8"))
+HOMES = [
+    (layout, container)
+    for layout in registry.layout_names()
+    for container in registry.layout_card(layout).containers
+]
+
+
+def state(schema: str, variant: str, groups: int = 1) -> dict[str, Any]:
+    known = {"learning_rate": 0.1}
+    group = {"paths": ["a"], "hyperparameters": known, "known_from": {}}
+    return {
+        "schema": schema,
+        "variant": variant,
+        "counts": {"updates": 3, "schedule": 3},
+        "groups": [group] * groups,
+    }
+
+
+@pytest.mark.parametrize(("layout", "container"), HOMES)
+def test_every_layout_has_lines_in_every_container_that_it_is_at_home_in(layout: str, container: str) -> None:
+    for schema, variants in registry.layout_card(layout).variants.items():
+        for variant in variants:
+            for groups in (1, 2):
+                place = Place(container, layout, Path("/run/out"), 3)
+                lines = resume_lines(place, state(schema, variant, groups))
+                assert lines and any("/run" in line for line in lines)
+                assert not any("$" in line or "None(" in line for line in lines), lines
+                gin = layout in ("t5x", "megatron")
+                if not gin:
+                    compile("\n".join(lines), "to go on", "exec")
+
+
+def test_what_is_said_of_each_has_a_source_and_a_user() -> None:
+    said = [(lay, con) for entry in DATA["resume"] for lay in entry["layouts"] for con in entry["containers"]]
+    assert len(said) == len(set(said))
+    assert set(HOMES) <= set(said)
+    assert all(entry["source"].keys() == {"project", "file", "symbol"} for entry in DATA["resume"])
+    for schema, constructors in DATA["constructors"].items():
+        assert constructors.keys() <= load_schema(schema).variants.keys()
+
+
+@pytest.mark.parametrize(
+    "container", ["torch", "dcp", "hf-trainer", "mxnet", "tf-bundle", "keras-h5", "orbax"]
+)
+def test_no_target_is_told_anothers_lines(container: str) -> None:
+    """At b103f67 all but T5X, Orbax and Flax were told to load PyTorch's."""
+    own = {"hf-trainer": "trainer.train(", "mxnet": "trainer.load_states(", "keras-h5": "load_weights("}
+    layout = {"mxnet": "mxnet-adam", "tf-bundle": "tf2-keras", "keras-h5": "keras", "orbax": "optax"}
+    place = Place(container, layout.get(container, "torch-optim"), Path("out"), 3)
+    lines = "\n".join(resume_lines(place, state("adamw", "torch")))
+    assert "statekit.torch" not in lines
+    assert own.get(container, "") in lines
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+
+
+def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    torch.manual_seed(seed)
+    optimizer.zero_grad()
+    net(torch.randn(5, 3)).square().sum().backward()
+    optimizer.step()
+
+
+def split(net: torch.nn.Module, groups: int) -> list[dict[str, Any]]:
+    params = list(net.parameters())
+    if groups == 1:
+        return [{"params": params}]
+    return [{"params": params[::2]}, {"params": params[1::2], "weight_decay": 0.0}]
+
+
+TORCH = [
+    (lay, con)
+    for lay, con in HOMES
+    if con in ("torch", "dcp", "dcp-safetensors", "accelerate") and lay.startswith("torch-")
+]
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("layout", "container"), TORCH)
+def test_pytorch_goes_on_by_its_own_lines(layout: str, container: str, groups: int, tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(split(net, groups), lr=0.01, betas=(0.8, 0.9))
+    for seed in range(3):
+        step(net, optimizer, seed)
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    names = [name for name, _ in net.named_parameters()]
+    order = names if groups == 1 else [*names[::2], *names[1::2]]
+    (tmp_path / "names").write_text("\n".join(order))
+    told = ["--param-names", str(tmp_path / "names")]
+    target = tmp_path / "out"
+    assert (
+        main(["convert", str(tmp_path / "a.pt"), str(target), "--to", container, "--layout", layout, *told])
+        == DONE
+    )
+    source, fresh = net, model()
+    parts = {f"group_{i}": group["params"] for i, group in enumerate(split(fresh, groups))}
+    scope: dict[str, Any] = {"model": fresh, **parts}
+    if container == "accelerate":
+        scope["accelerator"] = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    exec(compile("\n".join(lines_of(target, layout, container, optimizer)), "to go on", "exec"), scope)
+    for seed in range(3, 6):
+        step(source, optimizer, seed)
+        step(fresh, scope["optimizer"], seed)
+    for mine, theirs in zip(fresh.state_dict().values(), source.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def lines_of(target: Path, layout: str, container: str, optimizer: torch.optim.Optimizer) -> list[str]:
+    count = len(optimizer.param_groups)
+    return resume_lines(Place(container, layout, target, 3), state("adamw", "torch", count))
+
+
+def test_a_step_that_was_not_taken_would_be_noticed(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    step(net, optimizer, 0)
+    other = copy.deepcopy(net)
+    step(net, optimizer, 1)
+    step(other, torch.optim.AdamW(other.parameters(), lr=0.01), 1)
+    assert not torch.equal(next(net.parameters()), next(other.parameters()))
+
+
+def test_files_that_keep_their_names_are_named(tmp_path: Path) -> None:
+    place = Place("mxnet", "mxnet-lans", tmp_path, 3, ("0100.params", "0100.states", "statekit.json"))
+    lines = resume_lines(place, state("lans", "mxnet_fused"))
+    assert lines[0] == f'net.load_parameters("{tmp_path}/0100.params")'
+    assert f'"{tmp_path}/0100.states"' in lines[2]
+
+
+def test_momentum_is_never_left_off_because_nobody_told_its_decay(tmp_path: Path) -> None:
+    """T5X stores no beta1; its slot m shows that momentum was on."""
+    source = GOLDEN / "t5x" / "momentum_f32" / "checkpoint"
+    planned = plan(source, tmp_path / "run", to="orbax", layout="optax")
+    assert "beta1" not in planned.state["groups"][0]["hyperparameters"]
+    convert(planned)
+    assert "momentum=..." in "\n".join(resume_lines(of_plan(planned), planned.state))
