@@ -23,7 +23,6 @@ from statekit.conversion.open_state import open_state
 from statekit.converters.containers.huggingface import folder as hf_folder
 from statekit.converters.containers.huggingface import hf_trainer, safetensors
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
-from statekit.converters.formats.safetensors import save_safetensors
 from statekit.errors import (
     CorruptError,
     FormatError,
@@ -33,6 +32,7 @@ from statekit.errors import (
     StatekitError,
     UsageError,
 )
+from statekit.files.safetensors import save_safetensors
 from statekit.tensors.tensor import in_memory, same_values
 from statekit.verify.recording import Recording, open_recording
 from statekit.verify.replay import Subject, replay

@@ -64,8 +64,8 @@ def test_the_map_and_the_links_say_the_same() -> None:
 
 
 # A script's own folder is the first place that Python imports from. Below converters/ many folders and modules bear
-# the names of others' (formats/pickle, formats/safetensors.py, layouts/keras): they shadow nothing only because no file
-# there is ever run as a script, and because the top folders, which tools put on the path, hold none of them.
+# the names of others' (formats/pickle, huggingface/safetensors.py, layouts/keras): they shadow nothing only because no
+# file there is ever run as a script, and because the top folders, which tools put on the path, hold none of them.
 
 
 @pytest.mark.parametrize("top", sorted(HOMES.values()))

@@ -13,8 +13,8 @@ from goldens import COMPACT, GOLDEN, bundles
 from replaying import marks
 from statekit.arrays.backend import Backend, backend
 from statekit.arrays.numpy_backend import ORACLE
-from statekit.converters.formats.safetensors import open_safetensors
 from statekit.errors import FormatError, NotFoundError
+from statekit.files.safetensors import open_safetensors
 from statekit.verify.recorder import Recorder
 from statekit.verify.recording import Recording, from_json, open_recording, to_json
 from statekit.verify.replay import Start, Subject, replay

@@ -17,9 +17,9 @@ import pytest
 import safetensors
 from safetensors.numpy import load_file, save_file
 
-from statekit.converters.formats import safetensors as safetensors_file
-from statekit.converters.formats.safetensors import OpenFile, open_safetensors, save_safetensors
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError
+from statekit.files import safetensors as safetensors_file
+from statekit.files.safetensors import OpenFile, open_safetensors, save_safetensors
 from statekit.tensors.digest import bytes_digest, tensor_bytes
 from statekit.tensors.tensor import DTYPES, Array, Filled, Tensor, in_memory
 

@@ -15,7 +15,7 @@ import pytest
 from goldens import GOLDEN, bundles
 from statekit.arrays.backend import Backend, backend
 from statekit.arrays.numpy_backend import ORACLE
-from statekit.converters.formats.safetensors import open_safetensors
+from statekit.files.safetensors import open_safetensors
 from statekit.optim import scaled_adam
 from statekit.optim.scaled_adam_clip import batches
 from statekit.state.train_state import Counts, TrainState

@@ -263,7 +263,7 @@ ALLOWED: dict[str, tuple[str, set[str]]] = {
         "its own temporary folders' notes, and /proc", {"os.open", "Path(path).read_text"}
     ),
     "statekit/verify/recorder.py": ("a spool that it made, and what it writes", {"os.pread", "unfinished.open"}),
-    "converters/formats/safetensors.py": ("the library that proves a header takes a path only", {"safe_open"}),
+    "statekit/files/safetensors.py": ("the library that proves a header takes a path only", {"safe_open"}),
     "converters/formats/zarr/stores.py": ("tensorstore reads databases, and takes a path only", {"ts.KvStore.open"}),
     "converters/containers/orbax/writer.py": ("tensorstore makes the target's database", {"ts.KvStore.open"}),
     "converters/containers/keras_zip.py": ("members of an archive, which reads the source", {"archive.open"}),

@@ -29,8 +29,8 @@ from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.conversion.registry import layout
-from statekit.converters.formats.safetensors import open_safetensors
 from statekit.errors import NotFoundError, StateError, UnknownRuleError, UsageError
+from statekit.files.safetensors import open_safetensors
 from statekit.state.train_state import Axis, Optimizer, TrainState
 from statekit.tensors.tensor import Array, Tensor
 from statekit.torch import Adafactor, load_optimizer, load_params

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.formats.safetensors import open_safetensors, save_safetensors, sharded
 from statekit.errors import CorruptError, Faults, FormatError, NotFoundError, StatekitError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import (
@@ -19,6 +18,7 @@ from statekit.files.manifest import (
     tensor_faults,
     unnamed_files,
 )
+from statekit.files.safetensors import open_safetensors, save_safetensors, sharded
 from statekit.files.source import Budget, Files, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor

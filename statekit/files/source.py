@@ -6,7 +6,7 @@ refused before anything is allocated. In go paths that a container has found; ou
 which file and which byte.
 
 Two libraries read files by themselves, after what they will meet has been checked here: tensorstore reads OCDBT
-databases (formats/zarr/stores.py), and the safetensors library proves headers (formats/safetensors.py). h5py, zipfile
+databases (formats/zarr/stores.py), and the safetensors library proves headers (files/safetensors.py). h5py, zipfile
 and zstandard read through `as_file`.
 """
 

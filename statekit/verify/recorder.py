@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from statekit.converters.formats.safetensors import save_safetensors
 from statekit.errors import TargetExistsError, UsageError
+from statekit.files.safetensors import save_safetensors
 from statekit.optim.steps import Execution
 from statekit.state.train_state import TrainState
 from statekit.tensors.digest import tensor_bytes

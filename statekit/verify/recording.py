@@ -24,8 +24,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from statekit.conversion.contracts import Hints
-from statekit.converters.formats.safetensors import OpenFile, open_safetensors
 from statekit.errors import FormatError, NotFoundError, UsageError
+from statekit.files.safetensors import OpenFile, open_safetensors
 from statekit.files.source import read_small
 from statekit.optim.steps import Execution
 from statekit.state.train_state import TrainState

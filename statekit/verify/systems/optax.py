@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from statekit.converters.formats.safetensors import open_safetensors
 from statekit.errors import NotFoundError
+from statekit.files.safetensors import open_safetensors
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis
 from statekit.tensors.tensor import Tensor

@@ -1,7 +1,8 @@
 """The safetensors file format: a proven header, tensors read block by block, and a streaming writer.
 
 A file is: the header's length as 8 bytes little-endian; the header, a JSON object in UTF-8; the tensors' bytes,
-little-endian, in C order, one after the other.
+little-endian, in C order, one after the other. Statekit's own arrays lie in such files, in neutral checkpoints and in
+recordings; hence it stands here and not with the formats of other systems.
 Source: safetensors, README.md section "Format", and `safetensors/src/tensor.rs`.
 """
 
