@@ -14,6 +14,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 HOMES = {"statekit": "statekit", "converters": "statekit.converters", "cli": "statekit.cli"}
+FLOORS = (
+    ("statekit.errors",),
+    ("statekit.tensors", "statekit.schemas"),
+    ("statekit.state", "statekit.files", "statekit.arrays"),
+    ("statekit.conversion.contracts", "statekit.optim"),
+    ("statekit.converters.formats",),
+    ("statekit.converters.containers", "statekit.converters.layouts"),
+    ("statekit.conversion", "statekit.dropin"),
+    ("statekit.torch", "statekit.jax", "statekit.tensorflow"),
+    ("statekit.verify",),
+    ("statekit",),
+    ("statekit.testing", "statekit.cli"),
+    ("statekit.__main__",),
+)
+"""Rooms from the ground up: none knows another on its own floor or above. The longest name that fits is a module's."""
 
 Graph = Mapping[str, frozenset[str]]
 """For each module, or room, those it imports."""

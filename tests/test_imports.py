@@ -8,24 +8,9 @@ from typing import NamedTuple
 
 import pytest
 
-from import_graph import Graph, circles, import_graph, modules, rooms_of
+from import_graph import FLOORS, Graph, circles, import_graph, modules, rooms_of
 
 ROOT = Path(__file__).parents[1]
-FLOORS = (
-    ("statekit.errors",),
-    ("statekit.tensors", "statekit.schemas"),
-    ("statekit.state", "statekit.files", "statekit.arrays"),
-    ("statekit.conversion.contracts", "statekit.optim"),
-    ("statekit.converters.formats",),
-    ("statekit.converters.containers", "statekit.converters.layouts"),
-    ("statekit.conversion", "statekit.dropin"),
-    ("statekit.torch", "statekit.jax", "statekit.tensorflow"),
-    ("statekit.verify",),
-    ("statekit",),
-    ("statekit.testing", "statekit.cli"),
-    ("statekit.__main__",),
-)
-"""Rooms from the ground up: none knows another on its own floor or above. The longest name that fits is a module's."""
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 
 
@@ -61,10 +46,6 @@ PENDING: dict[tuple[str, str], str] = {
     ("statekit.torch", "statekit.converters"): "statekit/torch",
 }
 """What is still to be mended, and where: whose module knows what it mustn't."""
-CIRCLED: dict[str, list[frozenset[str]]] = {
-    "statekit.converters.formats": [frozenset({"pickle", "pytorch", "zip_archive"})],
-}
-"""Circles that are still to be opened."""
 LOADERS = {
     "statekit.arrays.backend": "the module of a framework, in the same room",
     "statekit": "the modules of the names it offers, each also imported for type checkers",
@@ -129,9 +110,7 @@ def test_imports_go_one_way(graph: Graph) -> None:
     ],
 )
 def test_no_rooms_know_each_other_in_a_circle(graph: Graph, part: str) -> None:
-    pending = CIRCLED.get(part, [])
-    found = circles(rooms_of(graph, part))
-    assert [circle for circle in found if not any(circle <= known for known in pending)] == []
+    assert circles(rooms_of(graph, part)) == []
 
 
 def test_modules_that_are_loaded_by_a_made_up_name_are_known() -> None:

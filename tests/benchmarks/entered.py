@@ -64,17 +64,28 @@ class Call(NamedTuple):
 CONVERT = Call(COMMAND_LINE, "assert main(['convert', source, target]) == 0")
 INSPECT = Call(COMMAND_LINE, "assert main(['inspect', source]) == 0")
 LOAD_OPTIMIZER = Call(MODEL, "statekit.torch.load_optimizer(source, named, lr=1e-3, beta1=0.9)")
+OPTIMIZER = f"""{MODEL}
+optimizer = {LOAD_OPTIMIZER.call}
+for _, param in named:
+    param.grad = torch.ones_like(param)
+"""
+STEP = Call(OPTIMIZER, "optimizer.step()")
+STEP_BY_TEXT = Call(
+    f"{OPTIMIZER}for group in optimizer.param_groups: group['foreach'] = False", "optimizer.step()"
+)
 CALLS = {
     "statekit convert, T5X -> torch": CONVERT,
     "statekit inspect, T5X": INSPECT,
     "statekit.torch.load_optimizer, T5X": LOAD_OPTIMIZER,
+    "its step()": STEP,
+    "its step(), foreach=False": STEP_BY_TEXT,
 }
 
 
 def entered(call: Call, source: Path, target: Path) -> list[str]:
     """Returns the modules of statekit that a call enters, in order, each by the name it is imported by."""
     with tempfile.NamedTemporaryFile("r") as report:
-        shapes = json.dumps(param_shapes(source)) if call.prepare is MODEL else ""
+        shapes = json.dumps(param_shapes(source)) if call.prepare.startswith(MODEL) else ""
         command = [
             sys.executable,
             "-c",

@@ -1,0 +1,64 @@
+"""docs/architecture.md is true: what is drawn is as the code has it, and what is told happens in that order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import architecture
+import pytest
+
+from entered import CONVERT, SOURCE, STEP, Call, entered
+
+ROOT = Path(__file__).parents[1]
+TEXT = architecture.PAGE.read_text(encoding="utf-8")
+LINK = re.compile(r"\]\(([^)#]+)\)")
+
+
+def section(title: str) -> str:
+    return TEXT.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def told(title: str) -> list[str]:
+    """Returns the modules that a section links to, in order, by the files they stand in."""
+    return [link.removeprefix("../") for link in LINK.findall(section(title)) if link.endswith(".py")]
+
+
+def out_of_order(names: Sequence[str], happened: Sequence[str]) -> list[str]:
+    """Returns the names that didn't happen, or not after the one before."""
+    places = [happened.index(name) if name in happened else -1 for name in names]
+    return [name for i, name in enumerate(names) if places[i] < 0 or (i and places[i] <= max(places[:i]))]
+
+
+def test_what_is_drawn_is_as_the_code_has_it() -> None:
+    assert architecture.page(TEXT) == TEXT, "run `make tables`"
+
+
+def test_links_lead_somewhere() -> None:
+    links = LINK.findall(TEXT)
+    assert len(links) > 80
+    assert [link for link in links if not (architecture.PAGE.parent / link).exists()] == []
+
+
+def test_files_that_are_named_without_a_link_are_there_too() -> None:
+    named = re.findall(r"`([\w/]+/\w+\.py)`", TEXT)
+    assert named
+    assert [name for name in named if not list(ROOT.glob(f"**/{name}"))] == []
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("title", "call"), [("The way of a conversion", CONVERT), ("The way of an update", STEP)]
+)
+def test_the_way_is_gone_in_that_order(title: str, call: Call, tmp_path: Path) -> None:
+    names, happened = told(title), entered(call, SOURCE, tmp_path / "torch-ckpt.pt")
+    assert len(names) > 7
+    assert out_of_order(names, [architecture.file_of(name) for name in happened]) == []
+
+
+def test_another_order_is_noticed() -> None:
+    happened = ["a", "b", "c"]
+    assert out_of_order(["a", "c"], happened) == []
+    assert out_of_order(["b", "a"], happened) == ["a"]
+    assert out_of_order(["a", "x"], happened) == ["x"]
