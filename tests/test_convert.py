@@ -369,8 +369,8 @@ def test_a_source_that_cant_be_decoded_is_closed(source: Path, monkeypatch: pyte
     closed: list[bool] = []
     real = type(CONTAINER).open
 
-    def watching(self: Any, path: Path, step: int | None = None) -> Any:
-        checkpoint = real(self, path, step)
+    def watching(self: Any, path: Path, step: int | None = None, budget: Any = None) -> Any:
+        checkpoint = real(self, path, step, budget)
 
         def close() -> None:
             checkpoint.close()

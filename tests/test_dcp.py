@@ -24,8 +24,9 @@ from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.conversion.registry import detect_container
 from statekit.converters.containers.dcp import CONTAINER
-from statekit.converters.formats.dcp import values, writer
+from statekit.converters.formats.dcp import writer
 from statekit.converters.formats.dcp.metadata import Box, read_metadata, tiling_fault
+from statekit.converters.layouts.optimizer_forms import with_names
 from statekit.errors import NotFoundError, RefusedError, UsageError
 from statekit.files import source
 from statekit.state.train_state import TrainState
@@ -203,7 +204,7 @@ def test_two_writes_give_equal_bytes(tmp_path: Path) -> None:
 @pytest.mark.torch
 def test_pieces_go_to_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "FILE_BYTES", 4000)
-    monkeypatch.setattr(values, "MAX_OPEN", 2)
+    monkeypatch.setattr(source, "MOST_OPEN", 2)
     with CONTAINER.open(folder(DCP[0])) as checkpoint:
         there = save(tmp_path / "there", checkpoint.tree)
         assert len(list(there.glob("*.distcp"))) > 5
@@ -391,7 +392,7 @@ def test_an_optimizer_by_index_is_written_by_name() -> None:
     encoded = Encoded(
         {"optimizer": {"state": {1: {"m": Filled((), np.dtype("float32"))}}, "param_groups": [group]}}, 1
     )
-    found = CONTAINER.fitted(encoded).tree["optimizer"]
+    found = CONTAINER.fitted(with_names(encoded)).tree["optimizer"]
     assert list(found["state"]) == ["b.c"] and found["param_groups"][0]["params"] == ["a", "b.c"]
     nameless = Encoded({"optimizer": {"state": {}, "param_groups": [{"params": [0]}]}}, 1)
-    assert CONTAINER.fitted(nameless).tree == nameless.tree
+    assert CONTAINER.fitted(with_names(nameless)).tree == nameless.tree

@@ -42,7 +42,6 @@ BANS = (
     ),
 )
 PENDING: dict[tuple[str, str], str] = {
-    ("statekit.converters.containers", "statekit.converters.layouts"): "converters/containers",
     ("statekit.torch", "statekit.converters"): "statekit/torch",
 }
 """What is still to be mended, and where: whose module knows what it mustn't."""

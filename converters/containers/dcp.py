@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,6 @@ from statekit.converters.formats.dcp.tree import tree_of
 from statekit.converters.formats.dcp.values import read_values
 from statekit.converters.formats.dcp.writer import write_dcp
 from statekit.converters.formats.pytorch.reader import named
-from statekit.converters.layouts.optimizer_forms import by_name, is_nested
 from statekit.errors import NotFoundError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import FILE, find_manifest, tensor_faults
@@ -159,11 +158,6 @@ def step_folder(path: Path, step: int | None, mark: str, what: str) -> tuple[Pat
     return found[number], number, list(found)
 
 
-def _renamed(name: str, renamed: Mapping[str, str]) -> str:
-    head, slash, slot = name.rpartition("/")
-    return renamed.get(f"{head}{slash}", f"{head}{slash}") + slot
-
-
 @dataclass(frozen=True)
 class Dcp:
     """The folders of torch.distributed.checkpoint."""
@@ -194,15 +188,8 @@ class Dcp:
             return folder.checkpoint(self.name, tree, number, steps)
 
     def fitted(self, encoded: Encoded) -> Encoded:
-        """Returns a state whose optimizers are by name, as torch.distributed.checkpoint.state_dict gathers them."""
-        tree, renamed = dict(encoded.tree), dict[str, str]()
-        for place, part in encoded.tree.items():
-            found = by_name(part) if is_nested(part) else None
-            if found:
-                tree[place], names = found
-                renamed |= {f"{place}/state/{i}/": f"{place}/state/{name}/" for i, name in names.items()}
-        exactness = {_renamed(name, renamed): why for name, why in encoded.exactness.items()}
-        return replace(encoded, tree=tree, exactness=exactness)
+        """Returns a state whose parameters are by name, as torch.distributed.checkpoint.state_dict gathers them."""
+        return encoded.by_name or encoded
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes a folder that `torch.distributed.checkpoint.load` reads.

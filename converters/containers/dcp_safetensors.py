@@ -10,7 +10,7 @@ Source: pytorch/pytorch torch/distributed/checkpoint/hf_storage.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -22,10 +22,8 @@ from statekit.converters.containers.huggingface.folder import moved_to
 from statekit.converters.containers.huggingface.model import SHARD_BYTES, find_model, open_model, save_model
 from statekit.converters.containers.steps import files_beside, trusted_manifest
 from statekit.converters.formats.pytorch.reader import named
-from statekit.converters.layouts.optimizer_forms import is_flat
-from statekit.converters.layouts.torch_parts import SORTED
 from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError
-from statekit.files.checkpoint import Checkpoint
+from statekit.files.checkpoint import SORTED, Checkpoint
 from statekit.files.manifest import strict_json
 from statekit.files.source import Budget, Files, first_bytes, opening, read_small
 from statekit.files.stage import Stage
@@ -87,7 +85,7 @@ class DcpSafetensors:
         """Returns a state of tensors alone, with options that JSON can hold; all else has no place here."""
         encoded = moved_to(encoded, KEYS)
         optimizer = encoded.tree.get("optimizer")
-        if not is_flat(optimizer) or "model" not in encoded.tree:
+        if not _is_flat(optimizer) or "model" not in encoded.tree:
             raise UsageError(
                 f"The container {self.name} holds a model and an optimizer under flat names.",
                 place="--layout",
@@ -123,6 +121,15 @@ class DcpSafetensors:
                 output.write((json.dumps(options, indent=2, allow_nan=False) + "\n").encode("ascii"))
             except (TypeError, ValueError) as error:
                 raise UsageError("Options can't be written as JSON.", place=OPTIONS, found=error) from None
+
+
+def _is_flat(part: Tree) -> bool:
+    """Tells whether a part of a tree has the flat names under which the shards hold an optimizer."""
+    return (
+        isinstance(part, Mapping)
+        and bool(part)
+        and all(isinstance(key, str) and key.startswith((_STATE, _GROUPS)) for key in part)
+    )
 
 
 def _options(folder: Path, files: Files) -> dict[str, Tree]:

@@ -35,9 +35,12 @@ from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.source import Budget, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor, nbytes
+from statekit.tensors.tree import walk
 
 VERSION = 3
 _FIRST_VERSION = 2
+_STATES = ("state", "param_states")
+"""Where the index keeps what belongs to the parameters, under their paths."""
 _MAX_INLINE = 2**30
 """The largest array that msgpack can hold at once. Source: flax/serialization.py, `MAX_CHUNK_SIZE`."""
 
@@ -88,8 +91,9 @@ class T5XFolder:
             FormatError: Two names give the same folder.
         """
         prefix = step_prefix(stage, encoded.step, FOLDER)
-        folders = array_names(encoded.tree)
-        packed = _packed({"version": VERSION, "optimizer": encoded.tree}, ("",), stage, prefix, folders)
+        packer = _Packer(encoded.tree, stage, prefix)
+        head = msgpack.Packer().pack_map_header(2) + msgpack.packb("version") + msgpack.packb(VERSION)
+        packed = head + msgpack.packb("optimizer") + packer.packed(encoded.tree)
         with stage.file(f"{prefix}{INDEX}") as output:
             output.write(packed)
 
@@ -119,30 +123,47 @@ def _version(wrapper: Any, index: Path) -> int:
     return version
 
 
-def _partitioned(path: tuple[str, ...], tensor: Tensor) -> bool:
-    """Tells whether T5X keeps an array in zarr: parameters always, `v` and `m` unless they are placeholders."""
-    slot = path[0] == "state" and path[-1] in ("v", "m") and tensor.shape != (1,)
-    return path[0] == "target" or slot or nbytes(tensor) > _MAX_INLINE
+def _partitioned(tree: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the names of the arrays that T5X keeps in zarr.
+
+    These are the parameters, what the state holds for one in its own shape, and what is too large for the index. Of one
+    element a state's array is taken for a placeholder.
+    """
+    params = {path: leaf.shape for path, leaf in walk(tree.get("target") or {}) if isinstance(leaf, Tensor)}
+    found = {f"target/{'/'.join(map(str, path))}" for path in params}
+    for path, leaf in walk(tree):
+        if isinstance(leaf, Tensor):
+            like_param = path[:2] == _STATES and params.get(path[2:-1]) == leaf.shape != (1,)
+            if like_param or nbytes(leaf) > _MAX_INLINE:
+                found.add("/".join(map(str, path)))
+    return frozenset(found)
 
 
-def _packed(node: Any, path: tuple[str, ...], stage: Stage, prefix: str, folders: Mapping[str, str]) -> bytes:
-    """Returns a tree as msgpack, writing the arrays it only refers to. `path` begins with the index's own levels."""
-    if isinstance(node, Mapping):
-        parts = [msgpack.Packer().pack_map_header(len(node))]
-        for key, child in node.items():
-            parts += [msgpack.packb(key), _packed(child, (*path, key), stage, prefix, folders)]
-        return b"".join(parts)
-    if not isinstance(node, Tensor):
-        if node is None or isinstance(node, (bool, int, float, str, bytes)):
-            return bytes(msgpack.packb(node))
-        raise UsageError("T5X can't hold this value.", place="/".join(path[2:]), found=type(node).__name__)
-    native = path[2:]
-    name = "/".join(native)
-    if _partitioned(native, node):
-        return bytes(msgpack.packb(_write_zarr(stage, prefix + folders[name], folders[name], name, node)))
-    data = b"".join(stage.stream(name, node))
-    array = msgpack.packb([list(node.shape), node.dtype.name, data])
-    return bytes(msgpack.packb(msgpack.ExtType(1, array)))
+class _Packer:
+    """Packs a tree into the index, writing the arrays that it only refers to."""
+
+    def __init__(self, tree: Mapping[str, Any], stage: Stage, prefix: str) -> None:
+        self._stage, self._prefix = stage, prefix
+        self._folders, self._partitioned = array_names(tree), _partitioned(tree)
+
+    def packed(self, node: Any, path: tuple[str, ...] = ()) -> bytes:
+        """Returns a part of the tree as msgpack."""
+        if isinstance(node, Mapping):
+            parts = [msgpack.Packer().pack_map_header(len(node))]
+            for key, child in node.items():
+                parts += [msgpack.packb(key), self.packed(child, (*path, key))]
+            return b"".join(parts)
+        name = "/".join(path)
+        if not isinstance(node, Tensor):
+            if node is None or isinstance(node, (bool, int, float, str, bytes)):
+                return bytes(msgpack.packb(node))
+            raise UsageError("T5X can't hold this value.", place=name, found=type(node).__name__)
+        if name in self._partitioned:
+            folder = self._folders[name]
+            return bytes(msgpack.packb(_write_zarr(self._stage, self._prefix + folder, folder, name, node)))
+        data = b"".join(self._stage.stream(name, node))
+        array = msgpack.packb([list(node.shape), node.dtype.name, data])
+        return bytes(msgpack.packb(msgpack.ExtType(1, array)))
 
 
 def _write_zarr(stage: Stage, folder: str, path: str, name: str, tensor: Tensor) -> dict[str, Any]:

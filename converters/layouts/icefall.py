@@ -20,9 +20,8 @@ from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.pytorch.param_order import BY_NAME, REMEDY, Order, named_order
 from statekit.converters.layouts.pytorch.parts import Frame, extra_of, frame, joined
-from statekit.converters.layouts.torch_parts import SORTED
 from statekit.errors import Faults, InexactError, StateError
-from statekit.files.checkpoint import Checkpoint
+from statekit.files.checkpoint import SORTED, Checkpoint
 from statekit.optim import scaled_adam
 from statekit.optim.scaled_adam_clip import batches
 from statekit.state.schema import all_variants, load_schema
@@ -123,8 +122,7 @@ class Icefall:
             if order:
                 native.setdefault(index[order[0][0]], {}).update(_native_shared(state, group))
         params = {_name(path): tensor for path, tensor in state.params.items()}
-        tree, dropped = joined(state.extra, params, groups, native, (JOINT,))
-        return Encoded(tree, state.counts.updates, dropped=dropped)
+        return joined(state.extra, state.counts.updates, params, groups, native, (JOINT,))
 
 
 class _Filling:

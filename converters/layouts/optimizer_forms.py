@@ -13,8 +13,10 @@ Source: pytorch/pytorch torch/distributed/checkpoint/state_dict.py, `_flatten_op
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
+from statekit.conversion.contracts import Encoded
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree
 
@@ -84,6 +86,25 @@ def by_name(optimizer: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Any, str
         "state": {names[i]: own for i, own in optimizer["state"].items()},
         "param_groups": groups,
     }, names
+
+
+def with_names(encoded: Encoded) -> Encoded:
+    """Returns an encoded state with the one whose optimizers are by name beside it, if their groups know the names."""
+    tree, renamed = dict(encoded.tree), dict[str, str]()
+    for place, part in encoded.tree.items():
+        found = by_name(part) if is_nested(part) else None
+        if found:
+            tree[place], names = found
+            renamed |= {f"{place}/state/{i}/": f"{place}/state/{name}/" for i, name in names.items()}
+    if not renamed:
+        return encoded
+    exactness = {_renamed(name, renamed): why for name, why in encoded.exactness.items()}
+    return replace(encoded, by_name=replace(encoded, tree=tree, exactness=exactness))
+
+
+def _renamed(name: str, renamed: Mapping[str, str]) -> str:
+    head, slash, slot = name.rpartition("/")
+    return renamed.get(f"{head}{slash}", f"{head}{slash}") + slot
 
 
 def by_index(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -17,6 +17,7 @@ from statekit.files.source import Budget
 from statekit.files.stage import Stage
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
+from statekit.tensors.tree import Path as TreePath
 from statekit.tensors.tree import Tree
 
 
@@ -96,6 +97,10 @@ class Encoded:
         dropped: What the target has no place for: canonical name -> reason.
         place: Where the layout's own system keeps a step's tree below a run's folder, with `{step}` for its number and
             `{item}` where each key of the tree is an item of its own; "" leaves it to the container.
+        parts: Where in the tree its parts lie, for containers with a file for each: path by part, `model` and
+            `optimizer`; a part that isn't said lies at the top, under its own key.
+        by_name: The same state with parameters under their names where `tree` numbers them, for containers that gather
+            what many processes hold; None if `tree` has no numbers, or nobody knows the names.
     """
 
     tree: Tree
@@ -103,6 +108,8 @@ class Encoded:
     exactness: Mapping[str, tuple[Exactness, str]] = field(default_factory=dict)
     dropped: Mapping[str, str] = field(default_factory=dict)
     place: str = ""
+    parts: Mapping[str, TreePath] = field(default_factory=dict)
+    by_name: Encoded | None = None
 
 
 class Container(Protocol):

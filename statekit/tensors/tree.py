@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -168,3 +168,40 @@ def from_json(view: Any, tensor: Callable[[Any], Tensor] | None = None) -> Tree:
     if "$tensor" in view and tensor is not None:
         return tensor(view["$tensor"])
     return {key: from_json(value, tensor) for key, value in view.items()}
+
+
+def loose(tree: Mapping[Any, Tree]) -> dict[Any, Tensor]:
+    """Returns the tensors that stand at the top of a tree."""
+    return {name: part for name, part in tree.items() if isinstance(part, Tensor)}
+
+
+def without(tree: Tree, path: Path) -> Tree:
+    """Returns a dict without what lies at a path; None stays in its place where a list holds more."""
+    key, node = path[0], dict(tree) if isinstance(tree, Mapping) else {}
+    if len(path) > 1 and len(node[key]) > 1:
+        return {**node, key: [None if i == path[1] else part for i, part in enumerate(node[key])]}
+    return {name: part for name, part in node.items() if name != key}
+
+
+def put(tree: Tree, path: Sequence[Any], value: Tree) -> Tree:
+    """Returns a tree with another value at a path; dicts and lists on the way are copied, or made."""
+    if not path:
+        return value
+    key = path[0]
+    if isinstance(key, int):
+        held = list(tree) if isinstance(tree, list | tuple) else [None]
+        return [put(part, path[1:], value) if i == key else part for i, part in enumerate(held)]
+    named = dict(tree) if isinstance(tree, Mapping) else {}
+    return {**named, key: put(named.get(key), path[1:], value)}
+
+
+def at(tree: Tree, path: Path) -> Any:
+    """Returns what lies at a path; None if nothing does."""
+    for key in path:
+        if isinstance(tree, Mapping):
+            tree = tree.get(key)
+        elif isinstance(tree, list | tuple) and isinstance(key, int) and key < len(tree):
+            tree = tree[key]
+        else:
+            return None
+    return tree

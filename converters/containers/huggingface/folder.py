@@ -34,15 +34,14 @@ from statekit.converters.containers.torch_file import open_torch
 from statekit.converters.formats.pickle.reader import read_pickle
 from statekit.converters.formats.pytorch.reader import named
 from statekit.converters.formats.pytorch.writer import write_archive
-from statekit.converters.layouts.torch_parts import SORTED, at, loose, places, put, without
 from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError
-from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.checkpoint import SORTED, Checkpoint, Finding
 from statekit.files.manifest import FILE, inside
 from statekit.files.source import Budget, File, Files, first_bytes, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Stored, Tensor, index_shape
 from statekit.tensors.tree import Path as Keys
-from statekit.tensors.tree import Tree, holds_records
+from statekit.tensors.tree import Tree, at, holds_records, loose, put, without
 
 FILES = "files"
 """Key of the files that are carried as bytes, by name."""
@@ -219,7 +218,7 @@ def moved_to(encoded: Encoded, keys: Collection[str]) -> Encoded:
         encoded: As a layout made it: where the source had its parts.
         keys: Of `model`, `optimizer` and `scheduler` those that the target has.
     """
-    found = dict(zip(("model", "optimizer"), places(encoded.tree) or (), strict=False))
+    found = dict(encoded.parts)
     scheduler = next((path for path in _SCHEDULERS if _is_only(encoded.tree, path)), None)
     found |= {"scheduler": scheduler} if scheduler else {}
     tree, exactness = encoded.tree, dict(encoded.exactness)

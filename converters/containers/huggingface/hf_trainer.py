@@ -13,8 +13,7 @@ from pathlib import Path
 from statekit.conversion.contracts import Encoded
 from statekit.converters.containers.huggingface.folder import PARTS, TRAINER_STATE, HuggingFaceFolder
 from statekit.converters.containers.huggingface.model import find_model
-from statekit.converters.layouts.torch_parts import at
-from statekit.tensors.tree import Tree
+from statekit.tensors.tree import Tree, at
 
 DEEPSPEED_TAG = "latest"
 """The file in folders of Trainer with DeepSpeed, whose optimizer lies in DeepSpeed's own."""

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
-from statekit.converters.layouts.optimizer_forms import by_index
+from statekit.converters.layouts.optimizer_forms import by_index, with_names
 from statekit.converters.layouts.pytorch.parts import BESIDE, BUFFERS, GROUPS, is_plain
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
@@ -442,7 +442,7 @@ class StatekitTorch:
             "extra": {key: part for key, part in extra.items() if is_plain(part)},
             **{key: part for key, part in beside.items() if is_plain(part)},
         }
-        return Encoded(tree, state.counts.updates, dropped=dropped)
+        return with_names(Encoded(tree, state.counts.updates, dropped=dropped))
 
 
 def torch_name(path: str) -> str:

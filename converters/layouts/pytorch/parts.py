@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from statekit.conversion.contracts import Encoded
 from statekit.converters.layouts.dropped import dropped_from
-from statekit.converters.layouts.optimizer_forms import Form, flat_form, nested_form
-from statekit.converters.layouts.torch_parts import MODELS, OPTIMIZERS, at, loose, places, put, without
+from statekit.converters.layouts.optimizer_forms import Form, flat_form, nested_form, with_names
+from statekit.converters.layouts.torch_parts import MODELS, OPTIMIZERS, places
 from statekit.tensors.tensor import Tensor
-from statekit.tensors.tree import Path, Tree, holds_records, walk
+from statekit.tensors.tree import Path, Tree, at, holds_records, loose, put, walk, without
 
 BUFFERS, GROUPS, BESIDE = "buffers", "param_groups", "torch"
 """Parts of `extra` that lie elsewhere in the file: in `model`, in the groups, and at the top."""
@@ -82,16 +83,18 @@ def extra_of(parts: Frame, params: Iterable[str], options: Iterable[str]) -> dic
 
 def joined(
     extra: Mapping[str, Tree],
+    step: int,
     params: Mapping[str, Tensor],
     groups: Sequence[Mapping[str, Any]],
     state: Mapping[Any, Any],
     placed: Sequence[str] = (),
     form: Form = "index",
-) -> tuple[Tree, dict[str, str]]:
-    """Returns a checkpoint's tree, and what had to be left out of it; undoes `frame` and `extra_of`.
+) -> Encoded:
+    """Returns a checkpoint's tree, with what had to be left out of it; undoes `frame` and `extra_of`.
 
     Args:
         extra: What `extra_of` returned, or another layout of PyTorch left.
+        step: The updates done.
         params: Parameters by name.
         groups: The optimizer's groups, without what the extra holds for each.
         state: The optimizer's state.
@@ -112,7 +115,9 @@ def joined(
     tree = put(kept, model_at, model) if model_at else {**model, **kept}
     optimizer = {"state": dict(state), "param_groups": full} if form != "flat" else flat_form(state, full)
     used = (BUFFERS, GROUPS, BESIDE, PLACES, *placed)
-    return put(tree, optimizer_at, optimizer), {**dropped, **dropped_from(extra, used, "the file")}
+    dropped |= dropped_from(extra, used, "the file")
+    parts = {"model": tuple(model_at), "optimizer": tuple(optimizer_at)}
+    return with_names(Encoded(put(tree, optimizer_at, optimizer), step, dropped=dropped, parts=parts))
 
 
 def is_plain(part: Tree) -> bool:

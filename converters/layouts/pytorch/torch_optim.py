@@ -19,9 +19,8 @@ from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.optimizer_forms import Form
 from statekit.converters.layouts.pytorch.param_order import found_order
 from statekit.converters.layouts.pytorch.parts import GROUPS, Frame, extra_of, frame, joined
-from statekit.converters.layouts.torch_parts import SORTED
 from statekit.errors import Faults, InexactError, StateError
-from statekit.files.checkpoint import Checkpoint
+from statekit.files.checkpoint import SORTED, Checkpoint
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape
 from statekit.state.schema import OptimizerSchema, load_schema
@@ -213,10 +212,8 @@ class TorchOptim:
         ]
         faults.check(InexactError, f"The layout {self.name} can't hold the state")
         params = {_name(path): tensor for path, tensor in state.params.items()}
-        tree, dropped = joined(
-            state.extra, params, groups, native, (_INFORMATION, _BY_NAME), self.form or "index"
-        )
-        return Encoded(tree, state.counts.updates, dropped=dropped)
+        updates, placed = state.counts.updates, (_INFORMATION, _BY_NAME)
+        return joined(state.extra, updates, params, groups, native, placed, self.form or "index")
 
 
 def _kind(parts: Frame) -> TorchOptimizer | None:
