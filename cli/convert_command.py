@@ -9,6 +9,7 @@ import click
 
 from statekit.cli import output
 from statekit.cli.arguments import containers, hints_options, layouts, local_file, targets
+from statekit.cli.next_update_view import show_next
 from statekit.cli.output import Screen
 from statekit.cli.plan_view import show_plan
 from statekit.conversion.contracts import Exactness, Hints
@@ -111,7 +112,7 @@ def command(
         return
     stdout = output.screen()
     show_plan(stdout, planned, tensors=dry_run)
-    _show_next(stdout, planned)
+    show_next(stdout, planned.state)
     if report:
         _show_report(stdout, report)
 
@@ -140,22 +141,6 @@ def _as_json(planned: Plan, report: Report | None) -> dict[str, Any]:
         "next_update": next_update(planned.state),
         "resume": resume_lines(of_plan(planned, report.files if report else ()), planned.state),
     }
-
-
-def _show_next(stdout: Screen, planned: Plan) -> None:
-    groups = next_update(planned.state)
-    stdout.title("The next update will use:")
-    for i, group in enumerate(groups):
-        rate = group["learning_rate"]
-        parts = [
-            f"update {group['update'] + 1} ({group['update']} done)",
-            f"learning rate {rate:g}" if isinstance(rate, float) else "the learning rate you give",
-            f"a learning-rate schedule goes on at its step {group['schedule']}",
-        ]
-        if group.get("decay") is not None:
-            parts.append(f"second-moment decay {group['decay']:.6g} (step_offset {group['step_offset']})")
-        label = f"group {i}, {output.plural(group['parameters'], 'parameter')}: " if len(groups) > 1 else ""
-        stdout.say(f"{label}{'; '.join(parts)}", indent=2)
 
 
 def _show_report(stdout: Screen, report: Report) -> None:

@@ -29,6 +29,7 @@ class Verb(NamedTuple):
 VERBS = {
     "inspect": Verb("statekit.cli.inspect_command", "Shows what a checkpoint holds."),
     "convert": Verb("statekit.cli.convert_command", "Converts a checkpoint to another system."),
+    "resume": Verb("statekit.cli.resume_command", "Prints the code that goes on from a checkpoint."),
     "replay": Verb(
         "statekit.cli.replay_command", "Replays recordings of an original optimizer with our steps."
     ),

@@ -190,7 +190,7 @@ def test_what_stops_a_verb_is_json_too(
 @pytest.mark.parametrize(
     ("line", "position", "expected"),
     [
-        ("statekit ", 1, {"inspect", "convert", "replay", "formats", "schemas", "demo"}),
+        ("statekit ", 1, {"inspect", "convert", "resume", "replay", "formats", "schemas", "demo"}),
         ("statekit convert a b --lay", 4, {"--layout"}),
         ("statekit convert a b --layout torch-", 5, {"torch-optim", "torch-fqn", "torch-fqn-flat"}),
         ("statekit convert a b --to t5x", 5, {"t5x", "t5x-orbax"}),

@@ -160,3 +160,44 @@ def test_momentum_is_never_left_off_because_nobody_told_its_decay(tmp_path: Path
     assert "beta1" not in planned.state["groups"][0]["hyperparameters"]
     convert(planned)
     assert "momentum=..." in "\n".join(resume_lines(of_plan(planned), planned.state))
+
+
+@pytest.mark.parametrize("framework", [None, "torch", "jax", "tensorflow"])
+def test_the_verb_prints_them_for_a_checkpoint(
+    framework: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = GOLDEN / "t5x" / "momentum_f32" / "checkpoint"
+    options = ["--framework", framework] if framework else []
+    assert main(["resume", str(source), *options, "--json"]) == DONE
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["format", "container", "layout", "next_update", "lines"]
+    step = source / "checkpoint_4"
+    last = {
+        None: 'utils.RestoreCheckpointConfig.mode = "specific"',
+        "torch": f'load_optimizer("{step}", model.named_parameters(), lr=..., beta1=...)',
+        "jax": f'load_optimizer("{step}", params, learning_rate=..., beta1=...)',
+        "tensorflow": f'load_optimizer("{step}", model.trainable_variables, learning_rate=..., beta1=...)',
+    }
+    assert found["lines"][-1].endswith(last[framework])
+    assert main(["resume", str(source), *options]) == DONE
+    shown = capsys.readouterr().out
+    assert "\n".join(found["lines"]) in shown
+    assert "The next update will use:" in shown
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("mxnet_lans/fused_bounds_clip_rescale/checkpoint", "trainer.load_states("),
+        ("scaled_adam/zipformer2025_basic/checkpoint/checkpoint-6.pt", "ScaledAdam("),
+        ("t2t/late_beta1_scaled_extlr/checkpoint", "tf.compat.v1.train.Saver().restore(session, "),
+        ("torch_formats/adamw_trainer/checkpoint/checkpoint-4", "trainer.train(resume_from_checkpoint="),
+        ("torch_formats/adamw_deepspeed_bf16_zero1/checkpoint/global_step4", 'tag="global_step4"'),
+        ("optax_adafactor/adafactor_orbax_v1/checkpoint/ckpt", "ocp.StandardCheckpointer().restore("),
+    ],
+)
+def test_recorded_checkpoints_are_told_their_own(
+    case: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["resume", str(GOLDEN / case)]) == DONE, capsys.readouterr().err
+    assert words in capsys.readouterr().out

@@ -14,12 +14,14 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import Plan
 from statekit.optim.adafactor import defaults, next_decay
 from statekit.optim.adafactor_forms import Hyperparameters
 from statekit.state.schema import load_schema
 
 _RULES = ("factor_map", "logical_factor_rules")
+_RATE, _DEFAULT = "learning_rate", "default"
 _UNKNOWN = "..."
 State = Mapping[str, Any]
 """A state without its tensors, as `TrainState.to_json` gives it."""
@@ -33,7 +35,7 @@ class Place:
         container: Its container.
         layout: Its layout.
         path: The checkpoint, or a run's folder that holds it.
-        step: Its step.
+        step: Its step, where `path` may be the run's folder.
         files: Names of its files, where they are known.
     """
 
@@ -50,18 +52,30 @@ def of_plan(plan: Plan, files: Iterable[str] = ()) -> Place:
     return Place(target.container, target.layout, plan.request.target, target.step, tuple(files))
 
 
-def resume_lines(place: Place, state: State) -> list[str]:
+def of_checkpoint(opened: OpenState) -> Place:
+    """Returns where an opened checkpoint is: its path is the step's own."""
+    path = opened.checkpoint.path
+    files = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else ()
+    return Place(opened.checkpoint.container, opened.layout, path, None, tuple(files))
+
+
+def frameworks() -> list[str]:
+    """Returns the names of the frameworks in which an optimizer of statekit goes on from any checkpoint."""
+    return list(_data()["frameworks"])
+
+
+def resume_lines(place: Place, state: State, framework: str | None = None) -> list[str]:
     """Returns the lines that go on from a checkpoint in its own system; none if nobody has said them.
 
     Args:
         place: Where it is.
         state: What it holds.
+        framework: Go on with an optimizer of statekit in this framework instead.
     """
-    entry = _entries().get((place.layout, place.container))
-    if entry is None:
-        return []
+    entry = _entries().get((place.layout, place.container), {})
     values = _values(place, entry, state)
-    lines = (Template(line) for line in entry["lines"])
+    said = _data()["frameworks"][framework] if framework else entry.get("lines", ())
+    lines = [Template(line) for line in said]
     return [
         line.substitute({name: values[name] for name in line.get_identifiers()})
         for line in lines
@@ -100,6 +114,7 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
     return {
         "path": _quoted(path),
         "absolute": _quoted(path.absolute()),
+        "item": _quoted(_item(path.absolute())),
         "run": _quoted(path.parent),
         "name": _quoted(path.name),
         "schema": schema,
@@ -109,7 +124,7 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "not_arguments": f"not an argument of {constructor}: {', '.join(others)}" if others else None,
         "groups": _groups(groups),
         "missing": "".join(f", {name}={_UNKNOWN}" for name in ("lr" if n == _RATE else n for n in missing)),
-        "missing_tensorflow": "".join(f", {name}={_UNKNOWN}" for name in missing),
+        "missing_keras": "".join(f", {name}={_UNKNOWN}" for name in missing),
         "jax_arguments": ", ".join((f"{_RATE}={_UNKNOWN}", *jax)),
         "step_offset": f"{max(offsets)}" if len(offsets) == 1 and max(offsets) else None,
         "rate": f"{rates.pop()}" if len(rates) == 1 and None not in rates else _UNKNOWN,
@@ -120,6 +135,11 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
 
 
 _RATE = "learning_rate"
+
+
+def _item(path: Path) -> Path:
+    """Returns the item `default` of a step in Orbax, or the step itself where it is there and has none."""
+    return path if path.is_dir() and not (path / _DEFAULT).is_dir() else path / _DEFAULT
 
 
 def _module(constructor: str | None) -> str | None:

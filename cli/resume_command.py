@@ -1,0 +1,62 @@
+"""`statekit resume`: the code that goes on from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from statekit.cli import output
+from statekit.cli.arguments import containers, hints_options, layouts, local_file
+from statekit.cli.next_update_view import show_next
+from statekit.conversion.contracts import Hints
+from statekit.conversion.open_state import open_state
+from statekit.conversion.resume import frameworks, next_update, of_checkpoint, resume_lines
+from statekit.tensors.tree import to_json
+
+
+@click.command("resume")
+@click.argument("checkpoint", type=click.Path(), callback=local_file)
+@click.option(
+    "--from",
+    "container",
+    metavar="CONTAINER",
+    shell_complete=containers,
+    help="What the file is, if it can't be told.",
+)
+@click.option(
+    "--layout", metavar="LAYOUT", shell_complete=layouts, help="What its names mean, if it can't be told."
+)
+@click.option("--step", type=int, metavar="N", help="The step of a run's folder. Default: the newest.")
+@hints_options
+@click.option(
+    "--framework",
+    type=click.Choice(frameworks()),
+    help="Go on with an optimizer of statekit in this framework. Default: in the checkpoint's own system.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    checkpoint: Path,
+    container: str | None,
+    layout: str | None,
+    step: int | None,
+    hints: Hints,
+    framework: str | None,
+    as_json: bool,
+) -> None:
+    """Prints the code that goes on from a checkpoint.
+
+    CHECKPOINT is a file or folder of any system that `statekit formats` lists, or a run's folder with several steps.
+    `...` stands for what the checkpoint doesn't say.
+    """
+    with open_state(checkpoint, container=container, layout=layout, step=step, hints=hints) as opened:
+        state = to_json(opened.state.to_json())
+        lines = resume_lines(of_checkpoint(opened), state, framework)
+        if as_json:
+            found = {"container": opened.checkpoint.container, "layout": opened.layout}
+            output.print_json("resume", {**found, "next_update": next_update(state), "lines": lines})
+            return
+    stdout = output.screen()
+    for line in lines:
+        stdout.say(line, fold=False)
+    show_next(stdout, state)
