@@ -91,6 +91,7 @@ def check_known(state: TrainState, makers: Iterable[str]) -> None:
         raise InexactError(
             "Nobody said whether the bfloat16 parameters are stored as they are or encoded, (128 |w|)^8.",
             place=stored[0],
+            found=f"{len(stored)} of {_STORED}, and no variant",
             expected=f"the variant that ran: {', '.join(encoding)} encodes, {', '.join(others)} doesn't",
             remedy=f"name it: --variant {encoding[0]}",
         )

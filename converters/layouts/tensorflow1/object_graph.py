@@ -117,10 +117,10 @@ class TF1Graph:
         scope = self.inner.scope(state)
         optimizer = builder.at(("optimizer",))
         done: set[str] = set()
-        for path, tensor in state.params.items():
+        for path in state.params:
             parts = path.split("/")
             node = builder.variable(builder.at(("model", *parts[:-1])), parts[-1], path, f"model/{path}")
-            tree[f"model/{path}{SUFFIX}"] = tensor
+            tree[f"model/{path}{SUFFIX}"] = named[path]
             done.add(path)
             place = 0
             for slot in self.inner.native:
