@@ -13,7 +13,7 @@ import optax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from statekit.dropin.by_name import path_of
-from statekit.errors import UsageError, fault_list
+from statekit.errors import Faults, UsageError
 
 _SHOWN = 40
 
@@ -59,21 +59,18 @@ def leaves_of(params: Any) -> Leaves:
     """
     pairs, treedef = jax.tree_util.tree_flatten_with_path(params)
     names = tuple(_name(path) for path, _ in pairs)
-    faults, seen = [], set[str]()
+    faults, seen = Faults(), set[str]()
     for name, (_, leaf) in zip(names, pairs, strict=True):
         if name in seen:
-            faults.append(("is the name of two parameters", name))
+            faults.add("is the name of two parameters", name)
         seen.add(name)
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            faults.append(
-                (f"is {jnp.result_type(leaf)}; only real floating-point arrays can be stepped", name)
-            )
-    if faults:
-        raise UsageError(
-            f"Parameters can't be optimized: {len(faults)} faults.",
-            found=fault_list(faults[:_SHOWN]),
-            remedy="leave them out with optax.masked or optax.partition",
-        )
+            faults.add(f"is {jnp.result_type(leaf)}; only real floating-point arrays can be stepped", name)
+    faults.check(
+        UsageError,
+        "Parameters can't be optimized",
+        remedy="leave them out with optax.masked or optax.partition",
+    )
     return Leaves(names, tuple(leaf for _, leaf in pairs), treedef)
 
 

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from statekit.arrays.backend import backend
-from statekit.errors import Faults, StateError, UsageError, fault_list
+from statekit.errors import Faults, StateError, UsageError
 from statekit.optim.run import steps_for
 from statekit.state.options import KERAS, RATE, RATE_NAMES, is_rate, taken
 from statekit.state.schema import load_schema
@@ -236,19 +236,18 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
             return
         mine, saved = self._by_name(), list(store.keys())
         theirs = _keys(list(mine), saved)
-        faults = [("isn't in the file", name) for name in mine if name not in theirs]
+        faults = Faults(("isn't in the file", name) for name in mine if name not in theirs)
         faults += [("is in the file, but not in the optimizer", n) for n in saved if n not in theirs.values()]
         faults += [
             (f"has shape {tuple(store[theirs[name]].shape)} in the file, here {tuple(v.shape)}", name)
             for name, v in mine.items()
             if name in theirs and tuple(store[theirs[name]].shape) != tuple(v.shape)
         ]
-        if faults:
-            raise StateError(
-                f"The saved state doesn't fit the optimizer: {len(faults)} faults.",
-                found=fault_list(faults[:40]),
-                remedy="names must be those of the run; build the optimizer with the variables of the same model",
-            )
+        faults.check(
+            StateError,
+            "The saved state doesn't fit the optimizer",
+            remedy="names must be those of the run; build the optimizer with the variables of the same model",
+        )
         for name, variable in mine.items():
             variable.assign(store[theirs[name]])
 

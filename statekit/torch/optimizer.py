@@ -11,7 +11,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from statekit.dropin.options import refuse_options
-from statekit.errors import UnknownRuleError, UsageError, fault_list
+from statekit.errors import Faults, UnknownRuleError, UsageError
 from statekit.optim.adafactor import next_decay
 from statekit.optim.run import steps_for
 from statekit.state.options import LOGICAL, offered, read_options
@@ -167,32 +167,30 @@ class SchemaOptimizer(torch.optim.Optimizer, ABC):
         return plan
 
     def _check_ready(self, plans: Sequence[GroupPlan]) -> None:
-        faults, sparse = [], []
+        faults, sparse = Faults(), Faults()
         for i, (group, plan) in enumerate(zip(self.param_groups, plans, strict=True)):
             if group["lr"] is None and plan.rate_needed:
-                faults.append(("no learning rate: set lr", f"group {i}"))
+                faults.add("no learning rate: set lr", f"group {i}")
             for name, path, param in zip(
                 group["param_names"], plan.group.paths, group["params"], strict=True
             ):
                 if param.grad is None:
                     continue
                 if param.grad.layout != torch.strided:
-                    sparse.append((f"has a gradient of layout {param.grad.layout}", name))
+                    sparse.add(f"has a gradient of layout {param.grad.layout}", name)
                 if path in plan.faults:
-                    faults.append((plan.faults[path], name))
-        if faults:
-            raise UnknownRuleError(
-                "The optimizer doesn't know all that a step needs.",
-                found=fault_list(faults),
-                remedy="set lr in optimizer.param_groups, or give load_optimizer(..., lr=..., hparams={...}) what the "
-                "run was configured with",
-            )
-        if sparse:
-            raise UsageError(
-                f"Gradients are sparse, and {type(self).__name__} needs them dense.",
-                found=fault_list(sparse),
-                remedy="use sparse=False in the embedding",
-            )
+                    faults.add(plan.faults[path], name)
+        faults.check(
+            UnknownRuleError,
+            "The optimizer doesn't know all that a step needs",
+            remedy="set lr in optimizer.param_groups, or give load_optimizer(..., lr=..., hparams={...}) what the "
+            "run was configured with",
+        )
+        sparse.check(
+            UsageError,
+            f"Gradients are sparse, and {type(self).__name__} needs them dense",
+            remedy="use sparse=False in the embedding",
+        )
         for group in self.param_groups:
             if "step_offset" in group and "decay_rate" in group:
                 next_decay(group["step"], group["step_offset"], group["decay_rate"])
