@@ -159,6 +159,8 @@ def trial(python: Path, extra: str, work: Path) -> None:
     _run(0, work, statekit, "convert", source, "torch-ckpt.pt")
     _run(0, work, statekit, "convert", "torch-ckpt.pt", "back-to-t5x", "--to", "t5x")
     _run(0, work, statekit, "inspect", "back-to-t5x", "--json")
+    for name in {"torch", "jax", "tensorflow"} - ({extra} if extra != "all" else {*IMPORTS}):
+        assert f"pip install 'statekit[{name}]'" in _run(1, work, python, "-c", f"import statekit.{name}")
     if extra in IMPORTS:
         _run(0, work, python, "-c", IMPORTS[extra])
     if extra in ("torch", "all"):

@@ -4,10 +4,19 @@ In goes a tree of parameters, or one with a checkpoint of any system that holds 
 state that goes on where T5X, icefall, MXNet, Optax, PyTorch or Keras stopped.
 """
 
-from statekit.jax.from_checkpoint import load_optimizer, load_params
-from statekit.jax.optimizers import adafactor, adamw, lamb, lans, scaled_adam
-from statekit.jax.sharding import state_shardings
-from statekit.jax.states import AdafactorState, AdamWState, LambState, LansState, ScaledAdamState
+from statekit.errors import MissingExtraError
+
+try:
+    from statekit.jax.from_checkpoint import load_optimizer, load_params
+    from statekit.jax.optimizers import adafactor, adamw, lamb, lans, scaled_adam
+    from statekit.jax.sharding import state_shardings
+    from statekit.jax.states import AdafactorState, AdamWState, LambState, LansState, ScaledAdamState
+except ModuleNotFoundError as error:
+    if error.name in ("jax", "optax"):
+        raise MissingExtraError(
+            "JAX isn't installed.", found=error, remedy="pip install 'statekit[jax]'"
+        ) from error
+    raise
 
 __all__ = [
     "AdafactorState",

@@ -9,11 +9,20 @@ statekit.torch.load_params("checkpoint_1000000", model)
 optimizer = statekit.torch.load_optimizer("checkpoint_1000000", model.named_parameters(), lr=1e-3)
 """
 
-from statekit.torch.adafactor import Adafactor
-from statekit.torch.adamw import AdamW
-from statekit.torch.from_checkpoint import load_optimizer, load_params
-from statekit.torch.lamb import LAMB
-from statekit.torch.lans import LANS
-from statekit.torch.scaled_adam import ScaledAdam
+from statekit.errors import MissingExtraError
+
+try:
+    from statekit.torch.adafactor import Adafactor
+    from statekit.torch.adamw import AdamW
+    from statekit.torch.from_checkpoint import load_optimizer, load_params
+    from statekit.torch.lamb import LAMB
+    from statekit.torch.lans import LANS
+    from statekit.torch.scaled_adam import ScaledAdam
+except ModuleNotFoundError as error:
+    if error.name == "torch":
+        raise MissingExtraError(
+            "PyTorch isn't installed.", found=error, remedy="pip install 'statekit[torch]'"
+        ) from error
+    raise
 
 __all__ = ["LAMB", "LANS", "Adafactor", "AdamW", "ScaledAdam", "load_optimizer", "load_params"]
