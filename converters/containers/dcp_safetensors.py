@@ -1,8 +1,9 @@
 """Container `dcp-safetensors`: what torch.distributed.checkpoint's HuggingFaceStorageWriter makes of a whole state.
 
-Model and optimizer lie in the same shards, the optimizer's tensors under flat names that begin with `optim.`; its
-options are no tensors and so aren't saved by the writer. `optimizer_hyperparameters.json` beside the shards has them,
-{"param_groups.<parameter>.<option>": value}; without that file they are unknown.
+It reads and writes safetensors shards in which model and optimizer lie together. In goes their folder; the optimizer's
+tensors have flat names that begin with `optim.`, and its options, which are no tensors and which the writer doesn't
+save, lie in `optimizer_hyperparameters.json` beside the shards, {"param_groups.<parameter>.<option>": value}. Out comes
+{model, optimizer}, the optimizer under its flat names, without options where that file is missing.
 
 Source: pytorch/pytorch torch/distributed/checkpoint/hf_storage.py.
 """

@@ -1,8 +1,9 @@
 """The container `keras`: a model of Keras 3, a zip archive of config.json, metadata.json and model.weights.h5.
 
-The weights are read in place where the archive stores them as they are, as Keras does; their CRC-32 is compared before
-the first value is read. Where they are deflated, they are inflated once, when the file is opened, into an unnamed
-temporary file of the size that the archive declares, and never into memory.
+It reads and writes the archive, without Keras. In goes a `.keras` file; out comes the tree of its weights, with both
+documents as attributes. The weights are read in place where the archive stores them as they are, as Keras does; their
+CRC-32 is compared before the first value is read. Where they are deflated, they are inflated once, when the file is
+opened, into an unnamed temporary file of the size that the archive declares, and never into memory.
 
 Source: keras-team/keras, keras/src/saving/saving_lib.py, `_save_model_to_fileobj`; APPNOTE.TXT (the zip format).
 """

@@ -1,11 +1,13 @@
 """Container `megatron`: distributed checkpoints of Megatron-Core.
 
+It reads and writes an iteration: a folder of torch.distributed with two files beside. In goes it, or a run's folder:
+
     <run>/latest_checkpointed_iteration.txt    which iteration is the newest
     <run>/iter_0000004/metadata.json           {"sharded_backend": "torch_dist", ...}
                        common.pt               what no rank cuts: options of the groups, counts, arguments
                        .metadata, *.distcp     everything that is cut, as in `dcp`, under flat keys
 
-The tree is {"common": ..., "sharded": {key: tensor or object}}.
+Out comes the tree {"common": ..., "sharded": {key: tensor or object}}.
 Source: NVIDIA/Megatron-LM megatron/core/dist_checkpointing/core.py, strategies/torch.py, strategies/common.py;
 megatron/training/checkpointing.py, `get_checkpoint_name`.
 """

@@ -1,4 +1,8 @@
-"""The neutral container `statekit`: safetensors shards and `statekit.json`. docs/format.md defines every byte."""
+"""The neutral container `statekit`: safetensors shards and `statekit.json`.
+
+It keeps any tree so that it can be proven, whatever the framework. In goes the folder; out comes the tree that was
+written, every file and tensor held to the manifest's digests. docs/format.md defines every byte.
+"""
 
 from __future__ import annotations
 

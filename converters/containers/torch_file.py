@@ -1,4 +1,8 @@
-"""The container `torch`: the files of `torch.save`, read without PyTorch and without running what they hold."""
+"""The container `torch`: the files of `torch.save`, read without PyTorch and without running what they hold.
+
+It reads both generations and writes the newer one, which `torch.load(weights_only=True)` takes. In goes a file; out
+comes the object that was saved, tensors in it, objects of foreign classes as inert records.
+"""
 
 from __future__ import annotations
 

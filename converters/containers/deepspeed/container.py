@@ -1,9 +1,10 @@
 """Container `deepspeed`: checkpoints of DeepSpeed with ZeRO 1, 2 and 3, and universal ones; read, never written.
 
-The tree is that of other PyTorch checkpoints, whole parameters in it, which are put together when they are read:
+It puts whole parameters together, when they are read, of what the ranks hold. In goes a step's folder, or a run's. Out
+comes the tree of other PyTorch checkpoints:
 
     model               parameters and buffers by name, in the model's own dtype
-    optimizer           state by name: step, exp_avg, ..., and `fp32`, the weight that the optimizer moves; param_groups
+    optimizer           state by name: what the optimizer keeps, and `fp32`, the weight that it moves; param_groups
     lr_scheduler, ...   client state, as it was given to save_checkpoint
     deepspeed           what the engine keeps besides: steps, loss scaler, configuration
 

@@ -1,7 +1,10 @@
 """The container `accelerate`: the folders of Accelerate's `save_state`.
 
+It reads and writes what `load_state` takes. In goes the folder:
+
     <anything>/    model, optimizer.bin, scheduler.bin, scaler.pt, random_states_0.pkl, ...
 
+Out comes the tree {model, optimizer, scheduler, scaler, files}.
 Source: huggingface/accelerate, checkpointing.py, `save_accelerator_state`.
 """
 

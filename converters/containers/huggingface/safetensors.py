@@ -1,6 +1,10 @@
 """The container `safetensors`: a model in one file, or in shards with an index, and optimizer.pt beside it if any.
 
-model.safetensors, or model-00001-of-00002.safetensors ... and model.safetensors.index.json
+It reads and writes the folders of libraries that are neither Trainer nor Accelerate. In goes a file or a folder:
+
+    model.safetensors, or model-00001-of-00002.safetensors ... and model.safetensors.index.json
+
+Out comes the tree {model, optimizer, scheduler, scaler, files}, of which a file alone gives the model.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The files of `torch.save`: zip archives and the legacy form, storages, records."""
+"""The files of `torch.save`: zip archives and the legacy form, read into records over storages, and written."""

@@ -1,1 +1,1 @@
-"""TensorFlow's tensor bundles: the table of entries, the shards, the object graph."""
+"""TensorFlow's tensor bundles: the table of entries, what an entry says, the object graph, and their writing."""
