@@ -17,6 +17,7 @@ from statekit.cli.module_tree import Row, module_tree, rows
 from statekit.cli.output import Cell, Screen, Styled, Table
 from statekit.conversion.contracts import Hints
 from statekit.conversion.inspection import (
+    Choice,
     Inspection,
     ParameterSummary,
     Request,
@@ -93,7 +94,7 @@ def command(
 def _summary(stdout: Screen, found: Inspection) -> None:
     lines = [("checkpoint", _shown(found.path))]
     for what, choice in (("container", found.container), ("layout", found.layout)):
-        lines.append((what, f"{choice.name}: {choice.title}" if choice else "none fits"))
+        lines.append((what, _titled(choice) if choice else "none fits"))
         lines += [("", f"because {_told(choice.because, found.path)}")] if choice else []
     lines += [
         (str(key), str(value)) for key, value in found.meta.items() if isinstance(value, (str, int, float))
@@ -117,6 +118,11 @@ def _summary(stdout: Screen, found: Inspection) -> None:
     for key, value in lines:
         head.add_row(Styled(key, bold=True), value)
     stdout.show(head)
+
+
+def _titled(choice: Choice) -> str:
+    named = choice.title.startswith(f"{choice.name}:")
+    return choice.title if named else f"{choice.name}: {choice.title}"
 
 
 def _known(group: Group, source: str) -> list[str]:

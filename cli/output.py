@@ -91,7 +91,8 @@ class Table:
                 yield line
 
     def _paragraphs(self, width: int) -> Iterator[list[Styled]]:
-        """Yields each row as its first cell, and below it the others with their titles."""
+        """Yields the first title, then each row as its first cell, and below it the others with their titles."""
+        yield [Styled(self.columns[0], bold=True)]
         for row in self.rows:
             first = next((i for i, cell in enumerate(row) if cell.text.strip()), 0)
             start = len(row[first].text) - len(row[first].text.lstrip())
