@@ -11,10 +11,11 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from statekit.errors import UsageError, meant
+from statekit.errors import Faults, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.source import Budget
 from statekit.files.stage import Stage
+from statekit.state.options import read_hparams
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 from statekit.tensors.tree import Path as TreePath
@@ -61,23 +62,22 @@ class Hints:
     param_names: tuple[str, ...] | None = None
 
     def applied(self, state: TrainState) -> TrainState:
-        """Returns a state with the hints in force, for layouts whose own names are the canonical ones.
+        """Returns a state with the hints in force: hyperparameters by their canonical names, or the variant's own.
 
         Raises:
-            UsageError: The schema has no hyperparameter of that name.
+            UsageError: A hyperparameter doesn't exist, can't have its value, or is said twice; lists every one.
         """
-        schema = load_schema(state.optimizer.schema)
-        unknown = [name for name in self.hyperparameters if name not in schema.hyperparameters]
-        if unknown:
-            raise UsageError(
-                f"{schema.name} has no such hyperparameters.",
-                place="hparams",
-                expected=", ".join(schema.hyperparameters),
-                found=", ".join(unknown),
-                remedy=", ".join(filter(None, (meant(name, schema.hyperparameters) for name in unknown))),
-            )
-        if self.hyperparameters:
-            state = state.with_hyperparameters(**self.hyperparameters)
+        optimizer = state.optimizer
+        options = read_hparams(optimizer.schema, self.variant or optimizer.variant, self.hyperparameters)
+        Faults(options.faults).check(
+            UsageError,
+            f"Hyperparameters of {optimizer.schema} can't be these",
+            place="hparams",
+            expected=", ".join(load_schema(optimizer.schema).hyperparameters),
+            remedy=options.remedy,
+        )
+        if options.values:
+            state = state.with_hyperparameters(**options.values)
         if self.variant is None:
             return state
         return replace(state, optimizer=replace(state.optimizer, variant=self.variant))

@@ -175,6 +175,36 @@ def _is_regex(value: Any) -> bool:
         return False
 
 
+def read_hparams(schema: str, variant: str | None, said: Mapping[str, Any]) -> Options:
+    """Reads what somebody says about a checkpoint, as `--hparams` does: any hyperparameter of the schema.
+
+    Args:
+        schema: Name of the schema.
+        variant: Whose own names are known too; None while nobody knows which one it is.
+        said: Name -> value.
+    """
+    rules = load_schema(schema)
+    natives = native_options(schema, variant) if variant is not None else {}
+    own = {
+        name: value for name, value in said.items() if name in natives and name not in rules.hyperparameters
+    }
+    read = read_options(schema, str(variant), own) if own else Options({})
+    values, faults, remedies = dict(read.values), [*read.faults], {read.remedy: None}
+    for name, value in said.items():
+        if name in own:
+            continue
+        if name not in rules.hyperparameters:
+            faults.append((f"isn't a hyperparameter of {schema}", name))
+            remedies[meant(name, (*rules.hyperparameters, *natives))] = None
+        elif name in values:
+            faults.append(("is said twice", name))
+        elif name != FACTOR_MAP and (fault := rules.fault(name, value)):
+            faults.append((f"is {value!r}, {fault}", name))
+        else:
+            values[name] = value
+    return Options(values, tuple(faults), "; ".join(remedy for remedy in remedies if remedy))
+
+
 def native_options(schema: str, variant: str) -> dict[str, dict[str, Spelling]]:
     """Returns a variant's own names of its options: name -> canonical name -> how it says that."""
     found: dict[str, dict[str, Spelling]] = {}

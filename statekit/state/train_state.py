@@ -139,7 +139,7 @@ class TrainState:
         faults.check(
             StateError,
             f"The state isn't a valid {self.optimizer.schema} state",
-            remedy="check that the layout and the factor rules are those of the run",
+            remedy="check that the layout, the factor rules and the hyperparameters are those of the run",
         )
 
     def _faults(self, schema: OptimizerSchema) -> Iterator[tuple[str, str]]:
@@ -151,6 +151,10 @@ class TrainState:
             if path in seen:
                 yield "stands in two parameter groups", path
             seen.add(path)
+        for i, group in enumerate(self.optimizer.groups):
+            for name, value in group.hyperparameters.items():
+                if name in schema.hyperparameters and (fault := schema.fault(name, value)):
+                    yield f"is {value!r:.80}, {fault}", f"groups/{i}/{name}"
         for path, rule in self.rules.items():
             if path in self.params and len(rule.axes) != len(self.params[path].shape):
                 yield f"has rank {len(self.params[path].shape)} but a rule for {len(rule.axes)} axes", path

@@ -313,8 +313,17 @@ def _native(
 def _groups(
     kind: TorchOptimizer, schema: OptimizerSchema, parts: Frame, names: Sequence[Sequence[str]]
 ) -> Iterator[Group]:
-    for options, own in zip(parts.groups, names, strict=True):
-        values = schema.canonical(kind.variant, options)
+    for i, (options, own) in enumerate(zip(parts.groups, names, strict=True)):
+        values = schema.canonical(kind.variant, options, f"param_groups/{i}")
+        faults = Faults()
+        for name, value in values.items():
+            if (
+                isinstance(value, Tensor)
+                and value.shape == ()
+                and (fault := schema.fault(name, value.read().item()))
+            ):
+                faults.add(f"is {value.read().item()!r}, {fault}", f"groups/{i}/{name}")
+        faults.check(StateError, f"Hyperparameters of {schema.name} can't be these")
         yield Group(tuple(map(_path, own)), values, dict.fromkeys(values, "file"))
 
 

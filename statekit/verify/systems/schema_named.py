@@ -25,6 +25,8 @@ from statekit.optim.run import initial
 from statekit.optim.steps import Execution
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape
+from statekit.state.options import RATE_NAMES
+from statekit.state.parameter_encoding import EIGHTH_POWER, NAME
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor
@@ -168,6 +170,11 @@ def _others(
 
 def _group(schema: OptimizerSchema, variant: str, arguments: Mapping[str, Any]) -> Group:
     values = schema.canonical(variant, arguments)
+    for name in RATE_NAMES:
+        if name in values and schema.fault(name, values[name]):
+            del values[name]  # a schedule in words: the recording has the learning rate of every update
+    if NAME in values and values[NAME] is not None:
+        values[NAME] = EIGHTH_POWER  # the object was recorded by what it prints
     return Group(tuple(arguments["params"]), values, dict.fromkeys(values, "file"))
 
 
