@@ -101,6 +101,7 @@ class Encoded:
             `optimizer`; a part that isn't said lies at the top, under its own key.
         by_name: The same state with parameters under their names where `tree` numbers them, for containers that gather
             what many processes hold; None if `tree` has no numbers, or nobody knows the names.
+        assumptions: What was made up because the target can't do without it, one sentence each.
     """
 
     tree: Tree
@@ -110,6 +111,7 @@ class Encoded:
     place: str = ""
     parts: Mapping[str, TreePath] = field(default_factory=dict)
     by_name: Encoded | None = None
+    assumptions: tuple[str, ...] = ()
 
 
 class Container(Protocol):

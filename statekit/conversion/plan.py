@@ -226,7 +226,7 @@ def build_plan(
         target=target,
         entries=tuple(_entry(name, tensor, encoded, sources) for name, tensor in names.items()),
         dropped=dict(encoded.dropped),
-        assumptions=state.assumptions,
+        assumptions=(*state.assumptions, *encoded.assumptions),
         options=to_json(options),
         state=to_json(state.to_json()),
         rule_change=rule_change,

@@ -251,6 +251,19 @@ _HEAD_BYTES = 9
 
 
 @dataclass(frozen=True)
+class Made:
+    """A part that a library can't do without and a source hasn't.
+
+    Attributes:
+        part: What is written.
+        said: What in it nobody knows, in a sentence.
+    """
+
+    part: Tree
+    said: str
+
+
+@dataclass(frozen=True)
 class HuggingFaceFolder:
     """One kind of folder.
 
@@ -270,7 +283,7 @@ class HuggingFaceFolder:
     title: str
     parts: Mapping[str, str]
     fits: Callable[[Path], str]
-    needed: Callable[[Encoded], Mapping[str, Tree]] = lambda encoded: {}
+    needed: Callable[[Encoded], Mapping[str, Made]] = lambda encoded: {}
     specificity: int = 20
     opens_files: bool = False
     shard_bytes: int | None = SHARD_BYTES
@@ -321,8 +334,14 @@ class HuggingFaceFolder:
         """Returns a state with its parts where the folder keeps them, and what the library can't do without."""
         encoded = moved_to(encoded, {"model", *self.parts})
         carried = encoded.tree.get(FILES) or {}
-        needed = {key: part for key, part in self.needed(encoded).items() if self.parts[key] not in carried}
-        return replace(encoded, tree={**needed, **encoded.tree})
+        made = {
+            key: one
+            for key, one in self.needed(encoded).items()
+            if key not in encoded.tree and self.parts[key] not in carried
+        }
+        tree = {**{key: one.part for key, one in made.items()}, **encoded.tree}
+        said = (*encoded.assumptions, *(one.said for one in made.values()))
+        return replace(encoded, tree=tree, assumptions=said)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes a folder that the library loads: the model as safetensors, all else as torch files and JSON.

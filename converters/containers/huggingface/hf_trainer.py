@@ -14,9 +14,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from statekit.conversion.contracts import Encoded
-from statekit.converters.containers.huggingface.folder import PARTS, TRAINER_STATE, HuggingFaceFolder
+from statekit.converters.containers.huggingface.folder import (
+    PARTS,
+    TRAINER_STATE,
+    HuggingFaceFolder,
+    Made,
+)
 from statekit.converters.containers.huggingface.model import find_model
-from statekit.tensors.tree import Tree, at
+from statekit.errors import Faults, UsageError
+from statekit.tensors.tree import at
 
 DEEPSPEED_TAG = "latest"
 """The file in folders of Trainer with DeepSpeed, whose optimizer lies in DeepSpeed's own."""
@@ -29,19 +35,56 @@ def _trainer(folder: Path) -> str:
     return f"{TRAINER_STATE} beside {beside}" if beside else ""
 
 
-def _for_trainer(encoded: Encoded) -> Mapping[str, Tree]:
-    """Returns what Trainer must find to load an optimizer.
+_INTERVAL = 500
+"""How many updates lie between two logs, evaluations and saves unless Trainer's arguments say something else."""
+_CONTROL = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
+def _for_trainer(encoded: Encoded) -> Mapping[str, Made]:
+    """Returns what Trainer must find to load an optimizer, and to save again.
 
     Without a scheduler's file Trainer passes over the optimizer's in silence; without a state it doesn't know the step.
-    Source: transformers, trainer.py, `_load_optimizer_and_scheduler`; torch/optim/lr_scheduler.py, `load_state_dict`.
+    Source: transformers, trainer.py, `_load_optimizer_and_scheduler`, `_save_checkpoint`; trainer_callback.py,
+    `TrainerState`, `TrainerControl`; torch/optim/lr_scheduler.py, `load_state_dict`.
+
+    Raises:
+        UsageError: Nobody said the learning rate.
     """
     groups = at(encoded.tree, ("optimizer", "param_groups")) or ()
+    faults = Faults(("has no lr", f"param_groups/{i}") for i, group in enumerate(groups) if "lr" not in group)
+    faults.check(
+        UsageError,
+        "Trainer's next update reads its learning rate from optimizer.pt, and the source doesn't say it",
+        remedy="name it: --hparams learning_rate=...; the updates after that go by Trainer's own scheduler",
+    )
     lambdas = [None] * len(groups)
     scheduler = {"last_epoch": encoded.step, "_step_count": encoded.step + 1, "lr_lambdas": lambdas}
     # Nobody knows the batch size: without a number Trainer fails, and those of 4.x would train with the one they find;
-    # 0 makes these stop, and newer ones warn.
-    state = {"epoch": 0.0, "global_step": encoded.step, "log_history": [], "train_batch_size": 0}
-    return {"scheduler": scheduler, "trainer_state": state}
+    # 0 makes these stop, and newer ones warn. Trainer counts epochs and the updates to come anew from its arguments;
+    # how often it logs, evaluates and saves it takes from here alone.
+    state = {
+        "epoch": 0.0,
+        "global_step": encoded.step,
+        "log_history": [],
+        "train_batch_size": 0,
+        "logging_steps": _INTERVAL,
+        "eval_steps": _INTERVAL,
+        "save_steps": _INTERVAL,
+        "stateful_callbacks": {"TrainerControl": {"args": dict.fromkeys(_CONTROL, False), "attributes": {}}},
+    }
+    return {
+        "scheduler": Made(
+            scheduler,
+            f"The source has no scheduler of PyTorch: scheduler.pt says that {encoded.step} updates are done,"
+            f" and Trainer's arguments make the rate after the next update.",
+        ),
+        "trainer_state": Made(
+            state,
+            "The source has no state of Trainer: trainer_state.json says the step, train_batch_size 0 for unknown, and"
+            f" {_INTERVAL} for logging_steps, eval_steps and save_steps, which Trainer takes from there, not from its"
+            " arguments; write yours into it.",
+        ),
+    }
 
 
 CONTAINER = HuggingFaceFolder(

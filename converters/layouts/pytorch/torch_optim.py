@@ -42,6 +42,7 @@ class TorchOptimizer:
         beside: What its state holds besides slots and `step`, for people: kept, never used.
         count: Dtype of `step` where it is a tensor; "" where it is a number.
         usual: Options of a new optimizer's groups: loading a distributed checkpoint asks for all of them.
+        own_rate: An option with which it makes its rate itself; it looks for `lr` nevertheless, and finds None.
     """
 
     schema: str
@@ -50,6 +51,7 @@ class TorchOptimizer:
     count: str = "float32"
     beside: tuple[str, ...] = ()
     usual: Mapping[str, Any] = field(default_factory=dict)
+    own_rate: str = ""
 
     @property
     def names(self) -> dict[str, str]:
@@ -76,7 +78,9 @@ _ADAMW = {
 }  # fmt: skip
 KINDS = (
     TorchOptimizer("adafactor", "torch", ("beta2_decay", "d"), usual={"foreach": None, "maximize": False}),
-    TorchOptimizer("adafactor", "hf", ("scale_parameter", "clip_threshold"), "", ("RMS",)),
+    TorchOptimizer(
+        "adafactor", "hf", ("scale_parameter", "clip_threshold"), "", ("RMS",), own_rate="relative_step"
+    ),
     TorchOptimizer("adamw", "torch", ("betas", "amsgrad", "eps", "weight_decay", "maximize"), usual=_ADAMW),
 )
 _SAID = {"index": "by index", "name": "by name", "flat": "an entry for each parameter's option"}
@@ -204,7 +208,7 @@ class TorchOptim:
         groups = [
             {
                 **{key: kind.usual[key] for key in kind.usual if self.form and key not in others},
-                **load_schema(kind.schema).native(kind.variant, group.hyperparameters),
+                **_native_options(kind, group),
                 "params": [index[path] for path in group.paths],
                 **({} if by_name else {"param_names": [_name(path) for path in group.paths]}),
             }
@@ -325,6 +329,11 @@ def _groups(
                 faults.add(f"is {value.read().item()!r}, {fault}", f"groups/{i}/{name}")
         faults.check(StateError, f"Hyperparameters of {schema.name} can't be these")
         yield Group(tuple(map(_path, own)), values, dict.fromkeys(values, "file"))
+
+
+def _native_options(kind: TorchOptimizer, group: Group) -> dict[str, Any]:
+    options = load_schema(kind.schema).native(kind.variant, group.hyperparameters)
+    return {**({"lr": None} if options.get(kind.own_rate) else {}), **options}
 
 
 def _options(kind: TorchOptimizer) -> tuple[str, ...]:
