@@ -13,8 +13,10 @@ from goldens import GOLDEN, bundles
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
+from statekit.conversion.rule_change import change_rule
 from statekit.errors import StatekitError, UsageError
-from statekit.tensors.tensor import Array
+from statekit.state.train_state import Counts, Group, Optimizer, TrainState
+from statekit.tensors.tensor import Array, in_memory
 
 ANY = Exactness.ESTIMATE
 
@@ -52,6 +54,16 @@ def test_where_the_target_asks_for_it_later_momentum_s_constant_stays_unknown(tm
     with open_state(target) as opened:
         assert all("beta1" not in group.hyperparameters for group in opened.state.optimizer.groups)
         assert all("m" in own for own in opened.state.slots.values())
+
+
+def test_what_slots_show_to_be_on_stays_on_under_another_rule() -> None:
+    w = in_memory(np.ones(3, np.float32))
+    slots = {"w": {"m": w, "v": w, "v_max": w}}
+    optimizer = Optimizer("adamw", "torch", (Group(("w",), {"beta1": 0.9}),))
+    state = TrainState({"w": w}, slots, optimizer, Counts(1, 1))
+    assert state.switched_on(optimizer.groups[0]) == {"amsgrad": "v_max"}
+    moved = change_rule(state, "torch", "optax").state
+    assert moved.optimizer.groups[0].hyperparameters["amsgrad"] is True
 
 
 def test_weight_decay_by_the_learning_rate_s_exponent_alone_is_weight_decay(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def change_rule(state: TrainState, source: str, target: str) -> RuleChange:
     bridge = Bridge(load_schema(state.optimizer.schema), source, target, _has(state))
     groups, found, compensated_by, shift = [], {}, {}, 0
     for group in state.optimizer.groups:
-        side = bridge.over(group, state.unknown_switches(group))
+        side = bridge.over(group, state.switched_on(group))
         found.update({one.what: one for one in side.differences})
         compensated_by.update(dict.fromkeys(side.compensated_by))
         shift = max(shift, side.shift)
@@ -193,15 +193,16 @@ class Bridge:
     target: str
     has: Mapping[str, bool] = field(default_factory=dict)
 
-    def over(self, group: Group, unknown: Iterable[str] = ()) -> _Side:
+    def over(self, group: Group, on: Iterable[str] = ()) -> _Side:
         """Returns one group under the target's rule.
 
         Args:
             group: The group.
-            unknown: Hyperparameters that are on, as its slots show, with a value that nobody knows: they stay unknown.
+            on: Hyperparameters that are on, as its slots show, though nobody said so: a number stays unknown.
         """
         usual = {**self.schema.settings(self.source), **dict.fromkeys(RATE_NAMES)}
-        own = {**usual, **group.hyperparameters, **dict.fromkeys(unknown, UNKNOWN)}
+        shown = {name: True if self._is_boolean(name) else UNKNOWN for name in on}
+        own = {**usual, **group.hyperparameters, **shown}
         bridges = [one for one in self.schema.data.get("bridges", ()) if self._fits(one, own)]
         covered = {key for one in bridges for key in one["covers"]}
         carried = self._carried(own)
@@ -221,6 +222,9 @@ class Bridge:
             shift,
         )
 
+    def _is_boolean(self, name: str) -> bool:
+        return "boolean" in self.schema.hyperparameters[name]["type"]
+
     def assumed(self, state: TrainState) -> list[str]:
         """Returns what is taken for granted of the source's hyperparameters, if anything."""
         offered = [name for name in self.schema.variant(self.source)["defaults"] if name not in RATE_NAMES]
@@ -228,7 +232,7 @@ class Bridge:
             name
             for group in state.optimizer.groups
             for name in offered
-            if name not in group.hyperparameters and name not in state.unknown_switches(group)
+            if name not in group.hyperparameters and name not in state.switched_on(group)
         }
         names = ", ".join(name for name in offered if name in unknown)
         return [f"Taken for a run of {self.source} with its defaults of {names}."] if unknown else []

@@ -29,7 +29,6 @@ class SlotSchema:
         init: Initial value: a number, a formula, or None where the slot first exists with the value of its recurrence.
         recurrence: Its update, in plain mathematics.
         aliases: Variant -> native name.
-        switch: Hyperparameter that is on where the slot exists; "" if none decides.
     """
 
     name: str
@@ -39,7 +38,6 @@ class SlotSchema:
     init: float | str | None
     recurrence: str
     aliases: Mapping[str, str]
-    switch: str = ""
 
 
 @dataclass(frozen=True)
@@ -276,16 +274,7 @@ def load_schema(name: str) -> OptimizerSchema:
     text = resources.files("statekit.schemas").joinpath(f"{name}.json").read_text(encoding="utf-8")
     data = json.loads(text)
     slots = {
-        slot: SlotSchema(
-            slot,
-            s["symbol"],
-            s["shape"],
-            s["dtype"],
-            s["init"],
-            s["recurrence"],
-            s["aliases"],
-            s.get("switch", ""),
-        )
+        slot: SlotSchema(slot, s["symbol"], s["shape"], s["dtype"], s["init"], s["recurrence"], s["aliases"])
         for slot, s in data["slots"].items()
     }
     return OptimizerSchema(name, slots, data["hyperparameters"], data["variants"], data)

@@ -186,16 +186,21 @@ class TrainState:
         """Returns the group that moves a parameter, or None if it is frozen."""
         return next((group for group in self.optimizer.groups if path in group.paths), None)
 
-    def unknown_switches(self, group: Group) -> dict[str, str]:
-        """Returns the hyperparameters that a group's slots prove to be on while nobody knows their values.
+    def switched_on(self, group: Group) -> dict[str, str]:
+        """Returns the hyperparameters that a group's slots prove to be on, although nobody said their values.
 
         Returns:
             Hyperparameter -> the slot that shows it: `beta1` of an Adafactor that has momentum.
         """
-        slots = load_schema(self.optimizer.schema).slots
-        held = {name for path in group.paths for name in self.slots.get(path, {})}
-        switches = {slot.switch: name for name, slot in slots.items() if name in held and slot.switch}
-        return {name: slot for name, slot in switches.items() if name not in group.hyperparameters}
+        held = {name for path in group.paths for name in self.slots.get(path, {})} | group.slots.keys()
+        found: dict[str, str] = {}
+        for name, spec in load_schema(self.optimizer.schema).hyperparameters.items():
+            shown = next(
+                (slot for slot in spec.get("decides", {}).get("existence", ()) if slot in held), None
+            )
+            if shown is not None and name not in group.hyperparameters:
+                found[name] = shown
+        return found
 
     def with_hyperparameters(self, **changes: Any) -> TrainState:
         """Returns the state with hyperparameters changed in every group, known from then on as `given`."""

@@ -71,7 +71,7 @@ class CoreLink:
 
 
 def core_link(link: Link, found: Sequence[Link], tree: Tree, params: Path) -> CoreLink:
-    """Returns an core_link with what is beside it.
+    """Returns a core link with what is beside it.
 
     Args:
         link: Its link.
@@ -118,7 +118,7 @@ def _injected(node: Tree) -> dict[str, Tensor]:
 
 
 def schema_of(own: CoreLink, hints: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the schema of an core_link, and in a sentence what was assumed for that; "" if nothing.
+    """Returns the schema of a core link, and in a sentence what was assumed for that; "" if nothing.
 
     Raises:
         UsageError: The hint names none that it can be.
@@ -181,7 +181,7 @@ def inferred(
     """Returns Optax' defaults as corrected by what the links prove, and what is open.
 
     Args:
-        own: The core_link.
+        own: The core link.
         schema: Its schema.
         held: What its parameters' slots show, of Adafactor.
         specified: Names of the hyperparameters that are known better.

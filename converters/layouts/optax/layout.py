@@ -353,10 +353,10 @@ class Optax:
 
 @dataclass(frozen=True)
 class _Part:
-    """What one core_link moves.
+    """What the optimizer of one core link moves.
 
     Attributes:
-        own: The core_link.
+        own: The core link.
         slots: For each path, its slots by Optax' names.
         shown: For each path, how Adafactor's slots show it to be factored.
     """

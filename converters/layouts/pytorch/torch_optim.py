@@ -197,7 +197,7 @@ class TorchOptim:
                 expected="; ".join(f"{k.schema}, variant {k.variant}" for k in KINDS),
                 found=f"{optimizer.schema}, variant {optimizer.variant or 'unknown'}",
             )
-        faults = Faults(_unknown_switches(state))
+        faults = Faults(_unknown_numbers(state))
         order = [path for group in optimizer.groups for path in group.paths]
         by_name = self.form is not None or bool(state.extra.get(_BY_NAME))
         index = {path: _name(path) if by_name else i for i, path in enumerate(order)}
@@ -208,7 +208,7 @@ class TorchOptim:
         groups = [
             {
                 **{key: kind.usual[key] for key in kind.usual if self.form and key not in others},
-                **_native_options(kind, group),
+                **_native_options(kind, state, group),
                 "params": [index[path] for path in group.paths],
                 **({} if by_name else {"param_names": [_name(path) for path in group.paths]}),
             }
@@ -271,11 +271,16 @@ def _saw_pieces(kind: TorchOptimizer, own: Mapping[str, Any], rule: Rule) -> boo
     return kind.schema == "adafactor" and rule.factored and isinstance(own.get(kind.names["v"]), Tensor)
 
 
-def _unknown_switches(state: TrainState) -> Iterator[tuple[str, str]]:
-    """Yields what the optimizer reads in its groups and can't do without, as its slots show."""
+def _unknown_numbers(state: TrainState) -> Iterator[tuple[str, str]]:
+    """Yields what the optimizer reads in its groups and can't do without, as its slots show, and nobody said."""
+    specs = load_schema(state.optimizer.schema).hyperparameters
     for i, group in enumerate(state.optimizer.groups):
-        for name, slot in state.unknown_switches(group).items():
-            yield f"{name} isn't known, and {slot} is in use: name it (--hparams {name}=...)", f"groups/{i}"
+        for name, slot in state.switched_on(group).items():
+            if "boolean" not in specs[name]["type"]:
+                yield (
+                    f"{name} isn't known, and {slot} is in use: name it (--hparams {name}=...)",
+                    f"groups/{i}",
+                )
 
 
 def _kept(rule: Rule, name: str, shape: Shape) -> Shape:
@@ -331,8 +336,9 @@ def _groups(
         yield Group(tuple(map(_path, own)), values, dict.fromkeys(values, "file"))
 
 
-def _native_options(kind: TorchOptimizer, group: Group) -> dict[str, Any]:
-    options = load_schema(kind.schema).native(kind.variant, group.hyperparameters)
+def _native_options(kind: TorchOptimizer, state: TrainState, group: Group) -> dict[str, Any]:
+    values = {**dict.fromkeys(state.switched_on(group), True), **group.hyperparameters}
+    options = load_schema(kind.schema).native(kind.variant, values)
     return {**({"lr": None} if options.get(kind.own_rate) else {}), **options}
 
 
