@@ -129,8 +129,10 @@ def _typed(error: Exception) -> StatekitError:
 
 def _tell(error: StatekitError, code: int, as_json: bool, heading: str = "") -> int:
     """Prints an error on stderr and, with --json, as JSON on stdout (docs/command_line.md); returns the exit code."""
+    from statekit.cli.output import folded_error
+
     word = "" if code == INTERRUPTED else "Error: "
-    click.echo(f"{printable(heading, keep=chr(10))}{word}{error}", err=True)
+    click.echo(folded_error(f"{printable(heading, keep=chr(10))}{word}{error}"), err=True)
     if as_json:
         parts = {name: getattr(error, name) for name in ("subject", "place", "expected", "found", "remedy")}
         plain = {name: None if value in (None, "") else str(value) for name, value in parts.items()}

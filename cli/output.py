@@ -169,18 +169,27 @@ def screen() -> Screen:
     return Screen(shutil.get_terminal_size().columns, colour="NO_COLOR" not in os.environ)
 
 
+def folded_error(text: str) -> str:
+    """Returns an error's text as it goes to stderr: folded between words where that is a terminal."""
+    if not sys.stderr.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return "\n".join(part for line in text.split("\n") for part in folds(line, width, names=False))
+
+
 _WORD = re.compile(r"( *)((?:(?<!\S)\d+ (?=[a-z])| ?\[[^\[\]]*\]|[^\s\[])+|\[)")
 """What stays together: `3 slots`, `v_row [16, 16]`, and all without spaces; with the blanks before it."""
 _PART = re.compile(r"[^/]*/+|[^/]+")
 
 
-def folds(text: str, width: int, hang: int | None = None) -> list[str]:
+def folds(text: str, width: int, hang: int | None = None, names: bool = True) -> list[str]:
     """Returns text as lines of a width, folded between words; names longer than a line after `/`.
 
     Args:
         text: Text without line breaks.
         width: Columns.
         hang: Indentation of the lines after the first; two more than the first has, if None.
+        names: Whether names may be folded; if not, what is longer than a line stays whole, so that it can be copied.
 
     Example:
         >>> folds("  encoder/layers_0/attention/query/kernel", 24)
@@ -195,7 +204,7 @@ def folds(text: str, width: int, hang: int | None = None) -> list[str]:
     lines: list[str] = []
     line, empty = " " * start, True
     for glue, word in _WORD.findall(text):
-        whole = _width(word) <= width - hang
+        whole = not names or _width(word) <= width - hang
         for i, part in enumerate([word] if whole else _parts(word)):
             joined = line + ("" if empty or i else glue) + part
             if _width(joined) <= width:
@@ -204,7 +213,7 @@ def folds(text: str, width: int, hang: int | None = None) -> list[str]:
             if not empty:
                 lines.append(line)
             line, empty = " " * (hang if lines else start) + part, False
-            while _width(line) > width > hang + 1:  # one part alone is longer than a line
+            while names and _width(line) > width > hang + 1:  # one part alone is longer than a line
                 fits = next(n for n in range(len(line), 0, -1) if _width(line[:n]) <= width)
                 lines.append(line[:fits])
                 line = " " * hang + line[fits:]

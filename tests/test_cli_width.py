@@ -10,7 +10,7 @@ import pytest
 from goldens import GOLDEN
 from statekit.cli import output
 from statekit.cli.main import DONE, main
-from statekit.cli.output import Screen, Styled, Table, folds
+from statekit.cli.output import Screen, Styled, Table, folded_error, folds
 
 RUN = GOLDEN / "t5x" / "momentum_f32"
 WORDS = re.compile(r"[A-Za-z_]\w*")
@@ -75,6 +75,22 @@ def test_a_word_is_broken_only_where_a_line_is_too_short_for_it() -> None:
     table = Table(("name",), titled=False)
     table.add_row(Styled("x" * 50))
     assert len(list(table.lines(20))) > 1
+
+
+def test_an_errors_words_and_paths_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        "Error: There is no layout of that name.\n  expected: "
+        + ", ".join(["torch-optim"] * 9)
+        + "\n  at: "
+        + "/a" * 40
+    )
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = folded_error(text).split("\n")
+    assert lines[0] == "Error: There is no layout of that name."
+    assert lines[1].startswith("  expected: torch-optim, ") and lines[2].startswith("    torch-optim")
+    assert max(map(len, lines[:-1])) <= 60
+    assert lines[-1].strip() == "/a" * 40
 
 
 def test_what_is_assumed_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
