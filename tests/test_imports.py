@@ -41,10 +41,6 @@ BANS = (
         if room != "statekit.cli" and not room.startswith("statekit.converters")
     ),
 )
-PENDING: dict[tuple[str, str], str] = {
-    ("statekit.torch", "statekit.converters"): "statekit/torch",
-}
-"""What is still to be mended, and where: whose module knows what it mustn't."""
 LOADERS = {
     "statekit.arrays.backend": "the module of a framework, in the same room",
     "statekit": "the modules of the names it offers, each also imported for type checkers",
@@ -80,10 +76,6 @@ def forbidden(graph: Graph) -> Iterator[tuple[str, str]]:
                 yield module, other
 
 
-def is_pending(module: str, other: str) -> bool:
-    return any(within(module, room) and within(other, known) for room, known in PENDING)
-
-
 def read(checkout: Path) -> Graph:
     """Returns who imports whom, less the package that only holds the converters' rooms together."""
     return {name: known for name, known in import_graph(checkout).items() if name != "statekit.converters"}
@@ -95,7 +87,7 @@ def graph() -> Graph:
 
 
 def test_imports_go_one_way(graph: Graph) -> None:
-    assert [arrow for arrow in forbidden(graph) if not is_pending(*arrow)] == []
+    assert list(forbidden(graph)) == []
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,10 @@ from statekit.state.schema import OptimizerSchema, Spelling, load_schema
 from statekit.state.train_state import Rule
 from statekit.tensors.tensor import DTYPES, Shape
 
+CLASSES = {
+    "adafactor": "Adafactor", "scaled_adam": "ScaledAdam", "lans": "LANS", "lamb": "LAMB", "adamw": "AdamW",
+}  # fmt: skip
+"""Schema -> the name of our class, in statekit.torch and in statekit.tensorflow."""
 RATE_NAMES = ("learning_rate", "lr")
 """Hyperparameters that are the learning rate, which every framework has its own place for."""
 RATE = "a finite number from 0 on"

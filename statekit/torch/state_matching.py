@@ -10,11 +10,10 @@ from typing import Any, TypeAlias
 import torch
 
 from statekit.arrays.backend import backend
-from statekit.converters.layouts.own.statekit_torch import CLASSES
 from statekit.dropin.by_name import path_of
 from statekit.errors import Faults, StateError
 from statekit.optim.run import counts_apart
-from statekit.state.options import BY_NAME
+from statekit.state.options import BY_NAME, CLASSES
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Rule
 from statekit.tensors.tensor import Tensor, blocks, widens
@@ -102,7 +101,7 @@ def _saved(schema: str, saved: Mapping[str, Any], faults: Faults) -> dict[str, _
     ours = isinstance(groups, Sequence) and all(_is_ours(schema, group) for group in groups)
     if not ours or not isinstance(groups, Sequence) or not isinstance(state, Mapping):
         raise StateError(
-            f"This isn't a state of {CLASSES[schema]}.",
+            f"This isn't a state of statekit.torch.{CLASSES[schema]}.",
             expected="state and param_groups, each group with params, param_names, rules and step",
             found=", ".join(map(str, saved)) or "nothing",
             remedy="open another optimizer's file with statekit.torch.load_optimizer, or convert it first",

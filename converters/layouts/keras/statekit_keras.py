@@ -48,15 +48,11 @@ from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
 from statekit.optim.run import stepped_variants
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import map_entries
-from statekit.state.options import FACTOR, KERAS, RATE_NAMES, offered, rule_of
+from statekit.state.options import CLASSES, FACTOR, KERAS, RATE_NAMES, offered, rule_of
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Tensor, in_memory
 
-CLASSES = {
-    "adafactor": "Adafactor", "scaled_adam": "ScaledAdam", "lans": "LANS", "lamb": "LAMB", "adamw": "AdamW",
-}  # fmt: skip
-"""Schema -> class."""
 MODULE = "statekit.tensorflow.optimizers"
 SEPARATOR = ":"
 GROUPS = "groups"

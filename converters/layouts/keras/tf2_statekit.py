@@ -34,7 +34,6 @@ from statekit.converters.layouts.keras.state import (
     RATE,
 )
 from statekit.converters.layouts.keras.statekit_keras import (
-    CLASSES,
     SEPARATOR,
     Own,
     named_slots,
@@ -46,6 +45,7 @@ from statekit.converters.layouts.keras.statekit_keras import (
 from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.optim.run import stepped_variants
+from statekit.state.options import CLASSES
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
 

@@ -31,6 +31,7 @@ from statekit.converters.layouts.pytorch.parts import BESIDE, BUFFERS, GROUPS, i
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.optim.run import stepped_variants
+from statekit.state import options
 from statekit.state.options import BY_NAME, RATE_NAMES, SCALE, by_other_names
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState
@@ -349,13 +350,7 @@ def _slots(
     return found
 
 
-CLASSES = {
-    "adafactor": "statekit.torch.Adafactor",
-    "scaled_adam": "statekit.torch.ScaledAdam",
-    "lans": "statekit.torch.LANS",
-    "lamb": "statekit.torch.LAMB",
-    "adamw": "statekit.torch.AdamW",
-}
+CLASSES = {schema: f"statekit.torch.{name}" for schema, name in options.CLASSES.items()}
 """Schema -> the class whose state its files hold."""
 
 _FORMS: dict[str, Any] = {
