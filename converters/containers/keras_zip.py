@@ -206,7 +206,8 @@ class _Weights:
         self._path, self.checked = path, False
         self.stream: Any = None
         if info.compress_type == zipfile.ZIP_STORED:
-            self.stream = as_file(Part(file, _start(file, info), info.file_size))
+            self._part = Part(file, _start(file, info), info.file_size)
+            self.stream = as_file(self._part)
             return
         self.stream = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the checkpoint's files
         file.files.on_close(self.stream.close)
@@ -220,11 +221,10 @@ class _Weights:
         """Compares the checksum, once, before a value is given to anybody."""
         if self.checked:
             return
-        crc, at = 0, self.stream.tell()
-        self.stream.seek(0)
-        while block := self.stream.read(BLOCK_BYTES):
-            crc = zlib.crc32(block, crc)
-        self.stream.seek(at)
+        crc = 0  # not through the stream, whose position is HDF5's
+        for start in range(0, self._part.size, BLOCK_BYTES):
+            block = self._part.read(start, min(BLOCK_BYTES, self._part.size - start))
+            crc = zlib.crc32(block.data, crc)
         if crc != self._info.CRC:
             raise CorruptError(
                 "The checksum of stored data disagrees with the data.",
