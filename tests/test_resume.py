@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,24 @@ def test_a_step_that_was_not_taken_would_be_noticed(tmp_path: Path) -> None:
     step(net, optimizer, 1)
     step(other, torch.optim.AdamW(other.parameters(), lr=0.01), 1)
     assert not torch.equal(next(net.parameters()), next(other.parameters()))
+
+
+def test_a_path_cannot_become_code() -> None:
+    path = Path('/run"); import os; ("') / "$(touch x)" / "iter_0000003"
+    for layout, container in HOMES:
+        for schema, variants in registry.layout_card(layout).variants.items():
+            lines = resume_lines(Place(container, layout, path, 3), state(schema, variants[0]))
+            if layout == "megatron":
+                assert lines == [f"--load {shlex.quote(str(path.parent))} --ckpt-format torch_dist"]
+            elif layout != "t5x":
+                tree = ast.parse("\n".join(lines))
+                modules = {
+                    name.name
+                    for node in ast.walk(tree)
+                    if isinstance(node, ast.Import)
+                    for name in node.names
+                }
+                assert "os" not in modules
 
 
 def test_files_that_keep_their_names_are_named(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ The calls of each layout in each container are data, `converters/resume.json`; h
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
@@ -109,13 +110,14 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
     missing = list(dict.fromkeys(name for group in groups for name in _missing(state, group)))
     jax = dict.fromkeys(argument for group in groups for argument in _jax_arguments(state, group))
     offsets = {group["hyperparameters"].get("step_offset") or 0 for group in groups}
-    rates = {group["hyperparameters"].get("learning_rate") for group in groups}
+    rates = {repr(group["hyperparameters"].get(_RATE)) for group in groups}
     by_suffix = {Path(file).suffix: Path(file).name for file in place.files}
     return {
         "path": _quoted(path),
         "absolute": _quoted(path.absolute()),
         "item": _quoted(_item(path.absolute())),
         "run": _quoted(path.parent),
+        "run_argument": shlex.quote(str(path.parent)),
         "name": _quoted(path.name),
         "schema": schema,
         "constructor": constructor,
@@ -127,14 +129,11 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "missing_keras": "".join(f", {name}={_UNKNOWN}" for name in missing),
         "jax_arguments": ", ".join((f"{_RATE}={_UNKNOWN}", *jax)),
         "step_offset": f"{max(offsets)}" if len(offsets) == 1 and max(offsets) else None,
-        "rate": f"{rates.pop()}" if len(rates) == 1 and None not in rates else _UNKNOWN,
+        "rate": rates.pop() if len(rates) == 1 and rates != {"None"} else _UNKNOWN,
         "params_file": by_suffix.get(".params", "net.params"),
         "states_file": by_suffix.get(".states", "trainer.states"),
         "mxnet_name": {"adamw": "adam"}.get(schema, schema),
     }
-
-
-_RATE = "learning_rate"
 
 
 def _item(path: Path) -> Path:
