@@ -439,3 +439,98 @@ def test_a_form_that_is_not_of_these_parameters(frame: Any) -> None:
     odd = replace(state, extra={"optax": {"tree": {"opt_state": frame}}})
     with pytest.raises(StateError, match="form"):
         LAYOUT.encode(odd)
+
+
+# Groups.
+
+
+def grouped(*settings: Mapping[str, Any], extra: Any = None, frozen: bool = False) -> TrainState:
+    """Returns the state of an AdamW of PyTorch whose groups have a matrix and a vector each."""
+    params = {f"{name}{i}": full(*shape) for i in range(len(settings)) for name, shape in SHAPES.items()}
+    groups = tuple(Group((f"w{i}", f"b{i}"), dict(one)) for i, one in enumerate(settings))
+    slots = {path: {"m": tensor, "v": tensor} for path, tensor in params.items()}
+    params |= {"still": full(2)} if frozen else {}
+    return TrainState(
+        params, slots, Optimizer("adamw", "optax", groups), Counts(5, 5), {}, {} if extra is None else extra
+    )
+
+
+SHAPES = {"w": (3, 4), "b": (4,)}
+DECAYED, PLAIN = (
+    {"learning_rate": 0.1, "weight_decay_rate": 0.01},
+    {"learning_rate": 0.1, "weight_decay_rate": 0.0},
+)
+
+
+def test_groups_that_differ_in_weight_decay_alone_are_one_optimizer_with_a_mask() -> None:
+    """At b103f67 they were one chain without a mask: `optax.adamw` decays biases from there."""
+    for none in (PLAIN, {"learning_rate": 0.1, "weight_decay_rate": None}, {"learning_rate": 0.1}):
+        for order in ((DECAYED, none), (none, DECAYED)):
+            first, *behind = LAYOUT.encode(grouped(*order)).tree["opt_state"]
+            assert behind == [{"inner_state": None}, None]
+            assert first["mu"].keys() == {"w0", "b0", "w1", "b1"} and None not in first["mu"].values()
+    assert LAYOUT.encode(grouped(DECAYED, DECAYED)).tree["opt_state"][1:] == [None, None]
+    assert LAYOUT.encode(grouped(PLAIN, {"learning_rate": 0.1})).tree["opt_state"][1:] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("settings", "frozen"),
+    [
+        ((DECAYED, {**DECAYED, "learning_rate": 0.2}), False),
+        ((DECAYED, {**DECAYED, "weight_decay_rate": 0.02}), False),
+        ((DECAYED, {**PLAIN, "beta1": 0.8}), False),
+        ((DECAYED, PLAIN), True),
+    ],
+)
+def test_other_groups_are_parts(settings: tuple[Mapping[str, Any], ...], frozen: bool) -> None:
+    tree = LAYOUT.encode(grouped(*settings, frozen=frozen)).tree
+    parts = tree["opt_state"]["inner_states"]
+    assert parts.keys() == {"0", "1", *(("frozen",) if frozen else ())}
+    assert parts.get("frozen", {"inner_state": None}) == {"inner_state": None}
+    for label, other in (("0", "1"), ("1", "0")):
+        mu = parts[label]["inner_state"][0]["mu"]
+        assert {path for path, leaf in mu.items() if leaf is None} == {f"w{other}", f"b{other}"} | (
+            {"still"} if frozen else set()
+        )
+    again = LAYOUT.decode(checkpoint(tree), Hints())
+    assert [{*group.paths} for group in again.optimizer.groups] == [{"w0", "b0"}, {"w1", "b1"}]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"torch": {"scheduler": {"last_epoch": 5}}},
+        {"torch": {"lr_schedulers": [{"last_epoch": 5}]}},
+        {"param_groups": [{"initial_lr": 0.2}]},
+    ],
+)
+def test_the_rate_of_a_run_with_a_scheduler_counts(extra: Any) -> None:
+    """At b103f67 it was a number: `optax.adamw(schedule)` couldn't restore it."""
+    chain = LAYOUT.encode(grouped(PLAIN, extra=extra)).tree["opt_state"]
+    assert chain[2]["count"].read() == 5
+    for nothing in ({"torch": {"scheduler": None}}, {"torch": {"epoch": 3}}):
+        assert LAYOUT.encode(grouped(PLAIN, extra=nothing)).tree["opt_state"][2] is None
+
+
+def test_parts_of_several_optimizers_are_told_apart_and_refused() -> None:
+    """At b103f67: KeyError 'v_row', where Adafactor's part came first."""
+    params = {"a": full(8, 4), "b": full(3)}
+    one: dict[str, Any] = {
+        "count": count(),
+        "v_row": {"a": ROW, "b": None},
+        "v_col": {"a": COLUMN, "b": None},
+        "v": {"a": ONE, "b": None},
+    }
+    other = {"count": count(), "mu": {"a": None, "b": full(3)}, "nu": {"a": None, "b": full(3)}}
+    parts = {
+        "big": {"inner_state": [one, None, None, None, None]},
+        "small": {"inner_state": [other, None, None]},
+    }
+    with pytest.raises(StateError, match=r"adafactor and adamw(.|\n)*big(.|\n)*small") as caught:
+        LAYOUT.decode(checkpoint({"params": params, "opt_state": {"inner_states": parts}}), Hints())
+    assert "adafactor of 1 parameters" in str(caught.value)
+    alone = {"count": count(), **{name: {"a": one[name]["a"]} for name in ("v_row", "v_col", "v")}}
+    chain = [alone, None, None, None, None]
+    assert (
+        decoded({"params": {"a": params["a"]}, "opt_state": chain}).optimizer.schema == "adafactor"
+    )  # as it says

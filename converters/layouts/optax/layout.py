@@ -10,13 +10,16 @@ A state from elsewhere becomes what `optax.adafactor`, `adamw` and `lamb` make o
     adamw       ScaleByAdamState, decay, rate
     lamb        ScaleByAdamState, decay, trust ratio, rate
 
-A rate that isn't a number is a schedule, which counts. Parameters that no group moves are masked.
-Source: google-deepmind/optax optax/_src/alias.py.
+A rate that isn't a number, or that a scheduler moves, is a schedule, which counts. Groups that differ in weight decay
+alone, with and without it, are one optimizer with a mask; groups that differ in anything else are the parts of
+`optax.partition`, each under its number. Parameters that no group moves are masked, or the part `frozen`.
+Source: google-deepmind/optax optax/_src/alias.py, optax/transforms/_combining.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,12 +72,17 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor, in_memory
-from statekit.tensors.tree import Tree
+from statekit.tensors.tree import Tree, nested, walk
 
 _HELD = ("adafactor", "adamw", "lamb")
 _BY_RATE = ("relative_step", "warmup_init")
 """Hyperparameters that say how the learning rate comes about: in Optax that is the user's schedule."""
 _RULES = ("factor_map", "logical_factor_rules")
+_DECAY = "weight_decay_rate"
+_SCHEDULED = re.compile(r"scheduler|^initial_lr$")
+"""Names under which others keep that a scheduler moves the rate."""
+INNER, PARTS, FROZEN = "inner_state", "inner_states", "frozen"
+"""The fields of MaskedState and PartitionState; the label of parameters that nothing moves."""
 
 
 def encoded(state: TrainState) -> Encoded:
@@ -144,17 +152,19 @@ def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
         yield from ((f"has slot {name}, for which Optax has no place", path) for name in unknown)
         if "v_max" in own and state.optimizer.variant != VARIANT:
             yield "has v_max of another rule: Optax keeps the maximum of the corrected moment", path
-    kept = {frozenset(own) & {"m", "v_max"} for own in state.slots.values()}
-    if len(kept) > 1:
-        yield (
-            "some parameters have momentum or v_max and others don't; Optax keeps them in two optimizers",
-            "slots",
-        )
+    for chain in _chains(state):
+        kept = {frozenset(state.slots[path]) & {"m", "v_max"} for path in chain.paths if path in state.slots}
+        if len(kept) > 1:
+            yield (
+                "some parameters have momentum or v_max and others don't; Optax keeps them in two optimizers",
+                "slots",
+            )
     for i, group in enumerate(state.optimizer.groups):
         yield from ((f"has slot {name} as a whole", f"groups/{i}") for name in group.slots)
         yield from ((fault, f"groups/{i}") for fault in _unsaid(group, schema.name))
     if schema.name == "adafactor":
-        yield from _factor_faults(state)
+        for chain in _chains(state):
+            yield from _factor_faults(state, chain.paths)
 
 
 def _unsaid(group: Group, schema: str) -> Iterator[str]:
@@ -169,9 +179,9 @@ def _unsaid(group: Group, schema: str) -> Iterator[str]:
         yield "multiply_by_parameter_scale differs between parameters"
 
 
-def _factor_faults(state: TrainState) -> Iterator[tuple[str, str]]:
+def _factor_faults(state: TrainState, paths: Iterable[str]) -> Iterator[tuple[str, str]]:
     sizes: dict[bool, list[int]] = {True: [], False: []}
-    for path, own in state.slots.items():
+    for path, own in ((path, state.slots[path]) for path in paths if path in state.slots):
         shape, rule = state.params[path].shape, state.rules.get(path)
         factored = "v_row" in own
         if len(shape) > 1:
@@ -203,55 +213,97 @@ def _as_usual(rule: Rule, shape: tuple[int, ...]) -> bool | None:
 
 def _inexact(state: TrainState) -> Iterator[tuple[str, tuple[Exactness, str]]]:
     """Yields the slots that go on by another rule: Optax clips and scales a stack as a whole."""
+    place = {path: chain.place for chain in _chains(state) for path in chain.paths}
     for path, rule in state.rules.items():
         if Axis.BATCH in rule.axes and path in state.slots:
             why = "Optax takes parameter scale and clipping over the whole stack, not over each of its parts"
             for native in ("v_row", "v_col") if rule.factored else ("v",):
-                chain = "inner_state/0" if _masked(state) else "0"
-                yield f"{chain}/{native}/{path}", (Exactness.STATISTICS, why)
+                yield "/".join((*place[path], "0", native, path)), (Exactness.STATISTICS, why)
 
 
-def _masked(state: TrainState) -> bool:
-    return any(path not in state.slots for path in state.params)
+@dataclass(frozen=True)
+class _Chain:
+    """One optimizer of Optax: all of the state, or a part of it.
+
+    Attributes:
+        place: Its keys below the optimizer's state.
+        paths: Its parameters.
+        hyperparameters: Its hyperparameters.
+        masked_decay: Whether a mask says which of them are decayed.
+    """
+
+    place: tuple[str, ...]
+    paths: tuple[str, ...]
+    hyperparameters: Mapping[str, Any]
+    masked_decay: bool = False
+
+
+def _chains(state: TrainState) -> list[_Chain]:
+    """Returns the optimizers that a state's groups become."""
+    groups = [(str(i), group) for i, group in enumerate(state.optimizer.groups) if group.paths]
+    settings = [
+        {**group.hyperparameters, _DECAY: group.hyperparameters.get(_DECAY) or 0} for _, group in groups
+    ]
+    differing = {name for one in settings for name in one if any(one[name] != o.get(name) for o in settings)}
+    differing -= {*_RULES, *_BY_RATE}
+    decayed = [one for one in settings if one.get(_DECAY)]
+    frozen = any(path not in state.slots for path in state.params)
+    one_decay = differing == {_DECAY} and len({one[_DECAY] for one in decayed}) == 1
+    if differing and (frozen or not one_decay):
+        return [_Chain((PARTS, label, INNER), group.paths, group.hyperparameters) for label, group in groups]
+    place = (INNER,) if frozen else ()
+    return [_Chain(place, tuple(state.slots), next(iter([*decayed, *settings]), {}), bool(differing))]
 
 
 def _opt_state(state: TrainState) -> Tree:
-    chain = _adafactor(state) if state.optimizer.schema == "adafactor" else _adam(state)
-    return {"inner_state": chain} if _masked(state) else chain
+    form = _adafactor if state.optimizer.schema == "adafactor" else _adam
+    made: dict[tuple[str, ...], Tree] = {chain.place: form(state, chain) for chain in _chains(state)}
+    frozen = any(path not in state.slots for path in state.params)
+    if () not in made and (INNER,) not in made and frozen:
+        made[PARTS, FROZEN, INNER] = None
+    return made[()] if () in made else nested(made)
 
 
-def _adafactor(state: TrainState) -> list[Tree]:
-    said = _said(state)
+def _adafactor(state: TrainState, chain: _Chain) -> list[Tree]:
+    said = chain.hyperparameters
     scale = said.get("multiply_by_parameter_scale", True)
-    momentum = any("m" in own for own in state.slots.values())
-    links: list[Tree] = [_link(state, "v_row", "v_col", "v")]
+    momentum = any("m" in state.slots[path] for path in chain.paths)
+    links: list[Tree] = [_link(state, chain, "v_row", "v_col", "v")]
     links += [None] if said.get("clipping_threshold", 1.0) is not None else []
-    links += [_rate(state)]
+    links += [_rate(state, chain)]
     links += [None] if (all(scale.values()) if isinstance(scale, Mapping) else scale) else []
-    links += [_link(state, "ema")] if momentum else []
-    links += [None] if said.get("weight_decay_rate") else []
+    links += [_link(state, chain, "ema")] if momentum else []
+    links += [_decay(chain)] if said.get(_DECAY) else []
     return [*links, None]
 
 
-def _adam(state: TrainState) -> list[Tree]:
-    most = any("v_max" in own for own in state.slots.values())
-    first = _link(state, "mu", "nu", *(("nu_max",) if most else ()))
+def _adam(state: TrainState, chain: _Chain) -> list[Tree]:
+    most = any("v_max" in state.slots[path] for path in chain.paths)
+    first = _link(state, chain, "mu", "nu", *(("nu_max",) if most else ()))
     ratio = [None] if state.optimizer.schema == "lamb" else []
-    return [first, None, *ratio, _rate(state)]
+    return [first, _decay(chain), *ratio, _rate(state, chain)]
 
 
-def _said(state: TrainState) -> Mapping[str, Any]:
-    return state.optimizer.groups[0].hyperparameters if state.optimizer.groups else {}
+def _decay(chain: _Chain) -> Tree:
+    return {INNER: None} if chain.masked_decay else None
 
 
-def _rate(state: TrainState) -> Tree:
-    constant = isinstance(_said(state).get("learning_rate"), (int, float))
-    return None if constant else {COUNT: count(state.counts.schedule)}
+def _rate(state: TrainState, chain: _Chain) -> Tree:
+    constant = isinstance(chain.hyperparameters.get("learning_rate"), (int, float))
+    return None if constant and not _is_scheduled(state) else {COUNT: count(state.counts.schedule)}
 
 
-def _link(state: TrainState, *natives: str) -> Tree:
+def _is_scheduled(state: TrainState) -> bool:
+    """Tells whether a scheduler moved the rate: the one in the groups is then that of a moment."""
+    return any(
+        leaf is not None and any(isinstance(key, str) and _SCHEDULED.search(key) for key in keys)
+        for keys, leaf in walk(dict(state.extra))
+    )
+
+
+def _link(state: TrainState, chain: _Chain, *natives: str) -> Tree:
     """Returns the state of a link: its count, and a tree for each field."""
-    slots = {path: _turned(state, path) for path in state.slots}
+    slots = {path: _turned(state, path) for path in chain.paths if path in state.slots}
     fields = {
         native: usual_tree({path: slots[path][native] if path in slots else None for path in state.params})
         for native in natives
@@ -370,8 +422,14 @@ def _schema(cores: Sequence[CoreLink], hints: Hints, faults: Faults) -> tuple[Op
     found = [schema_of(own, hints.hyperparameters) for own in cores]
     names = list(dict.fromkeys(name for name, _ in found))
     if len(names) > 1:
-        faults.add(
-            "are optimizers of one run, which statekit keeps in one state only alike", " and ".join(names)
+        for own, (name, _) in zip(cores, found, strict=True):
+            count_ = len(slots_of(own.links))
+            faults.add(f"is a part with {name} of {count_} parameters", "/".join(map(str, own.link.path)))
+        faults.check(
+            StateError,
+            f"The run has several optimizers ({' and '.join(names)}); a state of statekit has one",
+            remedy="save each part with its own parameters, {'params': ..., 'opt_state': inner_states[label]}, and"
+            " convert these",
         )
     return load_schema(names[0]), list(dict.fromkeys(why for _, why in found if why))
 
