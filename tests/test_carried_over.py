@@ -166,6 +166,47 @@ def test_weights_that_may_be_encoded_or_not_are_asked_about(tmp_path: Path) -> N
         assert hyperparameters["parameter_encoding"] == "eighth_power"
 
 
+@pytest.mark.torch
+def test_encoded_weights_are_decoded_into_a_model_that_does_not_hold_them_so() -> None:
+    import torch
+
+    import statekit.torch
+
+    source = recorded("t2t", ENCODED)
+    stored = parameters(source, variant="t2t_late")
+
+    def model(dtype: torch.dtype) -> torch.nn.Module:
+        tree = torch.nn.Module()
+        for path, values in stored.items():
+            *above, last = path.split("/")
+            node = tree
+            for name in above:
+                if not hasattr(node, name):
+                    node.add_module(name, torch.nn.Module())
+                node = getattr(node, name)
+            wide = values.dtype == np.float32
+            blank = torch.zeros(values.shape, dtype=torch.float32 if wide else dtype)
+            node.register_parameter(last, torch.nn.Parameter(blank))
+        return tree
+
+    said = {"parameter_encoding": "eighth_power"}
+    wide, same = model(torch.float32), model(torch.bfloat16)
+    statekit.torch.load_params(source, wide, hparams=said)
+    statekit.torch.load_params(
+        source, same, hparams=said
+    )  # the drop-in steps bfloat16 as Tensor2Tensor stores it
+    with pytest.raises(StatekitError, match="parameter_encoding"):
+        statekit.torch.load_params(source, model(torch.float32))
+    for path, values in stored.items():
+        name = path.replace("/", ".")
+        if values.dtype == np.float32:
+            continue
+        found = wide.get_parameter(name).detach().numpy()
+        np.testing.assert_allclose(found, decoded(values), rtol=1e-6)
+        bits = same.get_parameter(name).detach().view(torch.int16).numpy()
+        assert bits.tobytes() == values.tobytes()
+
+
 def test_weights_that_were_never_encoded_are_left_alone(tmp_path: Path) -> None:
     source = recorded("t2t", "early157_bf16_quant")
     stored = parameters(source, variant="t2t_early")

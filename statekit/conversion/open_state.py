@@ -56,6 +56,12 @@ class OpenState:
         return self.state.params
 
     @property
+    def makers(self) -> tuple[str, ...]:
+        """The variants that may have made the state: its own, or, where nobody said it, all that its layout is of."""
+        schema, variant = self.state.optimizer.schema, self.state.optimizer.variant
+        return (variant,) if variant else tuple(registry.layout_card(self.layout).variants.get(schema, ()))
+
+    @property
     def slots(self) -> Mapping[str, Mapping[str, Tensor]]:
         """For each parameter's path, its slots by canonical name."""
         return self.state.slots

@@ -105,7 +105,7 @@ def prepare(request: Request) -> Plan:
         name = request.layout or implied
         layout = choose_layout(container, state.optimizer.schema, name, opened.layout)
         if not (isinstance(layout, KeepsEncoding) and layout.keeps_encoding):
-            check_known(state, registry.layout_card(opened.layout).variants.get(state.optimizer.schema, ()))
+            check_known(state, opened.makers)
             state = decoded(state)
         rule_change = rule_change_to(layout, state, opened.layout)
         if rule_change is not None:

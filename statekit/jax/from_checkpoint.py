@@ -26,6 +26,7 @@ from statekit.jax.transformation import OptimizerSpec, Rate, built, rate_faults,
 from statekit.optim.run import steps_for
 from statekit.state.masters import as_params
 from statekit.state.options import FACTOR_MAP, RATE_NAMES, known_options, read_options, taken
+from statekit.state.parameter_encoding import as_variable
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Tensor, widens
 
@@ -183,8 +184,12 @@ def load_params(
     """
     with open_state(Path(path), step=step, hints=Hints(dict(hparams or {}))) as opened:
         leaves = leaves_of(params)
-        stored = as_params(opened.state)[0].params
-        sources = {path_of(name): tensor for name, tensor in stored.items()}
+        state = as_params(opened.state)[0]
+        stored, dtypes = state.params, {path_of(name): leaf.dtype for name, leaf in leaves.by_name.items()}
+        sources = {
+            path_of(name): as_variable(state, name, dtypes.get(path_of(name), tensor.dtype), opened.makers)
+            for name, tensor in stored.items()
+        }
         faults = _shape_faults(stored, map(path_of, stored), leaves)
         faults += [
             (f"is {sources[path_of(name)].dtype} and would be narrowed to {leaf.dtype}", name)

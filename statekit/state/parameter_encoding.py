@@ -15,7 +15,7 @@ from dataclasses import replace
 from statekit.errors import InexactError
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, TrainState
-from statekit.tensors.tensor import Tensor
+from statekit.tensors.tensor import DType, Tensor
 from statekit.tensors.views import EighthPower, EighthRoot
 
 NAME, EIGHTH_POWER = "parameter_encoding", "eighth_power"
@@ -53,6 +53,25 @@ def decoded(state: TrainState) -> TrainState:
         return state
     params = {path: EighthRoot(param) if path in paths else param for path, param in state.params.items()}
     return replace(_with_encoding(state, None), params=params, extra={**state.extra, DECODED: list(paths)})
+
+
+def as_variable(state: TrainState, path: str, dtype: DType, makers: Iterable[str]) -> Tensor:
+    """Returns a parameter as a variable of some dtype holds it: decoded, unless that is bfloat16 and encoded too.
+
+    Args:
+        state: The state.
+        path: The parameter.
+        dtype: The variable's dtype.
+        makers: The variants that may have made the state, where it doesn't say which.
+
+    Raises:
+        InexactError: Nobody said whether it is encoded.
+    """
+    param = state.params[path]
+    if param.dtype.name != _STORED or dtype.name == _STORED:
+        return param
+    check_known(state, makers)
+    return EighthRoot(param) if path in encoded_paths(state) else param
 
 
 def encoded(state: TrainState) -> TrainState:
@@ -93,7 +112,7 @@ def check_known(state: TrainState, makers: Iterable[str]) -> None:
             place=stored[0],
             found=f"{len(stored)} of {_STORED}, and no variant",
             expected=f"the variant that ran: {', '.join(encoding)} encodes, {', '.join(others)} doesn't",
-            remedy=f"name it: --variant {encoding[0]}",
+            remedy=f"name it: --variant {encoding[0]}, or hparams={{{NAME!r}: {EIGHTH_POWER!r}}}",
         )
 
 

@@ -18,12 +18,13 @@ from statekit.dropin.overrides import overridden
 from statekit.errors import Faults, StateError, UnknownRuleError, UsageError
 from statekit.state.masters import as_params
 from statekit.state.options import FACTOR_MAP, KERAS, RATE_NAMES, known_options, taken
+from statekit.state.parameter_encoding import as_variable
 from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensorflow.naming import normal, partners, path_of, twice
 from statekit.tensorflow.optimizer import Rate, SchemaOptimizer
 from statekit.tensorflow.optimizers import LAMB, LANS, Adafactor, AdamW, ScaledAdam
 from statekit.tensorflow.spec import by_keras
-from statekit.tensors.tensor import DTYPES, Tensor, blocks, widens
+from statekit.tensors.tensor import DTYPES, DType, Tensor, blocks, widens
 
 Variables: TypeAlias = Iterable[Any] | keras.Model
 Fault: TypeAlias = tuple[str, str]
@@ -264,19 +265,22 @@ def load_params(
     hints = Hints(dict(hparams or {}), None, _order(Path(path), variables))
     with open_state(Path(path), step=step, hints=hints) as opened:
         names = names or _renumbered(opened, held)
-        sources = {normal(p): (p, t) for p, t in as_params(opened.state)[0].params.items()}
+        state = as_params(opened.state)[0]
+        sources = {normal(p): p for p in state.params}
         targets = {normal((names or {}).get(path_of(v), path_of(v))): v for v in held}
         faults = [
-            ("is in the checkpoint, but no variable", p)
-            for key, (p, _) in sources.items()
-            if key not in targets
+            ("is in the checkpoint, but no variable", p) for key, p in sources.items() if key not in targets
         ]
         faults += [
             ("isn't in the checkpoint", path_of(v))
             for key, v in targets.items()
             if key not in sources and (v.trainable or not model)
         ]
-        pairs = [(v, sources[key][1], path_of(v)) for key, v in targets.items() if key in sources]
+        pairs = [
+            (v, as_variable(state, sources[key], _dtype_of(v), opened.makers), path_of(v))
+            for key, v in targets.items()
+            if key in sources
+        ]
         Faults([*faults, *_misfits(pairs)]).check(
             StateError, "The checkpoint's parameters don't fit the variables", place=path, remedy=_REMEDY
         )
@@ -284,9 +288,13 @@ def load_params(
             _copied(target, source)
 
 
+def _dtype_of(variable: Any) -> DType:
+    return DTYPES[keras.backend.standardize_dtype(variable.dtype)]
+
+
 def _misfits(pairs: Sequence[tuple[Any, Tensor, str]]) -> Iterator[Fault]:
     for target, source, name in pairs:
-        mine = DTYPES[keras.backend.standardize_dtype(target.dtype)]
+        mine = _dtype_of(target)
         if tuple(target.shape) != source.shape:
             yield f"has shape {source.shape} in the checkpoint, expected {tuple(target.shape)}", name
         elif not widens(source.dtype, mine):

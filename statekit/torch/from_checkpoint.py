@@ -19,6 +19,7 @@ from statekit.dropin.overrides import overridden
 from statekit.errors import Faults, StateError, UsageError
 from statekit.state.masters import as_params
 from statekit.state.options import RATE_NAMES
+from statekit.state.parameter_encoding import as_variable
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensors.tensor import Tensor, widens
@@ -156,11 +157,13 @@ def load_params(
         FormatError: The bytes can't be trusted, or no format fits.
     """
     with open_state(Path(path), step=step, hints=Hints(dict(hparams or {}))) as opened:
-        for target, source in _fitted(as_params(opened.state)[0], model, path):
+        for target, source in _fitted(as_params(opened.state)[0], opened.makers, model, path):
             copy_into(target, source)
 
 
-def _fitted(state: TrainState, model: torch.nn.Module, place: object) -> list[tuple[torch.Tensor, Tensor]]:
+def _fitted(
+    state: TrainState, makers: Sequence[str], model: torch.nn.Module, place: object
+) -> list[tuple[torch.Tensor, Tensor]]:
     """Returns each tensor of a model with what is copied into it."""
     buffers: Mapping[str, Tensor] = state.extra.get("buffers", {})
     stored = [*state.params.items(), *buffers.items()]
@@ -176,10 +179,11 @@ def _fitted(state: TrainState, model: torch.nn.Module, place: object) -> list[tu
     ]
     faults += [("isn't in the checkpoint", name) for name, t in required.items() if id(t) not in covered]
     pairs = []
-    for key, (name, tensor) in sources.items():
+    for key, (name, own) in sources.items():
         if (target := targets.get(key)) is None:
             faults.append(("isn't in the model", name))
             continue
+        tensor = as_variable(state, name, dtype_of(target), makers) if name in state.params else own
         if tuple(target.shape) != tensor.shape:
             faults.append((f"has shape {tensor.shape}, in the model {tuple(target.shape)}", name))
         elif not widens(tensor.dtype, dtype_of(target)):
