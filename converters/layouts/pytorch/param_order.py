@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from statekit.converters.layouts.torch_parts import apart
+from statekit.converters.layouts.pytorch.parts import apart
 from statekit.errors import Faults, StateError
 from statekit.tensors.tensor import Shape, Tensor
 

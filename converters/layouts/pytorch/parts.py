@@ -12,16 +12,66 @@ from typing import Any
 
 from statekit.conversion.contracts import Encoded
 from statekit.converters.layouts.dropped import dropped_from
-from statekit.converters.layouts.optimizer_forms import Form, flat_form, nested_form, with_names
-from statekit.converters.layouts.torch_parts import MODELS, OPTIMIZERS, places
-from statekit.tensors.tensor import Tensor
+from statekit.converters.layouts.pytorch.optimizer_forms import (
+    Form,
+    flat_form,
+    is_flat,
+    is_nested,
+    nested_form,
+    with_names,
+)
+from statekit.tensors.tensor import Stored, Tensor
 from statekit.tensors.tree import Path, Tree, at, holds_records, loose, put, walk, without
 
+OPTIMIZERS: tuple[Path, ...] = (
+    ("optimizer",),
+    ("optimizer_state_dict",),
+    ("optimizer_states", 0),
+    ("optim",),
+)
+MODELS: tuple[Path, ...] = (("model",), ("state_dict",), ("model_state_dict",), ("module",))
+"""Paths at which others keep an optimizer's state, and a model's; the first of each is ours."""
 BUFFERS, GROUPS, BESIDE = "buffers", "param_groups", "torch"
 """Parts of `extra` that lie elsewhere in the file: in `model`, in the groups, and at the top."""
 PLACES = "torch_places"
 """Key in `extra`: where model and optimizer lie in the file."""
 _PLAIN = (bool, int, float, str, bytes, type(None), Tensor)
+
+
+def places(tree: Tree) -> tuple[Path, Path] | None:
+    """Returns the paths of a model's state and of an optimizer's; None if one is missing.
+
+    The path of a model whose tensors stand at the top, as torchtitan keeps them, is empty: see `loose`.
+    """
+    optimizer = next((path for path in OPTIMIZERS if _is_optimizer(at(tree, path))), None)
+    model = next((path for path in MODELS if _is_model(at(tree, path))), None)
+    if model is None and isinstance(tree, Mapping) and loose(tree):
+        model = ()
+    return None if optimizer is None or model is None else (model, optimizer)
+
+
+def model_in(tree: Tree) -> Tree:
+    """Returns a model's state in a tree; the tree itself where it is nothing else."""
+    return next((at(tree, path) for path in MODELS if _is_model(at(tree, path))), tree)
+
+
+def apart(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a model without the further names of tied tensors: an optimizer has each once."""
+    found: dict[Any, str] = {}
+    for name, tensor in model.items():
+        source = (tensor.fetch if isinstance(tensor, Stored) else id(tensor), tensor.shape, tensor.dtype)
+        found.setdefault(source, name)
+    return {name: model[name] for name in found.values()}
+
+
+def _is_optimizer(node: Any) -> bool:
+    return is_flat(node) or is_nested(node)
+
+
+def _is_model(node: Any) -> bool:
+    return (
+        isinstance(node, Mapping) and bool(node) and all(isinstance(leaf, Tensor) for leaf in node.values())
+    )
 
 
 @dataclass(frozen=True)

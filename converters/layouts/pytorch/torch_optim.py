@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
-from statekit.converters.layouts.optimizer_forms import Form
+from statekit.converters.layouts.pytorch.optimizer_forms import Form
 from statekit.converters.layouts.pytorch.param_order import found_order
 from statekit.converters.layouts.pytorch.parts import GROUPS, Frame, extra_of, frame, joined
 from statekit.errors import Faults, InexactError, StateError
