@@ -18,7 +18,7 @@ from safetensors import safe_open
 from goldens import COMPACT, GOLDEN, bundles
 from statekit.cli import schemas_command
 from statekit.cli.main import statekit
-from statekit.errors import NotFoundError
+from statekit.errors import NotFoundError, UsageError
 from statekit.state.schema import load_schema, schema_names
 
 ROOT = Path(__file__).parents[1]
@@ -440,7 +440,7 @@ def test_cli_shows_one_variant_in_full() -> None:
 
 def test_cli_refuses_unknown_names() -> None:
     for arguments in (["adagrad"], ["adafactor", "--variant", "jaxopt"]):
-        assert isinstance(CliRunner().invoke(schemas_command.command, arguments).exception, NotFoundError)
+        assert isinstance(CliRunner().invoke(schemas_command.command, arguments).exception, UsageError)
     assert CliRunner().invoke(schemas_command.command, ["--variant", "t5x"]).exit_code == 2
 
 

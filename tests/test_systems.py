@@ -20,7 +20,7 @@ from statekit.conversion.open_state import open_state
 from statekit.files import temporary
 
 WINDOWS = """
-import ctypes, click, numpy, rich, sys
+import ctypes, click, numpy, rich, shutil, sys, tempfile
 sys.platform = "win32"
 """
 COMMAND = "from statekit.cli.main import main\nsys.exit(main(['inspect', 'nosuch']))"
