@@ -18,7 +18,7 @@ _MAX_RANK = 8
 def with_minimum(
     found: Hyperparameters, factored: Sequence[int], unfactored: Sequence[int]
 ) -> tuple[Hyperparameters, list[str]]:
-    """Returns settings whose min_dim_size_to_factor fits the slots, and what is open about it.
+    """Returns hyperparameters whose min_dim_size_to_factor fits the slots, and what is open about it.
 
     Args:
         found: Hyperparameters with the usual minimum.

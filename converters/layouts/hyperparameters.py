@@ -1,4 +1,4 @@
-"""What is told of a run beside its tensors: by the user, by the manifest of a conversion, by files that lie around."""
+"""What is known of a run beside its tensors: by the user, by the manifest of a conversion, by files that lie around."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Hyperparameters:
     known_from: Mapping[str, KnownFrom] = field(default_factory=dict)
 
     def over(self, values: Mapping[str, Any], known: KnownFrom) -> Hyperparameters:
-        """Returns the settings with other values that outweigh them."""
+        """Returns the hyperparameters with other values that outweigh them."""
         return Hyperparameters({**self.values, **values}, {**self.known_from, **dict.fromkeys(values, known)})
 
     def under(self, stronger: Hyperparameters) -> Hyperparameters:
-        """Returns the settings with others that outweigh them."""
+        """Returns the hyperparameters with others that outweigh them."""
         return Hyperparameters({**self.values, **stronger.values}, {**self.known_from, **stronger.known_from})
 
     def without(self, *names: str) -> Hyperparameters:
-        """Returns the settings without some of them."""
+        """Returns the hyperparameters without some of them."""
         kept = {name: value for name, value in self.values.items() if name not in names}
         return Hyperparameters(kept, {name: self.known_from[name] for name in kept})
 

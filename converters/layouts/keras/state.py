@@ -98,21 +98,21 @@ def slot_shape(slot: str, shape: Shape) -> Shape:
 
 
 def numbered(
-    schema: str, variables: Sequence[Tensor], specified: Mapping[str, bool], model: Sequence[Shape] = ()
+    schema: str, variables: Sequence[Tensor], known: Mapping[str, bool], model: Sequence[Shape] = ()
 ) -> Numbered:
     """Tells an optimizer's variables apart.
 
     Args:
         schema: The optimizer.
         variables: In their order.
-        specified: What is known of what it keeps: `rate`, `average`, `accumulate`, `amsgrad`.
+        known: What is known of what it keeps: `rate`, `average`, `accumulate`, `amsgrad`.
         model: Shapes of all variables that it may move, which decide where its own leave several ways open.
 
     Raises:
         StateError: They aren't the variables of such an optimizer, or could be several ways.
     """
     options = ("rate", "average", "accumulate", *(("amsgrad",) if schema == "adamw" else ()))
-    choices = itertools.product(*((specified[o],) if o in specified else (True, False) for o in options))
+    choices = itertools.product(*((known[o],) if o in known else (True, False) for o in options))
     found = [
         fit
         for choice in choices

@@ -102,10 +102,10 @@ def _below(
             moved = trained and name not in _known()["not_trained"] and tensor.dtype.kind in "fV"
             prefix = names or ((str(own),) if own else ())
             yield Variable((*place, VARIABLES, key), "/".join((*prefix, name)), tensor, moved, ordered)
-    inner, specified = _children(node, place, config)
+    inner, in_order = _children(node, place, config)
     for key in inner:
         below = _layer_config(config, key)
-        yield from _below(node[key], (*place, key), names, below, trained, ordered and specified)
+        yield from _below(node[key], (*place, key), names, below, trained, ordered and in_order)
 
 
 def _children(node: Mapping[str, Any], place: Place, config: Any) -> tuple[list[str], bool]:
@@ -204,11 +204,11 @@ def in_order(found: Sequence[Variable], shapes: Sequence[Shape], by_config: bool
     for variable in moved:
         by_shape.setdefault(variable.tensor.shape, []).append(variable)
     counts = {shape: list(shapes).count(shape) for shape in {*shapes, *by_shape}}
-    specified = all(
+    decided = all(
         len(by_shape.get(shape, ())) == count and (count == 1 or all(v.ordered for v in by_shape[shape]))
         for shape, count in counts.items()
     )
-    if not specified:
+    if not decided:
         raise _unknown(moved, shapes)
     left = {shape: iter(alike) for shape, alike in by_shape.items()}
     return Order({v.name: v for v in (next(left[shape]) for shape in shapes)})

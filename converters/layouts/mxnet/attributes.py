@@ -74,13 +74,13 @@ def _is_number(value: Any) -> bool:
 
 
 def shared_value(
-    values: Mapping[str, float | None], specified: Mapping[str, float]
+    values: Mapping[str, float | None], read_factors: Mapping[str, float]
 ) -> tuple[float | None, dict[str, float]] | None:
     """Returns one value, and by which factors those of single parameters differ from it, exactly.
 
     Args:
         values: Path -> value.
-        specified: Path -> factor, where it was read; taken where it still holds.
+        read_factors: Path -> factor, where it was read; taken where it still holds.
 
     Returns:
         The value and the factors that aren't 1; None if there are none that give the values to the last bit.
@@ -92,10 +92,10 @@ def shared_value(
     known = {path: value for path, value in values.items() if value is not None}
     if len(known) != len(values):
         return None if known else (None, {})
-    plain = [value for path, value in known.items() if path not in specified]
-    undone = [value / specified[path] for path, value in known.items() if specified.get(path)]
+    plain = [value for path, value in known.items() if path not in read_factors]
+    undone = [value / read_factors[path] for path, value in known.items() if read_factors.get(path)]
     for base in dict.fromkeys([*plain, *undone, *known.values(), 0.0]):
-        factors = {path: specified[path] for path in specified if path in known}
+        factors = {path: read_factors[path] for path in read_factors if path in known}
         for path, value in known.items():
             if base * factors.get(path, 1.0) != value:
                 factors[path] = value / base if base else 1.0

@@ -156,8 +156,8 @@ class Reading:
         shapes: dict[Any, Shape | None] = {
             i: own["m"].shape if own else None for i, own in self.states.items()
         }
-        specified = self.attributes.get("idx2name", {}).items()
-        names = {i: bare(name) for i, name in specified if isinstance(name, str)}
+        by_optimizer = self.attributes.get("idx2name", {}).items()
+        names = {i: bare(name) for i, name in by_optimizer if isinstance(name, str)}
         given = self.hints.param_names
         by_path = {path: bare(native) for path, native in self.native.items()}
         return numbered(
@@ -188,9 +188,9 @@ class Reading:
     def _counts(self) -> tuple[Counts, Hints]:
         hints, begin = self.hints, self.attributes.get(COUNT, 0)
         if self.cls is None:
-            specified = dict(hints.hyperparameters)
-            updates = specified.pop(COUNT, 0)
-            return Counts(updates, updates), replace(hints, hyperparameters=specified)
+            given = dict(hints.hyperparameters)
+            updates = given.pop(COUNT, 0)
+            return Counts(updates, updates), replace(hints, hyperparameters=given)
         done = {self.paths[i]: n - begin for i, n in self.counted.counts.items() if i in self.paths}
         updates = max(done.values(), default=0)
         behind = {path: n for path, n in done.items() if n != updates}

@@ -32,7 +32,7 @@ class Numbered:
 def numbered(
     shapes: Mapping[Any, Shape | None],
     params: Mapping[str, Shape],
-    specified: Mapping[Any, str],
+    by_optimizer: Mapping[Any, str],
     given: Sequence[str] | None,
     is_first_release: bool,
 ) -> Numbered:
@@ -41,7 +41,7 @@ def numbered(
     Args:
         shapes: Index -> shape of its slots, as far as they show one. An index that is text is a name.
         params: Name -> shape, in the order of the file.
-        specified: Index -> name, as the optimizer holds it.
+        by_optimizer: Index -> name, as the optimizer holds it.
         given: Names by index, from the user.
         is_first_release: Whether MXNet 1 wrote the file.
 
@@ -50,7 +50,7 @@ def numbered(
     """
     if given is not None:
         return _checked(dict(enumerate(given)), shapes, params)
-    named = {i: i for i in shapes if isinstance(i, str)} | dict(specified)
+    named = {i: i for i in shapes if isinstance(i, str)} | dict(by_optimizer)
     if all(i in named for i in shapes):
         return _checked(named, shapes, params)
     orders = [list(params), sorted(params)] if is_first_release else [sorted(params), list(params)]

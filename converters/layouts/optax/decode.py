@@ -147,9 +147,9 @@ def groups_of(known: ManifestRecord, specified: Mapping[str, Any]) -> list[Group
     ]
 
 
-def group_of(paths: Sequence[str], settings: Hyperparameters) -> Group:
-    """Returns a group with its settings; factor rules aren't among them."""
-    kept = settings.without(FACTOR_MAP)
+def group_of(paths: Sequence[str], known: Hyperparameters) -> Group:
+    """Returns a group with its hyperparameters; factor rules aren't among them."""
+    kept = known.without(FACTOR_MAP)
     return Group(tuple(paths), dict(kept.values), dict(kept.known_from))
 
 
