@@ -161,8 +161,8 @@ def trial(python: Path, extra: str, work: Path) -> None:
     _run(0, work, statekit, "inspect", "back-to-t5x", "--json")
     for name in {"torch", "jax", "tensorflow"} - ({extra} if extra != "all" else {*IMPORTS}):
         assert f"pip install 'statekit[{name}]'" in _run(1, work, python, "-c", f"import statekit.{name}")
-    if extra in IMPORTS:
-        _run(0, work, python, "-c", IMPORTS[extra])
+    for name in IMPORTS if extra == "all" else [extra] if extra else []:
+        _run(0, work, python, "-c", IMPORTS[name])
     if extra in ("torch", "all"):
         assert "goes on as T5X did" in _run(0, work, statekit, "demo")
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from import_graph import FLOORS, Graph, circles, import_graph, modules, rooms_of
+from statekit.state.schema import load_schema, schema_names
 
 ROOT = Path(__file__).parents[1]
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
@@ -102,6 +104,29 @@ def test_imports_go_one_way(graph: Graph) -> None:
 )
 def test_no_rooms_know_each_other_in_a_circle(graph: Graph, part: str) -> None:
     assert circles(rooms_of(graph, part)) == []
+
+
+def slots_named(text: str) -> set[str]:
+    """Returns the slots that a module names, in any system's words; single letters may mean anything."""
+    known = {
+        str(alias)
+        for schema in map(load_schema, schema_names())
+        for slot, spec in schema.slots.items()
+        for alias in (slot, *spec.aliases.values())
+        if len(str(alias)) > 1
+    }
+    constants = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
+    return {value for value in constants if isinstance(value, str)} & known
+
+
+def test_containers_and_formats_name_no_slots() -> None:
+    rooms = ("statekit.converters.containers", "statekit.converters.formats")
+    files = [path for name, path in modules(ROOT).items() if any(within(name, room) for room in rooms)]
+    assert {path: named for path in files if (named := slots_named(path.read_text(encoding="utf-8")))} == {}
+
+
+def test_a_slot_that_is_named_is_noticed() -> None:
+    assert slots_named("KEY = 'exp_avg_sq_row'\nORDER = 'c'\n") == {"exp_avg_sq_row"}
 
 
 def test_modules_that_are_loaded_by_a_made_up_name_are_known() -> None:
