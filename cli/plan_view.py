@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from posixpath import commonpath
 from typing import Any
 
 from statekit.cli import output
@@ -11,6 +12,8 @@ from statekit.conversion.contracts import Exactness
 from statekit.conversion.plan import Plan, PlannedTensor
 from statekit.errors import some
 
+FOLDED_AT = 3
+"""Names are told apart by this many of their parts, as `extra/torch/scheduler`; what lies below is counted."""
 MAX_ROWS = 150
 """More tensors than this aren't listed one by one."""
 
@@ -42,7 +45,7 @@ def show_plan(stdout: Screen, plan: Plan, tensors: bool) -> None:
         ("Different in the target's rule:", _differences(plan)),
         ("Made up for by hyperparameters:", plan.rule_change.compensated_by if plan.rule_change else ()),
         ("Made without a source:", _synthesised(plan)),
-        ("Left behind:", (f"{name}: {reason}" for name, reason in plan.dropped.items())),
+        ("Left behind:", folded(plan.dropped)),
         ("Assumed, because the source doesn't say:", plan.assumptions),
         ("Odd about the source:", (f"{finding.what} @ {finding.place}" for finding in plan.findings)),
     ):
@@ -60,6 +63,21 @@ def _options(plan: Plan) -> Iterator[tuple[str, str]]:
     asked = plan.options.get("step_offset", {})
     if asked.get("value") is not None:
         yield "step_offset", f"{asked['value']} (asked for: {asked['asked']})"
+
+
+def folded(reasons: Mapping[str, str]) -> Iterator[str]:
+    """Yields a line for each part of what has reasons: neighbours of one reason below one name are counted there.
+
+    Example:
+        >>> list(folded({"extra/run/a": "no place", "extra/run/b/0": "no place", "extra/ema": "too large"}))
+        ['extra/run: no place (2 of its leaves)', 'extra/ema: too large']
+    """
+    parts: dict[tuple[str, str], list[str]] = {}
+    for name, reason in reasons.items():
+        parts.setdefault(("/".join(name.split("/")[:FOLDED_AT]), reason), []).append(name)
+    for (_, reason), names in parts.items():
+        common = commonpath(names)
+        yield f"{common}: {reason}{f' ({len(names)} of its leaves)' if len(names) > 1 else ''}"
 
 
 def _inexact(plan: Plan) -> Iterator[str]:

@@ -327,6 +327,8 @@ class ToyLayout:
             for tensor in checkpoint.tensors.values():
                 tensor.read()
         state = CANONICAL.decode(replace(checkpoint, tree=checkpoint.tree["toy"]), hints)
+        if self.flaw == "forgets the epoch":
+            return replace(state, extra={**state.extra, "run": {"seed": 5}})
         if self.flaw == "overlooks a slot":
             return replace(state, slots={path: {} for path in state.slots})
         if self.flaw != "swaps":
@@ -340,6 +342,9 @@ class ToyLayout:
         tree = CANONICAL.encode(state).tree
         if self.flaw in ("forgets a slot", "overlooks a slot"):
             tree["slots"] = {path: {} for path in tree["slots"]}
+        if self.flaw == "names a heap":
+            tree["extra"] = {key: part for key, part in tree["extra"].items() if key != "run"}
+            return Encoded({"toy": tree}, state.counts.updates, dropped={"run": "no place"})
         if self.flaw == "forgets the rest":
             tree["extra"] = {key: part for key, part in tree["extra"].items() if key == "rng"}
         exactness = {"nobody": (Exactness.LOSSY, "")} if self.flaw == "vague" else {}
@@ -355,6 +360,8 @@ LAYOUT_FLAWS = {
     "comes_back_as_it_was": "forgets a slot",
     "exactness_is_of_its_tensors": "vague",
     "says_what_it_drops": "forgets the rest",
+    "every_record_is_read": "forgets the epoch",
+    "every_record_is_written_or_named": "names a heap",
     "comes_through_files": "swaps",
     "refuses_what_it_cannot_hold": "holds all",
 }
@@ -362,7 +369,8 @@ LAYOUT_FLAWS = {
 
 @pytest.fixture
 def state() -> TrainState:
-    return replace(made_state("adamw", "optax"), extra={"rng": in_memory(np.arange(2, dtype=np.uint32))})
+    extra = {"rng": in_memory(np.arange(2, dtype=np.uint32)), "run": {"epoch": 2, "seed": 5}}
+    return replace(made_state("adamw", "optax"), extra=extra)
 
 
 @pytest.mark.parametrize("law", layouts.LAWS)

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
-from statekit.converters.layouts.pytorch.parts import PLACES, is_plain
+from statekit.converters.layouts.dropped import dropped_from
+from statekit.converters.layouts.pytorch.parts import BESIDE, PLACES, is_plain, not_plain
 from statekit.converters.layouts.pytorch.torch_fqn import LAYOUT as BY_NAME
 from statekit.errors import Faults, InexactError, StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
@@ -170,14 +171,9 @@ class MegatronAdam:
             "checkpoint_version": 3.0,
             **kept,
         }
-        reason = "a torch file that loads with weights_only can't hold it"
-        lost = {
-            f"extra/{_COMMON}/{k}": reason
-            for k in state.extra.get(_COMMON, {})
-            if k not in (*kept, "optimizer")
-        }
-        others = {f"extra/torch/{name}": "the file has no place for it" for name in encoded.tree}
-        dropped = {**encoded.dropped, **lost, **others}
+        lost = not_plain(state.extra.get(_COMMON, {}), f"extra/{_COMMON}")
+        beside_model = {key: part for key, part in state.extra.items() if key in (BESIDE, PLACES)}
+        dropped = {**encoded.dropped, **lost, **dropped_from(beside_model, (), "Megatron-Core")}
         return replace(
             encoded,
             tree={COMMON: common, SHARDED: {**sharded, **state.extra.get(_OBJECTS, {})}},

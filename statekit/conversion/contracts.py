@@ -94,7 +94,7 @@ class Encoded:
         tree: What the container shall write, Tensors at the leaves.
         step: The step for containers that name their files by it.
         exactness: For native tensor names that aren't bitwise: how exact, and why in one sentence.
-        dropped: What the target has no place for: canonical name -> reason.
+        dropped: What the target has no place for: canonical name, or that of all below it -> reason.
         place: Where the layout's own system keeps a step's tree below a run's folder, with `{step}` for its number and
             `{item}` where each key of the tree is an item of its own; "" leaves it to the container.
         parts: Where in the tree its parts lie, for containers with a file for each: path by part, `model` and

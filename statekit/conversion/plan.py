@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from statekit.conversion.contracts import NO_HINTS, Encoded, Exactness, Hints
+from statekit.conversion.kept import by_leaf
 from statekit.conversion.rule_change import RuleChange
 from statekit.errors import Faults, InexactError, printable
 from statekit.files.checkpoint import Checkpoint, Finding
@@ -109,7 +110,7 @@ class Plan:
         source: What is read.
         target: What is written.
         entries: Every tensor of the target, in its order.
-        dropped: What the target has no place for: canonical name -> reason.
+        dropped: What the target has no place for, each leaf: canonical name -> reason.
         assumptions: What was assumed because the source doesn't say.
         options: What was asked for that changes the result.
         state: Schema, variant, steps, groups, rules: the state without its tensors, as the target has it.
@@ -225,7 +226,7 @@ def build_plan(
         source=Side(checkpoint.container, layout, step),
         target=target,
         entries=tuple(_entry(name, tensor, encoded, sources) for name, tensor in names.items()),
-        dropped=dict(encoded.dropped),
+        dropped=by_leaf(encoded.dropped, state.extra),
         assumptions=(*state.assumptions, *encoded.assumptions),
         options=to_json(options),
         state=to_json(state.to_json()),

@@ -60,10 +60,16 @@ def walk(tree: Tree) -> Iterator[tuple[Path, Any]]:
 
 def holds_records(tree: Tree) -> bool:
     """Tells whether there is an object of an unknown class anywhere in a tree."""
+    return next(record_names(tree), None) is not None
+
+
+def record_names(tree: Tree) -> Iterator[str]:
+    """Yields the names of the classes whose objects a tree holds; not of those inside another object."""
     if isinstance(tree, Record):
-        return True
+        yield tree.name
     parts = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
-    return any(map(holds_records, parts))
+    for part in parts:
+        yield from record_names(part)
 
 
 def _children(node: Any) -> list[tuple[Any, Any]] | None:
@@ -91,6 +97,16 @@ def nested(leaves: Mapping[Path, Any]) -> dict[Any, Tree]:
             node = node.setdefault(key, {})
         node[path[-1]] = leaf
     return root
+
+
+def leaf_names(tree: Tree) -> list[str]:
+    """Returns the name of every leaf, tensor or not: the keys of its path, joined with `/`. An empty tree has none.
+
+    Example:
+        >>> leaf_names({"scheduler": {"last_epoch": 4, "base_lrs": [0.1, 0.2]}})
+        ['scheduler/last_epoch', 'scheduler/base_lrs/0', 'scheduler/base_lrs/1']
+    """
+    return ["/".join(map(str, path)) for path, _ in walk(tree) if path]
 
 
 def tensor_names(tree: Tree) -> dict[str, Tensor]:

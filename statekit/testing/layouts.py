@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from statekit.conversion.contracts import NO_HINTS, Container, Encoded, Hints, Layout
+from statekit.conversion.kept import by_leaf
 from statekit.conversion.registry import decoded
 from statekit.errors import InexactError, StateError, StatekitError
 from statekit.files.checkpoint import Checkpoint
@@ -32,7 +33,8 @@ from statekit.state.factoring import by_shape
 from statekit.state.schema import load_schema, schema_names
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, in_memory
-from statekit.tensors.tree import tensor_names, to_json, walk
+from statekit.tensors.tree import Tree, tensor_names, to_json, walk
+from statekit.testing.leaves import unread, unwritten
 from statekit.testing.step_cases import PLAIN, TABLE, case
 from statekit.testing.steps import tensors
 from statekit.testing.trees import mapped
@@ -249,6 +251,35 @@ def says_what_it_drops(trial: Trial) -> None:
     assert not (written and told), "a foreign thing is written, and said to be dropped"
 
 
+def every_record_is_read(trial: Trial) -> None:
+    """What a checkpoint holds beside tensors is in the state: another value makes another state, or a refusal."""
+    hints = replace(trial.hints, variant=None)
+    try:
+        trial.layout.decode(trial.checkpoint, hints)
+    except StatekitError:
+        hints = trial.hints
+
+    def decode(tree: Tree) -> TrainState:
+        return trial.layout.decode(replace(trial.checkpoint, tree=tree), hints)
+
+    silent = unread(trial.checkpoint.tree, decode)
+    assert not silent, f"vanish: {silent[:10]}"
+
+
+def every_record_is_written_or_named(trial: Trial) -> None:
+    """What a state holds beside tensors is written, or said to be dropped by its name, here and in other layouts."""
+    for layout in (trial.layout, *(peer for peer in trial.peers if peer.name != trial.layout.name)):
+        if trial.state.optimizer.schema not in layout.variants:
+            continue
+        try:
+            dropped = by_leaf(layout.encode(trial.state).dropped, trial.state.extra)
+        except (InexactError, StateError):
+            continue
+        own = layout.name == trial.layout.name and trial.checkpoint.manifest is None
+        silent = unwritten(trial.state, layout.encode, dropped, own)
+        assert not silent, f"vanish in {layout.name}: {silent}"
+
+
 LAWS: Mapping[str, Law] = {
     law.__name__: law
     for law in (
@@ -260,6 +291,8 @@ LAWS: Mapping[str, Law] = {
         comes_back_as_it_was,
         exactness_is_of_its_tensors,
         says_what_it_drops,
+        every_record_is_read,
+        every_record_is_written_or_named,
     )
 }
 """Laws about checkpoints that the original system wrote."""

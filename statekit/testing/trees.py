@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from statekit.tensors.tree import Record, Tree
+from statekit.tensors.tree import Path, Record, Tree
 
 
 def mapped(tree: Tree, change: Callable[[Any], Any]) -> Tree:
@@ -18,3 +18,15 @@ def mapped(tree: Tree, change: Callable[[Any], Any]) -> Tree:
     if isinstance(tree, Record):
         return replace(tree, args=mapped(tree.args, change), state=mapped(tree.state, change))
     return change(tree)
+
+
+def changed_at(tree: Tree, path: Path, change: Callable[[Any], Any]) -> Tree:
+    """Returns a tree with the leaf at a path changed, where `path` is one that `walk` yields; the rest is shared."""
+    if not path:
+        return change(tree)
+    key, rest = path[0], path[1:]
+    if isinstance(tree, Record):
+        return replace(tree, **{key: changed_at(getattr(tree, key), rest, change)})
+    if isinstance(tree, Mapping):
+        return {k: changed_at(part, rest, change) if k == key else part for k, part in tree.items()}
+    return type(tree)(changed_at(part, rest, change) if i == key else part for i, part in enumerate(tree))

@@ -32,6 +32,10 @@ from statekit.tensors.tensor import Tensor, in_memory
 
 VARIABLES, TRAINED = "_variables", "_trainable_variables"
 ITERATIONS, _RATE = "_iterations", "_learning_rate"
+_OF_FILES = {
+    "tree": "what a file of Keras has besides: its config, states that aren't parameters",
+    "places": "where a parameter lies in a file of Keras",
+}
 BASE_LISTS = {AVERAGE: "_model_variables_moving_average", ACCUMULATOR: "_accumulated_gradients"}
 
 
@@ -193,10 +197,9 @@ def encoded_graph(
     order = order_of(state)
     frozen = [path for path in state.params if path not in {*order}]
     dropped = dropped_from(state.extra, (HOME,), "tf.train.Checkpoint")
-    if "tree" in home:
-        dropped[f"extra/{HOME}/tree"] = (
-            "what a file of Keras has besides: its config, states that aren't parameters"
-        )
+    for part, reason in _OF_FILES.items():
+        if part in home:
+            dropped[f"extra/{HOME}/{part}"] = reason
     had = home.get("graph")
     if had and had["layout"] == layout and not silent and _same(had, order, frozen, rows):
         tree = {**had["others"], GRAPH: had["objects"]}
@@ -204,7 +207,7 @@ def encoded_graph(
         tree |= {had["places"][path]: tensor for path, tensor in state.params.items()}
         return Encoded(tree, state.counts.updates, dropped=dropped)
     if had:
-        dropped |= {f"extra/{HOME}/graph/{key}": "the objects are new ones" for key in had["others"]}
+        dropped[f"extra/{HOME}/graph"] = "the objects are new ones"
     tree = _new(state, home, name, lists, rows, silent)
     return Encoded(tree, state.counts.updates, dropped=dropped)
 

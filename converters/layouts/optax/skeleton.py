@@ -28,7 +28,7 @@ from statekit.converters.layouts.optax.links import Link, is_tensor, leaves, rep
 from statekit.errors import StateError
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor, in_memory
-from statekit.tensors.tree import Path, Tree, nested
+from statekit.tensors.tree import Path, Tree, leaf_names, nested
 
 PARAMS, SLOT, GROUP, COUNT, SCHEDULE = "params", "slot", "group", "count", "schedule"
 
@@ -242,9 +242,8 @@ def placed(
         tree = rebuilt({**form, part: None}, contents)
         step, place = _where(state, other)
         gone = {
-            f"extra/{other}/tree/{'/'.join(map(str, (part, *keys)))}": f"{system} has no place for it"
-            for keys, leaf in leaves(form[part])
-            if is_tensor(leaf)
+            f"extra/{other}/{name}": f"{system} has no place for it"
+            for name in leaf_names({"tree": {part: form[part]}})
         }
         dropped = {**dropped_from(state.extra, (key, other), system), **gone}
         return Encoded({**tree, part: opt_state}, step, _below(part, exactness), dropped, place)

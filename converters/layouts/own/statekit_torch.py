@@ -27,7 +27,7 @@ import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.pytorch.optimizer_forms import by_index, with_names
-from statekit.converters.layouts.pytorch.parts import BESIDE, BUFFERS, GROUPS, is_plain
+from statekit.converters.layouts.pytorch.parts import BESIDE, BUFFERS, GROUPS, is_plain, not_plain
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.optim.run import stepped_variants
@@ -36,7 +36,7 @@ from statekit.state.options import BY_NAME, RATE_NAMES, SCALE, by_other_names
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor
-from statekit.tensors.tree import Tree, walk
+from statekit.tensors.tree import Tree
 
 Names: TypeAlias = Mapping[str, str]
 
@@ -419,12 +419,7 @@ class StatekitTorch:
         buffers, others = extra.pop(BUFFERS, {}), extra.pop(BESIDE, {})
         beside = {key: part for key, part in others.items() if key not in ("model", "optimizer")}
         of_groups = extra.pop(GROUPS, [])
-        dropped = {
-            name: "a torch file that loads with weights_only can't hold it"
-            for key, part in [*extra.items(), *((f"{BESIDE}/{key}", part) for key, part in beside.items())]
-            if not is_plain(part)
-            for name in _leaf_names(key, part)
-        }
+        dropped = not_plain(extra, "extra") | not_plain(beside, f"extra/{BESIDE}")
         tree = {
             "model": {**{names[path]: tensor for path, tensor in state.params.items()}, **buffers},
             "optimizer": encode_groups(state, names, of_groups),
@@ -520,10 +515,6 @@ def _beside(tree: Mapping[str, Any], own: Mapping[str, Any], updates: int) -> di
     if integer(rest.get("step")) == updates:
         del rest["step"]
     return rest
-
-
-def _leaf_names(key: str, part: Tree) -> Iterable[str]:
-    return ["/".join(map(str, ("extra", key, *path))) for path, _ in walk(part)]
 
 
 LAYOUT = StatekitTorch()

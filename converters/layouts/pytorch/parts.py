@@ -21,7 +21,18 @@ from statekit.converters.layouts.pytorch.optimizer_forms import (
     with_names,
 )
 from statekit.tensors.tensor import Stored, Tensor
-from statekit.tensors.tree import Path, Tree, at, holds_records, loose, put, walk, without
+from statekit.tensors.tree import (
+    Path,
+    Tree,
+    at,
+    holds_records,
+    leaf_names,
+    loose,
+    put,
+    record_names,
+    walk,
+    without,
+)
 
 OPTIMIZERS: tuple[Path, ...] = (
     ("optimizer",),
@@ -155,12 +166,8 @@ def joined(
     others = extra.get(GROUPS) or []
     full = [{**(others[i] if i < len(others) else {}), **group} for i, group in enumerate(groups)]
     beside = extra.get(BESIDE) or {}
-    dropped = {
-        f"extra/{BESIDE}/{key}": "a torch file that loads with weights_only can't hold it"
-        for key, part in beside.items()
-        if not is_plain(part)
-    }
-    kept = {key: part for key, part in beside.items() if f"extra/{BESIDE}/{key}" not in dropped}
+    kept = {key: part for key, part in beside.items() if is_plain(part)}
+    dropped = not_plain(beside, f"extra/{BESIDE}")
     model = {**params, **(extra.get(BUFFERS) or {})}
     tree = put(kept, model_at, model) if model_at else {**model, **kept}
     optimizer = {"state": dict(state), "param_groups": full} if form != "flat" else flat_form(state, full)
@@ -168,6 +175,23 @@ def joined(
     dropped |= dropped_from(extra, used, "the file")
     parts = {"model": tuple(model_at), "optimizer": tuple(optimizer_at)}
     return with_names(Encoded(put(tree, optimizer_at, optimizer), step, dropped=dropped, parts=parts))
+
+
+def not_plain(parts: Mapping[Any, Tree], under: str) -> dict[str, str]:
+    """Returns name -> reason of every leaf of the parts that aren't plain, which go as a whole: half of one misleads.
+
+    Args:
+        parts: By key.
+        under: Where they stand in the state.
+    """
+    dropped: dict[str, str] = {}
+    for key, part in parts.items():
+        if not is_plain(part):
+            objects = list(dict.fromkeys(record_names(part)))
+            what = f"an object of {objects[0]}" if objects else "what isn't plain data"
+            reason = f"{key} holds {what}, and a torch file that loads with weights_only can't hold it"
+            dropped |= {f"{under}/{name}": reason for name in leaf_names({key: part})}
+    return dropped
 
 
 def is_plain(part: Tree) -> bool:
