@@ -45,6 +45,7 @@ def show_plan(stdout: Screen, plan: Plan, tensors: bool) -> None:
         ("Different in the target's rule:", _differences(plan)),
         ("Made up for by hyperparameters:", plan.rule_change.compensated_by if plan.rule_change else ()),
         ("Made without a source:", _synthesised(plan)),
+        ("Kept in the manifest, for the way back:", folded(dict.fromkeys(plan.kept, ""))),
         ("Left behind:", folded(plan.dropped)),
         ("Assumed, because the source doesn't say:", plan.assumptions),
         ("Odd about the source:", (f"{finding.what} @ {finding.place}" for finding in plan.findings)),
@@ -77,7 +78,8 @@ def folded(reasons: Mapping[str, str]) -> Iterator[str]:
         parts.setdefault(("/".join(name.split("/")[:FOLDED_AT]), reason), []).append(name)
     for (_, reason), names in parts.items():
         common = commonpath(names)
-        yield f"{common}: {reason}{f' ({len(names)} of its leaves)' if len(names) > 1 else ''}"
+        count = f" ({len(names)} of its leaves)" if len(names) > 1 else ""
+        yield f"{common}{f': {reason}' if reason else ''}{count}"
 
 
 def _inexact(plan: Plan) -> Iterator[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.conversion.contracts import NO_HINTS, Exactness, Hints
+from statekit.conversion.kept import FIELD, by_leaf, kept_of, to_field
 from statekit.conversion.plan import Plan, Request
 from statekit.conversion.prepared import carried_out, prepare
 from statekit.conversion.source_digests import (
@@ -125,10 +126,12 @@ def convert(plan: Plan, *, replace: bool = False, on_progress: OnProgress | None
         checkpoint, tree = prepared.opened.checkpoint, prepared.encoded.tree
         passed = passed_through(checkpoint, tree)
         rest: dict[str, str] = {}
+        kept = kept_of(prepared.state.extra, by_leaf(prepared.encoded.dropped, prepared.state.extra))
+        records = {FIELD: to_field(kept.extra)} if kept.extra else {}
 
         def fields(streamed: Entries) -> Mapping[str, Any]:
             digest = content_digest(checkpoint, source_digests(rest, passed, streamed))
-            return _manifest_fields(plan, digest)
+            return {**_manifest_fields(plan, digest), **records}
 
         with staged(
             plan.request.target,

@@ -1,12 +1,36 @@
-"""What a target has no place for, leaf by leaf."""
+"""What a target has no place for: each leaf by its name, and of a run's records what its manifest keeps instead.
+
+A schedule, a trainer's record, the state of a random generator are small, and mean nothing to a target of another
+system; but the run needs them when it comes back. The manifest therefore holds them as inert data, and who opens the
+target with statekit finds them in the state's extra as if they had been read from the files. docs/format.md, section
+3.1, defines the field.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+import binascii
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from statekit.tensors.tree import Tree, leaf_names
+import numpy as np
+
+from statekit.errors import FormatError
+from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import DTYPES, Tensor, in_memory, nbytes
+from statekit.tensors.tree import Tree, from_json, leaf_names, tensor_names, to_json, walk
 
 EXTRA = "extra"
+FIELD = "kept"
+"""The manifest's field."""
+LEAF_BYTES = 2**16
+"""The largest leaf that a manifest keeps, in bytes."""
+ALL_BYTES = 2**23
+"""What a manifest keeps at most, in bytes; a leaf that isn't text or a tensor counts as 32."""
+_PLAIN_BYTES = 32
+_OF_FILES = "files_beside"
+"""Key of the extra that names files and doesn't hold them."""
 
 
 def by_leaf(dropped: Mapping[str, str], extra: Mapping[str, Tree]) -> dict[str, str]:
@@ -28,3 +52,124 @@ def by_leaf(dropped: Mapping[str, str], extra: Mapping[str, Tree]) -> dict[str, 
             if (above := "/".join(parts[:i])) in dropped:
                 below.setdefault(above, []).append(name)
     return {leaf: reason for name, reason in dropped.items() for leaf in below.get(name, [name])}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a manifest keeps of a state's extra.
+
+    Attributes:
+        extra: That part of the extra.
+        names: Canonical names of its leaves.
+        dropped: What is left behind all the same: canonical name -> reason.
+    """
+
+    extra: Mapping[str, Tree] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    dropped: Mapping[str, str] = field(default_factory=dict)
+
+
+def kept_of(extra: Mapping[str, Tree], dropped: Mapping[str, str]) -> Kept:
+    """Parts what a target has no place for into what its manifest keeps and what is left behind.
+
+    Args:
+        extra: The state's.
+        dropped: What has no place, leaf by leaf, as `by_leaf` returns it.
+    """
+    left, names, size = dict(dropped), list[str](), 0
+    for path, leaf in walk({EXTRA: {key: part for key, part in extra.items() if key != _OF_FILES}}):
+        name = "/".join(map(str, path))
+        if name not in dropped:
+            continue
+        if (own := _size(leaf)) > LEAF_BYTES or size + own > ALL_BYTES:
+            left[name] = f"{dropped[name]}, and with {own} bytes it is too large for the manifest to keep"
+        else:
+            size += own
+            names.append(name)
+            del left[name]
+    held = set(names)
+    part = _part(dict(extra), (EXTRA,), lambda path: "/".join(map(str, path)) in held)
+    found = {} if part is _NOTHING else part
+    kept = tuple(leaf_names({EXTRA: found})) if found else ()
+    apart = {name: f"{dropped[name]}, nor for all of the list it stands in" for name in names}
+    return Kept(found, kept, {**left, **{name: why for name, why in apart.items() if name not in kept}})
+
+
+_NOTHING = object()
+
+
+def _part(tree: Tree, path: tuple[Any, ...], wanted: Callable[[tuple[Any, ...]], bool]) -> Any:
+    """Returns the wanted leaves of a tree; a list, tuple or object only whole, as its places mean something."""
+    if isinstance(tree, Mapping) and tree:
+        parts = {key: _part(value, (*path, key), wanted) for key, value in tree.items()}
+        held = {key: value for key, value in parts.items() if value is not _NOTHING}
+        return held if held else _NOTHING
+    below = [(*path, *keys) for keys, _ in walk(tree)]
+    return tree if all(map(wanted, below)) else _NOTHING
+
+
+def _size(leaf: Any) -> int:
+    if isinstance(leaf, Tensor):
+        return nbytes(leaf)
+    return len(leaf) if isinstance(leaf, (str, bytes)) else _PLAIN_BYTES
+
+
+def to_field(extra: Mapping[str, Tree]) -> dict[str, Any]:
+    """Returns a part of an extra as it stands in a manifest; reads its tensors."""
+    values = {
+        name: base64.b64encode(np.ascontiguousarray(_little(tensor.read())).tobytes()).decode("ascii")
+        for name, tensor in tensor_names(dict(extra)).items()
+    }
+    return {EXTRA: to_json(dict(extra)), "values": values}
+
+
+def _little(array: Any) -> Any:
+    return array.astype(array.dtype.newbyteorder("<"), copy=False)
+
+
+def with_kept(state: TrainState, manifest: Mapping[str, Any] | None, place: object) -> TrainState:
+    """Returns a state with what the manifest of its checkpoint kept; what the files themselves say outweighs it.
+
+    Raises:
+        FormatError: The field isn't one that statekit writes.
+    """
+    record = (manifest or {}).get(FIELD)
+    if record is None:
+        return state
+    return replace(state, extra=_joined(_from_field(record, place), dict(state.extra)))
+
+
+def _from_field(record: Any, place: object) -> dict[str, Tree]:
+    try:
+        values = record["values"]
+        read = 0
+
+        def tensor(told: Any) -> Tensor:
+            nonlocal read
+            data = base64.b64decode(values[told["name"]], validate=True)
+            read += len(data)
+            if len(data) > LEAF_BYTES or read > ALL_BYTES:
+                raise ValueError("more than a manifest keeps")
+            shape = tuple(told["shape"])
+            array = np.frombuffer(data, DTYPES[told["dtype"]].newbyteorder("<")).reshape(shape)
+            return in_memory(array.astype(DTYPES[told["dtype"]], copy=False), told["name"], str(place))
+
+        extra = from_json(record[EXTRA], tensor)
+        if not isinstance(extra, dict) or not all(isinstance(key, str) for key in extra):
+            raise TypeError("isn't an object")
+        leaf_names(extra)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, binascii.Error) as error:
+        found = f"{type(error).__name__}: {error}"[:300]
+        raise FormatError(
+            "What the manifest keeps isn't a part of a state.", place=place, found=found
+        ) from None
+    return extra
+
+
+def _joined(kept: Tree, found: Tree) -> Tree:
+    """Returns two trees in one; where both hold something, the second does."""
+    if isinstance(kept, Mapping) and isinstance(found, Mapping):
+        both = {key: _joined(kept[key], part) if key in kept else part for key, part in found.items()}
+        return {**both, **{key: part for key, part in kept.items() if key not in found}}
+    same = isinstance(kept, list) and isinstance(found, list) and len(kept) == len(found)
+    return [_joined(one, other) for one, other in zip(kept, found, strict=True)] if same else found

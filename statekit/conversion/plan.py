@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from statekit.conversion.contracts import NO_HINTS, Encoded, Exactness, Hints
-from statekit.conversion.kept import by_leaf
+from statekit.conversion.kept import by_leaf, kept_of
 from statekit.conversion.rule_change import RuleChange
 from statekit.errors import Faults, InexactError, printable
 from statekit.files.checkpoint import Checkpoint, Finding
@@ -111,6 +111,7 @@ class Plan:
         target: What is written.
         entries: Every tensor of the target, in its order.
         dropped: What the target has no place for, each leaf: canonical name -> reason.
+        kept: What the target has no place for and its manifest keeps, for when it comes back: canonical names.
         assumptions: What was assumed because the source doesn't say.
         options: What was asked for that changes the result.
         state: Schema, variant, steps, groups, rules: the state without its tensors, as the target has it.
@@ -124,6 +125,7 @@ class Plan:
     target: Side
     entries: tuple[PlannedTensor, ...]
     dropped: Mapping[str, str]
+    kept: tuple[str, ...]
     assumptions: tuple[str, ...]
     options: Mapping[str, Any]
     state: Mapping[str, Any]
@@ -162,6 +164,7 @@ class Plan:
             "options": dict(self.options),
             "assumptions": list(self.assumptions),
             "dropped": dict(self.dropped),
+            "kept": list(self.kept),
             "state": dict(self.state),
             "crossing": self.rule_change.to_json() if self.rule_change is not None else None,
             "tensors": [entry.to_json() for entry in self.entries],
@@ -221,12 +224,14 @@ def build_plan(
     """
     sources = {name for tensor in checkpoint.tensors.values() for name in _stored_names(tensor.to_json())}
     names = tensor_names(encoded.tree)
+    kept = kept_of(state.extra, by_leaf(encoded.dropped, state.extra))
     step = checkpoint.step if checkpoint.step is not None else state.counts.updates
     return Plan(
         source=Side(checkpoint.container, layout, step),
         target=target,
         entries=tuple(_entry(name, tensor, encoded, sources) for name, tensor in names.items()),
-        dropped=by_leaf(encoded.dropped, state.extra),
+        dropped=kept.dropped,
+        kept=kept.names,
         assumptions=(*state.assumptions, *encoded.assumptions),
         options=to_json(options),
         state=to_json(state.to_json()),

@@ -22,6 +22,7 @@ from statekit.conversion.cards import (
     of_layout,
 )
 from statekit.conversion.contracts import Container, Evidence, Hints, Layout
+from statekit.conversion.kept import with_kept
 from statekit.conversion.signs import MayFit, containers_for, layouts_for
 from statekit.errors import (
     NotFoundError,
@@ -171,7 +172,10 @@ def detect_layout(checkpoint: Checkpoint) -> tuple[Layout, Evidence]:
 def decoded(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> TrainState:
     """Decodes a checkpoint by a layout, which may be one that somebody named for names that aren't its own.
 
+    What the manifest of a conversion kept of a run's records is in the state's extra again.
+
     Raises:
+        FormatError: What the manifest kept isn't a part of a state.
         StateError: The checkpoint's names aren't the layout's.
         UsageError: A hint that no schema of the layout knows, or a variant that the checkpoint itself speaks against.
     """
@@ -182,7 +186,6 @@ def decoded(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> TrainState:
         state = layout.decode(checkpoint, hints)
         if hints.variant is not None:
             _check_variant(layout, checkpoint, hints, state.optimizer.schema)
-        return state
     except StatekitError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -195,6 +198,7 @@ def decoded(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> TrainState:
             found=f"{type(error).__name__}: {error}",
             remedy="leave out --layout: the names say which it is",
         ) from error
+    return with_kept(state, checkpoint.manifest, checkpoint.path)
 
 
 def _check_variant(layout: Layout, checkpoint: Checkpoint, hints: Hints, schema: str) -> None:

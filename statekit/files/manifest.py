@@ -114,6 +114,7 @@ def _finite(digits: str) -> float:
 
 def _shape_faults(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     faults = [("isn't an object", key) for key in _OBJECTS if not isinstance(document.get(key), dict)]
+    faults += [("isn't an object", key) for key in _OPTIONAL if not isinstance(document.get(key, {}), dict)]
     for key, fields in (("files", _FILE_FIELDS), ("tensors", _TENSOR_FIELDS)):
         entries = document.get(key)
         for name, entry in entries.items() if isinstance(entries, dict) else ():
@@ -125,6 +126,7 @@ def _shape_faults(document: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 _OBJECTS = ("target", "source", "state", "options", "files", "tensors")
+_OPTIONAL = ("kept",)
 _FILE_FIELDS = {"bytes": int, "blake3": str}
 _TENSOR_FIELDS = {"shape": list, "dtype": str, "blake3": str}
 

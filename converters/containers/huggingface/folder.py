@@ -34,7 +34,7 @@ from statekit.converters.containers.torch_file import open_torch
 from statekit.converters.formats.pickle.reader import read_pickle
 from statekit.converters.formats.pytorch.reader import named
 from statekit.converters.formats.pytorch.writer import write_archive
-from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError
+from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitError, UsageError
 from statekit.files.checkpoint import SORTED, Checkpoint, Finding
 from statekit.files.manifest import FILE, inside
 from statekit.files.source import Budget, File, Files, first_bytes, opening, read_small
@@ -127,11 +127,22 @@ def write_part(stage: Stage, file: str, key: str, part: Tree) -> None:
 
 
 def write_files(stage: Stage, prefix: str, files: Mapping[str, Tensor]) -> None:
-    """Writes carried files as they were."""
+    """Writes carried files as they were.
+
+    Raises:
+        RefusedError: One is a pickle that wouldn't have been carried out of a folder, as it would run code there.
+    """
     for name, tensor in files.items():
         with stage.file(f"{prefix}{name}") as output:
             for block in stage.stream(f"{FILES}/{name}", tensor):
                 output.write(block)
+        if why := _uncarried(stage.path / f"{prefix}{name}"):
+            raise RefusedError(
+                "A file that lay beside a model can't be trusted.",
+                place=f"{FILES}/{name}",
+                found=why,
+                remedy="convert the run's own checkpoint again, or leave the file out of it",
+            )
 
 
 def are_files(part: Any) -> bool:

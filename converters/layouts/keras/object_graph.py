@@ -201,6 +201,7 @@ def encoded_graph(
         if part in home:
             dropped[f"extra/{HOME}/{part}"] = reason
     had = home.get("graph")
+    had = had if had and had.keys() >= {"layout", "others", "objects", "own", "places"} else None
     if had and had["layout"] == layout and not silent and _same(had, order, frozen, rows):
         tree = {**had["others"], GRAPH: had["objects"]}
         tree |= {key: row.tensor for (key, _, _), row in zip(had["own"], rows, strict=True)}

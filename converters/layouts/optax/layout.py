@@ -99,11 +99,21 @@ def encoded(state: TrainState) -> Encoded:
             found=state.optimizer.schema,
         )
     form = own_form(state, VARIANT)
-    if form is not None:
+    if form is not None and not any(_foreign(state)):
         return in_own_form(state, VARIANT, _with_given(form, state), _contents(state))
     faults = Faults(_faults(state))
     faults.check(InexactError, "Optax can't hold the state")
     return placed(state, VARIANT, _opt_state(state), _contents(state), dict(_inexact(state)))
+
+
+def _foreign(state: TrainState) -> Iterator[str]:
+    """Yields what a state never has that was read from Optax: then the form it carries is of an earlier conversion."""
+    yield from state.counts.behind
+    yield from (path for group in state.optimizer.groups for path in group.paths if path not in state.slots)
+    for path, own in state.slots.items():
+        rule = state.rules.get(path)
+        if "v_row" in own and rule is not None and _as_usual(rule, state.params[path].shape) is not False:
+            yield path
 
 
 def _contents(state: TrainState) -> Contents:

@@ -191,9 +191,11 @@ _ITEMS = "{step}/{item}"
 
 
 def own_form(state: TrainState, key: str) -> Tree:
-    """Returns the form that a layout kept, or None."""
+    """Returns the form that a layout kept, or None; one that lacks its parameters is only a part of one."""
     form = state.extra.get(key)
-    return form["tree"] if isinstance(form, Mapping) and "tree" in form else None
+    tree = form.get("tree") if isinstance(form, Mapping) else None
+    whole = any(isinstance(mark, tuple) and mark[:1] == (PARAMS,) for _, mark in leaves(tree))
+    return tree if whole else None
 
 
 def in_own_form(state: TrainState, key: str, form: Tree, contents: Contents) -> Encoded:

@@ -93,15 +93,16 @@ class TF1Graph:
             InexactError: The layout can't hold the state; lists every reason.
         """
         home = state.extra.get(HOME)
+        home = home if isinstance(home, Mapping) and home.keys() >= {"keys", "objects", "others"} else None
         inner = self.inner.encode(
             replace(state, extra={key: part for key, part in state.extra.items() if key != HOME})
         )
-        if isinstance(home, Mapping) and {*home["keys"]} == {*inner.tree}:
+        if home is not None and {*home["keys"]} == {*inner.tree}:
             tree = {home["keys"][name]: value for name, value in inner.tree.items()}
             return replace(inner, tree={**tree, **home["others"], GRAPH: home["objects"]})
         dropped = dict(inner.dropped)
-        if isinstance(home, Mapping):
-            dropped |= {f"extra/{HOME}/others/{key}": "the objects are new ones" for key in home["others"]}
+        if HOME in state.extra:
+            dropped[f"extra/{HOME}"] = "the objects are new ones"
         return replace(inner, tree=self._new(state, inner.tree), dropped=dropped)
 
     def _new(self, state: TrainState, named: Mapping[str, Any]) -> dict[str, Any]:

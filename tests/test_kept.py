@@ -1,0 +1,152 @@
+"""What a target has no place for is kept in its manifest, and is there again when it comes back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from goldens import GOLDEN
+from statekit.conversion.contracts import Exactness, Hints
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.kept import ALL_BYTES, FIELD, LEAF_BYTES, by_leaf, kept_of, to_field, with_kept
+from statekit.conversion.open_state import open_state
+from statekit.errors import FormatError, RefusedError
+from statekit.files.manifest import require_manifest, sealed, to_text
+from statekit.tensors.tensor import in_memory
+from statekit.tensors.tree import Record, leaf_names, tensor_names, to_json
+from statekit.testing.layouts import made_state
+
+TRAINER = GOLDEN / "torch_formats/adamw_trainer/checkpoint/checkpoint-4"
+LIGHTNING = GOLDEN / "torch_formats/adafactor_lightning/checkpoint/epoch=0-step=4.ckpt"
+LEGACY = GOLDEN / "torch_formats/adamw_legacy/checkpoint/checkpoint.pt"
+MXNET = GOLDEN / "mxnet_lans/trainer_scheduler_unfused/checkpoint"
+
+
+def moved(source: Path, target: Path, to: str, **more: Any) -> Path:
+    convert(plan(source, target, to=to, require=Exactness.LOSSY, **more))
+    return target
+
+
+def records_of(path: Path, *keys: str) -> dict[str, Any]:
+    """Returns parts of what a checkpoint holds beside parameters and slots: JSON views, and the bytes of tensors."""
+    with open_state(path) as opened:
+        parts = {key: opened.state.extra.get(key) for key in keys}
+        values = {name: tensor.read().tobytes() for name, tensor in tensor_names(parts).items()}
+        return {"views": to_json(parts), "values": values}
+
+
+@pytest.mark.parametrize(
+    ("source", "way", "home"),
+    [
+        (TRAINER, "orbax", "hf-trainer"),
+        (TRAINER, "keras-h5", "hf-trainer"),
+        (LEGACY, "orbax", "torch"),
+        pytest.param(LIGHTNING, "t2t-tf-bundle", "torch", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_of_torch_comes_back_with_its_records(
+    source: Path, way: str, home: str, tmp_path: Path
+) -> None:
+    there = moved(source, tmp_path / f"there{'.h5' if way == 'keras-h5' else ''}", way)
+    back = moved(there, tmp_path / f"back{'.pt' if home == 'torch' else ''}", home, layout="torch-optim")
+    keys = ("torch", "param_groups", "torch_places")
+    held = records_of(source, *keys)
+    assert held == records_of(back, *keys) and len(leaf_names(held["views"])) > 20
+
+
+@pytest.mark.skipif(not MXNET.exists(), reason="the compact recordings have no schedule of MXNet")
+def test_a_run_of_mxnet_comes_back_with_its_schedule(tmp_path: Path) -> None:
+    there = moved(MXNET, tmp_path / "there.pt", "torch")
+    back = moved(there, tmp_path / "back", "mxnet")
+    held = records_of(MXNET, "mxnet")
+    assert held == records_of(back, "mxnet") and "FactorScheduler" in str(held["views"])
+
+
+def test_a_plan_says_what_is_kept_and_what_is_left_behind(tmp_path: Path) -> None:
+    work = plan(TRAINER, tmp_path / "there", to="orbax", require=Exactness.LOSSY)
+    assert {"extra/torch/scheduler/base_lrs/0", "extra/torch/trainer_state/epoch"} <= {*work.kept}
+    assert "extra/torch/files/rng_state.pth" in work.kept and not work.dropped
+    with open_state(TRAINER) as opened:
+        meant = {f"extra/{name}" for name in leaf_names(dict(opened.state.extra))}
+    assert meant == {*work.kept} and work.to_json()["kept"] == [*work.kept]
+
+
+def test_what_the_files_say_outweighs_what_was_kept() -> None:
+    state = replace(made_state("adamw", "optax"), extra={"run": {"epoch": 3, "groups": [{"a": 1}]}})
+    field = to_field({"run": {"epoch": 2, "seed": 5, "groups": [{"a": 0, "b": 2}]}, "rng": {"x": 1}})
+    found = with_kept(state, {FIELD: field}, "here").extra
+    assert found == {"run": {"epoch": 3, "groups": [{"a": 1, "b": 2}], "seed": 5}, "rng": {"x": 1}}
+
+
+def test_records_keep_their_types() -> None:
+    state = made_state("adamw", "optax")
+    run = {3: (1, 2), "b": b"\x00", "n": float("inf"), "o": Record("a.B", ((1,),), {"k": None}), "l": []}
+    rng = np.arange(6, dtype=np.uint32).reshape(2, 3)
+    found = with_kept(
+        state, {FIELD: json.loads(json.dumps(to_field({"run": run, "rng": in_memory(rng)})))}, ""
+    )
+    assert found.extra["run"] == run
+    assert np.array_equal(found.extra["rng"].read(), rng) and found.extra["rng"].dtype == rng.dtype
+
+
+def test_what_is_too_large_is_left_behind_by_name() -> None:
+    large, small = in_memory(np.zeros(LEAF_BYTES + 1, np.uint8)), in_memory(np.zeros(4, np.uint8))
+    extra = {
+        "ema": {"w": large, "b": small},
+        "log": ["x" * LEAF_BYTES] * (ALL_BYTES // LEAF_BYTES + 1),
+        "epoch": 2,
+    }
+    kept = kept_of(extra, by_leaf({"extra/ema": "no place", "extra/log": "no place"}, extra))
+    assert kept.extra == {"ema": {"b": small}} and kept.names == ("extra/ema/b",)
+    assert kept.dropped.keys() == {"extra/ema/w", *(f"extra/log/{i}" for i in range(len(extra["log"])))}
+    assert "65537 bytes" in kept.dropped["extra/ema/w"] and all(
+        "no place" in why for why in kept.dropped.values()
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda field: {**field, "values": {}},
+        lambda field: {**field, "extra": [1]},
+        lambda field: {"extra": field["extra"]},
+        lambda field: {**field, "values": dict.fromkeys(field["values"], "AAAA")},
+        lambda field: {**field, "values": dict.fromkeys(field["values"], "!")},
+        lambda field: {
+            **field,
+            "extra": {"a": {"$tensor": {"name": "rng", "shape": [-1], "dtype": "object"}}},
+        },
+        lambda field: {**field, "values": {"rng": "A" * 4 * LEAF_BYTES}},
+    ],
+)
+def test_a_field_that_nobody_wrote_so_is_refused(change: Any) -> None:
+    field = to_field({"rng": in_memory(np.arange(2, dtype=np.uint32)), "epoch": 2})
+    with pytest.raises(FormatError):
+        with_kept(made_state("adamw", "optax"), {FIELD: change(field)}, "here")
+
+
+def test_a_kept_file_that_would_run_code_is_not_written(tmp_path: Path) -> None:
+    there = moved(TRAINER, tmp_path / "there", "orbax")
+    manifest = require_manifest(there)
+    code = b"cposix\nsystem\n(S'true'\ntR."
+    hostile = in_memory(np.frombuffer(code, np.uint8))
+    files = manifest[FIELD]["extra"]["torch"]["files"]
+    files["training_args.bin"] = to_json({"torch": {"files": {"training_args.bin": hostile}}})["torch"][
+        "files"
+    ]["training_args.bin"]
+    manifest[FIELD]["values"] |= to_field({"torch": {"files": {"training_args.bin": hostile}}})["values"]
+    heading = ("format", "version", "tool", "digest")
+    fields = {key: value for key, value in manifest.items() if key not in heading}
+    (there / "statekit.json").write_text(to_text(sealed(fields)))
+    with pytest.raises(RefusedError, match=r"training_args\.bin"):
+        moved(there, tmp_path / "back", "hf-trainer")
+
+
+def test_hints_and_a_checkpoint_without_a_manifest_are_as_before() -> None:
+    with open_state(TRAINER, hints=Hints()) as opened:
+        assert opened.checkpoint.manifest is None and "torch" in opened.state.extra
