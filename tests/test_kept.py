@@ -96,7 +96,7 @@ def test_records_keep_their_types() -> None:
 
 def test_what_is_too_large_is_left_behind_by_name() -> None:
     large, small = in_memory(np.zeros(LEAF_BYTES + 1, np.uint8)), in_memory(np.zeros(4, np.uint8))
-    extra = {
+    extra: dict[str, Any] = {
         "ema": {"w": large, "b": small},
         "log": ["x" * LEAF_BYTES] * (ALL_BYTES // LEAF_BYTES + 1),
         "epoch": 2,

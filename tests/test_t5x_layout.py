@@ -573,7 +573,7 @@ def test_statistics_go_by_their_axes() -> None:
 
 def test_what_has_no_place_is_dropped_by_name() -> None:
     state = replace(matrix((NONE, NONE), v=np.ones((3, 5), np.float32)), counts=Counts(3, 9))
-    assert LAYOUT.encode(state).dropped.keys() == {"extra/scheduler", "extra/ema/a", "counts/schedule"}
+    assert LAYOUT.encode(state).dropped.keys() == {"extra/scheduler/last", "extra/ema/a", "counts/schedule"}
 
 
 @pytest.mark.parametrize(

@@ -191,11 +191,22 @@ _ITEMS = "{step}/{item}"
 
 
 def own_form(state: TrainState, key: str) -> Tree:
-    """Returns the form that a layout kept, or None; one that lacks its parameters is only a part of one."""
+    """Returns the form that a layout kept, or None.
+
+    A part of a form beside another layout's whole one is what that layout had no place for: None.
+    """
+    form = _form(state, key)
+    others = [_form(state, other) for other in FORMS if other != key]
+    return None if not _is_whole(form) and any(map(_is_whole, others)) else form
+
+
+def _form(state: TrainState, key: str) -> Tree:
     form = state.extra.get(key)
-    tree = form.get("tree") if isinstance(form, Mapping) else None
-    whole = any(isinstance(mark, tuple) and mark[:1] == (PARAMS,) for _, mark in leaves(tree))
-    return tree if whole else None
+    return form["tree"] if isinstance(form, Mapping) and "tree" in form else None
+
+
+def _is_whole(form: Tree) -> bool:
+    return any(isinstance(mark, tuple) and mark[:1] == (PARAMS,) for _, mark in leaves(form))
 
 
 def in_own_form(state: TrainState, key: str, form: Tree, contents: Contents) -> Encoded:
