@@ -6,12 +6,13 @@ No layout keeps books for this: if a change of a leaf leaves everything as it wa
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from statekit.conversion.contracts import Encoded
-from statekit.errors import StatekitError
+from statekit.errors import StateError, StatekitError
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Path, Record, Tree, tensor_names, to_json, walk
@@ -124,8 +125,9 @@ def _of_hyperparameters(state: TrainState) -> Iterator[tuple[str, TrainState]]:
     for path, _ in records(dict(first.hyperparameters)) if first else ():
         if first and first.known_from.get(str(path[0])) == "file" and path[0] not in SHOWN:
             own = replace(first, hyperparameters=changed_at(dict(first.hyperparameters), path, other_than))
-            changed = replace(state, optimizer=replace(state.optimizer, groups=(own, *groups[1:])))
-            yield f"hyperparameters/{'/'.join(map(str, path))}", changed
+            optimizer = replace(state.optimizer, groups=(own, *groups[1:]))
+            with suppress(StateError):  # a value that no run has
+                yield f"hyperparameters/{'/'.join(map(str, path))}", replace(state, optimizer=optimizer)
 
 
 def _described(state: TrainState) -> Any:
