@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.conversion.rule_change import change_rule
 from statekit.errors import StatekitError, UsageError
+from statekit.state.parameter_encoding import encoded_paths
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import Array, in_memory
 
@@ -140,6 +142,23 @@ def test_decoded_weights_are_encoded_again_to_the_bit(tmp_path: Path) -> None:
     }
     onwards = converted(back, tmp_path / "onwards.pt", "statekit-torch")  # the manifest says no otherwise
     assert parameters(onwards)["net/k/kernel"].dtype == np.float32
+
+
+def test_neutral_folders_from_before_are_known_to_be_encoded(tmp_path: Path) -> None:
+    source = recorded("t2t", ENCODED)
+    neutral = converted(source, tmp_path / "neutral", "statekit", "statekit", variant="t2t_late")
+    with open_state(neutral) as opened:  # version 0.1 said the variant's default, without having looked
+        groups = opened.state.optimizer.groups
+        assert groups[0].hyperparameters["parameter_encoding"] == "eighth_power"
+        said = replace(
+            groups[0],
+            hyperparameters={**groups[0].hyperparameters, "parameter_encoding": None},
+            known_from={**groups[0].known_from, "parameter_encoding": "assumed"},
+        )
+        old = replace(opened.state, optimizer=replace(opened.state.optimizer, groups=(said,)))
+        assert set(encoded_paths(old)) == {p for p, t in old.params.items() if t.dtype.name == "bfloat16"}
+    target = converted(neutral, tmp_path / "x.pt", "statekit-torch")
+    assert all(values.dtype == np.float32 for values in parameters(target).values())
 
 
 def test_bfloat16_weights_from_elsewhere_are_encoded_on_the_way_in(tmp_path: Path) -> None:

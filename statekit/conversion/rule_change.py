@@ -19,6 +19,7 @@ from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape, swapped
 from statekit.state.hyperparameters import IS_EXCLUDED
 from statekit.state.options import RATE_NAMES
+from statekit.state.parameter_encoding import entered
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Axis, Group, Rule, TrainState
 from statekit.tensors.tensor import Tensor
@@ -161,7 +162,7 @@ def change_rule(state: TrainState, source: str, target: str) -> RuleChange:
     counts = replace(state.counts, updates=state.counts.updates - shift)
     said = (*state.assumptions, *bridge.assumed(state))
     taken = replace(state, optimizer=optimizer, counts=counts, assumptions=said)
-    moved, refactored = _refactored(taken, target)
+    moved, refactored = _refactored(entered(taken, source), target)
     moved = _relabelled(moved, target)
     worst_first = sorted([*found.values(), *refactored], key=lambda one: -one.exactness)
     return RuleChange(source, target, moved, tuple(worst_first), tuple(compensated_by))

@@ -9,7 +9,7 @@ Source: tensorflow/tensor2tensor, utils/quantization.py, `EighthPowerEncoding`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from statekit.errors import InexactError
@@ -41,9 +41,15 @@ def as_stored(state: TrainState) -> TrainState:
 
 
 def encoded_paths(state: TrainState) -> list[str]:
-    """Returns the parameters that are encoded, moved by an optimizer or not."""
-    is_encoded = any(group.hyperparameters.get(NAME) == EIGHTH_POWER for group in state.optimizer.groups)
-    return [path for path, param in state.params.items() if is_encoded and param.dtype.name == _STORED]
+    """Returns the parameters that are encoded, moved by an optimizer or not: all bfloat16 ones of such a variant.
+
+    A drop-in of such a variant holds them so too. Only a user can say that they aren't.
+    """
+    variant, groups = state.optimizer.variant, state.optimizer.groups
+    denied = any(g.known_from.get(NAME) == "given" and g.hyperparameters[NAME] is None for g in groups)
+    if variant is None or denied or not encodes(state.optimizer.schema, variant):
+        return []
+    return [path for path, param in state.params.items() if param.dtype.name == _STORED]
 
 
 def decoded(state: TrainState) -> TrainState:
@@ -75,19 +81,33 @@ def as_variable(state: TrainState, path: str, dtype: DType, makers: Iterable[str
 
 
 def encoded(state: TrainState) -> TrainState:
-    """Returns a state of a variant that encodes, with its bfloat16 parameters so, and those that were so before."""
+    """Returns a state of a variant that encodes, with the parameters encoded that were so where it comes from."""
     variant = state.optimizer.variant
-    if variant is None or not encodes(state.optimizer.schema, variant) or encoded_paths(state):
+    if variant is None or not encodes(state.optimizer.schema, variant):
         return state
     before = {str(path) for path in state.extra.get(DECODED, ())}
-    params: dict[str, Tensor] = {
-        path: EighthPower(param) if path in before or param.dtype.name == _STORED else param
-        for path, param in state.params.items()
-    }
-    if not any(isinstance(param, EighthPower) for param in params.values()):
-        return state
     extra = {key: part for key, part in state.extra.items() if key != DECODED}
-    return replace(_with_encoding(state, EIGHTH_POWER), params=params, extra=extra)
+    return _encoded(replace(state, extra=extra), before)
+
+
+def entered(state: TrainState, source: str) -> TrainState:
+    """Returns a state that has just come under a variant's rule, with its bfloat16 parameters as that stores them.
+
+    Args:
+        state: The state, with the new variant.
+        source: The variant that it is from.
+    """
+    schema, target = state.optimizer.schema, str(state.optimizer.variant)
+    if not encodes(schema, target) or encodes(schema, source):
+        return state
+    return _encoded(state, {path for path, param in state.params.items() if param.dtype.name == _STORED})
+
+
+def _encoded(state: TrainState, paths: Collection[str]) -> TrainState:
+    if not any(path in state.params for path in paths):
+        return state
+    params = {path: EighthPower(param) if path in paths else param for path, param in state.params.items()}
+    return replace(_with_encoding(state, EIGHTH_POWER), params=params)
 
 
 def check_known(state: TrainState, makers: Iterable[str]) -> None:
