@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 
@@ -16,8 +17,11 @@ from goldens import GOLDEN
 from statekit.cli.main import DONE, main
 from statekit.conversion import registry
 from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
 from statekit.conversion.resume import Place, of_plan, resume_lines
 from statekit.converters import __path__ as converters
+from statekit.files.manifest import FILE
+from statekit.schemas import __path__ as schemas
 from statekit.state.schema import load_schema
 
 DATA = json.loads((Path(converters[0]) / "resume.json").read_text(encoding="utf-8"))
@@ -180,6 +184,53 @@ def test_momentum_is_never_left_off_because_nobody_told_its_decay(tmp_path: Path
     assert "beta1" not in planned.state["groups"][0]["hyperparameters"]
     convert(planned)
     assert "momentum=..." in "\n".join(resume_lines(of_plan(planned), planned.state))
+
+
+def manifest_of(target: Path) -> dict[str, Any]:
+    if target.is_dir():
+        found: dict[str, Any] = json.loads((target / FILE).read_text())
+        return found
+    with open_state(target) as opened:
+        assert opened.checkpoint.manifest is not None
+        return dict(opened.checkpoint.manifest)
+
+
+@pytest.mark.parametrize(
+    ("case", "target", "words"),
+    [
+        ("t5x/momentum_f32/checkpoint", "run-optax-orbax", '"/path/to/checkpoint/4/default"'),
+        (
+            "t5x/momentum_f32/checkpoint",
+            "run-t5x",
+            'RestoreCheckpointConfig.path = "/path/to/checkpoint/checkpoint_4"',
+        ),
+        ("t5x/momentum_f32/checkpoint", "run.pt", 'load_optimizer("/path/to/checkpoint", '),
+        (
+            "mxnet_lans/fused_bounds_clip_rescale/checkpoint",
+            "run-mxnet",
+            'load_states("/path/to/checkpoint/trainer.states")',
+        ),
+        ("keras/adafactor_default/checkpoint/model.keras", "run.keras", 'load_model("/path/to/checkpoint")'),
+    ],
+)
+def test_a_manifest_says_how_to_go_on_wherever_its_checkpoint_lies(
+    case: str, target: str, words: str, tmp_path: Path
+) -> None:
+    source = GOLDEN / case
+    if not source.exists():
+        pytest.skip("in the whole set only")
+    manifests = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        planned = plan(source, tmp_path / folder / target)
+        convert(planned)
+        manifests.append(manifest_of(tmp_path / folder / target))
+    first, second = manifests
+    assert first["resume"] == second["resume"]
+    assert words in "\n".join(first["resume"])
+    schema = json.loads((Path(schemas[0]) / "statekit-manifest.schema.json").read_text())
+    jsonschema.Draft202012Validator(schema).validate(first)
+    assert not jsonschema.Draft202012Validator(schema).is_valid({**first, "resume": "a line"})
 
 
 @pytest.mark.parametrize("framework", [None, "torch", "jax", "tensorflow"])

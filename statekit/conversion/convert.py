@@ -8,7 +8,7 @@ report = convert(p)
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from statekit.conversion.contracts import NO_HINTS, Exactness, Hints
 from statekit.conversion.kept import FIELD, by_leaf, kept_of, to_field
 from statekit.conversion.plan import Plan, Request
 from statekit.conversion.prepared import carried_out, prepare
+from statekit.conversion.resume import in_manifest, resume_lines
 from statekit.conversion.source_digests import (
     content_digest,
     digest_rest,
@@ -26,6 +27,7 @@ from statekit.conversion.source_digests import (
 )
 from statekit.errors import CommitError, Faults, printable
 from statekit.files.durable import writing
+from statekit.files.manifest import files_below
 from statekit.files.stage import Entries, OnProgress, Stage, check_target, silent, staged
 from statekit.state.step_offset import StepOffset
 
@@ -131,7 +133,8 @@ def convert(plan: Plan, *, replace: bool = False, on_progress: OnProgress | None
 
         def fields(streamed: Entries) -> Mapping[str, Any]:
             digest = content_digest(checkpoint, source_digests(rest, passed, streamed))
-            return {**_manifest_fields(plan, digest), **records}
+            names = files_below(stage.path) if stage.kind == "folder" else ()
+            return {**_manifest_fields(plan, digest, names), **records}
 
         with staged(
             plan.request.target,
@@ -172,13 +175,14 @@ def _check_streamed(plan: Plan, stage: Stage) -> None:
     faults.check(CommitError, "What was written isn't what was planned", place=stage.target)
 
 
-def _manifest_fields(plan: Plan, digest: str | None) -> Mapping[str, Any]:
+def _manifest_fields(plan: Plan, digest: str | None, files: Iterable[str]) -> Mapping[str, Any]:
     return {
         "target": plan.target.to_json(),
         "source": {**plan.source.to_json(), "digest": digest},
         "plan": plan.digest,
         "options": dict(plan.options),
         "state": dict(plan.state),
+        "resume": resume_lines(in_manifest(plan, files), plan.state),
         "dropped": dict(plan.dropped),
         "inexact": {
             entry.name: {"exactness": entry.exactness.name.lower(), "reason": entry.reason}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -24,6 +24,7 @@ from statekit.state.schema import load_schema
 _RULES = ("factor_map", "logical_factor_rules")
 _RATE, _DEFAULT = "learning_rate", "default"
 _UNKNOWN = "..."
+_ANYWHERE = Path("/path/to")
 State = Mapping[str, Any]
 """A state without its tensors, as `TrainState.to_json` gives it."""
 
@@ -51,6 +52,17 @@ def of_plan(plan: Plan, files: Iterable[str] = ()) -> Place:
     """Returns where a conversion writes."""
     target = plan.target
     return Place(target.container, target.layout, plan.request.target, target.step, tuple(files))
+
+
+def in_manifest(plan: Plan, files: Iterable[str]) -> Place:
+    """Returns where a conversion's manifest says that its target lies: `/path/to/checkpoint`.
+
+    A manifest says the same wherever its checkpoint is written and moved to; only a name that means a step stays.
+    """
+    place = of_plan(plan, files)
+    named = _entries().get((place.layout, place.container), {}).get("step")
+    is_step = named is not None and place.path.name == named.format(step=place.step)
+    return replace(place, path=_ANYWHERE / (place.path.name if is_step else "checkpoint"))
 
 
 def of_checkpoint(opened: OpenState) -> Place:
