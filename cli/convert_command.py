@@ -9,15 +9,14 @@ import click
 
 from statekit.cli import output
 from statekit.cli.arguments import containers, hints_options, layouts, local_file, targets
-from statekit.cli.next_update_view import show_next
 from statekit.cli.output import Screen
-from statekit.cli.plan_view import show_plan
+from statekit.cli.plan_view import show_next, show_plan
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import Report, convert, plan
 from statekit.conversion.plan import Plan
 from statekit.conversion.resume import next_update, of_plan, resume_lines
 from statekit.files.stage import Progress
-from statekit.state.step_offset import StepOffset
+from statekit.state.train_state import StepOffset
 
 OFFSETS: dict[str, StepOffset] = {"keep": "keep", "reset": "reset"}
 PHASES = {"check": "checking the source", "write": "writing", "verify": "reading again"}

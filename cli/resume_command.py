@@ -8,7 +8,7 @@ import click
 
 from statekit.cli import output
 from statekit.cli.arguments import containers, hints_options, layouts, local_file
-from statekit.cli.next_update_view import show_next
+from statekit.cli.plan_view import show_next
 from statekit.conversion.contracts import Hints
 from statekit.conversion.open_state import open_state
 from statekit.conversion.resume import frameworks, next_update, of_checkpoint, resume_lines

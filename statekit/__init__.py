@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from statekit.conversion.open_state import OpenState
     from statekit.conversion.plan import Plan
     from statekit.files.stage import Progress
-    from statekit.state.step_offset import StepOffset
-    from statekit.state.train_state import TrainState
+    from statekit.state.train_state import StepOffset, TrainState
     from statekit.tensors.tensor import Tensor
     from statekit.verify.replay import Replay
 

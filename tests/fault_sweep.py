@@ -34,7 +34,7 @@ from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.layouts.own.statekit_torch import LAYOUT as TORCH_LAYOUT
 from statekit.converters.layouts.t5x.layout import LAYOUT as T5X_LAYOUT
 from statekit.errors import StatekitError
-from statekit.files import rename, stage
+from statekit.files import durable, stage
 from statekit.tensors.digest import tensor_digest
 
 CALLS = ("open", "write", "fsync", "mkdir", "rmdir", "unlink", "link", "rename")
@@ -58,7 +58,7 @@ def injected(fault: Callable[[], None], at: int, persistent: bool) -> list[int]:
 
     for name in CALLS:
         setattr(os, name, counting(getattr(os, name)))
-    setattr(rename, "_renameat2", counting(rename._renameat2))  # noqa: B010  # mypy refuses =, it is no variable
+    setattr(durable, "_renameat2", counting(durable._renameat2))  # noqa: B010  # mypy refuses =, it is no variable
     return seen
 
 
@@ -183,7 +183,7 @@ def main(how: str, source: Path, parent: Path, name: str, options: list[str]) ->
     register(pytest.MonkeyPatch(), T5X, ORBAX, TORCH, T5X_LAYOUT, TORCH_LAYOUT)
     convert(plan(source, parent / "warm.statekit"))  # imports what every child would; starts no thread
     if "plain" in options:
-        rename._renameat2 = lambda *_: False
+        durable._renameat2 = lambda *_: False
     if "careless" in options:
         setattr(stage, "rename_new", carelessly)  # noqa: B010  # mypy refuses =, other signature
     print(json.dumps(sweep(fault, source, parent, name, options)))

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from statekit.errors import CommitError, NotFoundError, TargetExistsError, UsageError
-from statekit.files import manifest, rename
+from statekit.files import durable, manifest
 from statekit.files import stage as commit
 from statekit.files import temporary as leftovers
 from statekit.files.checkpoint import Checkpoint
@@ -191,7 +191,7 @@ def test_a_target_that_comes_into_being_meanwhile_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supported: bool
 ) -> None:
     if not supported:
-        monkeypatch.setattr(rename, "_renameat2", lambda *_: False)
+        monkeypatch.setattr(durable, "_renameat2", lambda *_: False)
     for kind in ("file", "folder"):
         target = tmp_path / kind
         with pytest.raises(TargetExistsError), staged(target, kind) as stage:
@@ -208,7 +208,7 @@ def test_replace_swaps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supported: bool, kind: commit.TargetKind
 ) -> None:
     if not supported:
-        monkeypatch.setattr(rename, "_renameat2", lambda *_: False)
+        monkeypatch.setattr(durable, "_renameat2", lambda *_: False)
     target, new = tmp_path / "target", in_memory(VALUES + 1, "a")
     write(target, kind)
     write(target, kind, replace=True, tensor=new)
@@ -225,7 +225,7 @@ def test_replace_keeps_the_old_copy_until_the_new_one_is_synced(
     copies: list[set[bytes]] = []
 
     def watching(folder: Path) -> None:
-        rename.sync_folder(folder)
+        durable.sync_folder(folder)
         copies.append({path.read_bytes() for path in tmp_path.rglob("a")})
 
     monkeypatch.setattr(commit, "sync_folder", watching)

@@ -88,7 +88,7 @@ def test_a_cell(row: Row, target: str, tmp_path: Path) -> None:
         state = opened.state if keeps_encoding(layout) else decoded(opened.state)
         if state.optimizer.schema not in layout.variants:
             pytest.skip(f"{target} holds no {state.optimizer.schema}")
-        way = rule_change_to(layout, state, opened.layout)
+        way = rule_change_to(registry.layout_card(layout.name), state, opened.layout)
         place = tmp_path / "target"
         try:
             planned = plan(sample.path, place, to=home(layout), layout=target, hints=row.hints)

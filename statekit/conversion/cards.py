@@ -1,19 +1,35 @@
-"""What is known of a container or layout without loading it: its card.
+"""What is known of a container or layout without loading it: its card, and its signs.
 
 The cards of our own formats lie in `converters/cards.json`, made from the formats themselves by `make tables`; those of
 other packages are made when they are asked for, which loads them.
+
+Signs are what is cheap to see of a path, or of the names in an opened checkpoint, and lets a format fit; they are data,
+`converters/signs.json`. They leave out, they don't decide: a format without signs may always fit.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 from statekit.conversion.contracts import Container, Layout
+from statekit.errors import StatekitError
+from statekit.files.checkpoint import Checkpoint
+from statekit.files.source import first_bytes
+
+MayFit: TypeAlias = Callable[[str], bool]
+"""Tells of a format's name whether its signs are there, or it has none."""
+
+_HEAD = 64
+"""Bytes of a file that signs are looked for in."""
+_NUMBERED = re.compile(r"(\d{1,18})/$")
 
 
 @dataclass(frozen=True)
@@ -62,7 +78,66 @@ def kept_layout(name: str) -> LayoutCard | None:
     return LayoutCard(name, card["title"], tuple(card["containers"]), variants)
 
 
-@cache
 def _kept() -> Mapping[str, Mapping[str, Any]]:
-    text = resources.files("statekit.converters").joinpath("cards.json").read_text(encoding="utf-8")
+    return _data("cards.json")
+
+
+def containers_for(path: Path) -> MayFit:
+    """Returns which containers may fit a path: a file, a folder, or a prefix of file names."""
+    if path.is_file():
+        seen = {"name": path.name, "begins": _head(path)}
+    elif path.is_dir():
+        seen = {"holds": _entries(path)}
+    else:
+        seen = {"holds": _entries(path.parent, path.name)}
+    return lambda name: _shows(_signs("containers").get(name), seen)
+
+
+def layouts_for(checkpoint: Checkpoint) -> MayFit:
+    """Returns which layouts may fit the names of a checkpoint's tensors."""
+    seen = {"names": "\n".join(checkpoint.tensors)}
+    return lambda name: _shows(_signs("layouts").get(name), seen)
+
+
+def _shows(signs: Mapping[str, str] | None, seen: Mapping[str, str]) -> bool:
+    if signs is None:
+        return True
+    return any(key in seen and re.search(sign, seen[key], _FLAGS[key]) for key, sign in signs.items())
+
+
+_FLAGS = {"name": re.DOTALL, "begins": re.DOTALL, "holds": re.MULTILINE, "names": re.MULTILINE}
+
+
+def _head(path: Path) -> str:
+    """Returns a file's first bytes, a character a byte; none of one that can't be read."""
+    try:
+        return first_bytes(path, _HEAD).decode("latin-1")
+    except StatekitError:
+        return ""
+
+
+def _entries(folder: Path, start: str = "") -> str:
+    """Returns the names in a folder that start so, folders with a slash, then those in its newest numbered folder."""
+    names = _names(folder, start)
+    numbered = {int(found[1]): name for name in names if (found := _NUMBERED.search(name))}
+    newest = _names(folder / numbered[max(numbered)], "") if numbered and not start else []
+    return "\n".join([*names, *newest])
+
+
+def _names(folder: Path, start: str) -> list[str]:
+    """Returns the names in a folder that start so; none of one that can't be read."""
+    try:
+        with os.scandir(folder) as entries:
+            return [f"{e.name}/" if e.is_dir() else e.name for e in entries if e.name.startswith(start)]
+    except OSError:
+        return []
+
+
+def _signs(kind: str) -> Mapping[str, Mapping[str, str]]:
+    return dict(_data("signs.json")[kind])
+
+
+@cache
+def _data(name: str) -> Mapping[str, Mapping[str, Any]]:
+    text = resources.files("statekit.converters").joinpath(name).read_text(encoding="utf-8")
     return dict(json.loads(text))

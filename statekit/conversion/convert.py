@@ -18,18 +18,15 @@ from statekit.conversion.kept import FIELD, by_leaf, kept_of, to_field
 from statekit.conversion.plan import Plan, Request
 from statekit.conversion.prepared import carried_out, prepare
 from statekit.conversion.resume import in_manifest, resume_lines
-from statekit.conversion.source_digests import (
-    content_digest,
-    digest_rest,
-    passed_through,
-    prove,
-    source_digests,
-)
-from statekit.errors import CommitError, Faults, printable
+from statekit.errors import CommitError, CorruptError, Faults, fault_list, printable
+from statekit.files.checkpoint import Checkpoint
 from statekit.files.durable import writing
-from statekit.files.manifest import files_below
-from statekit.files.stage import Entries, OnProgress, Stage, check_target, silent, staged
-from statekit.state.step_offset import StepOffset
+from statekit.files.manifest import files_below, tensor_entry
+from statekit.files.stage import Entries, OnProgress, Progress, Stage, check_target, silent, staged
+from statekit.state.train_state import StepOffset
+from statekit.tensors.digest import json_digest, tensor_digest
+from statekit.tensors.tensor import nbytes
+from statekit.tensors.tree import Tree, tensor_names
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,13 +123,13 @@ def convert(plan: Plan, *, replace: bool = False, on_progress: OnProgress | None
     check_target(plan.request.target, replace=replace)
     with carried_out(plan) as prepared:
         checkpoint, tree = prepared.opened.checkpoint, prepared.encoded.tree
-        passed = passed_through(checkpoint, tree)
+        passed = _passed_through(checkpoint, tree)
         rest: dict[str, str] = {}
         kept = kept_of(prepared.state.extra, by_leaf(prepared.encoded.dropped, prepared.state.extra))
         records = {FIELD: to_field(kept.extra)} if kept.extra else {}
 
         def fields(streamed: Entries) -> Mapping[str, Any]:
-            digest = content_digest(checkpoint, source_digests(rest, passed, streamed))
+            digest = _content_digest(checkpoint, _source_digests(rest, passed, streamed))
             names = files_below(stage.path) if stage.kind == "folder" else ()
             return {**_manifest_fields(plan, digest, names), **records}
 
@@ -144,13 +141,13 @@ def convert(plan: Plan, *, replace: bool = False, on_progress: OnProgress | None
             fields=fields,
             total=plan.bytes,
         ) as stage:
-            rest.update(digest_rest(checkpoint, passed, tell))
-            prove(checkpoint, rest)
+            rest.update(_digest_rest(checkpoint, passed, tell))
+            _prove(checkpoint, rest)
             with writing(stage.target):  # a container may make files by other means than the stage's
                 prepared.container.write(prepared.encoded, stage)
             _check_streamed(plan, stage)
-            digests = source_digests(rest, passed, stage.tensors)
-            proven = prove(checkpoint, digests)
+            digests = _source_digests(rest, passed, stage.tensors)
+            proven = _prove(checkpoint, digests)
             files = stage.commit(prepared.reopen)
         return Report(
             target=stage.target,
@@ -159,7 +156,7 @@ def convert(plan: Plan, *, replace: bool = False, on_progress: OnProgress | None
             bytes=sum(int(entry["bytes"]) for entry in files.values()),
             seconds=time.monotonic() - began,
             verified=len(stage.tensors),
-            source_digest=content_digest(checkpoint, digests) or "",
+            source_digest=_content_digest(checkpoint, digests) or "",
             source_proven=proven,
         )
 
@@ -190,3 +187,65 @@ def _manifest_fields(plan: Plan, digest: str | None, files: Iterable[str]) -> Ma
             if entry.exactness > Exactness.BITWISE
         },
     }
+
+
+def _passed_through(checkpoint: Checkpoint, tree: Tree) -> dict[str, str]:
+    """Returns name in the target -> name in the source, for tensors that are written as they are."""
+    sources = {id(tensor): name for name, tensor in checkpoint.tensors.items()}
+    return {name: sources[id(tensor)] for name, tensor in tensor_names(tree).items() if id(tensor) in sources}
+
+
+def _digest_rest(checkpoint: Checkpoint, passed: Mapping[str, str], tell: OnProgress) -> dict[str, str]:
+    """Reads the tensors of the source that aren't written as they are, and returns their digests.
+
+    The others are digested while they are written.
+    """
+    streamed = set(passed.values())
+    rest = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in streamed}
+    total, done = sum(map(nbytes, rest.values())), 0
+    digests = {}
+    for name, tensor in rest.items():
+
+        def count(size: int, name: str = name) -> None:
+            nonlocal done
+            done += size
+            tell(Progress("check", name, done, total))
+
+        digests[name] = tensor_digest(tensor, count)
+    return digests
+
+
+def _source_digests(rest: Mapping[str, str], passed: Mapping[str, str], streamed: Entries) -> dict[str, str]:
+    """Joins the digests of the tensors read by themselves with those of the tensors streamed so far."""
+    return {**rest, **{passed[name]: entry["blake3"] for name, entry in streamed.items() if name in passed}}
+
+
+def _prove(checkpoint: Checkpoint, digests: Mapping[str, str]) -> int:
+    """Compares digests with those of the source's manifest, and returns how many it has.
+
+    Raises:
+        CorruptError: Lists every tensor that isn't what the manifest says.
+    """
+    stated = checkpoint.manifest["tensors"] if checkpoint.manifest else {}
+    known = [name for name in digests if name in stated]
+    changed = [name for name in known if digests[name] != stated[name]["blake3"]]
+    if changed:
+        raise CorruptError(
+            f"{len(changed)} tensors of the source have other values than when it was written.",
+            place=checkpoint.path,
+            found=fault_list(("doesn't fit its digest in the manifest", name) for name in changed),
+            remedy="restore the checkpoint from a copy",
+        )
+    return len(known)
+
+
+def _content_digest(checkpoint: Checkpoint, digests: Mapping[str, str]) -> str | None:
+    """Returns the digest of a checkpoint's content: of names, shapes, dtypes and values, wherever they lie in files.
+
+    It is the digest of the canonical JSON of name -> manifest entry, over all tensors; None while one is missing.
+    """
+    if digests.keys() != checkpoint.tensors.keys():
+        return None
+    return json_digest(
+        {name: tensor_entry(tensor, digests[name]) for name, tensor in checkpoint.tensors.items()}
+    )

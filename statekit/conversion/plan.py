@@ -13,8 +13,7 @@ from statekit.conversion.kept import by_leaf, kept_of
 from statekit.conversion.rule_change import RuleChange
 from statekit.errors import Faults, InexactError, printable
 from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.state.step_offset import StepOffset
-from statekit.state.train_state import TrainState
+from statekit.state.train_state import StepOffset, TrainState
 from statekit.tensors.digest import json_digest
 from statekit.tensors.tensor import Shape, Tensor, nbytes
 from statekit.tensors.tree import tensor_names, to_json

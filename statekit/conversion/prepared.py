@@ -31,8 +31,7 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import TargetKind
 from statekit.state.masters import as_params
 from statekit.state.parameter_encoding import check_known, decoded
-from statekit.state.step_offset import with_offset
-from statekit.state.train_state import TrainState
+from statekit.state.train_state import StepOffset, TrainState
 
 
 @dataclass(frozen=True)
@@ -101,13 +100,13 @@ def prepare(request: Request) -> Plan:
     container, implied = choose_container(request.target, request.to)
     opened = open_state(request.source, container=request.from_, step=request.step, hints=request.hints)
     try:
-        state, offset = with_offset(opened.state, request.step_offset)
+        state = opened.state.with_step_offset(request.step_offset)
         name = request.layout or implied
         layout = choose_layout(container, state.optimizer.schema, name, opened.layout)
         if not (isinstance(layout, KeepsEncoding) and layout.keeps_encoding):
             check_known(state, opened.makers)
             state = decoded(state)
-        rule_change = rule_change_to(layout, state, opened.layout)
+        rule_change = rule_change_to(registry.layout_card(layout.name), state, opened.layout)
         if rule_change is not None:
             rule_change.check(request.require, lambda: _nearest(opened, request))
             state = rule_change.state
@@ -118,7 +117,7 @@ def prepare(request: Request) -> Plan:
             "hparams": dict(request.hints.hyperparameters),
             "variant": request.hints.variant,
             **({"param_names": list(names)} if (names := request.hints.param_names) else {}),
-            "step_offset": {"asked": request.step_offset, "value": offset},
+            "step_offset": {"asked": request.step_offset, "value": _offset(state, request.step_offset)},
             "require": request.require.name.lower(),
         }
         target = Side(container.name, layout.name, encoded.step)
@@ -183,6 +182,11 @@ def _stat(path: Path) -> os.stat_result | None:
         return None
 
 
+def _offset(state: TrainState, asked: StepOffset) -> int | None:
+    """Returns where the decay of the second moment was made to start; None where that stays."""
+    return None if asked == "keep" else int(state.optimizer.groups[0].hyperparameters["step_offset"])
+
+
 def _encoded(layout: Layout, state: TrainState) -> tuple[Encoded, TrainState]:
     """Returns a state in native form, and as it is there: masters are the parameters of layouts without their place."""
     if isinstance(layout, KeepsMasters):
@@ -192,7 +196,7 @@ def _encoded(layout: Layout, state: TrainState) -> tuple[Encoded, TrainState]:
     return replace(encoded, dropped={**encoded.dropped, **left}), state
 
 
-def rule_change_to(layout: Layout | LayoutCard, state: TrainState, source: str) -> RuleChange | None:
+def rule_change_to(layout: LayoutCard, state: TrainState, source: str) -> RuleChange | None:
     """Returns how a state goes on where a layout is at home; None if it may follow its own rule there.
 
     Args:

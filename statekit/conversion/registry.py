@@ -1,6 +1,6 @@
 """Names of containers and layouts, each loaded when asked for. Other packages add theirs through entry points.
 
-Which one fits is asked in two rounds: first of those whose signs are there (signs.py); of the rest only if none does.
+Which one fits is asked in two rounds: first of those whose signs are there (cards.py); of the rest only if none does.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from typing import TypeVar, cast
 from statekit.conversion.cards import (
     ContainerCard,
     LayoutCard,
+    MayFit,
+    containers_for,
     kept_container,
     kept_layout,
+    layouts_for,
     of_container,
     of_layout,
 )
 from statekit.conversion.contracts import Container, Evidence, Hints, Layout
 from statekit.conversion.kept import with_kept
-from statekit.conversion.signs import MayFit, containers_for, layouts_for
 from statekit.errors import (
     NotFoundError,
     StateError,

@@ -13,7 +13,6 @@ from statekit.state.constants import variant_constants
 from statekit.state.factoring import map_entries
 from statekit.state.options import EXCLUDED, FACTOR_MAP, MULTIPLIERS, SCALE, read_options, rule_of, taken
 from statekit.state.schema import load_schema
-from statekit.state.step_offset import with_offset
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import DTYPES, Cast, DType, Filled, Tensor
 
@@ -63,7 +62,7 @@ def overridden(state: TrainState, overrides: Mapping[str, Any], rate: str, anew:
     faults.check(UsageError, "Overrides can't be made", remedy="; ".join(way for way in ways if way) or usual)
     offset = overrides["step_offset"] if is_word else by_path.get("step_offset", "keep")
     by_path.pop("step_offset", None)
-    state = with_offset(state.with_hyperparameters(**by_path), offset)[0]
+    state = state.with_hyperparameters(**by_path).with_step_offset(offset)
     refit = {name for name in by_path if schema.hyperparameters[name].get("at_loading") == "refit"}
     return _refitted(state) if refit else state
 

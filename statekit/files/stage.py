@@ -29,7 +29,7 @@ from statekit.errors import (
     some,
 )
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.durable import new_file, writing
+from statekit.files.durable import exchange, new_file, rename_new, sync_folder, writing
 from statekit.files.manifest import (
     FILE,
     file_entry,
@@ -42,7 +42,6 @@ from statekit.files.manifest import (
     to_text,
     unnamed_files,
 )
-from statekit.files.rename import exchange, rename_new, sync_folder
 from statekit.files.source import read_small
 from statekit.files.temporary import make_temporary, sweep
 from statekit.tensors.digest import tensor_bytes, tensor_digest

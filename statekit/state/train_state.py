@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal, TypeAlias
 
-from statekit.errors import Faults, StateError
+from statekit.errors import Faults, StateError, UsageError
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Tree
 
+StepOffset: TypeAlias = Literal["keep", "reset"] | int
+"""Where the decay of the second moment starts: `keep`; `reset`: at the updates done; or after so many."""
 KnownFrom: TypeAlias = Literal["file", "given", "assumed"]
 
 
@@ -213,6 +215,29 @@ class TrainState:
             for g in self.optimizer.groups
         )
         return replace(self, optimizer=replace(self.optimizer, groups=groups))
+
+    def with_step_offset(self, asked: StepOffset) -> TrainState:
+        """Returns the state with its second moment's decay starting where it is asked to.
+
+        Raises:
+            UsageError: The optimizer has no `step_offset`, or it would lie beyond the step.
+        """
+        if asked == "keep":
+            return self
+        updates = self.counts.updates
+        if "step_offset" not in load_schema(self.optimizer.schema).hyperparameters:
+            raise UsageError(
+                f"{self.optimizer.schema} has no step_offset.", place="--step-offset", expected="keep"
+            )
+        value = updates if asked == "reset" else asked
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= updates:
+            raise UsageError(  # (step - offset + 1) ** -decay_rate would be NaN from then on
+                "The step_offset isn't usable: the decay of the second moment would be NaN.",
+                place="--step-offset",
+                expected=f"keep, reset, or a number from 0 to the step, {updates}",
+                found=asked,
+            )
+        return self.with_hyperparameters(step_offset=value)
 
     def to_json(self) -> dict[str, Any]:
         """Describes the state without its tensors, as it stands in a manifest."""
