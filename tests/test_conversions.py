@@ -26,9 +26,8 @@ from statekit.conversion.open_state import open_state
 from statekit.conversion.prepared import rule_change_to
 from statekit.conversion.rule_change import RuleChange
 from statekit.errors import InexactError, StateError, StatekitError
-from statekit.state.masters import as_params
-from statekit.state.parameter_encoding import check_known, decoded, encoded
 from statekit.state.schema import load_schema
+from statekit.state.stored_params import as_params, check_known, decoded, encoded
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array
 

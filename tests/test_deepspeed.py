@@ -37,7 +37,7 @@ from statekit.errors import (
     UsageError,
 )
 from statekit.optim.run import load, mover, store
-from statekit.state.masters import MASTER, as_params
+from statekit.state.stored_params import MASTER, as_params
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import in_memory
 from statekit.verify.recording import open_recording

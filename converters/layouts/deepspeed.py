@@ -21,8 +21,8 @@ from statekit.converters.layouts.pytorch.parts import frame
 from statekit.converters.layouts.pytorch.torch_optim import LAYOUT as TORCH_OPTIM
 from statekit.errors import InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
-from statekit.state.masters import MASTER
 from statekit.state.schema import load_schema
+from statekit.state.stored_params import MASTER
 from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensors.tensor import Filled, Tensor
 from statekit.tensors.tree import Tree

@@ -25,7 +25,7 @@ from statekit.converters.layouts.pytorch.parts import BESIDE, PLACES, is_plain, 
 from statekit.converters.layouts.pytorch.torch_fqn import LAYOUT as BY_NAME
 from statekit.errors import Faults, InexactError, StateError, fault_list
 from statekit.files.checkpoint import Checkpoint
-from statekit.state.masters import MASTER
+from statekit.state.stored_params import MASTER
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Tree

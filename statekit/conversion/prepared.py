@@ -29,8 +29,7 @@ from statekit.conversion.target import check_apart, choose_container, choose_lay
 from statekit.errors import Faults, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import TargetKind
-from statekit.state.masters import as_params
-from statekit.state.parameter_encoding import check_known, decoded
+from statekit.state.stored_params import as_params, check_known, decoded
 from statekit.state.train_state import StepOffset, TrainState
 
 

@@ -24,9 +24,8 @@ from statekit.jax.sharding import slot_sharding
 from statekit.jax.states import STATES, State
 from statekit.jax.transformation import OptimizerSpec, Rate, built, rate_faults, state_of
 from statekit.optim.run import steps_for
-from statekit.state.masters import as_params
 from statekit.state.options import FACTOR_MAP, RATE_NAMES, known_options, read_options, taken
-from statekit.state.parameter_encoding import as_variable
+from statekit.state.stored_params import as_params, as_variable
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Tensor, widens
 

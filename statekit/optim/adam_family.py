@@ -20,7 +20,7 @@ from statekit.state.hyperparameters import (
     require_whole_updates,
     settled,
 )
-from statekit.state.masters import MASTER
+from statekit.state.stored_params import MASTER
 from statekit.state.train_state import Group, TrainState
 
 Schema = Literal["adamw", "lamb"]

@@ -27,7 +27,7 @@ from statekit.optim.adam_family import AdamHyperparameters, AdamSetting
 from statekit.optim.adam_moments import FIRST, SECOND, decay, slots_like
 from statekit.optim.steps import Arrays, Scene, Slots, no_group_slots, stored
 from statekit.state.constants import AdamWConstants, variant_constants
-from statekit.state.masters import MASTER
+from statekit.state.stored_params import MASTER
 from statekit.state.train_state import Group, Rule, TrainState
 
 VARIANTS = ("torch", "optax", "keras", "mesh_tf", "gpt_neo")

@@ -16,9 +16,8 @@ from statekit.conversion.registry import detect_container
 from statekit.dropin.matching import Given, match_faults, require_resumable
 from statekit.dropin.overrides import overridden
 from statekit.errors import Faults, StateError, UnknownRuleError, UsageError
-from statekit.state.masters import as_params
 from statekit.state.options import FACTOR_MAP, KERAS, RATE_NAMES, known_options, taken
-from statekit.state.parameter_encoding import as_variable
+from statekit.state.stored_params import as_params, as_variable
 from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensorflow.naming import normal, partners, path_of, twice
 from statekit.tensorflow.optimizer import Rate, SchemaOptimizer

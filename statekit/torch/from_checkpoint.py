@@ -17,10 +17,9 @@ from statekit.dropin.by_name import path_of
 from statekit.dropin.matching import Given, match_faults, require_resumable
 from statekit.dropin.overrides import overridden
 from statekit.errors import Faults, StateError, UsageError
-from statekit.state.masters import as_params
 from statekit.state.options import RATE_NAMES
-from statekit.state.parameter_encoding import as_variable
 from statekit.state.schema import load_schema
+from statekit.state.stored_params import as_params, as_variable
 from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensors.tensor import Tensor, widens
 from statekit.torch.adafactor import Adafactor

@@ -11,7 +11,7 @@ from typing import TypeVar
 from statekit.conversion.contracts import Hints
 from statekit.conversion.open_state import OpenState, open_state
 from statekit.errors import StateError
-from statekit.state.masters import MASTER, as_params
+from statekit.state.stored_params import MASTER, as_params
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Cast, Tensor, widens
 

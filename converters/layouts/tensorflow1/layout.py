@@ -36,8 +36,8 @@ from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape, first_entry, labels, map_entries, swapped
-from statekit.state.parameter_encoding import as_stored, encoded, encodes
 from statekit.state.schema import load_schema
+from statekit.state.stored_params import as_stored, encoded, encodes
 from statekit.state.train_state import Axis, Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Shape, Tensor, in_memory
 

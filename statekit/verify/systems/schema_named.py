@@ -26,8 +26,8 @@ from statekit.optim.steps import Execution
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape
 from statekit.state.options import RATE_NAMES
-from statekit.state.parameter_encoding import EIGHTH_POWER, NAME
 from statekit.state.schema import OptimizerSchema, load_schema
+from statekit.state.stored_params import EIGHTH_POWER
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.verify.contract import FORMAT, TRAJECTORY, Phase
@@ -173,8 +173,8 @@ def _group(schema: OptimizerSchema, variant: str, arguments: Mapping[str, Any]) 
     for name in RATE_NAMES:
         if name in values and schema.fault(name, values[name]):
             del values[name]  # a schedule in words: the recording has the learning rate of every update
-    if NAME in values and values[NAME] is not None:
-        values[NAME] = EIGHTH_POWER  # the object was recorded by what it prints
+    if ENCODING in values and values[ENCODING] is not None:
+        values[ENCODING] = EIGHTH_POWER  # the object was recorded by what it prints
     return Group(tuple(arguments["params"]), values, dict.fromkeys(values, "file"))
 
 

@@ -1,4 +1,10 @@
-"""Parameters that a checkpoint stores encoded, and as the numbers that a model computes with.
+"""Parameters that are stored otherwise than they are moved: with masters beside them, or encoded.
+
+Masters are float32 copies of parameters of lower precision. An optimizer moves them; the parameter is their rounding.
+
+Canonically both are kept, the copy as slot `master`. Where only one has a place, it is the master, written as the
+parameter: the run goes on exactly, and the parameter of lower precision follows from it. That it does is proven for
+every value when it is read.
 
 From release 1.6.0 on Tensor2Tensor keeps a bfloat16 variable as sign(w) (128 |w|)^8; its graph decodes it wherever the
 model reads it. No other system does, so a parameter is decoded where it leaves Tensor2Tensor, and encoded where it
@@ -10,15 +16,99 @@ Source: tensorflow/tensor2tensor, utils/quantization.py, `EighthPowerEncoding`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from statekit.errors import InexactError
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, TrainState
-from statekit.tensors.tensor import DType, Tensor
+from statekit.tensors.tensor import Array, Cast, DType, Index, Shape, Tensor
 from statekit.tensors.views import EighthPower, EighthRoot
 
-NAME, EIGHTH_POWER = "parameter_encoding", "eighth_power"
+MASTER = "master"
+"""The slot."""
+
+
+@dataclass(frozen=True)
+class Proven:
+    """A master whose rounding is the parameter.
+
+    Raises:
+        InexactError: When read, it turns out not to be: both are needed.
+    """
+
+    master: Tensor
+    param: Tensor
+    path: str
+
+    @property
+    def shape(self) -> Shape:
+        """The shape."""
+        return self.master.shape
+
+    @property
+    def dtype(self) -> DType:
+        """The master's dtype."""
+        return self.master.dtype
+
+    @property
+    def grain(self) -> Shape:
+        """The master's cheapest block."""
+        return self.master.grain
+
+    def read(self, index: Index | None = None) -> Array:
+        """Reads a block of both, and compares them."""
+        block, low = self.master.read(index), self.param.read(index)
+        with np.errstate(over="ignore"):  # what lies beyond the range is infinite in both
+            rounded = block.astype(low.dtype)
+        if not np.array_equal(rounded.astype(np.float32), low.astype(np.float32), equal_nan=True):
+            raise InexactError(
+                f"A parameter of {low.dtype} isn't the rounding of its master, and the target has no place for both.",
+                place=self.path,
+                expected="equal values",
+                found=f"{np.count_nonzero(rounded != low)} others among {low.size}",
+                remedy="keep both: --to statekit",
+            )
+        return block
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes the tensor."""
+        return {"op": "proven", "source": self.master.to_json(), "rounds_to": self.param.to_json()}
+
+
+def as_params(state: TrainState) -> tuple[TrainState, dict[str, str]]:
+    """Returns a state whose masters are its parameters, and what that leaves behind, with the reason.
+
+    A state of a variant that has masters of its own, or may, stays as it is.
+    """
+    slot = load_schema(state.optimizer.schema).slots.get(MASTER)
+    masters = {path: own[MASTER] for path, own in state.slots.items() if MASTER in own}
+    keepers = slot.aliases if slot else {}
+    if not masters or (keepers and state.optimizer.variant in (None, *keepers)):
+        return state, {}
+    params = {path: _proven(masters, path, tensor) for path, tensor in state.params.items()}
+    slots = {
+        path: {name: tensor for name, tensor in own.items() if name != MASTER}
+        for path, own in state.slots.items()
+    }
+    left = {
+        f"low_precision/{path}": f"its master, rounded to {state.params[path].dtype}; the master is the parameter"
+        for path in masters
+    }
+    return replace(state, params=params, slots=slots), left
+
+
+def _proven(masters: dict[str, Tensor], path: str, param: Tensor) -> Tensor:
+    master = masters.get(path)
+    if master is None:
+        return param
+    derived = isinstance(param, Cast) and param.source is master
+    return master if derived else Proven(master, param, path)
+
+
+ENCODING, EIGHTH_POWER = "parameter_encoding", "eighth_power"
 """The hyperparameter that says so, and its value."""
 DECODED = "decoded_parameters"
 """Key in `extra`: paths of the parameters that were encoded where the state comes from."""
@@ -46,7 +136,9 @@ def encoded_paths(state: TrainState) -> list[str]:
     A drop-in of such a variant holds them so too. Only a user can say that they aren't.
     """
     variant, groups = state.optimizer.variant, state.optimizer.groups
-    denied = any(g.known_from.get(NAME) == "given" and g.hyperparameters[NAME] is None for g in groups)
+    denied = any(
+        g.known_from.get(ENCODING) == "given" and g.hyperparameters[ENCODING] is None for g in groups
+    )
     if variant is None or denied or not encodes(state.optimizer.schema, variant):
         return []
     return [path for path, param in state.params.items() if param.dtype.name == _STORED]
@@ -132,7 +224,7 @@ def check_known(state: TrainState, makers: Iterable[str]) -> None:
             place=stored[0],
             found=f"{len(stored)} of {_STORED}, and no variant",
             expected=f"the variant that ran: {', '.join(encoding)} encodes, {', '.join(others)} doesn't",
-            remedy=f"name it: --variant {encoding[0]}, or hparams={{{NAME!r}: {EIGHTH_POWER!r}}}",
+            remedy=f"name it: --variant {encoding[0]}, or hparams={{{ENCODING!r}: {EIGHTH_POWER!r}}}",
         )
 
 
@@ -144,6 +236,6 @@ def _with_encoding(state: TrainState, value: str | None) -> TrainState:
 def _group(group: Group, value: str | None) -> Group:
     return replace(
         group,
-        hyperparameters={**group.hyperparameters, NAME: value},
-        known_from={**group.known_from, NAME: "file"},
+        hyperparameters={**group.hyperparameters, ENCODING: value},
+        known_from={**group.known_from, ENCODING: "file"},
     )
