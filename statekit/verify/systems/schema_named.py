@@ -27,7 +27,7 @@ from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape
 from statekit.state.options import RATE_NAMES
 from statekit.state.schema import OptimizerSchema, load_schema
-from statekit.state.stored_params import EIGHTH_POWER
+from statekit.state.stored_params import EIGHTH_POWER, ENCODING
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.verify.contract import FORMAT, TRAJECTORY, Phase
