@@ -16,7 +16,7 @@ from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.conversion.rule_change import change_rule
 from statekit.errors import StatekitError, UsageError
-from statekit.state.parameter_encoding import encoded_paths
+from statekit.state.stored_params import encoded_paths
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import Array, in_memory
 

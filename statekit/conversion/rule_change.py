@@ -19,8 +19,8 @@ from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape, swapped
 from statekit.state.hyperparameters import IS_EXCLUDED
 from statekit.state.options import RATE_NAMES
-from statekit.state.parameter_encoding import entered
 from statekit.state.schema import OptimizerSchema, load_schema
+from statekit.state.stored_params import entered
 from statekit.state.train_state import Axis, Group, Rule, TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.views import Mean
