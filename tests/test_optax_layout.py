@@ -447,7 +447,9 @@ def test_a_form_that_is_not_of_these_parameters(frame: Any) -> None:
 def grouped(*settings: Mapping[str, Any], extra: Any = None, frozen: bool = False) -> TrainState:
     """Returns the state of an AdamW of PyTorch whose groups have a matrix and a vector each."""
     params = {f"{name}{i}": full(*shape) for i in range(len(settings)) for name, shape in SHAPES.items()}
-    groups = tuple(Group((f"w{i}", f"b{i}"), dict(one)) for i, one in enumerate(settings))
+    groups = tuple(
+        Group((f"w{i}", f"b{i}"), dict(one), dict.fromkeys(one, "file")) for i, one in enumerate(settings)
+    )
     slots = {path: {"m": tensor, "v": tensor} for path, tensor in params.items()}
     params |= {"still": full(2)} if frozen else {}
     return TrainState(

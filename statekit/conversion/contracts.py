@@ -5,7 +5,7 @@ n containers and k layouts make n * k formats: everything goes native -> canonic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
@@ -170,6 +170,30 @@ class KeepsEncoding(Protocol):
     """A layout whose parameters may be stored encoded; `keeps_encoding` says whether this one's are."""
 
     keeps_encoding: bool
+
+
+@runtime_checkable
+class Constructing(Protocol):
+    """A layout whose optimizer isn't built by one call of its class: groups make masks or parts of it."""
+
+    def construction(
+        self,
+        schema: str,
+        groups: Sequence[Mapping[str, Any]],
+        names: Collection[str],
+        call: Callable[[Mapping[str, Any], Mapping[str, str]], str],
+        manifest: str,
+    ) -> list[str]:
+        """Returns the lines of Python that make `optimizer`.
+
+        Args:
+            schema: Its schema.
+            groups: The state's groups, as `TrainState.to_json` gives them, each with its number as `label`.
+            names: Names of the checkpoint's tensors; none if nobody knows them.
+            call: Gives the call of the optimizer's class for one group; its second argument is code for arguments that
+                shall be something else than the group says.
+            manifest: Path of the manifest beside the checkpoint, as it stands between double quotes.
+        """
 
 
 class Layout(Protocol):

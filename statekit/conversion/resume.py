@@ -15,8 +15,11 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from statekit.conversion import registry
+from statekit.conversion.contracts import Constructing
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import Plan
+from statekit.files.manifest import FILE
 from statekit.optim.adafactor import defaults, next_decay
 from statekit.optim.adafactor_forms import Hyperparameters
 from statekit.state.schema import load_schema
@@ -39,6 +42,7 @@ class Place:
         path: The checkpoint, or a run's folder that holds it.
         step: Its step, where `path` may be the run's folder.
         files: Names of its files, where they are known.
+        tensors: Names of its tensors, where they are known.
     """
 
     container: str
@@ -46,12 +50,14 @@ class Place:
     path: Path
     step: int | None
     files: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
 
 
 def of_plan(plan: Plan, files: Iterable[str] = ()) -> Place:
     """Returns where a conversion writes."""
     target = plan.target
-    return Place(target.container, target.layout, plan.request.target, target.step, tuple(files))
+    names = tuple(entry.name for entry in plan.entries)
+    return Place(target.container, target.layout, plan.request.target, target.step, tuple(files), names)
 
 
 def in_manifest(plan: Plan, files: Iterable[str]) -> Place:
@@ -69,7 +75,8 @@ def of_checkpoint(opened: OpenState) -> Place:
     """Returns where an opened checkpoint is: its path is the step's own."""
     path = opened.checkpoint.path
     files = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else ()
-    return Place(opened.checkpoint.container, opened.layout, path, None, tuple(files))
+    names = tuple(opened.checkpoint.tensors)
+    return Place(opened.checkpoint.container, opened.layout, path, None, tuple(files), names)
 
 
 def frameworks() -> list[str]:
@@ -90,9 +97,10 @@ def resume_lines(place: Place, state: State, framework: str | None = None) -> li
     said = _data()["frameworks"][framework] if framework else entry.get("lines", ())
     lines = [Template(line) for line in said]
     return [
-        line.substitute({name: values[name] for name in line.get_identifiers()})
+        one
         for line in lines
         if all(values[name] is not None for name in line.get_identifiers())
+        for one in line.substitute({name: values[name] for name in line.get_identifiers()}).split("\n")
     ]
 
 
@@ -120,7 +128,6 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
     constructor = _data()["constructors"].get(schema, {}).get(state["variant"])
     arguments, others = _native_arguments(state)
     missing = list(dict.fromkeys(name for group in groups for name in _missing(state, group)))
-    jax = dict.fromkeys(argument for group in groups for argument in _jax_arguments(state, group))
     offsets = {group["hyperparameters"].get("step_offset") or 0 for group in groups}
     rates = {repr(group["hyperparameters"].get(_RATE)) for group in groups}
     by_suffix = {Path(file).suffix: Path(file).name for file in place.files}
@@ -135,17 +142,45 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "constructor": constructor,
         "module": _module(constructor),
         "arguments": ", ".join(arguments),
+        "optimizer": "\n".join(_construction(place, state, constructor)),
         "not_arguments": f"not an argument of {constructor}: {', '.join(others)}" if others else None,
         "groups": _groups(groups),
         "missing": "".join(f", {name}={_UNKNOWN}" for name in ("lr" if n == _RATE else n for n in missing)),
         "missing_keras": "".join(f", {name}={_UNKNOWN}" for name in missing),
-        "jax_arguments": ", ".join((f"{_RATE}={_UNKNOWN}", *jax)),
         "step_offset": f"{max(offsets)}" if len(offsets) == 1 and max(offsets) else None,
         "rate": rates.pop() if len(rates) == 1 and rates != {"None"} else _UNKNOWN,
         "params_file": by_suffix.get(".params", "net.params"),
         "states_file": by_suffix.get(".states", "trainer.states"),
         "mxnet_name": {"adamw": "adam"}.get(schema, schema),
     }
+
+
+def _construction(place: Place, state: State, constructor: str | None) -> list[str]:
+    """Returns the lines that make `optimizer`."""
+
+    def call(group: Mapping[str, Any], code: Mapping[str, str]) -> str:
+        if place.layout in _data()["own_constructors"]:
+            own = f"{_data()['own_constructors'][place.layout]}.{state['schema']}"
+            arguments = [f"{_RATE}={group['hyperparameters'].get(_RATE) or _UNKNOWN}"]
+            arguments += _jax_arguments(state, group)
+        else:
+            own, arguments = str(constructor), _native_arguments({**state, "groups": [group]})[0]
+        said = [one for one in arguments if one.partition("=")[0] not in code]
+        return f"{own}({', '.join([*said, *(f'{name}={value}' for name, value in code.items())])})"
+
+    layout = registry.layout(place.layout) if place.layout in registry.layout_names() else None
+    groups = [{**group, "label": str(i)} for i, group in enumerate(state["groups"]) if group["paths"]]
+    if not isinstance(layout, Constructing) or not groups:
+        return [f"optimizer = {call({'hyperparameters': {}}, {})}"]
+    return layout.construction(
+        state["schema"], groups, place.tensors, call, _quoted(_manifest(place).absolute())
+    )
+
+
+def _manifest(place: Place) -> Path:
+    """Returns where the manifest lies: in the target's folder, which holds a step's, or is one."""
+    beside = [place.path, *place.path.parents[:2]] if place.step is None else [place.path]
+    return next((folder / FILE for folder in beside if (folder / FILE).is_file()), place.path / FILE)
 
 
 def _item(path: Path) -> Path:
@@ -225,6 +260,8 @@ def _jax_arguments(state: State, group: Mapping[str, Any]) -> Iterator[str]:
         return
     yield f"variant={json.dumps(variant)}"
     usual = load_schema(state["schema"]).variant(variant)["defaults"]
+    if group["hyperparameters"].get("factor_map"):
+        yield f"factor_map={group['hyperparameters']['factor_map']!r}"
     for name, value in group["hyperparameters"].items():
         said = name in usual and name not in (*_RULES, _RATE) and not isinstance(value, Mapping)
         if said and value != usual[name]:

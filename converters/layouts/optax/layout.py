@@ -19,7 +19,7 @@ Source: google-deepmind/optax optax/_src/alias.py, optax/transforms/_combining.p
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,17 @@ import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence, Exactness, Hints
 from statekit.converters.layouts.factor_inference import MINIMUM
+from statekit.converters.layouts.optax.construction import (
+    BY_RATE,
+    DECAY,
+    FROZEN,
+    INNER,
+    PARTS,
+    RULES,
+    Call,
+    construction,
+    form_of_groups,
+)
 from statekit.converters.layouts.optax.decode import (
     FACTOR_MAP,
     Slots,
@@ -75,14 +86,8 @@ from statekit.tensors.tensor import Tensor, in_memory
 from statekit.tensors.tree import Tree, nested, walk
 
 _HELD = ("adafactor", "adamw", "lamb")
-_BY_RATE = ("relative_step", "warmup_init")
-"""Hyperparameters that say how the learning rate comes about: in Optax that is the user's schedule."""
-_RULES = ("factor_map", "logical_factor_rules")
-_DECAY = "weight_decay_rate"
 _SCHEDULED = re.compile(r"scheduler|^initial_lr$")
 """Names under which others keep that a scheduler moves the rate."""
-INNER, PARTS, FROZEN = "inner_state", "inner_states", "frozen"
-"""The fields of MaskedState and PartitionState; the label of parameters that nothing moves."""
 
 
 def encoded(state: TrainState) -> Encoded:
@@ -182,7 +187,7 @@ def _unsaid(group: Group, schema: str) -> Iterator[str]:
     specs, offered = load_schema(schema).hyperparameters, load_schema(schema).variant(VARIANT)["defaults"]
     for name, value in group.hyperparameters.items():
         known = name in offered or VARIANT in specs[name].get("native", {})
-        if not known and name not in (*_BY_RATE, *_RULES) and value != specs[name].get("if_absent"):
+        if not known and name not in (*BY_RATE, *RULES) and value != specs[name].get("if_absent"):
             yield f"{name} is {value!r:.80}, which no link of Optax does"
     scale = group.hyperparameters.get("multiply_by_parameter_scale")
     if isinstance(scale, Mapping) and len(set(scale.values())) > 1:
@@ -251,18 +256,14 @@ class _Chain:
 def _chains(state: TrainState) -> list[_Chain]:
     """Returns the optimizers that a state's groups become."""
     groups = [(str(i), group) for i, group in enumerate(state.optimizer.groups) if group.paths]
-    settings = [
-        {**group.hyperparameters, _DECAY: group.hyperparameters.get(_DECAY) or 0} for _, group in groups
-    ]
-    differing = {name for one in settings for name in one if any(one[name] != o.get(name) for o in settings)}
-    differing -= {*_RULES, *_BY_RATE}
-    decayed = [one for one in settings if one.get(_DECAY)]
+    settings = [group.hyperparameters for _, group in groups]
     frozen = any(path not in state.slots for path in state.params)
-    one_decay = differing == {_DECAY} and len({one[_DECAY] for one in decayed}) == 1
-    if differing and (frozen or not one_decay):
+    form = form_of_groups(settings, frozen)
+    if form == "parts":
         return [_Chain((PARTS, label, INNER), group.paths, group.hyperparameters) for label, group in groups]
     place = (INNER,) if frozen else ()
-    return [_Chain(place, tuple(state.slots), next(iter([*decayed, *settings]), {}), bool(differing))]
+    decayed = [one for one in settings if one.get(DECAY)]
+    return [_Chain(place, tuple(state.slots), next(iter([*decayed, *settings]), {}), form == "mask")]
 
 
 def _opt_state(state: TrainState) -> Tree:
@@ -283,7 +284,7 @@ def _adafactor(state: TrainState, chain: _Chain) -> list[Tree]:
     links += [_rate(state, chain)]
     links += [None] if (all(scale.values()) if isinstance(scale, Mapping) else scale) else []
     links += [_link(state, chain, "ema")] if momentum else []
-    links += [_decay(chain)] if said.get(_DECAY) else []
+    links += [_decay(chain)] if said.get(DECAY) else []
     return [*links, None]
 
 
@@ -411,6 +412,18 @@ class Optax:
             InexactError: Optax can't hold the state; lists every reason.
         """
         return encoded(state)
+
+    def construction(
+        self,
+        schema: str,
+        groups: Sequence[Mapping[str, Any]],
+        names: Collection[str],
+        call: Call,
+        manifest: str,
+    ) -> list[str]:
+        """Returns the lines that make the optimizer."""
+        mask = load_schema(schema).hyperparameters["exclude_from_weight_decay"]["native"][VARIANT]["name"]
+        return construction(groups, names, call, manifest, mask)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
     params/...     the parameters
     opt_state      count, and a tree like the parameters for each slot, by its canonical name; None where a parameter
-                   has no such slot; ScaledAdam also model_norms, model_norm_threshold, num_clipped
+                   has no such slot; ScaledAdam also model_norms, model_norm_threshold, num_clipped; where groups
+                   differ, one of these for each in the parts of `optax.partition`
 
 It may hang in chains and wrappers of Optax. What the tree is like besides is kept in extra/jax, and rebuilt from there.
 Source: statekit/jax/states.py.
@@ -10,13 +11,21 @@ Source: statekit/jax/states.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.factor_inference import shown_rule
 from statekit.converters.layouts.hyperparameters import Hyperparameters
+from statekit.converters.layouts.optax.construction import (
+    FROZEN,
+    INNER,
+    PARTS,
+    Call,
+    construction,
+    form_of_groups,
+)
 from statekit.converters.layouts.optax.decode import (
     Opened,
     Slots,
@@ -144,6 +153,17 @@ class StatekitJax:
         lost = {"counts/schedule": "the state counts updates only; start the schedule there yourself"}
         return replace(encoded, dropped={**encoded.dropped, **lost})
 
+    def construction(
+        self,
+        schema: str,
+        groups: Sequence[Mapping[str, Any]],
+        names: Collection[str],
+        call: Call,
+        manifest: str,
+    ) -> list[str]:
+        """Returns the lines that make the transformation, as `load_optimizer` would: groups are parts."""
+        return construction(groups, names, call, manifest, "")
+
 
 def _schema_of(link: Link) -> str:
     return link.kind.partition(".")[2]
@@ -233,14 +253,28 @@ def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
 
 
 def _opt_state(state: TrainState) -> Tree:
-    contents, schema = _contents(state), state.optimizer.schema
+    frozen = any(path not in state.slots for path in state.params)
+    groups = state.optimizer.groups
+    if form_of_groups([group.hyperparameters for group in groups if group.paths], True) == "parts":
+        parts: dict[str, Tree] = {
+            str(i): {INNER: _own(state, group.paths)} for i, group in enumerate(groups) if group.paths
+        }
+        return {PARTS: {**parts, **({FROZEN: {INNER: None}} if frozen else {})}}
+    own = _own(state, state.slots)
+    return {INNER: own} if frozen else own
+
+
+def _own(state: TrainState, paths: Iterable[str]) -> Tree:
+    """Returns the state of one transformation: of those parameters that it moves."""
+    contents, schema, moved = _contents(state), state.optimizer.schema, {*paths}
     trees = {
-        name: usual_tree({path: contents.slot(path, name) for path in state.params})
+        name: usual_tree(
+            {path: contents.slot(path, name) if path in moved else None for path in state.params}
+        )
         for name in OWN_FIELDS[schema]
     }
     together = {name: contents.groups.get(name) for name in OWN_GROUP_FIELDS.get(schema, ())}
-    own = {"count": count(state.counts.updates), **trees, **together}
-    return {"inner_state": own} if any(path not in state.slots for path in state.params) else own
+    return {"count": count(state.counts.updates), **trees, **together}
 
 
 LAYOUT = StatekitJax()

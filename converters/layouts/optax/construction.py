@@ -1,0 +1,121 @@
+"""The lines of Python that make an optimizer of Optax for a state's groups: a call, with a mask, or with parts.
+
+Which parameters a mask or a part has is read from the manifest beside the checkpoint: there may be thousands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+DECAY = "weight_decay_rate"
+RULES = ("factor_map", "logical_factor_rules")
+BY_RATE = ("relative_step", "warmup_init")
+"""Hyperparameters that say how the learning rate comes about: in Optax that is the user's schedule."""
+INNER, PARTS, FROZEN = "inner_state", "inner_states", "frozen"
+"""The fields of MaskedState and PartitionState; the label of parameters that nothing moves."""
+Call: TypeAlias = Callable[[Mapping[str, Any], Mapping[str, str]], str]
+Form: TypeAlias = Literal["one", "mask", "parts"]
+_PATH = 'jax.tree_util.keystr(keys, simple=True, separator="/")'
+
+
+def form_of_groups(settings: Iterable[Mapping[str, Any]], frozen: bool) -> Form:
+    """Returns what groups become.
+
+    Args:
+        settings: The hyperparameters of each.
+        frozen: Whether there are parameters in none of them.
+    """
+    held = [{**one, DECAY: one.get(DECAY) or 0} for one in settings]
+    differing = {name for one in held for name in one if any(one[name] != other.get(name) for other in held)}
+    differing -= {*RULES, *BY_RATE}
+    if not differing:
+        return "one"
+    decays = {one[DECAY] for one in held if one[DECAY]}
+    return "mask" if differing == {DECAY} and len(decays) == 1 and not frozen else "parts"
+
+
+def construction(
+    groups: Sequence[Mapping[str, Any]], names: Collection[str], call: Call, manifest: str, mask: str
+) -> list[str]:
+    """Returns the lines that make `optimizer`, as `Constructing` says.
+
+    Args:
+        groups: The groups, each with its label.
+        names: Names of the checkpoint's tensors.
+        call: Gives the call of the optimizer's class.
+        manifest: Path of the manifest.
+        mask: The argument for the mask of weight decay; "" if there is none, and groups are always parts.
+    """
+    settings = [group["hyperparameters"] for group in groups]
+    moved = {path for group in groups for path in group["paths"]}
+    frozen = any(name.startswith("params/") and name.removeprefix("params/") not in moved for name in names)
+    form = form_of_groups(settings, frozen or not mask)
+    rates = {group["label"]: _rate(names, group["label"] if form == "parts" else "") for group in groups}
+    used = dict.fromkeys(rate for one in rates.values() for rate in one.values())
+    return [
+        *(f"# {rate}: the run's learning rate as a function of the updates done" for rate in used),
+        *_lines(form, frozen, groups, call, rates, manifest, mask),
+    ]
+
+
+def _lines(
+    form: Form,
+    frozen: bool,
+    groups: Sequence[Mapping[str, Any]],
+    call: Call,
+    rates: Mapping[str, Mapping[str, str]],
+    manifest: str,
+    mask: str,
+) -> list[str]:
+    first = groups[0]
+    said = [
+        "import json",
+        "import pathlib",
+        "import jax",
+        f'groups = json.loads(pathlib.Path("{manifest}").read_text())["state"]["groups"]',
+    ]
+    if form == "one" and not frozen:
+        return [f"optimizer = {call(first, rates[first['label']])}"]
+    if form == "parts":
+        rules = [f'rules["{group["label"]}"] = {call(group, rates[group["label"]])}' for group in groups]
+        return [
+            *said,
+            'label = {path: str(i) for i, group in enumerate(groups) for path in group["paths"]}',
+            f'labels = jax.tree_util.tree_map_with_path(lambda keys, _: label.get({_PATH}, "{FROZEN}"), params)',
+            "import optax",
+            f'rules = {{"{FROZEN}": optax.set_to_zero()}}' if frozen else "rules = {}",
+            *rules,
+            "optimizer = optax.partition(rules, labels)",
+        ]
+    if form == "mask":
+        decayed = next(group for group in groups if group["hyperparameters"].get(DECAY))
+        return [
+            *said,
+            f'decayed = {{path for one in groups if one["hyperparameters"].get("{DECAY}") for path in one["paths"]}}',
+            f"mask = jax.tree_util.tree_map_with_path(lambda keys, _: {_PATH} in decayed, params)",
+            f"optimizer = {call(decayed, {**rates[decayed['label']], mask: 'mask'})}",
+        ]
+    return [
+        *said,
+        'moved = {path for group in groups for path in group["paths"]}',
+        f"mask = jax.tree_util.tree_map_with_path(lambda keys, _: {_PATH} in moved, params)",
+        "import optax",
+        f"rule = optax.masked({call(first, rates[first['label']])}, mask)",
+        "still = lambda grads: jax.tree.map(lambda grad, own: grad if own else 0 * grad, grads, mask)",
+        "update = lambda grads, state, params=None: rule.update(still(grads), state, params)",
+        "optimizer = optax.GradientTransformation(rule.init, update)",
+    ]
+
+
+def _rate(names: Collection[str], label: str) -> dict[str, str]:
+    """Returns the code for the learning rate, if the checkpoint counts for a schedule: the user's own function."""
+    place = f"{PARTS}/{re.escape(label)}/{INNER}" if label else rf"({INNER}/)?"
+    link = re.compile(rf"opt_state/{place}/?([1-9]\d*)/(count|ema/.*)")
+    found: dict[str, set[str]] = {}
+    for match in filter(None, map(link.fullmatch, names)):
+        *_, position, leaf = match.groups()
+        found.setdefault(position, set()).add(leaf)
+    counts = any(held == {"count"} for held in found.values())
+    return {"learning_rate": f"schedule_{label}" if label else "schedule"} if counts else {}
