@@ -8,12 +8,13 @@ PIP_INSTALL := -m pip --disable-pip-version-check install -qq --constraint const
 
 export JAX_PLATFORMS := cpu
 
-.PHONY: help demo test test-all check format package bench tables clean
+.PHONY: help demo test test-all living check format package bench tables clean
 
 help:
 	@echo "make demo      take a checkpoint that T5X wrote and go on in PyTorch"
 	@echo "make test      run the tests, long sweeps as a sample"
 	@echo "make test-all  run all tests in full"
+	@echo "make living    hold our steps against the living originals, LIVING_CASES drawn runs"
 	@echo "make check     lint, check the layout of the code, type-check"
 	@echo "make format    lay out the code"
 	@echo "make package   build what is published, and try it in empty environments; needs a registry"
@@ -40,6 +41,10 @@ test: $(READY)
 
 test-all: $(READY)
 	@$(BIN)/pytest -q -n 2
+
+LIVING_CASES ?= 20000
+living: $(READY)
+	@LIVING_CASES=$(LIVING_CASES) $(BIN)/pytest -q -s tests/living
 
 check: $(READY)
 	@$(BIN)/ruff check --quiet .

@@ -43,7 +43,12 @@ LOW = ("bfloat16", "float16")
 ADAFACTORS = {("adafactor", v) for v in ("t5x", "t2t_early", "t2t_late", "mesh_tf", "hf", "fairseq", "torch")}
 SCALED_ADAMS = {(schema, variant) for schema, variant in VARIANTS if schema == "scaled_adam"}
 MXNETS = {("lans", variant) for variant in ("mxnet_fused", "mxnet_unfused", "mxnet_gpu")}
-FOLLOWED = {"bfloat16": ADAFACTORS | SCALED_ADAMS, "float16": ADAFACTORS | SCALED_ADAMS | MXNETS}
+# Their epsilon is 0 in float16: without a slope they divide 0 by 0, as the originals do (tests/living).
+ADAMS = {("adamw", "torch"), ("adamw", "optax"), ("lamb", "optax"), ("adafactor", "optax")}
+FOLLOWED = {
+    "bfloat16": ADAFACTORS | SCALED_ADAMS | ADAMS,
+    "float16": ADAFACTORS | SCALED_ADAMS | ADAMS | MXNETS,
+}
 """Who steps parameters of low precision; everybody else refuses them."""
 LOW_SAMPLE = {
     ("adafactor", "t5x"),
@@ -103,7 +108,9 @@ def test_low_precision_is_followed_or_refused(name: str, schema: str, variant: s
     if (schema, variant) not in FOLLOWED[dtype]:
         require_refusal(trial)
     else:
-        obey(trial, LAWS if name in COMPILING else EVERY)
+        laws = LAWS if name in COMPILING else EVERY
+        vanishes = dtype == "float16" and (schema, variant) in ADAMS
+        obey(trial, {law: laws[law] for law in laws if not (vanishes and law == "goes_on_without_slope")})
 
 
 def test_the_table_has_every_kind_of_rule() -> None:

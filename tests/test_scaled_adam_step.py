@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from statekit.arrays.backend import BACKEND_NAMES, Backend, backend
 from statekit.arrays.numpy_backend import ORACLE
+from statekit.arrays.promotion import promoted
 from statekit.errors import StateError, UnknownRuleError
 from statekit.optim import scaled_adam
 from statekit.optim.run import initial, load, mover, store
-from statekit.optim.scaled_adam_forms import corrected_updates, promoted
+from statekit.optim.scaled_adam_forms import corrected_updates
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import DTYPES, Array, in_memory

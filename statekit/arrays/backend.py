@@ -61,6 +61,14 @@ class Backend(Protocol):
         """Returns a number as the original holds it: rounded to a dtype."""
         return round_number(value, dtype)
 
+    def cast(self, value: Value, dtype: str) -> Value:
+        """Returns the value as one of a dtype, where the dtypes of values decide how operations round."""
+        return value
+
+    def literal(self, value: Value) -> Value:
+        """Returns a scalar that an original may write into its step as a number without a dtype."""
+        return self.widen(value)
+
     def number(self, value: Value) -> Value:
         """Returns a scalar as precise as it is at hand: a Python number stays one (float64)."""
         return float(value) if isinstance(value, (int, float)) else self.widen(value)
@@ -78,6 +86,10 @@ class Backend(Protocol):
 
     def sum(self, *values: Value) -> Value:
         """Returns the sum of all elements of some arrays, 0-d."""
+
+    def euclidean(self, value: Value) -> Value:
+        """Returns the root of the sum of squares of all elements, 0-d."""
+        return self.sqrt(self.sum(value * value))
 
     def norm(self, value: Value) -> Value:
         """Returns the root of the sum of squares of all elements, 0-d; no square over- or underflows on the way."""
@@ -108,8 +120,12 @@ class Backend(Protocol):
         """Returns a number raised to a value."""
 
     def lerp(self, old: Value, new: Value, weight: Value) -> Value:
-        """Returns old + weight * (new - old), or the same from the other end."""
-        return old + weight * (new - old)
+        """Returns old + weight * (new - old); the same from the other end for a weight that isn't below 1/2.
+
+        Which end it is decides what becomes of an infinity.
+        Source: pytorch/pytorch, aten/src/ATen/native/Lerp.h, `lerp`.
+        """
+        return self.if_greater(-weight, -0.5, old + weight * (new - old), new - (new - old) * (1.0 - weight))
 
     def absolute(self, value: Value) -> Value:
         """Returns the absolute value."""

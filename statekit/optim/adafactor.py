@@ -26,8 +26,17 @@ from statekit.errors import UnknownRuleError, UsageError
 from statekit.optim import adafactor_forms as forms
 from statekit.optim.adafactor_forms import Hyperparameters, Setting
 from statekit.optim.adafactor_storage import STORAGE
-from statekit.optim.gradient_clipping import CLIP, Limits
-from statekit.optim.steps import Arrays, Execution, Scene, Slots, no_group_slots, stored
+from statekit.optim.gradient_clipping import clipped
+from statekit.optim.steps import (
+    Arrays,
+    Execution,
+    Scene,
+    Slots,
+    execution_of,
+    no_group_slots,
+    promoting,
+    stored,
+)
 from statekit.state.constants import variant_constants
 from statekit.state.hyperparameters import IS_EXCLUDED, settled
 from statekit.state.schema import load_schema
@@ -35,7 +44,7 @@ from statekit.state.train_state import Axis, Group, Rule, TrainState
 from statekit.tensors.tensor import Shape
 
 VARIANTS = ("t5x", "t2t_early", "t2t_late", "mesh_tf", "hf", "fairseq", "torch", "optax", "keras")
-REPRODUCED = ("float32", "each_operation")
+REPRODUCED = ("float32", "each_operation", "promoted")
 """Values of `compute_dtype` whose rounding of low-precision parameters the step makes."""
 COMPOUNDING = "given_or_relative_compounding"
 """The value of `lr_source` with which a parameter finds the effective rate of the one before it."""
@@ -138,9 +147,9 @@ def prepare(
 ) -> tuple[Arrays, Arrays, tuple[Value, ...] | None]:
     """Returns the gradients, clipped by what limits those of a group together, and the rates that `update` takes."""
     constants = variant_constants("adafactor", scene.variant)
-    clipped = CLIPPED[constants["gradient_clipping"]](scene, group, grads)
+    limited = CLIPPED[constants["gradient_clipping"]](scene, group, grads)
     compounds = constants["lr_source"] == COMPOUNDING
-    return clipped, shared, compounded(scene, group, params, grads) if compounds else None
+    return limited, shared, compounded(scene, group, params, grads) if compounds else None
 
 
 def compounded(scene: Scene, group: Group, params: Arrays, grads: Arrays) -> tuple[Value, ...] | None:
@@ -159,12 +168,16 @@ def compounded(scene: Scene, group: Group, params: Arrays, grads: Arrays) -> tup
             continue
         p, hyper = params[path], hyperparameters(group, path, scene.variant)
         whole = Rule((Axis.NONE,) * len(xp.shape(p)), "given")
-        s = Setting(
-            xp, variant_constants("adafactor", scene.variant), hyper, whole, xp.dtype(p), scene.execution
-        )
+        s = _setting(scene, hyper, whole, p)
         scale = forms.parameter_scale(s, xp.widen(p))
         rates.append(rates[-1] if scale is None else rates[-1] * _plain(xp, scale))
     return tuple(rates[:-1])
+
+
+def _setting(scene: Scene, hyper: Hyperparameters, rule: Rule, param: Value) -> Setting:
+    constants = variant_constants("adafactor", scene.variant)
+    execution = execution_of(scene, constants["compute_dtype"])
+    return Setting(scene.xp, constants, hyper, rule, scene.xp.dtype(param), execution)
 
 
 def _plain(xp: Backend, scale: Value) -> Value:
@@ -181,17 +194,17 @@ def update(
 
     Source: `schemas/adafactor.json`, `steps` and each variant's `sources`.
     """
-    xp, step, hyper = scene.xp, scene.step, own.hyper
-    s = Setting(
-        xp, variant_constants("adafactor", scene.variant), hyper, own.rule, xp.dtype(param), scene.execution
-    )
+    constants = variant_constants("adafactor", scene.variant)
+    scene = promoting(scene, constants["compute_dtype"], [param, grad, *slots.values()])
+    s = _setting(scene, own.hyper, own.rule, param)
+    xp, step, hyper = s.xp, scene.step, s.hyper
     storage = STORAGE[s.form["parameter_storage"]]
     old, g = storage.decode(s, param), xp.widen(grad)
     if hyper.maximize:
         g = -g
     decay, mix = forms.DECAY[hyper.decay_type](s, step)
     found = scene.rate if common is None or own.place is None else common[own.place]
-    given = None if found is None else xp.widen(found)
+    given = None if found is None else xp.literal(found)
     rate = forms.LEARNING_RATE[s.form["lr_source"]](s, given, step)
     place = s.form["weight_decay_place"]
     early = forms.weight_decay(s, given, rate) if place in ("first", "after_scale") else None
@@ -205,9 +218,9 @@ def update(
     size = step_size
     if hyper.clipping_threshold is not None:
         rms = forms.root_mean_square(s, y, s.form["clipping_over"])
-        factor = xp.maximum(rms / xp.constant(hyper.clipping_threshold), 1.0)
+        factor = forms.at_least(s, rms / xp.constant(hyper.clipping_threshold), 1.0)
         size, y = forms.CLIP[s.form["clipping_applies_to"]](size, y, factor)
-    u = size * y
+    u = forms.STEP_PRODUCT[s.form["step_product"]](s, size, y, rate, scale)
     if s.momentum:
         u = new["m"] = _momentum(s, u, slots["m"])
     late = forms.weight_decay(s, given, step_size) if place == "last" else None
@@ -248,22 +261,18 @@ def clip_by_global_norm(
 
 def _own_norm(scene: Scene, group: Group, grads: Arrays) -> Arrays:
     threshold = group.hyperparameters.get("global_norm_clip_threshold")
-    return clip_by_global_norm(scene.xp, grads, threshold, scene.execution)
+    return clip_by_global_norm(scene.xp, grads, threshold, scene.execution or "compiled")
 
 
-def _limited(kind: str) -> Callable[[Scene, Group, Arrays], Arrays]:
-    def clipped(scene: Scene, group: Group, grads: Arrays) -> Arrays:
-        wide = {path: scene.xp.widen(grad) for path, grad in grads.items()}
-        return CLIP[kind](scene.xp, wide, settled(Limits, "adafactor", scene.variant, group))
-
-    return clipped
+def _limited(scene: Scene, group: Group, grads: Arrays) -> Arrays:
+    return clipped("adafactor", scene, group, grads)
 
 
 CLIPPED: Mapping[str, Callable[[Scene, Group, Arrays], Arrays]] = {
     "none": lambda scene, group, grads: grads,
     "global_norm": _own_norm,
-    "base_class": _limited("base_class"),
-    "chain": _limited("chain"),
+    "base_class": _limited,
+    "chain": _limited,
 }
 """Gradients after clipping, by `gradient_clipping`."""
 
@@ -291,12 +300,14 @@ def _second_moment(
     q = forms.SQUARE[s.form["epsilon1_place"]](s, g)
     blend, scaled = forms.BLEND[s.form["second_moment_update"]], s.form["precondition_form"]
     if not rule.factored:
-        v = blend(s, xp.widen(slots["v"]), q, decay, mix)
+        v = xp.cast(blend(s, xp.widen(slots["v"]), q, decay, mix), xp.dtype(slots["v"]))
         return {"v": v}, forms.UNFACTORED[scaled](s, g, v)
     mean_of = forms.MEAN[s.form["mean_form"]]
     rows, columns = rule.dims(Axis.ROW), rule.dims(Axis.COLUMN)
-    v_row = blend(s, xp.widen(slots["v_row"]), mean_of(s, g, q, columns), decay, mix)
-    v_col = blend(s, xp.widen(slots["v_col"]), mean_of(s, g, q, rows), decay, mix)
+    v_row, v_col = (
+        xp.cast(blend(s, xp.widen(slots[name]), mean_of(s, g, q, gone), decay, mix), xp.dtype(slots[name]))
+        for name, gone in (("v_row", columns), ("v_col", rows))
+    )
     left = tuple(row - sum(column < row for column in columns) for row in rows)
     mean = forms.NORMALISER[s.form["normaliser"]](s, xp.mean(v_row, left, keepdims=True))
     row, col = xp.expand(v_row, columns), xp.expand(v_col, rows)

@@ -84,7 +84,8 @@ class Setting(steps.Setting[AdafactorConstants, Hyperparameters]):
     @property
     def compute_dtype(self) -> str:
         """The dtype that every operation of the original returns."""
-        return self.dtype if self.form["compute_dtype"] == "each_operation" else "float32"
+        each = self.form["compute_dtype"] == "each_operation" and self.execution == "op_by_op"
+        return self.dtype if each else "float32"
 
     def returned(self, value: Value) -> Value:
         """Returns what an operation of the original returns."""
@@ -237,6 +238,17 @@ RMS: Mapping[str, Callable[[Setting, Value], tuple[Value, str]]] = {
 }
 
 
+def at_least(s: Setting, norm: Value, limit: float) -> Value:
+    """Returns a root mean square, but at least a limit."""
+    return AT_LEAST[s.form["nan_norm"]](s, norm, limit)
+
+
+AT_LEAST: Mapping[str, Callable[[Setting, Value, float], Value]] = {
+    "spreads": lambda s, norm, limit: s.xp.maximum(norm, limit),
+    "limit": lambda s, norm, limit: s.xp.if_greater(norm, limit, norm, limit),
+}
+
+
 def parameter_scale(s: Setting, p: Value) -> Value | None:
     """Returns the root mean square of the parameter between its floor and its ceiling; None where it's off."""
     if s.form["parameter_scale"] == "option" and not s.hyper.multiply_by_parameter_scale:
@@ -247,7 +259,7 @@ def parameter_scale(s: Setting, p: Value) -> Value | None:
         else p
     )
     rms, dtype = RMS[s.form["parameter_scale_precision"]](s, read)
-    scale = s.xp.maximum(rms, s.xp.constant(s.hyper.epsilon2, dtype))
+    scale = at_least(s, rms, s.xp.constant(s.hyper.epsilon2, dtype))
     if s.hyper.max_parameter_scale is not None:
         scale = s.xp.minimum(scale, s.xp.constant(s.hyper.max_parameter_scale, dtype))
     return scale
@@ -317,6 +329,18 @@ CLIP: Mapping[str, Callable[[Value, Value, Value], tuple[Value, Value]]] = {
     "step_size": lambda scale, y, factor: (scale / factor, y),
 }
 """Step size and preconditioned gradient after clipping."""
+
+STEP_PRODUCT: Mapping[str, Callable[[Setting, Value, Value, Value, Value | None], Value]] = {
+    "size_first": lambda s, size, y, rate, scale: size * y,
+    "rate_first": lambda s, size, y, rate, scale: _by_rate_and_scale(s, y, rate, scale),
+}
+"""The step: step size and preconditioned gradient after clipping, learning rate, parameter scale (None without)."""
+
+
+def _by_rate_and_scale(s: Setting, y: Value, rate: Value, scale: Value | None) -> Value:
+    u = y * s.xp.cast(rate, s.xp.dtype(y))
+    return u if scale is None else u * scale
+
 
 MOMENTUM_PRODUCT: Mapping[str, Callable[[Setting, Value], Value]] = {
     "rounded_op_by_op": lambda s, value: s.product(value, s.momentum_dtype),

@@ -8,9 +8,10 @@ from functools import cached_property
 from typing import Generic, Literal, TypeVar
 
 from statekit.arrays.backend import Value
+from statekit.arrays.promotion import LOW
 from statekit.optim.adam_moments import CORRECTION, RATE
-from statekit.optim.gradient_clipping import CLIP, Limits
-from statekit.optim.steps import Arrays, Execution, Scene, Setting
+from statekit.optim.gradient_clipping import Limits
+from statekit.optim.steps import LOW_PRECISION, Scene, Setting, execution_of
 from statekit.state.constants import AdamWConstants, LambConstants, variant_constants
 from statekit.state.hyperparameters import (
     IS_EXCLUDED,
@@ -53,18 +54,34 @@ class AdamSetting(Setting[C, H], Generic[C, H]):
     Attributes:
         rate: Learning rate, as the original holds it.
         step: Updates done so far (int, or 0-d integer array).
-        execution: Which roundings of low precision the original makes.
+        dtype: What every operation of the original rounds its result to.
     """
 
     rate: Value
     step: Value
-    execution: Execution
+    dtype: str
 
     @classmethod
-    def of(cls, scene: Scene, form: C, hyper: H) -> AdamSetting[C, H]:
-        """Returns the setting of an update."""
+    def of(cls, scene: Scene, form: C, hyper: H, dtype: str = "float32") -> AdamSetting[C, H]:
+        """Returns the setting of an update of a parameter, `dtype` its own or its master's."""
         rate = RATE[form["lr_precision"]](scene.xp, scene.rate)
-        return cls(scene.xp, form, hyper, rate, scene.step, scene.execution)
+        each = form["compute_dtype"] == "each_operation"
+        rounds = each and execution_of(scene, form["compute_dtype"]) == "op_by_op"
+        return cls(scene.xp, form, hyper, rate, scene.step, dtype if rounds else "float32")
+
+    def returned(self, value: Value) -> Value:
+        """Returns what an operation of the original returns."""
+        return self.xp.rounded(value, self.dtype)
+
+    def times(self, value: Value, number: Value) -> Value:
+        """Returns a product with a number as an operation of the original returns it."""
+        exact = self.returned(value * number)
+        if self.dtype == "float32":
+            return exact
+        # PyTorch's foreach rounds the number first, on CPUs.
+        return self.xp.either(
+            lambda: exact, lambda: self.returned(value * self.returned(self.xp.widen(number)))
+        )
 
     def correction(self, beta: float, ahead: int = 1) -> Value:
         """Returns 1 - beta^t, t being this update's number (or one further on)."""
@@ -74,6 +91,10 @@ class AdamSetting(Setting[C, H], Generic[C, H]):
     def corrections(self) -> tuple[Value, Value]:
         """The corrections of both moments."""
         return self.correction(self.hyper.beta1), self.correction(self.hyper.beta2)
+
+    def corrected(self, moment: Value, correction: Value) -> Value:
+        """Returns a moment, or what takes its place, over its correction."""
+        return moment / self.xp.cast(correction, self.xp.dtype(moment))
 
 
 def settle(schema: Schema, kind: type[H], group: Group, path: str, variant: str) -> H:
@@ -86,13 +107,6 @@ def settle(schema: Schema, kind: type[H], group: Group, path: str, variant: str)
     excluded = IS_EXCLUDED[variant_constants(schema, variant)["decay_exclusions"]]
     kept = None if excluded(path, hyper.exclude_from_weight_decay) else hyper.weight_decay_rate or None
     return replace(hyper, weight_decay_rate=kept, exclude_from_weight_decay=None)
-
-
-def clipped(schema: Schema, scene: Scene, group: Group, grads: Arrays) -> Arrays:
-    """Returns a group's gradients in the compute dtype, clipped by what limits them together."""
-    wide = {path: scene.xp.widen(grad) for path, grad in grads.items()}
-    limits = settled(Limits, schema, scene.variant, group)
-    return CLIP[variant_constants(schema, scene.variant)["gradient_clipping"]](scene.xp, wide, limits)
 
 
 def check(
@@ -119,9 +133,14 @@ def check(
         StateError: A parameter lacks slots.
     """
     variant = str(state.optimizer.variant)
-    hyper = settled(kind, schema, variant, group)
+    hyper, rounding = (
+        settled(kind, schema, variant, group),
+        variant_constants(schema, variant)["compute_dtype"],
+    )
     for path in group.paths:
-        if not (masters and MASTER in state.slots.get(path, {})):
+        has_master = masters and MASTER in state.slots.get(path, {})
+        low = rounding in LOW_PRECISION and state.params[path].dtype.name in LOW
+        if not has_master and not low:
             require_float32(state, path)
         require_slots(state, path, slot_names(hyper))
     settled(Limits, schema, variant, group)

@@ -34,6 +34,12 @@ def decay_float32(xp: Backend, beta: float) -> Decay:
 
 Blend = Callable[[Backend, Value, Value, Decay], Value]
 
+
+def weighted_product(decayed: Value, g: Value, d: Decay) -> Value:
+    """Returns the second moment, its old value decayed, after an update with gradient g."""
+    return decayed + (d.new * g) * g
+
+
 FIRST: Mapping[str, Blend] = {
     "weighted_sum": lambda xp, m, g, d: d.old * m + d.new * g,
     "lerp": lambda xp, m, g, d: xp.lerp(m, g, xp.widen(d.new)),
@@ -43,7 +49,7 @@ FIRST: Mapping[str, Blend] = {
 
 SECOND: Mapping[str, Blend] = {
     "weighted_sum": lambda xp, v, g, d: d.old * v + d.new * (g * g),
-    "weighted_product": lambda xp, v, g, d: d.old * v + (d.new * g) * g,
+    "weighted_product": lambda xp, v, g, d: weighted_product(d.old * v, g, d),
     "difference": lambda xp, v, g, d: v + (g * g - v) * d.new,
     "unspecified": lambda xp, v, g, d: d.old * v + d.new * (g * g),
 }
@@ -72,6 +78,7 @@ CORRECTION: Mapping[str, Callable[[Backend, float, Value], Value]] = {
 RATE: Mapping[str, Callable[[Backend, Value], Value]] = {
     "float64": lambda xp, rate: xp.number(rate),
     "float32": lambda xp, rate: xp.widen(rate),
+    "update": lambda xp, rate: xp.literal(rate),
     "parameter": lambda xp, rate: xp.widen(rate),
     "unspecified": lambda xp, rate: xp.number(rate),
 }

@@ -24,8 +24,9 @@ from statekit.arrays.backend import Backend, Value
 from statekit.errors import UnknownRuleError
 from statekit.optim import adam_family
 from statekit.optim.adam_family import AdamHyperparameters, AdamSetting
-from statekit.optim.adam_moments import FIRST, SECOND, decay, slots_like
-from statekit.optim.steps import Arrays, Scene, Slots, no_group_slots, stored
+from statekit.optim.adam_moments import FIRST, SECOND, decay, slots_like, weighted_product
+from statekit.optim.gradient_clipping import clipped
+from statekit.optim.steps import Arrays, Scene, Slots, no_group_slots, promoting, stored
 from statekit.state.constants import AdamWConstants, variant_constants
 from statekit.state.stored_params import MASTER
 from statekit.state.train_state import Group, Rule, TrainState
@@ -60,15 +61,17 @@ class Moving:
 
 
 def _denominator(s: Setting, v: Value) -> Value:
-    return DENOMINATOR[s.form["denominator_form"]](s, v) + s.xp.constant(s.hyper.epsilon)
+    # PyTorch's CPU kernel rounds a number that it adds to the arrays' dtype, and keeps a factor or divisor float32.
+    return s.returned(DENOMINATOR[s.form["denominator_form"]](s, v) + s.xp.constant(s.hyper.epsilon, s.dtype))
 
 
 def _root_over_root(s: Setting, v: Value) -> Value:
-    return s.xp.sqrt(v) / s.xp.sqrt(s.corrections[1])
+    return s.returned(s.returned(s.xp.sqrt(v)) / s.xp.sqrt(s.corrections[1]))
 
 
 def _root_of_quotient(s: Setting, v: Value) -> Value:
-    corrected = v if s.hyper.amsgrad and s.form["amsgrad_of"] == "corrected" else v / s.corrections[1]
+    is_corrected = s.hyper.amsgrad and s.form["amsgrad_of"] == "corrected"
+    corrected = v if is_corrected else s.corrected(v, s.corrections[1])
     return s.xp.sqrt(corrected + s.xp.constant(s.hyper.epsilon_root))
 
 
@@ -80,16 +83,17 @@ DENOMINATOR: Mapping[str, Callable[[Setting, Value], Value]] = {
 
 
 def _step_size(s: Setting, x: Moving) -> Value:
-    return x.p - ((s.rate / s.corrections[0]) * x.m) / _denominator(s, x.v)
+    return s.returned(x.p - ((s.rate / s.corrections[0]) * x.m) / _denominator(s, x.v))
 
 
 def _direction(s: Setting, x: Moving) -> Value:
-    m = x.m / s.corrections[0]
+    m = s.corrected(x.m, s.corrections[0])
     if s.hyper.nesterov:
         beta1 = s.hyper.beta1
-        ahead = x.m / s.correction(beta1, 2)
-        m = s.xp.constant(beta1) * ahead + s.xp.constant(1.0 - beta1) * (x.g / s.corrections[0])
-    return x.p - s.rate * _decayed(s, x, m / _denominator(s, x.v))
+        ahead, now = s.corrected(x.m, s.correction(beta1, 2)), s.corrected(x.g, s.corrections[0])
+        m = s.xp.constant(beta1) * ahead + s.xp.constant(1.0 - beta1) * now
+    direction = _decayed(s, x, m / _denominator(s, x.v))
+    return x.p - s.xp.cast(s.rate, s.xp.dtype(direction)) * direction
 
 
 def _reciprocal(s: Setting, x: Moving) -> Value:
@@ -115,8 +119,9 @@ UPDATE: Mapping[str, Callable[[Setting, Moving], Value]] = {
 }
 """The parameter after an update."""
 
+
 DECAYED_FIRST: Mapping[str, Callable[[Setting, Value, float], Value]] = {
-    "product_first": lambda s, p, w: p * (1.0 - s.rate * w),
+    "product_first": lambda s, p, w: s.times(p, 1.0 - s.rate * w),
     "subtract_first": lambda s, p, w: p - p * s.xp.constant(w) * s.rate,
     "in_update": lambda s, p, w: p,
 }
@@ -154,8 +159,8 @@ begin = no_group_slots
 def prepare(
     scene: Scene, group: Group, params: Arrays, grads: Arrays, slots: Slots, shared: Arrays
 ) -> tuple[Arrays, Arrays, None]:
-    """Returns the gradients in the compute dtype, clipped by what limits those of a group together."""
-    return adam_family.clipped("adamw", scene, group, grads), shared, None
+    """Returns the gradients, clipped by what limits those of a group together."""
+    return clipped("adamw", scene, group, grads), shared, None
 
 
 def update(
@@ -165,9 +170,15 @@ def update(
 
     Where there is a master, it is what moves, and the parameter its rounding.
     """
-    s: Setting = AdamSetting.of(scene, variant_constants("adamw", scene.variant), own)
+    constants, moved = variant_constants("adamw", scene.variant), slots.get(MASTER, param)
+    if MASTER in slots:
+        grad = scene.xp.widen(grad)
+    scene = promoting(scene, constants["compute_dtype"], [moved, grad, *slots.values()])
+    s: Setting = AdamSetting.of(scene, constants, own, scene.xp.dtype(moved))
     xp, hyper = s.xp, s.hyper
-    p, g = xp.widen(slots.get(MASTER, param)), -grad if hyper.maximize else grad
+    p, g = xp.widen(moved), xp.widen(grad)
+    if hyper.maximize:
+        g = -g
     w = hyper.weight_decay_rate
     if w is not None:
         p = DECAYED_FIRST[s.form["weight_decay_expression"]](s, p, w)
@@ -175,7 +186,9 @@ def update(
     used = new["v"]
     if hyper.amsgrad:
         uncorrected = s.form["amsgrad_of"] == "uncorrected"
-        used = xp.maximum(xp.widen(slots["v_max"]), used if uncorrected else used / s.corrections[1])
+        used = xp.maximum(
+            xp.widen(slots["v_max"]), used if uncorrected else s.corrected(used, s.corrections[1])
+        )
         new["v_max"] = used
     p = UPDATE[s.form["update_form"]](s, Moving(p, g, new["m"], used, w))
     if MASTER in slots:
@@ -184,16 +197,12 @@ def update(
 
 
 def _moments(s: Setting, slots: Arrays, g: Value) -> tuple[Value, Value]:
-    xp, stored = s.xp, s.xp.dtype(slots["m"])
-    low = s.form["momentum_read"] == "unrounded" and stored != "float32"
-    weights = decay(xp, s.hyper.beta1, stored if low else "float32")
-    m = xp.widen(slots["m"])
-    if low and s.execution == "op_by_op":
-        m = xp.rounded(weights.old * m, stored) + weights.new * g
-    else:
-        m = FIRST[s.form["first_moment_update"]](xp, m, g, weights)
-    v = SECOND[s.form["second_moment_update"]](xp, xp.widen(slots["v"]), g, decay(xp, s.hyper.beta2))
-    return m, v
+    xp, kind = s.xp, s.form["second_moment_update"]
+    m = FIRST[s.form["first_moment_update"]](xp, xp.widen(slots["m"]), g, decay(xp, s.hyper.beta1))
+    v, weights = xp.widen(slots["v"]), decay(xp, s.hyper.beta2)
+    if kind == "weighted_product":
+        return s.returned(m), s.returned(weighted_product(s.times(v, weights.old), g, weights))
+    return s.returned(m), s.returned(SECOND[kind](xp, v, g, weights))
 
 
 def check(state: TrainState, group: Group) -> None:

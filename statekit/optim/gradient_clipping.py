@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from statekit.arrays.backend import Backend, Value
 from statekit.errors import UnknownRuleError
+from statekit.optim.steps import LOW_PRECISION, Arrays, Scene, promoting
+from statekit.state.constants import variant_constants
+from statekit.state.hyperparameters import settled
+from statekit.state.train_state import Group
 
 Grads: TypeAlias = dict[str, Value]
 
@@ -28,6 +32,12 @@ class Limits:
     clipnorm: float | None
     clipvalue: float | None
     loss_scale_factor: float | None
+
+    @property
+    def any(self) -> bool:
+        """Whether something is limited or scaled."""
+        given = (self.global_norm_clip_threshold, self.clipnorm, self.clipvalue, self.loss_scale_factor)
+        return any(limit is not None for limit in given)
 
 
 def _none(xp: Backend, grads: Grads, limits: Limits) -> Grads:
@@ -70,7 +80,10 @@ def _optax(xp: Backend, grads: Grads, limits: Limits) -> Grads:
     if limits.global_norm_clip_threshold is None:
         return grads
     edge, norm = xp.constant(limits.global_norm_clip_threshold), _global_norm(xp, grads)
-    return {path: xp.if_greater(-norm, -edge, g, g / norm * edge) for path, g in grads.items()}
+    return {
+        path: xp.if_greater(-norm, -edge, g, g / xp.cast(norm, xp.dtype(g)) * edge)
+        for path, g in grads.items()
+    }
 
 
 def _gpt_neo(xp: Backend, grads: Grads, limits: Limits) -> Grads:
@@ -89,3 +102,22 @@ CLIP: Mapping[str, Callable[[Backend, Grads, Limits], Grads]] = {
     "global_norm": _gpt_neo,
 }
 """By `gradient_clipping`."""
+
+
+def clipped(
+    schema: Literal["adafactor", "adamw", "lamb"], scene: Scene, group: Group, grads: Arrays
+) -> Arrays:
+    """Returns a group's gradients, clipped by what limits them together.
+
+    Raises:
+        UnknownRuleError: A limit that the variant offers is unknown.
+    """
+    constants = variant_constants(schema, scene.variant)
+    limits = settled(Limits, schema, scene.variant, group)
+    if not limits.any:
+        return grads
+    xp = promoting(scene, constants["compute_dtype"], grads.values()).xp
+    limited = CLIP[constants["gradient_clipping"]](xp, {p: xp.widen(g) for p, g in grads.items()}, limits)
+    if constants["compute_dtype"] not in LOW_PRECISION:
+        return limited
+    return {path: xp.narrow(grad, scene.xp.dtype(grads[path])) for path, grad in limited.items()}

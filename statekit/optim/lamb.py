@@ -20,7 +20,8 @@ from statekit.arrays.backend import Backend, Value
 from statekit.optim import adam_family
 from statekit.optim.adam_family import AdamHyperparameters, AdamSetting
 from statekit.optim.adam_moments import FIRST, SECOND, decay, slots_like
-from statekit.optim.steps import Arrays, Scene, Slots, no_group_slots, stored
+from statekit.optim.gradient_clipping import clipped
+from statekit.optim.steps import Arrays, Scene, Slots, no_group_slots, promoting, stored
 from statekit.optim.trust_ratio import NORM, RATIO
 from statekit.state.constants import LambConstants, variant_constants
 from statekit.state.train_state import Group, Rule, TrainState
@@ -47,30 +48,32 @@ begin = no_group_slots
 def prepare(
     scene: Scene, group: Group, params: Arrays, grads: Arrays, slots: Slots, shared: Arrays
 ) -> tuple[Arrays, Arrays, None]:
-    """Returns the gradients in the compute dtype, clipped by what limits those of a group together."""
-    return adam_family.clipped("lamb", scene, group, grads), shared, None
+    """Returns the gradients, clipped by what limits those of a group together."""
+    return clipped("lamb", scene, group, grads), shared, None
 
 
 def update(
     scene: Scene, param: Value, grad: Value, slots: Arrays, own: Hyperparameters, common: None
 ) -> tuple[Value, dict[str, Value]]:
     """Returns a parameter and its slots after one update, as `statekit.optim.steps.Steps.update`."""
-    s: Setting = AdamSetting.of(scene, variant_constants("lamb", scene.variant), own)
+    constants = variant_constants("lamb", scene.variant)
+    scene = promoting(scene, constants["compute_dtype"], [param, grad, *slots.values()])
+    s: Setting = AdamSetting.of(scene, constants, own)
     xp, hyper = s.xp, s.hyper
-    p, blend = xp.widen(param), s.form["moment_update"]
+    p, grad, blend = xp.widen(param), xp.widen(grad), s.form["moment_update"]
     w = None if hyper.weight_decay_rate is None else xp.constant(hyper.weight_decay_rate)
     if w is not None and s.form["weight_decay_place"] == "first":
         p = p - p * w * s.rate
     m = FIRST[blend](xp, xp.widen(slots["m"]), grad, decay(xp, hyper.beta1))
     v = SECOND[blend](xp, xp.widen(slots["v"]), grad, decay(xp, hyper.beta2))
-    root = xp.sqrt(v / s.correction(hyper.beta2) + xp.constant(hyper.epsilon_root))
-    x = m / s.correction(hyper.beta1) / (root + xp.constant(hyper.epsilon))
+    root = xp.sqrt(s.corrected(v, s.corrections[1]) + xp.constant(hyper.epsilon_root))
+    x = s.corrected(m, s.corrections[0]) / (root + xp.constant(hyper.epsilon))
     if w is not None and s.form["weight_decay_place"] == "in_direction":
         x = x + w * p
     norm = NORM["tree"]
     ratio = RATIO[s.form["trust_ratio_fallback"]](xp, norm(xp, p), norm(xp, x), 1.0)
     rate_first = s.form["step_product"] == "rate_first"
-    p = p - (ratio * s.rate * x if rate_first else s.rate * (x * ratio))
+    p = p - (ratio * s.rate * x if rate_first else xp.cast(s.rate, xp.dtype(x)) * (x * ratio))
     return xp.narrow(p, xp.dtype(param)), stored(xp, {"m": m, "v": v}, slots)
 
 

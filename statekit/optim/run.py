@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from statekit.arrays.backend import Backend, Batching, Value
 from statekit.arrays.numpy_backend import NumpyBackend
+from statekit.arrays.promotion import LOW
 from statekit.errors import StateError
 from statekit.optim import adafactor, adamw, lamb, lans, scaled_adam
 from statekit.optim.keras_averages import follow_average
@@ -79,8 +80,13 @@ def initial(state: TrainState) -> TrainState:
     return store(xp, Live(_read(xp, state.params), slots, tuple(shared), state.counts.updates), state)
 
 
-def mover(xp: Backend, state: TrainState, execution: Execution = "compiled") -> Move:
+def mover(xp: Backend, state: TrainState, execution: Execution | None = None) -> Move:
     """Returns the step of a state's optimizer: (live, gradients, learning rates) -> live.
+
+    Args:
+        xp: The array namespace.
+        state: Whose optimizer.
+        execution: Which roundings of low precision the original makes; None: as it usually runs.
 
     Raises:
         StateError: statekit has no step for the optimizer.
@@ -114,7 +120,11 @@ def mover(xp: Backend, state: TrainState, execution: Execution = "compiled") -> 
             shared.append(new_whole)
         return {"params": params, "slots": slots, "shared": tuple(shared)}
 
-    compiled = xp.compile(step)
+    literal = variant_constants(state.optimizer.schema, variant).get("compute_dtype") == "promoted"
+    if literal and any(dtype in LOW for dtype in _dtypes(state)):
+        compiled = _by_literal_rates(xp, step)
+    else:
+        compiled = xp.compile(step)
     moved = [path for group in groups for path in group.paths]
 
     def move(live: Live, grads: Arrays, rates: Rates) -> Live:
@@ -125,6 +135,26 @@ def mover(xp: Backend, state: TrainState, execution: Execution = "compiled") -> 
         return Live(after["params"], after["slots"], after["shared"], live.updates + 1, behind)
 
     return move
+
+
+def _by_literal_rates(xp: Backend, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a step into which learning rates are written as numbers: those are rounded where they meet arrays."""
+    by_rates: dict[Any, Callable[..., Any]] = {}
+
+    def run(before: Any, grads: Any, rates: Any, updates: Any, behind: Any) -> Any:
+        if rates not in by_rates:
+            by_rates[rates] = xp.compile(
+                lambda before, grads, updates, behind: step(before, grads, rates, updates, behind)
+            )
+        return by_rates[rates](before, grads, updates, behind)
+
+    return run
+
+
+def _dtypes(state: TrainState) -> set[str]:
+    """Returns the names of the dtypes of parameters and slots."""
+    slots = [slot for own in state.slots.values() for slot in own.values()]
+    return {tensor.dtype.name for tensor in (*state.params.values(), *slots)}
 
 
 def settled_group(steps: Steps, group: Group, rules: Mapping[str, Rule], variant: str) -> dict[str, Hashable]:
@@ -263,6 +293,12 @@ def behind_after(behind: Mapping[str, int], missed: Iterable[str], updates: int)
 def counts_apart(schema: str, variant: str) -> bool:
     """Tells whether a variant counts the updates of each parameter by itself: one without a gradient falls behind."""
     return variant_constants(schema, variant)["step_scope"] in OWN_COUNTS
+
+
+def kernels_contract(state: TrainState) -> bool:
+    """Tells whether single operations of a state's original contract products and sums: PyTorch's kernels do."""
+    constants = variant_constants(state.optimizer.schema, str(state.optimizer.variant))
+    return constants.get("compute_dtype") == "each_operation"
 
 
 OWN_COUNTS = ("per_parameter", "per_index_and_device")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from statekit.arrays.backend import Value
+from statekit.arrays.promotion import promoted
 from statekit.optim import steps
 from statekit.state.constants import ScaledAdamConstants
 from statekit.state.hyperparameters import settled
@@ -96,11 +97,6 @@ class Setting(steps.Setting[ScaledAdamConstants, Hyperparameters]):
         product = weight * other
         total = self.xp.either(lambda: value + product, lambda: value + self.xp.rounded(product, dtype))
         return self.kept(total, dtype)
-
-
-def promoted(*dtypes: str) -> str:
-    """Returns the dtype in which PyTorch leaves an operation on arrays of these floating dtypes."""
-    return dtypes[0] if len(set(dtypes)) == 1 else "float32"
 
 
 @dataclass(frozen=True)

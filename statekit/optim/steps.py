@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from statekit.arrays.backend import Backend, Value
+from statekit.arrays.promotion import Promoting, any_low
 from statekit.state.train_state import Group, Rule, TrainState
 
 Execution: TypeAlias = Literal["op_by_op", "compiled"]
@@ -28,14 +29,14 @@ class Scene:
         variant: Whose rule.
         rate: Learning rate, a number or 0-d array; a number stays as precise as it is. None where the rule has its own.
         step: Updates done before this one (int, or 0-d integer array).
-        execution: Which roundings of low precision the original makes.
+        execution: Which roundings of low precision the original makes; None: as it usually runs.
     """
 
     xp: Backend
     variant: str
     rate: Value | None
     step: Value
-    execution: Execution = "compiled"
+    execution: Execution | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,27 @@ class Steps(Protocol):
             own: What `settle` returned for it.
             common: What `prepare` returned for all.
         """
+
+
+LOW_PRECISION = ("each_operation", "promoted")
+"""Values of `compute_dtype` with which operations round to a dtype of low precision."""
+
+
+def execution_of(scene: Scene, compute_dtype: str) -> Execution:
+    """Returns how the original ran: as the scene says, or as it usually does by its `compute_dtype`."""
+    return scene.execution or USUAL.get(compute_dtype, "compiled")
+
+
+USUAL: Mapping[str, Execution] = {"each_operation": "op_by_op"}
+"""How an original usually runs, by `compute_dtype`: PyTorch's optimizers eagerly, all others compiled."""
+
+
+def promoting(scene: Scene, compute_dtype: str, arrays: Iterable[Value]) -> Scene:
+    """Returns a scene over JAX's promotion of dtypes, where that is the rule and some array is of low precision."""
+    if compute_dtype != "promoted" or not any_low(scene.xp, arrays):
+        return scene
+    op_by_op = execution_of(scene, compute_dtype) == "op_by_op"
+    return replace(scene, xp=Promoting(scene.xp, op_by_op))
 
 
 def no_group_slots(xp: Backend, params: Arrays, group: Group, variant: str) -> dict[str, Value]:

@@ -14,7 +14,7 @@ def _plain(xp: Backend, value: Value) -> Value:
 
 NORM: Mapping[str, Callable[[Backend, Value], Value]] = {
     "float32_sequential": _plain,
-    "tree": _plain,
+    "tree": lambda xp, value: xp.euclidean(value),
     "unspecified": _plain,
     "scaled": lambda xp, value: xp.norm(value),
 }

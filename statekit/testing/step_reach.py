@@ -2,7 +2,7 @@
 
 - Adafactor: v in that element; v_row and v_col where they average it. A factored parameter, and its m, in all that
   shares a normaliser, i.e. along ROW and COLUMN; an unfactored one in the element. Clipping of the update takes it over
-  all that the clipping averages.
+  all that the clipping averages, unless a norm that isn't a number counts as the limit.
 - AdamW: slots and parameter in that element.
 - LAMB: slots in that element; the parameter as a whole, or in that element where the trust ratio has a fallback for a
   norm that isn't a number.
@@ -76,7 +76,8 @@ def _adafactor(state: TrainState, path: str, index: Index) -> Regions:
         return dict.fromkeys(("param", "m", "v", "v_row", "v_col"), (...,))
     rows, columns, batch = (rule.dims(axis) for axis in (Axis.ROW, Axis.COLUMN, Axis.BATCH))
     free: tuple[int, ...] = (*rows, *columns)
-    if state.optimizer.groups[0].hyperparameters["clipping_threshold"] is not None:
+    clips = state.optimizer.groups[0].hyperparameters["clipping_threshold"] is not None
+    if clips and form["nan_norm"] == "spreads":
         fixed = batch if form["clipping_over"] == "non_batch" else ()
         free = tuple(axis for axis in range(len(index)) if axis not in fixed)
     moved = _freed(index, free)

@@ -274,7 +274,8 @@ class IntervalBackend(Backend):
     def lerp(self, old: Value, new: Value, weight: Value) -> Value:
         # Compiled or not: PyTorch's kernel fuses.
         old, new, weight = (replace(value, contracted=True) for value in (old, new, weight))
-        return self._hull(old + weight * (new - old), new - (new - old) * (1.0 - weight))
+        ends = old + weight * (new - old), new - (new - old) * (1.0 - weight)
+        return self.if_greater(-weight, -0.5, *ends)
 
     def absolute(self, value: Value) -> Value:
         low = np.where(

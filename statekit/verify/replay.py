@@ -23,7 +23,7 @@ from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.conversion.contracts import Hints
 from statekit.conversion.open_state import open_state
 from statekit.errors import NotFoundError, StateError, UnknownFormatError, printable
-from statekit.optim.run import Live, Move, initial, load, mover, store
+from statekit.optim.run import Live, Move, initial, kernels_contract, load, mover, store
 from statekit.optim.steps import Execution
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import DTYPES, Tensor, in_memory, widens
@@ -268,10 +268,13 @@ class _Stepper:
     make: Mover = mover
     moves: dict[int, Move] = field(default_factory=dict)
 
-    @property
-    def contracts(self) -> bool:
-        """Whether products and sums may be contracted; what steps in another way than the text does as it likes."""
-        return self.xp.contracts or self.execution == "compiled" or self.make is not mover
+    def contracts(self, state: TrainState) -> bool:
+        """Tells whether products and sums may be contracted: by our backend, a compiler, or within an operation.
+
+        What steps in another way than the text does as it likes.
+        """
+        ours = self.xp.contracts or self.make is not mover
+        return ours or self.execution == "compiled" or kernels_contract(state)
 
     def __call__(self, state: TrainState, live: Live, update: int) -> Live:
         recording, xp = self.subject.recording, self.xp
@@ -285,7 +288,7 @@ class _Stepper:
 def _verdict(step: _Stepper, start: TrainState, trajectory: Trajectory, on_step: Progress) -> Iterator[Row]:
     subject, xp, recording = step.subject, step.xp, step.subject.recording
     roots = max(trajectory.sqrt_units, xp.sqrt_units)
-    bounds = IntervalBackend(step.contracts, sqrt_units=roots)
+    bounds = IntervalBackend(step.contracts(start), sqrt_units=roots)
     bounded = _Stepper(subject, bounds, step.execution)
     for update in range(max(subject.first, trajectory.first) + 1, recording.last + 1):
         before = recording.state(update - 1, trajectory, update)

@@ -72,7 +72,7 @@ class FastAdafactor:
         """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
         form = variant_constants("adafactor", self.variant)
         xp, hyper = backend("torch"), self.own.hyper
-        s = forms.Setting(xp, form, hyper, self.own.rule, "float32", scene.execution)
+        s = forms.Setting(xp, form, hyper, self.own.rule, "float32", "compiled")
         given = None if scene.rate is None else xp.widen(scene.rate)
         decay, mix = forms.DECAY[hyper.decay_type](s, scene.step)
         rate = forms.LEARNING_RATE[form["lr_source"]](s, given, scene.step).to(params[0].device)

@@ -1,7 +1,7 @@
 """Recordings of `torch.optim`, alone or under Trainer, Lightning, FSDP, DeepSpeed and Megatron-Core.
 
 What counts in `meta.json`, in this order: `extra.param_groups`, the groups in the checkpoint itself (DeepSpeed), then
-`hyperparameters`; `learning_rate` per step and group. PyTorch's CPU kernels contract products and sums: compiled.
+`hyperparameters`; `learning_rate` per step and group. PyTorch ran operation by operation, unless its kernel was fused.
 
 DeepSpeed's own copies of the slots, flat and cut over ranks, stand in `global/rank<r>.group<g>.<slot>`; a phase names
 them in `partitions`: {"ranks": n, "by": "group" or "parameter"}.
@@ -58,7 +58,9 @@ class TorchOptim:
                 "by": "parameter" if stage == 3 else "group",
             }
         path = checkpoint_of(meta["checkpoint"]["files"])
-        return described(meta, [(1, int(meta["steps"]), told)], path, "compiled")
+        # The fused kernel keeps everything float32 until it stores; else each operation rounds what it returns.
+        fused = all(group.get("fused") for group in told["groups"])
+        return described(meta, [(1, int(meta["steps"]), told)], path, "compiled" if fused else "op_by_op")
 
     def decode(self, tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState:
         """Returns the canonical state of one step; flat copies over ranks must hold the same values.

@@ -1,0 +1,302 @@
+"""The originals that install beside us, each as a run that is moved on one update at a time.
+
+A run is made from a `Case` and gives, before and after each update, the canonical state that the original holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from statekit.optim.run import initial
+from statekit.optim.steps import Execution
+from statekit.state.constants import variant_constants
+from statekit.state.factoring import by_shape
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
+from statekit.tensors.tensor import DTYPES, Array, Shape, Tensor, in_memory
+from statekit.verify.systems.native_slots import canonical_slots
+
+Arrays = Mapping[str, Array]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of an original.
+
+    Attributes:
+        library: `torch`, `transformers`, `optax` or `keras`.
+        family: Name of the schema.
+        groups: Arguments of the original's constructor and the group's paths, for each parameter group.
+        params: Shape by path.
+        dtype: Of parameters and gradients.
+        grads: For each update, kind of gradient by path; a path that isn't there has none.
+        mode: How the original runs: `eager`, `foreach`, `fused` or `compiled`.
+        seed: Of all values.
+    """
+
+    library: str
+    family: str
+    groups: tuple[tuple[Mapping[str, Any], tuple[str, ...]], ...]
+    params: Mapping[str, Shape]
+    dtype: str
+    grads: tuple[Mapping[str, str], ...]
+    mode: str = "eager"
+    seed: int = 0
+
+    @property
+    def execution(self) -> Execution:
+        """How the original ran, as recordings say it."""
+        if self.library in ("torch", "optax"):
+            return "op_by_op" if self.mode in ("eager", "foreach") else "compiled"
+        return "compiled" if self.mode == "compiled" or self.library == "transformers" else "op_by_op"
+
+    @property
+    def variant(self) -> str:
+        """The variant of the schema."""
+        return {"transformers": "hf"}.get(self.library, self.library)
+
+    def start(self) -> dict[str, Array]:
+        """Returns the parameters before the first update."""
+        return {
+            path: self._drawn(
+                f"param/{path}", shape, 10.0 ** np.random.default_rng([self.seed, i]).uniform(-2, 1)
+            )
+            for i, (path, shape) in enumerate(self.params.items())
+        }
+
+    def gradients(self, update: int) -> dict[str, Array]:
+        """Returns the gradients of an update, counted from 0."""
+        return {path: self._gradient(path, kind, update) for path, kind in self.grads[update].items()}
+
+    def _drawn(self, what: str, shape: Shape, size: float) -> Array:
+        rng = np.random.default_rng([self.seed, *what.encode()])
+        return np.asarray(size * rng.standard_normal(shape)).astype(DTYPES[self.dtype])
+
+    def _gradient(self, path: str, kind: str, update: int) -> Array:
+        shape = self.params[path]
+        usual = self._drawn(f"grad/{path}/{update}", shape, SIZES.get(kind, 1.0))
+        if kind == "zeros":
+            return np.zeros_like(usual)
+        if kind in ("one_hot", "nan") and usual.size:
+            place = np.random.default_rng([self.seed, update]).integers(usual.size)
+            flat = np.zeros_like(usual).reshape(-1) if kind == "one_hot" else usual.reshape(-1).copy()
+            flat[place] = usual.reshape(-1)[place] if kind == "one_hot" else np.nan
+            return flat.reshape(shape)
+        return usual
+
+
+SIZES = {"usual": 1.0, "small": 1e-3, "tiny": 1e-9, "large": 30.0, "huge": 1e4}
+"""Sizes of gradients by their kind."""
+
+
+class Run(Protocol):
+    """An original in motion."""
+
+    def state(self) -> TrainState:
+        """Returns the canonical state that it holds."""
+
+    def update(self, grads: Arrays) -> None:
+        """Does one update."""
+
+
+def canonical(
+    case: Case,
+    params: Arrays,
+    held: Mapping[str, Arrays],
+    updates: int,
+    behind: Mapping[str, int] | None = None,
+) -> TrainState:
+    """Returns a state from parameters and slots by path and canonical name."""
+    schema = load_schema(case.family)
+    groups = []
+    for arguments, paths in case.groups:
+        values = schema.settings(case.variant) | schema.canonical(case.variant, arguments)
+        offered = {name: values[name] for name in schema.variant(case.variant)["defaults"]}
+        groups.append(Group(paths, offered, dict.fromkeys(offered, "given")))
+    tensors: dict[str, Tensor] = {path: in_memory(array, path) for path, array in params.items()}
+    rules: dict[str, Rule] = {}
+    constants = variant_constants(case.family, case.variant)
+    if case.family == "adafactor":
+        for group in groups:
+            for path in group.paths:
+                minimum = group.hyperparameters.get("min_dim_size_to_factor") or 0
+                factored = group.hyperparameters.get("factored", True)
+                rules[path] = Rule(by_shape(constants, case.params[path], factored, minimum), "given")
+    slots: dict[str, dict[str, Tensor]] = {}
+    for path, own in held.items():
+        named: dict[str, Tensor] = {name: in_memory(array, name) for name, array in own.items()}
+        rule = rules.get(path)
+        slots[path] = named if rule is None else canonical_slots(constants, rule, tensors[path], named)
+    optimizer = Optimizer(case.family, case.variant, tuple(groups))
+    state = TrainState(tensors, slots, optimizer, Counts(updates, updates, behind or {}), rules)
+    fresh = [path for path in tensors if path not in held]
+    if not fresh:
+        return state
+    begun = initial(TrainState(tensors, {}, optimizer, Counts(0, 0), rules))
+    full = {path: slots.get(path, begun.slots[path]) for path in tensors}
+    return TrainState(tensors, full, optimizer, state.counts, rules)
+
+
+def _by_alias(case: Case, held: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what has the alias of a slot, by the slot's canonical name."""
+    slots = load_schema(case.family).slots.items()
+    aliases = {slot.aliases[case.variant]: name for name, slot in slots if case.variant in slot.aliases}
+    return {aliases[name]: value for name, value in held.items() if name in aliases}
+
+
+def _torch_class(case: Case) -> Any:
+    if case.library == "transformers":
+        from transformers.optimization import Adafactor
+
+        return Adafactor
+    import torch
+
+    return torch.optim.AdamW if case.family == "adamw" else torch.optim.Adafactor
+
+
+class TorchRun:
+    """An optimizer of PyTorch or Transformers."""
+
+    def __init__(self, case: Case) -> None:
+        import torch
+
+        self._torch, self._case = torch, case
+        names = {np.dtype(DTYPES[n]): getattr(torch, n) for n in ("float32", "bfloat16", "float16")}
+        dtype = names[np.dtype(DTYPES[case.dtype])]
+        self._params = {
+            path: torch.nn.Parameter(torch.from_numpy(array.astype(np.float32)).to(dtype))
+            for path, array in case.start().items()
+        }
+        kind = _torch_class(case)
+        groups = [
+            {**arguments, "params": [self._params[p] for p in paths]} for arguments, paths in case.groups
+        ]
+        how = {case.mode: True} if case.mode in ("foreach", "fused") else {}
+        if case.mode == "eager" and case.library == "torch":
+            how = {"foreach": False}
+        self._optimizer = kind(groups, **how)
+        self._step = torch.compile(self._optimizer.step) if case.mode == "compiled" else self._optimizer.step
+
+    def state(self) -> TrainState:
+        held, counts = {}, {}
+        for path, param in self._params.items():
+            own = self._optimizer.state.get(param)
+            counts[path] = int(own["step"]) if own else 0
+            if own:
+                arrays = {n: self._numpy(v) for n, v in own.items() if isinstance(v, self._torch.Tensor)}
+                held[path] = _by_alias(self._case, arrays)
+        updates = max(counts.values(), default=0)
+        behind = {path: count for path, count in counts.items() if count != updates}
+        params = {path: self._numpy(param) for path, param in self._params.items()}
+        return canonical(self._case, params, held, updates, behind)
+
+    def _numpy(self, tensor: Any) -> Array:
+        wide = tensor.detach().to(self._torch.float32).numpy().copy()
+        name = str(tensor.dtype).removeprefix("torch.")
+        return np.asarray(wide).astype(DTYPES[name])
+
+    def update(self, grads: Arrays) -> None:
+        for path, param in self._params.items():
+            grad = grads.get(path)
+            param.grad = (
+                None if grad is None else self._torch.from_numpy(grad.astype(np.float32)).to(param.dtype)
+            )
+        self._step()
+
+
+class OptaxRun:
+    """A transformation of Optax, over a flat dict of parameters."""
+
+    def __init__(self, case: Case) -> None:
+        import jax
+        import jax.numpy as jnp
+        import optax
+
+        self._jax, self._jnp, self._case = jax, jnp, case
+        ((arguments, _),) = case.groups
+        transformation = getattr(optax, case.family)(**arguments)
+        self._params = {path: jnp.asarray(array) for path, array in case.start().items()}
+        self._state = transformation.init(self._params)
+
+        def step(params: Any, state: Any, grads: Any) -> Any:
+            updates, state = transformation.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        self._step = jax.jit(step) if case.mode == "compiled" else step
+        self._updates = 0
+
+    def state(self) -> TrainState:
+        held: dict[str, dict[str, Array]] = {path: {} for path in self._params}
+        for part in self._jax.tree.leaves(self._state, is_leaf=lambda x: hasattr(x, "_fields")):
+            for name, tree in getattr(part, "_asdict", dict)().items():
+                if isinstance(tree, dict):
+                    for path, array in tree.items():
+                        held[path][name] = np.asarray(array)
+        slots = {path: _by_alias(self._case, own) for path, own in held.items()}
+        params = {path: np.asarray(array) for path, array in self._params.items()}
+        return canonical(self._case, params, slots, self._updates)
+
+    def update(self, grads: Arrays) -> None:
+        given = {path: self._jnp.asarray(grad) for path, grad in grads.items()}
+        self._params, self._state = self._step(self._params, self._state, given)
+        self._updates += 1
+
+
+class KerasRun:
+    """An optimizer of Keras on TensorFlow."""
+
+    def __init__(self, case: Case) -> None:
+        import keras
+        import tensorflow as tf
+
+        self._tf, self._case = tf, case
+        ((arguments, paths),) = case.groups
+        self._paths = paths
+        start = case.start()
+        self._params = [keras.Variable(start[path], name=path.replace("/", "_")) for path in paths]
+        made = dict(arguments)
+        kind = {
+            "adamw": "AdamW" if made.get("weight_decay") else "Adam",
+            "lamb": "Lamb",
+            "adafactor": "Adafactor",
+        }
+        self._optimizer = getattr(keras.optimizers, kind[case.family])(**made)
+        self._optimizer.build(self._params)
+        self._calls: dict[tuple[str, ...], Callable[..., Any]] = {}
+
+    def state(self) -> TrainState:
+        lists = {"m": "_momentums", "v": "_velocities"}
+        if self._case.family == "adafactor":
+            lists = {"v_row": "_r", "v_col": "_c", "v": "_v"}
+        held = {
+            path: {name: np.asarray(getattr(self._optimizer, own)[i]) for name, own in lists.items()}
+            for i, path in enumerate(self._paths)
+        }
+        params = {path: np.asarray(p) for path, p in zip(self._paths, self._params, strict=True)}
+        return canonical(self._case, params, held, int(self._optimizer.iterations.numpy()))
+
+    def update(self, grads: Arrays) -> None:
+        present = tuple(path for path in self._paths if path in grads)
+        own = [p for path, p in zip(self._paths, self._params, strict=True) if path in grads]
+        values = [self._tf.constant(grads[path]) for path in present]
+        if self._case.mode != "compiled":
+            self._optimizer.apply_gradients(list(zip(values, own, strict=True)))
+            return
+        if present not in self._calls:
+            self._calls[present] = self._tf.function(
+                lambda given: self._optimizer.apply_gradients(list(zip(given, own, strict=True))),
+                jit_compile=True,
+            )
+        self._calls[present](values)
+
+
+RUNS: Mapping[str, Callable[[Case], Run]] = {
+    "torch": TorchRun,
+    "transformers": TorchRun,
+    "optax": OptaxRun,
+    "keras": KerasRun,
+}
