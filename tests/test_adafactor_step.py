@@ -219,7 +219,7 @@ def test_some_parameters_are_kept_from_decay(variant: str, excluded: Any, kept: 
 
 
 @pytest.mark.parametrize(
-    ("variant", "followed"), [("torch", True), ("hf", True), ("keras", False), ("optax", False)]
+    ("variant", "followed"), [("torch", True), ("hf", True), ("keras", False), ("optax", True)]
 )
 def test_low_precision_is_stepped_where_its_roundings_are_known(variant: str, followed: bool) -> None:
     low = {"p": in_memory(np.ones((2, 3), DTYPES["bfloat16"]))}
