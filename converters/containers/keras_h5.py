@@ -43,6 +43,7 @@ class KerasH5:
     title: str = "Keras 3 weights (.weights.h5, HDF5)"
     suffixes: tuple[str, ...] = (".weights.h5", ".h5")
     target_kind: Literal["file", "folder"] | None = "file"
+    keeps_manifest: bool = True
 
     def detect(self, path: Path) -> Evidence | None:
         """Looks at the first bytes."""

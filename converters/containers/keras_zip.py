@@ -54,6 +54,7 @@ class KerasZip:
     title: str = "Keras 3 model (.keras, zip of config and weights)"
     suffixes: tuple[str, ...] = (".keras",)
     target_kind: Literal["file", "folder"] | None = "file"
+    keeps_manifest: bool = True
 
     def detect(self, path: Path) -> Evidence | None:
         """Looks at the names of an archive's members."""

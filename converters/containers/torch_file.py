@@ -33,6 +33,7 @@ class TorchFile:
     title: str = "PyTorch file (torch.save), zip or legacy"
     suffixes: tuple[str, ...] = (".pt", ".pth", ".bin", ".ckpt")
     target_kind: Literal["file", "folder"] | None = "file"
+    keeps_manifest: bool = True
 
     def detect(self, path: Path) -> Evidence | None:
         """Looks at the first bytes, and at the directory at the end of a zip archive."""

@@ -196,6 +196,13 @@ class Constructing(Protocol):
         """
 
 
+@runtime_checkable
+class KeepsManifest(Protocol):
+    """A container of one file with the manifest inside it; a folder has it beside its files anyway."""
+
+    keeps_manifest: bool
+
+
 class Layout(Protocol):
     """What the names mean for one optimizer implementation. Knows nothing about files."""
 

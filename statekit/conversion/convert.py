@@ -126,7 +126,7 @@ def convert(plan: Plan, *, replace: bool = False, on_progress: OnProgress | None
         passed = _passed_through(checkpoint, tree)
         rest: dict[str, str] = {}
         kept = kept_of(prepared.state.extra, by_leaf(prepared.encoded.dropped, prepared.state.extra))
-        records = {FIELD: to_field(kept.extra)} if kept.extra else {}
+        records = {FIELD: to_field(kept.extra)} if plan.kept else {}
 
         def fields(streamed: Entries) -> Mapping[str, Any]:
             digest = _content_digest(checkpoint, _source_digests(rest, passed, streamed))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from statekit.conversion.contracts import NO_HINTS, Encoded, Exactness, Hints
-from statekit.conversion.kept import by_leaf, kept_of
+from statekit.conversion.kept import Kept, by_leaf, kept_of
 from statekit.conversion.rule_change import RuleChange
 from statekit.errors import Faults, InexactError, printable
 from statekit.files.checkpoint import Checkpoint, Finding
@@ -208,6 +208,7 @@ def build_plan(
     options: Mapping[str, Any],
     request: Request,
     rule_change: RuleChange | None = None,
+    keeps_manifest: bool = True,
 ) -> Plan:
     """Builds the plan of a conversion from names, shapes and dtypes alone.
 
@@ -220,10 +221,12 @@ def build_plan(
         options: What was asked for that changes the result.
         request: What was asked for.
         rule_change: How the state came under another rule, if it did.
+        keeps_manifest: Whether the target has a manifest, to keep what the target itself has no place for.
     """
     sources = {name for tensor in checkpoint.tensors.values() for name in _stored_names(tensor.to_json())}
     names = tensor_names(encoded.tree)
-    kept = kept_of(state.extra, by_leaf(encoded.dropped, state.extra))
+    dropped = by_leaf(encoded.dropped, state.extra)
+    kept = kept_of(state.extra, dropped) if keeps_manifest else Kept(dropped=dropped)
     step = checkpoint.step if checkpoint.step is not None else state.counts.updates
     return Plan(
         source=Side(checkpoint.container, layout, step),

@@ -19,6 +19,7 @@ from statekit.conversion.contracts import (
     Encoded,
     Fitting,
     KeepsEncoding,
+    KeepsManifest,
     KeepsMasters,
     Layout,
 )
@@ -120,8 +121,9 @@ def prepare(request: Request) -> Plan:
             "require": request.require.name.lower(),
         }
         target = Side(container.name, layout.name, encoded.step)
+        keeps = container.target_kind == "folder" or isinstance(container, KeepsManifest)
         plan = build_plan(
-            opened.checkpoint, opened.layout, state, encoded, target, options, request, rule_change
+            opened.checkpoint, opened.layout, state, encoded, target, options, request, rule_change, keeps
         )
         plan.check()
         files = _files_of(opened.checkpoint.path)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from statekit.converters.containers.huggingface.model import (
     find_model,
     open_model,
     save_model,
+    ties_in,
 )
 from statekit.converters.containers.steps import step_prefix, trusted_manifest
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
@@ -40,6 +41,7 @@ from statekit.files.manifest import FILE, inside
 from statekit.files.source import Budget, File, Files, first_bytes, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Stored, Tensor, index_shape
+from statekit.tensors.ties import TIES, ties_of
 from statekit.tensors.tree import Path as Keys
 from statekit.tensors.tree import Tree, at, holds_records, loose, put, without
 
@@ -351,6 +353,11 @@ class HuggingFaceFolder:
             if key not in encoded.tree and self.parts[key] not in carried
         }
         tree = {**{key: one.part for key, one in made.items()}, **encoded.tree}
+        model = tree.get("model")
+        if isinstance(model, Mapping) and (
+            ties := ties_of(model, model)
+        ):  # safetensors has no shared tensors
+            tree |= {"model": {name: one for name, one in model.items() if name not in ties}, TIES: ties}
         said = (*encoded.assumptions, *(one.said for one in made.values()))
         return replace(encoded, tree=tree, assumptions=said)
 
@@ -378,10 +385,12 @@ class HuggingFaceFolder:
         prefix = step_prefix(stage, number, self.step_folder) if self.step_folder else ""
         files = tree.pop(FILES) if are_files(tree.get(FILES)) else {}
         stem = "adapter_model" if ADAPTER_CONFIG in files else "model"
-        model = tree.pop("model")
-        save_model(
-            model, stem, self.shard_bytes, stage, lambda name, one: stage.stream(f"model/{name}", one), prefix
-        )
+        model, ties = tree.pop("model"), tree.pop(TIES, {})
+
+        def stream(name: str, one: Tensor) -> Iterator[memoryview]:
+            return stage.stream(f"model/{name}", one)
+
+        save_model(model, stem, self.shard_bytes, stage, stream, prefix, ties)
         for key in [one for one in self.parts if one in tree]:
             write_part(stage, f"{prefix}{self.parts[key]}", key, tree.pop(key))
         write_files(stage, prefix, files)
@@ -431,6 +440,7 @@ def _opened(path: Path, files: Files) -> tuple[Tree, dict[str, Any], tuple[Findi
     if name is not None:
         model = open_model(folder, name, files)
         tree["model"], taken = dict(model.tensors), model.files
+        tree |= {TIES: ties} if (ties := ties_in(model)) else {}
         meta = {"model": list(taken), SORTED: model.is_sorted, "metadata": dict(model.metadata)}
     if alone:
         return named(tree), meta, ()

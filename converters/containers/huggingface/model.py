@@ -96,7 +96,8 @@ def open_model(folder: Path, name: str, files: Files) -> Model:
         ("isn't a file of the folder", file) for file in names if not inside(file) or "/" in file
     )
     foreign.check(FormatError, "An index names files elsewhere", place=place)
-    shards = {file: _open_file(folder / file, files)[0] for file in names}
+    opened = {file: _open_file(folder / file, files) for file in names}
+    shards = {file: tensors for file, (tensors, _) in opened.items()}
     faults = Faults((f"isn't in {file}", one) for one, file in weights.items() if one not in shards[file])
     faults += [
         (f"is in {file}, not by the index", one)
@@ -106,8 +107,18 @@ def open_model(folder: Path, name: str, files: Files) -> Model:
     ]
     faults.check(CorruptError, "Index and shards contradict each other", place=place)
     whole = {one: shards[file][one] for one, file in weights.items()}
-    metadata = index.get("metadata", {})
+    metadata = {key: value for _, own in opened.values() for key, value in own.items()}
+    metadata |= index.get("metadata", {})
     return Model(whole, (name, *names), list(whole) == sorted(whole), metadata)
+
+
+def ties_in(model: Model) -> dict[str, str]:
+    """Returns the further names of tensors that a model's metadata tell: name -> the name it stands under."""
+    return {
+        name: one
+        for name, one in model.metadata.items()
+        if name not in model.tensors and one in model.tensors
+    }
 
 
 def save_model(
@@ -117,6 +128,7 @@ def save_model(
     stage: Stage,
     stream: Stream,
     prefix: str = "",
+    ties: Mapping[str, str] | None = None,
 ) -> None:
     """Writes a model as safetensors, in its order: files and index keep what the order says of the parameters.
 
@@ -127,10 +139,13 @@ def save_model(
         stage: Where is written.
         stream: Gives a tensor's bytes by its name.
         prefix: The folder below the stage, with its `/`.
+        ties: Further name of a tensor -> its name; in the file's metadata, where safetensors.torch's `save_model` has
+            them. Source: huggingface/safetensors, bindings/python/py_src/safetensors/torch.py, `save_model`.
 
     Raises:
         FormatError: A name or dtype that safetensors can't hold.
     """
+    metadata = {"format": "pt", **(ties or {})}
     shards = [dict(tensors)] if limit is None else list(sharded(tensors, limit)) or [{}]
     count = len(shards)
     weights = {}
@@ -138,7 +153,7 @@ def save_model(
         file = f"{stem}{_SAFE}" if count == 1 else f"{stem}-{number:05}-of-{count:05}{_SAFE}"
         weights.update(dict.fromkeys(shard, file))
         with stage.file(f"{prefix}{file}") as output:
-            save_safetensors(shard, output, stream, {"format": "pt"})
+            save_safetensors(shard, output, stream, metadata if number == 1 else {"format": "pt"})
     if count > 1:
         total = {"total_size": sum(map(nbytes, tensors.values()))}
         text = json.dumps({"metadata": total, "weight_map": weights}, indent=2) + "\n"

@@ -27,7 +27,14 @@ import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.pytorch.optimizer_forms import by_index, with_names
-from statekit.converters.layouts.pytorch.parts import BESIDE, BUFFERS, GROUPS, is_plain, not_plain
+from statekit.converters.layouts.pytorch.parts import (
+    BESIDE,
+    BUFFERS,
+    GROUPS,
+    is_plain,
+    not_plain,
+    tied,
+)
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.optim.run import stepped_variants
@@ -36,6 +43,7 @@ from statekit.state.options import BY_NAME, RATE_NAMES, SCALE, by_other_names
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor
+from statekit.tensors.ties import TIES, ties_of
 from statekit.tensors.tree import Tree
 
 Names: TypeAlias = Mapping[str, str]
@@ -420,8 +428,9 @@ class StatekitTorch:
         beside = {key: part for key, part in others.items() if key not in ("model", "optimizer")}
         of_groups = extra.pop(GROUPS, [])
         dropped = not_plain(extra, "extra") | not_plain(beside, f"extra/{BESIDE}")
+        params = {names[path]: tensor for path, tensor in state.params.items()}
         tree = {
-            "model": {**{names[path]: tensor for path, tensor in state.params.items()}, **buffers},
+            "model": {**params, **tied(extra, params), **buffers},
             "optimizer": encode_groups(state, names, of_groups),
             "step": state.counts.updates,
             "optimizer_class": CLASSES[optimizer.schema],
@@ -472,9 +481,12 @@ def _decoded(tree: Any, faults: Faults) -> TrainState | None:
     found = decode_groups(optimizer, maker, paths, faults) if maker else Found()
     if maker is None or faults:
         return None
-    buffers = {name: leaf for name, leaf in model.items() if name not in paths}
+    ties = ties_of({name: leaf for name, leaf in model.items() if isinstance(leaf, Tensor)}, paths)
+    ties = {name: one for name, one in ties.items() if name not in paths}
+    buffers = {name: leaf for name, leaf in model.items() if name not in paths and name not in ties}
     beside = _beside(tree, own, found.updates)
-    parts = {BUFFERS: buffers, GROUPS: list(found.others), BESIDE: beside}
+    by_path = {name.replace(".", "/"): paths[one] for name, one in ties.items()}
+    parts = {BUFFERS: buffers, TIES: by_path, GROUPS: list(found.others), BESIDE: beside}
     notes = [*own.get("assumptions", ()), *found.notes]
     if buffers and not ours:
         shown = ", ".join(list(buffers)[:_SHOWN]) + (" ..." if len(buffers) > _SHOWN else "")

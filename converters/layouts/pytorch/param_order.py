@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from statekit.converters.layouts.pytorch.parts import apart
 from statekit.errors import Faults, StateError
 from statekit.tensors.tensor import Shape, Tensor
+from statekit.tensors.ties import apart
 
 BY_NAME = "and the model's file sorts them by name"
 REMEDY = "give the names in the order of the parameters: --param-names FILE"

@@ -20,7 +20,8 @@ from statekit.converters.layouts.pytorch.optimizer_forms import (
     nested_form,
     with_names,
 )
-from statekit.tensors.tensor import Stored, Tensor
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.ties import TIES, ties_of
 from statekit.tensors.tree import (
     Path,
     Tree,
@@ -64,15 +65,6 @@ def places(tree: Tree) -> tuple[Path, Path] | None:
 def model_in(tree: Tree) -> Tree:
     """Returns a model's state in a tree; the tree itself where it is nothing else."""
     return next((at(tree, path) for path in MODELS if _is_model(at(tree, path))), tree)
-
-
-def apart(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a model without the further names of tied tensors: an optimizer has each once."""
-    found: dict[Any, str] = {}
-    for name, tensor in model.items():
-        source = (tensor.fetch if isinstance(tensor, Stored) else id(tensor), tensor.shape, tensor.dtype)
-        found.setdefault(source, name)
-    return {name: model[name] for name in found.values()}
 
 
 def _is_optimizer(node: Any) -> bool:
@@ -133,10 +125,15 @@ def extra_of(parts: Frame, params: Iterable[str], options: Iterable[str]) -> dic
         options: Keys of the groups that became hyperparameters.
     """
     taken, known = set(params), {*options, "params", "param_names"}
+    rest, moved = parts.rest, [name for name in parts.model if name in taken]
+    ties = {name: one for name, one in ties_of(parts.model, moved).items() if name not in taken}
+    if isinstance(rest, Mapping) and are_ties(rest.get(TIES), parts.model):
+        ties, rest = {**rest[TIES], **ties}, without(rest, (TIES,))
     found: dict[str, Any] = {
-        BUFFERS: {name: leaf for name, leaf in parts.model.items() if name not in taken},
+        BUFFERS: {name: leaf for name, leaf in parts.model.items() if name not in taken and name not in ties},
+        TIES: {name.replace(".", "/"): one.replace(".", "/") for name, one in ties.items()},
         GROUPS: [{key: value for key, value in group.items() if key not in known} for group in parts.groups],
-        BESIDE: parts.rest,
+        BESIDE: rest,
         PLACES: [list(place) for place in parts.places],
     }
     return {key: part for key, part in found.items() if part}
@@ -168,13 +165,31 @@ def joined(
     beside = extra.get(BESIDE) or {}
     kept = {key: part for key, part in beside.items() if is_plain(part)}
     dropped = not_plain(beside, f"extra/{BESIDE}")
-    model = {**params, **(extra.get(BUFFERS) or {})}
+    model = {**params, **tied(extra, params), **(extra.get(BUFFERS) or {})}
     tree = put(kept, model_at, model) if model_at else {**model, **kept}
     optimizer = {"state": dict(state), "param_groups": full} if form != "flat" else flat_form(state, full)
-    used = (BUFFERS, GROUPS, BESIDE, PLACES, *placed)
+    used = (BUFFERS, GROUPS, BESIDE, PLACES, TIES, *placed)
     dropped |= dropped_from(extra, used, "the file")
     parts = {"model": tuple(model_at), "optimizer": tuple(optimizer_at)}
     return with_names(Encoded(put(tree, optimizer_at, optimizer), step, dropped=dropped, parts=parts))
+
+
+def are_ties(part: Any, model: Mapping[str, Tensor]) -> bool:
+    """Tells whether a part of a tree names further names of a model's tensors, which the model itself hasn't."""
+    return isinstance(part, Mapping) and all(
+        isinstance(name, str) and name not in model and one in model for name, one in part.items()
+    )
+
+
+def tied(extra: Mapping[str, Tree], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the parameters again that a model has under further names, by these; each the very same tensor.
+
+    Args:
+        extra: The state's.
+        params: By the names that they have in torch.
+    """
+    named = {str(name): str(path).replace("/", ".") for name, path in (extra.get(TIES) or {}).items()}
+    return {name.replace("/", "."): params[one] for name, one in named.items() if one in params}
 
 
 def not_plain(parts: Mapping[Any, Tree], under: str) -> dict[str, str]:

@@ -1,0 +1,83 @@
+"""A tied parameter is one parameter with two names, wherever it goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
+from statekit.tensors.tree import tensor_names
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A checkpoint of a model whose head is its embedding, as `torch.save` keeps it."""
+    model = torch.nn.ModuleDict(
+        {"emb": torch.nn.Embedding(6, 4), "mid": torch.nn.Linear(4, 4), "head": torch.nn.Linear(4, 6, False)}
+    )
+    model["head"].weight = model["emb"].weight
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model["head"](model["mid"](model["emb"](torch.arange(6)))).square().sum().backward()
+    optimizer.step()
+    path = tmp_path / "source.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    return path
+
+
+def moved(source: Path, target: Path, to: str, layout: str | None = None) -> Path:
+    convert(plan(source, target, to=to, layout=layout))
+    return target
+
+
+def is_tied(path: Path) -> bool:
+    """Tells whether a torch file's head and embedding share their storage, with PyTorch's own reader."""
+    model = torch.load(path, weights_only=True)["model"]
+    return bool(model["head.weight"].data_ptr() == model["emb.weight"].data_ptr())
+
+
+def test_a_tied_parameter_is_one(source: Path) -> None:
+    with open_state(source) as opened:
+        assert set(opened.params) == {"emb/weight", "mid/weight", "mid/bias"}
+        assert opened.state.extra["ties"] == {"head/weight": "emb/weight"}
+        assert "buffers" not in opened.state.extra
+
+
+@pytest.mark.parametrize("layout", ["torch-optim", "statekit-torch"])
+@pytest.mark.parametrize("way", ["orbax", "statekit", "hf-trainer", "accelerate", "safetensors", "torch"])
+def test_it_is_shared_again_on_the_way_back(way: str, layout: str, source: Path, tmp_path: Path) -> None:
+    there = moved(source, tmp_path / f"there{'.pt' if way == 'torch' else ''}", way)
+    with open_state(there) as opened:
+        assert opened.state.extra["ties"] == {"head/weight": "emb/weight"}
+    back = moved(there, tmp_path / "back.pt", "torch", layout)
+    assert is_tied(back)
+    with open_state(back) as opened:
+        assert opened.state.extra["ties"] == {"head/weight": "emb/weight"}
+
+
+def test_it_is_never_left_behind(source: Path, tmp_path: Path) -> None:
+    work = plan(source, tmp_path / "there", to="orbax")
+    assert not work.dropped and "extra/ties/head/weight" in work.kept
+
+
+def test_the_neutral_folder_holds_it_once(source: Path, tmp_path: Path) -> None:
+    there = moved(source, tmp_path / "there", "statekit")
+    with open_state(there) as opened:
+        assert "params/emb/weight" in opened.tensors
+        assert not any("head" in name for name in tensor_names(opened.checkpoint.tree))
+
+
+def test_safetensors_says_it_as_its_own_library_does(source: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_model
+
+    there = moved(source, tmp_path / "there", "accelerate")
+    model = torch.nn.ModuleDict(
+        {"emb": torch.nn.Embedding(6, 4), "mid": torch.nn.Linear(4, 4), "head": torch.nn.Linear(4, 6, False)}
+    )
+    model["head"].weight = model["emb"].weight
+    load_model(model, str(there / "model.safetensors"))
+    held = torch.load(source, weights_only=True)["model"]
+    assert torch.equal(model["head"].weight, held["emb.weight"])
