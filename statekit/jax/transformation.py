@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -259,7 +259,9 @@ def _check_ready(spec: OptimizerSpec, plan: GroupPlan, leaves: Leaves) -> None:
         name: {slot: Filled(value.shape, DTYPES[value.dtype.name]) for slot, value in own.items()}
         for name, own in first.items()
     }
-    optimizer = Optimizer(spec.schema, spec.variant, (plan.group,))
+    numbers = {name: v for name, v in plan.group.hyperparameters.items() if not isinstance(v, Traced)}
+    known = replace(plan.group, hyperparameters=numbers)  # what an array holds can't be seen
+    optimizer = Optimizer(spec.schema, spec.variant, (known,))
     spec.steps.check(TrainState(described, slots, optimizer, Counts(0, 0), plan.rules), plan.group)
 
 
