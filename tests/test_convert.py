@@ -32,6 +32,7 @@ from statekit.errors import (
 )
 from statekit.files import manifest
 from statekit.files.checkpoint import Checkpoint
+from statekit.files.source import Budget
 from statekit.files.stage import Progress
 from statekit.tensors.tensor import Array, Cast, Filled, Index, Stored, Tensor
 
@@ -162,7 +163,7 @@ def test_less_exact_than_required_is_refused_with_every_tensor(
         and "dense/bias" not in text
     )
     assert "--require lossy" in text
-    with pytest.raises(InexactError, match="3 tensors"):
+    with pytest.raises(InexactError, match="less exact than required: 3 faults"):
         plan(source, target, require=Exactness.BITWISE)
     work = plan(source, target, require=Exactness.LOSSY)
     assert work.exactness is Exactness.LOSSY
@@ -611,9 +612,9 @@ def _counting_opens(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     opened: list[Path] = []
     real = CONTAINER.open
 
-    def count(self: object, path: Path, step: int | None = None) -> Checkpoint:
+    def count(self: object, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         opened.append(path)
-        return real(path, step)
+        return real(path, step, budget)
 
     monkeypatch.setattr(type(CONTAINER), "open", count)
     return opened
