@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from statekit.conversion.inspection import (
     inspect,
     unknown_hyperparameters,
 )
+from statekit.state.run import RunState
 from statekit.state.train_state import Group
 from statekit.tensors.stats import Stats, total
 
@@ -84,6 +85,7 @@ def command(
     stdout = output.screen()
     show = _Show(stdout, limit=MAX_ROWS if pattern is None else len(found.parameters) * 100 + 1, stats=stats)
     _summary(stdout, found)
+    stdout.show_list("Run:", _run(found.run))
     if found.parameters:
         show.parameters(found.parameters, with_slots)
     if found.others:
@@ -220,6 +222,24 @@ class _Show:
 
 def _described(tensor: TensorSummary) -> tuple[str, str, str]:
     return str(list(tensor.shape)), tensor.dtype, output.size(tensor.nbytes)
+
+
+def _run(run: RunState) -> Iterator[str]:
+    """Yields what is known of the run, a line for each thing with where it is known from."""
+    for schedule in run.schedules:
+        at = "" if schedule.at is None else f" at step {schedule.at}"
+        given = ", ".join(f"{key}={value!r:.60}" for key, value in schedule.parameters.items())
+        kind = schedule.kind or "of a kind that its state doesn't tell"
+        yield f"schedule {kind}{at}: {given} @ {schedule.place}"
+    for part in run.parts:
+        held = part.value
+        plain = (
+            ", ".join(f"{k}={v!r:.60}" for k, v in held.items())
+            if isinstance(held, Mapping)
+            else f"{held!r:.60}"
+        )
+        yield f"{part.what}{f': {plain}' if held is not None and plain else ''} @ {part.place}"
+    yield from (f"tied: {name} is {path}" for name, path in run.ties.items())
 
 
 def _bytes(tensors: Iterable[TensorSummary]) -> int:

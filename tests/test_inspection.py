@@ -133,7 +133,7 @@ def test_json_is_plain_and_complete(monkeypatch: pytest.MonkeyPatch) -> None:
         json.dumps(inspect(HERE, Request(stats=True, container="fake")).to_json(), allow_nan=False)
     )
     assert list(data) == [
-        "path", "container", "layout", "step", "meta", "optimizer", "parameters", "others", "extra",
+        "path", "container", "layout", "step", "meta", "optimizer", "parameters", "others", "extra", "run",
         "totals", "assumptions", "findings",
     ]  # fmt: skip
     kernel = data["parameters"][0]

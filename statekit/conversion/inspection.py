@@ -15,6 +15,7 @@ from statekit.conversion.target import source_container
 from statekit.errors import NotFoundError, StateError, StatekitError, UnknownFormatError, printable, some
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import tensor_faults
+from statekit.state.run import RunState, run_of
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.stats import Stats, measure
@@ -92,6 +93,7 @@ class Inspection:
         parameters: The parameters that match the filter.
         others: Further tensors that match: what belongs to no parameter; without a layout, all of them.
         extra: Names of what else there is.
+        run: Schedule, epoch, scaler and what else is known of the run.
         assumptions: What was assumed because the checkpoint doesn't say.
         findings: What is missing or odd.
     """
@@ -106,6 +108,7 @@ class Inspection:
     parameters: tuple[ParameterSummary, ...] = ()
     others: tuple[TensorSummary, ...] = ()
     extra: tuple[str, ...] = ()
+    run: RunState = field(default_factory=RunState)
     assumptions: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
 
@@ -151,6 +154,7 @@ class Inspection:
             "parameters": [parameter.to_json() for parameter in self.parameters],
             "others": [{"name": other.name, **other.to_json()} for other in self.others],
             "extra": list(self.extra),
+            "run": self.run.to_json(),
             "totals": self.totals(),
             "assumptions": list(self.assumptions),
             "findings": [vars(finding) for finding in self.findings],
@@ -321,6 +325,7 @@ def _canonical(
         parameters=parameters,
         others=tuple(describe(name, tensor) for name, tensor in extra.items()),
         extra=tuple(state.extra),
+        run=run_of(state.extra),
         assumptions=state.assumptions,
     )
     _check_matched(seen, request, [*state.params, *rest])

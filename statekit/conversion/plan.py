@@ -13,6 +13,7 @@ from statekit.conversion.kept import Kept, by_leaf, kept_of
 from statekit.conversion.rule_change import RuleChange
 from statekit.errors import Faults, InexactError, printable
 from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.state.run import RunState, run_of
 from statekit.state.train_state import StepOffset, TrainState
 from statekit.tensors.digest import json_digest
 from statekit.tensors.tensor import Shape, Tensor, nbytes
@@ -111,6 +112,7 @@ class Plan:
         entries: Every tensor of the target, in its order.
         dropped: What the target has no place for, each leaf: canonical name -> reason.
         kept: What the target has no place for and its manifest keeps, for when it comes back: canonical names.
+        run: Schedule, epoch, scaler and what else is known of the run.
         assumptions: What was assumed because the source doesn't say.
         options: What was asked for that changes the result.
         state: Schema, variant, steps, groups, rules: the state without its tensors, as the target has it.
@@ -125,6 +127,7 @@ class Plan:
     entries: tuple[PlannedTensor, ...]
     dropped: Mapping[str, str]
     kept: tuple[str, ...]
+    run: RunState
     assumptions: tuple[str, ...]
     options: Mapping[str, Any]
     state: Mapping[str, Any]
@@ -164,6 +167,7 @@ class Plan:
             "assumptions": list(self.assumptions),
             "dropped": dict(self.dropped),
             "kept": list(self.kept),
+            "run": self.run.to_json(),
             "state": dict(self.state),
             "crossing": self.rule_change.to_json() if self.rule_change is not None else None,
             "tensors": [entry.to_json() for entry in self.entries],
@@ -234,6 +238,7 @@ def build_plan(
         entries=tuple(_entry(name, tensor, encoded, sources) for name, tensor in names.items()),
         dropped=kept.dropped,
         kept=kept.names,
+        run=run_of(state.extra),
         assumptions=(*state.assumptions, *encoded.assumptions),
         options=to_json(options),
         state=to_json(state.to_json()),

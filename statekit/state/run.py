@@ -1,0 +1,210 @@
+"""The run around an optimizer: its schedule, loss scaler, accumulation, averages, random states, data, epoch and ties.
+
+A state's extra holds what its source said of these, as inert records in the source's own words and places. Here they
+are found again, whatever system wrote them and wherever they are kept by now, and named alike. Nothing is computed: a
+schedule is its kind, its parameters and where it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeAlias
+
+from statekit.tensors.ties import TIES
+from statekit.tensors.tree import Path, Record, Tree, to_json
+
+Part: TypeAlias = Literal["scaler", "accumulation", "averages", "random", "data", "epoch", "trainer"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule of the learning rate.
+
+    Attributes:
+        kind: Its class, as its system calls it; None where its state doesn't tell.
+        parameters: What it was made with, as its state has it.
+        at: Steps it has made, as it counts them; None where it doesn't count.
+        place: Canonical name of the record that says so.
+    """
+
+    kind: str | None
+    parameters: Mapping[str, Any]
+    at: int | None
+    place: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the schedule as plain data."""
+        return {"kind": self.kind, "parameters": to_json(self.parameters), "at": self.at, "place": self.place}
+
+
+@dataclass(frozen=True)
+class RunPart:
+    """One thing that is known of a run.
+
+    Attributes:
+        what: Which.
+        place: Canonical name of the record or tensor that holds it.
+        value: The record without its tensors, of a trainer's only what stands plainly at its top; None where it is a
+            tensor, or a file's bytes.
+    """
+
+    what: Part
+    place: str
+    value: Tree
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the part as plain data."""
+        return {"place": self.place, "value": to_json(self.value)}
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What is known of a run beside parameters, slots and the optimizer's hyperparameters.
+
+    Attributes:
+        schedules: Schedules of the learning rate.
+        parts: The other things, each with where it is known from.
+        ties: Further name of a parameter -> its path.
+    """
+
+    schedules: tuple[Schedule, ...] = ()
+    parts: tuple[RunPart, ...] = ()
+    ties: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the run as plain data; what isn't known is absent."""
+        named: dict[str, Any] = {}
+        for part in self.parts:
+            named.setdefault(part.what, []).append(part.to_json())
+        schedules = [one.to_json() for one in self.schedules]
+        return {
+            **({"schedule": schedules} if schedules else {}),
+            **named,
+            **({"ties": dict(self.ties)} if self.ties else {}),
+        }
+
+
+_PLAIN = (bool, int, float, str)
+TORCH_SCHEDULES: tuple[tuple[str, frozenset[str]], ...] = tuple(
+    (kind, frozenset(keys.split()))
+    for kind, keys in (
+        ("Eden", "lr_batches lr_epochs"),
+        ("OneCycleLR", "total_steps _anneal_func_type"),
+        ("CyclicLR", "total_size step_ratio"),
+        ("CosineAnnealingWarmRestarts", "T_0 T_mult"),
+        ("CosineAnnealingLR", "T_max eta_min"),
+        ("ReduceLROnPlateau", "factor patience num_bad_epochs"),
+        ("SequentialLR", "_schedulers _milestones"),
+        ("ChainedScheduler", "_schedulers"),
+        ("LambdaLR", "lr_lambdas"),
+        ("LinearLR", "start_factor end_factor total_iters"),
+        ("PolynomialLR", "power total_iters"),
+        ("ConstantLR", "factor total_iters"),
+        ("StepLR", "step_size gamma"),
+        ("MultiStepLR", "milestones gamma"),
+        ("ExponentialLR", "gamma"),
+    )
+)
+"""Class -> keys that its state has; the first that fits is meant. LambdaLR is also what transformers' get_scheduler
+makes, of functions that no state holds.
+
+Source: pytorch/pytorch torch/optim/lr_scheduler.py; k2-fsa/icefall egs/librispeech/ASR/zipformer/optim.py, `Eden`.
+"""
+_PLACE_IN_TIME = frozenset({"last_epoch", "_step_count", "step_count", "_last_lr", "_is_initial", "verbose"})
+_PLACE_IN_TIME |= {
+    "_get_lr_called_within_step",
+    "batch",
+    "epoch",
+    "best",
+    "num_bad_epochs",
+    "cooldown_counter",
+}
+_TORCH = frozenset({"last_epoch", "base_lrs", "lr_batches"})
+"""One of these is in the state of every schedule of torch, or of icefall."""
+_MXNET = "mxnet.lr_scheduler."
+"""Where MXNet's schedules are. Source: apache/mxnet python/mxnet/lr_scheduler.py."""
+PLACES: tuple[tuple[str, Part], ...] = (
+    ("*/scaler", "scaler"),
+    ("*/grad_scaler", "scaler"),
+    ("*/MixedPrecision", "scaler"),
+    ("*/mini_step", "accumulation"),
+    ("*/gradient_step", "accumulation"),
+    ("*/acc_grads", "accumulation"),
+    ("*/ema", "averages"),
+    ("*/model_avg", "averages"),
+    ("*/rng", "random"),
+    ("*rng_state*", "random"),
+    ("*/random_states_*", "random"),
+    ("*/sampler", "data"),
+    ("*/sampler*.bin", "data"),
+    ("*/data_iter", "data"),
+    ("*/train_ds*", "data"),
+    ("*/epoch", "epoch"),
+    ("*/cur_epoch", "epoch"),
+    ("*/trainer_state", "trainer"),
+    ("*/loops", "trainer"),
+)
+"""Pattern of a record's canonical name -> what it is; the first that fits is meant.
+
+Source: transformers trainer_callback.py, `TrainerState`; accelerate utils/constants.py; Lightning
+checkpoint_connector.py, `dump_checkpoint`; icefall checkpoint.py, `save_checkpoint`; optax transforms/_accumulation.py.
+"""
+
+
+def run_of(extra: Mapping[str, Tree]) -> RunState:
+    """Returns what a state's extra says of the run.
+
+    Args:
+        extra: The state's.
+    """
+    schedules: list[Schedule] = []
+    parts: list[RunPart] = []
+    for path, node in _nodes(dict(extra), ("extra",)):
+        name = "/".join(map(str, path))
+        if (schedule := _schedule(node, name)) is not None:
+            schedules.append(schedule)
+        elif (what := _what(name)) is not None:
+            parts.append(RunPart(what, name, _value(node, what)))
+    ties = extra.get(TIES)
+    return RunState(tuple(schedules), tuple(parts), dict(ties) if isinstance(ties, Mapping) else {})
+
+
+def _nodes(tree: Tree, path: Path) -> Iterator[tuple[Path, Tree]]:
+    """Yields the nodes of a tree from the top, none below one that speaks of the run; of a trainer's, the epoch."""
+    for key, node in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        here = (*path, key)
+        name = "/".join(map(str, here))
+        yield here, node
+        what = _what(name)
+        if what == "trainer" and isinstance(node, Mapping) and "epoch" in node:
+            yield (*here, "epoch"), node["epoch"]
+        elif what is None and _schedule(node, name) is None and isinstance(node, (Mapping, list, tuple)):
+            yield from _nodes(node, here)
+
+
+def _value(node: Tree, what: Part) -> Tree:
+    """Returns a record without what is no plain value; of a trainer's, only the plain values at its top."""
+    if isinstance(node, Mapping):
+        deep = () if what == "trainer" else (Mapping, list, tuple)
+        plain = {key: one for key, one in node.items() if one is None or isinstance(one, (*_PLAIN, *deep))}
+        return {key: _value(one, what) for key, one in plain.items()}
+    return node if isinstance(node, (*_PLAIN, list, tuple)) else None
+
+
+def _what(name: str) -> Part | None:
+    return next((what for pattern, what in PLACES if fnmatchcase(name, pattern)), None)
+
+
+def _schedule(node: Tree, name: str) -> Schedule | None:
+    if isinstance(node, Record) and node.name.startswith(_MXNET):
+        held = node.state if isinstance(node.state, Mapping) else {}
+        at = next((held[key] for key in ("count", "cur_step_ind") if type(held.get(key)) is int), None)
+        return Schedule(node.name.rpartition(".")[2], dict(held), at, name)
+    if not isinstance(node, Mapping) or not _TORCH & node.keys():
+        return None
+    kind = next((kind for kind, keys in TORCH_SCHEDULES if keys <= node.keys()), None)
+    at = next((node[key] for key in ("last_epoch", "batch") if type(node.get(key)) is int), None)
+    given = {key: value for key, value in node.items() if key not in _PLACE_IN_TIME}
+    return Schedule(kind, given, at, name)
