@@ -36,6 +36,7 @@ from statekit.optim.steps import (
     no_group_slots,
     promoting,
     stored,
+    sum_of,
 )
 from statekit.state.constants import variant_constants
 from statekit.state.hyperparameters import IS_EXCLUDED, settled
@@ -195,6 +196,7 @@ def update(
     Source: `schemas/adafactor.json`, `steps` and each variant's `sources`.
     """
     constants = variant_constants("adafactor", scene.variant)
+    squares, grad = getattr(grad, "squares", None), sum_of(grad)
     scene = promoting(scene, constants["compute_dtype"], [param, grad, *slots.values()])
     s = _setting(scene, own.hyper, own.rule, param)
     xp, step, hyper = s.xp, scene.step, s.hyper
@@ -214,10 +216,10 @@ def update(
     if s.form["xla_perturbation"]:
         tiny = xp.mean(g * g + xp.constant(s.epsilon1), tuple(range(len(xp.shape(g))))) * xp.constant(1e-30)
         decay, mix, step_size = decay + tiny, 1.0 - (decay + tiny), step_size + tiny
-    new, y = _second_moment(s, g, slots, decay, mix)
+    new, y, measured = _second_moment(s, g, squares, slots, decay, mix)
     size = step_size
     if hyper.clipping_threshold is not None:
-        rms = forms.root_mean_square(s, y, s.form["clipping_over"])
+        rms = forms.root_mean_square(s, measured, s.form["clipping_over"])
         factor = forms.at_least(s, rms / xp.constant(hyper.clipping_threshold), 1.0)
         size, y = forms.CLIP[s.form["clipping_applies_to"]](size, y, factor)
     u = forms.STEP_PRODUCT[s.form["step_product"]](s, size, y, rate, scale)
@@ -293,25 +295,40 @@ def next_decay(step: int, step_offset: int, decay_rate: float) -> float:
 
 
 def _second_moment(
-    s: Setting, g: Value, slots: Arrays, decay: Value, mix: Value
-) -> tuple[dict[str, Value], Value]:
-    """Returns the new second moment, and the gradient divided by its root."""
+    s: Setting, g: Value, squares: Value | None, slots: Arrays, decay: Value, mix: Value
+) -> tuple[dict[str, Value], Value, Value]:
+    """Returns the new second moment, the gradient divided by its root, and what clipping measures of that.
+
+    Where parts of the gradient are squared by themselves, it measures the root of their sum of squares instead.
+    """
     xp, rule = s.xp, s.rule
-    q = forms.SQUARE[s.form["epsilon1_place"]](s, g)
+    q = forms.SQUARE[s.form["epsilon1_place"]](s, g) if squares is None else squares + xp.constant(s.epsilon1)
     blend, scaled = forms.BLEND[s.form["second_moment_update"]], s.form["precondition_form"]
     if not rule.factored:
         v = xp.cast(blend(s, xp.widen(slots["v"]), q, decay, mix), xp.dtype(slots["v"]))
-        return {"v": v}, forms.UNFACTORED[scaled](s, g, v)
-    mean_of = forms.MEAN[s.form["mean_form"]]
-    rows, columns = rule.dims(Axis.ROW), rule.dims(Axis.COLUMN)
-    v_row, v_col = (
-        xp.cast(blend(s, xp.widen(slots[name]), mean_of(s, g, q, gone), decay, mix), xp.dtype(slots[name]))
-        for name, gone in (("v_row", columns), ("v_col", rows))
-    )
-    left = tuple(row - sum(column < row for column in columns) for row in rows)
-    mean = forms.NORMALISER[s.form["normaliser"]](s, xp.mean(v_row, left, keepdims=True))
-    row, col = xp.expand(v_row, columns), xp.expand(v_col, rows)
-    return {"v_row": v_row, "v_col": v_col}, forms.FACTORED[scaled](s, g, row, col, xp.expand(mean, columns))
+        new = {"v": v}
+
+        def divided(value: Value) -> Value:
+            return forms.UNFACTORED[scaled](s, value, v)
+    else:
+        mean_of = forms.MEAN[s.form["mean_form"]]
+        rows, columns = rule.dims(Axis.ROW), rule.dims(Axis.COLUMN)
+        v_row, v_col = (
+            xp.cast(
+                blend(s, xp.widen(slots[name]), mean_of(s, g, q, gone), decay, mix), xp.dtype(slots[name])
+            )
+            for name, gone in (("v_row", columns), ("v_col", rows))
+        )
+        left = tuple(row - sum(column < row for column in columns) for row in rows)
+        mean = forms.NORMALISER[s.form["normaliser"]](s, xp.mean(v_row, left, keepdims=True))
+        row, col = xp.expand(v_row, columns), xp.expand(v_col, rows)
+        new = {"v_row": v_row, "v_col": v_col}
+
+        def divided(value: Value) -> Value:
+            return forms.FACTORED[scaled](s, value, row, col, xp.expand(mean, columns))
+
+    y = divided(g)
+    return new, y, y if squares is None else divided(xp.sqrt(squares))
 
 
 def _momentum(s: Setting, u: Value, m: Value) -> Value:

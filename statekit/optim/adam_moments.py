@@ -85,6 +85,13 @@ RATE: Mapping[str, Callable[[Backend, Value], Value]] = {
 """The learning rate as the original holds it before it meets the parameters."""
 
 
+def second_moment(xp: Backend, kind: str, v: Value, g: Value, squares: Value | None, d: Decay) -> Value:
+    """Returns the second moment after an update with gradient g, `squares` in place of its square if they are given."""
+    if squares is None:
+        return SECOND[kind](xp, v, g, d)
+    return FIRST["difference" if kind == "difference" else "weighted_sum"](xp, v, xp.widen(squares), d)
+
+
 def slots_like(xp: Backend, param: Value, names: Mapping[str, str]) -> dict[str, Any]:
     """Returns zeros of a parameter's shape: name -> dtype."""
     return {name: xp.zeros(param, xp.shape(param), dtype) for name, dtype in names.items()}

@@ -24,9 +24,9 @@ from statekit.arrays.backend import Backend, Value
 from statekit.errors import UnknownRuleError
 from statekit.optim import adam_family
 from statekit.optim.adam_family import AdamHyperparameters, AdamSetting
-from statekit.optim.adam_moments import FIRST, SECOND, decay, slots_like, weighted_product
+from statekit.optim.adam_moments import FIRST, decay, second_moment, slots_like, weighted_product
 from statekit.optim.gradient_clipping import clipped
-from statekit.optim.steps import Arrays, Scene, Slots, no_group_slots, promoting, stored
+from statekit.optim.steps import Arrays, Scene, Slots, no_group_slots, promoting, stored, sum_of
 from statekit.state.constants import AdamWConstants, variant_constants
 from statekit.state.stored_params import MASTER
 from statekit.state.train_state import Group, Rule, TrainState
@@ -171,6 +171,7 @@ def update(
     Where there is a master, it is what moves, and the parameter its rounding.
     """
     constants, moved = variant_constants("adamw", scene.variant), slots.get(MASTER, param)
+    squares, grad = getattr(grad, "squares", None), sum_of(grad)
     if MASTER in slots:
         grad = scene.xp.widen(grad)
     scene = promoting(scene, constants["compute_dtype"], [moved, grad, *slots.values()])
@@ -182,7 +183,7 @@ def update(
     w = hyper.weight_decay_rate
     if w is not None:
         p = DECAYED_FIRST[s.form["weight_decay_expression"]](s, p, w)
-    new = dict(zip(("m", "v"), _moments(s, slots, g), strict=True))
+    new = dict(zip(("m", "v"), _moments(s, slots, g, squares), strict=True))
     used = new["v"]
     if hyper.amsgrad:
         uncorrected = s.form["amsgrad_of"] == "uncorrected"
@@ -196,13 +197,13 @@ def update(
     return xp.narrow(p, xp.dtype(param)), stored(xp, new, slots)
 
 
-def _moments(s: Setting, slots: Arrays, g: Value) -> tuple[Value, Value]:
+def _moments(s: Setting, slots: Arrays, g: Value, squares: Value | None) -> tuple[Value, Value]:
     xp, kind = s.xp, s.form["second_moment_update"]
     m = FIRST[s.form["first_moment_update"]](xp, xp.widen(slots["m"]), g, decay(xp, s.hyper.beta1))
     v, weights = xp.widen(slots["v"]), decay(xp, s.hyper.beta2)
     if kind == "weighted_product":
         return s.returned(m), s.returned(weighted_product(s.times(v, weights.old), g, weights))
-    return s.returned(m), s.returned(SECOND[kind](xp, v, g, weights))
+    return s.returned(m), s.returned(second_moment(xp, kind, v, g, squares, weights))
 
 
 def check(state: TrainState, group: Group) -> None:

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from statekit.arrays.backend import Backend, Value
 from statekit.errors import UnknownRuleError
-from statekit.optim.steps import LOW_PRECISION, Arrays, Scene, promoting
+from statekit.optim.steps import LOW_PRECISION, Arrays, Scene, promoting, sum_of
 from statekit.state.constants import variant_constants
 from statekit.state.hyperparameters import settled
 from statekit.state.train_state import Group
@@ -116,6 +116,7 @@ def clipped(
     limits = settled(Limits, schema, scene.variant, group)
     if not limits.any:
         return grads
+    grads = {path: sum_of(grad) for path, grad in grads.items()}
     xp = promoting(scene, constants["compute_dtype"], grads.values()).xp
     limited = CLIP[constants["gradient_clipping"]](xp, {p: xp.widen(g) for p, g in grads.items()}, limits)
     if constants["compute_dtype"] not in LOW_PRECISION:

@@ -19,9 +19,9 @@ from typing import TypeAlias
 from statekit.arrays.backend import Backend, Value
 from statekit.optim import adam_family
 from statekit.optim.adam_family import AdamHyperparameters, AdamSetting
-from statekit.optim.adam_moments import FIRST, SECOND, decay, slots_like
+from statekit.optim.adam_moments import FIRST, decay, second_moment, slots_like
 from statekit.optim.gradient_clipping import clipped
-from statekit.optim.steps import Arrays, Scene, Slots, no_group_slots, promoting, stored
+from statekit.optim.steps import Arrays, Scene, Slots, no_group_slots, promoting, stored, sum_of
 from statekit.optim.trust_ratio import NORM, RATIO
 from statekit.state.constants import LambConstants, variant_constants
 from statekit.state.train_state import Group, Rule, TrainState
@@ -57,6 +57,7 @@ def update(
 ) -> tuple[Value, dict[str, Value]]:
     """Returns a parameter and its slots after one update, as `statekit.optim.steps.Steps.update`."""
     constants = variant_constants("lamb", scene.variant)
+    squares, grad = getattr(grad, "squares", None), sum_of(grad)
     scene = promoting(scene, constants["compute_dtype"], [param, grad, *slots.values()])
     s: Setting = AdamSetting.of(scene, constants, own)
     xp, hyper = s.xp, s.hyper
@@ -65,7 +66,7 @@ def update(
     if w is not None and s.form["weight_decay_place"] == "first":
         p = p - p * w * s.rate
     m = FIRST[blend](xp, xp.widen(slots["m"]), grad, decay(xp, hyper.beta1))
-    v = SECOND[blend](xp, xp.widen(slots["v"]), grad, decay(xp, hyper.beta2))
+    v = second_moment(xp, blend, xp.widen(slots["v"]), grad, squares, decay(xp, hyper.beta2))
     root = xp.sqrt(s.corrected(v, s.corrections[1]) + xp.constant(hyper.epsilon_root))
     x = s.corrected(m, s.corrections[0]) / (root + xp.constant(hyper.epsilon))
     if w is not None and s.form["weight_decay_place"] == "in_direction":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from statekit.arrays.backend import Backend, Value
 from statekit.arrays.promotion import Promoting, any_low
@@ -94,7 +94,8 @@ class Steps(Protocol):
         Args:
             scene: The update.
             param: The parameter; its dtype is kept.
-            grad: Its gradient as `prepare` returned it, same shape.
+            grad: Its gradient as `prepare` returned it, same shape; or `Repeated` where the variant's `repeated_rows`
+                squares parts by themselves.
             slots: Its slots before the update; their dtypes are kept.
             own: What `settle` returned for it.
             common: What `prepare` returned for all.
@@ -120,6 +121,23 @@ def promoting(scene: Scene, compute_dtype: str, arrays: Iterable[Value]) -> Scen
         return scene
     op_by_op = execution_of(scene, compute_dtype) == "op_by_op"
     return replace(scene, xp=Promoting(scene.xp, op_by_op))
+
+
+class Repeated(NamedTuple):
+    """A gradient of parts that may meet in the same elements, for a rule that squares each part by itself.
+
+    Attributes:
+        sum: The sum of the parts, of the parameter's shape.
+        squares: The sum of their squares.
+    """
+
+    sum: Value
+    squares: Value
+
+
+def sum_of(grad: Value) -> Value:
+    """Returns a gradient without what is said of its parts."""
+    return grad.sum if isinstance(grad, Repeated) else grad
 
 
 def no_group_slots(xp: Backend, params: Arrays, group: Group, variant: str) -> dict[str, Value]:

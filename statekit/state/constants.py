@@ -38,6 +38,7 @@ class AdafactorConstants(TypedDict):
     normaliser: Literal["mean", "clamped_mean"]
     precondition_form: Literal["powers", "rsqrts", "rsqrts_first", "estimate_rsqrt", "estimate_sqrt"]
     second_moment_dtype: Literal["float32", "parameter"]
+    repeated_rows: Literal["summed", "squared_apart"]
     placeholders: Literal["none", "zeros_1", "int32_scalar"]
     redundant_v: bool
     slots_created: Literal["init", "first_gradient"]
@@ -95,6 +96,7 @@ class AdamWConstants(TypedDict):
     decay_exclusions: Literal["groups", "mask", "last_name_regex", "name_regex", "multiplier", "absent"]
     amsgrad_of: Literal["uncorrected", "corrected", "absent"]
     first_moment_dtype: Literal["parameter", "dtype_momentum", "float32"]
+    repeated_rows: Literal["summed", "squared_apart"]
     moment_dtype: Literal["parameter", "float32"]
     compute_dtype: Literal["float32", "parameter", "each_operation", "promoted"]
     momentum_read: Literal["unrounded", "same"]
@@ -109,6 +111,7 @@ class LambConstants(TypedDict):
     step_scope: Literal["shared", "per_transformation", "per_group", "per_index_and_device"]
     step_dtype: Literal["int32", "int64", "python_int"]
     moment_update: Literal["weighted_sum", "difference"]
+    repeated_rows: Literal["summed", "squared_apart"]
     moment_dtype: Literal["parameter", "float32"]
     compute_dtype: Literal["parameter", "promoted"]
     bias_correction: Literal["always", "option"]

@@ -13,6 +13,8 @@ import tensorflow as tf
 from statekit.arrays.backend import backend
 from statekit.errors import Faults, StateError, UsageError
 from statekit.optim.run import steps_for
+from statekit.optim.steps import Repeated
+from statekit.state.constants import variant_constants
 from statekit.state.options import KERAS, RATE, RATE_NAMES, is_rate, taken
 from statekit.state.schema import load_schema
 from statekit.tensorflow.naming import SEPARATOR, partners, path_of, scopes, twice
@@ -182,10 +184,18 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
         assert self._movement is not None
         self._movement.run(
             tuple(map(self._canonical, trainable_variables)),
-            tuple(map(tf.convert_to_tensor, grads)),
+            tuple(map(self._dense, grads)),
             tf.cast(learning_rate, tf.float32) if self._rate_given else None,
             tf.cast(self.iterations, tf.int32),
         )
+
+    def _dense(self, grad: Any) -> Any:
+        """Returns a gradient as the variant takes it: an embedding's names a row for each time it was looked up."""
+        constants = variant_constants(self.spec.schema, self.spec.variant)
+        if isinstance(grad, tf.IndexedSlices) and constants.get("repeated_rows") == "squared_apart":
+            squares = tf.IndexedSlices(tf.square(grad.values), grad.indices, grad.dense_shape)
+            return Repeated(tf.convert_to_tensor(grad), tf.convert_to_tensor(squares))
+        return tf.convert_to_tensor(grad)
 
     @property
     def learning_rate(self) -> Any:

@@ -81,7 +81,7 @@ class VariableStep:
 
         Args:
             paths: Parameters that have a gradient.
-            grads: Their gradients, dense.
+            grads: Their gradients, dense, or `Repeated`.
             rate: Learning rate, 0-d float32, or None.
             step: Updates done, 0-d int32.
         """
@@ -172,7 +172,7 @@ def _batches(
     """Yields which parameters are moved by one kernel: what they missed, what their update depends on, and they."""
     found: dict[tuple[int, Hashable, Hashable], list[str]] = {}
     for path, grad in grads.items():
-        arrays = [group.params[path], grad, *group.slots[path].values()]
+        arrays = [group.params[path], *tf.nest.flatten(grad), *group.slots[path].values()]
         kind = tuple((tuple(value.shape), value.dtype) for value in arrays)
         found.setdefault((missed.get(path, 0), group.owns[path], kind), []).append(path)
     for (missing, own, _), paths in found.items():
