@@ -210,7 +210,7 @@ def test_trainer_gets_the_files_without_which_it_ignores_an_optimizer(tmp_path: 
     convert(plan(save(tmp_path / "a.pt", made(DIFFERENT)), tmp_path / "run", to="hf-trainer"))
     folder = tmp_path / "run" / "checkpoint-5"
     with TORCH.open(folder / "scheduler.pt") as opened:
-        assert opened.tree == {"last_epoch": 5, "_step_count": 6, "lr_lambdas": [None]}
+        assert opened.tree == {"last_epoch": 5, "_step_count": 6, "lr_lambdas": [None], "_last_lr": [0.1]}
     state = json.loads((folder / "trainer_state.json").read_text())
     assert state["global_step"] == 5 and state["train_batch_size"] == 0
     convert(plan(tmp_path / "a.pt", tmp_path / "checkpoint-5", to="hf-trainer"))

@@ -30,7 +30,6 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 }
 SAMPLE = [
     ("mask", "optax", "orbax"),
-    ("mask, scheduled", "optax", "flax"),
     ("rates, scheduled", "optax", "orbax"),
     ("rates", "statekit-jax", "orbax"),
 ]

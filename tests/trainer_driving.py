@@ -54,7 +54,7 @@ class InOrder(transformers.Trainer):  # type: ignore[misc]
         return None
 
 
-def optimizer_of(folder: Path, model: torch.nn.Module) -> Any:
+def optimizer_of(folder: Path, model: torch.nn.Module, rate: float = 0.1) -> Any:
     """Returns an optimizer whose groups are those of a folder's optimizer.pt, without their state."""
     parts = torch.load(folder / "optimizer.pt", weights_only=True)["param_groups"]
     named = dict(model.named_parameters())
@@ -62,8 +62,8 @@ def optimizer_of(folder: Path, model: torch.nn.Module) -> Any:
     if "scale_parameter" in parts[0]:
         from transformers.optimization import Adafactor
 
-        return Adafactor(groups, lr=0.1, scale_parameter=False, relative_step=False)
-    return torch.optim.AdamW(groups, lr=0.1)
+        return Adafactor(groups, lr=rate, scale_parameter=False, relative_step=False)
+    return torch.optim.AdamW(groups, lr=rate)
 
 
 def trained(folder: Path, out: Path, updates: int) -> InOrder:
@@ -125,11 +125,22 @@ class Counts(transformers.TrainerCallback, ExportableState):  # type: ignore[mis
         return {"args": {}, "attributes": {"seen": self.seen}}
 
 
+def documented_blocks() -> list[str]:
+    """Returns what docs/huggingface.md says in Python."""
+    text = (Path(__file__).parents[1] / "docs" / "huggingface.md").read_text()
+    return [block.partition("```")[0] for block in text.split("```python\n")[1:]]
+
+
+def documented_callback(trainer: Any) -> Any:
+    """Returns the callback that brings intervals of one's own."""
+    scope: dict[str, Any] = {"trainer": trainer}
+    exec(documented_blocks()[0].partition("trainer.add_callback")[0], scope)
+    return scope["OwnIntervals"]()
+
+
 def documented(folder: Path, out: Path) -> dict[str, Any]:
     """Goes on from a folder as docs/huggingface.md says: with its groups, and with intervals of one's own."""
-    text = (Path(__file__).parents[1] / "docs" / "huggingface.md").read_text()
-    blocks = [block.partition("```")[0] for block in text.split("```python\n")[1:]]
-    callback, groups = (block.replace("run/checkpoint-500", str(folder)) for block in blocks[:2])
+    callback, groups = (block.replace("run/checkpoint-500", str(folder)) for block in documented_blocks()[:2])
     first = int(folder.name.rpartition("-")[2])
     args = transformers.TrainingArguments(
         **USUAL, output_dir=str(out), max_steps=first + 5, save_steps=2, save_total_limit=9

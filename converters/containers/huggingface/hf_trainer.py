@@ -59,6 +59,9 @@ def _for_trainer(encoded: Encoded) -> Mapping[str, Made]:
     )
     lambdas = [None] * len(groups)
     scheduler = {"last_epoch": encoded.step, "_step_count": encoded.step + 1, "lr_lambdas": lambdas}
+    rates = [group["lr"] for group in groups]
+    if rates and all(isinstance(rate, (int, float)) for rate in rates):
+        scheduler["_last_lr"] = rates  # what Trainer logs for its next update
     # Nobody knows the batch size: without a number Trainer fails, and those of 4.x would train with the one they find;
     # 0 makes these stop, and newer ones warn. Trainer counts epochs and the updates to come anew from its arguments;
     # how often it logs, evaluates and saves it takes from here alone.
