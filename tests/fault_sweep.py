@@ -1,8 +1,9 @@
 """Kills a conversion, or fails its system calls, at every point in turn; run as a script, prints a summary as JSON.
 
-    python fault_sweep.py kill|EIO|ENOSPC|... SOURCE PARENT NAME [replace] [persistent] [plain] [sample] [careless]
+    python fault_sweep.py kill|EIO|ENOSPC|... SOURCE PARENT NAME [OPTION]...
 
-The target is called NAME, which says its container; `replace` needs the `statekit` one.
+The target is called NAME, which says its container. Options: `replace` needs the `statekit` one; with `empty` an empty
+folder has the name already.
 `persistent` faults fail every call from the point on; `plain` does without renameat2; `sample` takes every fifth
 point; `careless` writes the final folder file by file, to show that the sweep notices.
 
@@ -103,11 +104,16 @@ def point(
     folder, replace, bad = target.parent, "replace" in options, []
     if replace:
         save(plain_state(seed=1, updates=OLD_UPDATES), target)
+    if "empty" in options:
+        target.mkdir()
     code = attempt(source, target, options, fault, at)
-    state, left = found(target), sorted(set(os.listdir(folder)) - {target.name})
+    untouched = "empty" in options and target.is_dir() and not os.listdir(target)
+    state, left = "empty" if untouched else found(target), sorted(set(os.listdir(folder)) - {target.name})
     if code not in (DONE, REFUSED, UNTOUCHED, -signal.SIGKILL):
         bad.append(f"ended with {code}")
-    if state == "torn" or (replace and state == "absent"):
+    if state == "torn":
+        shutil.rmtree(target)
+    if state == "torn" or (state == "absent" and (replace or "empty" in options)):
         bad.append(f"target {state}")
     if code in (DONE, UNTOUCHED) and state != "new":
         bad.append("success without a new target")
@@ -157,7 +163,8 @@ def sweep(
 
 def carelessly(source: Path, target: Path) -> None:
     """Gives a folder its name the way a plain copy does."""
-    os.mkdir(target)
+    if not target.exists():
+        os.mkdir(target)
     for path in source.iterdir():
         file = os.open(target / path.name, os.O_WRONLY | os.O_CREAT)
         os.write(file, path.read_bytes())
@@ -185,7 +192,8 @@ def main(how: str, source: Path, parent: Path, name: str, options: list[str]) ->
     if "plain" in options:
         durable._renameat2 = lambda *_: False
     if "careless" in options:
-        setattr(stage, "rename_new", carelessly)  # noqa: B010  # mypy refuses =, other signature
+        for name_giver in ("rename_new", "rename_over_empty"):
+            setattr(stage, name_giver, carelessly)
     print(json.dumps(sweep(fault, source, parent, name, options)))
 
 

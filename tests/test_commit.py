@@ -172,18 +172,79 @@ def test_a_target_without_a_parent_is_refused(tmp_path: Path) -> None:
 # Existing targets
 
 
-@pytest.mark.parametrize("what", ["file", "folder", "dangling"])
+@pytest.mark.parametrize("what", ["file", "folder", "link", "dangling"])
 def test_an_existing_target_is_an_error_before_any_work(tmp_path: Path, what: str) -> None:
     target = tmp_path / "target"
     if what == "file":
         target.write_text("precious")
     elif what == "folder":
         target.mkdir()
+        (target / "thesis").write_text("precious")
+    elif what == "link":
+        (tmp_path / "elsewhere").mkdir()
+        target.symlink_to("elsewhere")
     else:
         target.symlink_to("nowhere")
     with pytest.raises(TargetExistsError, match="--replace"), staged(target, "folder"):
         raise AssertionError("work was done")
+    alone(tmp_path, "target", *(["elsewhere"] if what == "link" else []))
+
+
+@pytest.mark.parametrize("supported", [True, False])
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_folder_takes_the_place_of_an_empty_one_with_its_permissions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supported: bool, replace: bool
+) -> None:
+    if not supported:
+        monkeypatch.setattr(durable, "_renameat2", lambda *_: False)
+    target = tmp_path / "target"
+    target.mkdir(mode=0o700)
+    write(target, replace=replace)
+    assert (target / "data/a").read_bytes() == VALUES.tobytes()
+    assert stat.S_IMODE(target.stat().st_mode) == 0o700
     alone(tmp_path, "target")
+
+
+def test_an_empty_folder_is_no_place_for_a_file(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    with pytest.raises(TargetExistsError), staged(tmp_path / "target", "file"):
+        raise AssertionError("work was done")
+
+
+def test_what_came_into_an_empty_folder_meanwhile_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+
+    def late(source: Path, place: Path) -> None:
+        (place / "thesis").write_text("precious")
+        durable.rename_over_empty(source, place)
+
+    monkeypatch.setattr(commit, "rename_over_empty", late)
+    with pytest.raises(TargetExistsError):
+        write(target)
+    assert (target / "thesis").read_text() == "precious"
+    alone(target, "thesis")
+    alone(tmp_path, "target")
+
+
+def test_an_empty_folder_is_there_again_where_its_place_cant_be_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    target.mkdir(mode=0o750)
+
+    def failing(folder: Path) -> None:
+        if folder == tmp_path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        durable.sync_folder(folder)
+
+    monkeypatch.setattr(commit, "sync_folder", failing)
+    with pytest.raises(CommitError):
+        write(target)
+    alone(target)
+    assert stat.S_IMODE(target.stat().st_mode) == 0o750
 
 
 @pytest.mark.parametrize("supported", [True, False])

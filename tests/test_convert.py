@@ -512,10 +512,12 @@ SWEEPS = {
     "kill while writing a T5X folder": ["kill", "t5x-ckpt", "sample"],
     "kill while writing an Orbax folder": ["kill", "t5x-orbax", "sample"],
     "kill while replacing": ["kill", "x.statekit", "replace"],
+    "kill over an empty folder": ["kill", "x.statekit", "empty"],
     "kill without renameat2": ["kill", "x.statekit", "plain"],
     "disk error": ["EIO", "x.statekit"],
     "disk error while writing a torch file": ["EIO", "x.pt"],
     "disk error while replacing": ["EIO", "x.statekit", "replace"],
+    "disk error over an empty folder": ["EIO", "x.statekit", "empty"],
     "disk full": ["ENOSPC", "x.statekit"],
     "disk full for good": ["ENOSPC", "x.pt", "persistent"],
     "too many files": ["EMFILE", "x.statekit", "persistent"],
@@ -559,8 +561,9 @@ def test_an_accident_at_every_call_of_every_format(in_memory_folder: Path, name:
     assert swept(in_memory_folder, how, name)["bad"] == []
 
 
-def test_a_writer_that_takes_no_care_is_noticed(in_memory_folder: Path) -> None:
-    (fault,) = swept(in_memory_folder, "kill", "x.statekit", "careless")["bad"]
+@pytest.mark.parametrize("there", [[], ["empty"]])
+def test_a_writer_that_takes_no_care_is_noticed(in_memory_folder: Path, there: list[str]) -> None:
+    (fault,) = swept(in_memory_folder, "kill", "x.statekit", "careless", *there)["bad"]
     assert "target torn" in fault
 
 

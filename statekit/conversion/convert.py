@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from statekit.conversion import registry
 from statekit.conversion.contracts import NO_HINTS, Exactness, Hints
 from statekit.conversion.kept import FIELD, by_leaf, kept_of, to_field
 from statekit.conversion.plan import Plan, Request
@@ -113,14 +114,15 @@ def convert(plan: Plan, *, replace: bool = False, on_progress: OnProgress | None
         on_progress: Told about every block.
 
     Raises:
-        TargetExistsError: The target exists and mustn't be replaced.
+        TargetExistsError: The target exists, other than as an empty folder, and mustn't be replaced.
         UsageError: The source isn't what it was when the plan was made.
         CorruptError: A tensor of the source isn't what the source's manifest says.
         CommitError: Writing failed, or what was written isn't what was meant; nothing was left at the target.
     """
     began = time.monotonic()
     tell = on_progress or silent
-    check_target(plan.request.target, replace=replace)
+    kind = registry.container_card(plan.target.container).target_kind or "file"
+    check_target(plan.request.target, kind, replace=replace)
     with carried_out(plan) as prepared:
         checkpoint, tree = prepared.opened.checkpoint, prepared.encoded.tree
         passed = _passed_through(checkpoint, tree)

@@ -137,6 +137,21 @@ def rename_new(source: Path, target: Path) -> None:
         source.unlink()
 
 
+def rename_over_empty(source: Path, target: Path) -> None:
+    """Renames a folder to the name of an empty one, which is gone with that, in one step.
+
+    Raises:
+        FileExistsError: Something is in it by now, or stands in its place.
+        OSError: The rename failed.
+    """
+    try:
+        source.rename(target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from error
+        raise
+
+
 def exchange(new: Path, target: Path) -> Path:
     """Puts `new` in the place of `target` and returns where the old copy is now.
 

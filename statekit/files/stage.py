@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from statekit.errors import (
     some,
 )
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.durable import exchange, new_file, rename_new, sync_folder, writing
+from statekit.files.durable import exchange, new_file, rename_new, rename_over_empty, sync_folder, writing
 from statekit.files.manifest import (
     FILE,
     file_entry,
@@ -219,12 +220,19 @@ class Stage:
                 yield "reads back with other values than were written", name
 
     def _take_name(self) -> None:
-        replaced = self._replace and os.path.lexists(self.target)
+        was_empty = self.kind == "folder" and _is_empty_folder(self.target)
+        replaced = self._replace and not was_empty and os.path.lexists(self.target)
+        mode = 0
         if replaced:
             old = exchange(self.path, self.target)
         else:
             try:
-                rename_new(self.path, self.target)
+                if was_empty:
+                    mode = stat.S_IMODE(self.target.stat().st_mode)
+                    self.path.chmod(mode)
+                    rename_over_empty(self.path, self.target)
+                else:
+                    rename_new(self.path, self.target)
             except FileExistsError:
                 raise _exists(self.target) from None
         try:
@@ -234,6 +242,9 @@ class Stage:
                 _remove(exchange(old, self.target))
             else:
                 rename_new(self.target, self.path)
+            if was_empty:
+                self.target.mkdir()
+                self.target.chmod(mode)
             raise
         if replaced:
             _remove(old)
@@ -255,7 +266,7 @@ def staged(
     """Prepares to write a target; what is written gets the target's name only through `Stage.commit`.
 
     Args:
-        target: Where the checkpoint shall be; its parent must exist.
+        target: Where the checkpoint shall be; its parent must exist. A folder may take the place of an empty one.
         kind: Whether a file or a folder is written.
         replace: Whether an existing target may be replaced; it stays until the new one is proven and synced.
         on_progress: Told about every block.
@@ -269,7 +280,7 @@ def staged(
         CommitError: The disk lacks space, or the temporary folder can't be made.
     """
     target = Path(os.path.abspath(target))
-    check_target(target, replace=replace)
+    check_target(target, kind, replace=replace)
     sweep(target.parent)
     _check_space(target, total)
     with writing(target):
@@ -284,7 +295,7 @@ def staged(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def check_target(target: Path, *, replace: bool) -> None:
+def check_target(target: Path, kind: TargetKind, *, replace: bool) -> None:
     """Refuses a target that can't be written, before any work. Raises as `staged` does."""
     if target.name.startswith(".statekit-") or not target.name:
         raise UsageError("A target can't have this name.", place=target, expected="another than .statekit-*")
@@ -292,6 +303,8 @@ def check_target(target: Path, *, replace: bool) -> None:
         raise NotFoundError(
             "The target's folder isn't there.", place=target.parent, remedy=f"mkdir -p {target.parent}"
         )
+    if kind == "folder" and _is_empty_folder(target):
+        return
     if os.path.lexists(target):
         if not replace:
             raise _exists(target)
@@ -326,6 +339,14 @@ def _check_ours(target: Path) -> None:
             found=some(foreign),
             remedy="choose another name, or move the folder away",
         )
+
+
+def _is_empty_folder(path: Path) -> bool:
+    """Tells whether a path is a folder itself, no link to one, with nothing in it; not of one that can't be read."""
+    try:
+        return not path.is_symlink() and path.is_dir() and not any(path.iterdir())
+    except OSError:
+        return False
 
 
 def _remove(path: Path) -> None:
