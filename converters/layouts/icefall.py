@@ -18,7 +18,7 @@ import numpy as np
 
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.conversion.contracts import Encoded, Evidence, Hints
-from statekit.converters.layouts.pytorch.param_order import BY_NAME, REMEDY, Order, named_order
+from statekit.converters.layouts.pytorch.param_order import BY_NAME, OWN_MODEL, REMEDY, Order, named_order
 from statekit.converters.layouts.pytorch.parts import Frame, extra_of, frame, joined
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import SORTED, Checkpoint
@@ -61,12 +61,10 @@ class Icefall:
             StateError: Nothing tells which parameters are meant, or shapes break the layout; lists every fault.
             UsageError: A hint that the schema doesn't know.
         """
-        parts = frame(checkpoint.tree)
+        parts = frame(checkpoint.tree, hints)
         if parts is None:
             raise StateError("The checkpoint has no model beside an optimizer.", place=checkpoint.path)
-        order = named_order(parts.groups, parts.model, hints.param_names) or _order(
-            parts, bool(checkpoint.meta.get(SORTED))
-        )
+        order = _found_order(parts, bool(checkpoint.meta.get(SORTED)), hints)
         known = load_schema(SCHEMA).hyperparameters
         groups = []
         for options, names in zip(parts.groups, order.groups, strict=True):
@@ -189,6 +187,25 @@ class _Filling:
             else:
                 own[name] = in_memory(array if value is None else np.asarray(value, array.dtype), name)
         return Group(group.paths, group.hyperparameters, group.known_from, own)
+
+
+def _found_order(parts: Frame, is_sorted: bool, hints: Hints) -> Order:
+    """Returns the order as names tell it, or shapes, or, of one group, the model that goes on.
+
+    Raises:
+        StateError: Nothing tells it.
+    """
+    named = named_order(parts.groups, parts.model, hints.param_names)
+    if named is not None:
+        return named
+    try:
+        return _order(parts, is_sorted)
+    except StateError:
+        known = [name for name in hints.model or () if name in parts.model]
+        if len(parts.groups) != 1 or len(known) != len(parts.groups[0]["params"]):
+            raise
+        said = f"The optimizer names no parameters; they are taken in the order of {OWN_MODEL}."
+        return Order((tuple(known),), (said,))
 
 
 def _order(parts: Frame, is_sorted: bool) -> Order:

@@ -18,6 +18,7 @@ from statekit.files.stage import Stage
 from statekit.state.options import read_hparams
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Path as TreePath
 from statekit.tensors.tree import Tree
 
@@ -55,11 +56,19 @@ class Hints:
         hyperparameters: The original system's own names and values.
         variant: Variant of the schema.
         param_names: Names of the parameters, in the order of an optimizer that only numbers them.
+        model: The parameters of the model that goes on with the state, in its order, by their names in the checkpoint.
+            They tell what the checkpoint leaves open: the order of what an optimizer only numbers, or the shapes of
+            weights that aren't there. Their values aren't read.
+        model_key: Path of the model's part in the checkpoint's tree, keys joined by `/`; found if None.
+        optimizer_key: Path of the optimizer's part; found if None.
     """
 
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     variant: str | None = None
     param_names: tuple[str, ...] | None = None
+    model: Mapping[str, Tensor] | None = None
+    model_key: str | None = None
+    optimizer_key: str | None = None
 
     def applied(self, state: TrainState) -> TrainState:
         """Returns a state with the hints in force: hyperparameters by their canonical names, or the variant's own.

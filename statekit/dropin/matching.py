@@ -6,12 +6,19 @@ Goes in: a state, and the caller's parameters by path. Comes out: nothing, or an
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from statekit.errors import StateError, UsageError
+from statekit.dropin.by_name import by_name, path_of, refuse_by_name
+from statekit.errors import Faults, StateError, UsageError
 from statekit.optim.run import stepped_variants
-from statekit.state.train_state import TrainState
+from statekit.state.options import BY_NAME
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Shape
+from statekit.tensors.tree import Tree
+
+BUFFERS = "buffers"
+"""Key in a state's `extra`: tensors of a model that no optimizer moves, by name."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,56 @@ def require_resumable(state: TrainState, place: object, home: str, makers: Mappi
             place=place,
             remedy=f"load_params reads it; begin with a new {home}.{makers[schema]}",
         )
+
+
+def renamed(state: TrainState, names: Mapping[str, str], place: object) -> TrainState:
+    """Returns a state under a caller's names; what hyperparameters say by name is said of the new ones.
+
+    Args:
+        state: The state.
+        names: Names in the checkpoint by the caller's, where they differ; dots count as slashes.
+        place: Where the state is from, for errors.
+
+    Raises:
+        UsageError: The checkpoint has no such parameter, or two would have one name; lists every one.
+    """
+    if not names:
+        return state
+    buffers: Mapping[str, Tree] = state.extra.get(BUFFERS, {})
+    held = {path_of(name): name for name in (*state.params, *buffers)}
+    mine = {held[path_of(theirs)]: ours for ours, theirs in names.items() if path_of(theirs) in held}
+    faults = Faults(
+        (f"is no parameter of the checkpoint, but the name of {ours}", theirs)
+        for ours, theirs in names.items()
+        if path_of(theirs) not in held
+    )
+    after = [path_of(mine.get(name, name)) for name in (*state.params, *buffers)]
+    faults += [("would be the name of two parameters", name) for name in {*after} if after.count(name) > 1]
+    faults.check(UsageError, "The names don't fit the checkpoint", place=place)
+
+    def of(path: str) -> str:
+        return path_of(mine[path]) if path in mine else path
+
+    def group(own: Group) -> Group:
+        schema, variant = load_schema(state.optimizer.schema), str(state.optimizer.variant)
+        said = by_name(schema, variant, own.hyperparameters, own.paths, faults)
+        for key in BY_NAME:
+            if isinstance(said.get(key), Mapping):
+                said[key] = {of(path): value for path, value in said[key].items()}
+        return replace(own, paths=tuple(map(of, own.paths)), hyperparameters=said)
+
+    groups = tuple(map(group, state.optimizer.groups))
+    refuse_by_name(load_schema(state.optimizer.schema), faults)
+    extra = {**state.extra, **({BUFFERS: {mine.get(n, n): b for n, b in buffers.items()}} if buffers else {})}
+    return replace(
+        state,
+        params={of(path): param for path, param in state.params.items()},
+        slots={of(path): own for path, own in state.slots.items()},
+        rules={of(path): rule for path, rule in state.rules.items()},
+        optimizer=replace(state.optimizer, groups=groups),
+        counts=replace(state.counts, behind={of(path): n for path, n in state.counts.behind.items()}),
+        extra=extra,
+    )
 
 
 def match_faults(

@@ -15,7 +15,7 @@ import optax
 from statekit.conversion.contracts import Hints
 from statekit.conversion.open_state import open_state
 from statekit.dropin.by_name import path_of
-from statekit.dropin.matching import Given, match_faults, require_resumable
+from statekit.dropin.matching import Given, match_faults, renamed, require_resumable
 from statekit.dropin.options import refuse_options
 from statekit.dropin.overrides import overridden
 from statekit.errors import Faults, StateError
@@ -32,7 +32,7 @@ from statekit.tensors.tensor import Tensor, widens
 HOME = "statekit.jax"
 MAKERS = {schema: schema for schema in STATES}
 """Schema -> the function that makes its optimizer."""
-_REMEDY = "names must be those of the checkpoint, with dots or slashes"
+_REMEDY = "names must be those of the checkpoint, with dots or slashes, or given: names={name: the checkpoint's, ...}"
 
 
 def load_optimizer(
@@ -41,6 +41,8 @@ def load_optimizer(
     *,
     learning_rate: Rate = None,
     variant: str | None = None,
+    names: Mapping[str, str] | None = None,
+    param_names: Sequence[str] | None = None,
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
     **overrides: Any,
@@ -57,6 +59,8 @@ def load_optimizer(
         learning_rate: A number, a 0-d array or a schedule of the updates done; if None, as the checkpoint has it. Most
             systems store none; then every update raises.
         variant: Whose rule, where the checkpoint can't tell.
+        names: Names in the checkpoint by the leaves', where they differ.
+        param_names: Names in the checkpoint in the order of the optimizer's parameters, where it only numbers them.
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names, as in its configuration.
         **overrides: Hyperparameters for every group, e.g. `clipping_threshold=None`; `step_offset="reset"` lets the
@@ -73,9 +77,10 @@ def load_optimizer(
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    with open_state(Path(path), step=step, hints=Hints(dict(hparams or {}), variant=variant)) as opened:
+    with open_state(Path(path), step=step, hints=_hints(hparams, variant, param_names)) as opened:
         state = as_params(opened.state)[0]
         require_resumable(state, path, HOME, MAKERS)
+        state = renamed(state, names or {}, path)
         anew = f"{HOME}.{MAKERS[state.optimizer.schema]}(...).init(params)"
         state = overridden(state, overrides, "learning_rate", anew)
         leaves, groups = leaves_of(params), [group for group in state.optimizer.groups if group.paths]
@@ -88,6 +93,12 @@ def load_optimizer(
         if len(groups) == 1 and len(groups[0].paths) == len(leaves.names):
             return built(specs[0]), _loaded(specs[0], state, groups[0], leaves)
         return _partition(specs, groups, state, leaves)
+
+
+def _hints(
+    hparams: Mapping[str, Any] | None, variant: str | None, param_names: Sequence[str] | None
+) -> Hints:
+    return Hints(dict(hparams or {}), variant, None if param_names is None else tuple(param_names))
 
 
 def _partition(
@@ -163,6 +174,8 @@ def load_params(
     path: str | PathLike[str],
     params: Any,
     *,
+    names: Mapping[str, str] | None = None,
+    param_names: Sequence[str] | None = None,
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
 ) -> Any:
@@ -173,6 +186,8 @@ def load_params(
     Args:
         path: Anything statekit reads.
         params: Arrays, or `jax.ShapeDtypeStruct`s; a leaf's name is its keys joined by `/`, dots count as slashes.
+        names: As in `load_optimizer`.
+        param_names: As in `load_optimizer`.
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names.
 
@@ -181,9 +196,9 @@ def load_params(
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    with open_state(Path(path), step=step, hints=Hints(dict(hparams or {}))) as opened:
+    with open_state(Path(path), step=step, hints=_hints(hparams, None, param_names)) as opened:
         leaves = leaves_of(params)
-        state = as_params(opened.state)[0]
+        state = renamed(as_params(opened.state)[0], names or {}, path)
         stored, dtypes = state.params, {path_of(name): leaf.dtype for name, leaf in leaves.by_name.items()}
         sources = {
             path_of(name): as_variable(state, name, dtypes.get(path_of(name), tensor.dtype), opened.makers)

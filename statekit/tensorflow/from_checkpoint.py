@@ -50,6 +50,7 @@ def load_optimizer(
     *,
     variant: str | None = None,
     names: Mapping[str, str] | None = None,
+    param_names: Sequence[str] | None = None,
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
     **overrides: Any,
@@ -62,6 +63,8 @@ def load_optimizer(
         learning_rate: A number, a schedule (of `iterations`) or a callable; as the checkpoint has it if None.
         variant: Whose rule goes on, where the file can't tell.
         names: Names in the checkpoint by the variables' paths, where they differ.
+        param_names: Names in the checkpoint in the order of the optimizer's parameters, where it only numbers them; of
+            a model and a file of Keras, the model knows them.
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names, as in its configuration.
         **overrides: Hyperparameters for all parameters, which outweigh the checkpoint's, and arguments of the
@@ -79,7 +82,7 @@ def load_optimizer(
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    hints = Hints(dict(hparams or {}), variant, _order(Path(path), variables))
+    hints = Hints(dict(hparams or {}), variant, _order(Path(path), variables, param_names))
     with open_state(Path(path), step=step, hints=hints) as opened:
         state = as_params(opened.state)[0]
         require_resumable(state, path, HOME, MAKERS)
@@ -100,8 +103,10 @@ def load_optimizer(
     return optimizer
 
 
-def _order(path: Path, variables: Variables) -> tuple[str, ...] | None:
-    """Returns the names of a model's trainable variables if a file of Keras numbers them; None for other files."""
+def _order(path: Path, variables: Variables, given: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Returns the names given, or those of a model's trainable variables if a file of Keras numbers them."""
+    if given is not None:
+        return tuple(given)
     if not isinstance(variables, keras.Model) or detect_container(path)[0].name not in KERAS_FILES:
         return None
     return tuple(map(path_of, variables.trainable_variables))
@@ -240,6 +245,7 @@ def load_params(
     variables: Variables,
     *,
     names: Mapping[str, str] | None = None,
+    param_names: Sequence[str] | None = None,
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
 ) -> None:
@@ -251,6 +257,8 @@ def load_params(
         path: Anything statekit reads.
         variables: A model, whose trainable variables must all be in the checkpoint; or the variables that must be.
         names: Names in the checkpoint by the variables' paths, where they differ.
+        param_names: Names in the checkpoint in the order of the optimizer's parameters, where it only numbers them; of
+            a model and a file of Keras, the model knows them.
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names.
 
@@ -261,7 +269,7 @@ def load_params(
     """
     model = isinstance(variables, keras.Model)
     held = list(variables.variables if isinstance(variables, keras.Model) else variables)
-    hints = Hints(dict(hparams or {}), None, _order(Path(path), variables))
+    hints = Hints(dict(hparams or {}), None, _order(Path(path), variables, param_names))
     with open_state(Path(path), step=step, hints=hints) as opened:
         names = names or _renumbered(opened, held)
         state = as_params(opened.state)[0]

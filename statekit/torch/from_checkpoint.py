@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -14,14 +14,14 @@ from statekit.conversion.contracts import Hints
 from statekit.conversion.open_state import open_state
 from statekit.conversion.registry import layout
 from statekit.dropin.by_name import path_of
-from statekit.dropin.matching import Given, match_faults, require_resumable
+from statekit.dropin.matching import Given, match_faults, renamed, require_resumable
 from statekit.dropin.overrides import overridden
 from statekit.errors import Faults, StateError, UsageError
 from statekit.state.options import RATE_NAMES
 from statekit.state.schema import load_schema
 from statekit.state.stored_params import as_params, as_variable
 from statekit.state.train_state import Axis, Rule, TrainState
-from statekit.tensors.tensor import Tensor, widens
+from statekit.tensors.tensor import Array, Stored, Tensor, widens
 from statekit.torch.adafactor import Adafactor
 from statekit.torch.adamw import AdamW
 from statekit.torch.groups import rate_fault
@@ -47,7 +47,8 @@ OPTIMIZERS: Mapping[str, Class] = {
 HOME = "statekit.torch"
 MAKERS = {schema: kind.__name__ for schema, kind in OPTIMIZERS.items()}
 _REMEDY = (
-    "names must be those of the checkpoint, with dots or slashes; of a wrapped model pass the inner module"
+    "names must be those of the checkpoint, with dots or slashes, or given: names={name: the checkpoint's, ...}; of a "
+    "wrapped model pass the inner module"
 )
 
 
@@ -57,20 +58,27 @@ def load_optimizer(
     *,
     lr: float | torch.Tensor | None = None,
     variant: str | None = None,
+    names: Mapping[str, str] | None = None,
+    param_names: Sequence[str] | None = None,
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> torch.optim.Optimizer:
     """Builds the optimizer that a checkpoint records, and loads its state by parameter name.
 
-    Names fit as they are, or with dots for the slashes of the checkpoint's paths; the order of parameters doesn't
-    matter. Those that the recorded run kept frozen are left out, whether they are passed or not.
+    Names fit as they are, or with dots for the slashes of the checkpoint's paths. Those that the recorded run kept
+    frozen are left out, whether they are passed or not. The order of parameters matters only where the checkpoint
+    numbers them and nothing in it tells which is which: then they are taken to stand in the recorded model's order,
+    as far as shapes allow; equal shapes in several groups are refused. So an optimizer's state that was saved without
+    weights (`torch.save(optimizer.state_dict())`) goes on too.
 
     Args:
         path: Anything statekit reads: a T5X run or step folder, a torch file, a statekit folder.
         named_parameters: `model.named_parameters()`.
         lr: Learning rate of every group, before parameter scale; as the checkpoint has it if None. T5X stores none.
             A scheduler goes on where the run stood with `last_epoch=optimizer.param_groups[0]["step"] - 1`.
+        names: Names in the checkpoint by those of `named_parameters`, where they differ.
+        param_names: Names in the checkpoint in the order of the optimizer's parameters, where it only numbers them.
         variant: Whose rule goes on, by its name in the optimizer's schema, where the checkpoint can't tell: the
             generations of ScaledAdam leave the same files, and so do MXNet's two paths of LANS. As the checkpoint
             has it if None.
@@ -92,11 +100,14 @@ def load_optimizer(
     """
     if fault := rate_fault(lr):
         raise UsageError("This can't be a learning rate.", place="lr", found=fault)
-    with open_state(Path(path), step=step, hints=Hints(dict(hparams or {}), variant)) as opened:
+    pairs = _pairs(named_parameters)
+    hints = _hints(pairs, names or {}, param_names, hparams, variant)
+    with open_state(Path(path), step=step, hints=hints) as opened:
         state = as_params(opened.state)[0]
         require_resumable(state, path, HOME, MAKERS)
+        state = renamed(state, names or {}, path)
         anew = f"{HOME}.{MAKERS[state.optimizer.schema]}(...)"
-        optimizer = optimizer_for(overridden(state, overrides, "lr", anew), named_parameters, path)
+        optimizer = optimizer_for(overridden(state, overrides, "lr", anew), pairs, path)
     if lr is not None:
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -136,6 +147,8 @@ def load_params(
     path: str | PathLike[str],
     model: torch.nn.Module,
     *,
+    names: Mapping[str, str] | None = None,
+    param_names: Sequence[str] | None = None,
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
 ) -> None:
@@ -147,6 +160,8 @@ def load_params(
     Args:
         path: Anything statekit reads: a T5X run or step folder, a torch file, a statekit folder.
         model: The module.
+        names: Names in the checkpoint by those of the model's parameters and buffers, where they differ.
+        param_names: As in `load_optimizer`.
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names.
 
@@ -155,8 +170,10 @@ def load_params(
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    with open_state(Path(path), step=step, hints=Hints(dict(hparams or {}))) as opened:
-        for target, source in _fitted(as_params(opened.state)[0], opened.makers, model, path):
+    hints = _hints(list(model.named_parameters()), names or {}, param_names, hparams, None)
+    with open_state(Path(path), step=step, hints=hints) as opened:
+        state = renamed(as_params(opened.state)[0], names or {}, path)
+        for target, source in _fitted(state, opened.makers, model, path):
             copy_into(target, source)
 
 
@@ -198,10 +215,8 @@ def _fitted(
     return pairs
 
 
-def _grouped(
-    state: TrainState, named_parameters: NamedParameters, place: object
-) -> list[list[tuple[str, torch.Tensor]]]:
-    """Sorts a model's parameters into the groups of a state, in the state's order."""
+def _pairs(named_parameters: NamedParameters) -> list[tuple[str, torch.Tensor]]:
+    """Returns parameters with their names."""
     pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise UsageError(
@@ -209,6 +224,42 @@ def _grouped(
             expected="model.named_parameters()",
             found="parameters",
         )
+    return pairs
+
+
+def _hints(
+    pairs: Sequence[tuple[str, torch.Tensor]],
+    names: Mapping[str, str],
+    param_names: Sequence[str] | None,
+    hparams: Mapping[str, Any] | None,
+    variant: str | None,
+) -> Hints:
+    """Returns what the caller says of a checkpoint, the parameters that it has for it among that."""
+    listed = None if param_names is None else tuple(param_names)
+    theirs = {path_of(mine): name for mine, name in names.items()}
+    model: dict[str, Tensor] = {
+        name: Stored(tuple(param.shape), dtype_of(param), _no_values(name), name, "the model")
+        for name, param in ((theirs.get(path_of(n), n), p) for n, p in pairs if p.requires_grad)
+    }
+    return Hints(dict(hparams or {}), variant, listed, model)
+
+
+def _no_values(name: str) -> Callable[[object], Array]:
+    def fetch(index: object) -> Array:
+        raise StateError(
+            "The checkpoint holds an optimizer's state, but no weights.",
+            place=name,
+            remedy="load the weights from where they were saved",
+        )
+
+    return fetch
+
+
+def _grouped(
+    state: TrainState, named_parameters: NamedParameters, place: object
+) -> list[list[tuple[str, torch.Tensor]]]:
+    """Sorts a model's parameters into the groups of a state, in the state's order."""
+    pairs = _pairs(named_parameters)
     given = {path_of(name): param for name, param in pairs}
     mine = {path_of(n): Given(n, tuple(p.shape), p.requires_grad) for n, p in pairs}
     stored = {path_of(path): tensor.shape for path, tensor in state.params.items()}

@@ -7,7 +7,7 @@ model has more tensors of a shape than the optimizer, or its file sorts them by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,12 @@ from statekit.errors import Faults, StateError
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.ties import apart
 
+OWN_MODEL = "the model's parameters"
 BY_NAME = "and the model's file sorts them by name"
-REMEDY = "give the names in the order of the parameters: --param-names FILE"
+REMEDY = (
+    "statekit.torch.load_optimizer(..., model.named_parameters()) knows their order; or give the names in the order of "
+    "the parameters: --param-names FILE, in Python param_names=[...]"
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ def found_order(
     model: Mapping[str, Tensor],
     given: Sequence[str] | None,
     is_sorted: bool,
+    own_model: Iterable[str] | None = None,
 ) -> Order:
     """Returns the order by what tells it.
 
@@ -48,6 +53,8 @@ def found_order(
         given: Names in the order of the optimizer's parameters, or all of the model in its order (`named_parameters()`,
             the keys of `state_dict()`), with dots or slashes.
         is_sorted: Whether the model part is sorted by name.
+        own_model: Names of the caller's model, in its order, which is asked only where the checkpoint tells nothing: it
+            says nothing of groups.
 
     Raises:
         StateError: Nothing tells it; names every case.
@@ -57,7 +64,14 @@ def found_order(
         return named
     own = {name: tensor.shape for name, tensor in apart(model).items()}
     if given is None:
-        return shaped_order(shapes, own, "the model part", is_sorted)
+        try:
+            return shaped_order(shapes, own, "the model part", is_sorted)
+        except StateError:
+            dotted = (name if name in own else name.replace("/", ".") for name in own_model or ())
+            known = dict.fromkeys(name for name in dotted if name in own)
+            if not known:
+                raise
+            return shaped_order(shapes, {name: own[name] for name in known}, OWN_MODEL)
     names = _known(given, model)
     flat = [shape for group in shapes for shape in group]
     listed = len(names) == len(flat) and all(

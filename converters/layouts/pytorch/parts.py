@@ -6,11 +6,11 @@ src/lightning/pytorch/trainer/connectors/checkpoint_connector.py, `dump_checkpoi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from statekit.conversion.contracts import Encoded
+from statekit.conversion.contracts import NO_HINTS, Encoded, Hints
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.pytorch.optimizer_forms import (
     Form,
@@ -43,6 +43,8 @@ OPTIMIZERS: tuple[Path, ...] = (
 )
 MODELS: tuple[Path, ...] = (("model",), ("state_dict",), ("model_state_dict",), ("module",))
 """Paths at which others keep an optimizer's state, and a model's; the first of each is ours."""
+DEEPEST, MOST_PARTS = 2, 100
+"""How deep below the top other places are looked for, and the longest list that is looked through."""
 BUFFERS, GROUPS, BESIDE = "buffers", "param_groups", "torch"
 """Parts of `extra` that lie elsewhere in the file: in `model`, in the groups, and at the top."""
 PLACES = "torch_places"
@@ -50,16 +52,49 @@ PLACES = "torch_places"
 _PLAIN = (bool, int, float, str, bytes, type(None), Tensor)
 
 
-def places(tree: Tree) -> tuple[Path, Path] | None:
-    """Returns the paths of a model's state and of an optimizer's; None if one is missing.
+def optimizer_place(tree: Tree, key: str | None = None) -> Path | None:
+    """Returns the path of an optimizer's state: at `key`, or where others keep it, or the only one that there is.
+
+    Keys of a path are joined by `/` in `key`; the path of one that stands alone is empty.
+    """
+    return () if key is None and _is_optimizer(tree) else _place(tree, OPTIMIZERS, key, _is_optimizer, None)
+
+
+def model_place(tree: Tree, key: str | None = None, optimizer: Path | None = None) -> Path | None:
+    """Returns the path of a model's state, as `optimizer_place`; nothing below `optimizer` is one.
 
     The path of a model whose tensors stand at the top, as torchtitan keeps them, is empty: see `loose`.
     """
-    optimizer = next((path for path in OPTIMIZERS if _is_optimizer(at(tree, path))), None)
-    model = next((path for path in MODELS if _is_model(at(tree, path))), None)
-    if model is None and isinstance(tree, Mapping) and loose(tree):
-        model = ()
-    return None if optimizer is None or model is None else (model, optimizer)
+    found = _place(tree, MODELS, key, _is_model, optimizer)
+    if found is None and key is None and isinstance(tree, Mapping) and loose(tree):
+        return ()
+    return found
+
+
+def _place(
+    tree: Tree, usual: Sequence[Path], key: str | None, fits: Callable[[Any], bool], other: Path | None
+) -> Path | None:
+    nodes = dict(_nodes(tree, other))
+    if key is not None:
+        return next(
+            (path for path, node in nodes.items() if "/".join(map(str, path)) == key and fits(node)), None
+        )
+    known = next((path for path in usual if fits(at(tree, path))), None)
+    found = [path for path, node in nodes.items() if path and fits(node)] if known is None else [known]
+    return found[0] if len(found) == 1 else None
+
+
+def _nodes(tree: Tree, other: Path | None, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yields what lies near the top of a tree, with paths; nothing at or below another part."""
+    if path == other:
+        return
+    yield path, tree
+    if len(path) < DEEPEST:
+        keys: Iterable[Any] = tree if isinstance(tree, Mapping) else ()
+        keys = range(len(tree)) if isinstance(tree, list | tuple) and len(tree) < MOST_PARTS else keys
+        for key in keys:
+            if isinstance(part := tree[key], Mapping | list | tuple):
+                yield from _nodes(part, other, (*path, key))
 
 
 def model_in(tree: Tree) -> Tree:
@@ -98,22 +133,35 @@ class Frame:
     rest: Tree
 
 
-def frame(tree: Tree) -> Frame | None:
-    """Returns the parts of a checkpoint; None if it hasn't them."""
-    found = places(tree)
-    if found is None:
+def frame(tree: Tree, hints: Hints = NO_HINTS) -> Frame | None:
+    """Returns the parts of a checkpoint; None if it hasn't them.
+
+    Args:
+        tree: The checkpoint's.
+        hints: Where the parts lie, and the model where the checkpoint has none.
+    """
+    optimizer_at = optimizer_place(tree, hints.optimizer_key)
+    if optimizer_at is None:
         return None
-    model_at, optimizer_at = found
-    model = at(tree, model_at) if model_at else loose(tree)
-    rest = without(tree, optimizer_at)
-    rest = (
-        without(rest, model_at) if model_at else {key: part for key, part in rest.items() if key not in model}
-    )
+    model_at = model_place(tree, hints.model_key, optimizer_at) if optimizer_at else None
+    if model_at is None:
+        if hints.model is None:
+            return None
+        model, rest = hints.model, without(tree, optimizer_at) if optimizer_at else {}
+    else:
+        model = at(tree, model_at) if model_at else loose(tree)
+        rest = without(tree, optimizer_at)
+        rest = (
+            without(rest, model_at)
+            if model_at
+            else {key: part for key, part in rest.items() if key not in model}
+        )
     optimizer = nested_form(at(tree, optimizer_at), model)
     if optimizer is None:
         return None
     (parts, form) = optimizer
-    return Frame((model_at, optimizer_at), dict(model), parts["param_groups"], parts["state"], form, rest)
+    placed = (MODELS[0] if model_at is None else model_at, optimizer_at)
+    return Frame(placed, dict(model), parts["param_groups"], parts["state"], form, rest)
 
 
 def extra_of(parts: Frame, params: Iterable[str], options: Iterable[str]) -> dict[str, Tree]:

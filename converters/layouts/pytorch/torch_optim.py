@@ -87,6 +87,10 @@ _SAID = {"index": "by index", "name": "by name", "flat": "an entry for each para
 _FORM_NOTES = {
     "flat": ("The options stand by parameter; parameters with equal ones are taken as one group.",)
 }
+ALONE = (
+    "statekit.torch.load_optimizer(..., model.named_parameters()) goes on with it; to convert it, save it with them: "
+    'torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, ...)'
+)
 _BARE = "Only tensors were saved: the hyperparameters aren't known."
 _PIECES = (
     "Matrices have a whole second moment: the optimizer saw flat pieces of them, as under FSDP1 and ZeRO, whose size "
@@ -118,7 +122,7 @@ class TorchOptim:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at the options of the groups, and at the names of the slots."""
-        parts = frame(checkpoint.tree)
+        parts = frame(checkpoint.tree, Hints(model={}))
         kind = _kind(parts) if parts else None
         forms = (self.form,) if self.form else ("index", "name")
         if parts is None or kind is None or parts.form not in forms:
@@ -135,16 +139,23 @@ class TorchOptim:
             StateError: Nothing tells which parameters are meant, or shapes break the layout; lists every fault.
             UsageError: A hint that the schema doesn't know.
         """
-        parts = frame(checkpoint.tree)
+        parts = frame(checkpoint.tree, hints)
         kind = _kind(parts) if parts else None
         if parts is None or kind is None:
-            raise StateError("The checkpoint has no optimizer of torch.optim.", place=checkpoint.path)
+            alone = frame(checkpoint.tree, Hints(model={})) is not None
+            raise StateError(
+                "The checkpoint has an optimizer, but no weights."
+                if alone
+                else "The checkpoint has no optimizer of torch.optim.",
+                place=checkpoint.path,
+                remedy=ALONE if alone else "",
+            )
         schema, faults = load_schema(kind.schema), Faults()
         shapes = [
             [_shape_of(kind, parts.state.get(i, {})) for i in group["params"]] for group in parts.groups
         ]
         is_sorted = bool(checkpoint.meta.get(SORTED))
-        order = found_order(parts.groups, shapes, parts.model, hints.param_names, is_sorted)
+        order = found_order(parts.groups, shapes, parts.model, hints.param_names, is_sorted, hints.model)
         moved = {name: None for names in order.groups for name in names}
         params = {_path(name): tensor for name, tensor in parts.model.items() if name in moved}
         faults += [("isn't in the model part", name) for name in moved if name not in parts.model]
