@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +76,25 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
         help="Names in the order of the optimizer's parameters, where it only numbers them: one per line, a JSON list "
         "(or one for each group), or a file with a state_dict.",
     )
+    @click.option(
+        "--model-key",
+        metavar="KEY",
+        help="Where the weights lie in a PyTorch file, keys joined by /, if several may be meant.",
+    )
+    @click.option("--optimizer-key", metavar="KEY", help="Where the optimizer's state lies in it.")
     @functools.wraps(command)
     def run(
-        *args: Any, hparams: tuple[str, ...], variant: str | None, param_names: Path | None, **options: Any
+        *args: Any,
+        hparams: tuple[str, ...],
+        variant: str | None,
+        param_names: Path | None,
+        model_key: str | None,
+        optimizer_key: str | None,
+        **options: Any,
     ) -> Any:
-        return command(*args, hints=_hints(hparams, variant, param_names), **options)
+        hints = _hints(hparams, variant, param_names)
+        hints = replace(hints, model_key=model_key, optimizer_key=optimizer_key)
+        return command(*args, hints=hints, **options)
 
     return run
 

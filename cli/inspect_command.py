@@ -97,6 +97,7 @@ def _summary(stdout: Screen, found: Inspection) -> None:
     lines = [("checkpoint", _shown(found.path))]
     for what, choice in (("container", found.container), ("layout", found.layout)):
         lines.append((what, _titled(choice) if choice else "none fits"))
+        lines += [("holds", found.contents)] if what == "layout" and found.contents else []
         lines += [("", f"because {_told(choice.because, found.path)}")] if choice else []
     lines += [
         (str(key), str(value)) for key, value in found.meta.items() if isinstance(value, (str, int, float))
@@ -264,7 +265,8 @@ def _closing(stdout: Screen, found: Inspection) -> None:
     ]
     dtypes = ", ".join(f"{name} {output.size(count)}" for name, count in totals["bytes_by_dtype"].items())
     stdout.say()
-    stdout.say(f"In all: {', '.join(counted) or 'nothing'}; {totals['elements']} parameter values; {dtypes}.")
+    values = f"{totals['elements']} parameter values; " if found.parameters else ""
+    stdout.say(f"In all: {', '.join(counted) or 'nothing'}; {values}{dtypes}.")
     if found.extra:
         stdout.say(f"Also there: {', '.join(found.extra)}.")
     stdout.show_list("Assumed, because the checkpoint doesn't say:", _assumptions(found))

@@ -66,6 +66,8 @@ def open(
     hparams: Mapping[str, Any] | None = None,
     variant: str | None = None,
     param_names: Sequence[str] | None = None,
+    model_key: str | None = None,
+    optimizer_key: str | None = None,
 ) -> OpenState:
     """Opens a checkpoint and decodes it to its canonical state; reads headers and scalars only.
 
@@ -77,6 +79,8 @@ def open(
         hparams: Hyperparameters that the checkpoint doesn't say, in the original's own names.
         variant: Which variant of the optimizer ran, where the files can't tell.
         param_names: Names in the order of the optimizer's parameters, where it only numbers them.
+        model_key: Where the model's weights lie in a PyTorch file, keys joined by `/`, if several may be meant.
+        optimizer_key: Where the optimizer's state lies in it.
 
     Returns:
         The opened state: `params`, `slots`, `groups`, `counts`, `hyperparameters`, and `tensors` by name.
@@ -99,7 +103,7 @@ def open(
     """
     from statekit.conversion.open_state import open_state
 
-    hints = _hints(hparams, variant, param_names)
+    hints = _hints(hparams, variant, param_names, model_key, optimizer_key)
     return open_state(_local(path), container=container, layout=layout, step=step, hints=hints)
 
 
@@ -112,6 +116,8 @@ def inspect(
     hparams: Mapping[str, Any] | None = None,
     variant: str | None = None,
     param_names: Sequence[str] | None = None,
+    model_key: str | None = None,
+    optimizer_key: str | None = None,
     filter: str | None = None,
     stats: bool = False,
 ) -> Inspection:
@@ -125,6 +131,8 @@ def inspect(
         hparams: As in `open`.
         variant: As in `open`.
         param_names: As in `open`.
+        model_key: As in `open`.
+        optimizer_key: As in `open`.
         filter: Glob for parameter paths and names of other tensors; `*` also matches `/`.
         stats: Whether to read all values and add norm, rms, min, max, zeros, NaN and Inf.
 
@@ -142,7 +150,7 @@ def inspect(
     from statekit.conversion.inspection import Request
     from statekit.conversion.inspection import inspect as inspected
 
-    hints = _hints(hparams, variant, param_names)
+    hints = _hints(hparams, variant, param_names, model_key, optimizer_key)
     return inspected(_local(path), Request(container, layout, step, hints, filter, stats))
 
 
@@ -157,6 +165,8 @@ def plan(
     hparams: Mapping[str, Any] | None = None,
     variant: str | None = None,
     param_names: Sequence[str] | None = None,
+    model_key: str | None = None,
+    optimizer_key: str | None = None,
     step_offset: StepOffset = "keep",
     require: _Level = "rounding",
 ) -> Plan:
@@ -172,6 +182,8 @@ def plan(
         hparams: As in `open`.
         variant: As in `open`.
         param_names: As in `open`.
+        model_key: As in `open`.
+        optimizer_key: As in `open`.
         step_offset: `keep`; `reset`, so that the second-moment decay starts anew; or the step where it starts.
         require: The least exactness allowed.
 
@@ -196,7 +208,7 @@ def plan(
         to=to,
         layout=layout,
         step=step,
-        hints=_hints(hparams, variant, param_names),
+        hints=_hints(hparams, variant, param_names, model_key, optimizer_key),
         step_offset=step_offset,
         require=Exactness[require.upper()],
     )
@@ -291,11 +303,16 @@ def _local(path: _Path) -> Any:
 
 
 def _hints(
-    hparams: Mapping[str, Any] | None, variant: str | None, param_names: Sequence[str] | None
+    hparams: Mapping[str, Any] | None,
+    variant: str | None,
+    param_names: Sequence[str] | None,
+    model_key: str | None,
+    optimizer_key: str | None,
 ) -> Hints:
     from statekit.conversion.contracts import Hints
 
-    return Hints(dict(hparams or {}), variant, None if param_names is None else tuple(param_names))
+    names = None if param_names is None else tuple(param_names)
+    return Hints(dict(hparams or {}), variant, names, model_key=model_key, optimizer_key=optimizer_key)
 
 
 def __getattr__(name: str) -> Any:

@@ -48,7 +48,7 @@ class Icefall:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for delta beside exp_avg_sq, and for scalar_lr_scale in the groups."""
-        parts = frame(checkpoint.tree)
+        parts = frame(checkpoint)
         if parts is None or not all("scalar_lr_scale" in group for group in parts.groups):
             return None
         ours = any({"delta", "exp_avg_sq"} <= own.keys() for own in parts.state.values())
@@ -61,7 +61,7 @@ class Icefall:
             StateError: Nothing tells which parameters are meant, or shapes break the layout; lists every fault.
             UsageError: A hint that the schema doesn't know.
         """
-        parts = frame(checkpoint.tree, hints)
+        parts = frame(checkpoint, hints.model)
         if parts is None:
             raise StateError("The checkpoint has no model beside an optimizer.", place=checkpoint.path)
         order = _found_order(parts, bool(checkpoint.meta.get(SORTED)), hints)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from statekit.errors import Faults, UsageError
-from statekit.files.checkpoint import Checkpoint
+from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
 from statekit.files.source import Budget
 from statekit.files.stage import Stage
 from statekit.state.options import read_hparams
@@ -69,6 +69,12 @@ class Hints:
     model: Mapping[str, Tensor] | None = None
     model_key: str | None = None
     optimizer_key: str | None = None
+
+    def keyed(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Returns a checkpoint that knows where its parts were said to lie."""
+        keys = {MODEL_KEY: self.model_key, OPTIMIZER_KEY: self.optimizer_key}
+        said = {name: key for name, key in keys.items() if key is not None}
+        return replace(checkpoint, meta={**checkpoint.meta, **said}) if said else checkpoint
 
     def applied(self, state: TrainState) -> TrainState:
         """Returns a state with the hints in force: hyperparameters by their canonical names, or the variant's own.
@@ -210,6 +216,31 @@ class KeepsManifest(Protocol):
     """A container of one file with the manifest inside it; a folder has it beside its files anyway."""
 
     keeps_manifest: bool
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds that no layout makes a state of.
+
+    Attributes:
+        what: What it is, in a few words that name the optimizer if there is one.
+        params: Weights by path.
+        slots: For each path, the optimizer's slots by their own names, where it is known whose they are.
+        others: All other tensors, by their own names.
+    """
+
+    what: str
+    params: Mapping[str, Tensor]
+    slots: Mapping[str, Mapping[str, Tensor]]
+    others: Mapping[str, Tensor]
+
+
+@runtime_checkable
+class Describes(Protocol):
+    """A layout that can say what a checkpoint of its family holds, even if it can't decode that."""
+
+    def describe(self, checkpoint: Checkpoint) -> Contents | None:
+        """Looks at names and shapes; None if nothing can be said."""
 
 
 class Layout(Protocol):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.conversion import registry
-from statekit.conversion.contracts import Hints, Layout
+from statekit.conversion.contracts import Contents, Hints, Layout
 from statekit.conversion.target import source_container
 from statekit.errors import NotFoundError, StateError, StatekitError, UnknownFormatError, printable, some
 from statekit.files.checkpoint import Checkpoint, Finding
@@ -96,6 +96,7 @@ class Inspection:
         run: Schedule, epoch, scaler and what else is known of the run.
         assumptions: What was assumed because the checkpoint doesn't say.
         findings: What is missing or odd.
+        contents: What it holds, in words, where no layout fits; slots have their own names then.
     """
 
     path: Path
@@ -111,6 +112,7 @@ class Inspection:
     run: RunState = field(default_factory=RunState)
     assumptions: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
+    contents: str | None = None
 
     def __repr__(self) -> str:
         kind = f"{self.container.name}, {self.layout.name if self.layout else 'no layout'}"
@@ -158,6 +160,7 @@ class Inspection:
             "totals": self.totals(),
             "assumptions": list(self.assumptions),
             "findings": [vars(finding) for finding in self.findings],
+            "contents": self.contents,
         }
 
 
@@ -238,14 +241,14 @@ def inspect(
     else:
         chosen, evidence = registry.detect_container(path)
         container = Choice(chosen.name, chosen.title, evidence.because)
-    with chosen.open(path, request.step) as checkpoint:
+    with request.hints.keyed(chosen.open(path, request.step)) as checkpoint:
         opened = Inspection(checkpoint.path, container, None, checkpoint.step, checkpoint.meta)
         opened = replace(opened, findings=(*checkpoint.findings, *_manifest_faults(checkpoint)))
         try:
             layout, because = _layout(checkpoint, request.layout)
             state = registry.decoded(layout, checkpoint, request.hints)
         except (UnknownFormatError, StateError) as error:
-            if request.layout or request.hints != Hints():
+            if request.layout or replace(request.hints, model_key=None, optimizer_key=None) != Hints():
                 raise
             return _native(opened, checkpoint, error, request, on_progress)
         named = replace(opened, layout=Choice(layout.name, layout.title, because))
@@ -285,13 +288,25 @@ def _native(
     request: Request,
     on_progress: OnProgress,
 ) -> Inspection:
-    chosen = {name: t for name, t in checkpoint.tensors.items() if request.matches(name)}
-    describe = _describer(chosen.values(), request.stats, on_progress)
+    held = registry.contents(checkpoint) or Contents("", {}, {}, checkpoint.tensors)
+    params = {path: tensor for path, tensor in held.params.items() if request.matches(path)}
+    slots = {path: held.slots.get(path, {}) for path in params}
+    chosen = {name: tensor for name, tensor in held.others.items() if request.matches(name)}
+    read = [*params.values(), *(t for own in slots.values() for t in own.values()), *chosen.values()]
+    describe = _describer(read, request.stats, on_progress)
+    parameters = tuple(
+        ParameterSummary(
+            describe(path, tensor), tuple(describe(n, t) for n, t in slots[path].items()), None, None
+        )
+        for path, tensor in params.items()
+    )
     others = tuple(describe(name, tensor) for name, tensor in chosen.items())
-    why = Finding(f"its tensors are listed by their own names: {error.line}", str(checkpoint.path))
-    seen = replace(opened, others=others)
-    _check_matched(seen, request, checkpoint.tensors)
-    return replace(seen, findings=(*seen.findings, why, *_bad_values(seen)))
+    seen = replace(opened, parameters=parameters, others=others, contents=held.what or None)
+    _check_matched(seen, request, [*held.params, *held.others])
+    why = f"its tensors are listed by their own names: {error.line}"
+    is_said = bool(held.what) and isinstance(error, UnknownFormatError)
+    findings = () if is_said else (Finding(error.line if held.what else why, str(checkpoint.path)),)
+    return replace(seen, findings=(*seen.findings, *findings, *_bad_values(seen)))
 
 
 def _canonical(

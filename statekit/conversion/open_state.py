@@ -178,7 +178,7 @@ def open_state(
     else:
         named, seen = registry.detect_container(path)
     budget = Budget()
-    checkpoint = named.open(path, step, budget)
+    checkpoint = hints.keyed(named.open(path, step, budget))
     try:
         _check_manifest(checkpoint)
         if layout is not None:

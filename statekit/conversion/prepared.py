@@ -117,6 +117,8 @@ def prepare(request: Request) -> Plan:
             "hparams": dict(request.hints.hyperparameters),
             "variant": request.hints.variant,
             **({"param_names": list(names)} if (names := request.hints.param_names) else {}),
+            **({"model_key": key} if (key := request.hints.model_key) is not None else {}),
+            **({"optimizer_key": key} if (key := request.hints.optimizer_key) is not None else {}),
             "step_offset": {"asked": request.step_offset, "value": _offset(state, request.step_offset)},
             "require": request.require.name.lower(),
         }

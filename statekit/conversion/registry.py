@@ -24,7 +24,7 @@ from statekit.conversion.cards import (
     of_container,
     of_layout,
 )
-from statekit.conversion.contracts import Container, Evidence, Hints, Layout
+from statekit.conversion.contracts import Container, Contents, Describes, Evidence, Hints, Layout
 from statekit.conversion.kept import with_kept
 from statekit.errors import (
     NotFoundError,
@@ -167,8 +167,27 @@ def detect_layout(checkpoint: Checkpoint) -> tuple[Layout, Evidence]:
     found = _asked(
         layout_names(), layouts_for(checkpoint), lambda name: (layout(name), layout(name).detect(checkpoint))
     )
+    seen = None if found else contents(checkpoint)
+    if seen is not None:
+        raise UnknownFormatError(
+            "No layout makes a state of this checkpoint.",
+            place=checkpoint.path,
+            expected="weights and an optimizer of a schema that `statekit schemas` lists",
+            found=seen.what,
+            remedy="`statekit inspect` lists its tensors",
+        )
     best = _best([(lay.name, e) for lay, e in found], f"{checkpoint.path}", "layout", "--layout")
     return found[best]
+
+
+def contents(checkpoint: Checkpoint) -> Contents | None:
+    """Returns what a checkpoint holds that no layout decodes, as the first layout at home in its container says."""
+    for name in layout_names():
+        if checkpoint.container in layout_card(name).containers and isinstance(layout(name), Describes):
+            found = cast(Describes, layout(name)).describe(checkpoint)
+            if found is not None:
+                return found
+    return None
 
 
 def decoded(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> TrainState:

@@ -20,6 +20,9 @@ SEQUENCES_AS_MAPS = "sequences_as_maps"
 SORTED = "model_sorted"
 """Key in `Checkpoint.meta`: whether the model part is sorted by name, and not in the order of its parameters."""
 
+MODEL_KEY, OPTIMIZER_KEY = "model_key", "optimizer_key"
+"""Keys in `Checkpoint.meta`: paths of these parts in the tree, keys joined by `/`, where the user named them."""
+
 
 @dataclass(frozen=True)
 class Finding:

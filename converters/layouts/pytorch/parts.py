@@ -6,11 +6,11 @@ src/lightning/pytorch/trainer/connectors/checkpoint_connector.py, `dump_checkpoi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from statekit.conversion.contracts import NO_HINTS, Encoded, Hints
+from statekit.conversion.contracts import Encoded
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.pytorch.optimizer_forms import (
     Form,
@@ -20,6 +20,8 @@ from statekit.converters.layouts.pytorch.optimizer_forms import (
     nested_form,
     with_names,
 )
+from statekit.errors import UsageError
+from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.ties import TIES, ties_of
 from statekit.tensors.tree import (
@@ -56,32 +58,63 @@ def optimizer_place(tree: Tree, key: str | None = None) -> Path | None:
     """Returns the path of an optimizer's state: at `key`, or where others keep it, or the only one that there is.
 
     Keys of a path are joined by `/` in `key`; the path of one that stands alone is empty.
+
+    Raises:
+        UsageError: There is none at the key.
     """
-    return () if key is None and _is_optimizer(tree) else _place(tree, OPTIMIZERS, key, _is_optimizer, None)
+    if key is None and _is_optimizer(tree):
+        return ()
+    return _place(OPTIMIZERS, {path: node for path, node in _nodes(tree, None) if _is_optimizer(node)}, key)
 
 
 def model_place(tree: Tree, key: str | None = None, optimizer: Path | None = None) -> Path | None:
-    """Returns the path of a model's state, as `optimizer_place`; nothing below `optimizer` is one.
+    """Returns the path of a model's state, as `optimizer_place`; it has what `optimizer` moves.
 
     The path of a model whose tensors stand at the top, as torchtitan keeps them, is empty: see `loose`.
+
+    Raises:
+        UsageError: There is none at the key.
     """
-    found = _place(tree, MODELS, key, _is_model, optimizer)
-    if found is None and key is None and isinstance(tree, Mapping) and loose(tree):
+    place = _place(MODELS, _models(tree, optimizer), key)
+    if place is None and key is None and isinstance(tree, Mapping) and loose(tree):
         return ()
-    return found
+    return place
 
 
-def _place(
-    tree: Tree, usual: Sequence[Path], key: str | None, fits: Callable[[Any], bool], other: Path | None
-) -> Path | None:
-    nodes = dict(_nodes(tree, other))
-    if key is not None:
-        return next(
-            (path for path, node in nodes.items() if "/".join(map(str, path)) == key and fits(node)), None
+def possible_models(tree: Tree) -> list[str]:
+    """Returns the keys of all parts that may be the model of a checkpoint's optimizer, for `--model-key`."""
+    return ["/".join(map(str, path)) for path in _models(tree, optimizer_place(tree))]
+
+
+def _models(tree: Tree, optimizer: Path | None) -> dict[Path, Any]:
+    """Returns every part that may be a model, and that of an optimizer if its path is given."""
+    found = {path: node for path, node in _nodes(tree, optimizer) if path and _is_model(node)}
+    if optimizer is None:
+        return found
+    moved = at(tree, optimizer)
+    return {path: node for path, node in found.items() if _may_be_of(moved, node)}
+
+
+def _may_be_of(optimizer: Mapping[str, Any], model: Mapping[str, Tensor]) -> bool:
+    """Tells whether a model has the names that an optimizer moves, or, of numbers, enough tensors."""
+    if is_flat(optimizer):
+        return nested_form(optimizer, model) is not None
+    params = [param for group in optimizer["param_groups"] for param in group["params"]]
+    return len(model) >= len(params) and all(param in model for param in params if isinstance(param, str))
+
+
+def _place(usual: Sequence[Path], found: Mapping[Path, Any], key: str | None) -> Path | None:
+    if key is None:
+        known = next((path for path in usual if path in found), None)
+        return next(iter(found)) if known is None and len(found) == 1 else known
+    names = {"/".join(map(str, path)): path for path in found}
+    if key not in names:
+        raise UsageError(
+            "There is no such part of the checkpoint at this key.",
+            expected=", ".join(names) or "there is none",
+            found=key,
         )
-    known = next((path for path in usual if fits(at(tree, path))), None)
-    found = [path for path, node in nodes.items() if path and fits(node)] if known is None else [known]
-    return found[0] if len(found) == 1 else None
+    return names[key]
 
 
 def _nodes(tree: Tree, other: Path | None, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -133,21 +166,25 @@ class Frame:
     rest: Tree
 
 
-def frame(tree: Tree, hints: Hints = NO_HINTS) -> Frame | None:
+def frame(checkpoint: Checkpoint, own_model: Mapping[str, Tensor] | None = None) -> Frame | None:
     """Returns the parts of a checkpoint; None if it hasn't them.
 
     Args:
-        tree: The checkpoint's.
-        hints: Where the parts lie, and the model where the checkpoint has none.
+        checkpoint: The checkpoint.
+        own_model: What stands for the model where the checkpoint has none.
+
+    Raises:
+        UsageError: The user named a key at which there is no such part.
     """
-    optimizer_at = optimizer_place(tree, hints.optimizer_key)
+    tree = checkpoint.tree
+    optimizer_at = optimizer_place(tree, checkpoint.meta.get(OPTIMIZER_KEY))
     if optimizer_at is None:
         return None
-    model_at = model_place(tree, hints.model_key, optimizer_at) if optimizer_at else None
+    model_at = model_place(tree, checkpoint.meta.get(MODEL_KEY), optimizer_at) if optimizer_at else None
     if model_at is None:
-        if hints.model is None:
+        if own_model is None:
             return None
-        model, rest = hints.model, without(tree, optimizer_at) if optimizer_at else {}
+        model, rest = own_model, without(tree, optimizer_at) if optimizer_at else {}
     else:
         model = at(tree, model_at) if model_at else loose(tree)
         rest = without(tree, optimizer_at)
@@ -214,12 +251,28 @@ def joined(
     kept = {key: part for key, part in beside.items() if is_plain(part)}
     dropped = not_plain(beside, f"extra/{BESIDE}")
     model = {**params, **tied(extra, params), **(extra.get(BUFFERS) or {})}
-    tree = put(kept, model_at, model) if model_at else {**model, **kept}
     optimizer = {"state": dict(state), "param_groups": full} if form != "flat" else flat_form(state, full)
+    model_at, optimizer_at = tuple(model_at), tuple(optimizer_at)
+    tree = _put_parts(kept, model, optimizer, model_at, optimizer_at)
+    if not _are_found(tree, model_at, optimizer_at):  # a key told them, which the target doesn't know
+        model_at = next(place for place in MODELS if place[0] not in kept)
+        optimizer_at = next(place for place in OPTIMIZERS if place[0] not in kept)
+        tree = _put_parts(kept, model, optimizer, model_at, optimizer_at)
     used = (BUFFERS, GROUPS, BESIDE, PLACES, TIES, *placed)
     dropped |= dropped_from(extra, used, "the file")
-    parts = {"model": tuple(model_at), "optimizer": tuple(optimizer_at)}
-    return with_names(Encoded(put(tree, optimizer_at, optimizer), step, dropped=dropped, parts=parts))
+    parts = {"model": model_at, "optimizer": optimizer_at}
+    return with_names(Encoded(tree, step, dropped=dropped, parts=parts))
+
+
+def _put_parts(rest: Tree, model: Tree, optimizer: Tree, model_at: Path, optimizer_at: Path) -> Tree:
+    tree = put(rest, model_at, model) if model_at else {**model, **rest}
+    return put(tree, optimizer_at, optimizer)
+
+
+def _are_found(tree: Tree, model_at: Path, optimizer_at: Path) -> bool:
+    """Tells whether parts of a tree would be found where they are."""
+    usual = model_at in (*MODELS, ()) and optimizer_at in OPTIMIZERS
+    return usual or (optimizer_place(tree), model_place(tree, None, optimizer_at)) == (optimizer_at, model_at)
 
 
 def are_ties(part: Any, model: Mapping[str, Tensor]) -> bool:

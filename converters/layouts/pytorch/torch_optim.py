@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.conversion.contracts import Contents, Encoded, Evidence, Hints
+from statekit.converters.layouts.pytorch.contents import contents_of
 from statekit.converters.layouts.pytorch.optimizer_forms import Form
 from statekit.converters.layouts.pytorch.param_order import found_order
-from statekit.converters.layouts.pytorch.parts import GROUPS, Frame, extra_of, frame, joined
+from statekit.converters.layouts.pytorch.parts import GROUPS, Frame, extra_of, frame, joined, possible_models
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import SORTED, Checkpoint
 from statekit.state.constants import variant_constants
@@ -122,7 +123,7 @@ class TorchOptim:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at the options of the groups, and at the names of the slots."""
-        parts = frame(checkpoint.tree, Hints(model={}))
+        parts = frame(checkpoint, {})
         kind = _kind(parts) if parts else None
         forms = (self.form,) if self.form else ("index", "name")
         if parts is None or kind is None or parts.form not in forms:
@@ -132,6 +133,10 @@ class TorchOptim:
         because = "slots of its names" if _is_bare(parts) else f"groups with {', '.join(kind.options)}"
         return Evidence(21, f"{because}, {_SAID[parts.form]}") if self.form else Evidence(20, because)
 
+    def describe(self, checkpoint: Checkpoint) -> Contents | None:
+        """Says what a file of PyTorch holds that isn't decoded; the layouts by name leave that to the one by index."""
+        return None if self.form else contents_of(checkpoint)
+
     def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
         """Returns the canonical state.
 
@@ -139,17 +144,10 @@ class TorchOptim:
             StateError: Nothing tells which parameters are meant, or shapes break the layout; lists every fault.
             UsageError: A hint that the schema doesn't know.
         """
-        parts = frame(checkpoint.tree, hints)
+        parts = frame(checkpoint, hints.model)
         kind = _kind(parts) if parts else None
         if parts is None or kind is None:
-            alone = frame(checkpoint.tree, Hints(model={})) is not None
-            raise StateError(
-                "The checkpoint has an optimizer, but no weights."
-                if alone
-                else "The checkpoint has no optimizer of torch.optim.",
-                place=checkpoint.path,
-                remedy=ALONE if alone else "",
-            )
+            raise _incomplete(checkpoint)
         schema, faults = load_schema(kind.schema), Faults()
         shapes = [
             [_shape_of(kind, parts.state.get(i, {})) for i in group["params"]] for group in parts.groups
@@ -229,6 +227,21 @@ class TorchOptim:
         params = {_name(path): tensor for path, tensor in state.params.items()}
         updates, placed = state.counts.updates, (_INFORMATION, _BY_NAME)
         return joined(state.extra, updates, params, groups, native, placed, self.form or "index")
+
+
+def _incomplete(checkpoint: Checkpoint) -> StateError:
+    """Returns what is wrong with a checkpoint that hasn't both parts."""
+    if frame(checkpoint, {}) is None:
+        return StateError("The checkpoint has no optimizer of torch.optim.", place=checkpoint.path)
+    models = possible_models(checkpoint.tree)
+    if models:
+        return StateError(
+            "Several parts of the checkpoint may be the model.",
+            place=checkpoint.path,
+            found=", ".join(models),
+            remedy=f"name one: --model-key {models[0]}, in Python model_key={models[0]!r}",
+        )
+    return StateError("The checkpoint has an optimizer, but no weights.", place=checkpoint.path, remedy=ALONE)
 
 
 def _kind(parts: Frame) -> TorchOptimizer | None:

@@ -1,0 +1,127 @@
+"""What a file of PyTorch holds that no layout decodes: weights alone, an optimizer alone, or one without a schema.
+
+An optimizer is told by its slots and options (signatures.json), and its slots are shown by parameter where shapes or
+names say whose they are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from statekit.conversion.contracts import Contents
+from statekit.converters.layouts.pytorch.param_order import found_order
+from statekit.converters.layouts.pytorch.parts import Frame, frame, model_place, possible_models
+from statekit.errors import StateError
+from statekit.files.checkpoint import MODEL_KEY, SORTED, Checkpoint
+from statekit.tensors.tensor import Shape, Tensor
+from statekit.tensors.tree import at, loose, tensor_names
+
+
+@dataclass(frozen=True)
+class Signature:
+    """By what an optimizer is told.
+
+    Attributes:
+        name: What it is called.
+        slots: Names that some parameter has.
+        options: Keys that every group has.
+        schema: The schema of its state, if there is one.
+    """
+
+    name: str
+    slots: tuple[str, ...]
+    options: tuple[str, ...]
+    schema: str | None = None
+
+
+def contents_of(checkpoint: Checkpoint) -> Contents | None:
+    """Returns what a file of PyTorch holds; None if it has neither an optimizer nor weights."""
+    parts = frame(checkpoint, {})
+    if parts is None:
+        return _weights(checkpoint)
+    slots = sorted({slot for own in parts.state.values() for slot, _ in _tensors(own)})
+    said = told(parts)
+    name = said.name if said else "an optimizer that isn't known by its slots and options"
+    count = sum(len(group["params"]) for group in parts.groups)
+    listed = f"its slots by parameter: {', '.join(slots) or 'none'}"
+    models = possible_models(checkpoint.tree)
+    if not parts.model and models:
+        what = f"{name}, and weights at {' or '.join(models)}: --model-key says which are the optimizer's; {listed}"
+        return Contents(what, {}, {}, checkpoint.tensors)
+    if not parts.model:
+        only = f"{name}, alone: the state of {count} parameters without their weights; {listed}"
+        return Contents(only, {}, {}, checkpoint.tensors)
+    what = f"{name}: {'a state that fits no layout' if said and said.schema else 'no schema yet'}; {listed}"
+    params = {_path(key): tensor for key, tensor in parts.model.items()}
+    taken = {id(tensor) for tensor in params.values()}
+    try:
+        owned = dict(_by_parameter(parts, bool(checkpoint.meta.get(SORTED))))
+    except StateError as error:
+        what, owned = f"{what}; whose they are isn't known: {error.line}", {}
+    taken |= {id(tensor) for own in owned.values() for tensor in own.values()}
+    others = {key: tensor for key, tensor in checkpoint.tensors.items() if id(tensor) not in taken}
+    return Contents(what, params, owned, others)
+
+
+def told(parts: Frame) -> Signature | None:
+    """Returns the signature that fits an optimizer best; None if none does."""
+    held = {slot for own in parts.state.values() for slot in own}
+    fits = [
+        one
+        for one in signatures()
+        if held.issuperset(one.slots) and all(group.keys() >= {*one.options} for group in parts.groups)
+    ]
+    return max(fits, key=lambda one: len(one.slots) + len(one.options), default=None)
+
+
+@cache
+def signatures() -> tuple[Signature, ...]:
+    """Returns all signatures, as signatures.json has them."""
+    text = resources.files(__package__).joinpath("signatures.json").read_text(encoding="utf-8")
+    entries: list[dict[str, Any]] = json.loads(text)["optimizers"]
+    return tuple(
+        Signature(one["name"], tuple(one["slots"]), tuple(one["options"]), one.get("schema"))
+        for one in entries
+    )
+
+
+def _weights(checkpoint: Checkpoint) -> Contents | None:
+    place = model_place(checkpoint.tree, checkpoint.meta.get(MODEL_KEY))
+    if place is None:
+        return None
+    model = at(checkpoint.tree, place) if place else loose(checkpoint.tree)
+    params = {_path(str(name)): tensor for name, tensor in model.items()}
+    taken = {id(tensor) for tensor in params.values()}
+    others = {key: tensor for key, tensor in checkpoint.tensors.items() if id(tensor) not in taken}
+    where = f"at {'/'.join(map(str, place))}" if place else "at the top"
+    return Contents(f"weights alone, {where}; no optimizer", params, {}, others)
+
+
+def _by_parameter(parts: Frame, is_sorted: bool) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    known = {tensor.shape for tensor in parts.model.values()}
+    shapes = [[_shape(parts.state.get(i, {}), known) for i in group["params"]] for group in parts.groups]
+    order = found_order(parts.groups, shapes, parts.model, None, is_sorted)
+    for group, names in zip(parts.groups, order.groups, strict=True):
+        for index, name in zip(group["params"], names, strict=True):
+            yield _path(name), dict(_tensors(parts.state.get(index, {})))
+
+
+def _shape(own: Mapping[str, Any], known: set[Shape]) -> Shape | None:
+    """Returns the shape of a parameter, if a slot has it: its largest one, if a parameter has that shape."""
+    shapes = [tensor.shape for _, tensor in _tensors(own)]
+    largest = max(shapes, key=math.prod, default=None)
+    return largest if largest in known else None
+
+
+def _tensors(own: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    yield from tensor_names(dict(own)).items()
+
+
+def _path(name: str) -> str:
+    return name.replace(".", "/")
