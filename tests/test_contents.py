@@ -74,7 +74,10 @@ def test_optimizers_of_others_are_told_by_what_they_keep(tmp_path: Path) -> None
     eight = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "params": [0]}
     parts = {key: torch.zeros(256) for key in ("qmap1", "qmap2", "absmax1", "absmax2")}
     bytes_ = {key: torch.zeros(4, 3, dtype=torch.uint8) for key in ("state1", "state2")}
-    cases = {"Lion": (lion, {"exp_avg": weight}), "8-bit Adam": (eight, {"step": 1, **bytes_, **parts})}
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "Lion": (lion, {"exp_avg": weight}),
+        "8-bit Adam": (eight, {"step": 1, **bytes_, **parts}),
+    }
     for name, (group, own) in cases.items():
         optimizer = {"state": {0: own}, "param_groups": [group]}
         path = saved(tmp_path / f"{name}.pt", {"model": {"w": weight}, "optimizer": optimizer})

@@ -15,6 +15,7 @@ from statekit.state.options import BY_NAME
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Shape
+from statekit.tensors.ties import TIES
 from statekit.tensors.tree import Tree
 
 BUFFERS = "buffers"
@@ -112,7 +113,11 @@ def renamed(state: TrainState, names: Mapping[str, str], place: object) -> Train
 
     groups = tuple(map(group, state.optimizer.groups))
     refuse_by_name(load_schema(state.optimizer.schema), faults)
-    extra = {**state.extra, **({BUFFERS: {mine.get(n, n): b for n, b in buffers.items()}} if buffers else {})}
+    extra = dict(state.extra)
+    if buffers:
+        extra[BUFFERS] = {mine.get(name, name): buffer for name, buffer in buffers.items()}
+    if TIES in extra:
+        extra[TIES] = {name: of(path) for name, path in extra[TIES].items()}
     return replace(
         state,
         params={of(path): param for path, param in state.params.items()},
