@@ -19,7 +19,7 @@ help:
 	@echo "make format    lay out the code"
 	@echo "make package   build what is published, and try it in empty environments; needs a registry"
 	@echo "make bench     measure memory and speed"
-	@echo "make tables    write converters/cards.json, docs/architecture.md and docs/conversions.md; replay every recording in every backend and write docs/accuracy.md"
+	@echo "make tables    write converters/cards.json, docs/architecture.md and docs/conversions.md; go on in each target's own library and write docs/resuming.md; replay every recording in every backend and write docs/accuracy.md"
 	@echo "make clean     remove .venv and what the tools left"
 
 # torch goes first: with its version settled, nothing that follows chooses another build of it.
@@ -67,6 +67,7 @@ tables: $(READY)
 	@$(BIN)/python tests/cards_table.py
 	@$(BIN)/python tests/architecture.py
 	@$(BIN)/python tests/conversion_table.py
+	@$(BIN)/python tests/resuming_table.py
 	@$(BIN)/python tests/accuracy_table.py
 
 clean:

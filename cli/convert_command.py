@@ -71,6 +71,13 @@ def _step_offset(ctx: click.Context, param: click.Parameter, value: str) -> Step
     help="The least exactness allowed.",
 )
 @click.option(
+    "--like",
+    metavar="FILE",
+    type=click.Path(),
+    callback=local_file,
+    help="A file that Keras saved of the same model, trained or not: parameters are laid out as in it.",
+)
+@click.option(
     "--dry-run", is_flag=True, help="Say what would be done, tensor by tensor; read and write no values."
 )
 @click.option("--replace", is_flag=True, help="Put the result in the place of what is there.")
@@ -85,6 +92,7 @@ def command(
     hints: Hints,
     step_offset: StepOffset,
     require: str,
+    like: Path | None,
     dry_run: bool,
     replace: bool,
     as_json: bool,
@@ -104,6 +112,7 @@ def command(
         hints=hints,
         step_offset=step_offset,
         require=Exactness[require.upper()],
+        like=like,
     )
     report = None if dry_run else _carry_out(planned, replace)
     if as_json:

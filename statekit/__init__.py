@@ -169,6 +169,7 @@ def plan(
     optimizer_key: str | None = None,
     step_offset: StepOffset = "keep",
     require: _Level = "rounding",
+    like: _Path | None = None,
 ) -> Plan:
     """Says what a conversion will do, tensor by tensor, without reading or writing a value.
 
@@ -186,6 +187,7 @@ def plan(
         optimizer_key: As in `open`.
         step_offset: `keep`; `reset`, so that the second-moment decay starts anew; or the step where it starts.
         require: The least exactness allowed.
+        like: A file that Keras saved of the same model, trained or not: the target's parameters lie as in it.
 
     Raises:
         InexactError: The conversion would be less exact than required.
@@ -211,6 +213,7 @@ def plan(
         hints=_hints(hparams, variant, param_names, model_key, optimizer_key),
         step_offset=step_offset,
         require=Exactness[require.upper()],
+        like=None if like is None else _local(like),
     )
 
 

@@ -174,6 +174,18 @@ class Fitting(Protocol):
 
 
 @runtime_checkable
+class LikeModel(Protocol):
+    """A layout whose files lie as the classes of a model's layers have it, which its own file of the model says."""
+
+    def like(self, state: TrainState, model: Checkpoint) -> TrainState:
+        """Returns a state that `encode` lays out as a file of the same model.
+
+        Raises:
+            StateError: The file isn't one of this state's model; lists every fault.
+        """
+
+
+@runtime_checkable
 class KeepsMasters(Protocol):
     """A layout with a place for masters beside parameters of lower precision, whoever keeps them."""
 

@@ -82,6 +82,7 @@ def plan(
     hints: Hints = NO_HINTS,
     step_offset: StepOffset = "keep",
     require: Exactness = Exactness.ROUNDING,
+    like: Path | None = None,
 ) -> Plan:
     """Says what a conversion will do, without reading a value.
 
@@ -95,13 +96,14 @@ def plan(
         hints: What the source doesn't say.
         step_offset: `keep`; `reset`, so that the second-moment decay starts anew; or the step where it starts.
         require: The worst exactness allowed.
+        like: A file that Keras saved of the same model, trained or not: the target's parameters lie as in it.
 
     Raises:
         UsageError: The options, or source and target, don't go together.
         InexactError: The conversion would be less exact than required.
         NotFoundError, FormatError, StateError: The source can't be opened.
     """
-    request = Request(Path(source), Path(target), from_, to, layout, step, hints, step_offset, require)
+    request = Request(Path(source), Path(target), from_, to, layout, step, hints, step_offset, require, like)
     return prepare(request)
 
 

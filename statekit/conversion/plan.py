@@ -38,6 +38,7 @@ class Request:
         hints: What the user says about the source.
         step_offset: `keep`, `reset` (to the number of updates done) or a number.
         require: The worst exactness allowed.
+        like: A file of the same model, whose places the target's parameters get.
     """
 
     source: Path
@@ -49,6 +50,7 @@ class Request:
     hints: Hints = NO_HINTS
     step_offset: StepOffset = "keep"
     require: Exactness = Exactness.ROUNDING
+    like: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from statekit.conversion.contracts import (
     KeepsManifest,
     KeepsMasters,
     Layout,
+    LikeModel,
 )
 from statekit.conversion.open_state import OpenState, open_state
 from statekit.conversion.plan import Plan, Request, Side, build_plan
@@ -110,6 +111,8 @@ def prepare(request: Request) -> Plan:
         if rule_change is not None:
             rule_change.check(request.require, lambda: _nearest(opened, request))
             state = rule_change.state
+        if request.like is not None:
+            state = _like(layout, state, request.like)
         encoded, state = _encoded(layout, state)
         if isinstance(container, Fitting):
             encoded = container.fitted(encoded)
@@ -121,6 +124,7 @@ def prepare(request: Request) -> Plan:
             **({"optimizer_key": key} if (key := request.hints.optimizer_key) is not None else {}),
             "step_offset": {"asked": request.step_offset, "value": _offset(state, request.step_offset)},
             "require": request.require.name.lower(),
+            **({"like": request.like.name} if request.like is not None else {}),
         }
         target = Side(container.name, layout.name, encoded.step)
         keeps = container.target_kind == "folder" or isinstance(container, KeepsManifest)
@@ -188,6 +192,19 @@ def _stat(path: Path) -> os.stat_result | None:
 def _offset(state: TrainState, asked: StepOffset) -> int | None:
     """Returns where the decay of the second moment was made to start; None where that stays."""
     return None if asked == "keep" else int(state.optimizer.groups[0].hyperparameters["step_offset"])
+
+
+def _like(layout: Layout, state: TrainState, path: Path) -> TrainState:
+    if not isinstance(layout, LikeModel):
+        raise UsageError(
+            f"The layout {layout.name} needs no file of the model.",
+            place="--like",
+            found=path,
+            remedy="leave it out, or name a layout of Keras with --layout",
+        )
+    container, _ = registry.detect_container(path)
+    with container.open(path) as model:
+        return layout.like(state, model)
 
 
 def _encoded(layout: Layout, state: TrainState) -> tuple[Encoded, TrainState]:

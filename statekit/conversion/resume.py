@@ -43,6 +43,7 @@ class Place:
         step: Its step, where `path` may be the run's folder.
         files: Names of its files, where they are known.
         tensors: Names of its tensors, where they are known.
+        by_path: Whether its parameters lie by their paths, as nothing said where the system itself has them.
     """
 
     container: str
@@ -51,13 +52,17 @@ class Place:
     step: int | None
     files: tuple[str, ...] = ()
     tensors: tuple[str, ...] = ()
+    by_path: bool = False
 
 
 def of_plan(plan: Plan, files: Iterable[str] = ()) -> Place:
     """Returns where a conversion writes."""
     target = plan.target
     names = tuple(entry.name for entry in plan.entries)
-    return Place(target.container, target.layout, plan.request.target, target.step, tuple(files), names)
+    by_path = _by_path(target.container, target.layout, plan.source.container, plan.options)
+    return Place(
+        target.container, target.layout, plan.request.target, target.step, tuple(files), names, by_path
+    )
 
 
 def in_manifest(plan: Plan, files: Iterable[str]) -> Place:
@@ -75,8 +80,19 @@ def of_checkpoint(opened: OpenState) -> Place:
     """Returns where an opened checkpoint is: its path is the step's own."""
     path = opened.checkpoint.path
     files = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else ()
+    container, layout = opened.checkpoint.container, opened.layout
+    manifest = opened.checkpoint.manifest
+    by_path = manifest is not None and _by_path(
+        container, layout, manifest["source"]["container"], manifest["options"]
+    )
     names = tuple(opened.checkpoint.tensors)
-    return Place(opened.checkpoint.container, opened.layout, path, None, tuple(files), names)
+    return Place(container, layout, path, None, tuple(files), names, by_path)
+
+
+def _by_path(container: str, layout: str, source: str | None, options: Mapping[str, Any]) -> bool:
+    """Tells whether nothing said where a target's own system has the parameters: neither source nor a model's file."""
+    entry = _entries().get((layout, container), {})
+    return "by_path" in entry and source not in entry["places_in"] and "like" not in options
 
 
 def frameworks() -> list[str]:
@@ -94,7 +110,8 @@ def resume_lines(place: Place, state: State, framework: str | None = None) -> li
     """
     entry = _entries().get((place.layout, place.container), {})
     values = _values(place, entry, state)
-    said = _data()["frameworks"][framework] if framework else entry.get("lines", ())
+    own = entry.get("by_path" if place.by_path else "lines", ())
+    said = _data()["frameworks"][framework] if framework else own
     lines = [Template(line) for line in said]
     return [
         one
@@ -130,6 +147,7 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
     missing = list(dict.fromkeys(name for group in groups for name in _missing(state, group)))
     offsets = {group["hyperparameters"].get("step_offset") or 0 for group in groups}
     rates = {repr(group["hyperparameters"].get(_RATE)) for group in groups}
+    rate = rates.pop() if len(rates) == 1 and rates != {"None"} else _UNKNOWN
     by_suffix = {Path(file).suffix: Path(file).name for file in place.files}
     return {
         "path": _quoted(path),
@@ -148,7 +166,7 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "missing": "".join(f", {name}={_UNKNOWN}" for name in ("lr" if n == _RATE else n for n in missing)),
         "missing_keras": "".join(f", {name}={_UNKNOWN}" for name in missing),
         "step_offset": f"{max(offsets)}" if len(offsets) == 1 and max(offsets) else None,
-        "rate": rates.pop() if len(rates) == 1 and rates != {"None"} else _UNKNOWN,
+        "rate": rate,
         "params_file": by_suffix.get(".params", "net.params"),
         "states_file": by_suffix.get(".states", "trainer.states"),
         "mxnet_name": {"adamw": "adam"}.get(schema, schema),

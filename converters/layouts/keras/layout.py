@@ -116,6 +116,12 @@ class Keras:
         )
         return state_of(parts, HOME, known, hints)
 
+    def like(self, state: TrainState, model: Checkpoint) -> TrainState:
+        """Returns the state as a file of the same model lays it out."""
+        from statekit.converters.layouts.keras.like import laid_out_like
+
+        return laid_out_like(state, model)
+
     def encode(self, state: TrainState) -> Encoded:
         """Returns the file's tree.
 

@@ -23,7 +23,7 @@ from statekit.converters.layouts.keras.state import (
     Kept,
     order_of,
 )
-from statekit.converters.layouts.keras.variables import CONFIG
+from statekit.converters.layouts.keras.variables import CONFIG, keyed_layers
 from statekit.errors import Faults, StateError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
 from statekit.state.train_state import TrainState
@@ -37,6 +37,10 @@ _OF_FILES = {
     "places": "where a parameter lies in a file of Keras",
 }
 BASE_LISTS = {AVERAGE: "_model_variables_moving_average", ACCUMULATOR: "_accumulated_gradients"}
+
+
+_OPERATIONS = {"Functional": ("_operations",), "Sequential": ("_functional", "_operations")}
+"""Class of a model -> where it holds its layers by number."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +232,6 @@ def _new(
 ) -> dict[str, Any]:
     order = order_of(state)
     builder, tree = Builder(), dict[str, Any]()
-    operations = _operations(home)
     optimizer = builder.at(("optimizer",))
     builder.add(builder.at(("model",)), "optimizer", optimizer)
     trained = builder.add(optimizer, TRAINED)
@@ -243,10 +246,12 @@ def _new(
             key = f"model/{path}"
             node = builder.free(path, key)
             _model_place(builder, path, node)
-            layer, _, rest = path.partition("/")
-            if layer in operations and rest:  # where a Functional model holds its layers
-                inside = ("model", "_operations", str(operations[layer]), *rest.split("/")[:-1])
-                builder.add(builder.at(inside), rest.rpartition("/")[2], node)
+            if (inside := _in_layers(home, path)) is not None:
+                layer, name = builder.at(("model", *inside)), path.rpartition("/")[2]
+                builder.add(layer, name, node)
+                builder.add(
+                    layer, f"_{name}", node
+                )  # kernels and embeddings are properties of what is stored
             tree[key + SUFFIX] = tensor
     held = builder.add(optimizer, VARIABLES)
     attributes = {ITERATION: ITERATIONS, RATE: _RATE}
@@ -268,13 +273,23 @@ def _new(
     return {**tree, GRAPH: builder.done().to_record()}
 
 
-def _operations(home: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the numbers of a Functional model's layers by their names, if its config is known."""
+def _in_layers(home: Mapping[str, Any], path: str) -> tuple[str, ...] | None:
+    """Returns where a Functional or Sequential model holds a variable's layer, if its config is known.
+
+    Source: keras-team/keras, keras/src/models/{functional,sequential}.py.
+    """
     config = home.get("tree", {}).get(ATTRIBUTES, {}).get(CONFIG)
-    if not isinstance(config, Mapping) or config.get("class_name") != "Functional":
-        return {}
-    layers = config.get("config", {}).get("layers", ())
-    return {str(layer.get("name")): i for i, layer in enumerate(layers) if isinstance(layer, Mapping)}
+    keys = home.get("places", {}).get(path, ())[:-2]
+    found: tuple[str, ...] = ()
+    while keys[:1] == ["layers"] and isinstance(config, Mapping) and config.get("class_name") in _OPERATIONS:
+        layers = config["config"]["layers"]
+        layer = keyed_layers(layers).get(keys[1])
+        number = next((i for i, one in enumerate(layers) if one is layer), None)
+        if number is None:
+            return None
+        found = (*found, *_OPERATIONS[config["class_name"]], str(number))
+        config, keys = layer, keys[2:]
+    return (*found, *keys) if found else None
 
 
 def _model_place(builder: Builder, path: str, node: int) -> None:

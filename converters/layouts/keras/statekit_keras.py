@@ -34,6 +34,7 @@ from statekit.converters.layouts.keras.layout import (
     saved_order,
     with_config,
 )
+from statekit.converters.layouts.keras.like import laid_out_like
 from statekit.converters.layouts.keras.state import ACCUMULATOR, HOME, ITERATION, RATE, calls_of
 from statekit.converters.layouts.keras.variables import (
     VARIABLES,
@@ -409,6 +410,10 @@ class StatekitKeras:
             manifest_state(checkpoint, own.schema),
             hints,
         )
+
+    def like(self, state: TrainState, model: Checkpoint) -> TrainState:
+        """Returns the state as a file of the same model lays it out."""
+        return laid_out_like(state, model)
 
     def encode(self, state: TrainState) -> Encoded:
         """Returns the file's tree.

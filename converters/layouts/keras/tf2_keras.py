@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.hyperparameters import manifest_state
 from statekit.converters.layouts.keras.layout import home_in
+from statekit.converters.layouts.keras.like import laid_out_like
 from statekit.converters.layouts.keras.object_graph import (
     ITERATIONS,
     TRAINED,
@@ -105,6 +106,10 @@ class KerasGraph:
         home = graph_home(tree, found, placed, owners, self.name)
         parts = Parts(named, slots, params, {name: tree[key] for name, key in frozen.items()}, (), home)
         return state_of(parts, HOME, manifest_state(checkpoint, named.schema), hints)
+
+    def like(self, state: TrainState, model: Checkpoint) -> TrainState:
+        """Returns the state as a file of the same model lays it out."""
+        return laid_out_like(state, model)
 
     def encode(self, state: TrainState) -> Encoded:
         """Returns the flat tree of keys.

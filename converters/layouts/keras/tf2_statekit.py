@@ -14,6 +14,7 @@ from typing import Any
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.hyperparameters import manifest_state
 from statekit.converters.layouts.keras.layout import home_in
+from statekit.converters.layouts.keras.like import laid_out_like
 from statekit.converters.layouts.keras.object_graph import (
     BASE_LISTS,
     VARIABLES,
@@ -98,6 +99,10 @@ class StatekitGraph:
         others = {name: tree[key] for name, key in frozen.items()}
         known = manifest_state(checkpoint, own.schema)
         return own_state(own, named, moved, others, {HOME: home}, known, hints)
+
+    def like(self, state: TrainState, model: Checkpoint) -> TrainState:
+        """Returns the state as a file of the same model lays it out."""
+        return laid_out_like(state, model)
 
     def encode(self, state: TrainState) -> Encoded:
         """Returns the flat tree of keys.

@@ -130,7 +130,7 @@ def _layer_config(config: Any, key: str) -> Any:
         return None
     inner = _of(config)
     if key == "layers" and isinstance(inner.get("layers"), list):
-        return {"keyed": _keyed(inner["layers"])}
+        return {"keyed": keyed_layers(inner["layers"])}
     if "keyed" in config:
         return config["keyed"].get(key)
     attribute = {"forward_layer": "layer"}.get(key, key)
@@ -142,7 +142,7 @@ def _of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else {}
 
 
-def _keyed(layers: Sequence[Any]) -> dict[str, Any]:
+def keyed_layers(layers: Sequence[Any]) -> dict[str, Any]:
     """Returns the layers of a config by the keys that a file has for them."""
     found: dict[str, Any] = {}
     used: dict[str, int] = {}

@@ -1,0 +1,98 @@
+"""Runs every cell of resuming.py, and writes tests/resuming.json and docs/resuming.md (`make tables`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "resuming.json"
+TARGET = HERE.parent / "docs" / "resuming.md"
+STEPS = ("loads", "goes_on", "saves", "loads_again")
+TEXT = """# Going on in the target's own system
+
+`statekit convert` prints the lines that go on from what it wrote, and writes them into the manifest (`resume`);
+`statekit resume CHECKPOINT` prints them for any checkpoint.
+
+The table says what came of running them. A run of three updates is saved by its own library (Keras: as
+`tf.train.Checkpoint`, or as `.weights.h5` where that is the target; PyTorch: `torch.save`; Optax: Orbax) and converted.
+Then, in the target's library:
+
+- **loads**: the printed lines run in a program that has the model, and every weight is, bit for bit, the source's;
+- **goes on**: after three more updates no weight is farther from the source that went on without a break than 1e-5 of
+  the farthest that its tensor has moved since;
+- **saves**: the library saves the run by its own means;
+- **loads again**: it loads that into a fresh model, and after three more updates the same holds.
+
+`difference` is the largest one in the end, in that measure. Only what stands here was run this way; a container or
+layout that is missing has lines (`converters/resume.json`) that this table says nothing about. Trainer's folders have
+tests of their own (tests/test_trainer_goes_on.py).
+"""
+KERAS = """
+## Models of Keras
+
+A Functional or Sequential model looks for its weights under the classes of its layers (`layers/dense_1/vars/0`), which
+only Keras' own files tell. From a `.keras` or `.weights.h5` file they are kept. From elsewhere, save the model once,
+trained or not, and name the file:
+
+    model.save_weights("like.weights.h5")         # or model.save("like.keras")
+    statekit convert SOURCE out.weights.h5 --like like.weights.h5
+
+The state's paths have to be those of the model's variables (`variable.path`), but for names before all of them. What
+doesn't fit is refused, tensor by tensor. A `.keras` target needs a `.keras` file, as it holds the model's config.
+Without `--like` parameters lie by their paths, where a subclassed model whose attributes have these names finds them;
+the printed lines then load them by name, through `statekit.tensorflow`, into any model ("by path" in the table).
+"""
+
+
+def run(folder: Path, cells: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Runs cells, all unless told which, in a process of their own; returns what came of them."""
+    driver = [sys.executable, str(HERE / "resuming.py"), str(folder), *cells]
+    settings = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(driver, env=settings, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    found: list[dict[str, Any]] = json.loads((folder / "results.json").read_text())
+    return found
+
+
+def page(results: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the whole page."""
+    rows = [f"| {' | '.join(_row(result))} |" for result in results]
+    heads = (
+        "container",
+        "layout",
+        "model",
+        *(step.replace("_", " ") for step in STEPS),
+        "difference",
+        "with",
+    )
+    table = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *rows]
+    open_ = [f"- `{_name(result)}`: {result['error']}" for result in results if "error" in result]
+    said = ["", "What doesn't hold:", "", *open_] if open_ else []
+    return "\n".join([TEXT, *table, *said, KERAS])
+
+
+def _name(result: Mapping[str, Any]) -> str:
+    return "/".join(str(result[key]) for key in ("container", "layout", "model"))
+
+
+def _row(result: Mapping[str, Any]) -> list[str]:
+    libraries = ", ".join(f"{name} {number}" for name, number in result["libraries"].items())
+    difference = result.get("difference_in_the_end")
+    shown = "" if difference is None else f"{difference:.0e}" if difference else "none"
+    steps = ["yes" if result[step] else "no" for step in STEPS]
+    return [f"`{result['container']}`", f"`{result['layout']}`", result["model"], *steps, shown, libraries]
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        results = run(Path(temporary))
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    TARGET.write_text(page(results), encoding="utf-8")
