@@ -276,3 +276,45 @@ def test_a_model_whose_attributes_are_a_foreign_states_paths_loads_it(tmp_path: 
     )
     with open_state(tmp_path / "f.weights.h5") as opened:
         assert list(opened.state.params) == list(state.params)
+
+
+def test_a_file_of_the_model_says_where_its_parameters_lie_or_what_doesnt_fit(tmp_path: Path) -> None:
+    """Without it, what came from elsewhere lay by its paths, where a Functional model finds nothing."""
+    import keras
+    import tensorflow as tf
+
+    from statekit.errors import StateError, UsageError
+
+    net, own = model(), optimizer("adafactor")
+    net.compile(own, "mse")
+    move(net, own, 2)
+    tf.train.Checkpoint(model=net, optimizer=own).save(str(tmp_path / "a" / "ckpt"))
+    fresh, theirs = model(), optimizer("adafactor")
+    fresh.save(tmp_path / "fresh.keras")
+    fresh.compile(theirs, "mse")
+    theirs.build(fresh.trainable_variables)
+    source, like = tmp_path / "a", tmp_path / "fresh.keras"
+    planned = plan(source, tmp_path / "b.weights.h5")
+    assert not any(entry.name.startswith("layers/") for entry in planned.entries)
+    convert(planned)
+    with pytest.warns(UserWarning, match="Skipping"), pytest.raises(ValueError, match="could not be loaded"):
+        fresh.load_weights(tmp_path / "b.weights.h5")
+    convert(plan(source, tmp_path / "c.weights.h5", like=like))
+    fresh.load_weights(tmp_path / "c.weights.h5")
+    assert same(values(fresh, theirs), values(net, own))
+    again = plan(tmp_path / "c.weights.h5", tmp_path / "d.keras", like=like)
+    assert again.options["like"] == "fresh.keras"
+
+    inputs = keras.Input((4,))
+    other = keras.Model(inputs, keras.layers.Dense(3, name="out")(inputs))
+    other.save(tmp_path / "other.keras")
+    with pytest.raises(StateError) as refused:
+        plan(source, tmp_path / "e.keras", like=tmp_path / "other.keras")
+    assert "norm/gamma" in f"{refused.value}" and "first_by_name/kernel" in f"{refused.value}"
+    still = model()
+    still.get_layer("out").trainable = False
+    still.save(tmp_path / "still.keras")
+    with pytest.raises(StateError, match="doesn't train it @ out/kernel"):
+        plan(source, tmp_path / "e.keras", like=tmp_path / "still.keras")
+    with pytest.raises(UsageError, match="needs no file of the model"):
+        plan(source, tmp_path / "e.safetensors", like=like)
