@@ -147,7 +147,6 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
     missing = list(dict.fromkeys(name for group in groups for name in _missing(state, group)))
     offsets = {group["hyperparameters"].get("step_offset") or 0 for group in groups}
     rates = {repr(group["hyperparameters"].get(_RATE)) for group in groups}
-    rate = rates.pop() if len(rates) == 1 and rates != {"None"} else _UNKNOWN
     by_suffix = {Path(file).suffix: Path(file).name for file in place.files}
     return {
         "path": _quoted(path),
@@ -166,7 +165,7 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "missing": "".join(f", {name}={_UNKNOWN}" for name in ("lr" if n == _RATE else n for n in missing)),
         "missing_keras": "".join(f", {name}={_UNKNOWN}" for name in missing),
         "step_offset": f"{max(offsets)}" if len(offsets) == 1 and max(offsets) else None,
-        "rate": rate,
+        "rate": rates.pop() if len(rates) == 1 and rates != {"None"} else _UNKNOWN,
         "params_file": by_suffix.get(".params", "net.params"),
         "states_file": by_suffix.get(".states", "trainer.states"),
         "mxnet_name": {"adamw": "adam"}.get(schema, schema),
