@@ -310,7 +310,7 @@ def test_a_file_of_the_model_says_where_its_parameters_lie_or_what_doesnt_fit(tm
     other.save(tmp_path / "other.keras")
     with pytest.raises(StateError) as refused:
         plan(source, tmp_path / "e.keras", like=tmp_path / "other.keras")
-    assert "norm/gamma" in f"{refused.value}" and "first_by_name/kernel" in f"{refused.value}"
+    assert {place.rpartition("norm/")[2] for _, place in refused.value.faults} >= {"gamma", "moving_mean"}
     still = model()
     still.get_layer("out").trainable = False
     still.save(tmp_path / "still.keras")
