@@ -24,7 +24,8 @@ import numpy as np
 
 from statekit.errors import TargetExistsError, UsageError
 from statekit.files.safetensors import save_safetensors
-from statekit.optim.steps import Execution
+from statekit.optim.steps import USUAL, Execution
+from statekit.state.constants import variant_constants
 from statekit.state.train_state import TrainState
 from statekit.tensors.digest import tensor_bytes
 from statekit.tensors.tensor import Array, Index, Stored, Tensor
@@ -73,7 +74,8 @@ class Recorder:
         folder: A new folder.
         system: Whose names are used: a module of `statekit.verify.systems`.
         hyperparameters: In that system's own names.
-        execution: `compiled`, or `op_by_op` if no compiler fuses the original's operations.
+        execution: `compiled`, or `op_by_op` if no compiler fuses the original's operations; None: as it usually runs,
+            PyTorch's optimizers op by op and all others compiled.
         first: Updates done before the start.
 
     Raises:
@@ -86,7 +88,7 @@ class Recorder:
         *,
         system: str,
         hyperparameters: Mapping[str, Any],
-        execution: Execution = "compiled",
+        execution: Execution | None = None,
         first: int = 0,
     ) -> None:
         self.folder = Path(folder)
@@ -95,7 +97,7 @@ class Recorder:
                 "A recording needs a new folder.", place=self.folder, remedy="name another"
             )
         self.folder.mkdir(parents=True)
-        self._system, self._execution = system, execution
+        self._system, self._execution = system, execution or _usual(hyperparameters)
         self._hyperparameters = dict(hyperparameters)
         self._first = self._step = first
         self._rates: list[Rate] = []
@@ -161,6 +163,14 @@ class Recorder:
             self._states.add(f"{self._step}/param/{path}", np.asarray(value))
             for slot, array in slots.get(path, {}).items():
                 self._states.add(f"{self._step}/slot/{path}/{slot}", np.asarray(array))
+
+
+def _usual(hyperparameters: Mapping[str, Any]) -> Execution:
+    """Returns how the original that a recording names usually runs; compiled if it doesn't name a variant."""
+    if "schema" not in hyperparameters or "variant" not in hyperparameters:
+        return "compiled"
+    constants = variant_constants(str(hyperparameters["schema"]), str(hyperparameters["variant"]))
+    return USUAL.get(constants.get("compute_dtype", ""), "compiled")
 
 
 def write_trajectory(path: Path, states: Iterator[TrainState], recording: Recording) -> TrainState:
