@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,23 @@ def test_safetensors_says_it_as_its_own_library_does(source: Path, tmp_path: Pat
     load_model(model, str(there / "model.safetensors"))
     held = torch.load(source, weights_only=True)["model"]
     assert torch.equal(model["head"].weight, held["emb.weight"])
+
+
+def test_metadata_that_are_no_names_are_passed_over(source: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    there = moved(source, tmp_path / "there", "accelerate")
+    place = there / "model.safetensors"
+    save_file(load_file(place), place, {"format": "pt", "x": "nowhere", "mid.bias": "emb.weight"})
+    (there / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"a": ["b"]}, "weight_map": dict.fromkeys(load_file(place), place.name)})
+    )
+    (there / "statekit.json").unlink()
+    with open_state(there) as opened:
+        assert "ties" not in opened.state.extra
+    place.rename(there / "model-00001-of-00001.safetensors")
+    index = json.loads((there / "model.safetensors.index.json").read_text())
+    index["weight_map"] = dict.fromkeys(index["weight_map"], "model-00001-of-00001.safetensors")
+    (there / "model.safetensors.index.json").write_text(json.dumps(index))
+    with open_state(there) as opened:
+        assert "ties" not in opened.state.extra

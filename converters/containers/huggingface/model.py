@@ -114,11 +114,8 @@ def open_model(folder: Path, name: str, files: Files) -> Model:
 
 def ties_in(model: Model) -> dict[str, str]:
     """Returns the further names of tensors that a model's metadata tell: name -> the name it stands under."""
-    return {
-        name: one
-        for name, one in model.metadata.items()
-        if name not in model.tensors and one in model.tensors
-    }
+    named = {name: one for name, one in model.metadata.items() if isinstance(one, str)}
+    return {name: one for name, one in named.items() if name not in model.tensors and one in model.tensors}
 
 
 def save_model(

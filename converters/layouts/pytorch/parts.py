@@ -278,7 +278,8 @@ def _are_found(tree: Tree, model_at: Path, optimizer_at: Path) -> bool:
 def are_ties(part: Any, model: Mapping[str, Tensor]) -> bool:
     """Tells whether a part of a tree names further names of a model's tensors, which the model itself hasn't."""
     return isinstance(part, Mapping) and all(
-        isinstance(name, str) and name not in model and one in model for name, one in part.items()
+        isinstance(name, str) and isinstance(one, str) and name not in model and one in model
+        for name, one in part.items()
     )
 
 
