@@ -272,3 +272,12 @@ def test_recorded_checkpoints_are_told_their_own(
 ) -> None:
     assert main(["resume", str(GOLDEN / case)]) == DONE, capsys.readouterr().err
     assert words in capsys.readouterr().out
+
+
+def test_what_trainer_wrote_itself_needs_no_optimizer_of_its_own() -> None:
+    native = resume_lines(
+        Place("hf-trainer", "torch-optim", Path("/run/checkpoint-3"), None), state("adamw", "torch")
+    )
+    assert native == ['trainer.train(resume_from_checkpoint="/run/checkpoint-3")']
+    written = resume_lines(Place("hf-trainer", "torch-optim", Path("/run"), 3), state("adamw", "torch"))
+    assert written[-1] == native[0] and any("optimizers=(optimizer, None)" in line for line in written)

@@ -16,6 +16,7 @@ from torch_files import save
 from goldens import GOLDEN
 from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, plan
+from statekit.conversion.resume import of_plan, resume_lines
 from statekit.errors import UsageError
 from statekit.tensors.tensor import in_memory
 
@@ -56,7 +57,9 @@ def test_trainer_goes_on_saves_and_goes_on_from_that(tmp_path: Path) -> None:
         report = convert(plan(source, tmp_path / name, to="hf-trainer", hints=RATE))
         [folders[name]] = (str(path) for path in (tmp_path / name).glob("checkpoint-*"))
         assert any("500" in said and "save_steps" in said for said in report.plan.assumptions), name
-    results = driven(tmp_path, folders)
+    lines = resume_lines(of_plan(report.plan, report.files), report.plan.state)
+    results = driven(tmp_path, {**folders, "lines": lines})
+    assert results.pop("printed") == [1, 3]
     assert results.pop("documented") == {"saved": [1, 3, 5], "logged": [1, 2, 3, 4, 5], "seen": 5}
     for name, found in results.items():
         first = int(folders[name].rpartition("-")[2])

@@ -158,13 +158,27 @@ def documented(folder: Path, out: Path) -> dict[str, Any]:
     }
 
 
+def printed(lines: list[str], folder: Path, out: Path) -> list[int]:
+    """Goes on by the lines that a conversion prints; returns after how many updates it saved."""
+    first = int(folder.name.rpartition("-")[2])
+    args = transformers.TrainingArguments(**USUAL, output_dir=str(out), max_steps=first + 3, save_steps=2)
+    model = Named(load_file(folder / "model.safetensors"))
+    exec(compile("\n".join(lines), "to go on", "exec"), {"model": model, "args": args, "dataset": DATA})
+    return sorted(int(path.name.rpartition("-")[2]) - first for path in out.iterdir())
+
+
 def main(work: Path) -> None:
     """Runs the case of a folder."""
     transformers.utils.logging.set_verbosity_error()
     case = json.loads((work / "case.json").read_text())
-    found = {name: two_saves(Path(folder), work / "out" / name) for name, folder in case.items()}
+    lines = case.pop("lines", None)
+    found: dict[str, Any] = {
+        name: two_saves(Path(folder), work / "out" / name) for name, folder in case.items()
+    }
     if "torch" in case:
         found["documented"] = documented(Path(case["torch"]), work / "out" / "documented")
+    if lines:
+        found["printed"] = printed(lines, Path(case["torch"]), work / "out" / "printed")
     (work / "result.json").write_text(json.dumps(found))
 
 

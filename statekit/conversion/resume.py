@@ -159,6 +159,7 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "constructor": constructor,
         "module": _module(constructor),
         "arguments": ", ".join(arguments),
+        "converted": "" if place.step is not None or _manifest(place).is_file() else None,
         "optimizer": "\n".join(_construction(place, state, constructor)),
         "not_arguments": f"not an argument of {constructor}: {', '.join(others)}" if others else None,
         "groups": _groups(groups),
