@@ -26,7 +26,7 @@ from statekit.converters.layouts.pytorch.param_order import named_order, shaped_
 from statekit.converters.layouts.pytorch.parts import is_plain
 from statekit.converters.layouts.pytorch.torch_optim import LAYOUT as TORCH_OPTIM
 from statekit.errors import FormatError, InexactError, NotFoundError, StateError, UsageError
-from statekit.files.checkpoint import Checkpoint
+from statekit.files.checkpoint import SORTED, Checkpoint
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, Tensor, in_memory, same_values
 from statekit.tensors.tree import walk
@@ -192,6 +192,22 @@ def test_given_names_count_and_are_counted() -> None:
     for names, match in ((("c", "x.a"), "expected: 3"), (("c", "x.a", "d"), "isn't in the model part @ d")):
         with pytest.raises(StateError, match=match):
             named_order(groups, known, names)
+
+
+def test_the_order_of_batches_is_the_models_where_the_file_sorts_its_names() -> None:
+    folder = next(f for f in FILES if f.parent.name == "scaled_adam" and f.name not in NEED_NAMES)
+    with open_recording(folder) as recording, CONTAINER.open(folder / recording.checkpoint) as checkpoint:
+        meant = ICEFALL.decode(checkpoint, Hints())
+        weights = dict(checkpoint.tree["model"])
+        tree = {**checkpoint.tree, "model": dict(sorted(weights.items(), reverse=True))}
+        left = replace(checkpoint, tree=tree, meta={**checkpoint.meta, SORTED: True})
+        with pytest.raises(StateError, match="sorts them by name"):
+            ICEFALL.decode(left, Hints())
+        moved = [path.replace("/", ".") for group in meant.optimizer.groups for path in group.paths]
+        found = ICEFALL.decode(left, Hints(model={name: weights[name] for name in moved}))
+        assert found.optimizer.groups[0].paths == meant.optimizer.groups[0].paths
+        for path, own in meant.slots.items():
+            assert all(same_values(found.slots[path][slot], tensor) for slot, tensor in own.items())
 
 
 def test_names_are_read_from_lines_json_and_state_dicts(tmp_path: Path) -> None:
