@@ -49,7 +49,7 @@ from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
 from statekit.optim.run import stepped_variants
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import map_entries
-from statekit.state.options import CLASSES, FACTOR, KERAS, RATE_NAMES, offered, rule_of
+from statekit.state.options import CLASSES, FACTOR, KERAS, LOGICAL, RATE_NAMES, offered, rule_of
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Tensor, in_memory
@@ -322,7 +322,7 @@ def arguments(state: TrainState, before: Own | None) -> dict[str, Any]:
         raise InexactError("Nobody said which variant ran.", remedy="name it with --variant")
     kind = CLASSES[optimizer.schema]
     same = before if before is not None and before.kind == kind else None
-    names = offered(optimizer.schema, optimizer.variant)
+    names = offered(optimizer.schema, optimizer.variant).keys() - {LOGICAL}  # `rules` say each parameter's
     said = [{n: v for n, v in g.hyperparameters.items() if n in names} for g in optimizer.groups]
     common = {n: v for n, v in (said[0] if said else {}).items() if all(one.get(n) == v for one in said)}
     rate = _rate(state)
