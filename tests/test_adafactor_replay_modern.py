@@ -111,7 +111,7 @@ def test_a_step_one_off_leaves_the_bound(name: str, case: str) -> None:
     assert outside(result, "v") and outside(result, "v_row") and outside(result, "param")
 
 
-ADDED = {"epsilon1_place": "inside_square"}
+ADDED = {"epsilon1_place": "added_to_square"}
 INSIDE = {"normaliser": "mean", "precondition_form": "estimate_sqrt"}
 UNROUNDED = {"compute_dtype": "float32"}
 RULES: dict[str, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {

@@ -277,7 +277,7 @@ MATRIX: Mapping[str, tuple[Fault, ...]] = {
         Fault(SEED, code=((scaled_adam_forms, "root", root_of_sum),)),
         Fault(NEWEST, code=((scaled_adam_forms, "root", root_of_sum),)),
     ),
-    "epsilon added to the square": (Fault(TORCH_ADAFACTOR, constants={"epsilon1_place": "inside_square"}),),
+    "epsilon added to the square": (Fault(TORCH_ADAFACTOR, constants={"epsilon1_place": "added_to_square"}),),
     "clipping at another place": (
         Fault(T5X, code=((adafactor_forms.CLIP, "gradient", clipped_step),)),
         Fault(HF, code=((adafactor_forms.CLIP, "gradient", clipped_step),)),

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from statekit.converters.formats.hparams import find_gin, read_gin, read_text
+from statekit.converters.formats.hparams import read_gin, read_text
 from statekit.errors import Faults, FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import FILE, files_below, find_manifest, tensor_faults
@@ -357,3 +357,15 @@ def array_names(tree: Tree) -> dict[str, str]:
         remedy="rename the parameters; T5X and Orbax join a path with '.', and nothing tells a.b from a/b then",
     )
     return arrays
+
+
+def find_gin(folders: Sequence[Path]) -> Path | None:
+    """Returns the gin file that configured a run: an operative one first, then `config.gin`, then the only other."""
+    for folder in folders:
+        files = sorted(path for path in folder.glob("*.gin") if path.is_file())
+        operative = [f for f in files if f.name.startswith("operative_config")]
+        plain = [f for f in files if f.name == "config.gin"]
+        for choice in (operative[-1:], plain, files if len(files) == 1 else []):
+            if choice:
+                return choice[0]
+    return None

@@ -235,15 +235,3 @@ def _bindings(text: str, place: object) -> Iterator[tuple[str, list[str]]]:
                 words.append(token.string)
     except (tokenize.TokenError, SyntaxError) as error:
         raise FormatError("A gin file can't be read.", place=place, found=str(error)) from error
-
-
-def find_gin(folders: Sequence[Path]) -> Path | None:
-    """Returns the gin file that configured a run: an operative one first, then `config.gin`, then the only other."""
-    for folder in folders:
-        files = sorted(path for path in folder.glob("*.gin") if path.is_file())
-        operative = [f for f in files if f.name.startswith("operative_config")]
-        plain = [f for f in files if f.name == "config.gin"]
-        for choice in (operative[-1:], plain, files if len(files) == 1 else []):
-            if choice:
-                return choice[0]
-    return None

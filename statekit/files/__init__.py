@@ -1,8 +1,8 @@
 """Files, read without trust and written without accidents.
 
 In goes a path. Out comes a `Checkpoint`, whose tensors are read only when asked; or, at a target, files that were
-written beside its name, synced, read again and compared before they got it, with a manifest that has a digest of
-each.
+written in a folder beside it, synced, read again and compared before they were renamed to it, with a manifest that
+has a digest of each.
 """
 
 import sys

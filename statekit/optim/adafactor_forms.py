@@ -266,7 +266,7 @@ def parameter_scale(s: Setting, p: Value) -> Value | None:
 
 
 SQUARE: Mapping[str, Callable[[Setting, Value], Value]] = {
-    "inside_square": lambda s, g: g * g + s.xp.constant(s.epsilon1),
+    "added_to_square": lambda s, g: g * g + s.xp.constant(s.epsilon1),
     "clamp": lambda s, g: s.returned(g * g),
 }
 

@@ -25,7 +25,7 @@ class AdafactorConstants(TypedDict):
     decay_precision: Literal["float32", "float64", "parameter"]
     mix_form: Literal["one_minus_decay", "power"]
     second_moment_update: Literal["weighted_sum", "lerp"]
-    epsilon1_place: Literal["inside_square", "clamp"]
+    epsilon1_place: Literal["added_to_square", "clamp"]
     statistic: Literal["mean", "sum"]
     mean_form: Literal["mean_of_squares", "squared_norm"]
     factored_rank: Literal["two_or_more", "two", "two_or_rule"]

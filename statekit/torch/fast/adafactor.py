@@ -37,7 +37,7 @@ from statekit.torch.fast.numba_runner import in_reach, run
 
 _FITS: Mapping[str, tuple[Any, ...]] = {
     "second_moment_update": ("weighted_sum",),
-    "epsilon1_place": ("inside_square",),
+    "epsilon1_place": ("added_to_square",),
     "normaliser": ("mean",),
     "precondition_form": ("powers", "rsqrts", "rsqrts_first", "estimate_sqrt"),
     "xla_perturbation": (False, None),
