@@ -71,8 +71,9 @@ def folded(reasons: Mapping[str, str]) -> Iterator[str]:
     """Yields a line for each part of what has reasons: neighbours of one reason below one name are counted there.
 
     Example:
-        >>> list(folded({"extra/run/a": "no place", "extra/run/b/0": "no place", "extra/ema": "too large"}))
-        ['extra/run: no place (2 of its leaves)', 'extra/ema: too large']
+        >>> lost = {"extra/torch/scheduler/a": "no place", "extra/torch/scheduler/b/0": "no place"}
+        >>> list(folded({**lost, "extra/ema": "too large"}))
+        ['extra/torch/scheduler: no place (2 of its leaves)', 'extra/ema: too large']
     """
     parts: dict[tuple[str, str], list[str]] = {}
     for name, reason in reasons.items():

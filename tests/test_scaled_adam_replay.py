@@ -129,13 +129,13 @@ def test_slots_that_no_update_uses_are_kept_whole_from_the_first_step_on() -> No
         judge = recording.trajectories[0]
         made = recording.state(0, judge, 1).extra[JOINT]
         kept = recording.state(recording.last, judge, recording.last).extra[JOINT]
-    assert {holder: slots["param_rms"].shape for holder, slots in made.items()} == {
-        "enc/0/scale": (1,),
-        "enc/1/gate": (2, 1),
-    }
-    for holder, slots in made.items():
-        for name, tensor in slots.items():
-            assert_same(tensor, kept[holder][name])
+        assert {holder: slots["param_rms"].shape for holder, slots in made.items()} == {
+            "enc/0/scale": (1,),
+            "enc/1/gate": (2, 1),
+        }
+        for holder, slots in made.items():
+            for name, tensor in slots.items():
+                assert_same(tensor, kept[holder][name])
 
 
 @pytest.mark.parametrize(
@@ -289,3 +289,10 @@ def test_a_moved_hyperparameter_leaves_the_bound(fault: str) -> None:
     case, changes = MOVED[fault]
     with open_recording(GOLDEN / "scaled_adam" / case) as recording:
         assert not replay(Subject(recording, "init", changes=changes), backend("numpy")).passed
+
+
+def test_a_trajectory_is_written_where_slots_are_kept_jointly(tmp_path: Path) -> None:
+    with open_recording(BASIC) as recording:
+        subject = Subject(recording, "checkpoint")
+        assert replay(subject, backend("numpy"), trajectory=tmp_path / "ours.safetensors").passed
+    assert (tmp_path / "ours.safetensors").stat().st_size

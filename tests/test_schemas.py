@@ -60,10 +60,6 @@ def _part_faults(data: Data) -> Iterator[str]:
         yield from (f"{name} decides unknown slot {slot}" for slot in decided - set(data["slots"]))
         if "at_loading" in spec and not {"existence", "dtype"} & spec["decides"].keys():
             yield f"{name} can't refit what it decides"
-    for name, slot in data["slots"].items():
-        decides = data["hyperparameters"].get(slot.get("switch"), {}).get("decides", {})
-        if "switch" in slot and name not in decides.get("existence", ()):
-            yield f"slot {name} is switched by {slot['switch']}, which doesn't decide it"
 
 
 def _setting_faults(data: Data) -> Iterator[str]:
@@ -178,11 +174,6 @@ BREAKS = [
     ("slots.v.aliases.jaxopt", "v", "slot v: aliases has unknown variant jaxopt"),
     ("reference", "jaxopt", "reference is no variant"),
     ("hyperparameters.beta1.decides.existence", ["mu"], "beta1 decides unknown slot mu"),
-    (
-        "hyperparameters.beta1.decides.existence",
-        ["v"],
-        "slot m is switched by beta1, which doesn't decide it",
-    ),
     ("hyperparameters.factored.at_loading", "refit", "factored can't refit what it decides"),
 ]
 

@@ -115,10 +115,12 @@ def test_every_kind_of_record_comes_back(tmp_path: Path) -> None:
 
 
 def test_not_a_number_comes_back(tmp_path: Path) -> None:
-    state = small_state(clipping_threshold=float("nan"))
+    state = small_state(clipping_threshold=float("inf"))
+    state = replace(state, extra={**state.extra, "loss": {"last": float("nan")}})
     with CONTAINER.open(save(state, tmp_path / "ckpt")) as checkpoint:
         back = LAYOUT.decode(checkpoint, Hints())
-    assert math.isnan(back.optimizer.groups[0].hyperparameters["clipping_threshold"])
+    assert math.isinf(back.optimizer.groups[0].hyperparameters["clipping_threshold"])
+    assert math.isnan(back.extra["loss"]["last"])
 
 
 def test_the_manifest_follows_its_schema(folder: Path) -> None:

@@ -94,10 +94,10 @@ def test_macos_syncs_as_usual_where_a_file_system_cannot_do_more(
 def test_macos_leaves_temporary_folders_whose_owner_it_cannot_prove_dead(
     tmp_path: Path, synced: list[int]
 ) -> None:
-    child = os.fork()
-    if not child:
-        temporary.make_temporary(tmp_path)
-        os._exit(0)
-    os.waitpid(child, 0)
+    code = (
+        "import sys; from pathlib import Path; from statekit.files import temporary;"
+        "temporary.make_temporary(Path(sys.argv[1]))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
     assert temporary.sweep(tmp_path) == []
     assert len(list(tmp_path.iterdir())) == 1

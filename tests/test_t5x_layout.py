@@ -53,22 +53,23 @@ def labels(state: TrainState, path: str) -> tuple[str, KnownFrom]:
 def test_a_recorded_state_is_sorted_by_its_recording(source: Recorded) -> None:
     with source.open() as checkpoint:
         state = decode(checkpoint)
-    expected = source.expected()
-    assert list(state.params) == [
-        name.removeprefix("target/") for name in checkpoint.tensors if name[:7] == "target/"
-    ]
-    assert state.counts == Counts(source.step, source.step)
-    assert (state.optimizer.schema, state.optimizer.variant) == ("adafactor", "t5x")
-    for path in state.params:
-        native = {
-            slot: expected.get(f"state/param_states/{path}/{slot}") for slot in ("v_row", "v_col", "v", "m")
-        }
-        held = {slot: array for slot, array in native.items() if array is not None and array.shape != (1,)}
-        if path == "encoder/gate":
-            held = {"v": expected[f"state/param_states/{path}/v"]}
-        assert state.slots.get(path, {}).keys() == held.keys(), path
-        for slot, array in held.items():
-            assert state.slots[path][slot].read().tobytes() == array.tobytes()
+        expected = source.expected()
+        assert list(state.params) == [
+            name.removeprefix("target/") for name in checkpoint.tensors if name[:7] == "target/"
+        ]
+        assert state.counts == Counts(source.step, source.step)
+        assert (state.optimizer.schema, state.optimizer.variant) == ("adafactor", "t5x")
+        for path in state.params:
+            native = {
+                slot: expected.get(f"state/param_states/{path}/{slot}")
+                for slot in ("v_row", "v_col", "v", "m")
+            }
+            held = {s: array for s, array in native.items() if array is not None and array.shape != (1,)}
+            if path == "encoder/gate":
+                held = {"v": expected[f"state/param_states/{path}/v"]}
+            assert state.slots.get(path, {}).keys() == held.keys(), path
+            for slot, array in held.items():
+                assert state.slots[path][slot].read().tobytes() == array.tobytes()
 
 
 @pytest.mark.parametrize("case", CASES)

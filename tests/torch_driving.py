@@ -17,6 +17,8 @@ from statekit.arrays.backend import backend
 from statekit.conversion.registry import layout
 from statekit.errors import StatekitError
 from statekit.optim.run import load, mover, stepped_variants, store
+from statekit.optim.steps import USUAL
+from statekit.state.constants import variant_constants
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Array
@@ -141,9 +143,11 @@ def driven(recording: Recording, foreach: bool) -> Tensors:
 
 
 def replayed(recording: Recording) -> Tensors:
-    """Returns where replay's free run ends, in PyTorch, with the roundings of a compiled original."""
-    compiled = tuple(replace(t, execution="compiled") for t in recording.trajectories)
-    *_, last = free_run(Subject(replace(recording, trajectories=compiled), "init"), XP)
+    """Returns where replay's free run ends, in PyTorch, with the roundings that the original usually makes."""
+    optimizer = Subject(recording, "init").state().optimizer
+    dtype = variant_constants(optimizer.schema, str(optimizer.variant)).get("compute_dtype", "")
+    usual = tuple(replace(t, execution=USUAL.get(dtype, "compiled")) for t in recording.trajectories)
+    *_, last = free_run(Subject(replace(recording, trajectories=usual), "init"), XP)
     return read(last)
 
 

@@ -27,6 +27,7 @@ from statekit.optim.run import Live, Move, initial, kernels_contract, load, move
 from statekit.optim.steps import Execution
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import DTYPES, Tensor, in_memory, widens
+from statekit.tensors.tree import Tree
 from statekit.verify.intervals import IntervalBackend
 from statekit.verify.recorder import write_trajectory
 from statekit.verify.recording import Recording, Trajectory
@@ -151,7 +152,8 @@ class Subject:
             return self._changed(initial(self.recording.state(self.first, judge, update)))
         with self._opened(update) as ours:
             xp = NumpyBackend()  # the file is closed from here on, so the state moves into memory
-            return self._changed(store(xp, load(xp, ours), ours))
+            held = {key: _in_memory(part) for key, part in ours.extra.items()}
+            return self._changed(store(xp, load(xp, ours), replace(ours, extra=held)))
 
     def belief(self, update: int, state: TrainState) -> TrainState:
         """Returns a state with the rules and hyperparameters that our side uses for an update."""
@@ -184,6 +186,13 @@ class Subject:
 
     def _changed(self, state: TrainState) -> TrainState:
         return Hints(self.changes).applied(state) if self.changes else state
+
+
+def _in_memory(tree: Tree) -> Tree:
+    """Returns a tree whose tensors are read."""
+    if isinstance(tree, Mapping):
+        return {key: _in_memory(part) for key, part in tree.items()}
+    return in_memory(tree.read()) if isinstance(tree, Tensor) else tree
 
 
 def replay(

@@ -123,6 +123,8 @@ def runs(case: Case) -> bool:
     together (it turns (a / b) / c into a / (b c)), and to a compiled Adafactor's products of bfloat16 (single elements
     are off by a unit of bfloat16).
     """
+    if (case.library, case.family, case.dtype) == ("optax", "adafactor", "float16"):
+        return False  # refused: single elements are off by a unit
     compiled = case.library == "optax" and case.mode == "compiled"
     if compiled and (case.dtype == "float16" or (case.dtype == "bfloat16" and case.family == "adafactor")):
         return False
