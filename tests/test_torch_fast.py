@@ -49,7 +49,7 @@ SETTINGS: Sequence[tuple[str, str, Mapping[str, Any]]] = (
     ("adafactor", "t5x", {"multiply_by_parameter_scale": False, "clipping_threshold": None, "beta1": 0.5}),
     ("adafactor", "t5x", {"multiply_by_parameter_scale": False, "clipping_threshold": None}),
     ("adafactor", "t5x", {"weight_decay_rate_lr_exponent": 2.0, "global_norm_clip_threshold": 0.5}),
-    ("adafactor", "t5x", {"clipping_threshold": 0.1, "epsilon1": 1e-3, "step_offset": 3}),
+    ("adafactor", "t5x", {"clipping_threshold": 0.1, "epsilon1": 1e-3, "decay_rate": 0.6}),
     ("adafactor", "t2t_early", {"beta1": 0.9}),
     ("adafactor", "mesh_tf", {}),
     ("adafactor", "hf", {"weight_decay_rate": 0.4, "beta1": 0.9, "relative_step": False}),
