@@ -40,7 +40,7 @@ def differences(
     """Returns the tensors that leave the bound in one update, with an example of each."""
     contracted = xp.contracts or case.execution == "compiled" or kernels_contract(before)
     bounds = IntervalBackend(contracted, sqrt_units=max(SQRT_UNITS[case.library], xp.sqrt_units))
-    rates = tuple(_rate(arguments) for arguments, _ in case.groups)
+    rates = tuple(_rate(case.library, arguments) for arguments, _ in case.groups)
     ours = store(xp, _moved(case, xp, before, grads, rates), before)
     bound = _moved(case, bounds, before, grads, rates)
     intervals = named(bound.params, bound.slots, bound.shared)
@@ -61,10 +61,11 @@ def differences(
     return found
 
 
-def _rate(arguments: Any) -> float | None:
+def _rate(library: str, arguments: Any) -> float | None:
+    """Returns the learning rate as the original holds it: Keras in a float32 variable."""
     for name in ("learning_rate", "lr"):
-        if name in arguments:
-            return None if arguments[name] is None else float(arguments[name])
+        if name in arguments and arguments[name] is not None:
+            return float(np.float32(arguments[name]) if library == "keras" else arguments[name])
     return None
 
 

@@ -260,7 +260,8 @@ class KerasRun:
         self._params = [keras.Variable(start[path], name=path.replace("/", "_")) for path in paths]
         made = dict(arguments)
         kind = {
-            "adamw": "AdamW" if made.get("weight_decay") else "Adam",
+            # Where nobody gives a decay AdamW has one of its own, and so has our variant.
+            "adamw": "AdamW" if made.get("weight_decay", True) else "Adam",
             "lamb": "Lamb",
             "adafactor": "Adafactor",
         }

@@ -45,14 +45,6 @@ KINDS = {
     ("keras", "adafactor", "compiled"): 0.01,
 }
 """Library, family and mode, with their share of the long run: what compiles costs seconds."""
-OPEN = {
-    (
-        "keras",
-        "adamw",
-        "eager",
-    ): "a scalar parameter lies one unit outside of the bound at a rate of 1e-5: not explained yet"
-}
-"""What the living originals have found and nobody has mended."""
 MARKS = {"torch": "torch", "transformers": "torch", "optax": "jax", "keras": "tensorflow"}
 SHAPES: tuple[Shape, ...] = ((), (1,), (7,), (4, 4), (6, 8), (33, 5), (1, 9), (3, 4, 5), (2, 3, 4, 5), (0, 3))
 GRADIENTS = (*SIZES, "zeros", "one_hot", "nan")
@@ -64,8 +56,6 @@ def kinds() -> Iterator[Any]:
         marks = [getattr(pytest.mark, MARKS[kind[0]])]
         if not CASES and kind[2] == "compiled" and kind[0] != "optax":
             marks.append(pytest.mark.slow)
-        if kind in OPEN:
-            marks.append(pytest.mark.xfail(reason=OPEN[kind], strict=False))
         yield pytest.param(*kind, id="-".join(kind), marks=marks)
 
 
