@@ -26,7 +26,7 @@ from statekit.conversion.registry import detect_container
 from statekit.converters.containers.dcp import CONTAINER
 from statekit.converters.formats.dcp import writer
 from statekit.converters.formats.dcp.metadata import Box, read_metadata, tiling_fault
-from statekit.converters.layouts.pytorch.optimizer_forms import with_names
+from statekit.converters.layouts.pytorch.parts import with_names
 from statekit.errors import NotFoundError, RefusedError, UsageError
 from statekit.files import source
 from statekit.state.train_state import TrainState

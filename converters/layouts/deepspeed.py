@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
-from statekit.converters.layouts.pytorch.parts import frame
+from statekit.converters.layouts.pytorch.parts import find_parts
 from statekit.converters.layouts.pytorch.torch_optim import LAYOUT as TORCH_OPTIM
 from statekit.errors import InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
@@ -54,7 +54,7 @@ class DeepSpeed:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for a float32 weight beside the slots of every parameter."""
-        parts = frame(checkpoint)
+        parts = find_parts(checkpoint)
         if parts is None or not parts.state or any(_WEIGHT not in own for own in parts.state.values()):
             return None
         why = TORCH_OPTIM.detect(replace(checkpoint, tree=_bare(checkpoint.tree)))
@@ -69,7 +69,7 @@ class DeepSpeed:
             StateError: The parts don't fit each other; lists every fault.
             UsageError: A hint that the schema doesn't know.
         """
-        if frame(checkpoint) is None:
+        if find_parts(checkpoint) is None:
             raise StateError("The checkpoint has no optimizer of DeepSpeed.", place=checkpoint.path)
         tree, weights = _bare(checkpoint.tree), _weights(checkpoint.tree)
         flat = any(_is_flat(own) for own in tree["optimizer"]["state"].values())

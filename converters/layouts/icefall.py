@@ -19,7 +19,7 @@ import numpy as np
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.pytorch.param_order import BY_NAME, OWN_MODEL, REMEDY, Order, named_order
-from statekit.converters.layouts.pytorch.parts import Frame, extra_of, frame, joined
+from statekit.converters.layouts.pytorch.parts import Parts, extra_of, find_parts, join_parts
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import SORTED, Checkpoint
 from statekit.optim import scaled_adam
@@ -48,7 +48,7 @@ class Icefall:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for delta beside exp_avg_sq, and for scalar_lr_scale in the groups."""
-        parts = frame(checkpoint)
+        parts = find_parts(checkpoint)
         if parts is None or not all("scalar_lr_scale" in group for group in parts.groups):
             return None
         ours = any({"delta", "exp_avg_sq"} <= own.keys() for own in parts.state.values())
@@ -61,7 +61,7 @@ class Icefall:
             StateError: Nothing tells which parameters are meant, or shapes break the layout; lists every fault.
             UsageError: A hint that the schema doesn't know.
         """
-        parts = frame(checkpoint, hints.model)
+        parts = find_parts(checkpoint, hints.model)
         if parts is None:
             raise StateError("The checkpoint has no model beside an optimizer.", place=checkpoint.path)
         order = _found_order(parts, bool(checkpoint.meta.get(SORTED)), hints)
@@ -120,13 +120,13 @@ class Icefall:
             if order:
                 native.setdefault(index[order[0][0]], {}).update(_native_shared(state, group))
         params = {_name(path): tensor for path, tensor in state.params.items()}
-        return joined(state.extra, state.counts.updates, params, groups, native, (JOINT,))
+        return join_parts(state.extra, state.counts.updates, params, groups, native, (JOINT,))
 
 
 class _Filling:
     """Slots on their way from batches to members."""
 
-    def __init__(self, parts: Frame, params: Mapping[str, Tensor], groups: Sequence[Group]) -> None:
+    def __init__(self, parts: Parts, params: Mapping[str, Tensor], groups: Sequence[Group]) -> None:
         self._parts, self._params, self._groups = parts, params, groups
         self.faults = Faults()
         steps = {int(own["step"]) for own in parts.state.values() if isinstance(own.get("step"), int)}
@@ -189,7 +189,7 @@ class _Filling:
         return Group(group.paths, group.hyperparameters, group.known_from, own)
 
 
-def _found_order(parts: Frame, is_sorted: bool, hints: Hints) -> Order:
+def _found_order(parts: Parts, is_sorted: bool, hints: Hints) -> Order:
     """Returns the order as names tell it, or shapes, or, of one group, the model that goes on.
 
     Raises:
@@ -208,7 +208,7 @@ def _found_order(parts: Frame, is_sorted: bool, hints: Hints) -> Order:
         return Order((tuple(known),), (said,))
 
 
-def _order(parts: Frame, is_sorted: bool) -> Order:
+def _order(parts: Parts, is_sorted: bool) -> Order:
     """Returns which parameter an index means: by the shapes of batches, and in each group as the model has them.
 
     Raises:

@@ -26,14 +26,15 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
-from statekit.converters.layouts.pytorch.optimizer_forms import by_index, with_names
 from statekit.converters.layouts.pytorch.parts import (
     BESIDE,
     BUFFERS,
     GROUPS,
+    by_index,
     is_plain,
     not_plain,
     tied,
+    with_names,
 )
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint

@@ -16,7 +16,7 @@ from typing import Any
 
 from statekit.conversion.contracts import Contents
 from statekit.converters.layouts.pytorch.param_order import found_order
-from statekit.converters.layouts.pytorch.parts import Frame, frame, model_place, possible_models
+from statekit.converters.layouts.pytorch.parts import Parts, find_parts, model_place, possible_models
 from statekit.errors import StateError
 from statekit.files.checkpoint import MODEL_KEY, SORTED, Checkpoint
 from statekit.tensors.tensor import Shape, Tensor
@@ -42,7 +42,7 @@ class Signature:
 
 def contents_of(checkpoint: Checkpoint) -> Contents | None:
     """Returns what a file of PyTorch holds; None if it has neither an optimizer nor weights."""
-    parts = frame(checkpoint, {})
+    parts = find_parts(checkpoint, {})
     if parts is None:
         return _weights(checkpoint)
     slots = sorted({slot for own in parts.state.values() for slot, _ in _tensors(own)})
@@ -69,7 +69,7 @@ def contents_of(checkpoint: Checkpoint) -> Contents | None:
     return Contents(what, params, owned, others)
 
 
-def told(parts: Frame) -> Signature | None:
+def told(parts: Parts) -> Signature | None:
     """Returns the signature that fits an optimizer best; None if none does."""
     held = {slot for own in parts.state.values() for slot in own}
     fits = [
@@ -103,7 +103,7 @@ def _weights(checkpoint: Checkpoint) -> Contents | None:
     return Contents(f"weights alone, {where}; no optimizer", params, {}, others)
 
 
-def _by_parameter(parts: Frame, is_sorted: bool) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+def _by_parameter(parts: Parts, is_sorted: bool) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
     known = {tensor.shape for tensor in parts.model.values()}
     shapes = [[_shape(parts.state.get(i, {}), known) for i in group["params"]] for group in parts.groups]
     order = found_order(parts.groups, shapes, parts.model, None, is_sorted)

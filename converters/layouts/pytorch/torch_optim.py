@@ -17,9 +17,16 @@ import numpy as np
 
 from statekit.conversion.contracts import Contents, Encoded, Evidence, Hints
 from statekit.converters.layouts.pytorch.contents import contents_of
-from statekit.converters.layouts.pytorch.optimizer_forms import Form
 from statekit.converters.layouts.pytorch.param_order import found_order
-from statekit.converters.layouts.pytorch.parts import GROUPS, Frame, extra_of, frame, joined, possible_models
+from statekit.converters.layouts.pytorch.parts import (
+    GROUPS,
+    Form,
+    Parts,
+    extra_of,
+    find_parts,
+    join_parts,
+    possible_models,
+)
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import SORTED, Checkpoint
 from statekit.state.constants import variant_constants
@@ -123,7 +130,7 @@ class TorchOptim:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at the options of the groups, and at the names of the slots."""
-        parts = frame(checkpoint, {})
+        parts = find_parts(checkpoint, {})
         kind = _kind(parts) if parts else None
         forms = (self.form,) if self.form else ("index", "name")
         if parts is None or kind is None or parts.form not in forms:
@@ -144,7 +151,7 @@ class TorchOptim:
             StateError: Nothing tells which parameters are meant, or shapes break the layout; lists every fault.
             UsageError: A hint that the schema doesn't know.
         """
-        parts = frame(checkpoint, hints.model)
+        parts = find_parts(checkpoint, hints.model)
         kind = _kind(parts) if parts else None
         if parts is None or kind is None:
             raise _incomplete(checkpoint)
@@ -226,12 +233,12 @@ class TorchOptim:
         faults.check(InexactError, f"The layout {self.name} can't hold the state")
         params = {_name(path): tensor for path, tensor in state.params.items()}
         updates, placed = state.counts.updates, (_INFORMATION, _BY_NAME)
-        return joined(state.extra, updates, params, groups, native, placed, self.form or "index")
+        return join_parts(state.extra, updates, params, groups, native, placed, self.form or "index")
 
 
 def _incomplete(checkpoint: Checkpoint) -> StateError:
     """Returns what is wrong with a checkpoint that hasn't both parts."""
-    if frame(checkpoint, {}) is None:
+    if find_parts(checkpoint, {}) is None:
         return StateError("The checkpoint has no optimizer of torch.optim.", place=checkpoint.path)
     models = possible_models(checkpoint.tree)
     if models:
@@ -244,7 +251,7 @@ def _incomplete(checkpoint: Checkpoint) -> StateError:
     return StateError("The checkpoint has an optimizer, but no weights.", place=checkpoint.path, remedy=ALONE)
 
 
-def _kind(parts: Frame) -> TorchOptimizer | None:
+def _kind(parts: Parts) -> TorchOptimizer | None:
     held = {key for own in parts.state.values() for key in own}
     fits = [kind for kind in KINDS if held <= {*kind.names.values(), "step", *kind.beside}]
     if held and _is_bare(parts):
@@ -254,7 +261,7 @@ def _kind(parts: Frame) -> TorchOptimizer | None:
     return kind if parts.groups else None
 
 
-def _is_bare(parts: Frame) -> bool:
+def _is_bare(parts: Parts) -> bool:
     """Tells whether the groups say nothing of their optimizer."""
     return not any(kind.options[0] in group for kind in KINDS for group in parts.groups)
 
@@ -344,7 +351,7 @@ def _native(
 
 
 def _groups(
-    kind: TorchOptimizer, schema: OptimizerSchema, parts: Frame, names: Sequence[Sequence[str]]
+    kind: TorchOptimizer, schema: OptimizerSchema, parts: Parts, names: Sequence[Sequence[str]]
 ) -> Iterator[Group]:
     for i, (options, own) in enumerate(zip(parts.groups, names, strict=True)):
         values = schema.canonical(kind.variant, options, f"param_groups/{i}")
