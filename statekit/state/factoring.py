@@ -145,9 +145,9 @@ def by_size(shape: Shape) -> tuple[Axis, ...]:
         >>> [axis.value for axis in by_size((512, 64))]
         ['COLUMN', 'ROW']
     """
-    found = [Axis.ROW, Axis.ROW]
-    found[TIE_BREAK["last"](shape)[0]] = Axis.COLUMN
-    return tuple(found)
+    axes = [Axis.ROW, Axis.ROW]
+    axes[TIE_BREAK["last"](shape)[0]] = Axis.COLUMN
+    return tuple(axes)
 
 
 TIE_BREAK: Mapping[str, Callable[[Sequence[int]], list[int]]] = {
@@ -180,11 +180,11 @@ def by_shape(
         >>> [axis.value for axis in by_shape(variant_constants("adafactor", "t2t_late"), (3, 64, 8), True)]
         ['NONE', 'ROW', 'COLUMN']
     """
-    found = [Axis.BATCH if i in stacked else Axis.NONE for i in range(len(shape))]
+    axes = [Axis.BATCH if i in stacked else Axis.NONE for i in range(len(shape))]
     free = [i for i in range(len(shape)) if i not in stacked]
     enough = len(free) >= 2 if form["factored_rank"] == "two_or_more" else len(shape) == 2
     if factored and enough:
         column, row = (free[i] for i in TIE_BREAK[form["tie_break"]]([shape[i] for i in free])[:2])
         if form["factored_minimum"] == "none" or shape[row] >= min_dim_size_to_factor:
-            found[column], found[row] = Axis.COLUMN, Axis.ROW
-    return tuple(found)
+            axes[column], axes[row] = Axis.COLUMN, Axis.ROW
+    return tuple(axes)

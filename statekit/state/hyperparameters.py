@@ -87,14 +87,14 @@ def require_float32(state: TrainState, path: str) -> None:
 
 def require_slots(state: TrainState, path: str, names: Iterable[str]) -> None:
     """Raises StateError if a parameter lacks one of the slots that the step moves."""
-    own = state.slots.get(path, {})
-    missing = [name for name in names if name not in own]
+    slots = state.slots.get(path, {})
+    missing = [name for name in names if name not in slots]
     if missing:
         raise StateError(
             "A parameter lacks slots that its optimizer moves.",
             place=path,
             expected=", ".join(missing),
-            found=", ".join(own) or "none",
+            found=", ".join(slots) or "none",
             remedy="check that the variant and its switches are those of the run",
         )
 

@@ -90,7 +90,7 @@ def _is_unknown(rules: OptimizerSchema, name: str, value: Any) -> bool:
 def by_other_names(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Returns hyperparameters with each map by parameter under other names; a parameter without one is left out."""
     return {
-        key: {names[own]: one for own, one in value.items() if own in names}
+        key: {names[name]: part for name, part in value.items() if name in names}
         if key in BY_NAME and isinstance(value, Mapping)
         else value
         for key, value in values.items()
@@ -189,13 +189,13 @@ def read_hparams(schema: str, variant: str | None, said: Mapping[str, Any]) -> O
     """
     rules = load_schema(schema)
     natives = native_options(schema, variant) if variant is not None else {}
-    own = {
+    native = {
         name: value for name, value in said.items() if name in natives and name not in rules.hyperparameters
     }
-    read = read_options(schema, str(variant), own) if own else Options({})
+    read = read_options(schema, str(variant), native) if native else Options({})
     values, faults, remedies = dict(read.values), [*read.faults], {read.remedy: None}
     for name, value in said.items():
-        if name in own:
+        if name in native:
             continue
         if name not in rules.hyperparameters:
             faults.append((f"isn't a hyperparameter of {schema}", name))
@@ -211,13 +211,13 @@ def read_hparams(schema: str, variant: str | None, said: Mapping[str, Any]) -> O
 
 def native_options(schema: str, variant: str) -> dict[str, dict[str, Spelling]]:
     """Returns a variant's own names of its options: name -> canonical name -> how it says that."""
-    found: dict[str, dict[str, Spelling]] = {}
+    spellings: dict[str, dict[str, Spelling]] = {}
     known = taken(schema, variant)
     for canonical in known:
         spelling = load_schema(schema).spelling(variant, canonical)
         if spelling.argument not in known or (spelling.argument == canonical and spelling.turned):
-            found.setdefault(spelling.argument, {})[canonical] = spelling
-    return found
+            spellings.setdefault(spelling.argument, {})[canonical] = spelling
+    return spellings
 
 
 def _meanings(
@@ -275,8 +275,8 @@ def rule_of(
 
 def rate_needed(schema: str, variant: str, settings: Mapping[str, Any]) -> bool:
     """Tells whether a step needs a learning rate, or has one of its own if none is given."""
-    own = _OWN_RATE.get(variant_constants(schema, variant).get("lr_source", "given"))
-    return own is None or not own({**load_schema(schema).settings(variant), **settings})
+    has_rate = _OWN_RATE.get(variant_constants(schema, variant).get("lr_source", "given"))
+    return has_rate is None or not has_rate({**load_schema(schema).settings(variant), **settings})
 
 
 _OWN_RATE: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {

@@ -199,9 +199,9 @@ def _what(name: str) -> Part | None:
 
 def _schedule(node: Tree, name: str) -> Schedule | None:
     if isinstance(node, Record) and node.name.startswith(_MXNET):
-        held = node.state if isinstance(node.state, Mapping) else {}
-        at = next((held[key] for key in ("count", "cur_step_ind") if type(held.get(key)) is int), None)
-        return Schedule(node.name.rpartition(".")[2], dict(held), at, name)
+        record = node.state if isinstance(node.state, Mapping) else {}
+        at = next((record[key] for key in ("count", "cur_step_ind") if type(record.get(key)) is int), None)
+        return Schedule(node.name.rpartition(".")[2], dict(record), at, name)
     if not isinstance(node, Mapping) or not _TORCH & node.keys():
         return None
     kind = next((kind for kind, keys in TORCH_SCHEDULES if keys <= node.keys()), None)

@@ -78,9 +78,9 @@ class OptimizerSchema:
             >>> load_schema("adafactor").settings("torch")["multiply_by_parameter_scale"]
             True
         """
-        own = {**self.variant(variant)["fixed"], **self.variant(variant)["defaults"]}
+        values = {**self.variant(variant)["fixed"], **self.variant(variant)["defaults"]}
         return {
-            name: own[name] if name in own else spec["if_absent"]
+            name: values[name] if name in values else spec["if_absent"]
             for name, spec in self.hyperparameters.items()
         }
 
@@ -99,7 +99,7 @@ class OptimizerSchema:
             >>> load_schema("adamw").canonical("torch", {"betas": [0.9, 0.95], "eps": 1e-08, "foreach": None})
             {'beta1': 0.9, 'beta2': 0.95, 'epsilon': 1e-08}
         """
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         faults = {}
         for name in self.variant(variant)["defaults"]:
             spelling = self.spelling(variant, name)
@@ -108,15 +108,15 @@ class OptimizerSchema:
                 if fault := spelling.fault(value):
                     faults[spelling.argument] = f"is {value!r:.80}, {fault}"
                 else:
-                    found[name] = spelling.canonical(value)
+                    values[name] = spelling.canonical(value)
             elif name in arguments:
-                found[name] = arguments[name]
+                values[name] = arguments[name]
         if faults:
             raise StateError(
                 f"Hyperparameters of {self.name} can't be read: {len(faults)} faults.",
                 found=fault_list([(fault, f"{place}/{name}".lstrip("/")) for name, fault in faults.items()]),
             )
-        return found
+        return values
 
     def native(self, variant: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a variant's own arguments for canonical hyperparameters; those that it doesn't offer are left out.
@@ -125,21 +125,21 @@ class OptimizerSchema:
             >>> load_schema("adamw").native("torch", {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-08, "nesterov": False})
             {'betas': (0.9, 0.95), 'eps': 1e-08}
         """
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for name in self.variant(variant)["defaults"]:
             if name not in values:
                 continue
             spelling = self.spelling(variant, name)
             value = spelling.signed(values[name])
-            own = spelling.argument
-            found[own] = value if spelling.index is None else (*found.get(own, ()), value)
-        return found
+            argument = spelling.argument
+            arguments[argument] = value if spelling.index is None else (*arguments.get(argument, ()), value)
+        return arguments
 
     def spelling(self, variant: str, name: str) -> Spelling:
         """Returns how a variant's own argument says a hyperparameter; by its canonical name where that differs more."""
         native = self.hyperparameters[name]["native"].get(variant, {})
-        own = name if "note" in native else str(native.get("name", name))
-        argument, _, index = own.rstrip("]").partition("[")
+        native_name = name if "note" in native else str(native.get("name", name))
+        argument, _, index = native_name.rstrip("]").partition("[")
         shared = [
             other
             for other, spec in self.hyperparameters.items()

@@ -84,14 +84,14 @@ def as_params(state: TrainState) -> tuple[TrainState, dict[str, str]]:
     A state of a variant that has masters of its own, or may, stays as it is.
     """
     slot = load_schema(state.optimizer.schema).slots.get(MASTER)
-    masters = {path: own[MASTER] for path, own in state.slots.items() if MASTER in own}
+    masters = {path: tensors[MASTER] for path, tensors in state.slots.items() if MASTER in tensors}
     keepers = slot.aliases if slot else {}
     if not masters or (keepers and state.optimizer.variant in (None, *keepers)):
         return state, {}
     params = {path: _proven(masters, path, tensor) for path, tensor in state.params.items()}
     slots = {
-        path: {name: tensor for name, tensor in own.items() if name != MASTER}
-        for path, own in state.slots.items()
+        path: {name: tensor for name, tensor in tensors.items() if name != MASTER}
+        for path, tensors in state.slots.items()
     }
     left = {
         f"low_precision/{path}": f"its master, rounded to {state.params[path].dtype}; the master is the parameter"

@@ -110,8 +110,8 @@ class Counts:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the counts as they stand in a manifest."""
-        own = {"behind": dict(self.behind)} if self.behind else {}
-        return {"updates": self.updates, "schedule": self.schedule, **own}
+        behind = {"behind": dict(self.behind)} if self.behind else {}
+        return {"updates": self.updates, "schedule": self.schedule, **behind}
 
 
 @dataclass(frozen=True)
@@ -194,15 +194,15 @@ class TrainState:
         Returns:
             Hyperparameter -> the slot that shows it: `beta1` of an Adafactor that has momentum.
         """
-        held = {name for path in group.paths for name in self.slots.get(path, {})} | group.slots.keys()
-        found: dict[str, str] = {}
+        slots = {name for path in group.paths for name in self.slots.get(path, {})} | group.slots.keys()
+        evidence: dict[str, str] = {}
         for name, spec in load_schema(self.optimizer.schema).hyperparameters.items():
             shown = next(
-                (slot for slot in spec.get("decides", {}).get("existence", ()) if slot in held), None
+                (slot for slot in spec.get("decides", {}).get("existence", ()) if slot in slots), None
             )
             if shown is not None and name not in group.hyperparameters:
-                found[name] = shown
-        return found
+                evidence[name] = shown
+        return evidence
 
     def with_hyperparameters(self, **changes: Any) -> TrainState:
         """Returns the state with hyperparameters changed in every group, known from then on as `given`."""
