@@ -103,8 +103,8 @@ class Graph:
             return None
         return cls(
             tuple(
-                Node(dict(held), tuple(Value(*one) for one in values), tuple(Slot(*one) for one in slots))
-                for held, values, slots in record.state
+                Node(dict(children), tuple(Value(*one) for one in values), tuple(Slot(*one) for one in slots))
+                for children, values, slots in record.state
             )
         )
 
@@ -152,7 +152,7 @@ class Builder:
         nodes = zip(self._children, self._values, strict=True)
         return Graph(
             tuple(
-                Node(dict(held), values, tuple(self._slots.get(i, ())))
-                for i, (held, values) in enumerate(nodes)
+                Node(dict(children), values, tuple(self._slots.get(i, ())))
+                for i, (children, values) in enumerate(nodes)
             )
         )

@@ -84,11 +84,11 @@ def measure(tensor: Tensor, on_read: Callable[[int], object] = lambda nbytes: No
         tensor: What to read.
         on_read: Gets the number of bytes of each block that was read.
     """
-    found = Stats()
+    stats = Stats()
     for block in chunks(tensor, BLOCK_BYTES):
-        found += _of_block(block)
+        stats += _of_block(block)
         on_read(block.nbytes)
-    return found
+    return stats
 
 
 def _of_block(block: Array) -> Stats:

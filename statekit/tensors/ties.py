@@ -32,6 +32,6 @@ def ties_of(model: Mapping[str, Tensor], known: Iterable[str]) -> dict[str, str]
     first: dict[Any, str] = {}
     for name in known:
         first.setdefault(bytes_of(model[name]), name)
-    found = {name: first.get(bytes_of(tensor), name) for name, tensor in model.items()}
-    own = set(first.values())
-    return {name: one for name, one in found.items() if name != one and name not in own}
+    ties = {name: first.get(bytes_of(tensor), name) for name, tensor in model.items()}
+    firsts = set(first.values())
+    return {name: one for name, one in ties.items() if name != one and name not in firsts}

@@ -205,8 +205,8 @@ def put(tree: Tree, path: Sequence[Any], value: Tree) -> Tree:
         return value
     key = path[0]
     if isinstance(key, int):
-        held = list(tree) if isinstance(tree, list | tuple) else [None]
-        return [put(part, path[1:], value) if i == key else part for i, part in enumerate(held)]
+        parts = list(tree) if isinstance(tree, list | tuple) else [None]
+        return [put(part, path[1:], value) if i == key else part for i, part in enumerate(parts)]
     named = dict(tree) if isinstance(tree, Mapping) else {}
     return {**named, key: put(named.get(key), path[1:], value)}
 
