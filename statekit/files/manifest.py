@@ -236,8 +236,8 @@ def _file_faults(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> list[t
             place=folder / FILE,
             found=", ".join(map(repr, foreign)),
         )
-    found = ((_file_fault(folder / name, entry), name) for name, entry in files.items())
-    return [(fault, name) for fault, name in found if fault]
+    faults = ((_file_fault(folder / name, entry), name) for name, entry in files.items())
+    return [(fault, name) for fault, name in faults if fault]
 
 
 def _file_fault(path: Path, entry: Mapping[str, Any]) -> str:

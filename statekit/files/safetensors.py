@@ -80,8 +80,8 @@ def open_safetensors(path: Path, files: Files | None = None) -> OpenFile:
         RefusedError: Not a regular file, or a header beyond the limits.
     """
     if files is None:
-        with opening() as own:
-            return replace(open_safetensors(path, own), close=own.close)
+        with opening() as opened:
+            return replace(open_safetensors(path, opened), close=opened.close)
     source = files.source(path)
     head = _head(source)
     metadata, extents = _parsed(strict_json(head[8:], path), source.size - len(head), path)

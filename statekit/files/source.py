@@ -234,8 +234,8 @@ def read_small(path: Path, files: Files | None = None, limit: int = SMALL_FILE) 
         FormatError: It can't be read.
         RefusedError: Not a regular file, or a larger one.
     """
-    with Files() as own:
-        source = (files or own).source(path)
+    with Files() as opened:
+        source = (files or opened).source(path)
         return record(source, 0, source.size, limit, "A file")
 
 
@@ -324,8 +324,8 @@ class Files:
         with self._lock:
             self._closed = True
             self._open.clear()
-            held, self._held = self._held, 0
-        self.budget.free(held)
+            taken, self._held = self._held, 0
+        self.budget.free(taken)
 
     def __enter__(self) -> Files:
         return self
@@ -346,14 +346,14 @@ class Files:
         with self._lock:
             if self._closed:
                 raise UsageError("A tensor is read after its checkpoint was closed.", place=file.path)
-            found = self._open.get(file.path)
-            if found is None:
-                found = self._open[file.path] = _opened(file)
+            descriptor = self._open.get(file.path)
+            if descriptor is None:
+                descriptor = self._open[file.path] = _opened(file)
                 if len(self._open) > MOST_OPEN:
                     self._open.popitem(last=False)
             else:
                 self._open.move_to_end(file.path)
-        return found
+        return descriptor
 
 
 def _opened(file: File) -> _Descriptor:
