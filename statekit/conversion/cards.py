@@ -119,7 +119,7 @@ def _head(path: Path) -> str:
 def _entries(folder: Path, start: str = "") -> str:
     """Returns the names in a folder that start so, folders with a slash, then those in its newest numbered folder."""
     names = _names(folder, start)
-    numbered = {int(found[1]): name for name in names if (found := _NUMBERED.search(name))}
+    numbered = {int(number[1]): name for name in names if (number := _NUMBERED.search(name))}
     newest = _names(folder / numbered[max(numbered)], "") if numbered and not start else []
     return "\n".join([*names, *newest])
 

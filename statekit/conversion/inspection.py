@@ -288,11 +288,11 @@ def _native(
     request: Request,
     on_progress: OnProgress,
 ) -> Inspection:
-    held = registry.contents(checkpoint) or Contents("", {}, {}, checkpoint.tensors)
-    params = {path: tensor for path, tensor in held.params.items() if request.matches(path)}
-    slots = {path: held.slots.get(path, {}) for path in params}
-    chosen = {name: tensor for name, tensor in held.others.items() if request.matches(name)}
-    read = [*params.values(), *(t for own in slots.values() for t in own.values()), *chosen.values()]
+    contents = registry.contents(checkpoint) or Contents("", {}, {}, checkpoint.tensors)
+    params = {path: tensor for path, tensor in contents.params.items() if request.matches(path)}
+    slots = {path: contents.slots.get(path, {}) for path in params}
+    chosen = {name: tensor for name, tensor in contents.others.items() if request.matches(name)}
+    read = [*params.values(), *(t for tensors in slots.values() for t in tensors.values()), *chosen.values()]
     describe = _describer(read, request.stats, on_progress)
     parameters = tuple(
         ParameterSummary(
@@ -301,11 +301,11 @@ def _native(
         for path, tensor in params.items()
     )
     others = tuple(describe(name, tensor) for name, tensor in chosen.items())
-    seen = replace(opened, parameters=parameters, others=others, contents=held.what or None)
-    _check_matched(seen, request, [*held.params, *held.others])
+    seen = replace(opened, parameters=parameters, others=others, contents=contents.what or None)
+    _check_matched(seen, request, [*contents.params, *contents.others])
     why = f"its tensors are listed by their own names: {error.line}"
-    is_said = bool(held.what) and isinstance(error, UnknownFormatError)
-    findings = () if is_said else (Finding(error.line if held.what else why, str(checkpoint.path)),)
+    is_said = bool(contents.what) and isinstance(error, UnknownFormatError)
+    findings = () if is_said else (Finding(error.line if contents.what else why, str(checkpoint.path)),)
     return replace(seen, findings=(*seen.findings, *findings, *_bad_values(seen)))
 
 

@@ -81,18 +81,20 @@ def kept_of(extra: Mapping[str, Tree], dropped: Mapping[str, str]) -> Kept:
         name = "/".join(map(str, path))
         if name not in dropped:
             continue
-        if (own := _size(leaf)) > LEAF_BYTES or size + own > ALL_BYTES:
-            left[name] = f"{dropped[name]}, and with {own} bytes it is too large for the manifest to keep"
+        if (leaf_size := _size(leaf)) > LEAF_BYTES or size + leaf_size > ALL_BYTES:
+            left[name] = (
+                f"{dropped[name]}, and with {leaf_size} bytes it is too large for the manifest to keep"
+            )
         else:
-            size += own
+            size += leaf_size
             names.append(name)
             del left[name]
-    held = set(names)
-    part = _part(dict(extra), (EXTRA,), lambda path: "/".join(map(str, path)) in held)
-    found = {} if part is _NOTHING else part
-    kept = tuple(leaf_names({EXTRA: found})) if found else ()
+    fitting = set(names)
+    part = _part(dict(extra), (EXTRA,), lambda path: "/".join(map(str, path)) in fitting)
+    parts = {} if part is _NOTHING else part
+    kept = tuple(leaf_names({EXTRA: parts})) if parts else ()
     apart = {name: f"{dropped[name]}, nor for all of the list it stands in" for name in names}
-    return Kept(found, kept, {**left, **{name: why for name, why in apart.items() if name not in kept}})
+    return Kept(parts, kept, {**left, **{name: why for name, why in apart.items() if name not in kept}})
 
 
 _NOTHING = object()
@@ -102,8 +104,8 @@ def _part(tree: Tree, path: tuple[Any, ...], wanted: Callable[[tuple[Any, ...]],
     """Returns the wanted leaves of a tree; a list, tuple or object only whole, as its places mean something."""
     if isinstance(tree, Mapping) and tree:
         parts = {key: _part(value, (*path, key), wanted) for key, value in tree.items()}
-        held = {key: value for key, value in parts.items() if value is not _NOTHING}
-        return held if held else _NOTHING
+        wanted_parts = {key: value for key, value in parts.items() if value is not _NOTHING}
+        return wanted_parts if wanted_parts else _NOTHING
     below = [(*path, *keys) for keys, _ in walk(tree)]
     return tree if all(map(wanted, below)) else _NOTHING
 
@@ -144,32 +146,32 @@ def _from_field(record: Any, place: object) -> dict[str, Tree]:
         values = record["values"]
         read = 0
 
-        def tensor(told: Any) -> Tensor:
+        def tensor(entry: Any) -> Tensor:
             nonlocal read
-            data = base64.b64decode(values[told["name"]], validate=True)
+            data = base64.b64decode(values[entry["name"]], validate=True)
             read += len(data)
             if len(data) > LEAF_BYTES or read > ALL_BYTES:
                 raise ValueError("more than a manifest keeps")
-            shape = tuple(told["shape"])
-            array = np.frombuffer(data, DTYPES[told["dtype"]].newbyteorder("<")).reshape(shape)
-            return in_memory(array.astype(DTYPES[told["dtype"]], copy=False), told["name"], str(place))
+            shape = tuple(entry["shape"])
+            array = np.frombuffer(data, DTYPES[entry["dtype"]].newbyteorder("<")).reshape(shape)
+            return in_memory(array.astype(DTYPES[entry["dtype"]], copy=False), entry["name"], str(place))
 
         extra = from_json(record[EXTRA], tensor)
         if not isinstance(extra, dict) or not all(isinstance(key, str) for key in extra):
             raise TypeError("isn't an object")
         leaf_names(extra)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, binascii.Error) as error:
-        found = f"{type(error).__name__}: {error}"[:300]
+        fault = f"{type(error).__name__}: {error}"[:300]
         raise FormatError(
-            "What the manifest keeps isn't a part of a state.", place=place, found=found
+            "What the manifest keeps isn't a part of a state.", place=place, found=fault
         ) from None
     return extra
 
 
-def _joined(kept: Tree, found: Tree) -> Tree:
+def _joined(kept: Tree, stored: Tree) -> Tree:
     """Returns two trees in one; where both hold something, the second does."""
-    if isinstance(kept, Mapping) and isinstance(found, Mapping):
-        both = {key: _joined(kept[key], part) if key in kept else part for key, part in found.items()}
-        return {**both, **{key: part for key, part in kept.items() if key not in found}}
-    same = isinstance(kept, list) and isinstance(found, list) and len(kept) == len(found)
-    return [_joined(one, other) for one, other in zip(kept, found, strict=True)] if same else found
+    if isinstance(kept, Mapping) and isinstance(stored, Mapping):
+        both = {key: _joined(kept[key], part) if key in kept else part for key, part in stored.items()}
+        return {**both, **{key: part for key, part in kept.items() if key not in stored}}
+    same = isinstance(kept, list) and isinstance(stored, list) and len(kept) == len(stored)
+    return [_joined(one, other) for one, other in zip(kept, stored, strict=True)] if same else stored

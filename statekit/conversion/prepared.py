@@ -75,12 +75,12 @@ class Prepared(AbstractContextManager["Prepared"]):
         """Opens what was written, and checks that it decodes to the same step and params."""
         written = self.container.open(path, budget=self.opened.budget)
         try:
-            found = _outline(self.layout.decode(written, NO_HINTS))
+            stored = _outline(self.layout.decode(written, NO_HINTS))
             meant = _outline(self.state)
             faults = Faults(
-                (f"is {found.get(key)}, meant {meant.get(key)}", key)
-                for key in {**meant, **found}
-                if found.get(key) != meant.get(key)
+                (f"is {stored.get(key)}, meant {meant.get(key)}", key)
+                for key in {**meant, **stored}
+                if stored.get(key) != meant.get(key)
             )
             faults.check(StateError, "It decodes to another state", place=path)
         except BaseException:
@@ -165,9 +165,9 @@ def carried_out(plan: Plan) -> Prepared:
     return cast(Prepared, again.prepared.pop())
 
 
-def _close(held: list[Prepared]) -> None:
-    while held:
-        held.pop().opened.close()
+def _close(prepared: list[Prepared]) -> None:
+    while prepared:
+        prepared.pop().opened.close()
 
 
 def _files_of(path: Path) -> dict[str, tuple[int, int, int]]:
@@ -176,10 +176,10 @@ def _files_of(path: Path) -> dict[str, tuple[int, int, int]]:
     Beside a file, or a prefix of file names, those whose names begin as its own do are taken for the checkpoint's.
     """
     if path.is_dir():
-        found = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
+        paths = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
     else:
-        found = [p for p in path.parent.iterdir() if p.name.startswith(path.name.partition(".")[0])]
-    return {str(p): (s.st_size, s.st_mtime_ns, s.st_ino) for p in found if (s := _stat(p)) is not None}
+        paths = [p for p in path.parent.iterdir() if p.name.startswith(path.name.partition(".")[0])]
+    return {str(p): (s.st_size, s.st_mtime_ns, s.st_ino) for p in paths if (s := _stat(p)) is not None}
 
 
 def _stat(path: Path) -> os.stat_result | None:

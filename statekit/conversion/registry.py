@@ -114,18 +114,18 @@ def detect_container(path: Path) -> tuple[Container, Evidence]:
         NotFoundError: Nothing is there.
         UnknownFormatError: No container fits, or several fit equally well. Lists the checkpoints in a folder.
     """
-    found = _fitting(path)
-    if not found and not path.exists():  # a prefix of file names isn't there itself
+    fitting = _fitting(path)
+    if not fitting and not path.exists():  # a prefix of file names isn't there itself
         raise NotFoundError("There is no such file or folder.", place=path, remedy="check the path")
-    if not found and path.is_dir() and (inside := _inside(path)):
+    if not fitting and path.is_dir() and (inside := _inside(path)):
         raise UnknownFormatError(
             "The folder isn't a checkpoint, but there are checkpoints in it.",
             place=path,
             found=listed(f"{name}: {kind}" for name, kind in inside.items()),
             remedy="name one of them",
         )
-    best = _best([(c.name, e) for c, e in found], f"{path}", "container", "--from")
-    return found[best]
+    best = _best([(c.name, e) for c, e in fitting], f"{path}", "container", "--from")
+    return fitting[best]
 
 
 def _fitting(path: Path) -> list[tuple[Container, Evidence]]:
@@ -140,9 +140,9 @@ def _asked(
     """Returns the formats that fit, each with its evidence."""
     likely = [name for name in names if may_fit(name)]
     for round_ in (likely, [name for name in names if name not in likely]):
-        found = [(form, evidence) for form, evidence in map(ask, round_) if evidence is not None]
-        if found:
-            return found
+        fitting = [(form, evidence) for form, evidence in map(ask, round_) if evidence is not None]
+        if fitting:
+            return fitting
     return []
 
 
@@ -150,9 +150,9 @@ def _inside(folder: Path) -> dict[str, str]:
     """Returns the checkpoints directly in a folder, by name, each with its container and why it is one."""
     inside = {}
     for entry in islice(sorted(folder.iterdir()), MOST_ENTRIES):
-        found = _fitting(entry)
-        top = max((e.specificity for _, e in found), default=0)
-        fits = [f"{c.name} ({e.because})" for c, e in found if e.specificity == top]
+        fitting = _fitting(entry)
+        top = max((e.specificity for _, e in fitting), default=0)
+        fits = [f"{c.name} ({e.because})" for c, e in fitting if e.specificity == top]
         if fits and not entry.name.startswith("."):
             inside[entry.name] = " or ".join(fits)
     return inside
@@ -164,10 +164,10 @@ def detect_layout(checkpoint: Checkpoint) -> tuple[Layout, Evidence]:
     Raises:
         UnknownFormatError: No layout fits, or several fit equally well.
     """
-    found = _asked(
+    fitting = _asked(
         layout_names(), layouts_for(checkpoint), lambda name: (layout(name), layout(name).detect(checkpoint))
     )
-    seen = None if found else contents(checkpoint)
+    seen = None if fitting else contents(checkpoint)
     if seen is not None:
         raise UnknownFormatError(
             "No layout makes a state of this checkpoint.",
@@ -176,17 +176,17 @@ def detect_layout(checkpoint: Checkpoint) -> tuple[Layout, Evidence]:
             found=seen.what,
             remedy="`statekit inspect` lists its tensors",
         )
-    best = _best([(lay.name, e) for lay, e in found], f"{checkpoint.path}", "layout", "--layout")
-    return found[best]
+    best = _best([(lay.name, e) for lay, e in fitting], f"{checkpoint.path}", "layout", "--layout")
+    return fitting[best]
 
 
 def contents(checkpoint: Checkpoint) -> Contents | None:
     """Returns what a checkpoint holds that no layout decodes, as the first layout at home in its container says."""
     for name in layout_names():
         if checkpoint.container in layout_card(name).containers and isinstance(layout(name), Describes):
-            found = cast(Describes, layout(name)).describe(checkpoint)
-            if found is not None:
-                return found
+            described = cast(Describes, layout(name)).describe(checkpoint)
+            if described is not None:
+                return described
     return None
 
 
@@ -224,8 +224,8 @@ def decoded(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> TrainState:
 
 def _check_variant(layout: Layout, checkpoint: Checkpoint, hints: Hints, schema: str) -> None:
     """Refuses a variant that isn't the file's own, or, where the file doesn't say one, none that has such names."""
-    own = layout.decode(checkpoint, replace(hints, variant=None)).optimizer.variant
-    possible = (own,) if own is not None else layout.variants.get(schema, ())
+    variant = layout.decode(checkpoint, replace(hints, variant=None)).optimizer.variant
+    possible = (variant,) if variant is not None else layout.variants.get(schema, ())
     if hints.variant in possible:
         return
     evidence = layout.detect(checkpoint)
@@ -238,18 +238,18 @@ def _check_variant(layout: Layout, checkpoint: Checkpoint, hints: Hints, schema:
     )
 
 
-def _best(found: list[tuple[str, Evidence]], place: str, kind: str, option: str) -> int:
-    if not found:
+def _best(fitting: list[tuple[str, Evidence]], place: str, kind: str, option: str) -> int:
+    if not fitting:
         raise UnknownFormatError(
             f"No {kind} fits.", place=place, remedy="`statekit formats` lists what statekit reads"
         )
-    top = max(e.specificity for _, e in found)
-    best = [i for i, (_, e) in enumerate(found) if e.specificity == top]
+    top = max(e.specificity for _, e in fitting)
+    best = [i for i, (_, e) in enumerate(fitting) if e.specificity == top]
     if len(best) > 1:
         raise UnknownFormatError(
             f"Several {kind}s fit equally well.",
             place=place,
-            found="; ".join(f"{found[i][0]} ({found[i][1].because})" for i in best),
+            found="; ".join(f"{fitting[i][0]} ({fitting[i][1].because})" for i in best),
             remedy=f"name one with {option}",
         )
     return best[0]

@@ -110,8 +110,8 @@ def resume_lines(place: Place, state: State, framework: str | None = None) -> li
     """
     entry = _entries().get((place.layout, place.container), {})
     values = _values(place, entry, state)
-    own = entry.get("by_path" if place.by_path else "lines", ())
-    said = _data()["frameworks"][framework] if framework else own
+    native = entry.get("by_path" if place.by_path else "lines", ())
+    said = _data()["frameworks"][framework] if framework else native
     lines = [Template(line) for line in said]
     return [
         one
@@ -124,8 +124,8 @@ def resume_lines(place: Place, state: State, framework: str | None = None) -> li
 @cache
 def _data() -> dict[str, Any]:
     text = resources.files("statekit.converters").joinpath("resume.json").read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    data: dict[str, Any] = json.loads(text)
+    return data
 
 
 @cache
@@ -178,13 +178,13 @@ def _construction(place: Place, state: State, constructor: str | None) -> list[s
 
     def call(group: Mapping[str, Any], code: Mapping[str, str]) -> str:
         if place.layout in _data()["own_constructors"]:
-            own = f"{_data()['own_constructors'][place.layout]}.{state['schema']}"
+            callee = f"{_data()['own_constructors'][place.layout]}.{state['schema']}"
             arguments = [f"{_RATE}={group['hyperparameters'].get(_RATE) or _UNKNOWN}"]
             arguments += _jax_arguments(state, group)
         else:
-            own, arguments = str(constructor), _native_arguments({**state, "groups": [group]})[0]
+            callee, arguments = str(constructor), _native_arguments({**state, "groups": [group]})[0]
         said = [one for one in arguments if one.partition("=")[0] not in code]
-        return f"{own}({', '.join([*said, *(f'{name}={value}' for name, value in code.items())])})"
+        return f"{callee}({', '.join([*said, *(f'{name}={value}' for name, value in code.items())])})"
 
     layout = registry.layout(place.layout) if place.layout in registry.layout_names() else None
     groups = [{**group, "label": str(i)} for i, group in enumerate(state["groups"]) if group["paths"]]
@@ -248,13 +248,13 @@ def _native_arguments(state: State) -> tuple[list[str], list[str]]:
     for name in usual:
         values = {json.dumps(group.get(name, usual[name]), default=str) for group in groups}
         value = groups[0].get(name, usual[name]) if groups else usual[name]
-        own = f"{name}={value!r}" if len(values) == 1 else f"{name}={_UNKNOWN}"
+        argument = f"{name}={value!r}" if len(values) == 1 else f"{name}={_UNKNOWN}"
         if name in (_RATE, "lr"):
             known = len(values) == 1 and any(_RATE in group["hyperparameters"] for group in state["groups"])
             rate = _data()["open_rate"].get(state["variant"], _UNKNOWN)
-            arguments.append(own if known and value is not None else f"{name}={rate}")
+            arguments.append(argument if known and value is not None else f"{name}={rate}")
         elif len(values) > 1 or value != usual[name]:
-            (others if name in outside else arguments).append(own)
+            (others if name in outside else arguments).append(argument)
     return arguments + _needed(state), others
 
 

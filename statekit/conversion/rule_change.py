@@ -145,10 +145,10 @@ def change_rule(state: TrainState, source: str, target: str) -> RuleChange:
         NotFoundError: The schema has no such variant.
     """
     bridge = Bridge(load_schema(state.optimizer.schema), source, target, _has(state))
-    groups, found, compensated_by, shift = [], {}, {}, 0
+    groups, differences, compensated_by, shift = [], {}, {}, 0
     for group in state.optimizer.groups:
         side = bridge.over(group, state.switched_on(group))
-        found.update({one.what: one for one in side.differences})
+        differences.update({one.what: one for one in side.differences})
         compensated_by.update(dict.fromkeys(side.compensated_by))
         shift = max(shift, side.shift)
         groups += [replace(group, hyperparameters=side.values, known_from=side.known_from)]
@@ -164,7 +164,7 @@ def change_rule(state: TrainState, source: str, target: str) -> RuleChange:
     taken = replace(state, optimizer=optimizer, counts=counts, assumptions=said)
     moved, refactored = _refactored(entered(taken, source), target)
     moved = _relabelled(moved, target)
-    worst_first = sorted([*found.values(), *refactored], key=lambda one: -one.exactness)
+    worst_first = sorted([*differences.values(), *refactored], key=lambda one: -one.exactness)
     return RuleChange(source, target, moved, tuple(worst_first), tuple(compensated_by))
 
 
@@ -203,19 +203,19 @@ class Bridge:
         """
         usual = {**self.schema.settings(self.source), **dict.fromkeys(RATE_NAMES)}
         shown = {name: True if self._is_boolean(name) else UNKNOWN for name in on}
-        own = {**usual, **group.hyperparameters, **shown}
-        bridges = [one for one in self.schema.data.get("bridges", ()) if self._fits(one, own)]
+        settings = {**usual, **group.hyperparameters, **shown}
+        bridges = [one for one in self.schema.data.get("bridges", ()) if self._fits(one, settings)]
         covered = {key for one in bridges for key in one["covers"]}
-        carried = self._carried(own)
+        carried = self._carried(settings)
         settable = self.schema.variant(self.target)["defaults"]
         bridged = {key: value for one in bridges for key, value in one["set"].items() if key in settable}
         values = {**carried, **bridged}
         known = {name: group.known_from.get(name, "assumed") for name in values}
-        missed, shift = self._missed(own, values, covered)
+        missed, shift = self._missed(settings, values, covered)
         return _Side(
             values,
             known,
-            (*self._forms(own, covered), *missed),
+            (*self._forms(settings, covered), *missed),
             (
                 *(one["because"] for one in bridges),
                 *(("step_offset is taken off the count",) if shift else ()),
@@ -238,18 +238,18 @@ class Bridge:
         names = ", ".join(name for name in offered if name in unknown)
         return [f"Taken for a run of {self.source} with its defaults of {names}."] if unknown else []
 
-    def _fits(self, bridge: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-        here = {**own, **variant_constants(self.schema.name, self.source)}
+    def _fits(self, bridge: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+        here = {**settings, **variant_constants(self.schema.name, self.source)}
         there = variant_constants(self.schema.name, self.target)
         return _meets(here, bridge["from"]) and _meets(there, bridge["to"])
 
-    def _carried(self, own: Mapping[str, Any]) -> dict[str, Any]:
+    def _carried(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the target's hyperparameters as the source behaves, or would with its defaults; never a rate."""
         offered = self.schema.variant(self.target)["defaults"]
         return {
-            name: self._spelt(name, own[name], usual)
+            name: self._spelt(name, settings[name], usual)
             for name, usual in offered.items()
-            if own[name] is not UNKNOWN and (name not in RATE_NAMES or own[name] is not None)
+            if settings[name] is not UNKNOWN and (name not in RATE_NAMES or settings[name] is not None)
         }
 
     def _spelt(self, name: str, value: Any, usual: Any) -> Any:
@@ -260,34 +260,34 @@ class Bridge:
         same_kind = [one for one in off if (one is None) == (usual is None)]
         return value if not same_kind else None if usual is None else type(usual)(same_kind[0])
 
-    def _forms(self, own: Mapping[str, Any], covered: set[str]) -> Iterator[Difference]:
+    def _forms(self, settings: Mapping[str, Any], covered: set[str]) -> Iterator[Difference]:
         here, there = (variant_constants(self.schema.name, one) for one in (self.source, self.target))
         for key, spec in self.schema.data["differences"].items():
             alike = any({here[key], there[key]} <= set(some) for some in spec.get("alike", ()))
-            if here[key] != there[key] and not alike and key not in covered and self._matters(spec, own):
+            if here[key] != there[key] and not alike and key not in covered and self._matters(spec, settings):
                 yield Difference(key, here[key], there[key], EFFECTS[spec["effect"]])
 
     def _missed(
-        self, own: Mapping[str, Any], values: Mapping[str, Any], covered: set[str]
+        self, settings: Mapping[str, Any], values: Mapping[str, Any], covered: set[str]
     ) -> tuple[list[Difference], int]:
         """Returns what hyperparameters of the source the target can't have, and what is taken off the count instead."""
         theirs = {**self.schema.settings(self.target), **values}
         offered = self.schema.variant(self.target)["defaults"]
-        found, shift = [], 0
+        differences, shift = [], 0
         for name, spec in self.schema.hyperparameters.items():
-            mine, other, off = own[name], theirs[name], spec.get("off", ())
+            mine, other, off = settings[name], theirs[name], spec.get("off", ())
             same = _same(mine, other) or (_among(mine, off) and _among(other, off))
-            if same or name in covered or name in offered or not self._matters(spec, own):
+            if same or name in covered or name in offered or not self._matters(spec, settings):
                 continue
             there = {**theirs, **variant_constants(self.schema.name, self.target)}
             if "instead" in spec and _meets(there, spec["instead"]["to"]):
                 shift = int(mine)
             elif not self._split_later(name):
-                found.append(Difference(name, mine, other, EFFECTS[spec["effect"]]))
-        return found, shift
+                differences.append(Difference(name, mine, other, EFFECTS[spec["effect"]]))
+        return differences, shift
 
-    def _matters(self, spec: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-        idle = any(_among(own[name], values) for name, values in spec.get("unless", {}).items())
+    def _matters(self, spec: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+        idle = any(_among(settings[name], values) for name, values in spec.get("unless", {}).items())
         return (
             EFFECTS[spec["effect"]] > Exactness.BITWISE
             and not idle
@@ -324,8 +324,8 @@ class Bridge:
         return [one for one in both if one.paths]
 
 
-def _meets(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    return all(_among(found.get(key), values) for key, values in wanted.items())
+def _meets(actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    return all(_among(actual.get(key), values) for key, values in wanted.items())
 
 
 def _among(value: Any, values: Iterable[Any]) -> bool:
@@ -347,15 +347,15 @@ def _refactored(state: TrainState, target: str) -> tuple[TrainState, list[Differ
     ):
         return state, []
     slots, rules, done = {**state.slots}, {**state.rules}, []
-    for path, own in state.slots.items():
+    for path, tensors in state.slots.items():
         factored = load_schema(state.optimizer.schema).settings(target)["factored"]
         axes = by_shape(form, state.params[path].shape, factored)
         rule = Rule(axes, "assumed")
-        if not rule.factored or "v" not in own or "v_row" in own:
+        if not rule.factored or "v" not in tensors or "v_row" in tensors:
             continue
         column, row = rule.dims(Axis.COLUMN)[0], rule.dims(Axis.ROW)[0]
-        averages: dict[str, Tensor] = {"v_row": Mean(own["v"], column), "v_col": Mean(own["v"], row)}
-        slots[path] = {**averages, **{name: slot for name, slot in own.items() if name != "v"}}
+        averages: dict[str, Tensor] = {"v_row": Mean(tensors["v"], column), "v_col": Mean(tensors["v"], row)}
+        slots[path] = {**averages, **{name: slot for name, slot in tensors.items() if name != "v"}}
         rules[path] = rule
         done.append(path)
     said = f"v of {len(done)} parameters ({', '.join(done[:3])}{', ...' if len(done) > 3 else ''})"

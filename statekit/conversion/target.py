@@ -32,11 +32,11 @@ def choose_container(target: Path, to: str | None) -> tuple[Container, str | Non
         return registry.container(by_suffix[0]), None
     words = _words(target.name)
     names = {"-".join(_words(name)): name for name in [*registry.container_names(), *_shorthands()]}
-    found = [name for name in names if _holds(words, _words(name))]
+    matching = [name for name in names if _holds(words, _words(name))]
     longest = [
         name
-        for name in found
-        if not any(name != other and _holds(_words(other), _words(name)) for other in found)
+        for name in matching
+        if not any(name != other and _holds(_words(other), _words(name)) for other in matching)
     ]
     if len(longest) != 1:
         raise UsageError(
