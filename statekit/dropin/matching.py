@@ -89,12 +89,12 @@ def renamed(state: TrainState, names: Mapping[str, str], place: object) -> Train
     if not names:
         return state
     buffers: Mapping[str, Tree] = state.extra.get(BUFFERS, {})
-    held = {path_of(name): name for name in (*state.params, *buffers)}
-    mine = {held[path_of(theirs)]: ours for ours, theirs in names.items() if path_of(theirs) in held}
+    native = {path_of(name): name for name in (*state.params, *buffers)}
+    mine = {native[path_of(theirs)]: ours for ours, theirs in names.items() if path_of(theirs) in native}
     faults = Faults(
         (f"is no parameter of the checkpoint, but the name of {ours}", theirs)
         for ours, theirs in names.items()
-        if path_of(theirs) not in held
+        if path_of(theirs) not in native
     )
     after = [path_of(mine.get(name, name)) for name in (*state.params, *buffers)]
     faults += [("would be the name of two parameters", name) for name in {*after} if after.count(name) > 1]
@@ -103,13 +103,13 @@ def renamed(state: TrainState, names: Mapping[str, str], place: object) -> Train
     def of(path: str) -> str:
         return path_of(mine[path]) if path in mine else path
 
-    def group(own: Group) -> Group:
+    def group(old: Group) -> Group:
         schema, variant = load_schema(state.optimizer.schema), str(state.optimizer.variant)
-        said = by_name(schema, variant, own.hyperparameters, own.paths, faults)
+        said = by_name(schema, variant, old.hyperparameters, old.paths, faults)
         for key in BY_NAME:
             if isinstance(said.get(key), Mapping):
                 said[key] = {of(path): value for path, value in said[key].items()}
-        return replace(own, paths=tuple(map(of, own.paths)), hyperparameters=said)
+        return replace(old, paths=tuple(map(of, old.paths)), hyperparameters=said)
 
     groups = tuple(map(group, state.optimizer.groups))
     refuse_by_name(load_schema(state.optimizer.schema), faults)
@@ -121,7 +121,7 @@ def renamed(state: TrainState, names: Mapping[str, str], place: object) -> Train
     return replace(
         state,
         params={of(path): param for path, param in state.params.items()},
-        slots={of(path): own for path, own in state.slots.items()},
+        slots={of(path): tensors for path, tensors in state.slots.items()},
         rules={of(path): rule for path, rule in state.rules.items()},
         optimizer=replace(state.optimizer, groups=groups),
         counts=replace(state.counts, behind={of(path): n for path, n in state.counts.behind.items()}),
@@ -143,9 +143,9 @@ def match_faults(
     for path in moved:
         if path not in given:
             yield f"is in the checkpoint, but not among the {kind}", path
-    for path, own in given.items():
+    for path, param in given.items():
         if path not in stored:
-            if own.needed:
-                yield "isn't in the checkpoint", own.name
-        elif stored[path] != own.shape:
-            yield f"has shape {own.shape}, in the checkpoint {stored[path]}", own.name
+            if param.needed:
+                yield "isn't in the checkpoint", param.name
+        elif stored[path] != param.shape:
+            yield f"has shape {param.shape}, in the checkpoint {stored[path]}", param.name

@@ -213,8 +213,8 @@ def documented(schema: str, usual: str) -> Callable[[T], T]:
             lines = one.__doc__.splitlines()
             at = next(i for i, line in enumerate(lines) if line.strip() == _PLACE)
             indent = lines[at].partition(_PLACE)[0]
-            own = [f"{indent}{line}" for line in described(schema, usual)]
-            one.__doc__ = "\n".join([*lines[:at], *own, *lines[at + 1 :]])
+            options = [f"{indent}{line}" for line in described(schema, usual)]
+            one.__doc__ = "\n".join([*lines[:at], *options, *lines[at + 1 :]])
         return one
 
     return with_options
@@ -237,12 +237,12 @@ def _explained(rules: OptimizerSchema, name: str, usual: str, variants: Sequence
     """Returns what an option means, its default, which variants have it, and what they call it."""
     spec, defaults = rules.hyperparameters[name], rules.variant(usual)["defaults"]
     having = [variant for variant in variants if name in taken(rules.name, variant)]
-    own: dict[str, list[str]] = {}
+    spellings: dict[str, list[str]] = {}
     for variant in having:
         spelling = rules.spelling(variant, name)
         if name in native_options(rules.name, variant).get(spelling.argument, {}):
-            own.setdefault(str(spelling), []).append(variant)
-    also = ", ".join(f"{spelling} ({', '.join(callers)})" for spelling, callers in own.items())
+            spellings.setdefault(str(spelling), []).append(variant)
+    also = ", ".join(f"{spelling} ({', '.join(callers)})" for spelling, callers in spellings.items())
     parts = [
         _in_python(spec["meaning"]),
         _in_python(spec.get("note", "")),

@@ -93,12 +93,12 @@ def _has_slots(state: TrainState, group: Group, name: str, slots: list[str]) -> 
     """Tells whether a group has an option on: as it says; if it doesn't, as its slots say."""
     if name in group.hyperparameters:
         return group.hyperparameters[name] not in (None, False)
-    return any(slot in held for slot in slots for held in _slots(state, group))
+    return any(slot in tensors for slot in slots for tensors in _slots(state, group))
 
 
 def _length(state: TrainState, group: Group, name: str, slot: str) -> Any:
     """Returns the length of a group's slots of one name: as the group says; if it doesn't, as they are."""
-    lengths = (held[slot].shape[0] for held in _slots(state, group) if slot in held)
+    lengths = (tensors[slot].shape[0] for tensors in _slots(state, group) if slot in tensors)
     return group.hyperparameters[name] if name in group.hyperparameters else next(lengths, None)
 
 
@@ -150,14 +150,14 @@ def _refitted(state: TrainState) -> TrainState:
     for group in state.optimizer.groups:
         said = group.hyperparameters
         for path in group.paths:
-            param, held = state.params[path], dict(slots.get(path, {}))
-            old = held.pop("m", None)
+            param, tensors = state.params[path], dict(slots.get(path, {}))
+            old = tensors.pop("m", None)
             if is_on(said.get("beta1")):
                 names = said.get("dtype_momentum", "float32") if stored_in == "dtype_momentum" else stored_in
                 dtype = param.dtype if names in (None, "parameter") else DTYPES[names]
                 is_told = stored_in == "dtype_momentum" and "dtype_momentum" in said
-                held["m"] = _momentum(old, param, dtype if is_told or old is None else old.dtype)
-            slots[path] = held
+                tensors["m"] = _momentum(old, param, dtype if is_told or old is None else old.dtype)
+            slots[path] = tensors
     return replace(state, slots=slots)
 
 
