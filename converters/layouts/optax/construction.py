@@ -27,12 +27,14 @@ def form_of_groups(settings: Iterable[Mapping[str, Any]], frozen: bool) -> Form:
         settings: The hyperparameters of each.
         frozen: Whether there are parameters in none of them.
     """
-    held = [{**one, DECAY: one.get(DECAY) or 0} for one in settings]
-    differing = {name for one in held for name in one if any(one[name] != other.get(name) for other in held)}
+    groups = [{**one, DECAY: one.get(DECAY) or 0} for one in settings]
+    differing = {
+        name for one in groups for name in one if any(one[name] != other.get(name) for other in groups)
+    }
     differing -= {*RULES, *BY_RATE}
     if not differing:
         return "one"
-    decays = {one[DECAY] for one in held if one[DECAY]}
+    decays = {one[DECAY] for one in groups if one[DECAY]}
     return "mask" if differing == {DECAY} and len(decays) == 1 and not frozen else "parts"
 
 
@@ -113,9 +115,9 @@ def _rate(names: Collection[str], label: str) -> dict[str, str]:
     """Returns the code for the learning rate, if the checkpoint counts for a schedule: the user's own function."""
     place = f"{PARTS}/{re.escape(label)}/{INNER}" if label else rf"({INNER}/)?"
     link = re.compile(rf"opt_state/{place}/?([1-9]\d*)/(count|ema/.*)")
-    found: dict[str, set[str]] = {}
+    fields_at: dict[str, set[str]] = {}
     for match in filter(None, map(link.fullmatch, names)):
         *_, position, leaf = match.groups()
-        found.setdefault(position, set()).add(leaf)
-    counts = any(held == {"count"} for held in found.values())
+        fields_at.setdefault(position, set()).add(leaf)
+    counts = any(fields == {"count"} for fields in fields_at.values())
     return {"learning_rate": f"schedule_{label}" if label else "schedule"} if counts else {}

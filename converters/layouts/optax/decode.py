@@ -35,19 +35,19 @@ class Opened:
 
     Attributes:
         checkpoint: The checkpoint.
-        found: All its links.
+        all_links: All its links.
         where: Where its parameters are.
         params: They, by path.
     """
 
     checkpoint: Checkpoint
-    found: list[Link]
+    all_links: list[Link]
     where: Path
     params: Mapping[str, Tensor]
 
     def schedule(self, updates: int) -> int:
         """Returns the count of the schedule; that of updates where no link counts for one."""
-        return next((count_of(link) for link in self.found if link.kind == "schedule"), updates)
+        return next((count_of(link) for link in self.all_links if link.kind == "schedule"), updates)
 
     def extra(
         self, key: str, kept: Collection[Path], updates: int, groups: Collection[str] = ()
@@ -63,7 +63,7 @@ class Opened:
         meta, step = self.checkpoint.meta, self.checkpoint.step
         counts = updates, self.schedule(updates)
         form: dict[str, Tree] = {
-            "tree": frame_of(self.checkpoint.tree, self.where, self.found, kept, *counts, groups)
+            "tree": frame_of(self.checkpoint.tree, self.where, self.all_links, kept, *counts, groups)
         }
         if len(meta.get("items", ())) > 1:
             form["items"] = True
@@ -86,11 +86,11 @@ def opened(checkpoint: Checkpoint, kinds: Collection[str], faults: Faults) -> Op
     """
     if checkpoint.meta.get(SEQUENCES_AS_MAPS):
         checkpoint = replace(checkpoint, tree=with_sequences(checkpoint.tree))
-    found = links(checkpoint.tree)
-    where = find_params(checkpoint.tree, found, kinds)
+    all_links = links(checkpoint.tree)
+    where = find_params(checkpoint.tree, all_links, kinds)
     if where is None:
         raise StateError("There are no states of links with their parameters.", place=checkpoint.path)
-    return Opened(checkpoint, found, where, dict(_params(checkpoint.tree, where, faults)))
+    return Opened(checkpoint, all_links, where, dict(_params(checkpoint.tree, where, faults)))
 
 
 def _params(tree: Tree, where: Path, faults: Faults) -> Iterator[tuple[str, Tensor]]:
@@ -106,10 +106,10 @@ def _params(tree: Tree, where: Path, faults: Faults) -> Iterator[tuple[str, Tens
             faults.add(f"is no tensor but {type(leaf).__name__}", path)
 
 
-def slots_of(own: Sequence[Link]) -> dict[str, dict[str, Tensor]]:
+def slots_of(slot_links: Sequence[Link]) -> dict[str, dict[str, Tensor]]:
     """Returns the slots that links hold: path -> name of the field -> tensor."""
     slots: dict[str, dict[str, Tensor]] = {}
-    for name, tree in (pair for link in own for pair in link.trees()):
+    for name, tree in (pair for link in slot_links for pair in link.trees()):
         for keys, leaf in leaves(tree):
             if is_tensor(leaf):
                 slots.setdefault("/".join(map(str, keys)), {})[name] = leaf
@@ -121,9 +121,9 @@ def count_of(link: Link) -> int:
     return int(link.state["count"].read())
 
 
-def updates_of(own: Sequence[Link], slots: Sequence[Slots], faults: Faults) -> int:
+def updates_of(core_links: Sequence[Link], slots: Sequence[Slots], faults: Faults) -> int:
     """Returns the count of updates of all optimizers; it is a fault if they differ, or share a parameter."""
-    counts = sorted({count_of(link) for link in own})
+    counts = sorted({count_of(link) for link in core_links})
     if len(counts) > 1 or counts[0] < 0:
         faults.add(f"are the counts of updates: {', '.join(map(str, counts))}", "opt_state")
     seen: set[str] = set()

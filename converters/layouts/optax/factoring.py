@@ -68,7 +68,7 @@ def usual_axes(shape: Shape) -> tuple[Axis, ...]:
 
 def _pairs(shape: Shape, row: Shape, column: Shape) -> list[tuple[Axis, ...]]:
     """Returns every labelling by the two largest axes that gives slots of these shapes."""
-    found = []
+    fitting = []
     for largest, second in itertools.permutations(range(len(shape)), 2):
         others = [n for i, n in enumerate(shape) if i not in (largest, second)]
         if shape[largest] >= shape[second] >= max(others, default=0):
@@ -76,8 +76,8 @@ def _pairs(shape: Shape, row: Shape, column: Shape) -> list[tuple[Axis, ...]]:
             axes[largest], axes[second] = Axis.COLUMN, Axis.ROW
             rule = Rule(tuple(axes), "file")
             if (rule.slot_shape("v_row", shape), rule.slot_shape("v_col", shape)) == (row, column):
-                found.append(rule.axes)
-    return found
+                fitting.append(rule.axes)
+    return fitting
 
 
 def placeholder(param: Tensor) -> Tensor:

@@ -70,12 +70,12 @@ class CoreLink:
         return any(state in masks for state in self.behind or ())
 
 
-def core_link(link: Link, found: Sequence[Link], tree: Tree, params: Path) -> CoreLink:
+def core_link(link: Link, all_links: Sequence[Link], tree: Tree, params: Path) -> CoreLink:
     """Returns a core link with what is beside it.
 
     Args:
         link: Its link.
-        found: All links of the tree.
+        all_links: All links of the tree.
         tree: The tree.
         params: Where the parameters are.
     """
@@ -96,7 +96,7 @@ def core_link(link: Link, found: Sequence[Link], tree: Tree, params: Path) -> Co
         before += position
         if behind is None and depth == len(link.path) - 1:
             behind, own_chain = tuple(chain[position + 1 :]), outer
-        for other in found:
+        for other in all_links:
             same = other.path[:depth] == outer and other.path[: depth + 1] != link.path[: depth + 1]
             if (
                 same
@@ -112,12 +112,12 @@ def core_link(link: Link, found: Sequence[Link], tree: Tree, params: Path) -> Co
 
 
 def _injected(node: Tree) -> dict[str, Tensor]:
-    held = node.get("hyperparams") if isinstance(node, Mapping) else None
-    scalars = held.items() if isinstance(held, Mapping) else ()
+    record = node.get("hyperparams") if isinstance(node, Mapping) else None
+    scalars = record.items() if isinstance(record, Mapping) else ()
     return {str(k): v for k, v in scalars if is_tensor(v) and v.shape == () and v.dtype.kind in "fiubV"}
 
 
-def schema_of(own: CoreLink, hints: Mapping[str, Any]) -> tuple[str, str]:
+def schema_of(core: CoreLink, hints: Mapping[str, Any]) -> tuple[str, str]:
     """Returns the schema of a core link, and in a sentence what was assumed for that; "" if nothing.
 
     Raises:
@@ -125,17 +125,17 @@ def schema_of(own: CoreLink, hints: Mapping[str, Any]) -> tuple[str, str]:
     """
     asked = hints.get(OPTIMIZER)
     choices: tuple[str, ...] = ("adafactor",)
-    found, why = "adafactor", ""
-    if own.link.kind != "adafactor":
-        count = None if own.behind is None else len(own.behind)
-        choices, found = ("adamw", "lamb"), _ADAM_LIKE.get(count or 0, "adamw")
+    schema_name, why = "adafactor", ""
+    if core.link.kind != "adafactor":
+        count = None if core.behind is None else len(core.behind)
+        choices, schema_name = ("adamw", "lamb"), _ADAM_LIKE.get(count or 0, "adamw")
         shown = "no chain" if count is None else f"{count} links behind it"
         why = (
-            f"A file doesn't say which optimizer its Adam-like state is of; with {shown} it is taken for {found}"
-            f" ({OPTIMIZER}={'lamb' if found == 'adamw' else 'adamw'} says otherwise)."
+            f"A file doesn't say which optimizer its Adam-like state is of; with {shown} it is taken for {schema_name}"
+            f" ({OPTIMIZER}={'lamb' if schema_name == 'adamw' else 'adamw'} says otherwise)."
         )
     if asked is None:
-        return found, why
+        return schema_name, why
     if asked not in choices:
         raise UsageError(
             "The optimizer can't be that.", place=OPTIMIZER, expected=", ".join(choices), found=asked
@@ -159,15 +159,15 @@ def canonical(schema: OptimizerSchema, values: Mapping[str, Any]) -> dict[str, A
         UsageError: There is no such hyperparameter, or it can't have its value; lists every one.
     """
     names = native_names(schema)
-    found = {names.get(name, name): value for name, value in values.items() if name != OPTIMIZER}
-    faults = {name: fault for name, value in found.items() if (fault := _fault(schema, name, value))}
+    settings = {names.get(name, name): value for name, value in values.items() if name != OPTIMIZER}
+    faults = {name: fault for name, value in settings.items() if (fault := _fault(schema, name, value))}
     if faults:
         raise UsageError(
             f"Optax' {schema.name} doesn't take these hyperparameters.",
             expected=", ".join([*schema.variant(VARIANT)["defaults"], *names]),
-            found="; ".join(f"{name}={found[name]!r}: {fault}" for name, fault in faults.items())[:2000],
+            found="; ".join(f"{name}={settings[name]!r}: {fault}" for name, fault in faults.items())[:2000],
         )
-    return found
+    return settings
 
 
 def _fault(schema: OptimizerSchema, name: str, value: Any) -> str:
@@ -176,28 +176,34 @@ def _fault(schema: OptimizerSchema, name: str, value: Any) -> str:
 
 
 def inferred(
-    own: CoreLink, schema: OptimizerSchema, held: Sequence[Factoring], specified: Collection[str]
+    core: CoreLink, schema: OptimizerSchema, factorings: Sequence[Factoring], specified: Collection[str]
 ) -> tuple[Hyperparameters, list[str]]:
     """Returns Optax' defaults as corrected by what the links prove, and what is open.
 
     Args:
-        own: The core link.
+        core: The core link.
         schema: Its schema.
-        held: What its parameters' slots show, of Adafactor.
+        factorings: What its parameters' slots show, of Adafactor.
         specified: Names of the hyperparameters that are known better.
     """
     usual = {k: v for k, v in schema.variant(VARIANT)["defaults"].items() if k != "learning_rate"}
-    found = Hyperparameters().over(usual, "assumed")
-    found, unknown = _adafactor(own, found) if own.link.kind == "adafactor" else _adam(own, found)
-    if own.before or own.behind is None:
+    hyperparameters = Hyperparameters().over(usual, "assumed")
+    hyperparameters, unknown = (
+        _adafactor(core, hyperparameters) if core.link.kind == "adafactor" else _adam(core, hyperparameters)
+    )
+    if core.before or core.behind is None:
         unknown["Links stand before it whose settings aren't stored: clipping, if they clip."] = _CLIPS
-    if own.masked:
+    if core.masked:
         unknown["A masked link decays the weights; a step needs its rate and its mask."] = _DECAY
-    found = found.without(*(name for names in unknown.values() for name in names))
-    found, notes = _with_factoring(found, held) if own.link.kind == "adafactor" else (found, [])
-    injected = dict(_values(own.injected, schema))
+    hyperparameters = hyperparameters.without(*(name for names in unknown.values() for name in names))
+    hyperparameters, notes = (
+        _with_factoring(hyperparameters, factorings)
+        if core.link.kind == "adafactor"
+        else (hyperparameters, [])
+    )
+    injected = dict(_values(core.injected, schema))
     open_points = [why for why, names in unknown.items() if not {*names} <= {*specified, *injected}]
-    return found.over(injected, "file"), [*open_points, *notes]
+    return hyperparameters.over(injected, "file"), [*open_points, *notes]
 
 
 def _values(injected: Mapping[str, Tensor], schema: OptimizerSchema) -> Iterator[tuple[str, Any]]:
@@ -210,42 +216,50 @@ def _values(injected: Mapping[str, Tensor], schema: OptimizerSchema) -> Iterator
             yield name, stored.astype(np.float64).item() if stored.dtype.kind in "fV" else stored.item()
 
 
-def _adam(own: CoreLink, found: Hyperparameters) -> tuple[Hyperparameters, dict[str, Sequence[str]]]:
+def _adam(
+    core: CoreLink, hyperparameters: Hyperparameters
+) -> tuple[Hyperparameters, dict[str, Sequence[str]]]:
     """Reads an Adam-like link: whether it has a maximum, and how it stores the first moment."""
-    if "amsgrad" in found.values:
-        found = found.over({"amsgrad": "nu_max" in own.link.state}, "file")
-    first, second = _dtypes(own.link, "mu"), _dtypes(own.link, "nu")
-    if "dtype_momentum" in found.values and len(first) == 1 and first != second:
-        found = found.over({"dtype_momentum": first.pop()}, "file")
-    if own.behind is None or len(own.behind) == 1:  # scale_by_adam alone, or Optax' adam
-        found = found.over({"weight_decay_rate": 0.0}, "assumed")
-    return found, {}
+    if "amsgrad" in hyperparameters.values:
+        hyperparameters = hyperparameters.over({"amsgrad": "nu_max" in core.link.state}, "file")
+    first, second = _dtypes(core.link, "mu"), _dtypes(core.link, "nu")
+    if "dtype_momentum" in hyperparameters.values and len(first) == 1 and first != second:
+        hyperparameters = hyperparameters.over({"dtype_momentum": first.pop()}, "file")
+    if core.behind is None or len(core.behind) == 1:  # scale_by_adam alone, or Optax' adam
+        hyperparameters = hyperparameters.over({"weight_decay_rate": 0.0}, "assumed")
+    return hyperparameters, {}
 
 
-def _adafactor(own: CoreLink, found: Hyperparameters) -> tuple[Hyperparameters, dict[str, Sequence[str]]]:
+def _adafactor(
+    core: CoreLink, hyperparameters: Hyperparameters
+) -> tuple[Hyperparameters, dict[str, Sequence[str]]]:
     """Reads Adafactor's chain: statistics, clipping, rate, parameter scale, momentum, decay, sign; some are absent."""
     unknown: dict[str, Sequence[str]] = {}
-    if own.momentum is None:
-        found = found.over({"beta1": None}, "file")
+    if core.momentum is None:
+        hyperparameters = hyperparameters.over({"beta1": None}, "file")
     else:
-        dtypes = _dtypes(own.momentum, "ema")
-        found = found.over({"dtype_momentum": dtypes.pop()} if len(dtypes) == 1 else {}, "file")
+        dtypes = _dtypes(core.momentum, "ema")
+        hyperparameters = hyperparameters.over(
+            {"dtype_momentum": dtypes.pop()} if len(dtypes) == 1 else {}, "file"
+        )
         unknown["beta1 isn't stored: a link keeps momentum; a step needs its value."] = ("beta1",)
-    usual = 4 + len(own.links) - 1
-    if own.before or own.others or len(own.behind or ()) not in (usual - 1, usual, usual + own.masked):
+    usual = 4 + len(core.links) - 1
+    if core.before or core.others or len(core.behind or ()) not in (usual - 1, usual, usual + core.masked):
         why = "The chain isn't optax.adafactor's with its defaults; which of its links are on isn't stored."
         unknown[why] = _LINKS
-    return found, unknown
+    return hyperparameters, unknown
 
 
-def _with_factoring(found: Hyperparameters, held: Sequence[Factoring]) -> tuple[Hyperparameters, list[str]]:
-    yes = [one.decides for one in held if one.factored]
-    no = [one.decides for one in held if not one.factored and one.decides]
+def _with_factoring(
+    hyperparameters: Hyperparameters, factorings: Sequence[Factoring]
+) -> tuple[Hyperparameters, list[str]]:
+    yes = [one.decides for one in factorings if one.factored]
+    no = [one.decides for one in factorings if not one.factored and one.decides]
     if yes or not no:
-        return with_minimum(found.over({"factored": True}, "file" if yes else "assumed"), yes, no)
-    if max(no) >= found.values[MINIMUM]:
-        found = found.over({"factored": False}, "assumed")
-    return found, []
+        return with_minimum(hyperparameters.over({"factored": True}, "file" if yes else "assumed"), yes, no)
+    if max(no) >= hyperparameters.values[MINIMUM]:
+        hyperparameters = hyperparameters.over({"factored": False}, "assumed")
+    return hyperparameters, []
 
 
 def _dtypes(link: Link, field: str) -> set[str]:

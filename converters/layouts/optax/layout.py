@@ -115,9 +115,9 @@ def _foreign(state: TrainState) -> Iterator[str]:
     """Yields what a state never has that was read from Optax: then the form it carries is of an earlier conversion."""
     yield from state.counts.behind
     yield from (path for group in state.optimizer.groups for path in group.paths if path not in state.slots)
-    for path, own in state.slots.items():
+    for path, slots in state.slots.items():
         rule = state.rules.get(path)
-        if "v_row" in own and rule is not None and _as_usual(rule, state.params[path].shape) is not False:
+        if "v_row" in slots and rule is not None and _as_usual(rule, state.params[path].shape) is not False:
             yield path
 
 
@@ -131,12 +131,12 @@ def _contents(state: TrainState) -> Contents:
 def _slots(state: TrainState, path: str) -> dict[str, Tensor]:
     """Returns a parameter's slots by Optax' names, with placeholders where Adafactor doesn't use one."""
     schema = load_schema(state.optimizer.schema)
-    own = state.slots[path]
-    found = {schema.slots[name].aliases[VARIANT]: tensor for name, tensor in own.items()}
+    slots = state.slots[path]
+    fields = {schema.slots[name].aliases[VARIANT]: tensor for name, tensor in slots.items()}
     if schema.name == "adafactor":
         empty = placeholder(state.params[path])
-        found = {"v_row": empty, "v_col": empty, "v": empty, **found}
-    return found
+        fields = {"v_row": empty, "v_col": empty, "v": empty, **fields}
+    return fields
 
 
 def _with_given(frame: Tree, state: TrainState) -> Tree:
@@ -162,10 +162,10 @@ def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
         yield f"has made {updates} of {state.counts.updates} updates; Optax counts them together", path
     moved = [path for group in state.optimizer.groups for path in group.paths]
     yield from (("has no slots yet; Optax makes them all at once", p) for p in moved if p not in state.slots)
-    for path, own in state.slots.items():
-        unknown = [name for name in own if VARIANT not in schema.slots[name].aliases]
+    for path, slots in state.slots.items():
+        unknown = [name for name in slots if VARIANT not in schema.slots[name].aliases]
         yield from ((f"has slot {name}, for which Optax has no place", path) for name in unknown)
-        if "v_max" in own and state.optimizer.variant != VARIANT:
+        if "v_max" in slots and state.optimizer.variant != VARIANT:
             yield "has v_max of another rule: Optax keeps the maximum of the corrected moment", path
     for chain in _chains(state):
         kept = {frozenset(state.slots[path]) & {"m", "v_max"} for path in chain.paths if path in state.slots}
@@ -196,12 +196,12 @@ def _unsaid(group: Group, schema: str) -> Iterator[str]:
 
 def _factor_faults(state: TrainState, paths: Iterable[str]) -> Iterator[tuple[str, str]]:
     sizes: dict[bool, list[int]] = {True: [], False: []}
-    for path, own in ((path, state.slots[path]) for path in paths if path in state.slots):
+    for path, slots in ((path, state.slots[path]) for path in paths if path in state.slots):
         shape, rule = state.params[path].shape, state.rules.get(path)
-        factored = "v_row" in own
+        factored = "v_row" in slots
         if len(shape) > 1:
             sizes[factored].append(sorted(shape)[-2])
-        if not factored and "v" not in own:
+        if not factored and "v" not in slots:
             yield "has no second moment", path
         if factored and rule is not None and _as_usual(rule, shape) is None:
             axes = ", ".join(axis.value for axis in rule.axes)
@@ -219,11 +219,11 @@ def _factor_faults(state: TrainState, paths: Iterable[str]) -> Iterator[tuple[st
 def _as_usual(rule: Rule, shape: tuple[int, ...]) -> bool | None:
     """Tells whether row and column change places in Optax; None if it averages other axes away."""
     usual = usual_axes(shape)
-    found = tuple(axis if axis in (Axis.ROW, Axis.COLUMN) else Axis.NONE for axis in rule.axes)
+    roles = tuple(axis if axis in (Axis.ROW, Axis.COLUMN) else Axis.NONE for axis in rule.axes)
     swapped = {Axis.ROW: Axis.COLUMN, Axis.COLUMN: Axis.ROW}
-    if found == usual:
+    if roles == usual:
         return False
-    return True if found == tuple(swapped.get(axis, axis) for axis in usual) else None
+    return True if roles == tuple(swapped.get(axis, axis) for axis in usual) else None
 
 
 def _inexact(state: TrainState) -> Iterator[tuple[str, tuple[Exactness, str]]]:
@@ -323,10 +323,10 @@ def _link(state: TrainState, chain: _Chain, *natives: str) -> Tree:
 
 
 def _turned(state: TrainState, path: str) -> dict[str, Tensor]:
-    found, rule = _slots(state, path), state.rules.get(path)
+    fields, rule = _slots(state, path), state.rules.get(path)
     if rule is not None and rule.factored and _as_usual(rule, state.params[path].shape):
-        found = {**found, "v_row": found["v_col"], "v_col": found["v_row"]}
-    return found
+        fields = {**fields, "v_row": fields["v_col"], "v_col": fields["v_row"]}
+    return fields
 
 
 _STRANGE = "Other links act on the same parameters with statistics of their own, which statekit keeps but doesn't step."
@@ -350,11 +350,11 @@ class Optax:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for the fields of a link's state, and for parameters that fit them."""
-        found = [link for link in links(checkpoint.tree) if link.kind in CORE_LINKS]
-        if not found or find_params(checkpoint.tree, found) is None:
+        core_links = [link for link in links(checkpoint.tree) if link.kind in CORE_LINKS]
+        if not core_links or find_params(checkpoint.tree, core_links) is None:
             return None
-        place = "/".join(map(str, found[0].path)) or "the top"
-        return Evidence(20, f"{place} has {', '.join(found[0].state)}, as a state of Optax has them")
+        place = "/".join(map(str, core_links[0].path)) or "the top"
+        return Evidence(20, f"{place} has {', '.join(core_links[0].state)}, as a state of Optax has them")
 
     def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
         """Returns the canonical state.
@@ -368,32 +368,34 @@ class Optax:
         """
         faults = Faults()
         tree = opened(checkpoint, CORE_LINKS, faults)
-        found = [link for link in tree.found if link.kind in CORE_LINKS]
-        cores = [core_link(link, tree.found, tree.checkpoint.tree, tree.where) for link in found]
+        core_links = [link for link in tree.all_links if link.kind in CORE_LINKS]
+        cores = [core_link(link, tree.all_links, tree.checkpoint.tree, tree.where) for link in core_links]
         schema, notes = _schema(cores, hints, faults)
         specified = canonical(schema, hints.hyperparameters)
-        parts = [_part(own, schema, tree.params, faults) for own in cores]
+        parts = [_part(core, schema, tree.params, faults) for core in cores]
         slots = [part.slots for part in parts]
-        updates = updates_of(found, slots, faults)
+        updates = updates_of(core_links, slots, faults)
         rules = dict(_rules(tree.params, parts, specified, faults))
         faults.check(
             StateError, "The checkpoint isn't a state of Optax that statekit knows", place=checkpoint.path
         )
         known = stated(checkpoint, schema.name, slots)
-        begun = [link for link in tree.found if link.kind == "accumulate" and link.state["mini_step"].read()]
+        begun = [
+            link for link in tree.all_links if link.kind == "accumulate" and link.state["mini_step"].read()
+        ]
         if known is not None:
             groups, rules, variant = groups_of(known, specified), rules_of(known, rules), known.variant
             notes = [] if hints.hyperparameters else [*known.assumptions]
         else:
             groups, more = _settled(parts, schema, specified)
-            strange = any(own.others for own in cores)
+            strange = any(core.others for core in cores)
             variant = None if strange else VARIANT
             notes += [*more, *_rule_notes(rules), *([_STRANGE] if strange else [])]
         notes += [_BEGUN] if begun and _BEGUN not in notes else []
         kept = {
-            path: _canonical(schema, own, part.shown.get(path))
+            path: _canonical(schema, param_slots, part.shown.get(path))
             for part in parts
-            for path, own in part.slots.items()
+            for path, param_slots in part.slots.items()
         }
         return TrainState(
             tree.params,
@@ -401,7 +403,7 @@ class Optax:
             Optimizer(schema.name, hints.variant or variant, tuple(groups)),
             Counts(updates, tree.schedule(updates)),
             rules,
-            tree.extra("optax", {path for own in cores for path in own.paths}, updates),
+            tree.extra("optax", {path for core in cores for path in core.paths}, updates),
             tuple(notes),
         )
 
@@ -431,46 +433,46 @@ class _Part:
     """What the optimizer of one core link moves.
 
     Attributes:
-        own: The core link.
+        core: The core link.
         slots: For each path, its slots by Optax' names.
         shown: For each path, how Adafactor's slots show it to be factored.
     """
 
-    own: CoreLink
+    core: CoreLink
     slots: Slots
     shown: Mapping[str, Factoring]
 
 
 def _schema(cores: Sequence[CoreLink], hints: Hints, faults: Faults) -> tuple[OptimizerSchema, list[str]]:
-    found = [schema_of(own, hints.hyperparameters) for own in cores]
-    names = list(dict.fromkeys(name for name, _ in found))
+    choices = [schema_of(core, hints.hyperparameters) for core in cores]
+    names = list(dict.fromkeys(name for name, _ in choices))
     if len(names) > 1:
-        for own, (name, _) in zip(cores, found, strict=True):
-            count_ = len(slots_of(own.links))
-            faults.add(f"is a part with {name} of {count_} parameters", "/".join(map(str, own.link.path)))
+        for core, (name, _) in zip(cores, choices, strict=True):
+            count_ = len(slots_of(core.links))
+            faults.add(f"is a part with {name} of {count_} parameters", "/".join(map(str, core.link.path)))
         faults.check(
             StateError,
             f"The run has several optimizers ({' and '.join(names)}); a state of statekit has one",
             remedy="save each part with its own parameters, {'params': ..., 'opt_state': inner_states[label]}, and"
             " convert these",
         )
-    return load_schema(names[0]), list(dict.fromkeys(why for _, why in found if why))
+    return load_schema(names[0]), list(dict.fromkeys(why for _, why in choices if why))
 
 
-def _part(own: CoreLink, schema: OptimizerSchema, params: Mapping[str, Tensor], faults: Faults) -> _Part:
-    slots = slots_of(own.links)
-    fields = [name for link in own.links for name, _ in link.trees()]
+def _part(core: CoreLink, schema: OptimizerSchema, params: Mapping[str, Tensor], faults: Faults) -> _Part:
+    slots = slots_of(core.links)
+    fields = [name for link in core.links for name, _ in link.trees()]
     shown: dict[str, Factoring] = {}
-    for path, held in slots.items():
-        missing = [name for name in fields if name not in held]
-        faults += [(f"has no {name} in {'/'.join(map(str, own.link.path))}", path) for name in missing]
+    for path, param_slots in slots.items():
+        missing = [name for name in fields if name not in param_slots]
+        faults += [(f"has no {name} in {'/'.join(map(str, core.link.path))}", path) for name in missing]
         if schema.name == "adafactor" and not missing:
-            found = factoring(params[path].shape, held)
-            if isinstance(found, str):
-                faults.add(found, path)
+            inferred_factoring = factoring(params[path].shape, param_slots)
+            if isinstance(inferred_factoring, str):
+                faults.add(inferred_factoring, path)
             else:
-                shown[path] = found
-    return _Part(own, slots, shown)
+                shown[path] = inferred_factoring
+    return _Part(core, slots, shown)
 
 
 def _rules(
@@ -489,8 +491,8 @@ def _settled(
 ) -> tuple[list[Group], list[str]]:
     groups, notes = [], []
     for part in parts:
-        found, open_points = inferred(part.own, schema, list(part.shown.values()), specified)
-        settings = found.over(specified, "given")
+        hyperparameters, open_points = inferred(part.core, schema, list(part.shown.values()), specified)
+        settings = hyperparameters.over(specified, "given")
         groups.append(group_of(tuple(part.slots), settings))
         notes += open_points
         if assumed := settings.assumed():

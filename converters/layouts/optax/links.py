@@ -91,26 +91,26 @@ class Link:
 
 def links(tree: Tree) -> list[Link]:
     """Returns the states of all links, from the top and from the left."""
-    found: list[Link] = []
+    all_links: list[Link] = []
     stack: list[tuple[Path, Any]] = [((), tree)]
     while stack:
         path, node = stack.pop()
         few = isinstance(node, Mapping) and len(node) <= _MOST_FIELDS
         kind = KINDS.get(frozenset(node)) if few else None
         if kind is not None and _counts(node):
-            found.append(Link(kind, path, node))
+            all_links.append(Link(kind, path, node))
         if kind not in SLOT_TREES:
             inner = [
                 ((*path, key), child) for key, child in children(node) if isinstance(child, (dict, list))
             ]
             stack += reversed(inner)
-    return found
+    return all_links
 
 
 def _counts(node: Mapping[str, Any]) -> bool:
     """Tells whether what should count is an integer."""
-    held = [node[name] for name in ("count", "mini_step", "gradient_step") if name in node]
-    return all(is_tensor(leaf) and leaf.shape == () and leaf.dtype.kind in "iu" for leaf in held)
+    counters = [node[name] for name in ("count", "mini_step", "gradient_step") if name in node]
+    return all(is_tensor(leaf) and leaf.shape == () and leaf.dtype.kind in "iu" for leaf in counters)
 
 
 def children(node: Any) -> list[tuple[Any, Any]]:
@@ -138,8 +138,8 @@ def with_sequences(tree: Tree) -> Tree:
 
     Maps with the keys "0", "1", ... are sequences only where they lead to a link's state: parameters may be named so.
     """
-    found = links(tree)
-    above = [link.path[:i] for link in found for i in range(len(link.path) + 1)]
+    all_links = links(tree)
+    above = [link.path[:i] for link in all_links for i in range(len(link.path) + 1)]
     chains = {path: _chain(node) for path in above if _is_state(node := under(tree, path))}
     return replaced(tree, chains)
 
@@ -199,11 +199,11 @@ def replaced(tree: Tree, parts: Mapping[Path, Tree], path: Path = ()) -> Tree:
     return below if isinstance(tree, Mapping) else list(below.values())
 
 
-def find_params(tree: Tree, found: list[Link], cores: Collection[str] = CORE_LINKS) -> Path | None:
+def find_params(tree: Tree, all_links: list[Link], cores: Collection[str] = CORE_LINKS) -> Path | None:
     """Returns the path of the parameters: the node that has a tensor wherever a slot is, called `params` if one is."""
-    trees = [own for link in found if link.kind in cores for _, own in link.trees()]
-    slots = [path for own in trees for path, leaf in leaves(own) if is_tensor(leaf)]
-    inside = [link.path for link in found]
+    trees = [field_tree for link in all_links if link.kind in cores for _, field_tree in link.trees()]
+    slots = [path for field_tree in trees for path, leaf in leaves(field_tree) if is_tensor(leaf)]
+    inside = [link.path for link in all_links]
     named: list[Path] = []
     others: list[Path] = []
     level: list[tuple[Path, Any]] = [((), tree)]
@@ -214,7 +214,7 @@ def find_params(tree: Tree, found: list[Link], cores: Collection[str] = CORE_LIN
             ((*path, key), child)
             for path, node in level
             for key, child in children(node)
-            if children(child) and not any((*path, key)[: len(own)] == own for own in inside)
+            if children(child) and not any((*path, key)[: len(place)] == place for place in inside)
         ]
     return next((path for path in (*named, *others) if _covers(under(tree, path), slots)), None)
 

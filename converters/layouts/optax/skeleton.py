@@ -63,7 +63,7 @@ def filled(form: Tree, leaf: Callable[[str], Tensor | None]) -> Tree:
 def frame_of(
     tree: Tree,
     at: Path,
-    found: list[Link],
+    all_links: list[Link],
     kept: Collection[Path],
     updates: int,
     schedule: int,
@@ -74,7 +74,7 @@ def frame_of(
     Args:
         tree: The tree.
         at: Where its parameters are.
-        found: Its links.
+        all_links: Its links.
         kept: The paths of those whose slots are canonical.
         updates: The count of updates.
         schedule: The schedule's.
@@ -85,16 +85,18 @@ def frame_of(
     form = form_of(node, paths)
     usual = usual_form(dict.fromkeys(paths.values()))
     parts: dict[Path, Tree] = {at: (PARAMS,) if form == usual else (PARAMS, _packed(form))}
-    held: dict[str, set[str]] = {}
-    for name, own in (pair for link in found if link.path in kept for pair in link.trees()):
-        held.setdefault(name, set()).update(paths[keys] for keys, leaf in leaves(own) if is_tensor(leaf))
+    paths_of: dict[str, set[str]] = {}
+    for name, field_tree in (pair for link in all_links if link.path in kept for pair in link.trees()):
+        paths_of.setdefault(name, set()).update(
+            paths[keys] for keys, leaf in leaves(field_tree) if is_tensor(leaf)
+        )
     plain = {
-        name: replaced(form, {keys: None for keys, path in paths.items() if path not in own})
-        for name, own in held.items()
+        name: replaced(form, {keys: None for keys, path in paths.items() if path not in holders})
+        for name, holders in paths_of.items()
     }
-    for link in found:
-        for name, own in link.trees() if link.path in kept else ():
-            mine = form_of(own, paths)
+    for link in all_links:
+        for name, field_tree in link.trees() if link.path in kept else ():
+            mine = form_of(field_tree, paths)
             parts[(*link.path, name)] = (SLOT, name) if mine == plain[name] else (SLOT, name, _packed(mine))
         for name in groups if link.path in kept else ():
             if is_tensor(link.state.get(name)):
@@ -150,9 +152,9 @@ def rebuilt(frame: Tree, contents: Contents) -> Tree:
     try:
         usual = usual_form(contents.params)
         forms = [mark for _, mark in leaves(frame) if isinstance(mark, tuple) and mark[:1] == (PARAMS,)]
-        own = _unpacked(forms[0][1]) if forms and len(forms[0]) > 1 else usual
+        form = _unpacked(forms[0][1]) if forms and len(forms[0]) > 1 else usual
         marks = {keys: mark for keys, mark in leaves(frame) if isinstance(mark, tuple) and mark}
-        return replaced(frame, {keys: _value(mark, own, contents) for keys, mark in marks.items()})
+        return replaced(frame, {keys: _value(mark, form, contents) for keys, mark in marks.items()})
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise StateError(
             "The form of an Optax checkpoint that the state carries isn't one of its parameters.",
@@ -278,7 +280,7 @@ def _optimizer_part(form: Tree) -> Any:
         key: {mark[0] for _, mark in leaves(part) if isinstance(mark, tuple) and mark}
         for key, part in form.items()
     }
-    holding = [key for key, found in marks.items() if SLOT in found]
+    holding = [key for key, roles in marks.items() if SLOT in roles]
     return holding[0] if len(holding) == 1 and "params" not in marks[holding[0]] else None
 
 

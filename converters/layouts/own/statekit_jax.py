@@ -101,7 +101,7 @@ class StatekitJax:
         """
         faults = Faults()
         tree = opened(checkpoint, OWN_CORE_LINKS, faults)
-        own = [link for link in tree.found if link.kind in OWN_CORE_LINKS]
+        own = [link for link in tree.all_links if link.kind in OWN_CORE_LINKS]
         names = list(dict.fromkeys(_schema_of(link) for link in own))
         if len(names) > 1:
             faults.add("are optimizers of one run, kept in one state only alike", " and ".join(names))
