@@ -45,8 +45,8 @@ def contents_of(checkpoint: Checkpoint) -> Contents | None:
     parts = find_parts(checkpoint, {})
     if parts is None:
         return _weights(checkpoint)
-    slots = sorted({slot for own in parts.state.values() for slot, _ in _tensors(own)})
-    said = told(parts)
+    slots = sorted({slot for record in parts.state.values() for slot, _ in _tensors(record)})
+    said = signature_of(parts)
     name = said.name if said else "an optimizer that isn't known by its slots and options"
     count = sum(len(group["params"]) for group in parts.groups)
     listed = f"its slots by parameter: {', '.join(slots) or 'none'}"
@@ -64,18 +64,18 @@ def contents_of(checkpoint: Checkpoint) -> Contents | None:
         owned = dict(_by_parameter(parts, bool(checkpoint.meta.get(SORTED))))
     except StateError as error:
         what, owned = f"{what}; whose they are isn't known: {error.line}", {}
-    taken |= {id(tensor) for own in owned.values() for tensor in own.values()}
+    taken |= {id(tensor) for tensors in owned.values() for tensor in tensors.values()}
     others = {key: tensor for key, tensor in checkpoint.tensors.items() if id(tensor) not in taken}
     return Contents(what, params, owned, others)
 
 
-def told(parts: Parts) -> Signature | None:
+def signature_of(parts: Parts) -> Signature | None:
     """Returns the signature that fits an optimizer best; None if none does."""
-    held = {slot for own in parts.state.values() for slot in own}
+    slots = {slot for record in parts.state.values() for slot in record}
     fits = [
         one
         for one in signatures()
-        if held.issuperset(one.slots) and all(group.keys() >= {*one.options} for group in parts.groups)
+        if slots.issuperset(one.slots) and all(group.keys() >= {*one.options} for group in parts.groups)
     ]
     return max(fits, key=lambda one: len(one.slots) + len(one.options), default=None)
 
@@ -112,15 +112,15 @@ def _by_parameter(parts: Parts, is_sorted: bool) -> Iterator[tuple[str, Mapping[
             yield _path(name), dict(_tensors(parts.state.get(index, {})))
 
 
-def _shape(own: Mapping[str, Any], known: set[Shape]) -> Shape | None:
+def _shape(record: Mapping[str, Any], known: set[Shape]) -> Shape | None:
     """Returns the shape of a parameter, if a slot has it: its largest one, if a parameter has that shape."""
-    shapes = [tensor.shape for _, tensor in _tensors(own)]
+    shapes = [tensor.shape for _, tensor in _tensors(record)]
     largest = max(shapes, key=math.prod, default=None)
     return largest if largest in known else None
 
 
-def _tensors(own: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    yield from tensor_names(dict(own)).items()
+def _tensors(record: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    yield from tensor_names(dict(record)).items()
 
 
 def _path(name: str) -> str:

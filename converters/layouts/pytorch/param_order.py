@@ -62,16 +62,16 @@ def found_order(
     named = named_order(groups, model, None)
     if named is not None:
         return named
-    own = {name: tensor.shape for name, tensor in apart(model).items()}
+    model_shapes = {name: tensor.shape for name, tensor in apart(model).items()}
     if given is None:
         try:
-            return shaped_order(shapes, own, "the model part", is_sorted)
+            return shaped_order(shapes, model_shapes, "the model part", is_sorted)
         except StateError:
-            dotted = (name if name in own else name.replace("/", ".") for name in own_model or ())
-            known = dict.fromkeys(name for name in dotted if name in own)
+            dotted = (name if name in model_shapes else name.replace("/", ".") for name in own_model or ())
+            known = dict.fromkeys(name for name in dotted if name in model_shapes)
             if not known:
                 raise
-            return shaped_order(shapes, {name: own[name] for name in known}, OWN_MODEL)
+            return shaped_order(shapes, {name: model_shapes[name] for name in known}, OWN_MODEL)
     names = _known(given, model)
     flat = [shape for group in shapes for shape in group]
     listed = len(names) == len(flat) and all(
@@ -79,7 +79,9 @@ def found_order(
     )
     if listed or len(names) < len(flat):
         return _cut(groups, names)
-    return shaped_order(shapes, {name: own[name] for name in names if name in own}, "the names given")
+    return shaped_order(
+        shapes, {name: model_shapes[name] for name in names if name in model_shapes}, "the names given"
+    )
 
 
 def named_order(
@@ -152,16 +154,16 @@ def shaped_order(
             wanted.setdefault(shape, []).append(number)
     faults, several = Faults(), 0
     for shape, numbers in wanted.items():
-        found = names.get(shape, [])
-        if len(found) != len(numbers):
-            faults.add(f"{len(numbers)} in the optimizer, {len(found)} in the model", f"shape {shape}")
+        candidates = names.get(shape, [])
+        if len(candidates) != len(numbers):
+            faults.add(f"{len(numbers)} in the optimizer, {len(candidates)} in the model", f"shape {shape}")
         elif len(set(numbers)) > 1:
             faults.add(f"stands in groups {sorted(set(numbers))}", f"shape {shape}")
         elif is_sorted and len(numbers) > 1:
             faults.add(f"{len(numbers)} of it, {BY_NAME}", f"shape {shape}")
         several += len(numbers) if len(numbers) > 1 else 0
     faults.check(StateError, "Shapes don't tell which parameters the optimizer's indices mean", remedy=REMEDY)
-    left = {shape: iter(found) for shape, found in names.items()}
+    left = {shape: iter(candidates) for shape, candidates in names.items()}
     order = tuple(tuple(next(left[shape]) for shape in group if shape is not None) for group in groups)
     return Order(order, (_said(several, source),) if several else ())
 
@@ -178,9 +180,9 @@ def _whole_order(
             remedy=REMEDY,
         )
     wrong = Faults(
-        (f"has shape {shape}, its slots {own}", name)
-        for (name, shape), own in zip(model.items(), groups[0], strict=True)
-        if own not in (None, shape)
+        (f"has shape {shape}, its slots {slot_shape}", name)
+        for (name, shape), slot_shape in zip(model.items(), groups[0], strict=True)
+        if slot_shape not in (None, shape)
     )
     wrong.check(StateError, "The optimizer's parameters don't stand in the order of the model", remedy=REMEDY)
     return Order((tuple(model),), (_said(len(model), source),))

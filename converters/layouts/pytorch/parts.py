@@ -91,11 +91,11 @@ def possible_models(tree: Tree) -> list[str]:
 
 def _models(tree: Tree, optimizer: Path | None) -> dict[Path, Any]:
     """Returns every part that may be a model, and that of an optimizer if its path is given."""
-    found = {path: node for path, node in _nodes(tree, optimizer) if path and _is_model(node)}
+    models = {path: node for path, node in _nodes(tree, optimizer) if path and _is_model(node)}
     if optimizer is None:
-        return found
+        return models
     moved = at(tree, optimizer)
-    return {path: node for path, node in found.items() if _may_be_of(moved, node)}
+    return {path: node for path, node in models.items() if _may_be_of(moved, node)}
 
 
 def _may_be_of(optimizer: Mapping[str, Any], model: Mapping[str, Tensor]) -> bool:
@@ -106,11 +106,11 @@ def _may_be_of(optimizer: Mapping[str, Any], model: Mapping[str, Tensor]) -> boo
     return len(model) >= len(params) and all(param in model for param in params if isinstance(param, str))
 
 
-def _place(usual: Sequence[Path], found: Mapping[Path, Any], key: str | None) -> Path | None:
+def _place(usual: Sequence[Path], models: Mapping[Path, Any], key: str | None) -> Path | None:
     if key is None:
-        known = next((path for path in usual if path in found), None)
-        return next(iter(found)) if known is None and len(found) == 1 else known
-    names = {"/".join(map(str, path)): path for path in found}
+        known = next((path for path in usual if path in models), None)
+        return next(iter(models)) if known is None and len(models) == 1 else known
+    names = {"/".join(map(str, path)): path for path in models}
     if key not in names:
         raise UsageError(
             "There is no such part of the checkpoint at this key.",
@@ -217,14 +217,14 @@ def extra_of(parts: Parts, params: Iterable[str], options: Iterable[str]) -> dic
     ties = {name: one for name, one in ties_of(parts.model, moved).items() if name not in taken}
     if isinstance(rest, Mapping) and are_ties(rest.get(TIES), parts.model):
         ties, rest = {**rest[TIES], **ties}, without(rest, (TIES,))
-    found: dict[str, Any] = {
+    extra: dict[str, Any] = {
         BUFFERS: {name: leaf for name, leaf in parts.model.items() if name not in taken and name not in ties},
         TIES: {name.replace(".", "/"): one.replace(".", "/") for name, one in ties.items()},
         GROUPS: [{key: value for key, value in group.items() if key not in known} for group in parts.groups],
         BESIDE: rest,
         PLACES: [list(place) for place in parts.places],
     }
-    return {key: part for key, part in found.items() if part}
+    return {key: part for key, part in extra.items() if part}
 
 
 def join_parts(
@@ -339,7 +339,7 @@ def is_nested(node: Any) -> bool:
         isinstance(groups, list | tuple)
         and all(isinstance(one, Mapping) and isinstance(one.get("params"), list | tuple) for one in groups)
         and isinstance(state, Mapping)
-        and all(isinstance(own, Mapping) for own in state.values())
+        and all(isinstance(record, Mapping) for record in state.values())
     )
 
 
@@ -354,14 +354,15 @@ def nested_form(optimizer: Mapping[str, Any], names: Iterable[str]) -> tuple[Map
         None if a flat key begins with no name of the model.
     """
     if is_flat(optimizer):
-        found = _nested(optimizer, set(names))
-        return None if found is None else (found, "flat")
+        nested = _nested(optimizer, set(names))
+        return None if nested is None else (nested, "flat")
     groups, state = optimizer["param_groups"], optimizer["state"]
     params = [param for group in groups for param in group["params"]]
     if any(isinstance(param, str) for param in params):
         return optimizer, "name"
     numbered = {
-        int(i) if isinstance(i, str) and i.isdecimal() and len(i) < 10 else i: own for i, own in state.items()
+        int(i) if isinstance(i, str) and i.isdecimal() and len(i) < 10 else i: record
+        for i, record in state.items()
     }
     return {**optimizer, "state": numbered}, "index"
 
@@ -370,16 +371,16 @@ def by_name(optimizer: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Any, str
     """Returns an optimizer under the names that its groups give its indices, and name by index; None if they don't."""
     names: dict[Any, str] = {}
     for group in optimizer["param_groups"]:
-        own = group.get("param_names")
-        if not isinstance(own, list) or len(own) != len(group["params"]):
+        param_names = group.get("param_names")
+        if not isinstance(param_names, list) or len(param_names) != len(group["params"]):
             return None
-        names |= zip(group["params"], own, strict=True)
+        names |= zip(group["params"], param_names, strict=True)
     if not all(isinstance(i, int) for i in names) or not optimizer["state"].keys() <= names.keys():
         return None
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in optimizer["param_groups"]]
     return {
         **optimizer,
-        "state": {names[i]: own for i, own in optimizer["state"].items()},
+        "state": {names[i]: record for i, record in optimizer["state"].items()},
         "param_groups": groups,
     }, names
 
@@ -388,9 +389,9 @@ def with_names(encoded: Encoded) -> Encoded:
     """Returns an encoded state with the one whose optimizers are by name beside it, if their groups know the names."""
     tree, renamed = dict(encoded.tree), dict[str, str]()
     for place, part in encoded.tree.items():
-        found = by_name(part) if is_nested(part) else None
-        if found:
-            tree[place], names = found
+        named = by_name(part) if is_nested(part) else None
+        if named:
+            tree[place], names = named
             renamed |= {f"{place}/state/{i}/": f"{place}/state/{name}/" for i, name in names.items()}
     if not renamed:
         return encoded
@@ -412,13 +413,15 @@ def by_index(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
     groups = [
         {**group, "params": [index[name] for name in group["params"]]} for group in optimizer["param_groups"]
     ]
-    state = {index.get(name, name): own for name, own in optimizer["state"].items()}
+    state = {index.get(name, name): record for name, record in optimizer["state"].items()}
     return {**optimizer, "state": state, "param_groups": groups}
 
 
 def flat_form(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Tree]:
     """Returns the flat form of an optimizer that is by name."""
-    flat = {key: leaf for name, own in state.items() for key, leaf in _flat(f"{_FLAT_STATE}{name}", own)}
+    flat = {
+        key: leaf for name, record in state.items() for key, leaf in _flat(f"{_FLAT_STATE}{name}", record)
+    }
     for group in groups:
         flat |= {
             f"{_FLAT_GROUPS}{name}.{option}": value
@@ -429,8 +432,8 @@ def flat_form(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> 
     return flat
 
 
-def _flat(prefix: str, own: Mapping[Any, Any]) -> Iterable[tuple[str, Tree]]:
-    for key, value in own.items():
+def _flat(prefix: str, record: Mapping[Any, Any]) -> Iterable[tuple[str, Tree]]:
+    for key, value in record.items():
         if isinstance(value, Mapping):
             yield from _flat(f"{prefix}.{key}", value)
         else:
@@ -451,10 +454,12 @@ def _nested(flat: Mapping[str, Any], names: set[str]) -> dict[str, Any] | None:
             return None
         there.setdefault(name, {})[rest[len(name) + 1 :]] = value
     groups: list[dict[str, Any]] = []
-    for name, own in options.items():
-        same = next((group for group in groups if _equal({**own, "params": group["params"]}, group)), None)
+    for name, param_options in options.items():
+        same = next(
+            (group for group in groups if _equal({**param_options, "params": group["params"]}, group)), None
+        )
         if same is None:
-            groups.append({**own, "params": [name]})
+            groups.append({**param_options, "params": [name]})
         else:
             same["params"].append(name)
     bare = [name for name in state if name not in options]

@@ -170,16 +170,16 @@ class TorchOptim:
         notes = dict.fromkeys((*order.notes, *said))
         for group, names in zip(parts.groups, order.groups, strict=True):
             for index, name in zip(group["params"], names, strict=True):
-                own = parts.state.get(index)
-                if own is None or name not in parts.model:
+                record = parts.state.get(index)
+                if record is None or name not in parts.model:
                     continue
                 path = _path(name)
-                if _saw_pieces(kind, own, rules[path]):
+                if _saw_pieces(kind, record, rules[path]):
                     rules[path] = Rule((Axis.NONE,) * len(params[path].shape), "file")
                     notes[_PIECES] = None
-                slots[path] = dict(_slots(kind, own, rules[path], params[path].shape, path, faults))
-                counts[path] = _count(own.get("step"), path, faults)
-                left = {key: own[key] for key in kind.beside if key in own}
+                slots[path] = dict(_slots(kind, record, rules[path], params[path].shape, path, faults))
+                counts[path] = _count(record.get("step"), path, faults)
+                left = {key: record[key] for key in kind.beside if key in record}
                 beside |= {path: left} if left else {}
         faults.check(StateError, "The state doesn't fit the parameters", place=checkpoint.path)
         by_name = any(isinstance(index, str) for index in parts.state)
@@ -218,7 +218,9 @@ class TorchOptim:
         by_name = self.form is not None or bool(state.extra.get(_BY_NAME))
         index = {path: _name(path) if by_name else i for i, path in enumerate(order)}
         native = {
-            index[path]: _native(kind, state, path, own, faults) for path, own in state.slots.items() if own
+            index[path]: _native(kind, state, path, slots, faults)
+            for path, slots in state.slots.items()
+            if slots
         }
         stated = [*(state.extra.get(GROUPS) or ()), *({} for _ in optimizer.groups)]
         groups = [
@@ -252,11 +254,11 @@ def _incomplete(checkpoint: Checkpoint) -> StateError:
 
 
 def _kind(parts: Parts) -> TorchOptimizer | None:
-    held = {key for own in parts.state.values() for key in own}
-    fits = [kind for kind in KINDS if held <= {*kind.names.values(), "step", *kind.beside}]
-    if held and _is_bare(parts):
+    slot_names = {key for record in parts.state.values() for key in record}
+    fits = [kind for kind in KINDS if slot_names <= {*kind.names.values(), "step", *kind.beside}]
+    if slot_names and _is_bare(parts):
         # Where only tensors were saved, slots must do: the notes of Hugging Face's Adafactor tell it from AdamW.
-        return next((kind for kind in fits if set(kind.beside) <= held), None)
+        return next((kind for kind in fits if set(kind.beside) <= slot_names), None)
     kind = next((k for k in fits if all(set(k.options) <= group.keys() for group in parts.groups)), None)
     return kind if parts.groups else None
 
@@ -266,27 +268,29 @@ def _is_bare(parts: Parts) -> bool:
     return not any(kind.options[0] in group for kind in KINDS for group in parts.groups)
 
 
-def _shape_of(kind: TorchOptimizer, own: Mapping[str, Any]) -> Shape | None:
+def _shape_of(kind: TorchOptimizer, record: Mapping[str, Any]) -> Shape | None:
     """Returns the shape of a parameter as its slots show it."""
-    held = {name: own[native] for name, native in kind.names.items() if isinstance(own.get(native), Tensor)}
-    if "v_row" in held and "v_col" in held:
-        row, column = held["v_row"].shape, held["v_col"].shape
+    tensors = {
+        name: record[native] for name, native in kind.names.items() if isinstance(record.get(native), Tensor)
+    }
+    if "v_row" in tensors and "v_col" in tensors:
+        row, column = tensors["v_row"].shape, tensors["v_col"].shape
         if kind.form["reduced_axis"] == "kept":
             return (*row[:-1], column[-1]) if row and column else None
         return (*row, column[-1]) if column else None
-    return next((tensor.shape for name, tensor in held.items() if name not in _FACTORED), None)
+    return next((tensor.shape for name, tensor in tensors.items() if name not in _FACTORED), None)
 
 
 def _slots(
     kind: TorchOptimizer,
-    own: Mapping[str, Any],
+    record: Mapping[str, Any],
     rule: Rule,
     shape: Shape,
     path: str,
     faults: Faults,
 ) -> Iterator[tuple[str, Tensor]]:
     for name, native in kind.names.items():
-        tensor = own.get(native)
+        tensor = record.get(native)
         if not isinstance(tensor, Tensor):
             continue
         expected = rule.slot_shape(name, shape) if name in _FACTORED else shape
@@ -297,9 +301,9 @@ def _slots(
             yield name, tensor if stored == expected else Squeezed(tensor, expected)
 
 
-def _saw_pieces(kind: TorchOptimizer, own: Mapping[str, Any], rule: Rule) -> bool:
+def _saw_pieces(kind: TorchOptimizer, record: Mapping[str, Any], rule: Rule) -> bool:
     """Tells whether a parameter that the optimizer would factor has a second moment that isn't."""
-    return kind.schema == "adafactor" and rule.factored and isinstance(own.get(kind.names["v"]), Tensor)
+    return kind.schema == "adafactor" and rule.factored and isinstance(record.get(kind.names["v"]), Tensor)
 
 
 def _unknown_numbers(state: TrainState) -> Iterator[tuple[str, str]]:
@@ -326,7 +330,7 @@ def _native(
     kind: TorchOptimizer,
     state: TrainState,
     path: str,
-    own: Mapping[str, Tensor],
+    slots: Mapping[str, Tensor],
     faults: Faults,
 ) -> dict[str, Any]:
     param, names = state.params[path], kind.names
@@ -334,26 +338,26 @@ def _native(
     rule = state.rules.get(path, usual)
     updates = state.counts.behind.get(path, state.counts.updates)
     step: Any = in_memory(np.asarray(updates, kind.count), "step") if kind.count else updates
-    found: dict[str, Any] = {"step": step}
+    record: dict[str, Any] = {"step": step}
     # Pieces are cut anew from what lies under names; by index the optimizer itself would look for factored slots.
     pieces = not rule.factored and bool(state.extra.get(_BY_NAME))
     if rule.axes != usual.axes and not pieces:
         axes = ", ".join(axis.value for axis in rule.axes)
         faults.add(f"is factored by {axes}; this optimizer would: {[a.value for a in usual.axes]}", path)
-        return found
-    for name, tensor in own.items():
+        return record
+    for name, tensor in slots.items():
         if name not in names:
             faults.add(f"has slot {name}, for which there is no place", path)
             continue
         kept = kind.form.get("reduced_axis") == "kept" and name in _FACTORED
-        found[names[name]] = Squeezed(tensor, _kept(rule, name, param.shape)) if kept else tensor
-    return found | dict(state.extra.get(_INFORMATION, {}).get(path, {}))
+        record[names[name]] = Squeezed(tensor, _kept(rule, name, param.shape)) if kept else tensor
+    return record | dict(state.extra.get(_INFORMATION, {}).get(path, {}))
 
 
 def _groups(
     kind: TorchOptimizer, schema: OptimizerSchema, parts: Parts, names: Sequence[Sequence[str]]
 ) -> Iterator[Group]:
-    for i, (options, own) in enumerate(zip(parts.groups, names, strict=True)):
+    for i, (options, param_names) in enumerate(zip(parts.groups, names, strict=True)):
         values = schema.canonical(kind.variant, options, f"param_groups/{i}")
         faults = Faults()
         for name, value in values.items():
@@ -364,7 +368,7 @@ def _groups(
             ):
                 faults.add(f"is {value.read().item()!r}, {fault}", f"groups/{i}/{name}")
         faults.check(StateError, f"Hyperparameters of {schema.name} can't be these")
-        yield Group(tuple(map(_path, own)), values, dict.fromkeys(values, "file"))
+        yield Group(tuple(map(_path, param_names)), values, dict.fromkeys(values, "file"))
 
 
 def _native_options(kind: TorchOptimizer, state: TrainState, group: Group) -> dict[str, Any]:
