@@ -48,9 +48,9 @@ class Canonical:
         except (TypeError, ValueError, AttributeError, LookupError) as error:
             if isinstance(error, StateError):
                 raise
-            found = f"{type(error).__name__}: {error}"
+            fault = f"{type(error).__name__}: {error}"
             raise StateError(
-                "The record of a state is incomplete.", place=checkpoint.path, found=found
+                "The record of a state is incomplete.", place=checkpoint.path, found=fault
             ) from None
         return hints.applied(state)
 

@@ -83,11 +83,13 @@ class StatekitJax:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for the fields of a state, and for parameters that fit them."""
-        found = [link for link in links(checkpoint.tree) if link.kind in OWN_CORE_LINKS]
-        if not found or find_params(checkpoint.tree, found, OWN_CORE_LINKS) is None:
+        core_links = [link for link in links(checkpoint.tree) if link.kind in OWN_CORE_LINKS]
+        if not core_links or find_params(checkpoint.tree, core_links, OWN_CORE_LINKS) is None:
             return None
-        place = "/".join(map(str, found[0].path)) or "the top"
-        return Evidence(30, f"{place} has {', '.join(found[0].state)}, as a state of statekit.jax has them")
+        place = "/".join(map(str, core_links[0].path)) or "the top"
+        return Evidence(
+            30, f"{place} has {', '.join(core_links[0].state)}, as a state of statekit.jax has them"
+        )
 
     def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
         """Returns the canonical state.
@@ -101,13 +103,13 @@ class StatekitJax:
         """
         faults = Faults()
         tree = opened(checkpoint, OWN_CORE_LINKS, faults)
-        own = [link for link in tree.all_links if link.kind in OWN_CORE_LINKS]
-        names = list(dict.fromkeys(_schema_of(link) for link in own))
+        core_links = [link for link in tree.all_links if link.kind in OWN_CORE_LINKS]
+        names = list(dict.fromkeys(_schema_of(link) for link in core_links))
         if len(names) > 1:
             faults.add("are optimizers of one run, kept in one state only alike", " and ".join(names))
         schema = load_schema(names[0])
-        slots = [slots_of([link]) for link in own]
-        updates = updates_of(own, slots, faults)
+        slots = [slots_of([link]) for link in core_links]
+        updates = updates_of(core_links, slots, faults)
         known = stated(checkpoint, schema.name, slots)
         variant = hints.variant or (known.variant if known else None)
         factors = "v_row" in schema.slots
@@ -115,23 +117,27 @@ class StatekitJax:
         faults.check(StateError, "The checkpoint isn't a state of statekit.jax", place=checkpoint.path)
         if known is not None:
             said = groups_of(known, {})
-            groups = [_with_slots(group, link, schema.name) for group, link in zip(said, own, strict=False)]
-            groups += said[len(own) :]
+            groups = [
+                _with_slots(group, link, schema.name) for group, link in zip(said, core_links, strict=False)
+            ]
+            groups += said[len(core_links) :]
             rules, notes = rules_of(known, rules), list(known.assumptions)
         else:
             settings, notes = _settings(schema, variant, slots)
             groups = [
                 _with_slots(group_of(tuple(part), settings), link, schema.name)
-                for link, part in zip(own, slots, strict=True)
+                for link, part in zip(core_links, slots, strict=True)
             ]
             notes += _rule_notes(rules)
         state = TrainState(
             tree.params,
-            {path: held for part in slots for path, held in part.items()},
+            {path: param_slots for part in slots for path, param_slots in part.items()},
             Optimizer(schema.name, variant, tuple(groups)),
             Counts(updates, tree.schedule(updates)),
             rules,
-            tree.extra(_KEY, {link.path for link in own}, updates, OWN_GROUP_FIELDS.get(schema.name, ())),
+            tree.extra(
+                _KEY, {link.path for link in core_links}, updates, OWN_GROUP_FIELDS.get(schema.name, ())
+            ),
             tuple(notes),
         )
         return hints.applied(state)
@@ -185,11 +191,16 @@ def _settings(
         return Hyperparameters(), [
             f"The state doesn't say whose rule it follows; a step needs --variant: {candidates}."
         ]
-    found = Hyperparameters().over(schema.variant(variant)["defaults"], "assumed").without(*_RATES)
-    if any("m" in held for part in slots for held in part.values()) and schema.name == "adafactor":
-        found = found.without("beta1")
-    shown = ", ".join(f"{name}={value}" for name, value in found.values.items())
-    return found, [f"The state holds no hyperparameters; assumed are the defaults of {variant}: {shown}."]
+    hyperparameters = Hyperparameters().over(schema.variant(variant)["defaults"], "assumed").without(*_RATES)
+    if (
+        any("m" in param_slots for part in slots for param_slots in part.values())
+        and schema.name == "adafactor"
+    ):
+        hyperparameters = hyperparameters.without("beta1")
+    shown = ", ".join(f"{name}={value}" for name, value in hyperparameters.values.items())
+    return hyperparameters, [
+        f"The state holds no hyperparameters; assumed are the defaults of {variant}: {shown}."
+    ]
 
 
 def _rules(
@@ -197,16 +208,17 @@ def _rules(
 ) -> Iterator[tuple[str, Rule]]:
     """Yields how each parameter is factored."""
     entries = entries_of(specified)
-    for path, own in ((path, own) for part in slots for path, own in part.items()):
-        shape, factored = tree.params[path].shape, "v_row" in own
-        if factored and "v_col" not in own:
+    for path, param_slots in ((path, param_slots) for part in slots for path, param_slots in part.items()):
+        shape, factored = tree.params[path].shape, "v_row" in param_slots
+        if factored and "v_col" not in param_slots:
             faults.add("has v_row and no v_col", path)
             continue
-        given = given_rule(entries, path, shape, own, faults) if factored else None
-        rule = given or shown_rule(shape, own, variant)
+        given = given_rule(entries, path, shape, param_slots, faults) if factored else None
+        rule = given or shown_rule(shape, param_slots, variant)
         if rule is None:
             faults.add(
-                f"has v_row {own['v_row'].shape} and v_col {own['v_col'].shape}, which fit no rule", path
+                f"has v_row {param_slots['v_row'].shape} and v_col {param_slots['v_col'].shape}, which fit no rule",
+                path,
             )
         else:
             yield path, rule
@@ -239,13 +251,15 @@ def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
         yield from (
             ("has no slots yet, and the state has them all", p) for p in group.paths if p not in state.slots
         )
-    for path, own in state.slots.items():
+    for path, param_slots in state.slots.items():
         yield from (
-            (f"has slot {name}, for which the state has no field", path) for name in own if name not in fields
+            (f"has slot {name}, for which the state has no field", path)
+            for name in param_slots
+            if name not in fields
         )
-    held = [(i, name) for i, group in enumerate(state.optimizer.groups) for name in group.slots]
-    yield from ((f"has slot {name}", f"groups/{i}") for i, name in held if name not in of_groups)
-    if held and len(state.optimizer.groups) > 1:
+    group_slots = [(i, name) for i, group in enumerate(state.optimizer.groups) for name in group.slots]
+    yield from ((f"has slot {name}", f"groups/{i}") for i, name in group_slots if name not in of_groups)
+    if group_slots and len(state.optimizer.groups) > 1:
         yield (
             "groups with slots of their own are several states, which users compose in their own ways",
             "groups",
@@ -260,8 +274,8 @@ def _opt_state(state: TrainState) -> Tree:
             str(i): {INNER: _own(state, group.paths)} for i, group in enumerate(groups) if group.paths
         }
         return {PARTS: {**parts, **({FROZEN: {INNER: None}} if frozen else {})}}
-    own = _own(state, state.slots)
-    return {INNER: own} if frozen else own
+    core_state = _own(state, state.slots)
+    return {INNER: core_state} if frozen else core_state
 
 
 def _own(state: TrainState, paths: Iterable[str]) -> Tree:

@@ -57,7 +57,7 @@ _KNOWN_FROM = ("file", "given", "assumed")
 
 
 @dataclass(frozen=True)
-class Found:
+class DecodedGroups:
     """What the optimizer part says. `others` are keys of each group that mean nothing here, such as `initial_lr`."""
 
     groups: tuple[Group, ...] = ()
@@ -165,13 +165,13 @@ def _counts(state: TrainState, group: Group, names: Names) -> dict[str, Any]:
     behind = {path: state.counts.behind[path] for path in group.paths if path in state.counts.behind}
     if behind and len(behind) == len(group.paths) and len({*behind.values()}) == 1:
         return {"step": next(iter(behind.values()))}
-    own = {"behind": {names[path]: count for path, count in behind.items()}} if behind else {}
-    return {"step": state.counts.updates, **own}
+    apart = {"behind": {names[path]: count for path, count in behind.items()}} if behind else {}
+    return {"step": state.counts.updates, **apart}
 
 
 def decode_groups(
     optimizer: Mapping[str, Any], maker: OptimizerVariant, paths: Names, faults: Faults
-) -> Found:
+) -> DecodedGroups:
     """Returns what the optimizer part says; adds to `faults` what doesn't fit.
 
     Args:
@@ -187,7 +187,7 @@ def decode_groups(
     for part in parts:
         part.check(paths, faults)
     if faults:
-        return Found()
+        return DecodedGroups()
     slots = _slots(optimizer.get("state"), parts, paths, faults)
     rules = {path: rule for part in parts for path, rule in part.rules(paths, faults)}
     updates = max(part.step for part in parts)
@@ -197,7 +197,7 @@ def decode_groups(
         for i, part in enumerate(parts)
         if part.step != updates and offset
     ]
-    return Found(
+    return DecodedGroups(
         tuple(part.decoded(paths, updates, faults) for part in parts),
         slots,
         rules,
@@ -255,9 +255,9 @@ class _Part:
             for key in ("rules", "known_from", "behind", "slots")
             if not isinstance(self.values.get(key, {}), Mapping)
         ]
-        own = self.values.get("schema", self.maker.schema), self.values.get("variant", self.maker.variant)
-        if own != (self.maker.schema, self.maker.variant):
-            faults.add(f"is of {own[0]}, variant {own[1]}, unlike the file", self.place)
+        made_by = self.values.get("schema", self.maker.schema), self.values.get("variant", self.maker.variant)
+        if made_by != (self.maker.schema, self.maker.variant):
+            faults.add(f"is of {made_by[0]}, variant {made_by[1]}, unlike the file", self.place)
 
     def rules(self, paths: Names, faults: Faults) -> Iterator[tuple[str, Rule]]:
         for name in self.names:
@@ -274,14 +274,14 @@ class _Part:
 
     def behind(self, paths: Names, updates: int, faults: Faults) -> Iterator[tuple[str, int]]:
         """Yields the updates done by parameters that missed some."""
-        own = self.values.get("behind", {})
+        counts = self.values.get("behind", {})
         late = self.step != updates and not self.maker.counts_offset
         for name in self.names:
-            if name not in own and not late:
+            if name not in counts and not late:
                 continue
-            count = integer(own.get(name, self.step))
+            count = integer(counts.get(name, self.step))
             if count is None or count < 0:
-                faults.add(f"is {own[name]!r:.80}, expected a count", f"{self.place}/behind/{name}")
+                faults.add(f"is {counts[name]!r:.80}, expected a count", f"{self.place}/behind/{name}")
             else:
                 yield paths[name], count
 
@@ -346,7 +346,7 @@ def _slots(
     index = dict(pairs)
     if len(index) != len(pairs):
         faults.add("have numbers that aren't their own", "optimizer/param_groups")
-    found: dict[str, Mapping[str, Tensor]] = {}
+    slots_of: dict[str, Mapping[str, Tensor]] = {}
     for i, slots in state.items():
         if i not in index:
             faults.add("belongs to no parameter", f"optimizer/state/{i}")
@@ -355,8 +355,8 @@ def _slots(
         else:
             wrong = [name for name, slot in slots.items() if not isinstance(slot, Tensor)]
             faults += [(f"slot {name} of {index[i]} is no tensor", f"optimizer/state/{i}") for name in wrong]
-            found[index[i]] = slots
-    return found
+            slots_of[index[i]] = slots
+    return slots_of
 
 
 CLASSES = {schema: f"statekit.torch.{name}" for schema, name in options.CLASSES.items()}
@@ -465,48 +465,50 @@ def _decoded(tree: Any, faults: Faults) -> TrainState | None:
         faults.add("there is none", "optimizer")
         return None
     ours = tree.get("optimizer_class") in CLASSES.values()
-    own = {key: tree[key] for key in _FORMS if ours and key in tree}
+    entries = {key: tree[key] for key in _FORMS if ours and key in tree}
     model, optimizer = tree.get("model"), by_index(tree["optimizer"])
-    faults += [("has another form", key) for key, part in own.items() if not isinstance(part, _FORMS[key])]
+    faults += [
+        ("has another form", key) for key, part in entries.items() if not isinstance(part, _FORMS[key])
+    ]
     if not isinstance(model, Mapping):
         faults.add("there are no parameters", "model")
     if faults or not isinstance(model, Mapping):
         return None
-    stated = own.get("paths", {})
+    stated = entries.get("paths", {})
     known = {*moved_names(optimizer), *frozen_names(optimizer), *stated}
     paths = {name: str(stated.get(name, name.replace(".", "/"))) for name in model if name in known}
     params = {paths[name]: leaf for name, leaf in model.items() if name in paths}
     faults += [("is no tensor", f"model/{name}") for name in paths if not isinstance(model[name], Tensor)]
     faults += _collisions(paths)
-    maker = _made_by(optimizer["param_groups"][0], own, faults)
-    found = decode_groups(optimizer, maker, paths, faults) if maker else Found()
+    maker = _made_by(optimizer["param_groups"][0], entries, faults)
+    decoded = decode_groups(optimizer, maker, paths, faults) if maker else DecodedGroups()
     if maker is None or faults:
         return None
     ties = ties_of({name: leaf for name, leaf in model.items() if isinstance(leaf, Tensor)}, paths)
     ties = {name: one for name, one in ties.items() if name not in paths}
     buffers = {name: leaf for name, leaf in model.items() if name not in paths and name not in ties}
-    beside = _beside(tree, own, found.updates)
+    beside = _beside(tree, entries, decoded.updates)
     by_path = {name.replace(".", "/"): paths[one] for name, one in ties.items()}
-    parts = {BUFFERS: buffers, TIES: by_path, GROUPS: list(found.others), BESIDE: beside}
-    notes = [*own.get("assumptions", ()), *found.notes]
+    parts = {BUFFERS: buffers, TIES: by_path, GROUPS: list(decoded.others), BESIDE: beside}
+    notes = [*entries.get("assumptions", ()), *decoded.notes]
     if buffers and not ours:
         shown = ", ".join(list(buffers)[:_SHOWN]) + (" ..." if len(buffers) > _SHOWN else "")
         notes.append(f"Entries of model that stand in no parameter group are taken for buffers: {shown}.")
     return TrainState(
         params=params,
-        slots=found.slots,
-        optimizer=Optimizer(maker.schema, maker.variant, found.groups),
-        counts=Counts(found.updates, own.get("schedule", found.updates), found.behind),
-        rules=found.rules,
-        extra={**own.get("extra", {}), **{key: part for key, part in parts.items() if any(part)}},
+        slots=decoded.slots,
+        optimizer=Optimizer(maker.schema, maker.variant, decoded.groups),
+        counts=Counts(decoded.updates, entries.get("schedule", decoded.updates), decoded.behind),
+        rules=decoded.rules,
+        extra={**entries.get("extra", {}), **{key: part for key, part in parts.items() if any(part)}},
         assumptions=tuple(notes),
     )
 
 
-def _made_by(group: Mapping[str, Any], own: Mapping[str, Any], faults: Faults) -> OptimizerVariant | None:
+def _made_by(group: Mapping[str, Any], entries: Mapping[str, Any], faults: Faults) -> OptimizerVariant | None:
     """Returns whose state a file holds, by its first group; files from when there was only one name no schema."""
     schema = group.get("schema", "adafactor")
-    variant = group.get("variant", own.get("variant", "t5x"))
+    variant = group.get("variant", entries.get("variant", "t5x"))
     if schema not in CLASSES or (variant is not None and variant not in load_schema(schema).variants):
         faults.add(f"is of {schema!r:.80}, variant {variant!r:.80}", "optimizer/param_groups/0")
         return None
@@ -522,9 +524,9 @@ def _collisions(paths: Mapping[str, str]) -> list[tuple[str, str]]:
     ]
 
 
-def _beside(tree: Mapping[str, Any], own: Mapping[str, Any], updates: int) -> dict[str, Tree]:
+def _beside(tree: Mapping[str, Any], entries: Mapping[str, Any], updates: int) -> dict[str, Tree]:
     """Returns the user's own entries; `step` is one if it counts something else than updates."""
-    rest = {key: part for key, part in tree.items() if key not in ("model", "optimizer", *own)}
+    rest = {key: part for key, part in tree.items() if key not in ("model", "optimizer", *entries)}
     if integer(rest.get("step")) == updates:
         del rest["step"]
     return rest
