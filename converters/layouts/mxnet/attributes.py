@@ -114,14 +114,14 @@ def read_counts(attributes: Mapping[str, Any]) -> Counted:
     every = attributes.get(BY_DEVICE, {0: current})
     if not isinstance(every, dict) or not all(map(_is_counts, (current, *every.values()))):
         raise StateError("The counts of updates aren't index -> number.", place=BY_DEVICE)
-    counts: Mapping[Any, int] = next((held for held in every.values() if held), {})
-    same = [device for device, held in every.items() if held is current]
-    equal = [device for device, held in every.items() if held == current]
+    counts: Mapping[Any, int] = next((of_device for of_device in every.values() if of_device), {})
+    same = [device for device, of_device in every.items() if of_device is current]
+    equal = [device for device, of_device in every.items() if of_device == current]
     return Counted(
         counts,
         tuple(every),
         next(iter((*same, *equal)), 0),
-        {device: held for device, held in every.items() if held != counts},
+        {device: of_device for device, of_device in every.items() if of_device != counts},
     )
 
 
@@ -131,5 +131,5 @@ def written_counts(counted: Counted) -> dict[str, Any]:
     return {BY_DEVICE: every, CURRENT: every.setdefault(counted.current, {})}
 
 
-def _is_counts(held: Any) -> bool:
-    return isinstance(held, dict) and all(type(n) is int and 0 <= n < 2**62 for n in held.values())
+def _is_counts(counts: Any) -> bool:
+    return isinstance(counts, dict) and all(type(n) is int and 0 <= n < 2**62 for n in counts.values())

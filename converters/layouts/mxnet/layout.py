@@ -82,16 +82,16 @@ class MXNetOptimizer:
         return self.fused[device == _GPU] if is_fused else self.unfused
 
 
-def parts(own: Any) -> dict[str, Tensor] | None:
+def parts(entry: Any) -> dict[str, Tensor] | None:
     """Returns the state of an index by canonical slot; None if it isn't (mean, var) or that beside a weight."""
-    if not isinstance(own, (list, tuple)) or len(own) != 2:
+    if not isinstance(entry, (list, tuple)) or len(entry) != 2:
         return None
-    first, rest = own
+    first, rest = entry
     if isinstance(rest, (list, tuple)) and len(rest) == 2:
-        found = {"master": first, "m": rest[0], "v": rest[1]}
+        slots = {"master": first, "m": rest[0], "v": rest[1]}
     else:
-        found = {"m": first, "v": rest}
-    return found if all(isinstance(part, Tensor) for part in found.values()) else None
+        slots = {"m": first, "v": rest}
+    return slots if all(isinstance(part, Tensor) for part in slots.values()) else None
 
 
 def usual_index(names: Mapping[str, str]) -> dict[str, Any]:
@@ -122,8 +122,8 @@ class Reading:
         self.kind, self.hints, self.faults = kind, hints, Faults()
         self.schema, self.place = load_schema(kind.schema), checkpoint.path
         optimizer = tree.get("optimizer")
-        held = optimizer.state if isinstance(optimizer, Record) else {}
-        self.attributes: dict[str, Any] = dict(held) if isinstance(held, Mapping) else {}
+        record = optimizer.state if isinstance(optimizer, Record) else {}
+        self.attributes: dict[str, Any] = dict(record) if isinstance(record, Mapping) else {}
         self.cls = optimizer.name if isinstance(optimizer, Record) else None
         self.files = tree["files"]
         device = self.files.get("states", {}).get("device", [1])[0]
@@ -132,11 +132,11 @@ class Reading:
         self.params = {path: tree["params"][native] for path, native in self.native.items()}
         if len(self.params) != len(tree["params"]):
             self.faults.add("have the same path", "parameters")
-        self.states = {index: parts(own) for index, own in tree["states"].items()}
+        self.states = {index: parts(entry) for index, entry in tree["states"].items()}
         self.faults += [
             ("isn't (mean, var), nor that beside a weight", f"states/{index}")
-            for index, own in self.states.items()
-            if own is None
+            for index, slots in self.states.items()
+            if slots is None
         ]
         self.offered = self.schema.native(kind.makers[0], dict.fromkeys(self.schema.hyperparameters, 0))
         self.faults += attribute_faults(self.attributes, self.offered)
@@ -154,7 +154,7 @@ class Reading:
 
     def _order(self) -> Numbered:
         shapes: dict[Any, Shape | None] = {
-            i: own["m"].shape if own else None for i, own in self.states.items()
+            i: slots["m"].shape if slots else None for i, slots in self.states.items()
         }
         by_optimizer = self.attributes.get("idx2name", {}).items()
         names = {i: bare(name) for i, name in by_optimizer if isinstance(name, str)}
@@ -170,7 +170,11 @@ class Reading:
 
     def state(self) -> TrainState:
         """Returns the state."""
-        slots = {self.paths[index]: own for index, own in self.states.items() if own is not None}
+        slots = {
+            self.paths[index]: param_slots
+            for index, param_slots in self.states.items()
+            if param_slots is not None
+        }
         counts, hints = self._counts()
         # Before its first update an optimizer has no states; from then on who has none is frozen.
         moved = list(slots) if slots else list(dict.fromkeys(self.paths.values()))
@@ -208,8 +212,10 @@ class Reading:
         for path in moved:
             members.setdefault((rates.get(path, 1.0), decays.get(path, 1.0)), []).append(path)
         for (rate, decay), paths in members.items():
-            own = {"learning_rate": rate, self.kind.decay: decay}
-            scaled = {name: values[name] * own[name] for name in own if values.get(name) is not None}
+            multiplied = {"learning_rate": rate, self.kind.decay: decay}
+            scaled = {
+                name: values[name] * multiplied[name] for name in multiplied if values.get(name) is not None
+            }
             yield Group(tuple(paths), {**values, **scaled}, known)
 
     @property
@@ -233,8 +239,8 @@ class Reading:
     def _by_path(self, factors: Mapping[Any, float]) -> dict[str, float]:
         """Returns multipliers by path: they stand by index or by name."""
         names = {**self.order.names, **{name: name for name in self.order.names.values()}}
-        found = {path_of(names.get(key, str(key))): value for key, value in factors.items()}
-        return {path: value for path, value in found.items() if path in self.params}
+        by_path = {path_of(names.get(key, str(key))): value for key, value in factors.items()}
+        return {path: value for path, value in by_path.items() if path in self.params}
 
     def _home(self) -> dict[str, Any]:
         taken = {*self.offered, *MULTIPLIERS, BY_DEVICE, CURRENT, "num_update", "use_fused_step"}
@@ -247,19 +253,21 @@ class Reading:
         order = list(self.counted.counts)
         index = {path: i for i, path in self.paths.items()}
         usual = usual_index(self.native)
-        found: dict[str, Any] = {
+        home: dict[str, Any] = {
             "optimizer": self.cls,
             "attributes": rest,
-            "factors": {} if self._has_multipliers else {n: own for n, own in self.factors.items() if own},
+            "factors": {}
+            if self._has_multipliers
+            else {n: factor for n, factor in self.factors.items() if factor},
             "names": {path: name for path, name in self.native.items() if name != name_of(path)},
             "index": {} if index == usual else index,
             "counted": [] if order == list(self.states) else order,
             "devices": list(self.counted.devices),
             "current": self.counted.current,
-            "apart": {device: dict(held) for device, held in self.counted.apart.items()},
+            "apart": {device: dict(counts) for device, counts in self.counted.apart.items()},
             "files": self.files,
         }
-        return {key: value for key, value in found.items() if key == "optimizer" or value}
+        return {key: value for key, value in home.items() if key == "optimizer" or value}
 
     def _assumptions(self) -> Iterator[str]:
         if self.order.note:
@@ -274,7 +282,7 @@ class Reading:
             yield "The learning rate follows a schedule in the file, which statekit keeps and doesn't run."
         if not any(self.attributes.get(name) for name in MULTIPLIERS):
             yield "Multipliers of a Trainer's parameters are in no file of MXNet; 1 is assumed."
-        if any(held for held in self.counted.apart.values()):
+        if any(counts for counts in self.counted.apart.values()):
             yield "Devices have counted different updates; those of the first are taken."
 
 
@@ -293,7 +301,7 @@ class Writing:
     def tree(self) -> dict[str, Any]:
         """Returns the tree of both files."""
         state = self.state
-        states = {self.index[path]: self._own(path, own) for path, own in state.slots.items() if own}
+        states = {self.index[path]: self._own(path, slots) for path, slots in state.slots.items() if slots}
         tree: dict[str, Any] = {
             "params": {self.names[path]: tensor for path, tensor in state.params.items()},
             "states": states,
@@ -303,26 +311,26 @@ class Writing:
             tree["optimizer"] = Record(cls, (), self._attributes(list(states), cls))
         return {**tree, "files": self.home.get("files", {})}
 
-    def _own(self, path: str, own: Mapping[str, Tensor]) -> Any:
+    def _own(self, path: str, slots: Mapping[str, Tensor]) -> Any:
         param = self.state.params[path]
-        unknown = [name for name in own if name not in ("m", "v", "master")]
-        missing = [name for name in ("m", "v") if name not in own]
+        unknown = [name for name in slots if name not in ("m", "v", "master")]
+        missing = [name for name in ("m", "v") if name not in slots]
         if unknown or missing:
-            self.faults.add(f"has slots {', '.join(own)}, expected m, v and perhaps master", path)
+            self.faults.add(f"has slots {', '.join(slots)}, expected m, v and perhaps master", path)
             return None
-        if "master" in own:
+        if "master" in slots:
             if param.dtype.name != "float16":
                 self.faults.add(f"is {param.dtype}; MXNet keeps a float32 weight beside float16 only", path)
-            return (own["master"], (own["m"], own["v"]))
+            return (slots["master"], (slots["m"], slots["v"]))
         if param.dtype.name not in self.kind.dtypes:
             self.faults.add(f"is {param.dtype} without a float32 weight beside it", path)
         wanted = "float32" if self.kind.dtypes == ("float32",) else param.dtype.name
         self.faults += [
-            (f"slot {name} is {own[name].dtype}, expected {wanted}", path)
+            (f"slot {name} is {slots[name].dtype}, expected {wanted}", path)
             for name in ("m", "v")
-            if own[name].dtype.name != wanted
+            if slots[name].dtype.name != wanted
         ]
-        return (own["m"], own["v"])
+        return (slots["m"], slots["v"])
 
     def _attributes(self, written: list[Any], cls: str) -> dict[str, Any]:
         kind = self.kind
@@ -335,23 +343,29 @@ class Writing:
         begin = int(attributes.get(COUNT, 0))
         counts, counted = self.state.counts, self.home.get("counted") or written
         done = {i: begin + counts.behind.get(p, counts.updates) for p, i in self.index.items()}
-        own = Counted(
+        stored_counts = Counted(
             {index: done[index] for index in counted if index in done and counts.updates},
             tuple(self.home.get("devices", (0,))),
             self.home.get("current", 0),
             self.home.get("apart", {}),
         )
         masters = any("master" in slots for slots in self.state.slots.values())
-        found = {**BASE, **kind.own, **attributes, **self.home.get("attributes", {}), **written_counts(own)}
-        found |= {
-            "wd": found["wd"] or 0.0,
+        record = {
+            **BASE,
+            **kind.own,
+            **attributes,
+            **self.home.get("attributes", {}),
+            **written_counts(stored_counts),
+        }
+        record |= {
+            "wd": record["wd"] or 0.0,
             "num_update": max(begin + counts.updates, counts.schedule),
-            "multi_precision": masters or found["multi_precision"],
+            "multi_precision": masters or record["multi_precision"],
             "use_fused_step": form != kind.unfused,
         }
         if variant is None and cls.startswith(FIRST_RELEASE):
-            del found["use_fused_step"]
-        return found
+            del record["use_fused_step"]
+        return record
 
     def _settings(self) -> dict[str, Any]:
         """Returns one set of hyperparameters for all groups, with multipliers by path."""
@@ -359,20 +373,20 @@ class Writing:
         apart = {"lr_mult": "learning_rate", "wd_mult": self.kind.decay}
         skipped = {*apart, *apart.values()}
         settings = [{n: v for n, v in g.hyperparameters.items() if n not in skipped} for g in groups]
-        if any(own != settings[0] for own in settings):
+        if any(other != settings[0] for other in settings):
             self.faults.add("have different hyperparameters; MXNet's optimizer has one set", "groups")
-        found = dict(settings[0]) if settings else {}
+        arguments = dict(settings[0]) if settings else {}
         for name, of in apart.items():
             values = {path: g.hyperparameters.get(of) for g in groups for path in g.paths}
-            own = {p: f for g in groups for p, f in g.hyperparameters.get(name, {}).items()}
+            by_param = {p: f for g in groups for p, f in g.hyperparameters.get(name, {}).items()}
             shared = shared_value(values, self.home.get("factors", {}).get(name, {}))
             if shared is None:
                 self.faults.add(f"have values of {of} that no multipliers make of one", "groups")
                 continue
             base, factors = shared
-            found |= {} if base is None and of != "learning_rate" else {of: base}
-            found[name] = {p: own.get(p, 1.0) * factors.get(p, 1.0) for p in {**own, **factors}}
-        return found
+            arguments |= {} if base is None and of != "learning_rate" else {of: base}
+            arguments[name] = {p: by_param.get(p, 1.0) * factors.get(p, 1.0) for p in {**by_param, **factors}}
+        return arguments
 
     def _by_index(self, factors: Mapping[str, float]) -> dict[Any, float]:
         """Returns multipliers by name where the optimizer holds names, else by index."""
@@ -408,7 +422,7 @@ class MXNetOptim:
             return None
         optimizer = tree.get("optimizer")
         if optimizer is None:
-            fits = tree["states"] and all(parts(own) is not None for own in tree["states"].values())
+            fits = tree["states"] and all(parts(entry) is not None for entry in tree["states"].values())
             return Evidence(15, "pairs of states, and no optimizer that says whose") if fits else None
         is_own = optimizer.name.startswith("mxnet.") and _last(optimizer.name) == _last(self.kind.cls)
         return Evidence(20, f"an optimizer of {optimizer.name}") if is_own else None

@@ -83,13 +83,13 @@ def _checked(
 def _faults(
     names: Mapping[Any, str], shapes: Mapping[Any, Shape | None], params: Mapping[str, Shape]
 ) -> list[tuple[str, str]]:
-    found = []
+    faults = []
     for index, shape in shapes.items():
         name = names.get(index)
         if name is None:
-            found.append(("has no parameter", f"index {index}"))
+            faults.append(("has no parameter", f"index {index}"))
         elif name not in params:
-            found.append((f"is {name}, which the .params file hasn't", f"index {index}"))
+            faults.append((f"is {name}, which the .params file hasn't", f"index {index}"))
         elif shape not in (None, params[name]):
-            found.append((f"has slots of shape {shape}; {name} has {params[name]}", f"index {index}"))
-    return found
+            faults.append((f"has slots of shape {shape}; {name} has {params[name]}", f"index {index}"))
+    return faults
