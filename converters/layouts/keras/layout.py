@@ -2,7 +2,7 @@
 
     layers/<class>/vars/0, 1 ...   the variables of a layer       optimizer/vars/0, 1 ...   those of the optimizer
 
-Nothing there has a name of its own; `keras_variables` says how names and order are found. What statekit writes says
+Nothing there has a name of its own; `variables` says how names and order are found. What statekit writes says
 them in an attribute, `statekit_keras`. A state that doesn't come from Keras is laid out by its paths:
 `encoder/dense/kernel` is the first variable of the object `dense` of the object `encoder`, as in a model whose
 attributes have these names.
@@ -71,10 +71,10 @@ class Keras:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for an optimizer with numbered variables."""
-        found = optimizer_variables(checkpoint.tree)
-        if not found or not all(key.isdecimal() for key in found):
+        entries = optimizer_variables(checkpoint.tree)
+        if not entries or not all(key.isdecimal() for key in entries):
             return None
-        return Evidence(20, f"{OPTIMIZER}/{VARIABLES} has {len(found)} numbered variables")
+        return Evidence(20, f"{OPTIMIZER}/{VARIABLES} has {len(entries)} numbered variables")
 
     def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
         """Returns the canonical state.
@@ -96,19 +96,19 @@ class Keras:
                 found=attribute(tree, OPTIMIZER, "name") or "no name",
                 remedy="read the .keras file, which has the model's config",
             )
-        own = optimizer_variables(tree)
+        entries = optimizer_variables(tree)
         known = manifest_state(checkpoint, named.schema)
         every = variables(tree, config)
         trained = [variable.tensor.shape for variable in every if variable.trained]
-        rows = [own[key] for key in map(str, range(len(own))) if key in own]
-        if len(rows) != len(own):
+        rows = [entries[key] for key in map(str, range(len(entries))) if key in entries]
+        if len(rows) != len(entries):
             raise StateError("The optimizer's variables aren't numbered from 0 on.", place=checkpoint.path)
-        found = numbered(named.schema, rows, named.known_kept(hints), trained)
-        order = _order(tree, every, hints, found.shapes, config)
+        numbered_slots = numbered(named.schema, rows, named.known_kept(hints), trained)
+        order = _order(tree, every, hints, numbered_slots.shapes, config)
         frozen = frozen_of(tree, every, order)
         parts = Parts(
             named,
-            found,
+            numbered_slots,
             {path: variable.tensor for path, variable in order.moved.items()},
             {path: variable.tensor for path, variable in frozen.items()},
             order.notes,
@@ -130,12 +130,12 @@ class Keras:
         """
         home = home_in(state)
         kept, numbers = variables_of(state, home, self.name)
-        own = {str(i): tensor for i, (_, _, tensor) in enumerate(numbers)}
+        entries = {str(i): tensor for i, (_, _, tensor) in enumerate(numbers)}
         kind = kind_of(state, home)
         tree = model_tree(state, home, {"class": kind, "kept": asdict(kept)})
-        held = tree.get(OPTIMIZER, {}).get(VARIABLES, {}).get(ATTRIBUTES)
-        name = held if home.get("class") == kind and held else {"name": usual_name(kind)}
-        tree[OPTIMIZER] = {**tree.get(OPTIMIZER, {}), VARIABLES: {ATTRIBUTES: name, **own}}
+        named = tree.get(OPTIMIZER, {}).get(VARIABLES, {}).get(ATTRIBUTES)
+        name = named if home.get("class") == kind and named else {"name": usual_name(kind)}
+        tree[OPTIMIZER] = {**tree.get(OPTIMIZER, {}), VARIABLES: {ATTRIBUTES: name, **entries}}
         with_config(tree, "keras.optimizers", kind, None, _arguments(state, home, kind))
         unknown = kept.rate and rate_of(state) is None
         exactness = {RATE_PLACE: (Exactness.ROUNDING, NO_RATE)} if unknown else {}
@@ -157,15 +157,15 @@ def left_out(state: TrainState) -> dict[str, str]:
 def optimizer_variables(tree: Any) -> dict[str, Tensor]:
     """Returns the optimizer's variables by their keys."""
     optimizer = tree.get(OPTIMIZER) if isinstance(tree, Mapping) else None
-    held = optimizer.get(VARIABLES) if isinstance(optimizer, Mapping) else None
-    held = held if isinstance(held, Mapping) else {}
-    return {key: leaf for key, leaf in held.items() if isinstance(leaf, Tensor)}
+    node = optimizer.get(VARIABLES) if isinstance(optimizer, Mapping) else None
+    node = node if isinstance(node, Mapping) else {}
+    return {key: leaf for key, leaf in node.items() if isinstance(leaf, Tensor)}
 
 
 def attribute(tree: Mapping[str, Any], key: str, name: str) -> Any:
     """Returns an attribute of what a key holds."""
-    held = tree.get(key, {}).get(VARIABLES, {})
-    return held.get(ATTRIBUTES, {}).get(name)
+    node = tree.get(key, {}).get(VARIABLES, {})
+    return node.get(ATTRIBUTES, {}).get(name)
 
 
 def config_of(tree: Mapping[str, Any]) -> Any:
@@ -176,8 +176,8 @@ def config_of(tree: Mapping[str, Any]) -> Any:
 def home_of(tree: Mapping[str, Any], placed: Mapping[str, Variable]) -> dict[str, Any]:
     """Returns what a file holds besides parameters and the optimizer's variables, and where those lie."""
     left = without(tree, [variable.place for variable in placed.values()])
-    held = left.get(OPTIMIZER, {}).get(VARIABLES, {})
-    kept = {key: part for key, part in held.items() if key == ATTRIBUTES}
+    node = left.get(OPTIMIZER, {}).get(VARIABLES, {})
+    kept = {key: part for key, part in node.items() if key == ATTRIBUTES}
     left[OPTIMIZER] = {**left.get(OPTIMIZER, {}), VARIABLES: kept}
     left[ATTRIBUTES] = {key: part for key, part in left.get(ATTRIBUTES, {}).items() if key != SAYINGS}
     return {"tree": left, "places": {path: list(variable.place) for path, variable in placed.items()}}
@@ -193,13 +193,13 @@ def frozen_of(tree: Mapping[str, Any], every: Sequence[Variable], order: Order) 
     """Returns the variables that the optimizer doesn't move: parameters, and statistics of batches."""
     taken = {variable.place for variable in order.moved.values()}
     saved = {tuple(place): name for place, name, _ in saved_names(tree)}
-    found: dict[str, Variable] = {}
+    frozen: dict[str, Variable] = {}
     for variable in every:
         if variable.place not in taken and variable.tensor.dtype.kind in "fV":
             name = saved.get(variable.place, variable.name)
-            clash = name in order.moved or name in found
-            found["/".join(variable.place) if clash else name] = variable
-    return found
+            clash = name in order.moved or name in frozen
+            frozen["/".join(variable.place) if clash else name] = variable
+    return frozen
 
 
 def sayings(tree: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -297,15 +297,15 @@ def _merged(skeleton: Any, tree: Any) -> Any:
     if not isinstance(skeleton, Mapping) or not isinstance(tree, Mapping):
         return tree
     keys = [*skeleton, *(key for key in tree if key not in skeleton)]
-    found = {
+    merged = {
         key: _merged(skeleton[key], tree[key])
         if key in skeleton and key in tree
         else tree.get(key, skeleton.get(key))
         for key in keys
     }
-    if not all(key.isdecimal() for key in found if key != ATTRIBUTES):
-        return found
-    return {key: found[key] for key in sorted(found, key=lambda key: int(key) if key.isdecimal() else -1)}
+    if not all(key.isdecimal() for key in merged if key != ATTRIBUTES):
+        return merged
+    return {key: merged[key] for key in sorted(merged, key=lambda key: int(key) if key.isdecimal() else -1)}
 
 
 def with_config(

@@ -36,8 +36,8 @@ def laid_out_like(state: TrainState, model: Checkpoint) -> TrainState:
     tree = model.tree
     config = config_of(tree) if isinstance(tree, Mapping) else None
     every = variables(tree, config) if isinstance(tree, Mapping) else []
-    held = [variable for variable in every if variable.tensor.dtype.kind in "fV"]
-    if not held:
+    floats = [variable for variable in every if variable.tensor.dtype.kind in "fV"]
+    if not floats:
         raise StateError(
             "The file of the model has no parameters.",
             place=model.path,
@@ -46,15 +46,15 @@ def laid_out_like(state: TrainState, model: Checkpoint) -> TrainState:
     moved = order_of(state)
     names = [*moved, *(path for path in state.params if path not in {*moved})]
     shapes = [state.params[name].shape for name in names]
-    placed = dict(by_names(held, names, shapes).moved)
+    placed = dict(by_names(floats, names, shapes).moved)
     by_place = {variable.place: name for name, variable in placed.items()}
     faults = Faults(
-        ("isn't in the state", variable.name) for variable in held if variable.place not in by_place
+        ("isn't in the state", variable.name) for variable in floats if variable.place not in by_place
     )
     if config is not None:
         faults += _moved_otherwise(placed, {*moved})
     faults.check(StateError, "The parameters aren't those of the model", place=model.path)
-    order = [by_place[variable.place] for variable in held]
+    order = [by_place[variable.place] for variable in floats]
     home = home_of(tree, placed)
     home["tree"], begun = _in_memory(home["tree"], ())
     note = f"The model's file says where everything lies; taken from it: {', '.join(begun)}."
@@ -85,4 +85,4 @@ def _in_memory(node: Any, place: tuple[str, ...]) -> tuple[Any, list[str]]:
     if not isinstance(node, Mapping):
         return node, []
     parts = {key: _in_memory(part, (*place, str(key))) for key, part in node.items()}
-    return {key: part for key, (part, _) in parts.items()}, [n for _, found in parts.values() for n in found]
+    return {key: part for key, (part, _) in parts.items()}, [n for _, names in parts.values() for n in names]

@@ -44,21 +44,21 @@ _OPERATIONS = {"Functional": ("_operations",), "Sequential": ("_functional", "_o
 
 
 @dataclass(frozen=True)
-class Found:
+class GraphOptimizer:
     """An optimizer in a checkpoint.
 
     Attributes:
         graph: The objects.
         node: Its number.
         name: What it is called, as its variables' names begin.
-        own: Key and name of each of its variables, in their order.
+        variables: Key and name of each of its variables, in their order.
         moved: Key and name of each parameter that it moves, in their order.
     """
 
     graph: Graph
     node: int
     name: str
-    own: tuple[tuple[str, str], ...]
+    variables: tuple[tuple[str, str], ...]
     moved: tuple[tuple[str, str], ...]
 
     def has(self, child: str) -> bool:
@@ -68,7 +68,7 @@ class Found:
     @property
     def by_path(self) -> bool:
         """Whether slots are named `<optimizer>/<path>/<slot>`, which Keras' own optimizers never do."""
-        slots = (name.removeprefix(f"{self.name}/").rpartition("/")[0] for _, name in self.own)
+        slots = (name.removeprefix(f"{self.name}/").rpartition("/")[0] for _, name in self.variables)
         return (
             not self.has("_momentums") and not self.has("_r") and bool({*slots} - {""}) and bool(self.moved)
         )
@@ -84,7 +84,7 @@ class Found:
         )
 
 
-def found_optimizer(checkpoint: Checkpoint) -> Found | None:
+def found_optimizer(checkpoint: Checkpoint) -> GraphOptimizer | None:
     """Returns the one optimizer of Keras 3 in a checkpoint; None if there is none.
 
     Raises:
@@ -94,21 +94,21 @@ def found_optimizer(checkpoint: Checkpoint) -> Found | None:
     if graph is None or not isinstance(checkpoint.tree, Mapping) or GRAPH not in checkpoint.tree:
         return None
     wanted = {VARIABLES, TRAINED, ITERATIONS}
-    found = [i for i, node in enumerate(graph.nodes) if wanted <= node.children.keys()]
-    if len(found) > 1:
+    optimizers = [i for i, node in enumerate(graph.nodes) if wanted <= node.children.keys()]
+    if len(optimizers) > 1:
         raise StateError(
             "The checkpoint holds several optimizers of Keras.",
             place=checkpoint.path,
-            found=f"{len(found)} of them",
+            found=f"{len(optimizers)} of them",
         )
-    if not found:
+    if not optimizers:
         return None
-    children = graph.nodes[found[0]].children
-    own, moved = (values_of(graph, children[name]) for name in (VARIABLES, TRAINED))
+    children = graph.nodes[optimizers[0]].children
+    variables, moved = (values_of(graph, children[name]) for name in (VARIABLES, TRAINED))
     step = graph.nodes[children[ITERATIONS]].variable
-    if step is None or not own or not moved:
+    if step is None or not variables or not moved:
         return None
-    return Found(graph, found[0], step.full_name.rpartition("/")[0], own, moved)
+    return GraphOptimizer(graph, optimizers[0], step.full_name.rpartition("/")[0], variables, moved)
 
 
 def values_of(graph: Graph, node: int) -> tuple[tuple[str, str], ...]:
@@ -117,16 +117,16 @@ def values_of(graph: Graph, node: int) -> tuple[tuple[str, str], ...]:
     return tuple((value.key, value.full_name) for value in values if value is not None)
 
 
-def frozen_keys(tree: Mapping[str, Any], found: Found) -> dict[str, str]:
+def frozen_keys(tree: Mapping[str, Any], optimizer: GraphOptimizer) -> dict[str, str]:
     """Returns names and keys of the model's variables that the optimizer doesn't move."""
-    taken = {key for key, _ in (*found.own, *found.moved)}
-    values = (node.variable for node in found.graph.nodes)
+    taken = {key for key, _ in (*optimizer.variables, *optimizer.moved)}
+    values = (node.variable for node in optimizer.graph.nodes)
     return {
         value.full_name: value.key
         for value in values
         if value is not None
         and value.key not in taken
-        and value.full_name not in {name for _, name in found.moved}
+        and value.full_name not in {name for _, name in optimizer.moved}
         and isinstance(tree.get(value.key), Tensor)
         and tree[value.key].dtype.kind in "fV"
     }
@@ -147,7 +147,7 @@ def tensors_of(tree: Mapping[str, Any], rows: Sequence[tuple[str, str]], place: 
 
 def graph_home(
     tree: Mapping[str, Any],
-    found: Found,
+    optimizer: GraphOptimizer,
     placed: Mapping[str, str],
     owners: Sequence[tuple[str | None, str]],
     layout: str,
@@ -156,16 +156,18 @@ def graph_home(
 
     Args:
         tree: The checkpoint's.
-        found: Its optimizer.
+        optimizer: Its optimizer.
         placed: Key of each parameter.
         owners: For each of the optimizer's variables, its parameter's path, and what it is.
         layout: Who reads them.
     """
-    taken = {*placed.values(), *(key for key, _ in found.own), GRAPH}
-    own = [[key, path, what] for (key, _), (path, what) in zip(found.own, owners, strict=True)]
+    taken = {*placed.values(), *(key for key, _ in optimizer.variables), GRAPH}
+    variables = [
+        [key, path, what] for (key, _), (path, what) in zip(optimizer.variables, owners, strict=True)
+    ]
     others = {key: value for key, value in tree.items() if key not in taken}
-    found_here = {"objects": tree[GRAPH], "places": dict(placed), "own": own, "others": others}
-    return {"graph": {**found_here, "layout": layout}}
+    home = {"objects": tree[GRAPH], "places": dict(placed), "own": variables, "others": others}
+    return {"graph": {**home, "layout": layout}}
 
 
 @dataclass(frozen=True)
@@ -218,8 +220,8 @@ def encoded_graph(
 
 
 def _same(had: Mapping[str, Any], order: Sequence[str], frozen: Sequence[str], rows: Sequence[Row]) -> bool:
-    own = [(path, what) for _, path, what in had["own"]]
-    return {*had["places"]} == {*order, *frozen} and own == [(row.path, row.what) for row in rows]
+    rows_had = [(path, what) for _, path, what in had["own"]]
+    return {*had["places"]} == {*order, *frozen} and rows_had == [(row.path, row.what) for row in rows]
 
 
 def _new(
@@ -253,7 +255,7 @@ def _new(
                     layer, f"_{name}", node
                 )  # kernels and embeddings are properties of what is stored
             tree[key + SUFFIX] = tensor
-    held = builder.add(optimizer, VARIABLES)
+    variables = builder.add(optimizer, VARIABLES)
     attributes = {ITERATION: ITERATIONS, RATE: _RATE}
     for number, row in enumerate(rows):
         if silent and row.what == RATE and row.path is None:
@@ -261,7 +263,7 @@ def _new(
         alone = attributes.get(row.what) if row.path is None else None
         key = f"optimizer/{alone}" if alone else f"optimizer/{VARIABLES}/{number}"
         node = builder.free(row.full_name, key)
-        builder.add(held, str(number), node)
+        builder.add(variables, str(number), node)
         if alone:
             builder.add(optimizer, alone, node)
         elif row.path in {*order} and (listed := {**lists, **BASE_LISTS}.get(row.what)):
@@ -280,16 +282,16 @@ def _in_layers(home: Mapping[str, Any], path: str) -> tuple[str, ...] | None:
     """
     config = home.get("tree", {}).get(ATTRIBUTES, {}).get(CONFIG)
     keys = home.get("places", {}).get(path, ())[:-2]
-    found: tuple[str, ...] = ()
+    place: tuple[str, ...] = ()
     while keys[:1] == ["layers"] and isinstance(config, Mapping) and config.get("class_name") in _OPERATIONS:
         layers = config["config"]["layers"]
         layer = keyed_layers(layers).get(keys[1])
         number = next((i for i, one in enumerate(layers) if one is layer), None)
         if number is None:
             return None
-        found = (*found, *_OPERATIONS[config["class_name"]], str(number))
+        place = (*place, *_OPERATIONS[config["class_name"]], str(number))
         config, keys = layer, keys[2:]
-    return (*found, *keys) if found else None
+    return (*place, *keys) if place else None
 
 
 def _model_place(builder: Builder, path: str, node: int) -> None:

@@ -113,22 +113,22 @@ def numbered(
     """
     options = ("rate", "average", "accumulate", *(("amsgrad",) if schema == "adamw" else ()))
     choices = itertools.product(*((known[o],) if o in known else (True, False) for o in options))
-    found = [
+    fits = [
         fit
         for choice in choices
         if (fit := _fit(schema, variables, Kept(**dict(zip(options, choice, strict=True))))) is not None
     ]
-    if len(found) > 1:
-        found = [fit for fit in found if Counter(fit.shapes) == Counter(model)] or found
-    if len(found) == 1:
-        return found[0]
+    if len(fits) > 1:
+        fits = [fit for fit in fits if Counter(fit.shapes) == Counter(model)] or fits
+    if len(fits) == 1:
+        return fits[0]
     raise StateError(
         f"The optimizer's {len(variables)} variables "
-        + ("could be several things." if found else f"aren't those of Keras' {schema}."),
+        + ("could be several things." if fits else f"aren't those of Keras' {schema}."),
         expected="iteration, learning_rate unless there is a schedule, then slots",
-        found="; ".join(f"{fit.kept}" for fit in found)
+        found="; ".join(f"{fit.kept}" for fit in fits)
         or f"shapes {[variable.shape for variable in variables][:20]}",
-        remedy="give --hparams with use_ema and amsgrad, or read the .keras file" if found else "",
+        remedy="give --hparams with use_ema and amsgrad, or read the .keras file" if fits else "",
     )
 
 
@@ -190,10 +190,10 @@ class Named:
         said = {**(self.config or {}), **hints.hyperparameters}
         options = {AVERAGE: "use_ema", "amsgrad": "amsgrad", "accumulate": "gradient_accumulation_steps"}
         known = said.keys() if self.config is None else options.values()
-        found = {name: bool(said.get(option)) for name, option in options.items() if option in known}
+        kept = {name: bool(said.get(option)) for name, option in options.items() if option in known}
         if self.config is not None:
-            found["rate"] = not isinstance(self.config.get(RATE), Mapping)
-        return found
+            kept["rate"] = not isinstance(self.config.get(RATE), Mapping)
+        return kept
 
 
 def by_config(config: Any) -> Named | None:
@@ -202,8 +202,8 @@ def by_config(config: Any) -> Named | None:
     optimizer = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
     if not isinstance(optimizer, Mapping) or optimizer.get("registered_name") is not None:
         return None
-    kind, own = optimizer.get("class_name"), optimizer.get("config")
-    return Named(kind, own) if kind in SCHEMAS and isinstance(own, Mapping) else None
+    kind, settings = optimizer.get("class_name"), optimizer.get("config")
+    return Named(kind, settings) if kind in SCHEMAS and isinstance(settings, Mapping) else None
 
 
 def by_name(name: Any) -> Named | None:
@@ -246,18 +246,18 @@ def state_of(parts: Parts, key: str, known: ManifestRecord | None, hints: Hints)
         StateError: It makes no state.
         UsageError: A hint that the schema doesn't know.
     """
-    schema, found = load_schema(parts.named.schema), parts.numbered
-    own, rules = dict[str, dict[str, Tensor]](), dict[str, Rule]()
+    schema, numbered_slots = load_schema(parts.named.schema), parts.numbered
+    slots_of, rules = dict[str, dict[str, Tensor]](), dict[str, Rule]()
     derived, accumulated = dict[str, Tensor](), dict[str, Tensor]()
-    for (path, param), slots in zip(parts.moved.items(), found.slots, strict=True):
-        held = dict(slots)
-        if ACCUMULATOR in held:
-            accumulated[path] = held.pop(ACCUMULATOR)
+    for (path, param), slots in zip(parts.moved.items(), numbered_slots.slots, strict=True):
+        param_slots = dict(slots)
+        if ACCUMULATOR in param_slots:
+            accumulated[path] = param_slots.pop(ACCUMULATOR)
         if schema.name == "adafactor":
             rules[path] = usual_rule(param.shape)
             if rules[path].factored:
-                derived[path] = held.pop("v")
-        own[path] = held
+                derived[path] = param_slots.pop("v")
+        slots_of[path] = param_slots
     settings, notes = _settings(parts)
     if known is not None and known.groups:
         groups = tuple(member.group() for member in known.groups)
@@ -266,21 +266,21 @@ def state_of(parts: Parts, key: str, known: ManifestRecord | None, hints: Hints)
         groups = (Group(tuple(parts.moved), settings.values, settings.known_from),)
         notes = [*parts.notes, *notes]
     periods = next((g.hyperparameters.get("gradient_accumulation_steps") for g in groups), None) or 1
-    calls = int(found.iteration.read())
+    calls = int(numbered_slots.iteration.read())
     if calls < 0:
         raise StateError("The optimizer's iteration is negative.", found=calls)
     home = {
         **parts.home,
         "class": parts.named.kind,
         "iteration": calls,
-        "iteration_dtype": found.iteration.dtype.name,
-        "schedule": True if found.rate is None else None,
+        "iteration_dtype": numbered_slots.iteration.dtype.name,
+        "schedule": True if numbered_slots.rate is None else None,
         "derived_v": derived,
         "gradient_accumulators": accumulated,
     }
     state = TrainState(
         {**parts.moved, **parts.frozen},
-        own,
+        slots_of,
         Optimizer(schema.name, VARIANT, groups),
         Counts(calls // periods, calls),
         rules,
@@ -331,9 +331,9 @@ def _settings(parts: Parts) -> tuple[Hyperparameters, list[str]]:
 
 def kind_of(state: TrainState, home: Mapping[str, Any]) -> str:
     """Returns the class that goes on with a state: Adam only if that was it, and nothing is decayed."""
-    found = {"adafactor": "Adafactor", "lamb": "Lamb"}.get(state.optimizer.schema)
-    if found:
-        return found
+    kind = {"adafactor": "Adafactor", "lamb": "Lamb"}.get(state.optimizer.schema)
+    if kind:
+        return kind
     decays = any(group.hyperparameters.get(_DECAY) for group in state.optimizer.groups)
     return "Adam" if home.get("class") == "Adam" and not decays else "AdamW"
 
@@ -371,26 +371,26 @@ def variables_of(
             found=schema,
         )
     order, faults = order_of(state), Faults()
-    own = [_own(state, path, home, faults) for path in order]
-    kept = _kept(state, home, own, order, faults)
-    found: list[tuple[int | None, str, Tensor]] = []
+    slots = [_own(state, path, home, faults) for path in order]
+    kept = _kept(state, home, slots, order, faults)
+    variables: list[tuple[int | None, str, Tensor]] = []
     dtype = DTYPES[str(home.get("iteration_dtype", "int64"))]
     for i, name, shape in places(schema, [state.params[path].shape for path in order], kept):
         if name == ITERATION:
-            found.append((i, name, in_memory(np.asarray(calls_of(state, home), dtype), ITERATION)))
+            variables.append((i, name, in_memory(np.asarray(calls_of(state, home), dtype), ITERATION)))
         elif i is None:
             rate = rate_of(state)
             value = np.asarray(math.nan if rate is None else rate, np.float32)
-            found.append((i, name, in_memory(value, RATE)))
-        elif name in own[i]:
-            found.append((i, name, own[i].pop(name)))
+            variables.append((i, name, in_memory(value, RATE)))
+        elif name in slots[i]:
+            variables.append((i, name, slots[i].pop(name)))
         elif name in ("v_row", "v_col") and not shape and len(state.params[order[i]].shape) < 2:
-            found.append((i, name, Filled((), DTYPES["int32"], 0, "a vector has no factors")))
+            variables.append((i, name, Filled((), DTYPES["int32"], 0, "a vector has no factors")))
         else:
             faults.add(f"has no slot {name}", order[i])
     faults += [
         (f"has slot {name}, for which there is no place", path)
-        for path, left in zip(order, own, strict=True)
+        for path, left in zip(order, slots, strict=True)
         for name in left
     ]
     faults += [
@@ -399,7 +399,7 @@ def variables_of(
         for n in g.slots
     ]
     faults.check(InexactError, "Keras' optimizers can't hold the state")
-    return kept, found
+    return kept, variables
 
 
 def calls_of(state: TrainState, home: Mapping[str, Any]) -> int:
@@ -424,36 +424,36 @@ def rate_of(state: TrainState) -> float | None:
 def _kept(
     state: TrainState,
     home: Mapping[str, Any],
-    own: Sequence[Mapping[str, Tensor]],
+    slots_in_order: Sequence[Mapping[str, Tensor]],
     order: Sequence[str],
     faults: Faults,
 ) -> Kept:
     """Returns which variables there are; all parameters must have the same."""
-    found = {}
+    kept = {}
     for name in (AVERAGE, ACCUMULATOR, "v_max"):
-        having = [path for path, slots in zip(order, own, strict=True) if name in slots]
-        found[name] = bool(having)
+        having = [path for path, slots in zip(order, slots_in_order, strict=True) if name in slots]
+        kept[name] = bool(having)
         if having and len(having) < len(order):
             faults.add(f"some parameters have {name} and others don't", having[0])
     rate = rate_of(state) is not None or not home.get("schedule")
-    return Kept(rate, found[AVERAGE], found[ACCUMULATOR], found["v_max"])
+    return Kept(rate, kept[AVERAGE], kept[ACCUMULATOR], kept["v_max"])
 
 
 def _own(state: TrainState, path: str, home: Mapping[str, Any], faults: Faults) -> dict[str, Tensor]:
     """Returns a parameter's slots as Keras names them canonically: by the axes that they have averaged away."""
-    own, param = dict(state.slots.get(path, {})), state.params[path]
+    slots, param = dict(state.slots.get(path, {})), state.params[path]
     accumulated = home.get("gradient_accumulators", {}).get(path)
     if accumulated is not None:
-        own[ACCUMULATOR] = accumulated
+        slots[ACCUMULATOR] = accumulated
     if state.optimizer.schema != "adafactor":
-        return own
+        return slots
     usual, rule = usual_rule(param.shape), state.rules.get(path)
     if rule is not None and rule.axes == swapped(usual.axes) and rule.factored:
-        own["v_row"], own["v_col"] = own["v_col"], own["v_row"]
+        slots["v_row"], slots["v_col"] = slots["v_col"], slots["v_row"]
     elif rule is not None and rule.axes != usual.axes:
         axes = ", ".join(axis.value for axis in rule.axes)
         faults.add(f"is factored by {axes}; Keras would: {', '.join(a.value for a in usual.axes)}", path)
-    if usual.factored and "v_row" in own and "v" not in own:
+    if usual.factored and "v_row" in slots and "v" not in slots:
         why = "Keras makes it anew from r and c at each update"
-        own["v"] = home.get("derived_v", {}).get(path) or Filled(param.shape, param.dtype, 0, why)
-    return own
+        slots["v"] = home.get("derived_v", {}).get(path) or Filled(param.shape, param.dtype, 0, why)
+    return slots

@@ -108,18 +108,18 @@ def own_by_name(name: Any, named: Mapping[str, Mapping[str, Tensor]]) -> Own | N
     by_name = {snake_case(kind): kind for kind in _SCHEMAS}
     if plain in by_name:
         return Own(by_name[plain])
-    slots = {slot for own in named.values() for slot in own} - {ITERATION, RATE, ACCUMULATOR}
+    slots = {slot for param_slots in named.values() for slot in param_slots} - {ITERATION, RATE, ACCUMULATOR}
     fits = [kind for kind, schema in _SCHEMAS.items() if slots and slots <= load_schema(schema).slots.keys()]
     return Own(fits[0]) if len(fits) == 1 else None
 
 
 def named_slots(variables: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Returns variables by what they belong to (`""` for the optimizer itself) and their names."""
-    found: dict[str, dict[str, Tensor]] = {}
+    named: dict[str, dict[str, Tensor]] = {}
     for key, tensor in variables.items():
         owner, _, name = key.rpartition(SEPARATOR)
-        found.setdefault(owner.replace(SEPARATOR, "/"), {})[name] = tensor
-    return found
+        named.setdefault(owner.replace(SEPARATOR, "/"), {})[name] = tensor
+    return named
 
 
 def paths_of(named: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
@@ -128,7 +128,7 @@ def paths_of(named: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
 
 
 def own_state(
-    own: Own,
+    optimizer: Own,
     named: Mapping[str, Mapping[str, Tensor]],
     moved: Mapping[str, Tensor],
     frozen: Mapping[str, Tensor],
@@ -139,7 +139,7 @@ def own_state(
     """Returns the canonical state.
 
     Args:
-        own: The optimizer.
+        optimizer: The optimizer.
         named: Its variables.
         moved: The parameters that have slots, in the model's order; slots stand in that of groups.
         frozen: Other parameters.
@@ -151,10 +151,10 @@ def own_state(
         StateError: It makes no state; lists every fault.
         UsageError: A hint that the schema doesn't know.
     """
-    variant = hints.variant or own.said("variant") or (known.variant if known else None)
-    schema, faults = load_schema(own.schema), Faults()
+    variant = hints.variant or optimizer.said("variant") or (known.variant if known else None)
+    schema, faults = load_schema(optimizer.schema), Faults()
     rate = named.get("", {}).get(RATE)
-    groups, notes = _groups(own, variant, tuple(paths_of(named)), rate, known)
+    groups, notes = _groups(optimizer, variant, tuple(paths_of(named)), rate, known)
     groups = tuple(
         Group(g.paths, g.hyperparameters, g.known_from, named.get(f"{GROUPS}/{i}", {}))
         for i, g in enumerate(groups)
@@ -162,23 +162,24 @@ def own_state(
     beside: dict[str, Any] = {}
     slots: dict[str, dict[str, Tensor]] = {}
     for path in moved:
-        held = dict(named[path])
+        param_slots = dict(named[path])
         beside |= {
-            f"{path}{SEPARATOR}{name}": held.pop(name) for name in [n for n in held if n not in schema.slots]
+            f"{path}{SEPARATOR}{name}": param_slots.pop(name)
+            for name in [n for n in param_slots if n not in schema.slots]
         }
-        slots[path] = held
-    factors = own.schema == "adafactor"
-    rules = _rules(own, variant, moved, slots, groups, faults) if factors else {}
+        slots[path] = param_slots
+    factors = optimizer.schema == "adafactor"
+    rules = _rules(optimizer, variant, moved, slots, groups, faults) if factors else {}
     rules |= {path: Rule.from_json(rule) for path, rule in known.rules.items()} if known else {}
     iteration = named.get("", {}).get(ITERATION)
     if iteration is None or iteration.shape != () or iteration.dtype.kind not in "iu":
         faults.add("isn't there, or no whole number", ITERATION)
-    faults.check(StateError, f"The variables make no state of {own.kind}")
+    faults.check(StateError, f"The variables make no state of {optimizer.kind}")
     assert iteration is not None  # it would be a fault
     calls = int(iteration.read())
-    updates = calls // (own.said("gradient_accumulation_steps") or 1)
-    behind = {path: updates - int(n) for path, n in own.said("missed", {}).items() if path in moved}
-    home = {**extra.get(HOME, {}), "class": own.kind, "iteration": calls, "beside": beside}
+    updates = calls // (optimizer.said("gradient_accumulation_steps") or 1)
+    behind = {path: updates - int(n) for path, n in optimizer.said("missed", {}).items() if path in moved}
+    home = {**extra.get(HOME, {}), "class": optimizer.kind, "iteration": calls, "beside": beside}
     home |= {"iteration_dtype": iteration.dtype.name, "schedule": rate is None}
     first, base = _first_rate(groups), float(rate.read()) if rate is not None else 0.0
     if first and base and first != base:
@@ -186,7 +187,7 @@ def own_state(
     state = TrainState(
         {**moved, **frozen},
         slots,
-        Optimizer(own.schema, variant, groups),
+        Optimizer(optimizer.schema, variant, groups),
         Counts(updates, known.schedule if known else calls, behind),
         rules,
         {**extra, HOME: home},
@@ -196,7 +197,11 @@ def own_state(
 
 
 def _groups(
-    own: Own, variant: str | None, paths: tuple[str, ...], rate: Tensor | None, known: ManifestRecord | None
+    optimizer: Own,
+    variant: str | None,
+    paths: tuple[str, ...],
+    rate: Tensor | None,
+    known: ManifestRecord | None,
 ) -> tuple[tuple[Group, ...], list[str]]:
     """Returns the groups in the order in which the optimizer has them."""
     if known is not None and known.groups and known.variant == variant:
@@ -204,22 +209,22 @@ def _groups(
     value = None if rate is None else float(rate.read())
     if variant is None:
         rates: Mapping[str, Any] = {RATE: value} if value else {}
-        said = ", ".join(stepped_variants(own.schema))
+        said = ", ".join(stepped_variants(optimizer.schema))
         note = f"The file doesn't say which variant ran: {said}. Name it with --variant."
         return (Group(paths, rates, dict.fromkeys(rates, "file")),), [note]
-    usual = offered(own.schema, variant)
-    config = own.config or {}
-    common = {name: config[name] for name in load_schema(own.schema).hyperparameters if name in config}
+    usual = offered(optimizer.schema, variant)
+    config = optimizer.config or {}
+    common = {name: config[name] for name in load_schema(optimizer.schema).hyperparameters if name in config}
     common = {name: option for name, option in common.items() if name not in RATE_NAMES}
     if (
-        variant_constants(own.schema, variant).get("gradient_clipping") == "base_class"
+        variant_constants(optimizer.schema, variant).get("gradient_clipping") == "base_class"
         and "global_clipnorm" in config
     ):
         common["global_norm_clip_threshold"] = config["global_clipnorm"]
-    given = value if own.config is None or config.get(RATE) is not None else None
-    name = next((n for n in RATE_NAMES if n in load_schema(own.schema).hyperparameters), RATE)
+    given = value if optimizer.config is None or config.get(RATE) is not None else None
+    name = next((n for n in RATE_NAMES if n in load_schema(optimizer.schema).hyperparameters), RATE)
     taken: set[str] = set()
-    found = []
+    groups = []
     for each in [*config.get(GROUPS, ()), {"paths": paths}]:
         here = tuple(path for path in each["paths"] if path in paths and path not in taken)
         taken.update(here)
@@ -229,14 +234,14 @@ def _groups(
             values[name] = given * float(each.get(FACTOR, 1.0))
         origin: dict[str, KnownFrom] = dict.fromkeys(values, "file" if config else "assumed")
         origin |= {name: "file"} if given else {}
-        found += [Group(here, values, origin)] if here else []
+        groups += [Group(here, values, origin)] if here else []
     assumed = ", ".join(f"{n}={v}" for n, v in usual.items())
     notes = [] if config else [f"The file holds no config; assumed: {assumed}."]
-    return tuple(found), notes
+    return tuple(groups), notes
 
 
 def _rules(
-    own: Own,
+    optimizer: Own,
     variant: str | None,
     moved: Mapping[str, Tensor],
     slots: Mapping[str, Mapping[str, Tensor]],
@@ -244,24 +249,24 @@ def _rules(
     faults: Faults,
 ) -> dict[str, Rule]:
     """Returns how each parameter is factored: as the config says, as the variant does, or as the slots' shapes show."""
-    said, found = own.said("rules", {}), dict[str, Rule]()
+    said, rules = optimizer.said("rules", {}), dict[str, Rule]()
     for group in groups:
         lines = group.hyperparameters.get("factor_map")
         entries = map_entries(lines, "factor_map") if lines else ()
         for path in group.paths:
-            shape, held = moved[path].shape, slots[path]
+            shape, param_slots = moved[path].shape, slots[path]
             rule: Rule | None = None
             if path in said:
                 rule = Rule.from_json(said[path])
-            elif variant is not None and own.config is not None:
+            elif variant is not None and optimizer.config is not None:
                 rule = rule_of(path, shape, variant, group.hyperparameters, entries)[0]
-            elif {"v_row", "v_col"} & held.keys() in ({"v_row", "v_col"}, set()):
-                rule = shown_rule(shape, held, variant)
+            elif {"v_row", "v_col"} & param_slots.keys() in ({"v_row", "v_col"}, set()):
+                rule = shown_rule(shape, param_slots, variant)
             if rule is None:
                 faults.add("has slots that follow from no rule", path)
             else:
-                found[path] = rule
-    return found
+                rules[path] = rule
+    return rules
 
 
 def own_variables(state: TrainState, home: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -279,19 +284,19 @@ def own_variables(state: TrainState, home: Mapping[str, Any]) -> dict[str, Tenso
             found=f"{optimizer.schema}, variant {optimizer.variant}",
         )
     dtype = DTYPES[str(home.get("iteration_dtype", "int64"))]
-    found: dict[str, Tensor] = {ITERATION: in_memory(np.asarray(calls_of(state, home), dtype), ITERATION)}
+    entries: dict[str, Tensor] = {ITERATION: in_memory(np.asarray(calls_of(state, home), dtype), ITERATION)}
     rate = _rate(state)
     if rate is not None:
-        found[RATE] = in_memory(np.asarray(rate, np.float32), RATE)
+        entries[RATE] = in_memory(np.asarray(rate, np.float32), RATE)
     for i, group in enumerate(optimizer.groups):
         for path in group.paths:
             for name, tensor in state.slots.get(path, {}).items():
-                found[f"{path}/{name}".replace("/", SEPARATOR)] = tensor
+                entries[f"{path}/{name}".replace("/", SEPARATOR)] = tensor
         for name, tensor in group.slots.items():
-            found[SEPARATOR.join((GROUPS, str(i), name))] = tensor
+            entries[SEPARATOR.join((GROUPS, str(i), name))] = tensor
     if home.get("class") == CLASSES[optimizer.schema]:
-        found |= {key.replace("/", SEPARATOR): tensor for key, tensor in home.get("beside", {}).items()}
-    return found
+        entries |= {key.replace("/", SEPARATOR): tensor for key, tensor in home.get("beside", {}).items()}
+    return entries
 
 
 def _rate(state: TrainState) -> float | None:
@@ -332,15 +337,17 @@ def arguments(state: TrainState, before: Own | None) -> dict[str, Any]:
     else:
         common |= {name: base.pop(name) for name in ("clipnorm", "global_clipnorm") if name in names}
         base |= {name: KERAS[name] for name in ("clipnorm", "global_clipnorm") if name not in base}
-    found = {"name": Own(kind).usual_name, RATE: rate, **base, "jit_compile": False}
-    found |= {
+    settings = {"name": Own(kind).usual_name, RATE: rate, **base, "jit_compile": False}
+    settings |= {
         name: same.said(name) for name in ("name", "jit_compile") if same and name in (same.config or {})
     }
     if rate is None and same:
-        found[RATE] = same.said(RATE)
-    found |= {"variant": optimizer.variant, **common}
+        settings[RATE] = same.said(RATE)
+    settings |= {"variant": optimizer.variant, **common}
     if len(optimizer.groups) > 1:
-        found[GROUPS] = [_group(g, own, common, rate) for g, own in zip(optimizer.groups, said, strict=True)]
+        settings[GROUPS] = [
+            _group(g, values, common, rate) for g, values in zip(optimizer.groups, said, strict=True)
+        ]
     rules = {path: rule.to_json() for path, rule in state.rules.items() if state.group_of(path)}
     paths = {path for group in optimizer.groups for path in group.paths}
     renamed = {
@@ -348,13 +355,13 @@ def arguments(state: TrainState, before: Own | None) -> dict[str, Any]:
     }
     missed = {path: state.counts.updates - n for path, n in state.counts.behind.items() if path in paths}
     more = {"rules": rules, "names": renamed, "missed": missed}
-    return found | {name: part for name, part in more.items() if part}
+    return settings | {name: part for name, part in more.items() if part}
 
 
 def _group(
-    group: Group, own: Mapping[str, Any], common: Mapping[str, Any], rate: float | None
+    group: Group, values: Mapping[str, Any], common: Mapping[str, Any], rate: float | None
 ) -> dict[str, Any]:
-    different = {name: value for name, value in own.items() if name not in common and name not in KERAS}
+    different = {name: value for name, value in values.items() if name not in common and name not in KERAS}
     mine = next((group.hyperparameters[n] for n in RATE_NAMES if n in group.hyperparameters), None)
     factor = {FACTOR: mine / rate} if rate and mine is not None and mine != rate else {}
     return {"paths": list(group.paths), **different, **factor}
@@ -373,8 +380,8 @@ class StatekitKeras:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for slots by name."""
-        found = next((key for key in optimizer_variables(checkpoint.tree) if ":" in key), None)
-        return Evidence(30, f"{OPTIMIZER}/{VARIABLES} has {found}") if found else None
+        first = next((key for key in optimizer_variables(checkpoint.tree) if ":" in key), None)
+        return Evidence(30, f"{OPTIMIZER}/{VARIABLES} has {first}") if first else None
 
     def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
         """Returns the canonical state; hints are canonical.
@@ -385,8 +392,8 @@ class StatekitKeras:
         """
         tree, config = checkpoint.tree, config_of(checkpoint.tree)
         named = named_slots(optimizer_variables(tree))
-        own = own_by_config(config) or own_by_name(attribute(tree, OPTIMIZER, "name"), named)
-        if own is None:
+        optimizer = own_by_config(config) or own_by_name(attribute(tree, OPTIMIZER, "name"), named)
+        if optimizer is None:
             raise StateError(
                 "The file doesn't say which optimizer of statekit.tensorflow it is about.",
                 place=checkpoint.path,
@@ -398,16 +405,16 @@ class StatekitKeras:
         paths = paths_of(named)
         order = saved_order(tree, every)
         if order is None or {*order.moved} != {*paths}:
-            found = by_names(every, [own.variable_of(path) for path in paths])
-            order = _as_in_model(dict(zip(paths, found.moved.values(), strict=True)), every)
+            matched = by_names(every, [optimizer.variable_of(path) for path in paths])
+            order = _as_in_model(dict(zip(paths, matched.moved.values(), strict=True)), every)
         frozen = frozen_of(tree, every, order)
         return own_state(
-            own,
+            optimizer,
             named,
             {path: variable.tensor for path, variable in order.moved.items()},
             {path: variable.tensor for path, variable in frozen.items()},
             {HOME: home_of(tree, {**order.moved, **frozen})},
-            manifest_state(checkpoint, own.schema),
+            manifest_state(checkpoint, optimizer.schema),
             hints,
         )
 
@@ -423,13 +430,13 @@ class StatekitKeras:
         """
         home = home_in(state)
         kind = CLASSES[state.optimizer.schema]
-        own = own_variables(state, home)
+        entries = own_variables(state, home)
         tree = model_tree(state, home, {"class": kind})
         before = own_by_config(config_of(home.get("tree", {})))
         same = before is not None and before.kind == kind
         name = attribute(home.get("tree", {}), OPTIMIZER, "name") if same else None
-        held = {ATTRIBUTES: {"name": name or Own(kind).usual_name}, **own}
-        tree[OPTIMIZER] = {**tree.get(OPTIMIZER, {}), VARIABLES: held}
+        named_variables = {ATTRIBUTES: {"name": name or Own(kind).usual_name}, **entries}
+        tree[OPTIMIZER] = {**tree.get(OPTIMIZER, {}), VARIABLES: named_variables}
         if config_of(tree) is not None:
             with_config(tree, MODULE, kind, f"statekit>{kind}", arguments(state, before))
         return Encoded(tree, state.counts.updates, dropped=left_out(state))

@@ -25,7 +25,7 @@ from statekit.converters.layouts.keras.object_graph import (
     ITERATIONS,
     TRAINED,
     VARIABLES,
-    Found,
+    GraphOptimizer,
     Row,
     encoded_graph,
     found_optimizer,
@@ -72,10 +72,10 @@ class KerasGraph:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for an optimizer's lists in the object graph."""
-        found = found_optimizer(checkpoint)
-        if found is None or found.by_path:
+        optimizer = found_optimizer(checkpoint)
+        if optimizer is None or optimizer.by_path:
             return None
-        return Evidence(30, f"an object with {VARIABLES}, {TRAINED} and {ITERATIONS}: {found.name}")
+        return Evidence(30, f"an object with {VARIABLES}, {TRAINED} and {ITERATIONS}: {optimizer.name}")
 
     def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
         """Returns the canonical state.
@@ -84,26 +84,30 @@ class KerasGraph:
             StateError: Nothing tells which optimizer it is, or shapes and names contradict each other.
             UsageError: A hint that the schema doesn't know.
         """
-        tree, found = checkpoint.tree, found_optimizer(checkpoint)
-        named = _named(found) if found else None
-        if found is None or named is None:
+        tree, optimizer = checkpoint.tree, found_optimizer(checkpoint)
+        named = _named(optimizer) if optimizer else None
+        if optimizer is None or named is None:
             raise StateError(
                 "The checkpoint doesn't say which optimizer of Keras it is about.",
                 place=checkpoint.path,
                 expected=", ".join(SCHEMAS),
-                found=found.name if found else "none",
+                found=optimizer.name if optimizer else "none",
             )
-        slots = numbered(named.schema, tensors_of(tree, found.own, checkpoint.path), vars(found.kept()))
-        params = dict(zip((name for _, name in found.moved), tensors_of(tree, found.moved, ""), strict=True))
-        _check(params, slots.shapes, found, checkpoint.path)
-        frozen = frozen_keys(tree, found)
+        slots = numbered(
+            named.schema, tensors_of(tree, optimizer.variables, checkpoint.path), vars(optimizer.kept())
+        )
+        params = dict(
+            zip((name for _, name in optimizer.moved), tensors_of(tree, optimizer.moved, ""), strict=True)
+        )
+        _check(params, slots.shapes, optimizer, checkpoint.path)
+        frozen = frozen_keys(tree, optimizer)
         order = [*params]
         owners = [
             (None if i is None else order[i], what)
             for i, what, _ in places(named.schema, slots.shapes, slots.kept)
         ]
-        placed = {name: key for key, name in found.moved} | frozen
-        home = graph_home(tree, found, placed, owners, self.name)
+        placed = {name: key for key, name in optimizer.moved} | frozen
+        home = graph_home(tree, optimizer, placed, owners, self.name)
         parts = Parts(named, slots, params, {name: tree[key] for name, key in frozen.items()}, (), home)
         return state_of(parts, HOME, manifest_state(checkpoint, named.schema), hints)
 
@@ -123,24 +127,24 @@ class KerasGraph:
         order = order_of(state)
         silent = kept.rate and rate_of(state) is None
         name = usual_name(kind)
-        own = [
+        variables = [
             Row(None if i is None else order[i], what, _full_name(name, order, i, what, schema), tensor)
             for i, what, tensor in rows
         ]
-        return encoded_graph(state, home, name, LISTS[schema], own, silent, self.name)
+        return encoded_graph(state, home, name, LISTS[schema], variables, silent, self.name)
 
 
-def _named(found: Found) -> Named | None:
-    named = by_name(found.name)
-    if found.has("_r") and found.has("_c"):
+def _named(optimizer: GraphOptimizer) -> Named | None:
+    named = by_name(optimizer.name)
+    if optimizer.has("_r") and optimizer.has("_c"):
         return Named("Adafactor")
-    if named is None or named.kind == "Adafactor" or not found.has("_momentums"):
+    if named is None or named.kind == "Adafactor" or not optimizer.has("_momentums"):
         return None
     return named
 
 
 def _check(
-    params: Mapping[str, Tensor], shapes: Sequence[tuple[int, ...]], found: Found, place: object
+    params: Mapping[str, Tensor], shapes: Sequence[tuple[int, ...]], optimizer: GraphOptimizer, place: object
 ) -> None:
     """Checks that slots are those of the parameters, by their shapes, and by their names where these say it."""
     faults = Faults(
@@ -148,11 +152,11 @@ def _check(
         for (path, tensor), shape in zip(params.items(), shapes, strict=False)
         if tensor.shape != shape
     )
-    if len(params) != len(shapes) or len(params) != len(found.moved):
-        faults.add(f"there are slots of {len(shapes)}", f"{len(found.moved)} parameters")
+    if len(params) != len(shapes) or len(params) != len(optimizer.moved):
+        faults.add(f"there are slots of {len(shapes)}", f"{len(optimizer.moved)} parameters")
     ends = ("_momentum", "_velocity")
     flat = {path.replace("/", "_") for path in params}
-    said = [name.removeprefix(f"{found.name}/") for _, name in found.own if name.endswith(ends)]
+    said = [name.removeprefix(f"{optimizer.name}/") for _, name in optimizer.variables if name.endswith(ends)]
     faults += [
         ("is the slot of no parameter", name)
         for name in said

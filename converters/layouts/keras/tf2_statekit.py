@@ -18,7 +18,7 @@ from statekit.converters.layouts.keras.like import laid_out_like
 from statekit.converters.layouts.keras.object_graph import (
     BASE_LISTS,
     VARIABLES,
-    Found,
+    GraphOptimizer,
     Row,
     encoded_graph,
     found_optimizer,
@@ -64,10 +64,10 @@ class StatekitGraph:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for an optimizer whose slots are named by paths."""
-        found = found_optimizer(checkpoint)
-        if found is None or not found.by_path:
+        optimizer = found_optimizer(checkpoint)
+        if optimizer is None or not optimizer.by_path:
             return None
-        return Evidence(30, f"an object with {VARIABLES}, named as {found.own[-1][1]}")
+        return Evidence(30, f"an object with {VARIABLES}, named as {optimizer.variables[-1][1]}")
 
     def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
         """Returns the canonical state; hints are canonical.
@@ -76,29 +76,31 @@ class StatekitGraph:
             StateError: Nothing tells which optimizer it is, or names don't fit; lists every fault.
             UsageError: A hint that the schema doesn't know.
         """
-        tree, found = checkpoint.tree, found_optimizer(checkpoint)
-        if found is None:
+        tree, in_graph = checkpoint.tree, found_optimizer(checkpoint)
+        if in_graph is None:
             raise StateError("The checkpoint holds no optimizer of Keras.", place=checkpoint.path)
-        params = dict(zip((name for _, name in found.moved), tensors_of(tree, found.moved, ""), strict=True))
-        named = named_slots(_by_name(tree, found))
-        own = own_by_name(found.name, named)
-        if own is None or len(params) != len(paths_of(named)) or len(params) != len(found.moved):
+        params = dict(
+            zip((name for _, name in in_graph.moved), tensors_of(tree, in_graph.moved, ""), strict=True)
+        )
+        named = named_slots(_by_name(tree, in_graph))
+        optimizer = own_by_name(in_graph.name, named)
+        if optimizer is None or len(params) != len(paths_of(named)) or len(params) != len(in_graph.moved):
             raise StateError(
                 "The checkpoint doesn't say which optimizer of statekit.tensorflow it is about.",
                 place=checkpoint.path,
                 expected=f"{', '.join(CLASSES.values())}, with slots of {len(params)} parameters",
-                found=f"{found.name}, slots of {len(paths_of(named))}",
+                found=f"{in_graph.name}, slots of {len(paths_of(named))}",
             )
         moved = params
         if {*params} != {*paths_of(named)}:
             moved = dict(zip(paths_of(named), params.values(), strict=True))
-        frozen = frozen_keys(tree, found)
-        owners = [_owner(key) for key in _by_name(tree, found)]
-        placed = dict(zip(moved, (key for key, _ in found.moved), strict=True)) | frozen
-        home = graph_home(tree, found, placed, owners, self.name)
+        frozen = frozen_keys(tree, in_graph)
+        owners = [_owner(key) for key in _by_name(tree, in_graph)]
+        placed = dict(zip(moved, (key for key, _ in in_graph.moved), strict=True)) | frozen
+        home = graph_home(tree, in_graph, placed, owners, self.name)
         others = {name: tree[key] for name, key in frozen.items()}
-        known = manifest_state(checkpoint, own.schema)
-        return own_state(own, named, moved, others, {HOME: home}, known, hints)
+        known = manifest_state(checkpoint, optimizer.schema)
+        return own_state(optimizer, named, moved, others, {HOME: home}, known, hints)
 
     def like(self, state: TrainState, model: Checkpoint) -> TrainState:
         """Returns the state as a file of the same model lays it out."""
@@ -111,18 +113,20 @@ class StatekitGraph:
             InexactError: No optimizer of statekit.tensorflow goes on with the state.
         """
         home = home_in(state)
-        held = own_variables(state, home)
-        silent = RATE not in held and not home.get("schedule")
+        variables = own_variables(state, home)
+        silent = RATE not in variables and not home.get("schedule")
         name = Own(CLASSES[state.optimizer.schema]).usual_name
-        before = [(ITERATION, held.pop(ITERATION))]
-        if silent or RATE in held:
-            before.append((RATE, held.pop(RATE, before[0][1])))
-        first = [key for what in (AVERAGE, ACCUMULATOR) for key in held if key.endswith(f"{SEPARATOR}{what}")]
+        before = [(ITERATION, variables.pop(ITERATION))]
+        if silent or RATE in variables:
+            before.append((RATE, variables.pop(RATE, before[0][1])))
+        first = [
+            key for what in (AVERAGE, ACCUMULATOR) for key in variables if key.endswith(f"{SEPARATOR}{what}")
+        ]
         rows = [Row(None, key, f"{name}/{key}", tensor) for key, tensor in before]
-        for key in [*first, *(key for key in held if key not in first)]:
+        for key in [*first, *(key for key in variables if key not in first)]:
             owner, what = _owner(key)
             flat = f"{str(owner).replace('/', '_')}_{what}" if key in first else f"{owner}/{what}"
-            rows.append(Row(owner, what, f"{name}/{flat}", held[key]))
+            rows.append(Row(owner, what, f"{name}/{flat}", variables[key]))
         return encoded_graph(state, home, name, {}, rows, silent, self.name)
 
 
@@ -132,17 +136,19 @@ def _owner(key: str) -> tuple[str | None, str]:
     return owner or None, what
 
 
-def _by_name(tree: Mapping[str, Any], found: Found) -> dict[str, Tensor]:
+def _by_name(tree: Mapping[str, Any], optimizer: GraphOptimizer) -> dict[str, Tensor]:
     """Returns the optimizer's variables by the names that they have in Keras' files."""
-    tensors = tensors_of(tree, found.own, found.name)
-    by_key = dict(zip((key for key, _ in found.own), tensors, strict=True))
+    tensors = tensors_of(tree, optimizer.variables, optimizer.name)
+    by_key = dict(zip((key for key, _ in optimizer.variables), tensors, strict=True))
     listed = {}
     for what, attribute in BASE_LISTS.items():
-        node = found.graph.child(found.node, attribute)
-        values = values_of(found.graph, node) if node is not None else ()
-        for (key, _), (_, path) in zip(values, found.moved, strict=False):
+        node = optimizer.graph.child(optimizer.node, attribute)
+        values = values_of(optimizer.graph, node) if node is not None else ()
+        for (key, _), (_, path) in zip(values, optimizer.moved, strict=False):
             listed[key] = f"{path}/{what}"
-    names = {key: listed.get(key, name.removeprefix(f"{found.name}/")) for key, name in found.own}
+    names = {
+        key: listed.get(key, name.removeprefix(f"{optimizer.name}/")) for key, name in optimizer.variables
+    }
     return {names[key].replace("/", SEPARATOR): tensor for key, tensor in by_key.items()}
 
 

@@ -88,19 +88,19 @@ def variables(tree: Mapping[str, Any], config: Any = None) -> list[Variable]:
 def _below(
     node: Mapping[str, Any], place: Place, names: tuple[str, ...], config: Any, trained: bool, ordered: bool
 ) -> Iterator[Variable]:
-    held = node.get(VARIABLES)
-    own = held.get(ATTRIBUTES, {}).get("name") if isinstance(held, Mapping) else None
+    own_node = node.get(VARIABLES)
+    layer = own_node.get(ATTRIBUTES, {}).get("name") if isinstance(own_node, Mapping) else None
     if place and place[-1] != "layers":
-        names = (*names, str(own or place[-1]))
+        names = (*names, str(layer or place[-1]))
     if isinstance(config, Mapping) and _of(config).get("trainable") is False:
         trained = False
-    if isinstance(held, Mapping):
-        tensors = {key: leaf for key, leaf in held.items() if isinstance(leaf, Tensor)}
+    if isinstance(own_node, Mapping):
+        tensors = {key: leaf for key, leaf in own_node.items() if isinstance(leaf, Tensor)}
         called = _called(_kind(place), len(tensors))
         for i, (key, tensor) in enumerate(tensors.items()):
             name = called[i] if called else key
             moved = trained and name not in _known()["not_trained"] and tensor.dtype.kind in "fV"
-            prefix = names or ((str(own),) if own else ())
+            prefix = names or ((str(layer),) if layer else ())
             yield Variable((*place, VARIABLES, key), "/".join((*prefix, name)), tensor, moved, ordered)
     inner, in_order = _children(node, place, config)
     for key in inner:
@@ -110,18 +110,18 @@ def _below(
 
 def _children(node: Mapping[str, Any], place: Place, config: Any) -> tuple[list[str], bool]:
     """Returns what lies below a layer, and whether it is in the order in which the layer has it."""
-    found = [
+    keys = [
         key
         for key, child in node.items()
         if key not in (VARIABLES, ATTRIBUTES, *_known()["no_layers"]) and isinstance(child, Mapping)
     ]
-    full = [key for key in found if _holds(node[key])]
+    full = [key for key in keys if _holds(node[key])]
     if place and place[-1] == "layers":
-        return found, True
+        return keys, True
     order = _known()["children"].get(_kind(place))
     if order is not None and set(full) <= set(order):
-        return [key for key in order if key in found], True
-    return found, len(full) < 2
+        return [key for key in order if key in keys], True
+    return keys, len(full) < 2
 
 
 def _layer_config(config: Any, key: str) -> Any:
@@ -144,15 +144,15 @@ def _of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def keyed_layers(layers: Sequence[Any]) -> dict[str, Any]:
     """Returns the layers of a config by the keys that a file has for them."""
-    found: dict[str, Any] = {}
+    keyed: dict[str, Any] = {}
     used: dict[str, int] = {}
     for layer in layers:
         if not isinstance(layer, Mapping):
             continue
         kind = snake_case(str(layer.get("class_name")))
         number = used[kind] = used.get(kind, -1) + 1
-        found[f"{kind}_{number}" if number else kind] = layer
-    return found
+        keyed[f"{kind}_{number}" if number else kind] = layer
+    return keyed
 
 
 def snake_case(name: str) -> str:
@@ -186,13 +186,13 @@ def _holds(node: Any) -> bool:
     )
 
 
-def in_order(found: Sequence[Variable], shapes: Sequence[Shape], by_config: bool) -> Order:
+def in_order(every: Sequence[Variable], shapes: Sequence[Shape], by_config: bool) -> Order:
     """Finds the variables that an optimizer's slots of these shapes belong to, where nobody names them.
 
     Raises:
         StateError: Shapes contradict the order of the layers, or nothing tells the order.
     """
-    moved = [variable for variable in found if variable.trained]
+    moved = [variable for variable in every if variable.trained]
     if all(variable.ordered for variable in moved):
         if [variable.tensor.shape for variable in moved] == list(shapes):
             alike = sum(list(shapes).count(shape) > 1 for shape in shapes)
@@ -223,11 +223,11 @@ def _unknown(moved: Sequence[Variable], shapes: Sequence[Shape]) -> StateError:
     )
 
 
-def by_names(found: Sequence[Variable], names: Sequence[str], shapes: Sequence[Shape] | None = None) -> Order:
+def by_names(every: Sequence[Variable], names: Sequence[str], shapes: Sequence[Shape] | None = None) -> Order:
     """Finds the variables of these names: by the names of layers around them, then by their own or their order.
 
     Args:
-        found: All variables.
+        every: All variables.
         names: Paths of variables, as Keras has them.
         shapes: Theirs, in the same order, where known.
 
@@ -238,24 +238,26 @@ def by_names(found: Sequence[Variable], names: Sequence[str], shapes: Sequence[S
         raise StateError(
             "Names were given for another number of parameters.", expected=len(shapes), found=len(names)
         )
-    floats = [variable for variable in found if variable.tensor.dtype.kind in "fV"]
+    floats = [variable for variable in every if variable.tensor.dtype.kind in "fV"]
     inside = _grouped(floats, lambda variable: variable.name.rpartition("/")[0])
     wanted = _grouped(names, lambda name: name.rpartition("/")[0])
     same = _scopes(list(wanted), list(inside))
     moved: dict[str, Variable] = {}
     faults = Faults()
-    for scope, own in wanted.items():
+    for scope, scope_names in wanted.items():
         if scope not in same:
-            faults += [("has no layer of its name in the file", name) for name in own]
+            faults += [("has no layer of its name in the file", name) for name in scope_names]
             continue
         here = inside[same[scope]]
         known = {variable.name.rpartition("/")[2]: variable for variable in here}
-        if all(name.rpartition("/")[2] in known for name in own):
-            moved |= {name: known[name.rpartition("/")[2]] for name in own}
-        elif len(own) <= len(here):  # trained ones come first, in the order in which they were made
-            moved |= dict(zip(own, here, strict=False))
+        if all(name.rpartition("/")[2] in known for name in scope_names):
+            moved |= {name: known[name.rpartition("/")[2]] for name in scope_names}
+        elif len(scope_names) <= len(here):  # trained ones come first, in the order in which they were made
+            moved |= dict(zip(scope_names, here, strict=False))
         else:
-            faults += [("is one of more variables than the layer has in the file", name) for name in own]
+            faults += [
+                ("is one of more variables than the layer has in the file", name) for name in scope_names
+            ]
     for name, shape in zip(names, shapes or (), strict=False):
         if name in moved and moved[name].tensor.shape != shape:
             faults.add(f"has shape {moved[name].tensor.shape}, its slots {shape}", name)
@@ -266,22 +268,22 @@ def by_names(found: Sequence[Variable], names: Sequence[str], shapes: Sequence[S
 
 
 def _grouped(items: Iterable[T], key: Callable[[T], str]) -> dict[str, list[T]]:
-    found: dict[str, list[T]] = {}
+    groups: dict[str, list[T]] = {}
     for item in items:
-        found.setdefault(key(item), []).append(item)
-    return found
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def _scopes(wanted: Sequence[str], inside: Sequence[str]) -> dict[str, str]:
     """Returns which layer of the file each scope is: of the same names, but for what stands before all of them."""
-    found = {scope: scope for scope in wanted if scope in inside}
-    if len(found) == len(wanted):
-        return found
+    scopes = {scope: scope for scope in wanted if scope in inside}
+    if len(scopes) == len(wanted):
+        return scopes
     for scope in wanted:
         ends = [one for one in inside if _ends(one, scope) or _ends(scope, one)]
-        if scope not in found and len(ends) == 1:
-            found[scope] = ends[0]
-    return found
+        if scope not in scopes and len(ends) == 1:
+            scopes[scope] = ends[0]
+    return scopes
 
 
 def _ends(scope: str, other: str) -> bool:
@@ -301,5 +303,5 @@ def without(tree: Mapping[str, Any], places: Iterable[Place]) -> dict[str, Any]:
             if (*place, key) not in gone
         }
 
-    found: dict[str, Any] = kept(tree, ())
-    return found
+    pruned: dict[str, Any] = kept(tree, ())
+    return pruned
