@@ -87,8 +87,8 @@ class TensorFlow1:
         tree = checkpoint.tree
         if not isinstance(tree, Mapping) or not all(isinstance(name, str) for name in tree):
             return None
-        found = next((name for name in tree if self._slot_of(name, tree)), None)
-        return Evidence(20, f"{found} beside its variable") if found else None
+        slot_name = next((name for name in tree if self._slot_of(name, tree)), None)
+        return Evidence(20, f"{slot_name} beside its variable") if slot_name else None
 
     def _slot_of(self, name: str, tree: Mapping[str, Any]) -> bool:
         match = self.pattern.fullmatch(name)
@@ -158,8 +158,8 @@ class TensorFlow1:
 
         for path, param in state.params.items():
             put("", path, "", param)
-        for path, own in state.slots.items():
-            for suffix, tensor in self._native(state, path, own):
+        for path, slots in state.slots.items():
+            for suffix, tensor in self._native(state, path, slots):
                 put(scope, path, suffix, tensor)
         for path, tensor in home.get("averages", {}).items():
             put("", path, AVERAGE, tensor)
@@ -182,7 +182,7 @@ class TensorFlow1:
     def _home(self, named: Named) -> dict[str, Any]:
         step = _step_name(named)
         others = {name: value for name, value in named.others.items() if name != step}
-        found: dict[str, Any] = {
+        home: dict[str, Any] = {
             "scope": named.scope,
             "slots": self.suffix if named.scope else "",
             "step": "" if step == GLOBAL_STEP else step,
@@ -190,14 +190,14 @@ class TensorFlow1:
             "others": others,
             "parts": {path: list(part) for path, part in named.parts.items()},
         }
-        return {key: value for key, value in found.items() if value}
+        return {key: value for key, value in home.items() if value}
 
     def _only_variant(self, hints: Hints) -> str | None:
         """Returns the one variant that takes the hyperparameters that were given; None if several do."""
         schema, given = load_schema(self.schema), {*hints.hyperparameters} - {"learning_rate", "factor_map"}
         takes = [one for one in self.makers if given <= schema.variant(one)["defaults"].keys()]
-        found = takes if len(self.makers) > 1 else self.makers
-        return found[0] if len(found) == 1 else None
+        variants = takes if len(self.makers) > 1 else self.makers
+        return variants[0] if len(variants) == 1 else None
 
     def _form(self, variant: str | None) -> Mapping[str, Any]:
         chosen = variant if variant in self.makers else self.makers[0]
@@ -207,18 +207,20 @@ class TensorFlow1:
         """Returns the slots by canonical name, and whether there is momentum."""
         if any(self.native.values()):
             by_name = {native: slot for slot, native in self.native.items()}
-            held = {path: {by_name[n]: t for n, t in own.items()} for path, own in named.slots.items()}
-            return held, any("m" in own for own in held.values())
+            slots = {
+                path: {by_name[n]: t for n, t in natives.items()} for path, natives in named.slots.items()
+            }
+            return slots, any("m" in param_slots for param_slots in slots.values())
         momentum = "m" in self.native and self._momentum(named)
-        found = {}
-        for path, own in named.slots.items():
-            ordered = [own[key] for key in sorted(own, key=lambda key: int(key[1:] or 0))]
+        slots = {}
+        for path, natives in named.slots.items():
+            ordered = [natives[key] for key in sorted(natives, key=lambda key: int(key[1:] or 0))]
             rest = len(ordered) - momentum
             names = [*(["m"] if momentum else []), *(_FACTORED if rest == 2 and self._factors else ("v",))]
             if len(names) != len(ordered):
                 faults.add(f"has {len(ordered)} slots, expected {len(names)} ({', '.join(names)})", path)
-            found[path] = dict(zip(names, ordered, strict=False))
-        return found, momentum
+            slots[path] = dict(zip(names, ordered, strict=False))
+        return slots, momentum
 
     @property
     def _factors(self) -> bool:
@@ -229,7 +231,9 @@ class TensorFlow1:
         if not self._factors:
             return True
         firsts = [
-            (own[""].shape == named.params[p].shape, len(own)) for p, own in named.slots.items() if "" in own
+            (natives[""].shape == named.params[p].shape, len(natives))
+            for p, natives in named.slots.items()
+            if "" in natives
         ]
         return any(count == 3 or (same and count == 2) for same, count in firsts)
 
@@ -247,13 +251,13 @@ class TensorFlow1:
         given = hints.hyperparameters.get("factor_map")
         entries = map_entries(given, "factor_map") if given is not None else ()
         form = self._form(variant)
-        for path, own in slots.items():
-            shape, factored = named.params[path].shape, "v_row" in own
+        for path, param_slots in slots.items():
+            shape, factored = named.params[path].shape, "v_row" in param_slots
             entry = first_entry(entries, path)
             axes = (labels(entry.value) if entry else None) or by_shape(form, shape, factored)
             known: KnownFrom = "given" if entry else "file" if form["factored_rank"] == "two" else "assumed"
             rule = Rule(axes, known if len(shape) > 1 else "file")
-            fault = _rule_fault(rule, shape, own)
+            fault = _rule_fault(rule, shape, param_slots)
             if fault:
                 faults.add(fault, path)
             else:
@@ -272,16 +276,16 @@ class TensorFlow1:
         values = {n: v for n, v in schema.variant(variant)["defaults"].items() if n != "learning_rate"}
         known: dict[str, KnownFrom] = dict.fromkeys(values, "assumed")
         if self._factors:
-            values["factored"] = any("v_row" in own for own in slots.values())
+            values["factored"] = any("v_row" in param_slots for param_slots in slots.values())
             known["factored"] = "file"
             if momentum:  # how strong it is, no file tells
                 del values["beta1"], known["beta1"]
             else:
                 known["beta1"] = "file"
-        held = held_betas(named.others, values, updates) if self.powers else {}
-        values |= held
-        known |= dict.fromkeys(held, "file")
-        odd = [name for name, value in held.items() if value is None]
+        betas = held_betas(named.others, values, updates) if self.powers else {}
+        values |= betas
+        known |= dict.fromkeys(betas, "file")
+        odd = [name for name, value in betas.items() if value is None]
         for name in odd:
             del values[name], known[name]
         assumed = ", ".join(f"{n}={v}" for n, v in values.items() if known[n] == "assumed")
@@ -291,16 +295,16 @@ class TensorFlow1:
         ]
 
     def _native(
-        self, state: TrainState, path: str, own: Mapping[str, Tensor]
+        self, state: TrainState, path: str, slots: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         """Yields what follows a variable's name for each of its slots."""
-        own, place = self._by_axes(state, path, own), 0
+        slots, place = self._by_axes(state, path, slots), 0
         for slot, native in self.native.items():
-            if slot in own:
-                yield f"{self.suffix}{native or (f'_{place}' if place else '')}", own[slot]
+            if slot in slots:
+                yield f"{self.suffix}{native or (f'_{place}' if place else '')}", slots[slot]
                 place += 1
 
-    def _by_axes(self, state: TrainState, path: str, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def _by_axes(self, state: TrainState, path: str, slots: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Returns slots as this optimizer calls them: v_row and v_col by the axes that they have averaged away."""
         rule = state.rules.get(path)
         if (
@@ -308,8 +312,8 @@ class TensorFlow1:
             or not rule.factored
             or rule.axes != swapped(self._usual(rule, state.params[path].shape))
         ):
-            return own
-        return {**own, "v_row": own["v_col"], "v_col": own["v_row"]}
+            return slots
+        return {**slots, "v_row": slots["v_col"], "v_col": slots["v_row"]}
 
     def _usual(self, rule: Rule, shape: Shape) -> tuple[Axis, ...]:
         stacked = (
@@ -326,12 +330,12 @@ class TensorFlow1:
                 expected=self.schema,
                 found=state.optimizer.schema,
             )
-        kinds = {frozenset(own) & {"m"} for own in state.slots.values()}
+        kinds = {frozenset(slots) & {"m"} for slots in state.slots.values()}
         if len(kinds) > 1:
             yield "some parameters have momentum and others don't", "slots"
-        for path, own in state.slots.items():
+        for path, slots in state.slots.items():
             yield from (
-                (f"has slot {n}, for which there is no place", path) for n in own if n not in self.native
+                (f"has slot {n}, for which there is no place", path) for n in slots if n not in self.native
             )
             rule, shape = state.rules.get(path), state.params[path].shape
             if rule is None or not self._factors:
@@ -364,9 +368,9 @@ def _step_name(named: Named) -> str:
     return below[0] if GLOBAL_STEP not in named.others and len(below) == 1 else GLOBAL_STEP
 
 
-def _rule_fault(rule: Rule, shape: Shape, own: Mapping[str, Tensor]) -> str:
-    if len(rule.axes) != len(shape) or rule.factored != ("v_row" in own):
+def _rule_fault(rule: Rule, shape: Shape, slots: Mapping[str, Tensor]) -> str:
+    if len(rule.axes) != len(shape) or rule.factored != ("v_row" in slots):
         return f"has shape {shape}, but the rule {', '.join(axis.value for axis in rule.axes)}"
-    expected = {n: rule.slot_shape(n, shape) if n in _FACTORED else shape for n in own}
-    wrong = [f"{n} {own[n].shape}, expected {e}" for n, e in expected.items() if own[n].shape != e]
+    expected = {n: rule.slot_shape(n, shape) if n in _FACTORED else shape for n in slots}
+    wrong = [f"{n} {slots[n].shape}, expected {e}" for n, e in expected.items() if slots[n].shape != e]
     return f"has slots of other shapes: {'; '.join(wrong)}" if wrong else ""

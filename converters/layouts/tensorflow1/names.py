@@ -72,13 +72,13 @@ def sorted_names(tree: Mapping[str, Any], pattern: re.Pattern[str]) -> Named:
     left: dict[str, Any] = {}
     orphans = []
     for name, value in flat.items():
-        found = pattern.fullmatch(name) if isinstance(value, Tensor) else None
-        base = _variable(found["base"], flat) if found else None
-        if found and base is not None:
+        match = pattern.fullmatch(name) if isinstance(value, Tensor) else None
+        base = _variable(match["base"], flat) if match else None
+        if match and base is not None:
             params[base] = flat[base]
-            slots.setdefault(base, {})[found["slot"]] = value
-            scopes.add(found["base"].removesuffix(base))
-        elif found:
+            slots.setdefault(base, {})[match["slot"]] = value
+            scopes.add(match["base"].removesuffix(base))
+        elif match:
             orphans.append(name)
         elif name.endswith(AVERAGE) and name.removesuffix(AVERAGE) in flat:
             averages[name.removesuffix(AVERAGE)] = value
@@ -150,8 +150,8 @@ def _sliced_slot(
     scopes: Iterable[str],
 ) -> str | None:
     """Returns the name that a slice has in the graph, if it is of a slot or an average; None if of a variable."""
-    found = pattern.fullmatch(name)
-    suffix = name[len(found["base"]) :] if found else AVERAGE if name.endswith(AVERAGE) else ""
+    match = pattern.fullmatch(name)
+    suffix = name[len(match["base"]) :] if match else AVERAGE if name.endswith(AVERAGE) else ""
     base = name.removesuffix(suffix)
     for whole in (base, *accumulate(base.split("/")[:-1], "{}/{}".format)) if suffix else ():
         if spec in numbers.get(whole, ()):
@@ -159,17 +159,17 @@ def _sliced_slot(
             for scope in scopes:
                 if saved_name(whole, path, scope, suffix) == name:
                     return f"{scope}{path}{suffix}"
-    return f"{base}/{spec}{suffix}" if found else None  # of no variable's slice, and so an orphan
+    return f"{base}/{spec}{suffix}" if match else None  # of no variable's slice, and so an orphan
 
 
 def _scopes(tree: Mapping[str, Any], pattern: re.Pattern[str]) -> list[str]:
     """Returns what may go before the names of slots: what does so before those of whole variables, or of powers."""
     scopes = {""}
     for name, value in tree.items():
-        found = pattern.fullmatch(name) if isinstance(value, Tensor) else None
-        base = _variable(found["base"], tree) if found else None
-        if found and base is not None:
-            scopes.add(found["base"].removesuffix(base))
+        match = pattern.fullmatch(name) if isinstance(value, Tensor) else None
+        base = _variable(match["base"], tree) if match else None
+        if match and base is not None:
+            scopes.add(match["base"].removesuffix(base))
         elif (last := name.rpartition("/")[2]) in POWERS:
             scopes.add(name.removesuffix(last))
     return sorted(scopes)

@@ -68,9 +68,9 @@ def held_betas(
         if beta and isinstance(value, Tensor) and value.shape == () and value.dtype == np.float32:
             powers.setdefault(beta, []).append(np.float32(value.read()))
     return {
-        beta: beta_of(held[0], updates)
-        for beta, held in powers.items()
-        if len(held) == 1 and (held[0] or power_after(assumed[beta], updates))
+        beta: beta_of(values[0], updates)
+        for beta, values in powers.items()
+        if len(values) == 1 and (values[0] or power_after(assumed[beta], updates))
     }
 
 
