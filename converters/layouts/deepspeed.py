@@ -55,7 +55,7 @@ class DeepSpeed:
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for a float32 weight beside the slots of every parameter."""
         parts = find_parts(checkpoint)
-        if parts is None or not parts.state or any(_WEIGHT not in own for own in parts.state.values()):
+        if parts is None or not parts.state or any(_WEIGHT not in record for record in parts.state.values()):
             return None
         why = TORCH_OPTIM.detect(replace(checkpoint, tree=_bare(checkpoint.tree)))
         if why is None:
@@ -72,19 +72,22 @@ class DeepSpeed:
         if find_parts(checkpoint) is None:
             raise StateError("The checkpoint has no optimizer of DeepSpeed.", place=checkpoint.path)
         tree, weights = _bare(checkpoint.tree), _weights(checkpoint.tree)
-        flat = any(_is_flat(own) for own in tree["optimizer"]["state"].values())
+        flat = any(_is_flat(record) for record in tree["optimizer"]["state"].values())
         state = TORCH_OPTIM.decode(replace(checkpoint, tree=_flattened(tree) if flat else tree), hints)
         model = {_path(name): tensor for name, tensor in tree["model"].items()}
-        held = {
+        stored_params = {
             path: tensor for path, tensor in model.items() if tensor.dtype != weights.get(path, tensor).dtype
         }
         stored = checkpoint.meta.get("zero_stage") != _NOT_STORED
-        copied = stored and any(path not in held for path in weights)
+        copied = stored and any(path not in stored_params for path in weights)
         slots = _whole(state, checkpoint.tree) if flat else state.slots
         return replace(
             state,
-            params={path: held.get(path, weights[path]) for path in state.params},
-            slots={p: {**own, **({MASTER: weights[p]} if p in held else {})} for p, own in slots.items()},
+            params={path: stored_params.get(path, weights[path]) for path in state.params},
+            slots={
+                p: {**param_slots, **({MASTER: weights[p]} if p in stored_params else {})}
+                for p, param_slots in slots.items()
+            },
             rules={path: Rule((Axis.NONE,) * len(weights[path].shape), "file") for path in state.rules},
             optimizer=replace(state.optimizer, variant=hints.variant) if flat else state.optimizer,
             assumptions=(*state.assumptions, *([_FLAT] if flat else []), *([_COPIES] if copied else [])),
@@ -109,8 +112,8 @@ def _bare(tree: Tree) -> dict[str, Any]:
         name: i for i, name in enumerate(n for group in optimizer["param_groups"] for n in group["params"])
     }
     state = {
-        numbers[name]: {key: value for key, value in own.items() if key != _WEIGHT}
-        for name, own in optimizer["state"].items()
+        numbers[name]: {key: value for key, value in record.items() if key != _WEIGHT}
+        for name, record in optimizer["state"].items()
     }
     groups = [
         {**group, "params": [numbers[name] for name in group["params"]], "param_names": list(group["params"])}
@@ -120,23 +123,25 @@ def _bare(tree: Tree) -> dict[str, Any]:
 
 
 def _weights(tree: Tree) -> dict[str, Tensor]:
-    return {_path(name): own[_WEIGHT] for name, own in tree["optimizer"]["state"].items()}
+    return {_path(name): record[_WEIGHT] for name, record in tree["optimizer"]["state"].items()}
 
 
 def _path(name: str) -> str:
     return name.replace(".", "/")
 
 
-def _is_flat(own: Mapping[str, Any]) -> bool:
+def _is_flat(record: Mapping[str, Any]) -> bool:
     """Tells whether the slots are Adafactor's of a vector, whatever the parameter's shape."""
-    return "exp_avg" not in own and any(key in own for key in _UNFACTORED)
+    return "exp_avg" not in record and any(key in record for key in _UNFACTORED)
 
 
 def _flattened(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a checkpoint whose parameters are vectors, as the optimizer saw them; shapes only."""
     optimizer = tree["optimizer"]
     moved = {name for group in optimizer["param_groups"] for name in group["param_names"]}
-    state = {i: {key: _vector(value) for key, value in own.items()} for i, own in optimizer["state"].items()}
+    state = {
+        i: {key: _vector(value) for key, value in record.items()} for i, record in optimizer["state"].items()
+    }
     model = {name: _vector(tensor) if name in moved else tensor for name, tensor in tree["model"].items()}
     return {**tree, "optimizer": {**optimizer, "state": state}, "model": model}
 
@@ -149,11 +154,12 @@ def _vector(value: Any) -> Any:
 
 def _whole(state: TrainState, tree: Tree) -> dict[str, dict[str, Tensor]]:
     """Returns the slots of a state with flat ones, as the checkpoint has them."""
-    schema, held = load_schema(state.optimizer.schema), tree["optimizer"]["state"]
+    schema, records = load_schema(state.optimizer.schema), tree["optimizer"]["state"]
     native = {name: slot.aliases.get(str(state.optimizer.variant)) for name, slot in schema.slots.items()}
-    names = {_path(name): name for name in held}
+    names = {_path(name): name for name in records}
     return {
-        path: {name: held[names[path]][native[name]] for name in own} for path, own in state.slots.items()
+        path: {name: records[names[path]][native[name]] for name in slots}
+        for path, slots in state.slots.items()
     }
 
 

@@ -16,27 +16,29 @@ _MAX_RANK = 8
 
 
 def with_minimum(
-    found: Hyperparameters, factored: Sequence[int], unfactored: Sequence[int]
+    hyperparameters: Hyperparameters, factored: Sequence[int], unfactored: Sequence[int]
 ) -> tuple[Hyperparameters, list[str]]:
     """Returns hyperparameters whose min_dim_size_to_factor fits the slots, and what is open about it.
 
     Args:
-        found: Hyperparameters with the usual minimum.
+        hyperparameters: Hyperparameters with the usual minimum.
         factored: The deciding size of each parameter that is factored.
         unfactored: That of each that could be and isn't.
     """
     low, high = max(unfactored, default=-1) + 1, min(factored, default=None)
-    if low <= found.values[MINIMUM] and (high is None or found.values[MINIMUM] <= high):
-        return found, []
+    if low <= hyperparameters.values[MINIMUM] and (high is None or hyperparameters.values[MINIMUM] <= high):
+        return hyperparameters, []
     if high is None:
-        return found.over({MINIMUM: low}, "assumed"), [f"{MINIMUM} is at least {low}; {low} is assumed."]
+        return hyperparameters.over({MINIMUM: low}, "assumed"), [
+            f"{MINIMUM} is at least {low}; {low} is assumed."
+        ]
     if low == high:
-        return found.over({MINIMUM: high}, "file"), []
+        return hyperparameters.over({MINIMUM: high}, "file"), []
     if low < high:
-        return found.over({MINIMUM: high}, "assumed"), [
+        return hyperparameters.over({MINIMUM: high}, "assumed"), [
             f"{MINIMUM} is from {low} to {high}; {high} is assumed."
         ]
-    return found, [
+    return hyperparameters, [
         f"{MINIMUM} is open: a parameter with a size of {high} is factored, one with {low - 1} isn't."
     ]
 
@@ -62,11 +64,11 @@ def from_slots(shape: Shape, row: Shape, column: Shape, by_logical_axes: bool) -
         return None
     labellings = itertools.product((Axis.ROW, Axis.COLUMN, Axis.BATCH), repeat=len(shape))
     taken = (labels for labels in labellings if len(shape) > 2 or Axis.BATCH in labels)
-    found = [labels for labels in taken if fits(labels, shape, row, column)]
-    if not found:
+    fitting = [labels for labels in taken if fits(labels, shape, row, column)]
+    if not fitting:
         return None
-    proven = len(found) == 1 and (by_logical_axes or Axis.BATCH not in found[0])
-    return Rule(found[0], "file" if proven else "assumed")
+    proven = len(fitting) == 1 and (by_logical_axes or Axis.BATCH not in fitting[0])
+    return Rule(fitting[0], "file" if proven else "assumed")
 
 
 def shown_rule(shape: Shape, slots: Mapping[str, Tensor], variant: str | None) -> Rule | None:

@@ -95,7 +95,7 @@ def manifest_state(checkpoint: Checkpoint, schema: str) -> ManifestRecord | None
             state["variant"], schedule, groups, {**state["rules"]}, tuple(state["assumptions"])
         )
     except (KeyError, TypeError, ValueError) as error:
-        found = f"{type(error).__name__}: {error}"
+        fault = f"{type(error).__name__}: {error}"
         raise StateError(
-            "The manifest's record of the state is incomplete.", place=checkpoint.path, found=found
+            "The manifest's record of the state is incomplete.", place=checkpoint.path, found=fault
         ) from error

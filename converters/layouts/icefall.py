@@ -51,7 +51,7 @@ class Icefall:
         parts = find_parts(checkpoint)
         if parts is None or not all("scalar_lr_scale" in group for group in parts.groups):
             return None
-        ours = any({"delta", "exp_avg_sq"} <= own.keys() for own in parts.state.values())
+        ours = any({"delta", "exp_avg_sq"} <= record.keys() for record in parts.state.values())
         return Evidence(20, "delta and exp_avg_sq under an optimizer with scalar_lr_scale") if ours else None
 
     def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
@@ -113,10 +113,10 @@ class Icefall:
             groups.append({**options, **named, "params": [index[path] for path in group.paths]})
             order = _batches(state.params, group)
             for batch in order if state.counts.updates else ():
-                own: dict[str, Any] = {"step": state.counts.updates}
+                record: dict[str, Any] = {"step": state.counts.updates}
                 for slot in state.slots[batch[0]]:
-                    own[slot] = Stack([state.slots[p][slot] for p in batch], int(slot in _LATE_AXIS))
-                native[index[batch[0]]] = own | dict(state.extra.get(JOINT, {}).get(batch[0], {}))
+                    record[slot] = Stack([state.slots[p][slot] for p in batch], int(slot in _LATE_AXIS))
+                native[index[batch[0]]] = record | dict(state.extra.get(JOINT, {}).get(batch[0], {}))
             if order:
                 native.setdefault(index[order[0][0]], {}).update(_native_shared(state, group))
         params = {_name(path): tensor for path, tensor in state.params.items()}
@@ -129,64 +129,68 @@ class _Filling:
     def __init__(self, parts: Parts, params: Mapping[str, Tensor], groups: Sequence[Group]) -> None:
         self._parts, self._params, self._groups = parts, params, groups
         self.faults = Faults()
-        steps = {int(own["step"]) for own in parts.state.values() if isinstance(own.get("step"), int)}
+        steps = {
+            int(record["step"]) for record in parts.state.values() if isinstance(record.get("step"), int)
+        }
         if len(steps) > 1:
             self.faults.add(f"batches have made different numbers of updates: {sorted(steps)}", "step")
         self.updates = max(steps, default=0)
 
     def slots(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Tensor]], tuple[Group, ...]]:
         """Returns slots by path, what the seed keeps for scalars, and the groups with their own slots."""
-        found: dict[str, dict[str, Tensor]] = {}
+        slots: dict[str, dict[str, Tensor]] = {}
         joint: dict[str, dict[str, Tensor]] = {}
         groups = []
         for group, options in zip(self._groups, self._parts.groups, strict=True):
             index = dict(zip(group.paths, options["params"], strict=True))
             shared: dict[str, Any] = {}
             for batch in _batches(self._params, group):
-                own = self._parts.state.get(index[batch[0]], {})
-                shared |= {name: own[name] for name in _SHARED if name in own}
-                for slot, tensor in own.items():
+                record = self._parts.state.get(index[batch[0]], {})
+                shared |= {name: record[name] for name in _SHARED if name in record}
+                for slot, tensor in record.items():
                     if slot in ("step", *_SHARED) or not isinstance(tensor, Tensor):
                         continue
                     if self._one(batch[0], slot):
                         joint.setdefault(batch[0], {})[slot] = tensor
                         continue
-                    self._split(batch, slot, tensor, found)
+                    self._split(batch, slot, tensor, slots)
             groups.append(self._with_shared(group, shared))
-        return found, joint, tuple(groups)
+        return slots, joint, tuple(groups)
 
     def _one(self, path: str, slot: str) -> bool:
         return slot in _SIZE and int(np.prod(self._params[path].shape)) == 1
 
     def _split(
-        self, batch: Sequence[str], slot: str, tensor: Tensor, found: dict[str, dict[str, Tensor]]
+        self, batch: Sequence[str], slot: str, tensor: Tensor, slots: dict[str, dict[str, Tensor]]
     ) -> None:
         axis = int(slot in _LATE_AXIS)
         shape = self._params[batch[0]].shape
-        own = (*tensor.shape[:axis], *tensor.shape[axis + 1 :])
+        member_shape = (*tensor.shape[:axis], *tensor.shape[axis + 1 :])
         fits = len(tensor.shape) > axis and tensor.shape[axis] == len(batch)
-        expected = {"delta": shape, "exp_avg_sq": shape}.get(slot, own[:axis] + (1,) * len(shape))
-        if not fits or own != expected:
+        expected = {"delta": shape, "exp_avg_sq": shape}.get(slot, member_shape[:axis] + (1,) * len(shape))
+        if not fits or member_shape != expected:
             self.faults.add(f"{slot} has shape {tensor.shape} for {len(batch)} of {shape}", batch[0])
             return
         for place, path in enumerate(batch):
-            found.setdefault(path, {})[slot] = Slice(tensor, axis, place)
+            slots.setdefault(path, {})[slot] = Slice(tensor, axis, place)
 
     def _with_shared(self, group: Group, shared: Mapping[str, Any]) -> Group:
         params = {path: np.zeros(0, np.float32) for path in group.paths}
         if group.hyperparameters.get("clipping_scale") is None or not params:
             return group
         fresh = scaled_adam.begin(NumpyBackend(), params, group, scaled_adam.VARIANTS[-1])
-        own = {}
+        group_slots = {}
         for name, array in fresh.items():
             value = shared.get(name)
             if isinstance(value, Tensor):
-                own[name] = value if value.shape == array.shape else in_memory(array, name)
+                group_slots[name] = value if value.shape == array.shape else in_memory(array, name)
                 if value.shape != array.shape:
                     self.faults.add(f"{name} has shape {value.shape}, expected {array.shape}", group.paths[0])
             else:
-                own[name] = in_memory(array if value is None else np.asarray(value, array.dtype), name)
-        return Group(group.paths, group.hyperparameters, group.known_from, own)
+                group_slots[name] = in_memory(
+                    array if value is None else np.asarray(value, array.dtype), name
+                )
+        return Group(group.paths, group.hyperparameters, group.known_from, group_slots)
 
 
 def _found_order(parts: Parts, is_sorted: bool, hints: Hints) -> Order:
@@ -219,8 +223,8 @@ def _order(parts: Parts, is_sorted: bool) -> Order:
         by_shape.setdefault(tensor.shape, []).append(name)
     faults, claimed, groups = Faults(), dict[Shape, int](), []
     for number, group in enumerate(parts.groups):
-        held = {i: parts.state[i]["delta"] for i in group["params"] if "delta" in parts.state.get(i, {})}
-        shapes = {i: (delta.shape[0], tuple(delta.shape[1:])) for i, delta in held.items()}
+        deltas = {i: parts.state[i]["delta"] for i in group["params"] if "delta" in parts.state.get(i, {})}
+        shapes = {i: (delta.shape[0], tuple(delta.shape[1:])) for i, delta in deltas.items()}
         for count, shape in shapes.values():
             if (other := claimed.setdefault(shape, number)) != number:
                 faults.add(f"stands in the groups {other} and {number}", f"shape {shape}")

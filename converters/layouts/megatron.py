@@ -96,21 +96,23 @@ class MegatronAdam:
         groups, notes = _grouped(optimizer["param_groups"], shapes, checkpoint)
         step = _step(optimizer)
         state = {
-            name: {"step": step, **{_SLOTS[slot]: t for slot, t in own.items() if _SLOTS[slot] != MASTER}}
-            for name, own in parts.state.items()
+            name: {"step": step, **{_SLOTS[slot]: t for slot, t in record.items() if _SLOTS[slot] != MASTER}}
+            for name, record in parts.state.items()
         }
         tree = {
             "model": dict(parts.model),
             "optimizer": {"state": state, "param_groups": groups},
         }
-        found = BY_NAME.decode(replace(checkpoint, tree=tree), hints)
+        decoded = BY_NAME.decode(replace(checkpoint, tree=tree), hints)
         masters = {
             name.replace(".", "/"): {MASTER: tensor}
-            for name, own in parts.state.items()
-            for slot, tensor in own.items()
+            for name, record in parts.state.items()
+            for slot, tensor in record.items()
             if _SLOTS[slot] == MASTER
         }
-        called = next((slot for own in parts.state.values() for slot in own if _SLOTS[slot] == MASTER), None)
+        called = next(
+            (slot for record in parts.state.values() for slot in record if _SLOTS[slot] == MASTER), None
+        )
         extra = {
             _COMMON: _without_optimizer(common),
             _OBJECTS: parts.objects,
@@ -118,10 +120,12 @@ class MegatronAdam:
             _MASTER_NAME: called,
         }
         return replace(
-            found,
-            slots={path: {**own, **masters.get(path, {})} for path, own in found.slots.items()},
-            extra={**found.extra, **{key: part for key, part in extra.items() if part}},
-            assumptions=(*found.assumptions, *notes),
+            decoded,
+            slots={
+                path: {**param_slots, **masters.get(path, {})} for path, param_slots in decoded.slots.items()
+            },
+            extra={**decoded.extra, **{key: part for key, part in extra.items() if part}},
+            assumptions=(*decoded.assumptions, *notes),
         )
 
     def encode(self, state: TrainState) -> Encoded:
@@ -136,23 +140,23 @@ class MegatronAdam:
                 expected=state.counts.updates,
                 found=", ".join(f"{path}: {n}" for path, n in list(state.counts.behind.items())[:_SHOWN]),
             )
-        bare = {path: {k: t for k, t in own.items() if k != MASTER} for path, own in state.slots.items()}
-        own = (_COMMON, _OBJECTS, _IN_SCALER, _MASTER_NAME, PLACES)
-        extra = {key: part for key, part in state.extra.items() if key not in own}
+        bare = {path: {k: t for k, t in slots.items() if k != MASTER} for path, slots in state.slots.items()}
+        stored_here = (_COMMON, _OBJECTS, _IN_SCALER, _MASTER_NAME, PLACES)
+        extra = {key: part for key, part in state.extra.items() if key not in stored_here}
         encoded = BY_NAME.encode(replace(state, slots=bare, extra=extra))
         model, optimizer = encoded.tree.pop("model"), encoded.tree.pop("optimizer")
         groups = [_with_multipliers(group, state.counts.updates) for group in optimizer["param_groups"]]
         _check_groups(groups, {name: tensor.shape for name, tensor in model.items()})
-        steps = [own.pop("step") for own in optimizer["state"].values()]
-        if foreign := {slot for own in optimizer["state"].values() for slot in own} - _SLOTS.keys():
+        steps = [record.pop("step") for record in optimizer["state"].values()]
+        if foreign := {slot for record in optimizer["state"].values() for slot in record} - _SLOTS.keys():
             raise InexactError(
                 "Megatron-Core's Adam has no such slots.",
                 expected=", ".join(_SLOTS),
                 found=", ".join(foreign),
             )
         sharded: dict[str, Tree] = dict(model)
-        for name, own in optimizer["state"].items():
-            sharded |= {f"{_STATE}{slot}.{name}": tensor for slot, tensor in own.items()}
+        for name, record in optimizer["state"].items():
+            sharded |= {f"{_STATE}{slot}.{name}": tensor for slot, tensor in record.items()}
         key = state.extra.get(_MASTER_NAME) or _MASTER_KEY
         for path, slots in state.slots.items():
             if MASTER in slots:
@@ -262,7 +266,10 @@ def _grouped(
     params = [
         [name for name, shape in shapes.items() if _has_no_decay(name, shape) == one] for one in without
     ]
-    return [{**group, "params": own} for group, own in zip(full, params, strict=True)], (*notes, _RULE)
+    return [{**group, "params": names_of} for group, names_of in zip(full, params, strict=True)], (
+        *notes,
+        _RULE,
+    )
 
 
 def _is_without_decay(group: Mapping[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from statekit.conversion.contracts import Hints
 from statekit.converters.layouts.factor_inference import with_minimum
 from statekit.converters.layouts.hyperparameters import Hyperparameters, ManifestRecord, OptimizerSpec
 from statekit.converters.layouts.t5x.rules import STANDARD
-from statekit.converters.layouts.t5x.tree import Held
+from statekit.converters.layouts.t5x.tree import NativeSlots
 from statekit.errors import Faults, UsageError, meant
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.factoring import first_entry, map_entries
@@ -69,7 +69,10 @@ def _fault(name: str, value: Any) -> str:
 
 
 def members(
-    checkpoint: Checkpoint, hints: Hints, known: ManifestRecord | None, held: Mapping[str, Held | None]
+    checkpoint: Checkpoint,
+    hints: Hints,
+    known: ManifestRecord | None,
+    slots_by_path: Mapping[str, NativeSlots | None],
 ) -> tuple[list[OptimizerSpec], list[str]]:
     """Sorts the moved parameters by optimizer: as traversals or the manifest say, else by whether they have momentum.
 
@@ -84,21 +87,24 @@ def members(
     given = {name: value for name, value in hints.hyperparameters.items() if name != _TRAVERSALS}
     gin, notes = _from_gin(checkpoint)
     if _TRAVERSALS in hints.hyperparameters:
-        return _traversed(hints.hyperparameters[_TRAVERSALS], gin.over(given, "given"), held), notes
+        return _traversed(hints.hyperparameters[_TRAVERSALS], gin.over(given, "given"), slots_by_path), notes
     if known is not None:
-        moved = [replace(g, paths=tuple(p for p in g.paths if held.get(p) is not None)) for g in known.groups]
+        moved = [
+            replace(g, paths=tuple(p for p in g.paths if slots_by_path.get(p) is not None))
+            for g in known.groups
+        ]
         return [
             replace(g, hyperparameters=gin.under(g.hyperparameters).over(given, "given")) for g in moved
         ], notes
     specified = gin.over(given, "given")
-    momentum = {path: own.momentum for path, own in held.items() if own is not None}
+    momentum = {path: slots.momentum for path, slots in slots_by_path.items() if slots is not None}
     parts = [tuple(momentum)]
     if {True, False} <= set(momentum.values()):
         parts = [tuple(p for p in momentum if momentum[p]), tuple(p for p in momentum if not momentum[p])]
         notes.append(
             "Some parameters have momentum and others don't: they are taken for two optimizers' parameters."
         )
-    elif None in held.values():
+    elif None in slots_by_path.values():
         notes.append(
             "Which optimizer moved a parameter isn't stored; all that have slots are taken to share one."
         )
@@ -122,22 +128,28 @@ def _from_gin(checkpoint: Checkpoint) -> tuple[Hyperparameters, list[str]]:
 
 
 def _traversed(
-    traversals: Any, specified: Hyperparameters, held: Mapping[str, Held | None]
+    traversals: Any, specified: Hyperparameters, slots_by_path: Mapping[str, NativeSlots | None]
 ) -> list[OptimizerSpec]:
     entries = list(_entries(traversals))
-    owners = {path: [i for i, (regex, _) in enumerate(entries) if re.search(regex, path)] for path in held}
-    faults = [f"{path} is selected {len(own)} times" for path, own in owners.items() if len(own) > 1]
+    owners = {
+        path: [i for i, (regex, _) in enumerate(entries) if re.search(regex, path)] for path in slots_by_path
+    }
+    faults = [f"{path} is selected {len(owning)} times" for path, owning in owners.items() if len(owning) > 1]
     faults += [
-        f"{path} is selected but has no slots" for path, own in owners.items() if own and held[path] is None
+        f"{path} is selected but has no slots"
+        for path, owning in owners.items()
+        if owning and slots_by_path[path] is None
     ]
     faults += [
-        f"{path} has slots but isn't selected" for path, own in owners.items() if not own and held[path]
+        f"{path} has slots but isn't selected"
+        for path, owning in owners.items()
+        if not owning and slots_by_path[path]
     ]
     if faults:
         raise UsageError(f"{_TRAVERSALS} doesn't fit the checkpoint.", found="; ".join(faults)[:2000])
     return [
         OptimizerSpec(
-            tuple(path for path, own in owners.items() if own == [i]), specified.over(values, "given")
+            tuple(path for path, owning in owners.items() if owning == [i]), specified.over(values, "given")
         )
         for i, (_, values) in enumerate(entries)
     ]
@@ -166,34 +178,38 @@ def _entries(traversals: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def inferred(
-    held: Sequence[Held], by_size: Sequence[Held], specified: Hyperparameters
+    all_slots: Sequence[NativeSlots], by_size: Sequence[NativeSlots], specified: Hyperparameters
 ) -> tuple[Hyperparameters, list[str]]:
     """Returns T5X's defaults as corrected by what the slots of one optimizer's parameters prove, and what is open.
 
     Args:
-        held: Slots of all its parameters.
+        all_slots: Slots of all its parameters.
         by_size: Of them the matrices that have no rule of their own.
         specified: What is known already.
     """
     notes = []
-    found = Hyperparameters().over(defaults(), "assumed")
-    full = [own for own in held if own.momentum]
+    hyperparameters = Hyperparameters().over(defaults(), "assumed")
+    full = [slots for slots in all_slots if slots.momentum]
     if full:
-        found = found.over({"dtype_momentum": full[0].momentum_dtype.name}, "file")
-    elif any(own.momentum is False for own in held):
-        found = found.over({"beta1": None}, "file")
-    if any(own.factored for own in held):
-        found = found.over({"factored": True}, "file")
-    elif not any(map(specified.is_known, RULES)) and any(_factors(own.shape, found.values) for own in held):
-        found = found.over({"factored": False}, "assumed")
-    if found.values["factored"] and not specified.is_known("min_dim_size_to_factor"):
-        yes = [min(own.shape) for own in by_size if own.factored]
-        found, note = with_minimum(found, yes, [min(own.shape) for own in by_size if not own.factored])
+        hyperparameters = hyperparameters.over({"dtype_momentum": full[0].momentum_dtype.name}, "file")
+    elif any(slots.momentum is False for slots in all_slots):
+        hyperparameters = hyperparameters.over({"beta1": None}, "file")
+    if any(slots.factored for slots in all_slots):
+        hyperparameters = hyperparameters.over({"factored": True}, "file")
+    elif not any(map(specified.is_known, RULES)) and any(
+        _factors(slots.shape, hyperparameters.values) for slots in all_slots
+    ):
+        hyperparameters = hyperparameters.over({"factored": False}, "assumed")
+    if hyperparameters.values["factored"] and not specified.is_known("min_dim_size_to_factor"):
+        yes = [min(slots.shape) for slots in by_size if slots.factored]
+        hyperparameters, note = with_minimum(
+            hyperparameters, yes, [min(slots.shape) for slots in by_size if not slots.factored]
+        )
         notes += note
-    values = dict(found.values)
+    values = dict(hyperparameters.values)
     if full:
         del values["beta1"]
-    return Hyperparameters(values, {name: found.known_from[name] for name in values}), notes
+    return Hyperparameters(values, {name: hyperparameters.known_from[name] for name in values}), notes
 
 
 def _factors(shape: Shape, values: Mapping[str, Any]) -> bool:
@@ -206,11 +222,11 @@ def scale_by_path(value: Any, paths: Sequence[str], faults: Faults) -> Any:
     if isinstance(value, bool):
         return value
     entries = map_entries(value, "multiply_by_parameter_scale")
-    found: dict[str, bool] = {}
+    scales: dict[str, bool] = {}
     for path in paths:
         entry = first_entry(entries, path)
         if entry is None or not isinstance(entry.value, bool):
             faults.add("multiply_by_parameter_scale has no true or false for it", path)
         else:
-            found[path] = entry.value
-    return found
+            scales[path] = entry.value
+    return scales

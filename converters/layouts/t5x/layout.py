@@ -19,7 +19,14 @@ from statekit.converters.layouts.factor_inference import fits, from_slots
 from statekit.converters.layouts.hyperparameters import Hyperparameters, OptimizerSpec, manifest_state
 from statekit.converters.layouts.t5x.hyperparameters import RULES, inferred, members, scale_by_path
 from statekit.converters.layouts.t5x.rules import GivenRules, as_t5x, given_rules
-from statekit.converters.layouts.t5x.tree import PLACEHOLDER, SLOTS, Held, Native, looks_native, read_native
+from statekit.converters.layouts.t5x.tree import (
+    PLACEHOLDER,
+    SLOTS,
+    Native,
+    NativeSlots,
+    looks_native,
+    read_native,
+)
 from statekit.errors import Faults, InexactError, StateError, some
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.factoring import by_size, effective
@@ -57,13 +64,17 @@ class T5XAdafactor:
         """
         native = read_native(checkpoint)
         known = manifest_state(checkpoint, "adafactor")
-        sorted_members, notes = members(checkpoint, hints, known, native.held)
+        sorted_members, notes = members(checkpoint, hints, known, native.slots)
         faults = Faults()
         groups, rules = [], {}
         stated = {} if known is None or hints.hyperparameters.keys() & set(RULES) else known.rules
         for member in sorted_members:
-            held = {path: own for path in member.paths if (own := native.held[path]) is not None}
-            group, own_rules = _group(member, held, stated, faults, notes)
+            slots_by_path = {
+                path: native_slots
+                for path in member.paths
+                if (native_slots := native.slots[path]) is not None
+            }
+            group, own_rules = _group(member, slots_by_path, stated, faults, notes)
             groups.append(group)
             rules.update(own_rules)
         faults.check(
@@ -72,11 +83,15 @@ class T5XAdafactor:
             place=checkpoint.path,
             remedy="check the hyperparameters against the run's gin file",
         )
-        if not native.held:
+        if not native.slots:
             notes.append("The checkpoint holds no optimizer state, only parameters.")
             groups = [Group(tuple(native.params))]
         momentum = _with_momentum(native, groups)
-        slots = {path: _canonical(own, path in momentum) for path, own in native.held.items() if own}
+        slots = {
+            path: _canonical(param_slots, path in momentum)
+            for path, param_slots in native.slots.items()
+            if param_slots
+        }
         variant = hints.variant or (known.variant if known else "t5x")
         counts = Counts(native.step, known.schedule if known else native.step)
         said = (*notes, *_rule_notes(rules)) if known is None or hints.hyperparameters else known.assumptions
@@ -99,11 +114,11 @@ class T5XAdafactor:
         moved = {path for group in state.optimizer.groups for path in group.paths}
         states: dict[tuple[str, ...], Any] = {}
         for path, param in state.params.items() if state.slots else ():
-            own = state.slots.get(path, {})
+            slots = state.slots.get(path, {})
             node = (
                 None
-                if not own and path not in moved
-                else _placed(path, param, own, state.rules.get(path), faults)
+                if not slots and path not in moved
+                else _placed(path, param, slots, state.rules.get(path), faults)
             )
             states[tuple(path.split("/"))] = node
         if not 0 <= state.counts.updates < 2**31:
@@ -126,7 +141,7 @@ class T5XAdafactor:
 
 def _group(
     member: OptimizerSpec,
-    held: Mapping[str, Held],
+    slots_by_path: Mapping[str, NativeSlots],
     stated: Mapping[str, Any],
     faults: Faults,
     notes: list[str],
@@ -135,27 +150,29 @@ def _group(
 
     Args:
         member: The parameters, and what was told about their optimizer.
-        held: Their slots.
+        slots_by_path: Their slots.
         stated: Rules that a manifest states.
-        faults: Where told and held contradict each other; added to.
+        faults: Where what was told and what the slots show contradict each other; added to.
         notes: What is open or assumed; added to.
     """
     specified = member.hyperparameters
     rules = _specified_rules(specified)
     by_shape = [
-        own for path, own in held.items() if len(own.shape) == 2 and not _has_batch(rules.find(path)[1])
+        slots
+        for path, slots in slots_by_path.items()
+        if len(slots.shape) == 2 and not _has_batch(rules.find(path)[1])
     ]
     if member.settled:
-        found, open_points = Hyperparameters(), list[str]()
+        hyperparameters, open_points = Hyperparameters(), list[str]()
     else:
-        found, open_points = inferred(list(held.values()), by_shape, specified)
-    settled = found.under(specified)
-    faults += _contradictions(held, specified)
+        hyperparameters, open_points = inferred(list(slots_by_path.values()), by_shape, specified)
+    settled = hyperparameters.under(specified)
+    faults += _contradictions(slots_by_path, specified)
     own_rules = {}
-    for path, own in held.items():
-        known = as_t5x(Rule.from_json(stated[path]), own.shape) if path in stated else None
-        rule = known or _rule(path, own, rules, settled)
-        if (fault := _rule_fault(rule, own)) is not None:
+    for path, slots in slots_by_path.items():
+        known = as_t5x(Rule.from_json(stated[path]), slots.shape) if path in stated else None
+        rule = known or _rule(path, slots, rules, settled)
+        if (fault := _rule_fault(rule, slots)) is not None:
             faults.add(fault, path)
         elif rule is not None:
             own_rules[path] = rule
@@ -164,7 +181,7 @@ def _group(
         kept.pop("learning_rate", None)
     if (scale := kept.get("multiply_by_parameter_scale")) is not None:
         kept["multiply_by_parameter_scale"] = scale_by_path(scale, member.paths, faults)
-    if "beta1" not in kept and any(own.momentum for own in held.values()):
+    if "beta1" not in kept and any(slots.momentum for slots in slots_by_path.values()):
         notes.append("beta1 isn't stored: m is in use, so momentum was on; a step needs its value.")
     notes += [*_default_notes(kept, settled), *open_points]
     return Group(member.paths, kept, {name: settled.known_from[name] for name in kept}), own_rules
@@ -179,17 +196,23 @@ def _has_batch(labels: tuple[Axis, ...] | None) -> bool:
     return labels is not None and Axis.BATCH in labels
 
 
-def _contradictions(held: Mapping[str, Held], specified: Hyperparameters) -> Iterator[tuple[str, str]]:
+def _contradictions(
+    slots_by_path: Mapping[str, NativeSlots], specified: Hyperparameters
+) -> Iterator[tuple[str, str]]:
     beta1 = specified.values.get("beta1")
-    for path, own in held.items():
-        if specified.is_known("beta1") and own.momentum is not None and own.momentum != (beta1 is not None):
-            yield f"beta1 is {beta1}, but m is {'in use' if own.momentum else 'a placeholder'}", path
+    for path, slots in slots_by_path.items():
+        if (
+            specified.is_known("beta1")
+            and slots.momentum is not None
+            and slots.momentum != (beta1 is not None)
+        ):
+            yield f"beta1 is {beta1}, but m is {'in use' if slots.momentum else 'a placeholder'}", path
         stated = specified.values.get("dtype_momentum")
-        if own.momentum and specified.is_known("dtype_momentum") and stated != own.momentum_dtype.name:
-            yield f"dtype_momentum is {stated}, but m is {own.momentum_dtype}", path
+        if slots.momentum and specified.is_known("dtype_momentum") and stated != slots.momentum_dtype.name:
+            yield f"dtype_momentum is {stated}, but m is {slots.momentum_dtype}", path
 
 
-def _rule(path: str, own: Held, rules: GivenRules, settled: Hyperparameters) -> Rule | None:
+def _rule(path: str, slots: NativeSlots, rules: GivenRules, settled: Hyperparameters) -> Rule | None:
     """Returns how a parameter is factored: as told, else as its slots show. None if T5X would stop there."""
     values = settled.values
     factored, minimum = values.get("factored", True), values.get("min_dim_size_to_factor", 0)
@@ -200,27 +223,29 @@ def _rule(path: str, own: Held, rules: GivenRules, settled: Hyperparameters) -> 
     stated, labels = rules.find(path)
     unfactored = settled.is_known("factored") and not factored
     if stated or unfactored or (by_map and values["factor_map"] is None):
-        axes = effective(labels, own.shape, factored, minimum)
+        axes = effective(labels, slots.shape, factored, minimum)
         source = next((name for name in RULES if settled.is_known(name)), "factored")
         return None if axes is None else Rule(axes, settled.known_from[source])
     if by_map:
         return None
-    if own.factored:
-        return from_slots(own.shape, own.slots["v_row"].shape, own.slots["v_col"].shape, logical)
-    return Rule((Axis.NONE,) * len(own.shape), "file" if len(own.shape) < 2 else "assumed")
+    if slots.factored:
+        return from_slots(slots.shape, slots.slots["v_row"].shape, slots.slots["v_col"].shape, logical)
+    return Rule((Axis.NONE,) * len(slots.shape), "file" if len(slots.shape) < 2 else "assumed")
 
 
-def _rule_fault(rule: Rule | None, own: Held) -> str | None:
-    row, column = own.slots["v_row"].shape, own.slots["v_col"].shape
-    has = f"v_row {row} and v_col {column}" if own.factored else "a full v"
+def _rule_fault(rule: Rule | None, slots: NativeSlots) -> str | None:
+    row, column = slots.slots["v_row"].shape, slots.slots["v_col"].shape
+    has = f"v_row {row} and v_col {column}" if slots.factored else "a full v"
     if rule is None:
-        return f"has {has}, and no factor rule that T5X would take gives that for shape {own.shape}"
+        return f"has {has}, and no factor rule that T5X would take gives that for shape {slots.shape}"
     labels = ", ".join(axis.value for axis in rule.axes)
-    if len(rule.axes) != len(own.shape):
-        return f"has shape {own.shape}, but a factor rule of {labels}"
-    if rule.factored != own.factored or (own.factored and not fits(rule.axes, own.shape, row, column)):
+    if len(rule.axes) != len(slots.shape):
+        return f"has shape {slots.shape}, but a factor rule of {labels}"
+    if rule.factored != slots.factored or (slots.factored and not fits(rule.axes, slots.shape, row, column)):
         gives = (
-            [rule.slot_shape(name, own.shape) for name in ("v_row", "v_col")] if rule.factored else "a full v"
+            [rule.slot_shape(name, slots.shape) for name in ("v_row", "v_col")]
+            if rule.factored
+            else "a full v"
         )
         return f"has {has}, but the rule ({labels}) gives {gives}"
     return None
@@ -230,15 +255,17 @@ def _with_momentum(native: Native, groups: Sequence[Group]) -> set[str]:
     """Returns the parameters whose `m` is in use. Where its shape hides that, others of the same optimizer tell."""
     on: set[str] = set()
     for group in groups:
-        own = {path: held.momentum for path in group.paths if (held := native.held.get(path)) is not None}
-        hidden = any(own.values()) or group.hyperparameters.get("beta1") is not None
-        on |= {path for path, momentum in own.items() if momentum or (momentum is None and hidden)}
+        momenta = {
+            path: slots.momentum for path in group.paths if (slots := native.slots.get(path)) is not None
+        }
+        hidden = any(momenta.values()) or group.hyperparameters.get("beta1") is not None
+        on |= {path for path, momentum in momenta.items() if momentum or (momentum is None and hidden)}
     return on
 
 
-def _canonical(own: Held, momentum: bool) -> dict[str, Tensor]:
-    names = [*(("v_row", "v_col") if own.factored else ("v",)), *(("m",) if momentum else ())]
-    return {name: own.slots[name] for name in names}
+def _canonical(slots: NativeSlots, momentum: bool) -> dict[str, Tensor]:
+    names = [*(("v_row", "v_col") if slots.factored else ("v",)), *(("m",) if momentum else ())]
+    return {name: slots.slots[name] for name in names}
 
 
 def _default_notes(values: Mapping[str, Any], settled: Hyperparameters) -> Iterator[str]:
@@ -268,19 +295,19 @@ def _rule_notes(rules: Mapping[str, Rule]) -> Iterator[str]:
 
 
 def _placed(
-    path: str, param: Tensor, own: Mapping[str, Tensor], rule: Rule | None, faults: Faults
+    path: str, param: Tensor, slots: Mapping[str, Tensor], rule: Rule | None, faults: Faults
 ) -> dict[str, Tensor]:
     """Returns the four slots of a parameter; placeholders where one isn't in use."""
-    if not ({"v"} <= own.keys() or {"v_row", "v_col"} <= own.keys()):
+    if not ({"v"} <= slots.keys() or {"v_row", "v_col"} <= slots.keys()):
         faults.add("has no second moment", path)
-    faults += [(f"has slot {name}, for which T5X has no place", path) for name in own if name not in SLOTS]
+    faults += [(f"has slot {name}, for which T5X has no place", path) for name in slots if name not in SLOTS]
     if rule is not None and rule.factored and len(rule.axes) == 2 and Axis.BATCH not in rule.axes:
         if as_t5x(rule, param.shape) != rule:
-            own = {**own, "v_row": own["v_col"], "v_col": own["v_row"]}
+            slots = {**slots, "v_row": slots["v_col"], "v_col": slots["v_row"]}
         elif rule.axes != by_size(param.shape):
             faults.add("is a matrix that is factored along one axis only", path)
     return {
-        name: own.get(name, Filled(PLACEHOLDER, DTYPES["float32"], 0.0, "T5X's placeholder"))
+        name: slots.get(name, Filled(PLACEHOLDER, DTYPES["float32"], 0.0, "T5X's placeholder"))
         for name in sorted(SLOTS)
     }
 

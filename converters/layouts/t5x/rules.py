@@ -81,14 +81,14 @@ def _from_axes(table: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, t
                 expected=", ".join(table),
                 found=", ".join(map(str, unknown)),
             )
-        found = tuple(label(table[name]) for name in names)
-        if {Axis.ROW, Axis.COLUMN, Axis.NONE} <= set(found):
+        roles = tuple(label(table[name]) for name in names)
+        if {Axis.ROW, Axis.COLUMN, Axis.NONE} <= set(roles):
             raise UsageError(
                 "A parameter has ROW, COLUMN and NONE axes together.", place=path, found=", ".join(names)
             )
-        if not {Axis.ROW, Axis.COLUMN} <= set(found):
-            found = tuple(Axis.BATCH if axis is Axis.BATCH else Axis.NONE for axis in found)
-        rules[path] = found
+        if not {Axis.ROW, Axis.COLUMN} <= set(roles):
+            roles = tuple(Axis.BATCH if axis is Axis.BATCH else Axis.NONE for axis in roles)
+        rules[path] = roles
     return rules
 
 

@@ -23,7 +23,7 @@ PLACEHOLDER: Shape = (1,)
 
 
 @dataclass(frozen=True)
-class Held:
+class NativeSlots:
     """What the slots of one parameter prove.
 
     Attributes:
@@ -50,13 +50,13 @@ class Native:
 
     Attributes:
         params: Parameter by path.
-        held: Slots by path; None where no optimizer moves the parameter. Empty if the file has no optimizer state.
+        slots: Slots by path; None where no optimizer moves the parameter. Empty if the file has no optimizer state.
         step: `state/step`.
         extra: Everything else.
     """
 
     params: Mapping[str, Tensor]
-    held: Mapping[str, Held | None]
+    slots: Mapping[str, NativeSlots | None]
     step: int
     extra: Mapping[str, Tree]
 
@@ -104,14 +104,14 @@ def read_native(checkpoint: Checkpoint) -> Native:
         elif leaf not in (None, {}):
             faults.add(f"is no tensor but {type(leaf).__name__}", "/".join(map(str, ("target", *path))))
     slots = dict(_slots(state.get("param_states"), faults))
-    held: dict[str, Held | None] = {}
-    for name, own in slots.items():
+    slots_by_path: dict[str, NativeSlots | None] = {}
+    for name, param_slots in slots.items():
         if name not in params:
             faults.add("has slots but no parameter", name)
-        elif own is None:
-            held[name] = None
-        elif (found := _held(name, params[name].shape, own, faults)) is not None:
-            held[name] = found
+        elif param_slots is None:
+            slots_by_path[name] = None
+        elif (described := _described(name, params[name].shape, param_slots, faults)) is not None:
+            slots_by_path[name] = described
     if slots:
         faults += [("has no slots, and no None in their place", name) for name in params if name not in slots]
     step = _step(state["step"], faults)
@@ -121,32 +121,32 @@ def read_native(checkpoint: Checkpoint) -> Native:
         place=checkpoint.path,
         remedy="a checkpoint of another optimizer needs that optimizer's layout",
     )
-    return Native(params, held, step, _rest(tree, checkpoint.meta))
+    return Native(params, slots_by_path, step, _rest(tree, checkpoint.meta))
 
 
 def _slots(states: Any, faults: Faults) -> Iterator[tuple[str, dict[str, Tensor] | None]]:
-    found: dict[str, dict[str, Tensor]] = {}
+    by_param: dict[str, dict[str, Tensor]] = {}
     for path, leaf in walk(states) if states else ():
         parent = "/".join(map(str, path[:-1]))
         if isinstance(leaf, (Stored, Tensor)):  # the concrete class first: a protocol is slow to check
-            found.setdefault(parent, {})[str(path[-1])] = leaf
-        elif leaf is None and parent not in found:
+            by_param.setdefault(parent, {})[str(path[-1])] = leaf
+        elif leaf is None and parent not in by_param:
             yield "/".join(map(str, path)), None
         elif leaf != {}:
             faults.add(f"is no slot but {type(leaf).__name__}", "/".join(map(str, path)))
-    yield from found.items()
+    yield from by_param.items()
 
 
-def _held(path: str, shape: Shape, slots: Mapping[str, Tensor], faults: Faults) -> Held | None:
+def _described(path: str, shape: Shape, slots: Mapping[str, Tensor], faults: Faults) -> NativeSlots | None:
     """Sorts four slots by the parameter's shape, not by theirs: one of shape (1,) has real slots of that shape."""
     wrong = [f"has no slot {name}" for name in SLOTS if name not in slots]
     wrong += [f"has an unknown slot {name}" for name in slots if name not in SLOTS]
     if not wrong:
         v, m = slots["v"].shape, slots["m"].shape
         wrong += [
-            f"slot {name} has shape {found}, expected {shape}, or {PLACEHOLDER} if not in use"
-            for name, found in (("v", v), ("m", m))
-            if found not in (shape, PLACEHOLDER)
+            f"slot {name} has shape {stored}, expected {shape}, or {PLACEHOLDER} if not in use"
+            for name, stored in (("v", v), ("m", m))
+            if stored not in (shape, PLACEHOLDER)
         ]
         if v == shape and (slots["v_row"].shape, slots["v_col"].shape) != (PLACEHOLDER, PLACEHOLDER):
             wrong.append(f"has a full v beside v_row {slots['v_row'].shape} and v_col {slots['v_col'].shape}")
@@ -155,8 +155,8 @@ def _held(path: str, shape: Shape, slots: Mapping[str, Tensor], faults: Faults) 
         return None
     momentum = m == shape
     if shape == PLACEHOLDER and not np.any(slots["m"].read()):
-        return Held(shape, slots, v != shape, None)
-    return Held(shape, slots, v != shape, momentum)
+        return NativeSlots(shape, slots, v != shape, None)
+    return NativeSlots(shape, slots, v != shape, momentum)
 
 
 def _step(leaf: Any, faults: Faults) -> int:
@@ -164,8 +164,8 @@ def _step(leaf: Any, faults: Faults) -> int:
         leaf.read() if isinstance(leaf, Tensor) and leaf.shape == () and leaf.dtype.kind in "iu" else leaf
     )
     if isinstance(scalar, Tensor) or not isinstance(scalar, (int, np.ndarray)) or isinstance(scalar, bool):
-        found = f"{leaf.dtype} {leaf.shape}" if isinstance(leaf, Tensor) else type(leaf).__name__
-        faults.add(f"is no integer scalar but {found}", "state/step")
+        leaf_type = f"{leaf.dtype} {leaf.shape}" if isinstance(leaf, Tensor) else type(leaf).__name__
+        faults.add(f"is no integer scalar but {leaf_type}", "state/step")
         return 0
     return int(scalar)
 
