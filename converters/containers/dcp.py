@@ -148,16 +148,16 @@ def step_folder(path: Path, step: int | None, mark: str, what: str) -> tuple[Pat
                 "This is the checkpoint of one step, and of another.", place=path, expected=step, found=number
             )
         return path, number, []
-    found = steps_below(path, mark)
-    if not found or (step is not None and step not in found):
+    folders = steps_below(path, mark)
+    if not folders or (step is not None and step not in folders):
         raise NotFoundError(
             f"There is no {what}." if step is None else "There is no such step.",
             place=path,
             expected=step,
-            found=", ".join(map(str, found)) or "none at all",
+            found=", ".join(map(str, folders)) or "none at all",
         )
-    number = max(found) if step is None else step
-    return found[number], number, list(found)
+    number = max(folders) if step is None else step
+    return folders[number], number, list(folders)
 
 
 @dataclass(frozen=True)

@@ -56,10 +56,10 @@ class DcpSafetensors:
             name = find_model(path) if path.is_dir() else None
             if name is None or ".safetensors" not in name:
                 return None
-            found = _MARK in first_bytes(path / name, _HEAD)
+            is_marked = _MARK in first_bytes(path / name, _HEAD)
         except (OSError, StatekitError):
             return None
-        return Evidence(20, f"{path / name} names {PREFIX}{_STATE}*") if found else None
+        return Evidence(20, f"{path / name} names {PREFIX}{_STATE}*") if is_marked else None
 
     def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Reads headers, index and options.
@@ -70,8 +70,8 @@ class DcpSafetensors:
         """
         name = find_model(path) if path.is_dir() else None
         if name is None or step is not None:
-            found = f"step {step}" if step is not None else None
-            raise NotFoundError("There is no such checkpoint.", place=path, found=found)
+            asked = f"step {step}" if step is not None else None
+            raise NotFoundError("There is no such checkpoint.", place=path, found=asked)
         with opening(budget) as files:
             whole = open_model(path, name, files)
             model = {key: one for key, one in whole.tensors.items() if not key.startswith(PREFIX)}

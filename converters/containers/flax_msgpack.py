@@ -45,9 +45,9 @@ class FlaxFile:
 
     def detect(self, path: Path) -> Evidence | None:
         """Looks at file names and first bytes only."""
-        if (found := sighted(path, "flax")) is None:
+        if (step_folder := sighted(path, "flax")) is None:
             return None
-        return Evidence(10, f"{found.path} is a msgpack map that begins with a name")
+        return Evidence(10, f"{step_folder.path} is a msgpack map that begins with a name")
 
     def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses the map, skipping the values of arrays.
@@ -56,14 +56,16 @@ class FlaxFile:
             NotFoundError: No checkpoint, or no such step.
             FormatError: The file doesn't follow the format or can't be trusted.
         """
-        found = find_step(path, step, "flax")
+        step_folder = find_step(path, step, "flax")
         with opening(budget) as files:
-            source = files.source(found.path)
+            source = files.source(step_folder.path)
             tree = _with_tensors(parse(source), (), source.place)
             if not isinstance(tree, dict):
-                raise FormatError("A Flax file holds no map.", place=found.path, found=type(tree).__name__)
+                raise FormatError(
+                    "A Flax file holds no map.", place=step_folder.path, found=type(tree).__name__
+                )
             meta = {"generation": "msgpack", SEQUENCES_AS_MAPS: True}
-            return step_checkpoint(self.name, found, tree, meta, {found.path.name}, (), files)
+            return step_checkpoint(self.name, step_folder, tree, meta, {step_folder.path.name}, (), files)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes `checkpoint_<step>` as `flax.training.checkpoints` does.

@@ -60,9 +60,9 @@ class FsdpRanks:
             FormatError: A rank's file is missing, contradicts another, or can't be trusted.
         """
         if step is not None or not (path / "rank0.pt").is_file():
-            found = f"step {step}" if step is not None else None
+            asked = f"step {step}" if step is not None else None
             raise NotFoundError(
-                "There are no files of ranks.", place=path, expected="rank0.pt ...", found=found
+                "There are no files of ranks.", place=path, expected="rank0.pt ...", found=asked
             )
         entries = sorted((entry for entry in path.iterdir() if _RANK.fullmatch(entry.name)), key=_number)
         with opening(budget) as files:
@@ -109,15 +109,21 @@ def _joined(path: Path, ranks: Sequence[Mapping[str, Any]]) -> Tree:
         raise FormatError("Names and shapes of a flat parameter don't fit.", place=path)
     spans = list(_spans(fqns, [tuple(shape) for shape in shapes]))
     groups = ranks[0]["optimizer"].get("param_groups")
-    owns = [rank["optimizer"].get("state", {}).get(0) for rank in ranks]
-    if not isinstance(groups, list) or len(groups) != 1 or not all(isinstance(own, Mapping) for own in owns):
+    records = [rank["optimizer"].get("state", {}).get(0) for rank in ranks]
+    if (
+        not isinstance(groups, list)
+        or len(groups) != 1
+        or not all(isinstance(record, Mapping) for record in records)
+    ):
         raise FormatError(
             "A rank's optimizer has more than one flat parameter.", place=path, found=len(groups or ())
         )
     slots = {
-        slot: [own.get(slot) for own in owns] for slot, leaf in owns[0].items() if getattr(leaf, "shape", ())
+        slot: [record.get(slot) for record in records]
+        for slot, leaf in records[0].items()
+        if getattr(leaf, "shape", ())
     }
-    beside = {slot: leaf for slot, leaf in owns[0].items() if slot not in slots}
+    beside = {slot: leaf for slot, leaf in records[0].items() if slot not in slots}
     whole = [rank["flat_param_shard"] for rank in ranks]
     state = {
         name: {**beside, **{slot: _part(pieces, at, shape, path) for slot, pieces in slots.items()}}

@@ -82,7 +82,7 @@ class KerasZip:
             missing = [name for name in (CONFIG, WEIGHTS) if name not in members]
             if missing:
                 raise FormatError("A .keras file lacks a member.", place=path, expected=", ".join(missing))
-            held = {
+            documents_read = {
                 name: strict_json(_document(file, members[name]), f"{name} in {path}")
                 for name in (CONFIG, METADATA)
                 if name in members
@@ -91,11 +91,11 @@ class KerasZip:
             opened = open_hdf5(weights.stream, f"{path}:{WEIGHTS}")
             files.on_close(opened.close)
             manifest, findings = documents(opened.tree, path)
-            tree = {ATTRIBUTES: {**opened.tree.pop(ATTRIBUTES, {}), **held}, **opened.tree}
+            tree = {ATTRIBUTES: {**opened.tree.pop(ATTRIBUTES, {}), **documents_read}, **opened.tree}
             others = sorted(members.keys() - {CONFIG, METADATA, WEIGHTS})
             findings += tuple(Finding("a member that isn't read", f"{name} in {path}") for name in others)
             tree = _checked(tree, weights)
-        meta = {"keras_version": held.get(METADATA, {}).get("keras_version"), "not_read": others}
+        meta = {"keras_version": documents_read.get(METADATA, {}).get("keras_version"), "not_read": others}
         return Checkpoint(self.name, path, tree, meta, None, manifest, findings, files.close)
 
     def fitted(self, encoded: Encoded) -> Encoded:
@@ -123,14 +123,14 @@ class KerasZip:
         """
         tree = self.fitted(encoded).tree
         attributes = tree[ATTRIBUTES]
-        told = {METADATA: attributes.get(METADATA, {}), CONFIG: attributes[CONFIG]}
-        rest = {name: value for name, value in attributes.items() if name not in told}
+        documents_written = {METADATA: attributes.get(METADATA, {}), CONFIG: attributes[CONFIG]}
+        rest = {name: value for name, value in attributes.items() if name not in documents_written}
         with tempfile.TemporaryFile(dir=stage.path.parent) as weights, stage.file() as output:
             write_hdf5({**tree, ATTRIBUTES: rest}, weights, stage)
             size = weights.seek(0, os.SEEK_END)
             weights.seek(0)
             with zipfile.ZipFile(output, "w") as archive:
-                for name, document in told.items():
+                for name, document in documents_written.items():
                     archive.writestr(zipfile.ZipInfo(name, _DATE), json.dumps(document))
                 info = zipfile.ZipInfo(WEIGHTS, _DATE)
                 info.file_size = size
@@ -241,8 +241,8 @@ def _start(file: File, info: zipfile.ZipInfo) -> int:
     """Returns where a stored member's bytes begin."""
     at = info.header_offset
     magic, _, flags, method, *_, name, extra = _LOCAL.unpack(bytes_at(file, at, _LOCAL.size))
-    own = info.orig_filename.encode("utf-8" if flags & 0x800 else "cp437")
-    same = bytes_at(file, at + _LOCAL.size, name) == own
+    stored_name = info.orig_filename.encode("utf-8" if flags & 0x800 else "cp437")
+    same = bytes_at(file, at + _LOCAL.size, name) == stored_name
     if magic != 0x04034B50 or method != info.compress_type or not same:
         raise CorruptError(
             "The two headers of a zip member contradict each other.", place=f"{info.filename} in {file.path}"

@@ -57,11 +57,11 @@ class Megatron:
         """Looks at `metadata.json`, here or in a run's iterations."""
         for folder in [path, *reversed(steps_below(path, _CONFIG).values())]:
             try:
-                found = _config(folder) if (folder / METADATA).is_file() else None
+                config = _config(folder) if (folder / METADATA).is_file() else None
             except StatekitError:
                 continue
-            if found:
-                return Evidence(20, f"{folder / _CONFIG} says {found['sharded_backend']}, beside {METADATA}")
+            if config:
+                return Evidence(20, f"{folder / _CONFIG} says {config['sharded_backend']}, beside {METADATA}")
         return None
 
     def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
@@ -78,8 +78,8 @@ class Megatron:
             folder = open_folder(place, files)
             sharded = {key: folder.values[key] for key in folder.contents.paths}
             tree, others = {COMMON: common.tree, SHARDED: sharded}, (_CONFIG, _COMMON_FILE)
-            found = folder.checkpoint(self.name, tree, number, steps, others)
-        return replace(found, findings=(*common.findings, *found.findings))
+            checkpoint = folder.checkpoint(self.name, tree, number, steps, others)
+        return replace(checkpoint, findings=(*common.findings, *checkpoint.findings))
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes an iteration, or a run's folder with one, as the target is called.
@@ -117,8 +117,8 @@ def _config(folder: Path, files: Files | None = None) -> dict[str, Any] | None:
     place = folder / _CONFIG
     if not place.is_file():
         return None
-    found = strict_json(read_small(place, files), place)
-    return found if isinstance(found, dict) and isinstance(found.get("sharded_backend"), str) else None
+    config = strict_json(read_small(place, files), place)
+    return config if isinstance(config, dict) and isinstance(config.get("sharded_backend"), str) else None
 
 
 def _backend(folder: Path, files: Files) -> None:
@@ -126,13 +126,13 @@ def _backend(folder: Path, files: Files) -> None:
     config = _config(folder, files)
     if config is None:
         raise FormatError("The configuration names no backend.", place=folder / _CONFIG)
-    found = (config["sharded_backend"], config.get("common_backend", "torch"))
-    if found != ("torch_dist", "torch"):
+    backends = (config["sharded_backend"], config.get("common_backend", "torch"))
+    if backends != ("torch_dist", "torch"):
         raise RefusedError(
             "This generation of Megatron-Core's checkpoints isn't read.",
             place=folder / _CONFIG,
             expected="sharded_backend torch_dist, common_backend torch",
-            found=f"{found[0]}, {found[1]}",
+            found=f"{backends[0]}, {backends[1]}",
             remedy="load it with Megatron-LM and save it with --dist-ckpt-format torch_dist",
         )
 

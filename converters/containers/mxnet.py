@@ -70,15 +70,15 @@ def find_pair(path: Path, step: int | None = None) -> Pair:
     """
     if path.is_dir():
         return _in_folder(path, step)
-    own = step_of(path)
-    if step is not None and step != own:
-        raise NotFoundError("The checkpoint has another step.", place=path, expected=step, found=own)
+    number = step_of(path)
+    if step is not None and step != number:
+        raise NotFoundError("The checkpoint has another step.", place=path, expected=step, found=number)
     if not path.is_file():
         raise NotFoundError("There is no such file.", place=path, expected=f"a {STATES} or {PARAMS}")
     is_states = path.suffix != PARAMS and is_states_file(path)
     beside, how = _partner(path, PARAMS if is_states else STATES)
     states, params = (path, beside) if is_states else (beside, path)
-    return Pair(states, params, how, own)
+    return Pair(states, params, how, number)
 
 
 def is_states_file(path: Path) -> bool:
@@ -97,8 +97,8 @@ def is_params_file(path: Path) -> bool:
 
 def step_of(path: Path) -> int | None:
     """Returns the number at the end of a file's name, before the suffix."""
-    found = _NUMBER.search(path.stem)
-    return int(found[1]) if found else None
+    match = _NUMBER.search(path.stem)
+    return int(match[1]) if match else None
 
 
 def _in_folder(folder: Path, step: int | None) -> Pair:
@@ -136,15 +136,17 @@ def _partner(path: Path, suffix: str) -> tuple[Path | None, str]:
         return twin, _same_name(path)
     fits = is_params_file if suffix == PARAMS else is_states_file
     other = STATES if suffix == PARAMS else PARAMS
-    found = [p for p in _found(path.parent, suffix, fits) if not p.with_suffix(other).is_file()]
-    if not found and suffix == PARAMS:  # one that is damaged is an error, not absent
-        found = [p for p in _found(path.parent, suffix, Path.exists) if not p.with_suffix(other).is_file()]
-    if not found:
+    candidates = [p for p in _found(path.parent, suffix, fits) if not p.with_suffix(other).is_file()]
+    if not candidates and suffix == PARAMS:  # one that is damaged is an error, not absent
+        candidates = [
+            p for p in _found(path.parent, suffix, Path.exists) if not p.with_suffix(other).is_file()
+        ]
+    if not candidates:
         return None, f"no {suffix} beside it"
-    chosen = _only(found, path.parent, suffix, _is_gluon if suffix == PARAMS else _holds_optimizer)
-    if len(found) == 1:
+    chosen = _only(candidates, path.parent, suffix, _is_gluon if suffix == PARAMS else _holds_optimizer)
+    if len(candidates) == 1:
         return chosen, f"{chosen.name}, the only {suffix} beside it"
-    passed = ", ".join(p.name for p in found if p != chosen)
+    passed = ", ".join(p.name for p in candidates if p != chosen)
     return (
         chosen,
         f"{chosen.name}, {'of Gluon' if suffix == PARAMS else 'with its optimizer'}, beside it; not {passed}",
@@ -159,9 +161,9 @@ def _found(folder: Path, suffix: str, fits: Callable[[Path], bool]) -> list[Path
     return [p for p in sorted(folder.glob(f"*{suffix}")) if p.is_file() and fits(p)]
 
 
-def _only(found: Iterable[Path], folder: Path, suffix: str, better: Callable[[Path], bool]) -> Path:
+def _only(candidates: Iterable[Path], folder: Path, suffix: str, better: Callable[[Path], bool]) -> Path:
     """Returns the only file, or the only one of those that are better than the others."""
-    every = list(found)
+    every = list(candidates)
     best = every if len(every) == 1 else [p for p in every if better(p)]
     if len(best) != 1:
         raise NotFoundError(
@@ -204,10 +206,10 @@ class MXNet:
         try:
             if path.is_file() and not is_states_file(path) and not is_params_file(path):
                 return None
-            found = find_pair(path)
+            pair = find_pair(path)
         except (OSError, StatekitError):
             return None
-        return Evidence(20, found.because)
+        return Evidence(20, pair.because)
 
     def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Reads the pickle and the headers; values are read when asked for.

@@ -60,10 +60,10 @@ class StatekitFolder:
         """
         with opening(budget) as files:
             manifest = require_manifest(path, files)
-            found = manifest["target"].get("step")
-            if step is not None and step != found:
+            number = manifest["target"].get("step")
+            if step is not None and step != number:
                 raise NotFoundError(
-                    "The checkpoint has another step.", place=path, expected=step, found=found
+                    "The checkpoint has another step.", place=path, expected=step, found=number
                 )
             tensors = _open_shards(path, manifest, files)
             tree = _restore(manifest, tensors, path / FILE)
@@ -76,7 +76,7 @@ class StatekitFolder:
             "tool": manifest.get("tool"),
             "files": len(manifest["files"]) + 1,
         }
-        return Checkpoint(self.name, path, tree, meta, found, manifest, findings, files.close)
+        return Checkpoint(self.name, path, tree, meta, number, manifest, findings, files.close)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes the shards; the rest of the tree goes into the manifest.
@@ -148,9 +148,9 @@ def _restore(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], place: 
         tree = from_json(view, lambda described: tensors[described["name"]])
         named = tensor_names(tree)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        found = f"{type(error).__name__}: {error}"
+        fault = f"{type(error).__name__}: {error}"
         raise FormatError(
-            "The manifest's tree doesn't follow its format.", place=place, found=found
+            "The manifest's tree doesn't follow its format.", place=place, found=fault
         ) from None
     lost = Faults(
         ("isn't at its place in the tree", name) for name in tensors if named.get(name) is not tensors[name]

@@ -102,10 +102,10 @@ def locate(path: Path, step: int | None = None) -> StepFolder | None:
 def sighted(path: Path, kind: StepKind) -> StepFolder | None:
     """Returns the checkpoint of one generation at a path, as `locate` finds it; None where it finds no such."""
     try:
-        found = locate(path)
+        folder = locate(path)
     except FormatError:
         return None
-    return found if found is not None and found.kind == kind else None
+    return folder if folder is not None and folder.kind == kind else None
 
 
 def find_step(path: Path, step: int | None, kind: StepKind) -> StepFolder:
@@ -114,30 +114,30 @@ def find_step(path: Path, step: int | None, kind: StepKind) -> StepFolder:
     Raises:
         NotFoundError: There is none, or it is of the other generation; or no such step.
     """
-    found = locate(path, step)
-    if found is None or found.kind != kind:
+    folder = locate(path, step)
+    if folder is None or folder.kind != kind:
         raise NotFoundError(
             f"There is no {_KINDS[kind][0]}.",
-            place=path if found is None else found.path,
-            found=None if found is None else f"a {_KINDS[found.kind][0]}",
-            remedy="" if found is None else f"read it with --from {_KINDS[found.kind][1]}",
+            place=path if folder is None else folder.path,
+            found=None if folder is None else f"a {_KINDS[folder.kind][0]}",
+            remedy="" if folder is None else f"read it with --from {_KINDS[folder.kind][1]}",
         )
-    return found
+    return folder
 
 
 def _among(run: Path, step: int | None) -> StepFolder | None:
-    found = {n: entry for entry in sorted(run.iterdir()) if (n := step_number(entry)) is not None}
+    numbered = {n: entry for entry in sorted(run.iterdir()) if (n := step_number(entry)) is not None}
     passed: list[Finding] = []
-    for number in sorted(found, reverse=True) if step is None else [step]:
-        kind = kind_of(found[number]) if number in found else None
+    for number in sorted(numbered, reverse=True) if step is None else [step]:
+        kind = kind_of(numbered[number]) if number in numbered else None
         if kind is not None:
-            return StepFolder(found[number], kind, number, tuple(passed), tuple(sorted(found)))
+            return StepFolder(numbered[number], kind, number, tuple(passed), tuple(sorted(numbered)))
         if step is not None:
-            kinds = [str(n) for n in sorted(found) if kind_of(found[n]) is not None]
+            kinds = [str(n) for n in sorted(numbered) if kind_of(numbered[n]) is not None]
             raise NotFoundError(
                 "There is no such step.", place=run, expected=step, found=", ".join(kinds) or "no step at all"
             )
-        passed.append(Finding("holds no checkpoint, passed over", str(found[number])))
+        passed.append(Finding("holds no checkpoint, passed over", str(numbered[number])))
     return None
 
 
@@ -218,7 +218,7 @@ _MAX_NAMED = 10_000
 
 def step_checkpoint(
     container: str,
-    found: StepFolder,
+    step_folder: StepFolder,
     tree: Tree,
     meta: Mapping[str, Any],
     known: set[str],
@@ -229,20 +229,22 @@ def step_checkpoint(
 
     Args:
         container: Name of the container.
-        found: The step's folder or file.
+        step_folder: The step's folder or file.
         tree: What it holds.
         meta: What the container knows besides.
         known: Names of the folder's entries that belong to the arrays.
         findings: What was odd.
         files: Its open files, closed with it.
     """
-    gin, gin_findings = gin_settings(found.path)
-    manifest, manifest_findings = trusted_manifest(found.path, found.step, tree, files)
-    beside = files_beside(found.path, known) if found.path.is_dir() else []
-    around = {"steps": list(found.steps), "files_beside": beside, "gin": gin}
-    findings = (*found.findings, *findings, *gin_findings, *manifest_findings)
+    gin, gin_findings = gin_settings(step_folder.path)
+    manifest, manifest_findings = trusted_manifest(step_folder.path, step_folder.step, tree, files)
+    beside = files_beside(step_folder.path, known) if step_folder.path.is_dir() else []
+    around = {"steps": list(step_folder.steps), "files_beside": beside, "gin": gin}
+    findings = (*step_folder.findings, *findings, *gin_findings, *manifest_findings)
     meta = {**meta, **around}
-    return Checkpoint(container, found.path, tree, meta, found.step, manifest, findings, files.close)
+    return Checkpoint(
+        container, step_folder.path, tree, meta, step_folder.step, manifest, findings, files.close
+    )
 
 
 def files_beside(folder: Path, known: set[str]) -> list[str]:

@@ -111,12 +111,12 @@ class Arrays:
         """
         file, parse = FORMATS[self.zarr_format]
         store = self.store
-        found = store.headers([f"{place.prefix}/{file}" for place in places])
+        headers = store.headers([f"{place.prefix}/{file}" for place in places])
         tensors: list[Stored] = []
         findings: list[Finding] = []
         faults = Faults()
         parsed: dict[bytes, Header] = {}  # layers repeat, so most headers do
-        for place, data in zip(places, found, strict=True):
+        for place, data in zip(places, headers, strict=True):
             where = f"{store.place}/{place.prefix}"
             if data is not None and data not in parsed:
                 parsed[data] = self._reread(parse(data, f"{where}/{file}"))

@@ -59,9 +59,9 @@ class T5XFolder:
 
     def detect(self, path: Path) -> Evidence | None:
         """Looks at file names and first bytes only."""
-        if (found := sighted(path, "legacy")) is None:
+        if (step_folder := sighted(path, "legacy")) is None:
             return None
-        where = found.path if found.path.is_file() else found.path / INDEX
+        where = step_folder.path if step_folder.path.is_file() else step_folder.path / INDEX
         return Evidence(20, f"{where} is a msgpack map that begins as T5X's does")
 
     def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
@@ -71,8 +71,8 @@ class T5XFolder:
             NotFoundError: No checkpoint, or no such step.
             FormatError: Index or headers don't follow the format or can't be trusted.
         """
-        found = find_step(path, step, "legacy")
-        index = found.path if found.path.is_file() else found.path / INDEX
+        step_folder = find_step(path, step, "legacy")
+        index = step_folder.path if step_folder.path.is_file() else step_folder.path / INDEX
         with opening(budget) as files:
             wrapper = parse(files.source(index))
             version = _version(wrapper, index)
@@ -84,7 +84,7 @@ class T5XFolder:
             )
             meta = {"generation": "legacy", "version": version}
             known = {INDEX} | {prefix.partition("/")[0] for prefix in prefixes}
-            return step_checkpoint(self.name, found, tree, meta, known, findings, files)
+            return step_checkpoint(self.name, step_folder, tree, meta, known, findings, files)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes `checkpoint_<step>/`, arrays first and the index last.
@@ -133,13 +133,13 @@ def _partitioned(tree: Mapping[str, Any]) -> frozenset[str]:
     element a state's array is taken for a placeholder.
     """
     params = {path: leaf.shape for path, leaf in walk(tree.get("target") or {}) if isinstance(leaf, Tensor)}
-    found = {f"target/{'/'.join(map(str, path))}" for path in params}
+    names = {f"target/{'/'.join(map(str, path))}" for path in params}
     for path, leaf in walk(tree):
         if isinstance(leaf, Tensor):
             like_param = path[:2] == _STATES and params.get(path[2:-1]) == leaf.shape != (1,)
             if like_param or nbytes(leaf) > _MAX_INLINE:
-                found.add("/".join(map(str, path)))
-    return frozenset(found)
+                names.add("/".join(map(str, path)))
+    return frozenset(names)
 
 
 class _Packer:

@@ -70,10 +70,10 @@ class TFBundle:
         """Looks for an index with the table's magic number."""
         try:
             prefix = _prefix(path, None)
-            found = _is_table(prefix)
+            is_index = _is_table(prefix)
         except (OSError, StatekitError):
             return None
-        return Evidence(10, f"{prefix.name}.index is a table of TensorFlow") if found else None
+        return Evidence(10, f"{prefix.name}.index is a table of TensorFlow") if is_index else None
 
     def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Reads the index and the strings; arrays are read when asked for.
@@ -186,38 +186,38 @@ def _prefix(path: Path, step: int | None) -> Path:
 def _in_folder(folder: Path, step: int | None) -> Path:
     prefixes = {p.name[: -len(".index")]: _number(p.with_suffix("")) for p in sorted(folder.glob("*.index"))}
     if step is not None:
-        found = [name for name, number in prefixes.items() if number == step]
+        names = [name for name, number in prefixes.items() if number == step]
     else:
         newest = _newest(folder)
-        found = [newest] if newest in prefixes else list(prefixes)
-        if len(found) > 1:
-            found.sort(key=lambda name: (prefixes[name] is None, prefixes[name]))
-            found = found[-1:]
-    if len(found) != 1:
+        names = [newest] if newest in prefixes else list(prefixes)
+        if len(names) > 1:
+            names.sort(key=lambda name: (prefixes[name] is None, prefixes[name]))
+            names = names[-1:]
+    if len(names) != 1:
         raise NotFoundError(
             "There is no such checkpoint in the folder."
-            if not found
+            if not names
             else "Several checkpoints have this step.",
             place=folder,
             expected="an .index" if step is None else f"<name>-{step}.index",
             found=", ".join(prefixes) or "none",
         )
-    return folder / found[0]
+    return folder / names[0]
 
 
 def _newest(folder: Path) -> str | None:
     """Returns what the text file `checkpoint` names, by its last part: the folder may have moved."""
     path = folder / STATE_FILE
     try:
-        found = _NEWEST.search(read_small(path, limit=_STATE_BYTES))
+        match = _NEWEST.search(read_small(path, limit=_STATE_BYTES))
     except StatekitError:
         return None
-    return found[1].decode("utf-8", "replace").rpartition("/")[2] if found else None
+    return match[1].decode("utf-8", "replace").rpartition("/")[2] if match else None
 
 
 def _number(prefix: Path) -> int | None:
-    found = _NUMBERED.fullmatch(prefix.name)
-    return int(found[2]) if found and len(found[2]) < 19 else None
+    match = _NUMBERED.fullmatch(prefix.name)
+    return int(match[2]) if match and len(match[2]) < 19 else None
 
 
 def _is_table(prefix: Path) -> bool:
@@ -247,13 +247,13 @@ def _tree(index: Mapping[bytes, bytes], shards: _Shards, prefix: Path) -> dict[s
             if part not in index:
                 faults.add("a slice has no entry", f"{name} {spec}")
                 continue
-            own, shape = parse_entry(index[part], place), index_shape(bounds(extent, entry.shape))
-            if own.shape != shape or own.code != entry.code:
-                faults.add(f"a slice has shape {own.shape}, expected {shape}", f"{name} {spec}")
+            slice_entry, shape = parse_entry(index[part], place), index_shape(bounds(extent, entry.shape))
+            if slice_entry.shape != shape or slice_entry.code != entry.code:
+                faults.add(f"a slice has shape {slice_entry.shape}, expected {shape}", f"{name} {spec}")
                 continue
             parts.add(part)
-            faults += _bounds_faults(own, f"{name} {spec}", shards)
-            tree[name][spec] = _value(own, f"{name}/{spec}", shards)
+            faults += _bounds_faults(slice_entry, f"{name} {spec}", shards)
+            tree[name][spec] = _value(slice_entry, f"{name}/{spec}", shards)
     faults += [
         ("belongs to no tensor", repr(key)) for key in index if key.startswith(b"\0") and key not in parts
     ]

@@ -41,10 +41,10 @@ class TorchFile:
             return None
         try:
             with Files() as files:
-                found = generation(files.source(path))
+                kind = generation(files.source(path))
         except (OSError, StatekitError):
             return None
-        return Evidence(10, _BECAUSE[found]) if found else None
+        return Evidence(10, _BECAUSE[kind]) if kind else None
 
     def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Reads the pickle and the headers; values are read when asked for.

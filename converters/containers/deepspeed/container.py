@@ -61,15 +61,15 @@ class DeepSpeedFolder:
     def detect(self, path: Path) -> Evidence | None:
         """Looks at file names, and at the name in `latest`."""
         try:
-            found = locate(path)
+            folder = locate(path)
         except RefusedError as error:  # it is one, and opening it says why not
             return Evidence(20, error.subject)
         except (StatekitError, OSError):
             return None
-        if found is None:
+        if folder is None:
             return None
-        model = next(iter(found.tag.models.values()))
-        return Evidence(20, f"{found.tag.path} has {model.name}")
+        model = next(iter(folder.tag.models.values()))
+        return Evidence(20, f"{folder.tag.path} has {model.name}")
 
     def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses the pickles of all ranks, and says where each parameter's values are.
@@ -79,22 +79,22 @@ class DeepSpeedFolder:
             CorruptError: Ranks are missing, or what they hold doesn't make up the parameters.
             FormatError: A file can't be trusted.
         """
-        found = locate(path, step)
-        if found is None:
+        folder = locate(path, step)
+        if folder is None:
             raise NotFoundError("There is no checkpoint of DeepSpeed.", place=path, remedy="check the path")
         findings: list[Finding] = []
         with opening(budget) as files:
-            tree = named(_tree(found.tag, files, findings))
+            tree = named(_tree(folder.tag, files, findings))
         number = tree["deepspeed"].get("global_steps")
         meta = {
             "zero_stage": tree["deepspeed"].get(_STAGE),
-            "universal": found.tag.universal,
-            "ranks": len(found.tag.optimizers),
-            "steps": list(found.steps),
+            "universal": folder.tag.universal,
+            "ranks": len(folder.tag.optimizers),
+            "steps": list(folder.steps),
         }
         number = number if type(number) is int and number >= 0 else None
         return Checkpoint(
-            self.name, found.tag.path, tree, meta, number, findings=tuple(findings), on_close=files.close
+            self.name, folder.tag.path, tree, meta, number, findings=tuple(findings), on_close=files.close
         )
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
@@ -121,7 +121,7 @@ def _tree(tag: Tag, files: Files, findings: list[Finding]) -> dict[str, Tree]:
             expected=len(shapes),
             found=len(groups),
         )
-    own = {key: value for key, value in first.items() if key in _ENGINE}
+    settings = {key: value for key, value in first.items() if key in _ENGINE}
     engine = {key: _plain(value) for key, value in engine.items()} | {_STAGE: _stage(engine.get(_STAGE))}
     client = {key: value for key, value in first.items() if key not in _ENGINE | _TAKEN and value is not None}
     apart = _apart(models)
@@ -132,7 +132,7 @@ def _tree(tag: Tag, files: Files, findings: list[Finding]) -> dict[str, Tree]:
             "state": state,
             "param_groups": [{**g, "params": list(names)} for g, names in zip(groups, shapes, strict=True)],
         },
-        "deepspeed": {**own, **engine, **({"ranks": apart} if apart else {})},
+        "deepspeed": {**settings, **engine, **({"ranks": apart} if apart else {})},
     }
 
 
@@ -175,11 +175,11 @@ def _ranked(
     paths = complete(tag.optimizers, ranks if type(ranks) is int else len(tag.optimizers), "optimizer")
     trees = [open_file(path, files, findings) for path in paths]
     parts = [part_of(tree, f"{path}") for tree, path in zip(trees, paths, strict=True)]
-    own = trees[0]["optimizer_state_dict"]
-    for count in own["partition_count"] if isinstance(own.get("partition_count"), list) else ():
+    optimizer = trees[0]["optimizer_state_dict"]
+    for count in optimizer["partition_count"] if isinstance(optimizer.get("partition_count"), list) else ():
         complete(tag.optimizers, count if type(count) is int else len(parts), "optimizer")
-    engine = {str(key): value for key, value in own.items() if key not in _OPTIMIZER_TAKEN}
-    return joined(parts, shapes, _stage(own.get(_STAGE))), list(parts[0].groups), engine
+    engine = {str(key): value for key, value in optimizer.items() if key not in _OPTIMIZER_TAKEN}
+    return joined(parts, shapes, _stage(optimizer.get(_STAGE))), list(parts[0].groups), engine
 
 
 def _stage(node: Any) -> int:
@@ -203,21 +203,21 @@ def _model(
     shape_of = {name: shape for group in shapes for name, shape in group.items()}
     frozen = first.get("frozen_param_shapes") or {}
     shared = first.get("shared_params") or {}
-    found: dict[str, Tree] = {}
+    weights: dict[str, Tree] = {}
     for name, tensor in first["module"].items():
-        held = shared.get(name, name)
-        if held in shape_of:
-            found[name] = _weight(tensor, state[held][MASTER], shape_of[held], f"{name} in {place}")
-        elif held in frozen and tensor.shape == (0,):
-            found[name] = _frozen(models, held, _shape(frozen[held], place), place)
+        owner = shared.get(name, name)
+        if owner in shape_of:
+            weights[name] = _weight(tensor, state[owner][MASTER], shape_of[owner], f"{name} in {place}")
+        elif owner in frozen and tensor.shape == (0,):
+            weights[name] = _frozen(models, owner, _shape(frozen[owner], place), place)
         else:
-            found[name] = tensor
-    lost = [name for name in shape_of if name not in found]
+            weights[name] = tensor
+    lost = [name for name in shape_of if name not in weights]
     if lost:
         raise CorruptError(
             "The optimizer moves what the model hasn't.", place=place, found=", ".join(lost[:5])
         )
-    return found
+    return weights
 
 
 def _weight(tensor: Tensor, master: Tensor, shape: Shape, place: str) -> Tensor:
@@ -232,8 +232,8 @@ def _weight(tensor: Tensor, master: Tensor, shape: Shape, place: str) -> Tensor:
 
 def _frozen(models: list[dict[str, Any]], name: str, shape: Shape, place: str) -> Tensor:
     """Returns a parameter that isn't trained, of which each rank keeps a part."""
-    held = [(one.get("frozen_param_fragments") or {}).get(name) for one in models]
-    parts = [part for part in held if isinstance(part, Tensor) and len(part.shape) == 1]
+    fragments = [(one.get("frozen_param_fragments") or {}).get(name) for one in models]
+    parts = [part for part in fragments if isinstance(part, Tensor) and len(part.shape) == 1]
     length, count = -(-math.prod(shape) // len(models)), math.prod(shape)
     left = [min(length, max(0, count - rank * length)) for rank in range(len(models))]
     if len(parts) != len(models) or any(part.shape[0] < n for part, n in zip(parts, left, strict=True)):
@@ -245,8 +245,8 @@ def _apart(models: list[dict[str, Any]]) -> dict[int, Tree]:
     """Returns what other ranks say otherwise than the first, beside the model."""
     views = [{k: to_json(v) for k, v in one.items() if k not in _TAKEN} for one in models]
     apart = {
-        rank: {key: models[rank][key] for key, view in own.items() if view != views[0].get(key)}
-        for rank, own in enumerate(views)
+        rank: {key: models[rank][key] for key, view in view_here.items() if view != views[0].get(key)}
+        for rank, view_here in enumerate(views)
     }
     return {rank: others for rank, others in apart.items() if others}
 

@@ -76,13 +76,13 @@ def tag_of(folder: Path) -> Tag | None:
     if not models:
         return None
     foreign = [name for name in names if _OTHER.fullmatch(name)]
-    found = [*foreign, *(f"mp_rank_{mp:02d}" for mp in {mp for _, mp in (*models, *optimizers)} if mp)]
-    if found:
+    unread = [*foreign, *(f"mp_rank_{mp:02d}" for mp in {mp for _, mp in (*models, *optimizers)} if mp)]
+    if unread:
         raise RefusedError(
             "Ranks of this run hold slices of the model, or experts; statekit joins data-parallel ranks only.",
             place=folder,
             expected="files of mp_rank_00",
-            found=", ".join(found[:3]),
+            found=", ".join(unread[:3]),
             remedy="make a universal checkpoint on one model-parallel rank: ds_to_universal.py",
         )
     universal = (folder / UNIVERSAL).is_dir() and not optimizers
@@ -92,8 +92,8 @@ def tag_of(folder: Path) -> Tag | None:
 
 
 def _ranks(folder: Path, names: list[str], pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
-    found = ((pattern.fullmatch(name), name) for name in names)
-    return {(int(match[1] or 0), int(match[2])): folder / name for match, name in found if match}
+    matches = ((pattern.fullmatch(name), name) for name in names)
+    return {(int(match[1] or 0), int(match[2])): folder / name for match, name in matches if match}
 
 
 def locate(path: Path, step: int | None = None) -> Located | None:

@@ -45,10 +45,10 @@ def universal_state(
     folder = tag / UNIVERSAL
     if not (folder / _STATE).is_file():
         raise CorruptError("A universal checkpoint has no groups.", place=folder / _STATE)
-    held = require(
+    record = require(
         open_file(folder / _STATE, files, findings), dict, "a dict with param_groups", folder / _STATE
     )
-    groups = require(held.get("param_groups"), list, "groups", folder / _STATE)
+    groups = require(record.get("param_groups"), list, "groups", folder / _STATE)
     known = {entry.name for entry in folder.iterdir() if entry.is_dir()}
     wanted = {name: shape for group in shapes for name, shape in group.items()}
     if missing := [name for name in wanted if name not in known]:
@@ -61,16 +61,16 @@ def universal_state(
         Finding("belongs to no parameter, passed over", str(folder / name))
         for name in sorted(known - wanted.keys())
     ]
-    step = _step_of(held)
+    step = _step_of(record)
     state = {name: _parameter(folder / name, shape, step, files, findings) for name, shape in wanted.items()}
-    every = dict.fromkeys(key for own in state.values() for key in own)
-    if gone := [f"{name}/{key}.pt" for name, own in state.items() for key in every if key not in own]:
+    every = dict.fromkeys(key for slots in state.values() for key in slots)
+    if gone := [f"{name}/{key}.pt" for name, slots in state.items() for key in every if key not in slots]:
         raise CorruptError(
             "A universal checkpoint lacks files that its other parameters have.",
             place=folder,
             found=", ".join(gone[:5]),
         )
-    engine = {key: value for key, value in held.items() if key not in _OF_RANK and key != "param_groups"}
+    engine = {key: value for key, value in record.items() if key not in _OF_RANK and key != "param_groups"}
     return state, [require(one, dict, "a group", folder / _STATE) for one in groups], engine
 
 
@@ -78,15 +78,15 @@ def _parameter(
     folder: Path, shape: Shape, step: Any, files: Files, findings: list[Finding]
 ) -> dict[str, Any]:
     entries = sorted(entry for entry in folder.iterdir() if entry.suffix == ".pt")
-    found: dict[str, Any] = {} if step is None else {_STEP: step}
+    slots: dict[str, Any] = {} if step is None else {_STEP: step}
     for file in entries:
         node = open_file(file, files, findings)
-        found[file.stem] = node if file.stem == _STEP else _shaped(node, shape, file)
-    if MASTER not in found:
+        slots[file.stem] = node if file.stem == _STEP else _shaped(node, shape, file)
+    if MASTER not in slots:
         raise CorruptError(
             "A parameter of a universal checkpoint has no weight.", place=folder / f"{MASTER}.pt"
         )
-    return found
+    return slots
 
 
 def _shaped(node: Any, shape: Shape, file: Path) -> Tensor:
@@ -102,9 +102,9 @@ def _shaped(node: Any, shape: Shape, file: Path) -> Tensor:
     return Concatenated((Segment(tensor, 0, math.prod(shape)),), shape)
 
 
-def _step_of(held: Mapping[str, Any]) -> Any:
+def _step_of(record: Mapping[str, Any]) -> Any:
     """Returns the count of updates that stands with rank 0's state, as under ZeRO 3."""
-    base = held.get("optimizer_state_dict")
+    base = record.get("optimizer_state_dict")
     state = base.get("state") if isinstance(base, Mapping) else None
     first = next(iter(state.values()), None) if isinstance(state, Mapping) else None
     return first.get(_STEP) if isinstance(first, Mapping) and not isinstance(first, Record) else None

@@ -53,10 +53,12 @@ def part_of(tree: Tree, place: str) -> Part:
     Raises:
         FormatError: It has another form than DeepSpeed gives it.
     """
-    own = require(tree.get("optimizer_state_dict") if isinstance(tree, dict) else None, dict, "a dict", place)
-    cut = "fp32_flat_groups" in own
-    masters = own.get("fp32_flat_groups" if cut else "single_partition_of_fp32_groups")
-    base = own.get("optimizer_state_dict" if cut else "base_optimizer_state")
+    optimizer = require(
+        tree.get("optimizer_state_dict") if isinstance(tree, dict) else None, dict, "a dict", place
+    )
+    cut = "fp32_flat_groups" in optimizer
+    masters = optimizer.get("fp32_flat_groups" if cut else "single_partition_of_fp32_groups")
+    base = optimizer.get("optimizer_state_dict" if cut else "base_optimizer_state")
     if isinstance(base, list):
         raise FormatError(
             "This is an elastic checkpoint of an early DeepSpeed, which doesn't keep its groups.",
@@ -65,15 +67,17 @@ def part_of(tree: Tree, place: str) -> Part:
             remedy="load it with DeepSpeed and save it with elastic_checkpoint off",
         )
     flats = [_flat(one, place) for one in require(masters, list, "flat weights", place)]
-    held = require(
+    records = require(
         require(base, dict, "the state of an optimizer", place).get("state"), dict, "a state", place
     )
     groups = [
         require(one, dict, "a group", place)
         for one in require(base.get("param_groups"), list, "groups", place)
     ]
-    state = [require(held.get(i, {}), dict, "the state of a flat vector", place) for i in range(len(flats))]
-    spans = None if cut else _spans(own.get("param_slice_mappings"), place)
+    state = [
+        require(records.get(i, {}), dict, "the state of a flat vector", place) for i in range(len(flats))
+    ]
+    spans = None if cut else _spans(optimizer.get("param_slice_mappings"), place)
     if any(i not in range(len(flats)) for group in groups for i in group.get("params", ())):
         raise FormatError("A group has another vector than there are.", place=place, expected=f"{len(flats)}")
     return Part(flats, state, groups, spans, place)
@@ -122,13 +126,13 @@ def joined(parts: Sequence[Part], shapes: Shapes, stage: int) -> dict[str, dict[
         raise CorruptError("Ranks hold different numbers of groups.", place=first.place)
     whole = {}
     for name, shape, runs in _interleaved(parts, shapes) if stage == 3 else _concatenated(parts, shapes):
-        held = sum(count for _, _, _, count in runs)
-        if held != math.prod(shape):
+        count_held = sum(count for _, _, _, count in runs)
+        if count_held != math.prod(shape):
             raise CorruptError(
                 "The ranks' parts don't make up a parameter.",
                 place=f"{name} in {first.place}",
                 expected=f"{math.prod(shape)} values for shape {shape}",
-                found=held,
+                found=count_held,
             )
         whole[name] = dict(_state(parts, name, shape, runs))
     return whole
@@ -143,10 +147,14 @@ def _concatenated(parts: Sequence[Part], shapes: Shapes) -> Iterator[tuple[str, 
         if number >= len(parts[0].masters):
             raise CorruptError("A group has no flat weights.", place=parts[0].place, found=f"group {number}")
         spans = [_own_spans(part, number) for part in parts]
-        if any(own is None for own in spans):
+        if any(of_rank is None for of_rank in spans):
             spans = list(_usual_spans(parts, number, group))
         for name, shape in group.items():
-            runs = [(rank, number, *own[name]) for rank, own in enumerate(spans) if own and name in own]
+            runs = [
+                (rank, number, *of_rank[name])
+                for rank, of_rank in enumerate(spans)
+                if of_rank and name in of_rank
+            ]
             yield name, shape, [run for run in runs if run[3]]
 
 
@@ -186,27 +194,27 @@ def _interleaved(parts: Sequence[Part], shapes: Shapes) -> Iterator[tuple[str, S
 
 
 def _state(parts: Sequence[Part], name: str, shape: Shape, runs: _Runs) -> Iterator[tuple[str, Any]]:
-    own = parts[runs[0][0]] if runs else parts[0]
-    for key, value in (own.state[runs[0][1]] if runs else {}).items():
+    part = parts[runs[0][0]] if runs else parts[0]
+    for key, value in (part.state[runs[0][1]] if runs else {}).items():
         if isinstance(value, Tensor) and value.shape:
-            held = [(parts[rank].state[number].get(key), start, n) for rank, number, start, n in runs]
-            yield str(key), _joined(held, shape, f"{key} of {name} in {own.place}")
+            pieces = [(parts[rank].state[number].get(key), start, n) for rank, number, start, n in runs]
+            yield str(key), _joined(pieces, shape, f"{key} of {name} in {part.place}")
         else:
             yield str(key), value
     weights = [(parts[rank].masters[number], start, n) for rank, number, start, n in runs]
-    yield MASTER, _joined(weights, shape, f"weights of {name} in {own.place}")
+    yield MASTER, _joined(weights, shape, f"weights of {name} in {part.place}")
 
 
-def _joined(held: Sequence[tuple[Any, int, int]], shape: Shape, place: str) -> Tensor:
+def _joined(pieces: Sequence[tuple[Any, int, int]], shape: Shape, place: str) -> Tensor:
     """Returns a parameter's tensor from flat ones: tensor, start, count."""
     short = [
-        flat for flat, start, n in held
+        flat for flat, start, n in pieces
         if not isinstance(flat, Tensor) or len(flat.shape) != 1 or start + n > flat.shape[0]
     ]  # fmt: skip
-    if short or not held or len({flat.dtype for flat, _, _ in held}) != 1:
+    if short or not pieces or len({flat.dtype for flat, _, _ in pieces}) != 1:
         raise CorruptError(
             "A rank's part is shorter than it says, or of another kind than the others.",
             place=place,
             found="; ".join(str(getattr(flat, "shape", flat)) for flat in short[:3]),
         )
-    return Concatenated(tuple(Segment(flat, start, n) for flat, start, n in held), shape)
+    return Concatenated(tuple(Segment(flat, start, n) for flat, start, n in pieces), shape)

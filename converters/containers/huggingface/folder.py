@@ -231,11 +231,11 @@ def moved_to(encoded: Encoded, keys: Collection[str]) -> Encoded:
         encoded: As a layout made it: where the source had its parts.
         keys: Of `model`, `optimizer` and `scheduler` those that the target has.
     """
-    found = dict(encoded.parts)
+    places = dict(encoded.parts)
     scheduler = next((path for path in _SCHEDULERS if _is_only(encoded.tree, path)), None)
-    found |= {"scheduler": scheduler} if scheduler else {}
+    places |= {"scheduler": scheduler} if scheduler else {}
     tree, exactness = encoded.tree, dict(encoded.exactness)
-    for key, path in found.items():
+    for key, path in places.items():
         if key not in keys or path == (key,) or key in tree:
             continue
         if path:
@@ -310,11 +310,13 @@ class HuggingFaceFolder:
             if path.is_file():
                 single = self.opens_files and _is_safetensors(path)
                 return Evidence(10, "the header of a safetensors file") if single else None
-            found = self._locate(path, None)
+            folder = self._locate(path, None)
         except (OSError, StatekitError):
             return None
         return (
-            None if found is None else Evidence(self.specificity, f"{found.path} has {self.fits(found.path)}")
+            None
+            if folder is None
+            else Evidence(self.specificity, f"{folder.path} has {self.fits(folder.path)}")
         )
 
     def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
@@ -325,23 +327,23 @@ class HuggingFaceFolder:
             FormatError: A file can't be trusted, or there are several models or optimizers.
         """
         alone = self.opens_files and path.is_file()
-        found = _Found(path) if alone else self._locate(path, step)
-        if found is None:
+        folder = _Folder(path) if alone else self._locate(path, step)
+        if folder is None:
             raise NotFoundError(f"There is no folder of {self.name}.", place=path, remedy="check the path")
         with opening(budget) as files:
-            tree, meta, findings = _opened(found.path, files)
+            tree, meta, findings = _opened(folder.path, files)
             number = _global_step(tree)
             if step is not None and number is not None and step != number:
                 raise NotFoundError(
                     "This is the checkpoint of one step, and of another.",
-                    place=found.path,
+                    place=folder.path,
                     expected=step,
                     found=number,
                 )
-            manifest, odd = trusted_manifest(found.path, number, tree, files)
-        meta = {**meta, "steps": list(found.steps)}
-        findings = (*found.findings, *findings, *odd)
-        return Checkpoint(self.name, found.path, tree, meta, number, manifest, findings, files.close)
+            manifest, odd = trusted_manifest(folder.path, number, tree, files)
+        meta = {**meta, "steps": list(folder.steps)}
+        findings = (*folder.findings, *findings, *odd)
+        return Checkpoint(self.name, folder.path, tree, meta, number, manifest, findings, files.close)
 
     def fitted(self, encoded: Encoded) -> Encoded:
         """Returns a state with its parts where the folder keeps them, and what the library can't do without."""
@@ -397,12 +399,12 @@ class HuggingFaceFolder:
         if tree:
             write_part(stage, f"{prefix}{REST}", "", tree)
 
-    def _locate(self, path: Path, step: int | None) -> _Found | None:
+    def _locate(self, path: Path, step: int | None) -> _Folder | None:
         """Finds the folder: itself, or of a run's folder the newest step's or the given one's."""
         if not path.is_dir():
             return None
         if self.fits(path):
-            return _Found(path)
+            return _Folder(path)
         entries = [(int(m[1]), entry) for entry in path.iterdir() if (m := _STEP.fullmatch(entry.name))]
         steps = {number: entry for number, entry in sorted(entries) if entry.is_dir() and self.fits(entry)}
         if not steps:
@@ -417,11 +419,11 @@ class HuggingFaceFolder:
             for number, entry in entries
             if number > newest
         ]
-        return _Found(steps[newest if step is None else step], tuple(steps), tuple(passed))
+        return _Folder(steps[newest if step is None else step], tuple(steps), tuple(passed))
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Folder:
     """A checkpoint's folder, and the steps beside it."""
 
     path: Path

@@ -63,9 +63,9 @@ def find_model(folder: Path) -> str | None:
     if known is not None:
         return known
     for suffix in (f"{_SAFE}{INDEX}", _SAFE):
-        found = [entry.name for entry in folder.iterdir() if entry.name.endswith(suffix) and entry.is_file()]
-        if found:
-            return found[0] if len(found) == 1 else None
+        files = [entry.name for entry in folder.iterdir() if entry.name.endswith(suffix) and entry.is_file()]
+        if files:
+            return files[0] if len(files) == 1 else None
     return None
 
 
@@ -101,13 +101,13 @@ def open_model(folder: Path, name: str, files: Files) -> Model:
     faults = Faults((f"isn't in {file}", one) for one, file in weights.items() if one not in shards[file])
     faults += [
         (f"is in {file}, not by the index", one)
-        for file, held in shards.items()
-        for one in held
+        for file, tensors in shards.items()
+        for one in tensors
         if weights.get(one) != file
     ]
     faults.check(CorruptError, "Index and shards contradict each other", place=place)
     whole = {one: shards[file][one] for one, file in weights.items()}
-    metadata = {key: value for _, own in opened.values() for key, value in own.items()}
+    metadata = {key: value for _, file_metadata in opened.values() for key, value in file_metadata.items()}
     metadata |= index.get("metadata", {})
     return Model(whole, (name, *names), list(whole) == sorted(whole), metadata)
 

@@ -109,11 +109,13 @@ def open_item(folder: Path, opened: Files) -> Item:
             remedy="the checkpoint is incomplete; copy it again",
         )
     entries = metadata.entries()
-    held = {i: entry for i, entry in enumerate(entries) if entry.is_array}
-    names = ["/".join(map(str, entry.path)) for entry in held.values()]
-    places = [ArrayPlace(n, e.array, shape=e.shape) for n, e in zip(names, held.values(), strict=True)]
+    array_entries = {i: entry for i, entry in enumerate(entries) if entry.is_array}
+    names = ["/".join(map(str, entry.path)) for entry in array_entries.values()]
+    places = [
+        ArrayPlace(n, e.array, shape=e.shape) for n, e in zip(names, array_entries.values(), strict=True)
+    ]
     tensors, findings = arrays.open(places)
-    leaves: dict[int, Any] = dict(zip(held, tensors, strict=True))
+    leaves: dict[int, Any] = dict(zip(array_entries, tensors, strict=True))
     leaves |= _strings(files, entries)
     tree = tree_of(entries, leaves, metadata.place)
     return Item(tree, findings, _tops({p.prefix for p in places}), metadata.custom)
@@ -134,12 +136,12 @@ def _strings(files: FolderStore, entries: tuple[LeafMetadata, ...]) -> dict[int,
         return {}
     value = files.value(STRINGS)
     stored = {} if value is None else strict_json(read_whole(value, _MAX_JSON), value.place)
-    found: Mapping[str, Any] = stored if isinstance(stored, dict) else {}
+    strings: Mapping[str, Any] = stored if isinstance(stored, dict) else {}
     lost = Faults(
-        (f"isn't in {STRINGS}", name) for name in wanted.values() if not isinstance(found.get(name), str)
+        (f"isn't in {STRINGS}", name) for name in wanted.values() if not isinstance(strings.get(name), str)
     )
     lost.check(CorruptError, "Strings of an Orbax item are missing", place=files.place)
-    return {i: str(found[name]) for i, name in wanted.items()}
+    return {i: str(strings[name]) for i, name in wanted.items()}
 
 
 def _unwrapped(tree: dict[Any, Any]) -> dict[Any, Any]:
@@ -189,12 +191,12 @@ class OrbaxFolder:
 
     def detect(self, path: Path) -> Evidence | None:
         """Looks at file names and first bytes only."""
-        if (found := sighted(path, "orbax")) is None:
+        if (step_folder := sighted(path, "orbax")) is None:
             return None
-        for item in _items(found.path):
+        for item in _items(step_folder.path):
             if says_t5x(item):
                 return Evidence(20, f"{item} is an Orbax item that holds a T5X train state")
-        return Evidence(10, f"{found.path} has the files of an Orbax checkpoint")
+        return Evidence(10, f"{step_folder.path} has the files of an Orbax checkpoint")
 
     def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses the trees and the arrays' headers.
@@ -203,22 +205,22 @@ class OrbaxFolder:
             NotFoundError: No checkpoint, or no such step.
             FormatError: Trees or headers don't follow the format or can't be trusted.
         """
-        found = find_step(path, step, "orbax")
-        folders = _items(found.path)
+        step_folder = find_step(path, step, "orbax")
+        folders = _items(step_folder.path)
         if not folders:
             raise FormatError(
                 "An Orbax checkpoint holds no tree of arrays.",
-                place=found.path,
+                place=step_folder.path,
                 expected=f"an item with {METADATA}",
             )
         with opening(budget) as files:
             opened = {folder: open_item(folder, files) for folder in folders}
-            _require_all(found.path, {folder.name for folder in folders}, files)
+            _require_all(step_folder.path, {folder.name for folder in folders}, files)
             trees: dict[str, Tree] = {folder.name: item.tree for folder, item in opened.items()}
             tree = trees[folders[0].name] if len(folders) == 1 else trees
-            known = set(_OWN_FILES) | {e.name for e in found.path.glob("ocdbt.process_*")}
+            known = set(_OWN_FILES) | {e.name for e in step_folder.path.glob("ocdbt.process_*")}
             for folder, item in opened.items():
-                known |= item.names if folder == found.path else {folder.name}
+                known |= item.names if folder == step_folder.path else {folder.name}
             meta = {
                 "generation": "orbax",
                 "items": [folder.name for folder in folders],
@@ -227,7 +229,7 @@ class OrbaxFolder:
                 },
             }
             findings = tuple(finding for item in opened.values() for finding in item.findings)
-            return step_checkpoint(self.name, found, tree, meta, known, findings, files)
+            return step_checkpoint(self.name, step_folder, tree, meta, known, findings, files)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes the items of a step as Orbax does today: each an OCDBT database with its tree as JSON.
@@ -250,19 +252,19 @@ class OrbaxFolder:
             output.write(step_metadata(handlers, begun))
 
 
-def _require_all(step: Path, found: set[str], files: Files) -> None:
+def _require_all(step: Path, item_names: set[str], files: Files) -> None:
     """Raises FormatError if a step says that it has an item which isn't there."""
     stated = FolderStore.of(step, files).value(STEP_METADATA)
     document = None if stated is None else strict_json(read_whole(stated, MAX_BYTES), stated.place)
     handlers = document.get("item_handlers") if isinstance(document, dict) else None
     if isinstance(handlers, dict):
-        told = {name for name, kind in handlers.items() if str(kind).endswith(_HANDLERS)}
-        if missing := sorted(told - found):
+        stated_items = {name for name, kind in handlers.items() if str(kind).endswith(_HANDLERS)}
+        if missing := sorted(stated_items - item_names):
             raise FormatError(
                 "An Orbax checkpoint lacks items that it says it has.",
                 place=step,
                 expected=", ".join(missing),
-                found=", ".join(sorted(found)),
+                found=", ".join(sorted(item_names)),
                 remedy=f"copy the step again; what was deleted on purpose has to go from {STEP_METADATA} too",
             )
 

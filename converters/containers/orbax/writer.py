@@ -102,8 +102,8 @@ def _write_database(
         spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{root}/"}}
         database = ts.KvStore.open(spec).result()
     transaction, size = ts.Transaction(), 0
-    for own, tensor in tensors.items():
-        for key, value in _values(stage, f"{name}{own}", tensor, arrays[own]):
+    for leaf, tensor in tensors.items():
+        for key, value in _values(stage, f"{name}{leaf}", tensor, arrays[leaf]):
             with _told(root):
                 database.with_transaction(transaction).write(key, value).result()
                 size += len(value)
