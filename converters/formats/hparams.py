@@ -175,16 +175,16 @@ def read_gin(text: str, place: object, configurable: str = "Adafactor") -> Setti
     """
     lines = list(_bindings(text, place))
     macros = {name: tokens for name, tokens in lines if "." not in name}
-    found: dict[str, dict[str, list[str]]] = {}
+    bindings: dict[str, dict[str, list[str]]] = {}
     for selector, tokens in lines:
         scope, _, path = selector.rpartition("/")
         parts = path.split(".")
         if len(parts) >= 2 and parts[-2] == configurable:
-            found.setdefault(parts[-1], {})[scope] = tokens
+            bindings.setdefault(parts[-1], {})[scope] = tokens
     values: dict[str, Any] = {}
     references: dict[str, str] = {}
     left_out = []
-    for name, scopes in found.items():
+    for name, scopes in bindings.items():
         chosen = [scopes[""]] if "" in scopes else list(scopes.values())
         texts = {_expanded(tokens, macros) for tokens in chosen}
         if len(texts) > 1:

@@ -213,9 +213,9 @@ def _wide(source: Source, extra: bytes, *narrow: int) -> list[int]:
         kind, size = struct.unpack_from("<HH", extra, at)
         if kind == 1:
             wide = iter(struct.unpack_from(f"<{size // 8}Q", extra[at + 4 : at + 4 + size]))
-            found = [next(wide, -1) if value == FULL32 else value for value in narrow]
-            if -1 not in found:
-                return found
+            numbers = [next(wide, -1) if value == FULL32 else value for value in narrow]
+            if -1 not in numbers:
+                return numbers
         at += 4 + size
     raise FormatError("A zip member larger than 4 GB lacks its true size.", place=source.place)
 

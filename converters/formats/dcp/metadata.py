@@ -79,10 +79,10 @@ class _Reading:
     faults: Faults = field(default_factory=Faults)
 
     def piece(self, key: str, offsets: Shape | None) -> Piece | None:
-        found = self.pieces.get((key, offsets))
-        if found is None:
+        piece = self.pieces.get((key, offsets))
+        if piece is None:
             self.faults.add(f"its values at {offsets} are nowhere" if offsets else "lies nowhere", key)
-        return found
+        return piece
 
 
 def read_metadata(data: bytes, place: str) -> Contents:
@@ -93,8 +93,8 @@ def read_metadata(data: bytes, place: str) -> Contents:
         CorruptError: Pieces are missing, overlap, or leave holes.
         FormatError: It isn't what PyTorch writes.
     """
-    found = read_pickle(data, place, calls=torch_calls)
-    whole = _whole(found.value, place)
+    pickled = read_pickle(data, place, calls=torch_calls)
+    whole = _whole(pickled.value, place)
     listed, stored = whole.get("state_dict_metadata"), whole.get("storage_data")
     if not isinstance(listed, dict) or not isinstance(stored, dict):
         raise FormatError("The metadata lists no entries or no places.", place=place)
@@ -117,7 +117,7 @@ def read_metadata(data: bytes, place: str) -> Contents:
         objects,
         _paths(listed, whole.get("planner_data"), place),
         version if isinstance(version, str) else None,
-        found.notes,
+        pickled.notes,
     )
 
 
@@ -125,8 +125,8 @@ def _whole(record: Any, place: str) -> Mapping[str, Any]:
     """Returns the fields of the metadata, PyTorch's or those of Megatron-Core before 0.16."""
     if not isinstance(record, Record) or record.name != _MEGATRON or not isinstance(record.state, dict):
         return _fields(record, "Metadata", place)
-    told = record.state.get("mcore_data")
-    flattened = [key for key, one in told.items() if one] if isinstance(told, dict) else []
+    megatron_data = record.state.get("mcore_data")
+    flattened = [key for key, one in megatron_data.items() if one] if isinstance(megatron_data, dict) else []
     if flattened:
         raise RefusedError(
             "Tensors were flattened before they were cut, as Megatron-Core did before 0.16.",
@@ -148,9 +148,9 @@ def _is(record: Any, name: str) -> bool:
 
 def _fields(record: Any, name: str, place: str) -> Mapping[str, Any]:
     if not _is(record, name) or not isinstance(record.state, dict):
-        found = record.name if isinstance(record, Record) else record
+        class_name = record.name if isinstance(record, Record) else record
         raise FormatError(
-            "The metadata isn't what PyTorch writes.", place=place, expected=name, found=shown(found)
+            "The metadata isn't what PyTorch writes.", place=place, expected=name, found=shown(class_name)
         )
     fields: Mapping[str, Any] = record.state
     return fields
@@ -311,8 +311,8 @@ def tiling_fault(shape: Shape, boxes: Sequence[Box]) -> str:
     clash = next(_overlaps(shape, filled), None)
     if clash:
         return f"has parts at {clash[0][0]} and {clash[1][0]} that overlap"
-    held, size = sum(math.prod(sizes) for _, sizes in filled), math.prod(shape)
-    return "" if held == size else f"has {held} of {size} values"
+    covered, size = sum(math.prod(sizes) for _, sizes in filled), math.prod(shape)
+    return "" if covered == size else f"has {covered} of {size} values"
 
 
 def _overlaps(shape: Shape, boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:

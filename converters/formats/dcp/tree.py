@@ -81,19 +81,19 @@ def flat_paths(tree: Tree) -> dict[str, tuple[Path, Tree]]:
     """
     if not isinstance(tree, Mapping):
         raise UsageError("A distributed checkpoint holds a dict.", found=type(tree).__name__)
-    found: dict[str, tuple[Path, Tree]] = {}
+    flat: dict[str, tuple[Path, Tree]] = {}
     faults = Faults()
     for path, value in _leaves((), tree):
         key = ".".join(map(str, path))
-        if key in found:
-            faults.add(f"has the flat name {key}, as has {_shown(found[key][0])}", _shown(path))
-        found[key] = (path, value)
+        if key in flat:
+            faults.add(f"has the flat name {key}, as has {_shown(flat[key][0])}", _shown(path))
+        flat[key] = (path, value)
     faults.check(
         UsageError,
         "Entries have the name of another once they are flat",
         remedy="rename one of each pair",
     )
-    return found
+    return flat
 
 
 def _leaves(path: Path, node: Tree) -> Iterator[tuple[Path, Tree]]:

@@ -121,12 +121,14 @@ class _Box:
             saved = read_object(self.part).tree
             shape, dtype = self.chunk.box[1], self.entry.dtype
             if not isinstance(saved, Tensor) or saved.shape != shape or saved.dtype != dtype:
-                found = f"{saved.dtype} {saved.shape}" if isinstance(saved, Tensor) else type(saved).__name__
+                saved_type = (
+                    f"{saved.dtype} {saved.shape}" if isinstance(saved, Tensor) else type(saved).__name__
+                )
                 raise CorruptError(
                     "A part of a tensor isn't what the metadata says.",
                     place=byte_of(self.part, 0),
                     expected=f"{dtype} {shape}",
-                    found=found,
+                    found=saved_type,
                 )
             self._values = saved
         return self._values
@@ -137,6 +139,6 @@ class _Box:
         low = [max(s.start, at) for s, at in zip(index, offsets, strict=True)]
         high = [min(s.stop, at + n) for s, at, n in zip(index, offsets, sizes, strict=True)]
         if all(a < b for a, b in zip(low, high, strict=True)):
-            own = tuple(slice(a - at, b - at) for a, b, at in zip(low, high, offsets, strict=True))
+            within = tuple(slice(a - at, b - at) for a, b, at in zip(low, high, offsets, strict=True))
             there = tuple(slice(a - s.start, b - s.start) for a, b, s in zip(low, high, index, strict=True))
-            block[there] = self.values().read(own)
+            block[there] = self.values().read(within)

@@ -72,7 +72,7 @@ def _written(
 
 def _save(file: BinaryIO, value: Tree, stage: Stage, name: str) -> None:
     """Writes one entry; tensors of a value that isn't one have the names that they have in the whole tree."""
-    write_archive(value, file, lambda own, tensor: stage.stream(f"{name}/{own}" if own else name, tensor))
+    write_archive(value, file, lambda leaf, tensor: stage.stream(f"{name}/{leaf}" if leaf else name, tensor))
 
 
 class _Metadata:

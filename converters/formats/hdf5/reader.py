@@ -86,15 +86,15 @@ class Names:
 
 def _heap_names(heap: bytes, free: int) -> dict[str, int]:
     """Returns where in a heap each name begins, given where its free space does."""
-    found: dict[str, int] = {}
+    offsets: dict[str, int] = {}
     here = 0
     while here < len(heap) and here != free:
         end = heap.find(b"\0", here)
         if end < 0:
             break
-        found[heap[here:end].decode("utf-8", "replace")] = here
+        offsets[heap[here:end].decode("utf-8", "replace")] = here
         here = end + _ALIGNED - end % _ALIGNED
-    return found
+    return offsets
 
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class _Reader:
         import h5py
 
         address = self._met(group, name, depth)
-        found: list[tuple[tuple[int, int], str, Any]] = []
+        members: list[tuple[tuple[int, int], str, Any]] = []
         named = self._names.of(address) if self._names else {}
         named = named if all(key in named for key in group) else {}
         firsts = []
@@ -220,11 +220,11 @@ class _Reader:
             else:
                 raise FormatError("An HDF5 file holds a named type.", place=f"{path} in {self._place}")
             number = int(key) if key.isdecimal() and len(key) < 19 else -1
-            found.append(((number, named.get(key, at)), key, value))
+            members.append(((number, named.get(key, at)), key, value))
             if not isinstance(value, dict) or _holds(value):
                 firsts.append(at)
-        found.sort(key=lambda item: item[0])
-        tree = {key: value for _, key, value in found}
+        members.sort(key=lambda item: item[0])
+        tree = {key: value for _, key, value in members}
         attributes = self._attributes(group, name)
         return min(firsts, default=address), {**({ATTRIBUTES: attributes} if attributes else {}), **tree}
 
@@ -322,8 +322,8 @@ def _says_bfloat16(dataset: Any) -> bool:
 
 def _plain(attributes: Any, key: str, place: str) -> Any:
     """Returns an attribute as plain data."""
-    held = attributes.get_id(key)
-    if held.get_storage_size() > MAX_ATTRIBUTE or math.prod(held.shape or (0,)) > MAX_ATTRIBUTE // 16:
+    stored = attributes.get_id(key)
+    if stored.get_storage_size() > MAX_ATTRIBUTE or math.prod(stored.shape or (0,)) > MAX_ATTRIBUTE // 16:
         raise RefusedError("An attribute is too long.", place=place, expected=MAX_ATTRIBUTE)
     value = attributes[key]
     if isinstance(value, (str, bytes)):

@@ -326,13 +326,13 @@ def _unchunked(node: dict[Any, Any], cursor: _Cursor) -> Inline:
     dtypes = {array.dtype for array in arrays}
     if len(arrays) != len(pieces) or len(dtypes) != 1:
         raise FormatError("A chunked array's pieces aren't arrays of one dtype.", place=place)
-    dtype, found = dtypes.pop(), sum(array.data.size for array in arrays)
-    if found != math.prod(shape) * dtype.itemsize:
+    dtype, size = dtypes.pop(), sum(array.data.size for array in arrays)
+    if size != math.prod(shape) * dtype.itemsize:
         raise CorruptError(
             "A chunked array's pieces don't fit its shape.",
             place=place,
             expected=f"{math.prod(shape) * dtype.itemsize} bytes for {dtype} {shape}",
-            found=f"{found} bytes",
+            found=f"{size} bytes",
         )
     return Inline(shape, dtype, _Joined([array.data for array in arrays]))
 

@@ -149,9 +149,11 @@ def _read_list(source: Source) -> Params:
         records.append(record)
         at = record.end
     names = _names(source, at, count)
-    held = [(name, record) for name, record in zip(names, records, strict=True) if record.tensor is not None]
-    arrays = {name: record.tensor for name, record in held if record.tensor is not None}
-    if len(arrays) != len(held):
+    with_tensors = [
+        (name, record) for name, record in zip(names, records, strict=True) if record.tensor is not None
+    ]
+    arrays = {name: record.tensor for name, record in with_tensors if record.tensor is not None}
+    if len(arrays) != len(with_tensors):
         raise FormatError("Two arrays of a list have one name.", place=place)
     first = records[0] if records else None
     return Params(arrays, LIST, first.generation if first else 2, first.device if first else CPU)

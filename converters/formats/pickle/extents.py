@@ -61,8 +61,8 @@ def read_thin_pickle(source: Source, calls: Vocabulary) -> Unpickled:
     return replace(read, end=thin.at)
 
 
-def _too_large(place: str, limit: int, found: int) -> RefusedError:
-    return RefusedError("A pickle is too large.", place=place, expected=f"{limit} bytes", found=found)
+def _too_large(place: str, limit: int, size: int) -> RefusedError:
+    return RefusedError("A pickle is too large.", place=place, expected=f"{limit} bytes", found=size)
 
 
 class _Thinning:
@@ -79,11 +79,11 @@ class _Thinning:
         while True:
             code = self._peek(1)[0]
             if code in _OUTSIDE or code not in _ARGUMENTS:
-                found = f"opcode {code:#04x}"
+                opcode = f"opcode {code:#04x}"
                 raise FormatError(
                     "A pickle doesn't follow its format.",
                     place=byte_of(self.source, self.at),
-                    found=found,
+                    found=opcode,
                 )
             head, body = self._sizes(code)
             if code in _BYTES and body > KEPT_BYTES:
@@ -131,5 +131,5 @@ class _Thinning:
         return self._window[have : have + count]
 
     def _truncated(self) -> TruncatedPickle:
-        found = f"{self.source.size} bytes"
-        return TruncatedPickle("A pickle is cut off.", place=byte_of(self.source, self.at), found=found)
+        size = f"{self.source.size} bytes"
+        return TruncatedPickle("A pickle is cut off.", place=byte_of(self.source, self.at), found=size)

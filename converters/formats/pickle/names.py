@@ -102,8 +102,8 @@ def _members(name: str) -> Call:
 def _bytes(args: tuple[Any, ...]) -> bytes:
     if len(args) == 2:
         return _encode(args)
-    found: bytes = _one(args, (bytes,), b"")
-    return found
+    value: bytes = _one(args, (bytes,), b"")
+    return value
 
 
 def _encode(args: tuple[Any, ...]) -> bytes:
@@ -145,11 +145,11 @@ def _dtype(record: Any) -> tuple[DType, bool] | None:
     if isinstance(record.state, tuple) and len(record.state) > 1 and isinstance(record.state[1], str):
         order = record.state[1]
     if isinstance(code, Record):  # an extension dtype is pickled as its class
-        found = DTYPES.get(code.name.rpartition(".")[2]) if code.name.startswith("ml_dtypes.") else None
+        dtype = DTYPES.get(code.name.rpartition(".")[2]) if code.name.startswith("ml_dtypes.") else None
     else:
         order = code[0] if isinstance(code, str) and code[:1] in ("<", ">") else order
-        found = _CODES.get(str(code).lstrip("<>|="))
-    return None if found is None else (found, order == ">")
+        dtype = _CODES.get(str(code).lstrip("<>|="))
+    return None if dtype is None else (dtype, order == ">")
 
 
 _CODES = {dtype.str.lstrip("<>|="): dtype for dtype in DTYPES.values() if dtype.kind != "V"}

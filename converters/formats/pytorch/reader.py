@@ -403,12 +403,12 @@ def _unreadable(place: str, generation: str | None) -> FormatError:
 
 
 def _open_legacy(source: Source) -> Opened:
-    found = read_legacy(source)
-    findings = [Finding(note, source.place) for note in found.notes]
-    if found.rest:
-        findings.append(Finding(f"{found.rest} bytes stand behind the last storage", source.place))
-    meta = {"generation": "legacy", "byteorder": "little", "version": "1001", "storages": found.storages}
-    return Opened(found.tree, meta, tuple(findings))
+    legacy = read_legacy(source)
+    findings = [Finding(note, source.place) for note in legacy.notes]
+    if legacy.rest:
+        findings.append(Finding(f"{legacy.rest} bytes stand behind the last storage", source.place))
+    meta = {"generation": "legacy", "byteorder": "little", "version": "1001", "storages": legacy.storages}
+    return Opened(legacy.tree, meta, tuple(findings))
 
 
 def _open_zip(source: Source) -> Opened:
@@ -419,13 +419,13 @@ def _open_zip(source: Source) -> Opened:
         raise FormatError("The byte order of a torch file is unknown.", place=source.place, found=order)
     pickled = f"{root}/data.pkl"
     storages: dict[str, Storage] = {}
-    found = read_pickle(
+    pickled_tree = read_pickle(
         archive.record(pickled, MAX_PICKLE, "The pickle of a torch file"),
         f"{pickled} in {source.place}",
         calls=torch_calls,
         persistent=partial(_storage, archive, root, order != sys.byteorder, storages),
     )
-    findings = [Finding(note, source.place) for note in found.notes]
+    findings = [Finding(note, source.place) for note in pickled_tree.notes]
     bare = sum(1 for member in archive.members.values() if member.size and not member.crc)
     if bare:
         findings.append(
@@ -437,7 +437,7 @@ def _open_zip(source: Source) -> Opened:
         "version": _record(archive, f"{root}/version", ""),
         "storages": len(storages),
     }
-    return Opened(found.value, meta, tuple(findings))
+    return Opened(pickled_tree.value, meta, tuple(findings))
 
 
 def _root(archive: Archive, place: str) -> str:

@@ -89,14 +89,14 @@ def _full(nodes: Sequence[Node]) -> set[int]:
     for i, node in enumerate(nodes):
         for child in node.children.values():
             above.setdefault(child, []).append(i)
-    found: set[int] = set()
+    full: set[int] = set()
     left = [i for i, node in enumerate(nodes) if node.values]
     while left:
         node_id = left.pop()
-        if node_id not in found:
-            found.add(node_id)
+        if node_id not in full:
+            full.add(node_id)
             left += above.get(node_id, [])
-    return found
+    return full
 
 
 def _string(number: int, text: str) -> bytes:

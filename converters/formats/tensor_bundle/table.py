@@ -47,15 +47,15 @@ def read_table(data: bytes, place: object) -> dict[bytes, bytes]:
     metaindex, at = _handle(footer, 0, place)
     _block(data, *metaindex, place)
     index, _ = _handle(footer, at, place)
-    found: dict[bytes, bytes] = {}
+    entries: dict[bytes, bytes] = {}
     last = b""
     for _, where in _entries(_block(data, *index, place), place):
         handle, _ = _handle(where, 0, place)
         for key, value in _entries(_block(data, *handle, place), place):
-            if found and key <= last:
+            if entries and key <= last:
                 raise FormatError("The keys of an index aren't in order.", place=place, found=key)
-            found[key], last = value, key
-    return found
+            entries[key], last = value, key
+    return entries
 
 
 def write_table(entries: Mapping[bytes, bytes]) -> bytes:

@@ -117,11 +117,11 @@ def _leaves(tree: Tree) -> Iterator[_Leaf]:
 def _slices(label: str, parts: Mapping[str, Any], faults: Faults) -> Iterator[_Leaf]:
     name = label.encode("utf-8")
     for spec, value in parts.items():
-        found = _SPEC.fullmatch(spec)
-        full = tuple(map(int, found[1].split())) if found else ()
-        pieces = found[2].split(":") if found else []
+        match = _SPEC.fullmatch(spec)
+        full = tuple(map(int, match[1].split())) if match else ()
+        pieces = match[2].split(":") if match else []
         if (
-            found is None
+            match is None
             or len(pieces) != len(full)
             or not isinstance(value, Tensor)
             or (code := code_of(value.dtype)) is None

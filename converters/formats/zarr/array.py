@@ -88,16 +88,16 @@ class DecodedStream:
 
     def seek(self, position: int) -> None:
         while self.position < position:
-            held = self._more()[: position - self.position]
-            self._used(len(held))
+            skipped = self._more()[: position - self.position]
+            self._used(len(skipped))
 
     def read_into(self, target: memoryview) -> None:
         filled = 0
         while filled < len(target):
-            held = self._more()[: len(target) - filled]
-            target[filled : filled + len(held)] = held
-            filled += len(held)
-            self._used(len(held))
+            decoded = self._more()[: len(target) - filled]
+            target[filled : filled + len(decoded)] = decoded
+            filled += len(decoded)
+            self._used(len(decoded))
 
     def finish(self) -> None:
         """Reads to the end, so that the chunk's length and its checksum are checked.
@@ -213,8 +213,8 @@ def _inflated(value: Source, wbits: int) -> Iterator[bytes]:
     except zlib.error as error:
         raise CorruptError("A chunk is damaged.", place=value.place, found=str(error)) from error
     if not decoder.eof or decoder.unused_data or offset < value.size:
-        found = "bytes after the end of the data" if decoder.eof else "the data ends too early"
-        raise CorruptError("A chunk is damaged.", place=value.place, found=found)
+        fault = "bytes after the end of the data" if decoder.eof else "the data ends too early"
+        raise CorruptError("A chunk is damaged.", place=value.place, found=fault)
 
 
 def _unzstd(value: Source) -> Iterator[bytes]:
@@ -467,9 +467,9 @@ class _Reader:
         self._indexes: dict[tuple[int, ...], Array] = {}
 
     def __call__(self, index: Index) -> Array:
-        held: dict[tuple[int, ...], Source | None] = {}
+        values: dict[tuple[int, ...], Source | None] = {}
         parts = [
-            (position, inner, outer, self._value(position, held))
+            (position, inner, outer, self._value(position, values))
             for position, inner, outer in _touched(self._header, index)
         ]
         out = np.empty(index_shape(index), self._header.dtype)
@@ -481,14 +481,16 @@ class _Reader:
                 pass
         return out
 
-    def _value(self, position: tuple[int, ...], held: dict[tuple[int, ...], Source | None]) -> Source | None:
-        """Returns the stored bytes of a chunk; `held` has the values, which may be shards, that this block touched."""
+    def _value(
+        self, position: tuple[int, ...], values: dict[tuple[int, ...], Source | None]
+    ) -> Source | None:
+        """Returns the stored bytes of a chunk; `values` has what this block touched, which may be shards."""
         header = self._header
         outer, inner = header.split(position)
         place = f"{self._prefix}/{header.value_key(outer)}"
-        if outer not in held:
-            held[outer] = self._store.value(place)
-        value = held[outer]
+        if outer not in values:
+            values[outer] = self._store.value(place)
+        value = values[outer]
         if value is not None and header.shards is not None:
             if outer not in self._indexes:
                 if len(self._indexes) >= _MAX_OPEN:

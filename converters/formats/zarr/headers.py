@@ -181,7 +181,10 @@ def _codecs(value: Any, place: str) -> list[tuple[str, Mapping[str, Any]]]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value or len(value) > 8:
         raise _unread(place, "a list of codecs", value)
     codecs = [_named(codec, place) for codec in value]
-    if any(name == "bytes" and own.get("endian", "little") != "little" for name, own in codecs):
+    if any(
+        name == "bytes" and configuration.get("endian", "little") != "little"
+        for name, configuration in codecs
+    ):
         raise _unread(place, "little-endian bytes", value)
     return codecs
 
@@ -198,8 +201,8 @@ def _compression(codecs: list[tuple[str, Mapping[str, Any]]], place: str) -> tup
 
 def _key_encoding(value: Any, place: str) -> tuple[str, str]:
     """Returns what a chunk's key begins with, and what joins its parts."""
-    name, own = _named(value, place)
-    separator = own.get("separator", "/" if name == "default" else ".")
+    name, configuration = _named(value, place)
+    separator = configuration.get("separator", "/" if name == "default" else ".")
     if name not in ("default", "v2") or separator not in ("/", "."):
         raise _unread(place, "chunk keys default or v2, with / or .", value)
     return "c" if name == "default" else "", separator
@@ -208,10 +211,10 @@ def _key_encoding(value: Any, place: str) -> tuple[str, str]:
 def _named(value: Any, place: str) -> tuple[str, Mapping[str, Any]]:
     """Returns name and configuration of an extension point, which may be just a name."""
     name = value.get("name") if isinstance(value, Mapping) else value
-    own = value.get("configuration", {}) if isinstance(value, Mapping) else {}
-    if not isinstance(name, str) or not isinstance(own, Mapping):
+    configuration = value.get("configuration", {}) if isinstance(value, Mapping) else {}
+    if not isinstance(name, str) or not isinstance(configuration, Mapping):
         raise _unread(place, "a name with its configuration", value)
-    return name, own
+    return name, configuration
 
 
 def _fill(value: object, place: str) -> float:
@@ -222,10 +225,10 @@ def _fill(value: object, place: str) -> float:
     raise _unread(place, "a number as fill value", value)
 
 
-def _unread(place: str, expected: str, found: object) -> FormatError:
+def _unread(place: str, expected: str, value: object) -> FormatError:
     return FormatError(
         "An array has a form that statekit doesn't read.",
         place=place,
         expected=expected,
-        found=repr(found)[:300],
+        found=repr(value)[:300],
     )

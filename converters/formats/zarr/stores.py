@@ -173,9 +173,9 @@ class OcdbtStore:
         try:
             if self._has_byte(key, _PROBE):
                 return _Spans(self, key, self._size(key))
-            found = self.database.read(key).result()
-            data = bytes(found.value)
-            if found.state != "missing" and not data:  # so reads a value whose data file is gone
+            result = self.database.read(key).result()
+            data = bytes(result.value)
+            if result.state != "missing" and not data:  # so reads a value whose data file is gone
                 raise ValueError("The value is empty, or the file it lies in is missing.")
         except (ValueError, OSError) as error:
             raise _damaged(place, error) from error
@@ -186,10 +186,10 @@ class OcdbtStore:
             checked_key(key, self.place)
         try:
             reads = [self.database.read(key) for key in keys]  # all under way at once
-            found = [read.result() for read in reads]
+            results = [read.result() for read in reads]
         except (ValueError, OSError) as error:
             raise _damaged(self.place, error) from error
-        data = [None if read.state == "missing" else bytes(read.value) for read in found]
+        data = [None if read.state == "missing" else bytes(read.value) for read in results]
         for key, header in zip(keys, data, strict=True):
             if header is not None:
                 place = f"{key} in {self.place}"
@@ -291,5 +291,5 @@ def open_store(folder: Path, files: Files) -> FolderStore | OcdbtStore:
     """
     if not folder.is_dir():
         raise NotFoundError("There is no such folder.", place=folder)
-    found = OcdbtStore if (folder / "manifest.ocdbt").exists() else FolderStore
-    return found.of(folder, files)
+    store = OcdbtStore if (folder / "manifest.ocdbt").exists() else FolderStore
+    return store.of(folder, files)

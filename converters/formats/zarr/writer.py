@@ -81,15 +81,15 @@ def _read_chunk(tensor: Tensor, header: Header, position: tuple[int, ...]) -> It
 
 def _pieces(stream: Iterator[memoryview], size: int) -> Iterator[Iterator[memoryview]]:
     """Cuts a stream into chunks of `size` bytes, each a run of views of the stream's blocks."""
-    held = memoryview(b"")
+    buffer = memoryview(b"")
 
     def chunk() -> Iterator[memoryview]:
-        nonlocal held
+        nonlocal buffer
         wanted = size
         while wanted:
-            held = held if len(held) else memoryview(next(stream))
-            yield held[:wanted]
-            wanted, held = wanted - len(held[:wanted]), held[wanted:]
+            buffer = buffer if len(buffer) else memoryview(next(stream))
+            yield buffer[:wanted]
+            wanted, buffer = wanted - len(buffer[:wanted]), buffer[wanted:]
 
     while True:
         yield chunk()
