@@ -69,11 +69,11 @@ def command(bundle: Path | None, out: Path) -> int:
         if start is None:
             raise NotFoundError("The recording has no checkpoint.", place=recording.folder)
         source = recording.folder / recording.checkpoint
-        told = _hyperparameters(recording, start + 1)
+        hints = _hyperparameters(recording, start + 1)
         stdout.say("1. What T5X wrote", bold=True)
-        _run(stdout, inspect_command.command, [str(source), *told])
+        _run(stdout, inspect_command.command, [str(source), *hints])
         stdout.title("2. As a PyTorch checkpoint")
-        _run(stdout, convert_command.command, [str(source), str(target), *told, "--replace"])
+        _run(stdout, convert_command.command, [str(source), str(target), *hints, "--replace"])
         stdout.title(f"3. Updates {start + 1} to {recording.last} in PyTorch")
         stdout.say()
         run = list(resume(recording, target))
@@ -97,9 +97,11 @@ def _default_bundle() -> Path:
 def _hyperparameters(recording: Recording, update: int) -> list[str]:
     """Returns --hparams for what T5X was configured with and doesn't store."""
     usual = defaults()
-    told = recording.hints(update).hyperparameters
-    unusual = {name: value for name, value in told.items() if name not in usual or usual[name] != value}
-    if not told.get("logical_factor_rules"):  # without them, nothing uses the axes' names
+    hyperparameters = recording.hints(update).hyperparameters
+    unusual = {
+        name: value for name, value in hyperparameters.items() if name not in usual or usual[name] != value
+    }
+    if not hyperparameters.get("logical_factor_rules"):  # without them, nothing uses the axes' names
         unusual.pop("logical_axes", None)
     return [part for name, value in unusual.items() for part in ("--hparams", f"{name}={json.dumps(value)}")]
 

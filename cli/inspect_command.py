@@ -78,36 +78,42 @@ def command(
     request = Request(container, layout, step, hints, pattern, stats)
     with output.progress(needed=stats) as bar:
         task = bar.add_task("reading", total=None)
-        found = inspect(checkpoint, request, lambda done, all_: bar.update(task, completed=done, total=all_))
+        inspection = inspect(
+            checkpoint, request, lambda done, all_: bar.update(task, completed=done, total=all_)
+        )
     if as_json:
-        output.print_json("inspect", found.to_json())
+        output.print_json("inspect", inspection.to_json())
         return
     stdout = output.screen()
-    show = _Show(stdout, limit=MAX_ROWS if pattern is None else len(found.parameters) * 100 + 1, stats=stats)
-    _summary(stdout, found)
-    stdout.show_list("Run:", _run(found.run))
-    if found.parameters:
-        show.parameters(found.parameters, with_slots)
-    if found.others:
-        show.others(found.others)
-    _closing(stdout, found)
+    show = _Show(
+        stdout, limit=MAX_ROWS if pattern is None else len(inspection.parameters) * 100 + 1, stats=stats
+    )
+    _summary(stdout, inspection)
+    stdout.show_list("Run:", _run(inspection.run))
+    if inspection.parameters:
+        show.parameters(inspection.parameters, with_slots)
+    if inspection.others:
+        show.others(inspection.others)
+    _closing(stdout, inspection)
 
 
-def _summary(stdout: Screen, found: Inspection) -> None:
-    lines = [("checkpoint", _shown(found.path))]
-    for what, choice in (("container", found.container), ("layout", found.layout)):
+def _summary(stdout: Screen, inspection: Inspection) -> None:
+    lines = [("checkpoint", _shown(inspection.path))]
+    for what, choice in (("container", inspection.container), ("layout", inspection.layout)):
         lines.append((what, _titled(choice) if choice else "none fits"))
-        lines += [("holds", found.contents)] if what == "layout" and found.contents else []
-        lines += [("", f"because {_told(choice.because, found.path)}")] if choice else []
+        lines += [("holds", inspection.contents)] if what == "layout" and inspection.contents else []
+        lines += [("", f"because {_told(choice.because, inspection.path)}")] if choice else []
     lines += [
-        (str(key), str(value)) for key, value in found.meta.items() if isinstance(value, (str, int, float))
+        (str(key), str(value))
+        for key, value in inspection.meta.items()
+        if isinstance(value, (str, int, float))
     ]
-    if found.optimizer and found.counts:
-        optimizer, counts = found.optimizer, found.counts
+    if inspection.optimizer and inspection.counts:
+        optimizer, counts = inspection.optimizer, inspection.counts
         lines.append(("optimizer", f"{optimizer.schema}, variant {optimizer.variant or 'unknown'}"))
         schedule = f"a learning-rate schedule goes on at its step {counts.schedule}"
         lines.append(("step", f"{output.plural(counts.updates, 'update')} done; {schedule}"))
-        lines += _other_steps(found)
+        lines += _other_steps(inspection)
         for i, group in enumerate(optimizer.groups):
             lines.append((f"group {i}", output.plural(len(group.paths), "parameter")))
             for source in ("file", "given", "assumed"):
@@ -115,8 +121,8 @@ def _summary(stdout: Screen, found: Inspection) -> None:
                 lines += [(f"  {source}", "  ".join(known))] if known else []
             unknown = unknown_hyperparameters(optimizer, group)
             lines += [("  unknown", "  ".join(unknown))] if unknown else []
-    elif found.step is not None:
-        lines += [("step", str(found.step)), *_other_steps(found)]
+    elif inspection.step is not None:
+        lines += [("step", str(inspection.step)), *_other_steps(inspection)]
     head = Table(("what", "value"), titled=False)
     for key, value in lines:
         head.add_row(Styled(key, bold=True), value)
@@ -132,10 +138,10 @@ def _known(group: Group, source: str) -> list[str]:
     return [name for name in group.hyperparameters if group.known_from.get(name) == source]
 
 
-def _other_steps(found: Inspection) -> list[tuple[str, str]]:
+def _other_steps(inspection: Inspection) -> list[tuple[str, str]]:
     """Returns the row that names the other steps of a run's folder, which --step N opens."""
-    steps = found.meta.get("steps", ())
-    others = [step for step in steps if step != found.step] if isinstance(steps, (list, tuple)) else []
+    steps = inspection.meta.get("steps", ())
+    others = [step for step in steps if step != inspection.step] if isinstance(steps, (list, tuple)) else []
     some = ", ".join(map(str, others[-MAX_STEPS:]))
     more = f"{len(others) - MAX_STEPS} earlier ones, " if len(others) > MAX_STEPS else ""
     return [("other steps", f"{more}{some} (--step N opens one)")] if others else []
@@ -233,13 +239,13 @@ def _run(run: RunState) -> Iterator[str]:
         kind = schedule.kind or "of a kind that its state doesn't tell"
         yield f"schedule {kind}{at}: {given} @ {schedule.place}"
     for part in run.parts:
-        held = part.value
+        content = part.value
         plain = (
-            ", ".join(f"{k}={v!r:.60}" for k, v in held.items())
-            if isinstance(held, Mapping)
-            else f"{held!r:.60}"
+            ", ".join(f"{k}={v!r:.60}" for k, v in content.items())
+            if isinstance(content, Mapping)
+            else f"{content!r:.60}"
         )
-        yield f"{part.what}{f': {plain}' if held is not None and plain else ''} @ {part.place}"
+        yield f"{part.what}{f': {plain}' if content is not None and plain else ''} @ {part.place}"
     yield from (f"tied: {name} is {path}" for name, path in run.ties.items())
 
 
@@ -255,8 +261,8 @@ def _slot_counts(slots: Iterable[TensorSummary]) -> str:
     return ", ".join(f"{count} {name}" for name, count in Counter(slot.name for slot in slots).items())
 
 
-def _closing(stdout: Screen, found: Inspection) -> None:
-    totals: dict[str, Any] = found.totals()
+def _closing(stdout: Screen, inspection: Inspection) -> None:
+    totals: dict[str, Any] = inspection.totals()
     kinds = ("parameter", "slot", "other")
     counted = [
         f"{output.plural(totals[f'{kind}s'], name)} ({output.size(totals[f'{kind}_bytes'])})"
@@ -265,23 +271,23 @@ def _closing(stdout: Screen, found: Inspection) -> None:
     ]
     dtypes = ", ".join(f"{name} {output.size(count)}" for name, count in totals["bytes_by_dtype"].items())
     stdout.say()
-    values = f"{totals['elements']} parameter values; " if found.parameters else ""
+    values = f"{totals['elements']} parameter values; " if inspection.parameters else ""
     stdout.say(f"In all: {', '.join(counted) or 'nothing'}; {values}{dtypes}.")
-    if found.extra:
-        stdout.say(f"Also there: {', '.join(found.extra)}.")
-    stdout.show_list("Assumed, because the checkpoint doesn't say:", _assumptions(found))
-    findings = [f"{finding.what} @ {finding.place}" for finding in found.findings[:MAX_FINDINGS]]
-    more = len(found.findings) - len(findings)
+    if inspection.extra:
+        stdout.say(f"Also there: {', '.join(inspection.extra)}.")
+    stdout.show_list("Assumed, because the checkpoint doesn't say:", _assumptions(inspection))
+    findings = [f"{finding.what} @ {finding.place}" for finding in inspection.findings[:MAX_FINDINGS]]
+    more = len(inspection.findings) - len(findings)
     stdout.show_list(
         "Missing or odd:", [*findings, *([f"and {more} more; --json lists them"] if more else [])]
     )
 
 
-def _assumptions(found: Inspection) -> Iterator[str]:
+def _assumptions(inspection: Inspection) -> Iterator[str]:
     """Yields what was assumed; of hyperparameters whose values stand with their group, only why."""
-    groups = found.optimizer.groups if found.optimizer else ()
+    groups = inspection.optimizer.groups if inspection.optimizer else ()
     shown = {name for group in groups for name in _known(group, "assumed")}
-    for sentence in found.assumptions:
+    for sentence in inspection.assumptions:
         why, _, values = sentence.partition("; assumed: ")
         names = re.findall(r"(\w+)=", values)
         yield f"{why}: see `assumed` above." if names and shown.issuperset(names) else sentence

@@ -24,12 +24,12 @@ LEGEND = (
 
 def show_matrix(as_json: bool) -> None:
     """Prints the table of all conversions."""
-    found = list(cells())
+    matrix = list(cells())
     if as_json:
-        output.print_json("formats.matrix", {"conversions": [cell.to_json() for cell in found]})
+        output.print_json("formats.matrix", {"conversions": [cell.to_json() for cell in matrix]})
         return
     stdout = output.screen()
-    for schema, some in groupby(found, key=lambda cell: cell.schema):
+    for schema, some in groupby(matrix, key=lambda cell: cell.schema):
         stdout.show(_table(schema, list(some)))
         stdout.say()
     for line in LEGEND:

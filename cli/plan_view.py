@@ -95,9 +95,11 @@ def _inexact(plan: Plan) -> Iterator[str]:
 
 def _differences(plan: Plan) -> Iterator[str]:
     """Yields what is less exact than rounding one by one, and the rest in a line."""
-    found = plan.rule_change.differences if plan.rule_change else ()
-    yield from (f"{one.exactness.name.lower()}: {one}" for one in found if one.exactness > Exactness.ROUNDING)
-    rounding = [one.what for one in found if one.exactness == Exactness.ROUNDING]
+    differences = plan.rule_change.differences if plan.rule_change else ()
+    yield from (
+        f"{one.exactness.name.lower()}: {one}" for one in differences if one.exactness > Exactness.ROUNDING
+    )
+    rounding = [one.what for one in differences if one.exactness == Exactness.ROUNDING]
     if rounding:
         yield f"rounding: {', '.join(rounding)}"
 

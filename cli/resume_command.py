@@ -53,8 +53,8 @@ def command(
         state = to_json(opened.state.to_json())
         lines = resume_lines(of_checkpoint(opened), state, framework)
         if as_json:
-            found = {"container": opened.checkpoint.container, "layout": opened.layout}
-            output.print_json("resume", {**found, "next_update": next_update(state), "lines": lines})
+            formats = {"container": opened.checkpoint.container, "layout": opened.layout}
+            output.print_json("resume", {**formats, "next_update": next_update(state), "lines": lines})
             return
     stdout = output.screen()
     for line in lines:

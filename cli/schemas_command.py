@@ -153,8 +153,11 @@ def _differences(schema: OptimizerSchema, variants: Sequence[str]) -> Table:
 
 
 def _defaults(schema: OptimizerSchema, variants: Sequence[str]) -> Table:
-    own = {v: schema.variants[v]["defaults"] for v in variants}
-    offered = {name: {v: own[v][name] for v in variants if name in own[v]} for name in schema.hyperparameters}
+    defaults = {v: schema.variants[v]["defaults"] for v in variants}
+    offered = {
+        name: {v: defaults[v][name] for v in variants if name in defaults[v]}
+        for name in schema.hyperparameters
+    }
     return _compared("name", {name: row for name, row in offered.items() if row}, variants)
 
 
