@@ -162,11 +162,20 @@ def _defaults(schema: OptimizerSchema, variants: Sequence[str]) -> Table:
 
 
 def _variants(schema: OptimizerSchema, variants: Sequence[str]) -> Table:
-    rows = _table("variant", "what", "versions", "known by", "source", drop=("versions", "known by"))
+    rows = _table(
+        "variant",
+        "what",
+        "versions",
+        "known by",
+        "stepped",
+        "source",
+        drop=("versions", "known by", "stepped"),
+    )
     for name in variants:
         variant = schema.variants[name]
         source = "; ".join(" ".join(place.values()) for place in variant["sources"])
-        rows.add_row(name, variant["title"], variant["versions"], variant["evidence"], source)
+        stepped = "yes" if variant["stepped"] else "no"
+        rows.add_row(name, variant["title"], variant["versions"], variant["evidence"], stepped, source)
     return rows
 
 

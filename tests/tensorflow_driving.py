@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from statekit.arrays.backend import backend
 from statekit.errors import StatekitError
-from statekit.optim.run import load, mover, stepped_variants
+from statekit.optim.run import load, mover
+from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 from statekit.tensorflow.from_checkpoint import built
 from statekit.tensors.tensor import DTYPES, Array
@@ -102,7 +103,7 @@ def stepped(folder: Any) -> bool:
             state = first_state(recording)
     except (StatekitError, OSError, KeyError):
         return False
-    return state.optimizer.variant in stepped_variants(state.optimizer.schema)
+    return state.optimizer.variant in load_schema(state.optimizer.schema).stepped
 
 
 def verdict(recording: Recording, last: int | None = None) -> Iterator[Row]:

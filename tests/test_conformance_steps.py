@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,14 @@ from statekit.arrays.backend import backend
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.optim import adamw, run
 from statekit.optim.run import STEPPED
+from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis
 from statekit.testing.step_cases import TABLE, Case, Table, case
 from statekit.testing.steps import COSTLY, LAWS, Law, Trial, require_refusal
 from statekit.verify.intervals import IntervalBackend
 
 EVERY = {**LAWS, **COSTLY}
-VARIANTS = [(schema, v) for schema in STEPPED for v in import_module(f"statekit.optim.{schema}").VARIANTS]
+VARIANTS = [(schema, variant) for schema in STEPPED for variant in load_schema(schema).stepped]
 SAMPLE = {
     "jax": (
         ("adafactor", "t5x"), ("adafactor", "t2t_late"), ("adafactor", "optax"), ("adamw", "optax"),

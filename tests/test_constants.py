@@ -44,10 +44,9 @@ def test_a_type_allows_what_its_schema_does(schema: str) -> None:
 def test_a_step_meets_an_unknown_constant_only_where_its_type_says_so(schema: str) -> None:
     types = get_type_hints(CONSTANTS[schema])
     optional = {name for name, kind in types.items() if type(None) in _values(kind)}
-    steps = STEPPED[schema]
     assert optional == {
         name
-        for variant in steps.VARIANTS
+        for variant in load_schema(schema).stepped
         for name, value in variant_constants(schema, variant).items()
         if value is None
     }

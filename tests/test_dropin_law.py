@@ -34,7 +34,7 @@ import statekit.torch  # noqa: E402
 from formats import save  # noqa: E402
 from statekit.dropin.options import OPTIONS  # noqa: E402
 from statekit.errors import StatekitError  # noqa: E402
-from statekit.optim.run import initial, stepped_variants  # noqa: E402
+from statekit.optim.run import initial  # noqa: E402
 from statekit.state.options import native_options, taken  # noqa: E402
 from statekit.state.schema import load_schema  # noqa: E402
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState  # noqa: E402
@@ -120,7 +120,7 @@ WRONG: Mapping[str, Any] = {
 
 def usual_cases() -> Iterator[tuple[str, str, str]]:
     for schema in CLASSES:
-        variants = stepped_variants(schema)
+        variants = load_schema(schema).stepped
         for i, variant in enumerate(variants):
             seen = {name for other in variants[:i] for name in taken(schema, other)}
             yield from ((schema, variant, name) for name in taken(schema, variant) if name not in seen)
@@ -192,7 +192,7 @@ def test_a_learning_rate_is_a_finite_number_from_zero_on(say: Say, value: Any) -
 @pytest.mark.parametrize("schema", CLASSES)
 def test_a_learning_rate_has_one_name(say: Say, schema: str) -> None:
     own, other = ("lr", "learning_rate") if say is by_torch else ("learning_rate", "lr")
-    variant = stepped_variants(schema)[0]
+    variant = load_schema(schema).stepped[0]
     kind, text = verdict(lambda: say(schema, variant, {other: 0.1}))
     assert kind == "UsageError" and f"isn't an option: the learning rate is {own} @ {other}" in text
 
@@ -376,10 +376,10 @@ def kinds_of(hint: Any) -> set[str]:
 def test_the_typed_options_are_those_of_the_schema(schema: str) -> None:
     rules, hints = load_schema(schema), get_type_hints(OPTIONS[schema])
     expected: dict[str, set[str]] = {}
-    for variant in stepped_variants(schema):
+    for variant in load_schema(schema).stepped:
         for name in taken(schema, variant):
             expected[name] = {*rules.hyperparameters[name]["type"]}
-    for variant in stepped_variants(schema):
+    for variant in load_schema(schema).stepped:
         for argument, meanings in native_options(schema, variant).items():
             for name, spelling in meanings.items():
                 if argument not in rules.hyperparameters:

@@ -161,6 +161,7 @@ BREAKS = [
     ("variants.hf.eps", 1, "Additional properties"),
     ("hyperparameters.beta1.meaning", DROP, "'meaning' is a required property"),
     ("variants.hf.sources", [], "should be non-empty"),
+    ("variants.hf.stepped", DROP, "'stepped' is a required property"),
     ("variants.hf.constants.tie_break", DROP, "hf lacks constant tie_break"),
     ("variants.hf.constants.warm", "no", "hf has unknown constant warm"),
     ("variants.hf.constants.tie_break", "maybe", "hf: tie_break can't be maybe"),

@@ -21,7 +21,7 @@ from statekit.conversion.open_state import open_state
 from statekit.converters.layouts.own.statekit_torch import CLASSES, LAYOUT
 from statekit.errors import StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
-from statekit.optim.run import stepped_variants
+from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, TrainState
 from statekit.torch import load_optimizer, load_params
 from statekit.verify.recording import open_recording
@@ -92,7 +92,7 @@ def test_what_the_file_cant_tell_is_asked_for(name: str, tmp_path: Path) -> None
     folder = save(unsaid, tmp_path / "folder")
     with pytest.raises(UsageError) as caught:
         loaded(folder)
-    for candidate in stepped_variants(schema):
+    for candidate in load_schema(schema).stepped:
         assert candidate in str(caught.value)
     run = loaded(folder, variant=variant)
     assert run.optimizer.param_groups[0]["variant"] == variant

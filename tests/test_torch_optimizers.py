@@ -13,7 +13,7 @@ import torch
 from torch_driving import LEFT_OUT, XP, Run, defaults, differing, resume
 
 from statekit.errors import StateError, UnknownRuleError, UsageError
-from statekit.optim.run import STEPPED, stepped_variants
+from statekit.optim.run import STEPPED
 from statekit.state.schema import load_schema
 from statekit.testing.step_cases import RATE, UNSAID, case
 from statekit.torch import LANS, Adafactor, AdamW, ScaledAdam
@@ -33,7 +33,7 @@ EVERY = [pytest.param(schema, id=schema) for schema in KINDS]
 VARIANTS = [
     pytest.param(schema, variant, id=f"{schema}-{variant}")
     for schema in STEPPED
-    for variant in stepped_variants(schema)
+    for variant in load_schema(schema).stepped
 ]
 SHAPES = {"wide": (5, 8), "tall": (8, 5), "twin": (8, 5), "bias": (8,), "gate": ()}
 
@@ -92,7 +92,7 @@ def test_every_option_is_explained(schema: str) -> None:
     assert arguments == ["self", "params", "lr", "variant", "foreach", "options"]
     offered = {
         name
-        for variant in stepped_variants(schema)
+        for variant in load_schema(schema).stepped
         for name in load_schema(schema).variant(variant)["defaults"]
         if name not in ("learning_rate", "lr", "logical_factor_rules")
     }

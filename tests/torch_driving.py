@@ -16,7 +16,7 @@ from replaying import present
 from statekit.arrays.backend import backend
 from statekit.conversion.registry import layout
 from statekit.errors import StatekitError
-from statekit.optim.run import load, mover, stepped_variants, store
+from statekit.optim.run import load, mover, store
 from statekit.optim.steps import USUAL
 from statekit.state.constants import variant_constants
 from statekit.state.schema import load_schema
@@ -43,7 +43,7 @@ def recordings() -> dict[str, Path]:
                 state = first_state(recording)
         except (StatekitError, OSError, KeyError):
             continue
-        if state.optimizer.variant in stepped_variants(state.optimizer.schema):
+        if state.optimizer.variant in load_schema(state.optimizer.schema).stepped:
             found[recording.name] = meta.parent
     return found
 

@@ -178,7 +178,7 @@ class _Filling:
         params = {path: np.zeros(0, np.float32) for path in group.paths}
         if group.hyperparameters.get("clipping_scale") is None or not params:
             return group
-        fresh = scaled_adam.begin(NumpyBackend(), params, group, scaled_adam.VARIANTS[-1])
+        fresh = scaled_adam.begin(NumpyBackend(), params, group, load_schema(SCHEMA).stepped[-1])
         group_slots = {}
         for name, array in fresh.items():
             value = shared.get(name)
@@ -267,7 +267,7 @@ def _native_shared(state: TrainState, group: Group) -> Iterator[tuple[str, Any]]
 def _unknown_variant(variant: str | None) -> tuple[str, ...]:
     if variant is not None:
         return ()
-    known = ", ".join(scaled_adam.VARIANTS)
+    known = ", ".join(load_schema(SCHEMA).variants)
     return (f"The file doesn't say which generation ran: {known}. Name it with --variant.",)
 
 

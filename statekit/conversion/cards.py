@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -50,6 +50,21 @@ class LayoutCard:
     title: str
     containers: tuple[str, ...]
     variants: Mapping[str, tuple[str, ...]]
+
+    def keeps_rule(self, schema: str, makers: Collection[str]) -> bool:
+        """Tells whether a run goes on here by its own rule, if it has to go by any.
+
+        Args:
+            schema: The optimizer's.
+            makers: Variants that may have made the run; none where nobody knows.
+
+        Example:
+            >>> card = LayoutCard("torch-optim", "", (), {"adamw": ("torch",), "adafactor": ("hf", "torch")})
+            >>> card.keeps_rule("adafactor", ["torch"]), card.keeps_rule("adafactor", ["t5x"])
+            (True, False)
+        """
+        followed = self.variants.get(schema, ())
+        return not followed or not makers or not set(makers).isdisjoint(followed)
 
 
 def of_container(container: Container) -> ContainerCard:

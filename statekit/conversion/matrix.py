@@ -64,12 +64,10 @@ def cells() -> Iterator[Cell]:
         homes = [layout for layout in layouts if schema in layout.variants]
         for variant in load_schema(schema).variants:
             for layout in homes:
-                yield Cell(
-                    schema,
-                    variant,
-                    layout.name,
-                    best_rule_change(bare(schema, variant), (), layout.variants[schema]),
-                )
+                own = layout.keeps_rule(schema, (variant,))
+                state, followed = bare(schema, variant), layout.variants[schema]
+                change = None if own else best_rule_change(state, (variant,), followed)
+                yield Cell(schema, variant, layout.name, change)
 
 
 def bare(schema: str, variant: str) -> TrainState:

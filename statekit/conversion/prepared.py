@@ -224,10 +224,11 @@ def rule_change_to(layout: LayoutCard, state: TrainState, source: str) -> RuleCh
         state: The state.
         source: Name of the layout it is from, which knows the candidates where the state doesn't say its variant.
     """
-    schema = state.optimizer.schema
-    return best_rule_change(
-        state, registry.layout_card(source).variants.get(schema, ()), layout.variants.get(schema, ())
-    )
+    schema, variant = state.optimizer.schema, state.optimizer.variant
+    makers = (variant,) if variant else registry.layout_card(source).variants.get(schema, ())
+    if layout.keeps_rule(schema, makers):
+        return None
+    return best_rule_change(state, makers, layout.variants[schema])
 
 
 def _nearest(opened: OpenState, request: Request) -> list[str]:

@@ -9,7 +9,7 @@ Source: the variants' own in `schemas`; the classes of differences, modern.md's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -118,19 +118,15 @@ class RuleChange:
         }
 
 
-def best_rule_change(state: TrainState, sources: Iterable[str], targets: Iterable[str]) -> RuleChange | None:
-    """Returns how a state goes on in a system that follows other rules; None if it may follow the state's own.
+def best_rule_change(state: TrainState, makers: Collection[str], targets: Collection[str]) -> RuleChange:
+    """Returns how a state goes on most exactly in a system that follows other rules.
 
     Args:
         state: The state.
-        sources: Variants that may have made it, where it doesn't say which.
-        targets: Variants whose rule the target follows, the usual one first.
+        makers: Variants that may have made it; at least one.
+        targets: Variants whose rule the target follows, the usual one first; at least one.
     """
-    makers = (state.optimizer.variant,) if state.optimizer.variant else tuple(sources)
-    follow = tuple(targets)
-    if not follow or not makers or set(makers) & set(follow):
-        return None
-    return min((change_rule(state, a, b) for a in makers for b in follow), key=lambda one: one.exactness)
+    return min((change_rule(state, a, b) for a in makers for b in targets), key=lambda one: one.exactness)
 
 
 def change_rule(state: TrainState, source: str, target: str) -> RuleChange:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from statekit.dropin.by_name import by_name, path_of, refuse_by_name
 from statekit.errors import Faults, StateError, UsageError
-from statekit.optim.run import stepped_variants
 from statekit.state.options import BY_NAME
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, TrainState
@@ -51,7 +50,7 @@ def require_resumable(state: TrainState, place: object, home: str, makers: Mappi
         StateError: No optimizer follows the variant's rule, or the state has no slots.
     """
     schema, variant = state.optimizer.schema, state.optimizer.variant
-    candidates = stepped_variants(schema)
+    candidates = load_schema(schema).stepped
     if variant is None and candidates:
         raise UsageError(
             f"The checkpoint can't tell which {schema} it is of, and they go on in other ways.",
@@ -60,7 +59,7 @@ def require_resumable(state: TrainState, place: object, home: str, makers: Mappi
             remedy=f'load_optimizer(..., variant="{candidates[0]}"), or the one that the run used',
         )
     if variant not in candidates or schema not in makers:
-        known = {name: ", ".join(stepped_variants(name)) for name in makers}
+        known = {name: ", ".join(load_schema(name).stepped) for name in makers}
         raise StateError(
             f"{home} has no optimizer that goes on with this state.",
             place=place,

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
 from statekit.errors import Faults, UsageError
-from statekit.optim.run import stepped_variants
 from statekit.state.options import native_options, taken
 from statekit.state.schema import OptimizerSchema, load_schema
 
@@ -222,7 +221,7 @@ def documented(schema: str, usual: str) -> Callable[[T], T]:
 
 def described(schema: str, usual: str) -> list[str]:
     """Returns the lines of a docstring's `Args` about the options of a schema."""
-    rules, variants = load_schema(schema), stepped_variants(schema)
+    rules, variants = load_schema(schema), load_schema(schema).stepped
     names = dict.fromkeys(name for variant in (usual, *variants) for name in taken(schema, variant))
     return [
         line

@@ -44,7 +44,6 @@ from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Group, Rule, TrainState
 from statekit.tensors.tensor import Shape
 
-VARIANTS = ("t5x", "t2t_early", "t2t_late", "mesh_tf", "hf", "fairseq", "torch", "optax", "keras")
 REPRODUCED = ("float32", "each_operation", "promoted")
 """Values of `compute_dtype` whose rounding of low-precision parameters the step makes."""
 COMPOUNDING = "given_or_relative_compounding"

@@ -14,6 +14,7 @@ from statekit.optim import adafactor, adamw, lamb, lans, scaled_adam
 from statekit.optim.keras_averages import follow_average
 from statekit.optim.steps import Arrays, Execution, Scene, Slots, Steps
 from statekit.state.constants import variant_constants
+from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, Rule, TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 
@@ -314,22 +315,18 @@ def steps_for(schema: str, variant: str | None) -> Steps:
     """Returns the module that steps a variant of a schema.
 
     Raises:
-        StateError: There is none for the schema or the variant.
+        NotFoundError: There is no such schema.
+        StateError: Its schema says that the variant is described only.
     """
-    known = stepped_variants(schema)
+    known = load_schema(schema).stepped
     if variant not in known:
         raise StateError(
             "statekit can't step this optimizer.",
-            expected=f"variant {', '.join(known)}" if known else f"one of {', '.join(STEPPED)}",
+            expected=f"variant {', '.join(known)}",
             found=f"{schema}, variant {variant or 'unknown'}",
             remedy="name the variant" if variant is None else "",
         )
     return STEPPED[schema]
-
-
-def stepped_variants(schema: str) -> tuple[str, ...]:
-    """Returns the variants of a schema that statekit steps."""
-    return STEPPED[schema].VARIANTS if schema in STEPPED else ()
 
 
 STEPPED: Mapping[str, Steps] = {
@@ -339,7 +336,7 @@ STEPPED: Mapping[str, Steps] = {
     "lans": lans,
     "scaled_adam": scaled_adam,
 }
-"""The module of steps of each schema that has one."""
+"""The module of steps of each schema; which variants it moves, the schema says."""
 
 
 def _read(xp: Backend, tensors: Mapping[str, Tensor]) -> dict[str, Value]:

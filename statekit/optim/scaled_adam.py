@@ -41,8 +41,6 @@ from statekit.optim.steps import Arrays, Scene, Slots, stored
 from statekit.state.constants import variant_constants
 from statekit.state.train_state import Group, Rule, TrainState
 
-VARIANTS = ("gptsovits", "pt7", "zip202305", "zip202310", "zip202407", "zip2025")
-
 
 def settle(group: Group, path: str, rule: Rule | None, variant: str) -> Hyperparameters:
     """Returns what a parameter's update needs."""

@@ -57,10 +57,6 @@ class Setting(Generic[C, H]):
 class Steps(Protocol):
     """What a module of `statekit.optim` offers for its schema. All functions are pure."""
 
-    @property
-    def VARIANTS(self) -> tuple[str, ...]:
-        """The variants that it steps."""
-
     def check(self, state: TrainState, group: Group) -> None:
         """Raises UnknownRuleError if a rule or a hyperparameter that the step needs is unknown."""
 

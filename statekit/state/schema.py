@@ -66,6 +66,11 @@ class OptimizerSchema:
             )
         return self.variants[name]
 
+    @property
+    def stepped(self) -> tuple[str, ...]:
+        """The variants by whose rule statekit steps."""
+        return tuple(name for name, variant in self.variants.items() if variant["stepped"])
+
     def settings(self, variant: str) -> dict[str, Any]:
         """Returns every hyperparameter as a variant has it unless told otherwise.
 

@@ -27,7 +27,6 @@ from statekit.conversion.registry import decoded
 from statekit.errors import InexactError, StateError, StatekitError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged
-from statekit.optim.run import stepped_variants
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape
 from statekit.state.schema import load_schema, schema_names
@@ -306,7 +305,7 @@ def made_state(schema: str, variant: str, *, full: bool = False) -> TrainState:
         variant: Name of the variant; of one that statekit doesn't step, the state has another one's slots.
         full: Whether all is switched on that brings slots of its own, in a variant that statekit steps.
     """
-    stepped = stepped_variants(schema)
+    stepped = load_schema(schema).stepped
     stepping = variant if variant in stepped else stepped[0]
     table = {path: TABLE[path] for path in PLAIN}
     changes: dict[str, Any] = {}
@@ -353,7 +352,7 @@ def refuses_what_it_cannot_hold(making: Making) -> None:
     optimizer = making.state.optimizer
     others = [name for name in schema_names() if name not in making.layout.variants]
     for other in others:
-        foreign = made_state(other, stepped_variants(other)[0])
+        foreign = made_state(other, load_schema(other).stepped[0])
         _require_refusal(making.layout, foreign, f"a state of {other}")
     for name, slot in load_schema(optimizer.schema).slots.items():
         if slot.shape == "parameter" and not any(name in own for own in making.state.slots.values()):

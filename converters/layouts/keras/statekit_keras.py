@@ -46,7 +46,6 @@ from statekit.converters.layouts.keras.variables import (
 )
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
-from statekit.optim.run import stepped_variants
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import map_entries
 from statekit.state.options import CLASSES, FACTOR, KERAS, LOGICAL, RATE_NAMES, offered, rule_of
@@ -209,7 +208,7 @@ def _groups(
     value = None if rate is None else float(rate.read())
     if variant is None:
         rates: Mapping[str, Any] = {RATE: value} if value else {}
-        said = ", ".join(stepped_variants(optimizer.schema))
+        said = ", ".join(load_schema(optimizer.schema).stepped)
         note = f"The file doesn't say which variant ran: {said}. Name it with --variant."
         return (Group(paths, rates, dict.fromkeys(rates, "file")),), [note]
     usual = offered(optimizer.schema, variant)
@@ -276,7 +275,7 @@ def own_variables(state: TrainState, home: Mapping[str, Any]) -> dict[str, Tenso
         InexactError: statekit.tensorflow doesn't step by the state's rule.
     """
     optimizer = state.optimizer
-    steppable = stepped_variants(optimizer.schema)
+    steppable = load_schema(optimizer.schema).stepped
     if optimizer.schema not in CLASSES or optimizer.variant not in (*steppable, None):
         raise InexactError(
             "No optimizer of statekit.tensorflow goes on with this state.",
@@ -375,7 +374,7 @@ class StatekitKeras:
     title: str = "a run with an optimizer of statekit.tensorflow, in Keras' files"
     containers: tuple[str, ...] = ("keras-h5", "keras")
     variants: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: {schema: stepped_variants(schema) for schema in CLASSES}
+        default_factory=lambda: {schema: load_schema(schema).stepped for schema in CLASSES}
     )
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:

@@ -45,8 +45,8 @@ from statekit.converters.layouts.keras.statekit_keras import (
 )
 from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
-from statekit.optim.run import stepped_variants
 from statekit.state.options import CLASSES
+from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
 
@@ -59,7 +59,7 @@ class StatekitGraph:
     title: str = "a run with an optimizer of statekit.tensorflow in tf.train.Checkpoint"
     containers: tuple[str, ...] = ("tf-bundle",)
     variants: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: {schema: stepped_variants(schema) for schema in CLASSES}
+        default_factory=lambda: {schema: load_schema(schema).stepped for schema in CLASSES}
     )
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:

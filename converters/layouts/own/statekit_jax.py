@@ -58,7 +58,6 @@ from statekit.converters.layouts.optax.skeleton import (
 )
 from statekit.errors import Faults, InexactError, StateError, some
 from statekit.files.checkpoint import Checkpoint
-from statekit.optim.run import stepped_variants
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor
@@ -79,7 +78,7 @@ class StatekitJax:
     @property
     def variants(self) -> Mapping[str, tuple[str, ...]]:
         """Those that statekit steps."""
-        return {schema: stepped_variants(schema) for schema in OWN_FIELDS}
+        return {schema: load_schema(schema).stepped for schema in OWN_FIELDS}
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for the fields of a state, and for parameters that fit them."""

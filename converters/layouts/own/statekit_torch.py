@@ -38,7 +38,6 @@ from statekit.converters.layouts.pytorch.parts import (
 )
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
-from statekit.optim.run import stepped_variants
 from statekit.state import options
 from statekit.state.options import BY_NAME, RATE_NAMES, SCALE, by_other_names
 from statekit.state.schema import load_schema
@@ -380,7 +379,7 @@ class StatekitTorch:
     @property
     def variants(self) -> Mapping[str, tuple[str, ...]]:
         """Those that statekit steps."""
-        return {schema: stepped_variants(schema) for schema in CLASSES}
+        return {schema: load_schema(schema).stepped for schema in CLASSES}
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at the keys of the parameter groups."""
@@ -416,7 +415,7 @@ class StatekitTorch:
             InexactError: No class of statekit.torch steps by the optimizer's rule.
         """
         optimizer = state.optimizer
-        steppable = stepped_variants(optimizer.schema)
+        steppable = load_schema(optimizer.schema).stepped
         if optimizer.variant not in (*steppable, None):
             raise InexactError(
                 f"{CLASSES[optimizer.schema]} can't go on with this optimizer.",
