@@ -14,7 +14,7 @@ import pytest
 from goldens import GOLDEN
 from statekit.arrays.backend import Backend
 from statekit.optim import adafactor
-from statekit.optim.adafactor import Own
+from statekit.optim.adafactor import ParamConfig
 from statekit.optim.steps import Scene
 from statekit.state.train_state import Axis
 from statekit.verify.recording import Recording, from_json, open_recording, to_json
@@ -92,12 +92,12 @@ def swapped(xp: Backend) -> Iterator[None]:
     """Lets one backend exchange rows and columns of square matrices in Adafactor, where no shape tells."""
     right, other = adafactor.update, {Axis.ROW: Axis.COLUMN, Axis.COLUMN: Axis.ROW}
 
-    def wrong(scene: Scene, param: Any, grad: Any, slots: Any, own: Own, common: Any) -> Any:
+    def wrong(scene: Scene, param: Any, grad: Any, slots: Any, config: ParamConfig, common: Any) -> Any:
         shape = scene.xp.shape(param)
         if scene.xp is xp and len(shape) == 2 and shape[0] == shape[1]:
-            axes = tuple(other.get(axis, axis) for axis in own.rule.axes)
-            own = replace(own, rule=replace(own.rule, axes=axes))
-        return right(scene, param, grad, slots, own, common)
+            axes = tuple(other.get(axis, axis) for axis in config.rule.axes)
+            config = replace(config, rule=replace(config.rule, axes=axes))
+        return right(scene, param, grad, slots, config, common)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adafactor, "update", wrong)

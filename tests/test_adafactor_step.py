@@ -47,13 +47,13 @@ def step(
     lr: float = 0.1,
     **changes: Any,
 ) -> tuple[Array, dict[str, Array]]:
-    own = adafactor.Own(hyper(**changes), rule)
+    config = adafactor.ParamConfig(hyper(**changes), rule)
 
     def run(p: Any, g: Any, s: Any, rate: Any) -> Any:
-        return adafactor.update(Scene(xp, "t5x", rate, updates), p, g, s, own, None)
+        return adafactor.update(Scene(xp, "t5x", rate, updates), p, g, s, config, None)
 
     p = xp.asarray(param)
-    fresh = adafactor.init(xp, p, own, "t5x")
+    fresh = adafactor.init(xp, p, config, "t5x")
     before = fresh if slots is None else {k: xp.asarray(v) for k, v in slots.items()}
     after, new = xp.compile(run)(p, xp.asarray(grad), before, xp.widen(lr))
     return xp.numpy(after), {name: xp.numpy(value) for name, value in new.items()}
@@ -213,9 +213,9 @@ def test_unknown_rules_and_hyperparameters_are_named() -> None:
 def test_some_parameters_are_kept_from_decay(variant: str, excluded: Any, kept: dict[str, Any]) -> None:
     values = {**adafactor.defaults(variant), "weight_decay_rate": 0.1, "exclude_from_weight_decay": excluded}
     group = Group(tuple(kept), values)
-    owns = {path: adafactor.settle(group, path, VECTOR, variant) for path in kept}
-    assert {path: own.hyper.weight_decay_rate for path, own in owns.items()} == kept
-    assert len({hash(own) for own in owns.values()}) == len(set(kept.values()))
+    configs = {path: adafactor.settle(group, path, VECTOR, variant) for path in kept}
+    assert {path: config.hyper.weight_decay_rate for path, config in configs.items()} == kept
+    assert len({hash(config) for config in configs.values()}) == len(set(kept.values()))
 
 
 @pytest.mark.parametrize(

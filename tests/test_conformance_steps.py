@@ -173,8 +173,8 @@ def after(change: Callable[..., Any]) -> Wrapper:
     """Changes what an update returns, but not in the bound's."""
 
     def wrapper(right: Callable[..., Any]) -> Callable[..., Any]:
-        def update(scene: Any, param: Any, grad: Any, slots: Any, own: Any, common: Any) -> Any:
-            param_after, new = right(scene, param, grad, slots, own, common)
+        def update(scene: Any, param: Any, grad: Any, slots: Any, config: Any, common: Any) -> Any:
+            param_after, new = right(scene, param, grad, slots, config, common)
             if isinstance(scene.xp, IntervalBackend):
                 return param_after, new
             return change(param, grad, param_after, new)

@@ -99,14 +99,14 @@ def test_a_step_is_the_texts_step_bit_for_bit(options: dict[str, Any], dtype: to
     rules = {name: Rule(axes, "given") for name, axes in RULES.items()}
     params: dict[str, Any] = {name: param.detach().clone() for name, param in named.items()}
     steps = steps_for("adafactor", "t5x")
-    owns = settled_group(steps, group, rules, "t5x")
-    slots: Any = {name: steps.init(xp, params[name], own, "t5x") for name, own in owns.items()}
+    configs = settled_group(steps, group, rules, "t5x")
+    slots: Any = {name: steps.init(xp, params[name], config, "t5x") for name, config in configs.items()}
     addresses = [param.data_ptr() for param in named.values()]
     for step in range(4):
         give_grads(named, seed=100 + step)
         grads = {name: param.grad for name, param in named.items()}
         scene = Scene(xp, "t5x", 0.05, step)
-        params, slots, _ = move_group(steps, scene, group, owns, params, grads, slots, {})
+        params, slots, _ = move_group(steps, scene, group, configs, params, grads, slots, {})
         optimizer.step()
         expected = dict(params) | {f"{n} {slot}": v for n, own in slots.items() for slot, v in own.items()}
         assert_same(values(optimizer, named), expected)

@@ -116,13 +116,13 @@ def moved(made: Case, change: Callable[[FastMove], FastMove] = lambda move: move
     """
     xp, state, group = backend("torch"), made.state, made.state.optimizer.groups[0]
     steps, live = steps_of(state), load(xp, state)
-    owns = settled_group(steps, group, state.rules, made.variant)
+    configs = settled_group(steps, group, state.rules, made.variant)
     scene = Scene(xp, made.variant, RATE, state.counts.updates)
     grads = {path: xp.asarray(grad) for path, grad in made.grads[0].items()}
     reached, _, common = steps.prepare(scene, group, live.params, grads, live.slots, live.shared[0])
     batches: dict[tuple[FastMove, torch.Size], list[str]] = {}
     for path, param in live.params.items():
-        move = fast_path(made.schema, made.variant, owns[path], param)
+        move = fast_path(made.schema, made.variant, configs[path], param)
         if move is not None:
             batches.setdefault((move, param.shape), []).append(path)
     before = {path: grad.clone() for path, grad in reached.items()}

@@ -38,9 +38,9 @@ class JaxBackend(Backend):
         return self._jnp.asarray(value).astype(self._jnp.float32)
 
     def narrow(self, value: Value, dtype: str) -> Value:
-        held = self._jax.dtypes.canonicalize_dtype(dtype)  # without x64, float64 is held as float32
-        floating = self._jnp.issubdtype(held, self._jnp.floating)
-        return (self.rounded(value, held.name) if floating else value).astype(held)
+        canonical = self._jax.dtypes.canonicalize_dtype(dtype)  # without x64, float64 is held as float32
+        floating = self._jnp.issubdtype(canonical, self._jnp.floating)
+        return (self.rounded(value, canonical.name) if floating else value).astype(canonical)
 
     def rounded(self, value: Value, dtype: str) -> Value:
         if dtype == "float32":

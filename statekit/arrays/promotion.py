@@ -245,8 +245,8 @@ class Promoting(Backend):
         return self.operation(lambda array: self.inner.sequential_sum(array, dtype), value)
 
     def one_minus_power(self, base: float, exponent: Value) -> Value:
-        found = self.inner.one_minus_power(base, exponent)
-        return found if isinstance(found, float) else Typed(self, found, "float32")
+        power = self.inner.one_minus_power(base, exponent)
+        return power if isinstance(power, float) else Typed(self, power, "float32")
 
     def where(self, condition: Value, then: Value, otherwise: Value) -> Value:
         return self.operation(lambda a, b: self.inner.where(condition, a, b), then, otherwise)

@@ -160,10 +160,10 @@ def _loaded(spec: OptimizerSpec, state: TrainState, group: Group, leaves: Leaves
 
 def _placed(tensor: Tensor, sharding: jax.sharding.Sharding | None, dtype: Any = None) -> jax.Array:
     """Returns a tensor on its devices; each part is read by itself."""
-    held = jax.dtypes.canonicalize_dtype(dtype or tensor.dtype)
+    canonical = jax.dtypes.canonicalize_dtype(dtype or tensor.dtype)
 
     def read(index: tuple[slice, ...] | None) -> Any:
-        return np.asarray(tensor.read(index)).astype(held)
+        return np.asarray(tensor.read(index)).astype(canonical)
 
     if sharding is None:
         return jnp.asarray(read(None))
@@ -211,11 +211,11 @@ def load_params(
             if path_of(name) in sources and not widens(sources[path_of(name)].dtype, leaf.dtype)
         ]
         Faults(faults).check(StateError, "The checkpoint's parameters don't fit", place=path, remedy=_REMEDY)
-        found = {
+        placed = {
             name: _placed(sources[path_of(name)], getattr(leaf, "sharding", None), leaf.dtype)
             for name, leaf in leaves.by_name.items()
         }
-        return leaves.tree(found)
+        return leaves.tree(placed)
 
 
 def _shape_faults(

@@ -37,10 +37,10 @@ def takes_options(schema: str, usual: str) -> Callable[[Maker], Maker]:
 
     def named(make: Maker) -> Maker:
         signature = inspect.signature(make)
-        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        arguments = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
         names = OPTIONS[schema].__annotations__
         options = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=...) for name in names]
-        make.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+        make.__signature__ = signature.replace(parameters=[*arguments, *options])  # type: ignore[attr-defined]
         return make
 
     return lambda make: documented(schema, usual)(named(make))

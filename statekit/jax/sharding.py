@@ -23,18 +23,20 @@ def laid_out(
     It can be seen of arrays, and of what is traced over a mesh of explicit axes; where jit traces over automatic
     axes, the compiler decides: give it `out_shardings=state_shardings(...)`.
     """
-    found = {path: named for path, param in params.items() if (named := named_sharding(param)) is not None}
-    if not found:
+    of_params = {
+        path: named for path, param in params.items() if (named := named_sharding(param)) is not None
+    }
+    if not of_params:
         return fresh(params)
     shapes = jax.eval_shape(fresh, params)
     shardings = {
-        path: {slot: slot_sharding(found.get(path), rules.get(path), schema, slot) for slot in own}
-        for path, own in shapes.items()
+        path: {slot: slot_sharding(of_params.get(path), rules.get(path), schema, slot) for slot in arrays}
+        for path, arrays in shapes.items()
     }
     if any(isinstance(param, jax.core.Tracer) for param in params.values()):
         return {
-            path: {slot: _moved(value, shardings[path][slot]) for slot, value in own.items()}
-            for path, own in fresh(params).items()
+            path: {slot: _moved(value, shardings[path][slot]) for slot, value in arrays.items()}
+            for path, arrays in fresh(params).items()
         }
     slots: dict[str, dict[str, Any]] = jax.jit(fresh, out_shardings=shardings)(dict(params))
     return slots

@@ -40,7 +40,7 @@ class GroupPlan:
     """How a group is updated, as far as names, shapes and dtypes of its parameters decide."""
 
     group: Group
-    owns: Mapping[str, Hashable]
+    configs: Mapping[str, Hashable]
     rules: Mapping[str, Rule]
 
 
@@ -193,7 +193,8 @@ def initial(spec: OptimizerSpec, plan: GroupPlan, leaves: Leaves) -> State:
 
     def fresh(params: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         return {
-            name: spec.steps.init(xp, param, plan.owns[name], spec.variant) for name, param in params.items()
+            name: spec.steps.init(xp, param, plan.configs[name], spec.variant)
+            for name, param in params.items()
         }
 
     slots = laid_out(fresh, leaves.by_name, plan.rules, schema)
@@ -223,7 +224,7 @@ def state_of(
     def of(slot: str) -> Any:
         if kinds[slot].shape.startswith("group"):
             return whole.get(slot, optax.MaskedNode())
-        return leaves.tree({name: own[slot] for name, own in slots.items() if slot in own})
+        return leaves.tree({name: arrays[slot] for name, arrays in slots.items() if slot in arrays})
 
     return kind(count, *(of(slot) for slot in kind._fields[1:]))
 
@@ -251,13 +252,14 @@ def _check_ready(spec: OptimizerSpec, plan: GroupPlan, leaves: Leaves) -> None:
     xp = TracedBackend()
     first = jax.eval_shape(
         lambda params: {
-            name: spec.steps.init(xp, params[name], own, spec.variant) for name, own in plan.owns.items()
+            name: spec.steps.init(xp, params[name], config, spec.variant)
+            for name, config in plan.configs.items()
         },
         leaves.by_name,
     )
     slots = {
-        name: {slot: Filled(value.shape, DTYPES[value.dtype.name]) for slot, value in own.items()}
-        for name, own in first.items()
+        name: {slot: Filled(value.shape, DTYPES[value.dtype.name]) for slot, value in arrays.items()}
+        for name, arrays in first.items()
     }
     numbers = {name: v for name, v in plan.group.hyperparameters.items() if not isinstance(v, Traced)}
     known = replace(plan.group, hyperparameters=numbers)  # what an array holds can't be seen
@@ -276,13 +278,15 @@ def _updated(
     reached, whole, common = spec.steps.prepare(scene, group, params, grads, slots, own_slots)
     rule, updates = Differences(spec.steps), {}
     for part, batching in parts(reached, Stacks(state.count)):
-        moved = moves(rule, scene, plan.owns, params, part, slots, common, counts=counts, batching=batching)
-        for name, change, own in moved:
-            updates[name], slots[name] = change, {**slots[name], **own}
-    for name, own in slots.items():
-        if "average" in own:
+        moved = moves(
+            rule, scene, plan.configs, params, part, slots, common, counts=counts, batching=batching
+        )
+        for name, change, arrays in moved:
+            updates[name], slots[name] = change, {**slots[name], **arrays}
+    for name, arrays in slots.items():
+        if "average" in arrays:
             after = optax.apply_updates(params[name], updates[name])
-            after, slots[name] = follow_average(xp, after, own, group, state.count)
+            after, slots[name] = follow_average(xp, after, arrays, group, state.count)
             updates[name] = difference(after, params[name])
     count = optax.safe_increment(state.count)
     return leaves.tree(updates), state_of(spec.schema, leaves, count, slots, whole)
@@ -309,10 +313,10 @@ class Differences:
         return getattr(self.steps, name)
 
     def update(
-        self, scene: Scene, param: jax.Array, grad: jax.Array, slots: Arrays, own: Any, common: Any
+        self, scene: Scene, param: jax.Array, grad: jax.Array, slots: Arrays, config: Any, common: Any
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the difference, and the slots after the update."""
-        new, after = self.steps.update(scene, param, grad, slots, own, common)
+        new, after = self.steps.update(scene, param, grad, slots, config, common)
         return difference(new, param), after
 
 

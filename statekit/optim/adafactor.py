@@ -51,7 +51,7 @@ COMPOUNDING = "given_or_relative_compounding"
 
 
 @dataclass(frozen=True)
-class Own:
+class ParamConfig:
     """All that one parameter's update depends on beside arrays and scene."""
 
     hyper: Hyperparameters
@@ -114,7 +114,7 @@ def slot_shapes(rule: Rule, shape: Shape, momentum: bool) -> dict[str, Shape]:
     return {**second, **({"m": shape} if momentum else {})}
 
 
-def settle(group: Group, path: str, rule: Rule | None, variant: str) -> Own:
+def settle(group: Group, path: str, rule: Rule | None, variant: str) -> ParamConfig:
     """Returns what a parameter's update needs.
 
     Raises:
@@ -123,15 +123,19 @@ def settle(group: Group, path: str, rule: Rule | None, variant: str) -> Own:
     if rule is None:
         raise UnknownRuleError("The step needs to know how a parameter is factored.", place=path)
     compounds = variant_constants("adafactor", variant)["lr_source"] == COMPOUNDING
-    return Own(hyperparameters(group, path, variant), rule, group.paths.index(path) if compounds else None)
+    return ParamConfig(
+        hyperparameters(group, path, variant), rule, group.paths.index(path) if compounds else None
+    )
 
 
-def init(xp: Backend, param: Value, own: Own, variant: str) -> dict[str, Value]:
+def init(xp: Backend, param: Value, config: ParamConfig, variant: str) -> dict[str, Value]:
     """Returns the slots of a parameter before its first update: zeros, in the dtypes that the variant gives them."""
-    s = Setting(xp, variant_constants("adafactor", variant), own.hyper, own.rule, xp.dtype(param), "compiled")
+    s = Setting(
+        xp, variant_constants("adafactor", variant), config.hyper, config.rule, xp.dtype(param), "compiled"
+    )
     dtypes = {"m": s.momentum_dtype, "average": s.dtype}
-    shapes = slot_shapes(own.rule, xp.shape(param), s.momentum)
-    if own.hyper.use_ema:
+    shapes = slot_shapes(config.rule, xp.shape(param), s.momentum)
+    if config.hyper.use_ema:
         shapes["average"] = xp.shape(param)
     return {
         name: xp.zeros(param, shape, dtypes.get(name, s.second_moment_dtype))
@@ -186,7 +190,12 @@ def _plain(xp: Backend, scale: Value) -> Value:
 
 
 def update(
-    scene: Scene, param: Value, grad: Value, slots: Arrays, own: Own, common: tuple[Value, ...] | None
+    scene: Scene,
+    param: Value,
+    grad: Value,
+    slots: Arrays,
+    config: ParamConfig,
+    common: tuple[Value, ...] | None,
 ) -> tuple[Value, dict[str, Value]]:
     """Returns the parameter and its slots after one update, as `statekit.optim.steps.Steps.update`.
 
@@ -197,15 +206,15 @@ def update(
     constants = variant_constants("adafactor", scene.variant)
     squares, grad = getattr(grad, "squares", None), sum_of(grad)
     scene = promoting(scene, constants["compute_dtype"], [param, grad, *slots.values()])
-    s = _setting(scene, own.hyper, own.rule, param)
+    s = _setting(scene, config.hyper, config.rule, param)
     xp, step, hyper = s.xp, scene.step, s.hyper
     storage = STORAGE[s.form["parameter_storage"]]
     old, g = storage.decode(s, param), xp.widen(grad)
     if hyper.maximize:
         g = -g
     decay, mix = forms.DECAY[hyper.decay_type](s, step)
-    found = scene.rate if common is None or own.place is None else common[own.place]
-    given = None if found is None else xp.literal(found)
+    raw_rate = scene.rate if common is None or config.place is None else common[config.place]
+    given = None if raw_rate is None else xp.literal(raw_rate)
     rate = forms.LEARNING_RATE[s.form["lr_source"]](s, given, step)
     place = s.form["weight_decay_place"]
     early = forms.weight_decay(s, given, rate) if place in ("first", "after_scale") else None
@@ -333,8 +342,10 @@ def _second_moment(
 def _momentum(s: Setting, u: Value, m: Value) -> Value:
     beta1 = s.hyper.beta1
     assert beta1 is not None
-    held = "float32" if s.form["momentum_constant"] == "exact" else s.momentum_dtype
-    kept = forms.MOMENTUM_PRODUCT[s.form["momentum_product"]](s, s.xp.widen(m) * s.xp.constant(beta1, held))
+    rounded_to = "float32" if s.form["momentum_constant"] == "exact" else s.momentum_dtype
+    kept = forms.MOMENTUM_PRODUCT[s.form["momentum_product"]](
+        s, s.xp.widen(m) * s.xp.constant(beta1, rounded_to)
+    )
     return kept + u * s.xp.constant(1.0 - beta1)
 
 

@@ -160,10 +160,10 @@ DECAY: Mapping[str, Callable[[Setting, Value], tuple[Value, Value]]] = {
 def _rsqrt_rate(s: Setting, rate: Value | None, step: Value) -> Value:
     if rate is not None:
         return rate
-    own = s.xp.minimum(s.xp.power(s.xp.widen(step) + 1.0, -0.5), s.xp.constant(0.01))
+    relative = s.xp.minimum(s.xp.power(s.xp.widen(step) + 1.0, -0.5), s.xp.constant(0.01))
     unscaled = s.form["lr_default_unscaled_factor"]
     factor = 1.0 if s.hyper.own_rate_scaled or unscaled == "none" else unscaled
-    return own * s.xp.constant(factor)
+    return relative * s.xp.constant(factor)
 
 
 def _relative_rate(s: Setting, rate: Value | None, step: Value) -> Value:

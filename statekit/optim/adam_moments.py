@@ -22,9 +22,9 @@ class Decay:
     new: Value
 
 
-def decay(xp: Backend, beta: float, held: str = "float32") -> Decay:
-    """Returns beta and 1 - beta, the difference taken in float64; `held` is what beta is rounded to."""
-    return Decay(xp.constant(beta, held), xp.constant(1.0 - beta))
+def decay(xp: Backend, beta: float, rounded_to: str = "float32") -> Decay:
+    """Returns beta and 1 - beta, the difference taken in float64; `rounded_to` is what beta is rounded to."""
+    return Decay(xp.constant(beta, rounded_to), xp.constant(1.0 - beta))
 
 
 def decay_float32(xp: Backend, beta: float) -> Decay:

@@ -143,13 +143,13 @@ def settle(group: Group, path: str, rule: Rule | None, variant: str) -> Hyperpar
     return adam_family.settle("adamw", Hyperparameters, group, path, variant)
 
 
-def init(xp: Backend, param: Value, own: Hyperparameters, variant: str) -> dict[str, Value]:
+def init(xp: Backend, param: Value, config: Hyperparameters, variant: str) -> dict[str, Value]:
     """Returns the slots of a parameter before its first update: zeros."""
     dtype, constants = xp.dtype(param), variant_constants("adamw", variant)
     second = dtype if constants["moment_dtype"] == "parameter" else "float32"
-    first = momentum_dtype(constants, own, dtype)
+    first = momentum_dtype(constants, config, dtype)
     dtypes = {"m": first, "v": second, "v_max": second, "average": dtype}
-    return slots_like(xp, param, {name: dtypes[name] for name in slot_names(own)})
+    return slots_like(xp, param, {name: dtypes[name] for name in slot_names(config)})
 
 
 begin = no_group_slots
@@ -163,7 +163,7 @@ def prepare(
 
 
 def update(
-    scene: Scene, param: Value, grad: Value, slots: Arrays, own: Hyperparameters, common: None
+    scene: Scene, param: Value, grad: Value, slots: Arrays, config: Hyperparameters, common: None
 ) -> tuple[Value, dict[str, Value]]:
     """Returns a parameter and its slots after one update, as `statekit.optim.steps.Steps.update`.
 
@@ -174,7 +174,7 @@ def update(
     if MASTER in slots:
         grad = scene.xp.widen(grad)
     scene = promoting(scene, constants["compute_dtype"], [moved, grad, *slots.values()])
-    s: Setting = AdamSetting.of(scene, constants, own, scene.xp.dtype(moved))
+    s: Setting = AdamSetting.of(scene, constants, config, scene.xp.dtype(moved))
     xp, hyper = s.xp, s.hyper
     p, g = xp.widen(moved), xp.widen(grad)
     if hyper.maximize:

@@ -36,9 +36,9 @@ def settle(group: Group, path: str, rule: Rule | None, variant: str) -> Hyperpar
     return adam_family.settle("lamb", Hyperparameters, group, path, variant)
 
 
-def init(xp: Backend, param: Value, own: Hyperparameters, variant: str) -> dict[str, Value]:
+def init(xp: Backend, param: Value, config: Hyperparameters, variant: str) -> dict[str, Value]:
     """Returns the slots of a parameter before its first update: zeros."""
-    return slots_like(xp, param, dict.fromkeys(slot_names(own), xp.dtype(param)))
+    return slots_like(xp, param, dict.fromkeys(slot_names(config), xp.dtype(param)))
 
 
 begin = no_group_slots
@@ -52,13 +52,13 @@ def prepare(
 
 
 def update(
-    scene: Scene, param: Value, grad: Value, slots: Arrays, own: Hyperparameters, common: None
+    scene: Scene, param: Value, grad: Value, slots: Arrays, config: Hyperparameters, common: None
 ) -> tuple[Value, dict[str, Value]]:
     """Returns a parameter and its slots after one update, as `statekit.optim.steps.Steps.update`."""
     constants = variant_constants("lamb", scene.variant)
     squares, grad = getattr(grad, "squares", None), sum_of(grad)
     scene = promoting(scene, constants["compute_dtype"], [param, grad, *slots.values()])
-    s: Setting = AdamSetting.of(scene, constants, own)
+    s: Setting = AdamSetting.of(scene, constants, config)
     xp, hyper = s.xp, s.hyper
     p, grad, blend = xp.widen(param), xp.widen(grad), s.form["moment_update"]
     w = None if hyper.weight_decay_rate is None else xp.constant(hyper.weight_decay_rate)

@@ -71,7 +71,7 @@ class Multipliers:
 
 
 @dataclass(frozen=True)
-class Own:
+class ParamConfig:
     """All that one parameter's update depends on beside arrays and scene."""
 
     hyper: Hyperparameters
@@ -183,19 +183,19 @@ def coefficient(s: Setting, weight: Value, norm: Value, share: Value) -> Value:
     return s.rate * (ratio * share) if s.form["rate_product"] == "ratio_first" else s.rate * ratio * share
 
 
-def settle(group: Group, path: str, rule: Rule | None, variant: str) -> Own:
+def settle(group: Group, path: str, rule: Rule | None, variant: str) -> ParamConfig:
     """Returns what a parameter's update needs."""
     hyper, by_path = (
         settled(Hyperparameters, "lans", variant, group),
         settled(Multipliers, "lans", variant, group),
     )
-    return Own(hyper, by_path.lr_mult.get(path, 1.0), hyper.wd * by_path.wd_mult.get(path, 1.0))
+    return ParamConfig(hyper, by_path.lr_mult.get(path, 1.0), hyper.wd * by_path.wd_mult.get(path, 1.0))
 
 
-def init(xp: Backend, param: Value, own: Own, variant: str) -> dict[str, Value]:
+def init(xp: Backend, param: Value, config: ParamConfig, variant: str) -> dict[str, Value]:
     """Returns the slots of a parameter before its first update: zeros, and a master of float16."""
     slots = slots_like(xp, param, {"m": "float32", "v": "float32"})
-    if own.hyper.multi_precision and xp.dtype(param) == "float16":
+    if config.hyper.multi_precision and xp.dtype(param) == "float16":
         slots["master"] = xp.narrow(xp.widen(param), "float32")
     return slots
 
@@ -211,15 +211,15 @@ def prepare(
 
 
 def update(
-    scene: Scene, param: Value, grad: Value, slots: Arrays, own: Own, common: None
+    scene: Scene, param: Value, grad: Value, slots: Arrays, config: ParamConfig, common: None
 ) -> tuple[Value, dict[str, Value]]:
     """Returns a parameter and its slots after one update, as `statekit.optim.steps.Steps.update`.
 
     A float16 parameter has a slot `master`, which is what moves.
     """
-    xp, hyper, constants = scene.xp, own.hyper, variant_constants("lans", scene.variant)
-    rate = RATE[constants["lr_precision"]](xp, scene.rate) * own.lr_mult
-    s = Setting(xp, constants, hyper, rate, own.wd, scene.step + hyper.begin_num_update)
+    xp, hyper, constants = scene.xp, config.hyper, variant_constants("lans", scene.variant)
+    rate = RATE[constants["lr_precision"]](xp, scene.rate) * config.lr_mult
+    s = Setting(xp, constants, hyper, rate, config.wd, scene.step + hyper.begin_num_update)
     p = xp.widen(slots.get("master", param))
     g = _gradient(s, p, xp.widen(grad))
     m = FIRST["weighted_sum"](xp, xp.widen(slots["m"]), g, s.first)

@@ -75,8 +75,8 @@ def initial(state: TrainState) -> TrainState:
     shared = []
     for group in state.optimizer.groups:
         params = _read(xp, {path: state.params[path] for path in group.paths})
-        for path, own in settled_group(steps, group, state.rules, variant).items():
-            slots[path] = steps.init(xp, params[path], own, variant)
+        for path, config in settled_group(steps, group, state.rules, variant).items():
+            slots[path] = steps.init(xp, params[path], config, variant)
         shared.append(steps.begin(xp, params, group, variant))
     return store(xp, Live(_read(xp, state.params), slots, tuple(shared), state.counts.updates), state)
 
@@ -96,7 +96,7 @@ def mover(xp: Backend, state: TrainState, execution: Execution | None = None) ->
     steps, groups, variant = steps_of(state), state.optimizer.groups, str(state.optimizer.variant)
     for group in groups:
         steps.check(state, group)
-    owns = [settled_group(steps, group, state.rules, variant) for group in groups]
+    configs_by_group = [settled_group(steps, group, state.rules, variant) for group in groups]
     apart = counts_apart(state.optimizer.schema, variant)
 
     def step(
@@ -104,12 +104,14 @@ def mover(xp: Backend, state: TrainState, execution: Execution | None = None) ->
     ) -> dict[str, Any]:
         params, slots, shared = dict(live["params"]), dict(live["slots"]), []
         by_group = rates if isinstance(rates, tuple) else (rates,) * len(groups)
-        for group, own, whole, rate in zip(groups, owns, live["shared"], by_group, strict=True):
+        for group, configs, whole, rate in zip(
+            groups, configs_by_group, live["shared"], by_group, strict=True
+        ):
             new_params, new_slots, new_whole = move_group(
                 steps,
                 Scene(xp, variant, rate, count, execution),
                 group,
-                own,
+                configs,
                 {path: params[path] for path in group.paths},
                 {path: grads[path] for path in group.paths if path in grads},
                 {path: slots[path] for path in group.paths},
@@ -154,7 +156,7 @@ def _by_literal_rates(xp: Backend, step: Callable[..., Any]) -> Callable[..., An
 
 def _dtypes(state: TrainState) -> set[str]:
     """Returns the names of the dtypes of parameters and slots."""
-    slots = [slot for own in state.slots.values() for slot in own.values()]
+    slots = [slot for tensors in state.slots.values() for slot in tensors.values()]
     return {tensor.dtype.name for tensor in (*state.params.values(), *slots)}
 
 
@@ -167,7 +169,7 @@ def move_group(
     steps: Steps,
     scene: Scene,
     group: Group,
-    owns: Mapping[str, Hashable],
+    configs: Mapping[str, Hashable],
     params: Arrays,
     grads: Arrays,
     slots: Slots,
@@ -182,7 +184,7 @@ def move_group(
         steps: The optimizer's step.
         scene: The update.
         group: Paths and hyperparameters.
-        owns: What `settled_group` returned.
+        configs: What `settled_group` returned.
         params: The group's parameters.
         grads: Gradients by path, of the parameters' shapes.
         slots: Slots by path and name.
@@ -192,15 +194,15 @@ def move_group(
             run in another order. Each by itself if None.
     """
     reached, shared, common = steps.prepare(scene, group, params, grads, slots, shared)
-    new_params, new_slots = dict(params), {path: dict(own) for path, own in slots.items()}
+    new_params, new_slots = dict(params), {path: dict(arrays) for path, arrays in slots.items()}
     for path, param, moved in moves(
-        steps, scene, owns, params, reached, slots, common, counts=counts, batching=batching
+        steps, scene, configs, params, reached, slots, common, counts=counts, batching=batching
     ):
         new_params[path], new_slots[path] = param, {**new_slots[path], **moved}
-    for path, held in new_slots.items():
-        if "average" in held:
+    for path, arrays in new_slots.items():
+        if "average" in arrays:
             new_params[path], new_slots[path] = follow_average(
-                scene.xp, new_params[path], held, group, scene.step
+                scene.xp, new_params[path], arrays, group, scene.step
             )
     return new_params, new_slots, shared
 
@@ -208,7 +210,7 @@ def move_group(
 def moves(
     steps: Steps,
     scene: Scene,
-    owns: Mapping[str, Hashable],
+    configs: Mapping[str, Hashable],
     params: Arrays,
     grads: Arrays,
     slots: Slots,
@@ -221,14 +223,14 @@ def moves(
 
     Arguments are those of `move_group`, gradients and `common` as `prepare` returned them.
     """
-    for count, paths in _batches(scene.xp, owns, params, grads, slots, counts or {}, batching is not None):
+    for count, paths in _batches(scene.xp, configs, params, grads, slots, counts or {}, batching is not None):
         own_scene = scene if count is None else replace(scene, step=count)
-        yield from _moved(steps, own_scene, owns, paths, params, grads, slots, common, batching)
+        yield from _moved(steps, own_scene, configs, paths, params, grads, slots, common, batching)
 
 
 def _batches(
     xp: Backend,
-    owns: Mapping[str, Hashable],
+    configs: Mapping[str, Hashable],
     params: Arrays,
     grads: Arrays,
     slots: Slots,
@@ -236,20 +238,20 @@ def _batches(
     batched: bool,
 ) -> list[tuple[Value | None, list[str]]]:
     """Returns which parameters are updated together, with their own count."""
-    found: dict[Hashable, tuple[Value | None, list[str]]] = {}
+    batches: dict[Hashable, tuple[Value | None, list[str]]] = {}
     for path, grad in grads.items():
         count = counts.get(path)
         arrays = [params[path], grad, *slots[path].values()]
-        kind = (owns[path], tuple(slots[path]), tuple((xp.shape(a), xp.dtype(a)) for a in arrays))
+        kind = (configs[path], tuple(slots[path]), tuple((xp.shape(a), xp.dtype(a)) for a in arrays))
         key = (kind, count if isinstance(count, int) else id(count)) if batched else path
-        found.setdefault(key, (count, []))[1].append(path)
-    return list(found.values())
+        batches.setdefault(key, (count, []))[1].append(path)
+    return list(batches.values())
 
 
 def _moved(
     steps: Steps,
     scene: Scene,
-    owns: Mapping[str, Hashable],
+    configs: Mapping[str, Hashable],
     paths: Sequence[str],
     params: Arrays,
     grads: Arrays,
@@ -258,10 +260,10 @@ def _moved(
     batching: Batching | None,
 ) -> Iterator[tuple[str, Value, dict[str, Value]]]:
     """Yields the parameters of one batch, each with its slots, after their update."""
-    own = owns[paths[0]]
+    config = configs[paths[0]]
 
-    def update(param: Value, grad: Value, held: Arrays) -> tuple[Value, dict[str, Value]]:
-        return steps.update(scene, param, grad, held, own, common)
+    def update(param: Value, grad: Value, arrays: Arrays) -> tuple[Value, dict[str, Value]]:
+        return steps.update(scene, param, grad, arrays, config, common)
 
     if batching is None or len(paths) == 1:
         for path in paths:

@@ -47,20 +47,20 @@ def settle(group: Group, path: str, rule: Rule | None, variant: str) -> Hyperpar
     return hyperparameters(group, variant)
 
 
-def init(xp: Backend, param: Value, own: Hyperparameters, variant: str) -> dict[str, Value]:
+def init(xp: Backend, param: Value, config: Hyperparameters, variant: str) -> dict[str, Value]:
     """Returns the slots of a parameter before its first update: zeros.
 
     `param_rms` gets its first value in the first update: the originals have no slots before.
     """
-    held = variant_constants("scaled_adam", variant)["state_dtype"]
-    dtype = xp.dtype(param) if held == "parameter" else str(held)
+    stored_in = variant_constants("scaled_adam", variant)["state_dtype"]
+    dtype = xp.dtype(param) if stored_in == "parameter" else str(stored_in)
     shape = xp.shape(param)
     alone = (1,) * len(shape)
     shapes = {"delta": shape, "exp_avg_sq": shape}
     if math.prod(shape) != 1:
-        history = (own.size_update_period, *alone)
+        history = (config.size_update_period, *alone)
         shapes |= {"param_rms": alone, "scale_exp_avg_sq": alone, "scale_grads": history}
-    return {name: xp.zeros(param, own, dtype) for name, own in shapes.items()}
+    return {name: xp.zeros(param, axes, dtype) for name, axes in shapes.items()}
 
 
 def begin(xp: Backend, params: Arrays, group: Group, variant: str) -> dict[str, Value]:
@@ -80,8 +80,8 @@ def prepare(
     }
     if s.hyper.clipping_scale is None or not params:
         return full, shared, None
-    own = shared or scaled_adam_clip.init(xp, next(iter(params.values())), s.hyper)
-    return full, *scaled_adam_clip.clip(s, params, full, slots, own)
+    buffers = shared or scaled_adam_clip.init(xp, next(iter(params.values())), s.hyper)
+    return full, *scaled_adam_clip.clip(s, params, full, slots, buffers)
 
 
 def setting(scene: Scene, hyper: Hyperparameters) -> Setting:
@@ -91,13 +91,13 @@ def setting(scene: Scene, hyper: Hyperparameters) -> Setting:
 
 
 def update(
-    scene: Scene, param: Value, grad: Value, slots: Arrays, own: Hyperparameters, common: Value | None
+    scene: Scene, param: Value, grad: Value, slots: Arrays, config: Hyperparameters, common: Value | None
 ) -> tuple[Value, dict[str, Value]]:
     """Returns a parameter and its slots after one update, as `statekit.optim.steps.Steps.update`.
 
     `common` is what clipping multiplies gradients with, None without clipping.
     """
-    s = setting(scene, own)
+    s = setting(scene, config)
     xp, shape = s.xp, s.xp.shape(param)
     one = math.prod(shape) == 1
     p, g = xp.widen(param), xp.widen(grad)
@@ -192,14 +192,14 @@ def check(state: TrainState, group: Group) -> None:
         StateError: A buffer doesn't have the length of its period.
     """
     hyper = hyperparameters(group, str(state.optimizer.variant))
-    found = {
+    buffers = {
         f"{path} scale_grads": (state.slots[path]["scale_grads"], hyper.size_update_period)
         for path in group.paths
         if "scale_grads" in state.slots.get(path, {})
     }
     if "model_norms" in group.slots:
-        found["model_norms"] = group.slots["model_norms"], hyper.clipping_update_period
-    for place, (tensor, period) in found.items():
+        buffers["model_norms"] = group.slots["model_norms"], hyper.clipping_update_period
+    for place, (tensor, period) in buffers.items():
         if tensor.shape[0] != period:
             raise StateError(
                 "A buffer doesn't have the length of the period that fills it.",

@@ -31,10 +31,10 @@ def batches(members: Mapping[str, tuple[Hashable, ...]]) -> tuple[tuple[str, ...
 
     Source: k2-fsa/icefall, zipformer/optim.py, `BatchedOptimizer.batched_params`: keys in the order of Python's tuples.
     """
-    found: dict[tuple[Hashable, ...], list[str]] = {}
+    paths_of: dict[tuple[Hashable, ...], list[str]] = {}
     for path, key in members.items():
-        found.setdefault(key, []).append(path)
-    return tuple(tuple(found[key]) for key in sorted(found))
+        paths_of.setdefault(key, []).append(path)
+    return tuple(tuple(paths_of[key]) for key in sorted(paths_of))
 
 
 def init(xp: Backend, like: Value, hyper: Hyperparameters) -> dict[str, Value]:

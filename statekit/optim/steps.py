@@ -67,7 +67,7 @@ class Steps(Protocol):
             UnknownRuleError: A hyperparameter that the variant offers is unknown; lists all that are.
         """
 
-    def init(self, xp: Backend, param: Value, own: Any, variant: str) -> dict[str, Value]:
+    def init(self, xp: Backend, param: Value, config: Any, variant: str) -> dict[str, Value]:
         """Returns the slots of a parameter before its first update."""
 
     def begin(self, xp: Backend, params: Arrays, group: Group, variant: str) -> dict[str, Value]:
@@ -83,7 +83,7 @@ class Steps(Protocol):
         """
 
     def update(
-        self, scene: Scene, param: Value, grad: Value, slots: Arrays, own: Any, common: Value
+        self, scene: Scene, param: Value, grad: Value, slots: Arrays, config: Any, common: Value
     ) -> tuple[Value, dict[str, Value]]:
         """Returns a parameter and its slots after one update.
 
@@ -93,7 +93,7 @@ class Steps(Protocol):
             grad: Its gradient as `prepare` returned it, same shape; or `Repeated` where the variant's `repeated_rows`
                 squares parts by themselves.
             slots: Its slots before the update; their dtypes are kept.
-            own: What `settle` returned for it.
+            config: What `settle` returned for it.
             common: What `prepare` returned for all.
         """
 

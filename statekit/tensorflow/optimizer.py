@@ -131,15 +131,15 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
 
     def _held(self, index: int, spec: GroupSpec, named: Mapping[str, Any]) -> GroupVariables:
         xp, steps = backend("tensorflow"), steps_for(self.spec.schema, self.spec.variant)
-        owns, variant = update_keys(self.spec, spec), self.spec.variant
+        configs, variant = update_keys(self.spec, spec), self.spec.variant
         params = {path: _native(named[path]) for path in spec.group.paths}
         slots = {}
         for path, variable in params.items():
-            first = steps.init(xp, tf.convert_to_tensor(variable), owns[path], variant)
+            first = steps.init(xp, tf.convert_to_tensor(variable), configs[path], variant)
             slots[path] = self._created(path, first)
         first = steps.begin(xp, params, spec.group, variant)
         shared = self._created(f"groups/{index}", first)
-        return GroupVariables(spec, owns, params, slots, shared)
+        return GroupVariables(spec, configs, params, slots, shared)
 
     def _created(self, path: str, first: Mapping[str, Any]) -> dict[str, Any]:
         """Creates slots below a path; returns TensorFlow's variables, which Keras' hold."""

@@ -29,7 +29,7 @@ class GroupVariables:
     """A group's variables: parameters and slots by path, slots of the group as a whole; and what holds for it."""
 
     spec: GroupSpec
-    owns: Mapping[str, Hashable]
+    configs: Mapping[str, Hashable]
     params: Variables
     slots: Mapping[str, Variables]
     shared: Variables
@@ -174,7 +174,7 @@ def _batches(
     for path, grad in grads.items():
         arrays = [group.params[path], *tf.nest.flatten(grad), *group.slots[path].values()]
         kind = tuple((tuple(value.shape), value.dtype) for value in arrays)
-        found.setdefault((missed.get(path, 0), group.owns[path], kind), []).append(path)
+        found.setdefault((missed.get(path, 0), group.configs[path], kind), []).append(path)
     for (missing, own, _), paths in found.items():
         yield missing, own, paths
 

@@ -212,12 +212,12 @@ def equals_itself_batched(trial: Trial) -> None:
     if not hasattr(xp, "batched"):
         return
     steps, group = steps_of(case.state), case.state.optimizer.groups[0]
-    owns = settled_group(steps, group, case.state.rules, case.variant)
+    configs = settled_group(steps, group, case.state.rules, case.variant)
 
     def batched(live: dict[str, Any], grads: dict[str, Any], count: Any) -> Any:
         scene = Scene(xp, case.variant, RATE, count, trial.execution)
         batching = cast(Batching, xp)
-        return move_group(steps, scene, group, owns, **live, grads=grads, batching=batching)
+        return move_group(steps, scene, group, configs, **live, grads=grads, batching=batching)
 
     before = case.before(1)
     live = load(xp, before)

@@ -71,7 +71,7 @@ def _by_text(
     grads = {path: read.grads[path] for path in paths}
     batching = _XP if len(paths) > 1 else None
     for path, param, moved in moves(
-        steps, scene, plan.owns, read.params, grads, read.slots, common, counts=behind, batching=batching
+        steps, scene, plan.configs, read.params, grads, read.slots, common, counts=behind, batching=batching
     ):
         write(here.params[path], param)
         for name, value in moved.items():

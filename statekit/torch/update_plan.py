@@ -47,7 +47,7 @@ class GroupPlan:
         kinds: Their dtypes and devices.
         options: All that the group says about it.
         group: Paths and canonical hyperparameters.
-        owns: What each parameter's update depends on, by path; one that can't be stepped is missing.
+        configs: What each parameter's update depends on, by path; one that can't be stepped is missing.
         faults: Why those can't, by path.
         batches: Which are moved together.
         rate_needed: Whether the learning rate has to be given.
@@ -58,7 +58,7 @@ class GroupPlan:
     kinds: tuple[Kind, ...]
     options: Mapping[str, Any]
     group: Group
-    owns: Mapping[str, Hashable]
+    configs: Mapping[str, Hashable]
     faults: Mapping[str, str]
     batches: tuple[Batch, ...]
     rate_needed: bool
@@ -101,7 +101,7 @@ def plan_group(group: ParamGroup, slots: Mapping[torch.Tensor, Slots]) -> GroupP
     steps, variant = steps_for(group["schema"], group["variant"]), group["variant"]
     known, rules = canonical(group), rules_of(group)
     params = dict(zip(known.paths, group["params"], strict=True))
-    owns, faults = {}, {}
+    configs, faults = {}, {}
     checked: dict[Hashable, str] = {}
     for path, param in params.items():
         kind = _kind(path, param, rules.get(path), slots[param], known)
@@ -110,15 +110,15 @@ def plan_group(group: ParamGroup, slots: Mapping[torch.Tensor, Slots]) -> GroupP
         if checked[kind]:
             faults[path] = checked[kind]
         else:
-            owns[path] = steps.settle(known, path, rules.get(path), variant)
+            configs[path] = steps.settle(known, path, rules.get(path), variant)
     return GroupPlan(
         tuple(params.values()),
         tuple((param.dtype, param.device) for param in params.values()),
         copy.deepcopy(_deciding(group)),
         known,
-        owns,
+        configs,
         faults,
-        tuple(_batches(group, params, owns)),
+        tuple(_batches(group, params, configs)),
         rate_needed(group["schema"], variant, group),
         any(map(is_sharded, params.values())),
     )
@@ -164,10 +164,10 @@ def _described(value: torch.Tensor) -> Filled:
 
 
 def _batches(
-    group: ParamGroup, params: Mapping[str, torch.Tensor], owns: Mapping[str, Hashable]
+    group: ParamGroup, params: Mapping[str, torch.Tensor], configs: Mapping[str, Hashable]
 ) -> Iterator[Batch]:
     found: dict[Hashable, tuple[FastMove | None, int, list[str]]] = {}
-    for path, own in owns.items():
+    for path, own in configs.items():
         param = params[path]
         together = (
             group["foreach"] and type(param) in (torch.Tensor, torch.nn.Parameter) and param.numel() > 0

@@ -16,7 +16,7 @@ import torch
 
 from statekit.arrays.backend import Value, backend
 from statekit.optim import adafactor_forms as forms
-from statekit.optim.adafactor import Own
+from statekit.optim.adafactor import ParamConfig
 from statekit.optim.steps import Scene
 from statekit.state.constants import variant_constants
 from statekit.state.train_state import Axis, Rule
@@ -56,7 +56,7 @@ class FastAdafactor:
         sides: The slots along a matrix's rows and columns; none for a vector.
     """
 
-    own: Own
+    own: ParamConfig
     variant: str
     item: Shape
     sides: tuple[str, ...]
@@ -87,7 +87,7 @@ class FastAdafactor:
         in_stacks(kernel, {"param": params, **by_name(slots, names)}, {"grad": grads})
 
 
-def fast_adafactor(variant: str, own: Own, param: torch.Tensor) -> FastAdafactor | None:
+def fast_adafactor(variant: str, own: ParamConfig, param: torch.Tensor) -> FastAdafactor | None:
     """Returns the fast path of a parameter, or None if it hasn't one."""
     form, hyper = variant_constants("adafactor", variant), own.hyper
     forms_of: Mapping[str, object] = form

@@ -23,7 +23,7 @@ from statekit.torch.fast.numba_runner import in_reach, run
 class FastLans:
     """The update of parameters that share `own`, what `settle` returned."""
 
-    own: lans.Own
+    own: lans.ParamConfig
     variant: str
 
     def __call__(
@@ -109,7 +109,7 @@ class FastLans:
         return float(CORRECTION[s.form["constants_precision"]](s.xp, beta, s.count + 1))
 
 
-def fast_lans(variant: str, own: lans.Own, param: torch.Tensor) -> FastLans | None:
+def fast_lans(variant: str, own: lans.ParamConfig, param: torch.Tensor) -> FastLans | None:
     """Returns the fast path of a parameter, or None if it hasn't one."""
     constants, hyper = variant_constants("lans", variant), own.hyper
     fits = (
