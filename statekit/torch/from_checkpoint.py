@@ -184,9 +184,9 @@ def _fitted(
     buffers: Mapping[str, Tensor] = state.extra.get("buffers", {})
     stored = [*state.params.items(), *buffers.items()]
     sources = {path_of(name): (name, tensor) for name, tensor in stored}
-    held = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
-    targets = {path_of(name): tensor for name, tensor in held.items()}
-    required = held if buffers else dict(model.named_parameters())
+    tensors = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    targets = {path_of(name): tensor for name, tensor in tensors.items()}
+    required = tensors if buffers else dict(model.named_parameters())
     covered = {id(targets[key]) for key in sources if key in targets}
     faults = [
         ("has the torch name of another parameter", name)
@@ -195,11 +195,11 @@ def _fitted(
     ]
     faults += [("isn't in the checkpoint", name) for name, t in required.items() if id(t) not in covered]
     pairs = []
-    for key, (name, own) in sources.items():
+    for key, (name, stored_tensor) in sources.items():
         if (target := targets.get(key)) is None:
             faults.append(("isn't in the model", name))
             continue
-        tensor = as_variable(state, name, dtype_of(target), makers) if name in state.params else own
+        tensor = as_variable(state, name, dtype_of(target), makers) if name in state.params else stored_tensor
         if tuple(target.shape) != tensor.shape:
             faults.append((f"has shape {tensor.shape}, in the model {tuple(target.shape)}", name))
         elif not widens(tensor.dtype, dtype_of(target)):

@@ -63,19 +63,19 @@ def check_named(group: ParamGroup, others: Sequence[ParamGroup]) -> None:
     else:
         pairs = list(zip(names, group["params"], strict=True))
     taken = {path_of(name): name for other in others for name in other["param_names"]}
-    held = {id(param) for other in others for param in other["params"]}
+    ids = {id(param) for other in others for param in other["params"]}
     faults = Faults()
     for name, param in pairs:
         if path_of(name) in taken:
             faults.add(f"has the name of another parameter, {taken[path_of(name)]}", name)
-        elif id(param) in held:
+        elif id(param) in ids:
             faults.add("is another name of a parameter that is there already", name)
         if not param.is_floating_point():
             faults.add(f"is {param.dtype}; only real floating-point parameters can be stepped", name)
         elif param.layout != torch.strided:
             faults.add(f"is {param.layout}; only dense parameters can be stepped", name)
         taken[path_of(name)] = name
-        held.add(id(param))
+        ids.add(id(param))
     faults.check(UsageError, "Parameters can't be optimized")
 
 
@@ -113,9 +113,9 @@ def _group_faults(group: ParamGroup, schema: OptimizerSchema, variant: str) -> I
     step = group.get("step", 0)
     if not isinstance(step, int) or step < 0:
         yield f"is {step!r}, expected the number of updates done", "step"
-    own = group.get("schema", schema.name), group.get("variant", variant)
-    if own != (schema.name, variant):
-        yield f"is {own[1]!r}, expected {variant} in all groups of an optimizer", "variant"
+    rule = group.get("schema", schema.name), group.get("variant", variant)
+    if rule != (schema.name, variant):
+        yield f"is {rule[1]!r}, expected {variant} in all groups of an optimizer", "variant"
     known = {*schema.hyperparameters, *native_options(schema.name, variant), *_OURS}
     for canonical in schema.hyperparameters:
         natives = {schema.spelling(other, canonical).argument for other in schema.variants}

@@ -123,10 +123,10 @@ class SchemaOptimizer(torch.optim.Optimizer, ABC):
 
         Small slots of equal parameters are copies: in the optimizer they share their memory.
         """
-        found = super().state_dict()
-        if "state" in found:  # a hook may return anything
-            found["state"] = {index: _unshared(slots) for index, slots in found["state"].items()}
-        return found
+        state = super().state_dict()
+        if "state" in state:  # a hook may return anything
+            state["state"] = {index: _unshared(slots) for index, slots in state["state"].items()}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` returned, or the `optimizer` part of a converted checkpoint, by parameter name.
@@ -141,9 +141,9 @@ class SchemaOptimizer(torch.optim.Optimizer, ABC):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        found = match(self._schema().name, self.param_groups, state_dict)
-        self.param_groups, self._plans = list(found.groups), {}
-        self._hold([p for p, _ in found.slots], [taken_over(p, sources) for p, sources in found.slots])
+        fitted = match(self._schema().name, self.param_groups, state_dict)
+        self.param_groups, self._plans = list(fitted.groups), {}
+        self._hold([p for p, _ in fitted.slots], [taken_over(p, sources) for p, sources in fitted.slots])
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

@@ -27,20 +27,20 @@ def first_slots(group: ParamGroup) -> Iterator[Slots]:
         yield _init(group, whole, path, rules.get(path), param.detach())
 
 
-def first_group_slots(group: ParamGroup, found: Mapping[str, Source] | None = None) -> Slots:
+def first_group_slots(group: ParamGroup, stored: Mapping[str, Source] | None = None) -> Slots:
     """Returns the slots of a group as a whole before its first update.
 
     Args:
         group: The group.
-        found: Slots in a state: they tell what hyperparameters that nobody knows must have been.
+        stored: Slots in a state: they tell what hyperparameters that nobody knows must have been.
     """
-    steps, whole = steps_for(group["schema"], group["variant"]), _completed(group, found or {})
+    steps, whole = steps_for(group["schema"], group["variant"]), _completed(group, stored or {})
     params = {path: param.detach() for path, param in zip(whole.paths, group["params"], strict=True)}
     return steps.begin(backend("torch"), params, whole, group["variant"])
 
 
 def expected_slots(
-    group: ParamGroup, path: str, param: torch.Tensor, rule: Rule | None, found: Mapping[str, Source]
+    group: ParamGroup, path: str, param: torch.Tensor, rule: Rule | None, stored: Mapping[str, Source]
 ) -> Slots:
     """Returns the slots that a parameter must have, without values: on the meta device.
 
@@ -49,10 +49,10 @@ def expected_slots(
         path: Its path.
         param: The parameter.
         rule: How it is factored.
-        found: Its slots in a state: they tell what hyperparameters that nobody knows must have been.
+        stored: Its slots in a state: they tell what hyperparameters that nobody knows must have been.
     """
     shape = torch.empty(param.shape, dtype=param.dtype, device="meta")
-    return _init(group, _completed(group, found), path, rule, shape)
+    return _init(group, _completed(group, stored), path, rule, shape)
 
 
 def _init(group: ParamGroup, whole: Group, path: str, rule: Rule | None, param: torch.Tensor) -> Slots:
@@ -60,10 +60,10 @@ def _init(group: ParamGroup, whole: Group, path: str, rule: Rule | None, param: 
     return steps.init(backend("torch"), param, steps.settle(whole, path, rule, variant), variant)
 
 
-def _completed(group: ParamGroup, found: Mapping[str, Source]) -> Group:
+def _completed(group: ParamGroup, stored: Mapping[str, Source]) -> Group:
     """Returns a group in which no hyperparameter is unknown, good for shapes and dtypes only."""
     schema, known = load_schema(group["schema"]), canonical(group)
-    implied = {name: of(found) for name, of in IMPLIED.items() if name in schema.hyperparameters}
+    implied = {name: of(stored) for name, of in IMPLIED.items() if name in schema.hyperparameters}
     values = {**schema.settings(group["variant"]), **implied, **known.hyperparameters}
     filled = {
         name: schema.hyperparameters[name].get("default") if value is None else value
@@ -72,19 +72,19 @@ def _completed(group: ParamGroup, found: Mapping[str, Source]) -> Group:
     return replace(known, hyperparameters=filled)
 
 
-def _length(found: Mapping[str, Source], slot: str) -> int:
-    return int(found[slot].shape[0]) if slot in found and len(found[slot].shape) else 1
+def _length(stored: Mapping[str, Source], slot: str) -> int:
+    return int(stored[slot].shape[0]) if slot in stored and len(stored[slot].shape) else 1
 
 
 IMPLIED: Mapping[str, Callable[[Mapping[str, Source]], Any]] = {
-    "beta1": lambda found: 0.5 if "m" in found else None,
-    "dtype_momentum": lambda found: dtype_of(found["m"]).name if "m" in found else "float32",
-    "amsgrad": lambda found: "v_max" in found,
-    "use_ema": lambda found: "average" in found,
-    "multi_precision": lambda found: "master" in found,
-    "size_update_period": lambda found: _length(found, "scale_grads"),
-    "clipping_scale": lambda found: 1.0 if "model_norms" in found else None,
-    "clipping_update_period": lambda found: _length(found, "model_norms"),
+    "beta1": lambda stored: 0.5 if "m" in stored else None,
+    "dtype_momentum": lambda stored: dtype_of(stored["m"]).name if "m" in stored else "float32",
+    "amsgrad": lambda stored: "v_max" in stored,
+    "use_ema": lambda stored: "average" in stored,
+    "multi_precision": lambda stored: "master" in stored,
+    "size_update_period": lambda stored: _length(stored, "scale_grads"),
+    "clipping_scale": lambda stored: 1.0 if "model_norms" in stored else None,
+    "clipping_update_period": lambda stored: _length(stored, "model_norms"),
 }
 """What slots tell of the hyperparameters that decide which slots there are."""
 

@@ -64,8 +64,8 @@ def match(schema: str, groups: Sequence[ParamGroup], saved: Mapping[str, Any]) -
     ours = {path_of(name): name for group in groups for name in group["param_names"]}
     faults += [("isn't in the state", name) for path, name in ours.items() if path not in theirs]
     faults += [
-        ("is in the state, but not in the optimizer", own.name)
-        for path, own in theirs.items()
+        ("is in the state, but not in the optimizer", entry.name)
+        for path, entry in theirs.items()
         if path not in ours
     ]
     partners = list(_partners(groups, theirs, faults))
@@ -85,8 +85,8 @@ def match(schema: str, groups: Sequence[ParamGroup], saved: Mapping[str, Any]) -
         whole = _merged(group, stored, theirs)
         fitted.append(_with_slots(whole, stored.get("slots", {}), f"group {i}", faults))
         for name, param in zip(group["param_names"], group["params"], strict=True):
-            if (own := theirs.get(path_of(name))) is not None:
-                slots.append((param, _sources(name, param, own.slots, whole, faults)))
+            if (entry := theirs.get(path_of(name))) is not None:
+                slots.append((param, _sources(name, param, entry.slots, whole, faults)))
     faults.check(
         StateError,
         "The state doesn't fit the optimizer",
@@ -106,13 +106,13 @@ def _saved(schema: str, saved: Mapping[str, Any], faults: Faults) -> dict[str, _
             found=", ".join(map(str, saved)) or "nothing",
             remedy="open another optimizer's file with statekit.torch.load_optimizer, or convert it first",
         )
-    found: dict[str, _Saved] = {}
+    entries: dict[str, _Saved] = {}
     for i, group in enumerate(groups):
         for name, index in zip(group["param_names"], group["params"], strict=True):
-            if path_of(name) in found:
+            if path_of(name) in entries:
                 faults.add("stands in the state twice", name)
-            found[path_of(name)] = _Saved(i, name, state.get(index))
-    return found
+            entries[path_of(name)] = _Saved(i, name, state.get(index))
+    return entries
 
 
 def _is_ours(schema: str, group: Any) -> bool:
@@ -129,13 +129,13 @@ def _partners(
     """Yields for each group the one of the state that holds the same parameters."""
     claimed: dict[int, int] = {}
     for i, group in enumerate(groups):
-        found = sorted({theirs[path_of(n)].group for n in group["param_names"] if path_of(n) in theirs})
-        if len(found) > 1:
-            faults.add(f"holds parameters of the groups {found} of the state", f"group {i}")
-        elif found and found[0] in claimed:
-            whose = f"group {claimed[found[0]]}"
-            faults.add(f"shares the state's group {found[0]} with {whose}", f"group {i}")
-        partner = found[0] if found else None
+        holders = sorted({theirs[path_of(n)].group for n in group["param_names"] if path_of(n) in theirs})
+        if len(holders) > 1:
+            faults.add(f"holds parameters of the groups {holders} of the state", f"group {i}")
+        elif holders and holders[0] in claimed:
+            whose = f"group {claimed[holders[0]]}"
+            faults.add(f"shares the state's group {holders[0]} with {whose}", f"group {i}")
+        partner = holders[0] if holders else None
         if partner is not None:
             claimed.setdefault(partner, i)
         yield partner
@@ -161,16 +161,16 @@ def _merged(group: ParamGroup, saved: Mapping[str, Any], theirs: Mapping[str, _S
     names = {name: theirs[path_of(name)].name for name in group["param_names"] if path_of(name) in theirs}
     for key in ("rules", "behind", *BY_NAME):
         if isinstance(by_name := values.get(key), Mapping):
-            whole[key] = {name: by_name[own] for name, own in names.items() if own in by_name}
+            whole[key] = {name: by_name[native] for name, native in names.items() if native in by_name}
     return whole
 
 
-def _with_slots(group: ParamGroup, found: Mapping[str, Any], place: str, faults: Faults) -> ParamGroup:
+def _with_slots(group: ParamGroup, stored: Mapping[str, Any], place: str, faults: Faults) -> ParamGroup:
     """Returns a group with new tensors for its own slots."""
-    first = first_group_slots(group, found)
-    if not first or (not found and group["step"] == 0):
+    first = first_group_slots(group, stored)
+    if not first or (not stored and group["step"] == 0):
         return {**group, "slots": first} if first else group
-    fitted = _fitted(found, first, place, faults)
+    fitted = _fitted(stored, first, place, faults)
     if faults:
         return group
     near = group["params"][0]
@@ -191,7 +191,9 @@ def _sources(name: str, param: torch.Tensor, slots: Any, group: ParamGroup, faul
     if not isinstance(slots, Mapping):
         unborn = counts_apart(group["schema"], group["variant"])
         if unborn and not group.get("behind", {}).get(name, group["step"]):
-            return {slot: (None, own) for slot, own in expected_slots(group, path, param, rule, {}).items()}
+            return {
+                slot: (None, empty) for slot, empty in expected_slots(group, path, param, rule, {}).items()
+            }
         faults.add("has no slots in the state", name)
         return {}
     return _fitted(slots, expected_slots(group, path, param, rule, slots), name, faults)
@@ -204,7 +206,7 @@ def _fitted(
     faults += [
         (f"has slot {slot} in the state, but no use for it", place) for slot in slots if slot not in expected
     ]
-    found: dict[str, tuple[Source, torch.Tensor]] = {}
+    fitted: dict[str, tuple[Source, torch.Tensor]] = {}
     for slot, want in expected.items():
         source = slots.get(slot)
         if not isinstance(source, (torch.Tensor, Tensor)):
@@ -215,8 +217,8 @@ def _fitted(
             faults.add(f"slot {slot} has shape {tuple(source.shape)} in the state, expected {shape}", place)
         elif not widens(have, needed):
             faults.add(f"slot {slot} is {have} in the state and wouldn't fit {needed}", place)
-        found[slot] = (source, want)
-    return found
+        fitted[slot] = (source, want)
+    return fitted
 
 
 def taken_over(param: torch.Tensor, slots: Sources) -> Slots:

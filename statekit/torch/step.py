@@ -90,7 +90,7 @@ class Arrays:
         """Returns the same where every process holds a part of everything."""
         return Arrays(
             {path: readable(param) for path, param in self.params.items()},
-            {path: {n: readable(value) for n, value in own.items()} for path, own in self.slots.items()},
+            {path: {n: readable(value) for n, value in slots.items()} for path, slots in self.slots.items()},
             {path: readable(grad) for path, grad in self.grads.items()},
         )
 
@@ -100,16 +100,18 @@ class Arrays:
 
 
 def _follow_averages(here: Arrays, plan: GroupPlan, step: int) -> None:
-    for path, held in here.slots.items():
-        if "average" in held:
-            param, after = follow_average(_XP, here.params[path], held, plan.group, step)
+    for path, slots in here.slots.items():
+        if "average" in slots:
+            param, after = follow_average(_XP, here.params[path], slots, plan.group, step)
             write(here.params[path], param)
-            write(held["average"], after["average"])
+            write(slots["average"], after["average"])
 
 
 def _behind(group: ParamGroup, paths: Sequence[str]) -> dict[str, int]:
-    own: Mapping[str, int] = group.get("behind", {})
-    return {p: own[n] for p, n in zip(paths, group["param_names"], strict=True) if n in own} if own else {}
+    behind: Mapping[str, int] = group.get("behind", {})
+    if not behind:
+        return {}
+    return {p: behind[n] for p, n in zip(paths, group["param_names"], strict=True) if n in behind}
 
 
 def _count(group: ParamGroup, missed: Sequence[str], behind: Mapping[str, int]) -> None:

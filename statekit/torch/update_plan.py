@@ -126,9 +126,9 @@ def plan_group(group: ParamGroup, slots: Mapping[torch.Tensor, Slots]) -> GroupP
 
 def _kind(path: str, param: torch.Tensor, rule: Rule | None, slots: Slots, known: Group) -> Hashable:
     """Returns what the step's own check depends on."""
-    own = (rule, tuple(param.shape), param.dtype, tuple((name, slot.dtype) for name, slot in slots.items()))
+    kind = (rule, tuple(param.shape), param.dtype, tuple((name, slot.dtype) for name, slot in slots.items()))
     named = any(isinstance(value, Mapping) for value in known.hyperparameters.values())
-    return (path, *own) if named else own
+    return (path, *kind) if named else kind
 
 
 def _fault(
@@ -166,16 +166,16 @@ def _described(value: torch.Tensor) -> Filled:
 def _batches(
     group: ParamGroup, params: Mapping[str, torch.Tensor], configs: Mapping[str, Hashable]
 ) -> Iterator[Batch]:
-    found: dict[Hashable, tuple[FastMove | None, int, list[str]]] = {}
-    for path, own in configs.items():
+    batches: dict[Hashable, tuple[FastMove | None, int, list[str]]] = {}
+    for path, config in configs.items():
         param = params[path]
         together = (
             group["foreach"] and type(param) in (torch.Tensor, torch.nn.Parameter) and param.numel() > 0
         )
-        fast = fast_path(group["schema"], group["variant"], own, param) if together else None
-        kind = (fast or own, param.shape, param.dtype, param.device) if together else path
+        fast = fast_path(group["schema"], group["variant"], config, param) if together else None
+        kind = (fast or config, param.shape, param.dtype, param.device) if together else path
         most = 1 if not together else len(params) if fast else max(1, STACK // param.numel())
-        found.setdefault(kind, (fast, most, []))[2].append(path)
-    for fast, most, paths in found.values():
+        batches.setdefault(kind, (fast, most, []))[2].append(path)
+    for fast, most, paths in batches.values():
         for start in range(0, len(paths), most):
             yield Batch(fast, tuple(paths[start : start + most]))

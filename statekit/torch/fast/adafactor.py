@@ -50,13 +50,13 @@ class FastAdafactor:
     """The update of parameters that share what they depend on.
 
     Attributes:
-        own: What `settle` returned.
+        config: What `settle` returned.
         variant: Whose rule.
         item: The shape that the mathematics sees, BATCH axes aside: a matrix, or a vector where nothing is factored.
         sides: The slots along a matrix's rows and columns; none for a vector.
     """
 
-    own: ParamConfig
+    config: ParamConfig
     variant: str
     item: Shape
     sides: tuple[str, ...]
@@ -71,8 +71,8 @@ class FastAdafactor:
     ) -> None:
         """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
         form = variant_constants("adafactor", self.variant)
-        xp, hyper = backend("torch"), self.own.hyper
-        s = forms.Setting(xp, form, hyper, self.own.rule, "float32", "compiled")
+        xp, hyper = backend("torch"), self.config.hyper
+        s = forms.Setting(xp, form, hyper, self.config.rule, "float32", "compiled")
         given = None if scene.rate is None else xp.widen(scene.rate)
         decay, mix = forms.DECAY[hyper.decay_type](s, scene.step)
         rate = forms.LEARNING_RATE[form["lr_source"]](s, given, scene.step).to(params[0].device)
@@ -87,12 +87,12 @@ class FastAdafactor:
         in_stacks(kernel, {"param": params, **by_name(slots, names)}, {"grad": grads})
 
 
-def fast_adafactor(variant: str, own: ParamConfig, param: torch.Tensor) -> FastAdafactor | None:
+def fast_adafactor(variant: str, config: ParamConfig, param: torch.Tensor) -> FastAdafactor | None:
     """Returns the fast path of a parameter, or None if it hasn't one."""
-    form, hyper = variant_constants("adafactor", variant), own.hyper
+    form, hyper = variant_constants("adafactor", variant), config.hyper
     forms_of: Mapping[str, object] = form
-    s = forms.Setting(backend("torch"), form, hyper, own.rule, "float32", "compiled")
-    item = _item(own.rule, tuple(param.shape))
+    s = forms.Setting(backend("torch"), form, hyper, config.rule, "float32", "compiled")
+    item = _item(config.rule, tuple(param.shape))
     apart = "tensor" not in (form["clipping_over"], form["parameter_scale_over"])
     if (
         item is None
@@ -101,11 +101,11 @@ def fast_adafactor(variant: str, own: ParamConfig, param: torch.Tensor) -> FastA
         or hyper.maximize or hyper.skip_nan_updates or hyper.simulated_quantize_bits
         or hyper.activation_dtype != "float32"
         or (s.momentum and s.momentum_dtype != "float32")
-        or (own.rule.dims(Axis.BATCH) and not apart)
-        or own.place is not None  # each finds the effective rate of the one before
+        or (config.rule.dims(Axis.BATCH) and not apart)
+        or config.place is not None  # each finds the effective rate of the one before
     ):  # fmt: skip
         return None
-    return FastAdafactor(own, variant, *item)
+    return FastAdafactor(config, variant, *item)
 
 
 def _item(rule: Rule, shape: Shape) -> tuple[Shape, tuple[str, ...]] | None:
@@ -151,17 +151,17 @@ class _Update:
 
         hyper = self.s.hyper
         most, threshold = hyper.max_parameter_scale, hyper.clipping_threshold
-        told = (
+        scalars = (
             self.decay, self.mix, self.s.epsilon1, self.scales, threshold is not None, float(self.rate),
             hyper.epsilon2, math.inf if most is None else most, 1.0 if threshold is None else threshold,
         )  # fmt: skip
         if not self.path.sides:
-            run(numba_kernels.adafactor_vectors, self.path.item, items, *told)
+            run(numba_kernels.adafactor_vectors, self.path.item, items, *scalars)
             return
-        sides = [Stacked([own[name] for own in slots], len(slots)) for name in self.path.sides]
+        sides = [Stacked([arrays[name] for arrays in slots], len(slots)) for name in self.path.sides]
         left, right = (side.read().view(-1, size) for side, size in zip(sides, self.path.item, strict=True))
         rows_are_left = self.path.sides[0] == "v_row"
-        run(numba_kernels.adafactor_matrices, self.path.item, items, left, right, rows_are_left, *told)
+        run(numba_kernels.adafactor_matrices, self.path.item, items, left, right, rows_are_left, *scalars)
         for side in sides:
             side.write()
 

@@ -84,9 +84,9 @@ def overflow(grad: torch.Tensor, v: torch.Tensor, direction: torch.Tensor) -> No
 
 @dataclass(frozen=True)
 class FastAdamW:
-    """The update of parameters that share `own`, what `settle` returned."""
+    """The update of parameters that share `hyper`, what `settle` returned."""
 
-    own: Hyperparameters
+    hyper: Hyperparameters
     variant: str
 
     def __call__(
@@ -98,29 +98,29 @@ class FastAdamW:
         common: Any,
     ) -> None:
         """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
-        own, constants = self.own, variant_constants("adamw", self.variant)
-        s: Setting = AdamSetting.of(scene, constants, own)
+        hyper, constants = self.hyper, variant_constants("adamw", self.variant)
+        s: Setting = AdamSetting.of(scene, constants, hyper)
         c1, c2 = (1.0, 1.0) if s.form["bias_correction"] == "none" else map(float, s.corrections)
         root = math.sqrt(c2)
         beside_corrected = s.form["epsilon_place"] == "beside_corrected_root"
-        adam = Adam(own.beta1, own.beta2, own.epsilon * (root if beside_corrected else 1.0), root / c1)
-        rate, w = held(s.rate, scene.rate), own.weight_decay_rate or 0.0
+        adam = Adam(hyper.beta1, hyper.beta2, hyper.epsilon * (root if beside_corrected else 1.0), root / c1)
+        rate, w = held(s.rate, scene.rate), hyper.weight_decay_rate or 0.0
         named = by_name(slots, ("m", "v"))
         if constants["weight_decay_expression"] != "in_update":
-            adam(rate, params, grads, *named.values(), weight_decay=w, maximize=own.maximize)
+            adam(rate, params, grads, *named.values(), weight_decay=w, maximize=hyper.maximize)
             return
 
         def kernel(part: slice, stacks: Stacks, rooms: Tensors) -> None:
             # The kernel would round the decayed parameter by itself; here the decay joins the direction.
             p, g, m, v, x = *(stacks[name] for name in ("param", "grad", "m", "v")), rooms[0].zero_()
-            adam(-1.0, [x], [g], [m], [v], maximize=own.maximize)
+            adam(-1.0, [x], [g], [m], [v], maximize=hyper.maximize)
             overflow(g, v, x)
             p.sub_(x.add_(p, alpha=w).mul_(rate))
 
         in_stacks(kernel, {"param": params, **named}, {"grad": grads})
 
 
-def fast_adamw(variant: str, own: Hyperparameters, param: torch.Tensor) -> FastAdamW | None:
+def fast_adamw(variant: str, hyper: Hyperparameters, param: torch.Tensor) -> FastAdamW | None:
     """Returns the fast path of a parameter, or None if it hasn't one.
 
     The kernel loses a NaN in v_max, and m + (g - m) (1 - beta1) is closer to m than the sums that it takes. Rules that
@@ -131,6 +131,8 @@ def fast_adamw(variant: str, own: Hyperparameters, param: torch.Tensor) -> FastA
     decays = constants["weight_decay_expression"] in (
         ("product_first", "in_update") if product else ("in_update",)
     )
-    other = own.amsgrad or own.nesterov or own.epsilon_root or own.dtype_momentum not in (None, "float32")
+    other = (
+        hyper.amsgrad or hyper.nesterov or hyper.epsilon_root or hyper.dtype_momentum not in (None, "float32")
+    )
     fits = decays and constants["first_moment_update"] != "difference" and not other
-    return FastAdamW(own, variant) if fits and plain(param) else None
+    return FastAdamW(hyper, variant) if fits and plain(param) else None

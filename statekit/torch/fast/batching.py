@@ -99,18 +99,18 @@ def _adjacent(tensors: Tensors) -> bool:
 
 def laid_together(slots: Slots) -> list[dict[str, torch.Tensor]]:
     """Returns parameters' slots, of which small equal ones share a memory in which they lie as stacks want them."""
-    found = [dict(own) for own in slots]
+    together = [dict(arrays) for arrays in slots]
     places: dict[tuple[str, Hashable], list[int]] = {}
-    for i, own in enumerate(slots):
-        for name, slot in own.items():
+    for i, arrays in enumerate(slots):
+        for name, slot in arrays.items():
             if type(slot) is torch.Tensor and 0 < 2 * slot.numel() <= _largest(slot):
                 places.setdefault((name, (slot.shape, slot.dtype, slot.device)), []).append(i)
     for (name, _), equal in places.items():
         if len(equal) > 1:
             rows = torch.stack([slots[i][name] for i in equal]).unbind()
             for i, row in zip(equal, rows, strict=True):
-                found[i][name] = row
-    return found
+                together[i][name] = row
+    return together
 
 
 def in_own_memory(value: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ def in_own_memory(value: torch.Tensor) -> torch.Tensor:
 
 def by_name(slots: Slots, names: Sequence[str]) -> dict[str, list[torch.Tensor]]:
     """Returns slots by name, each in the order of the parameters."""
-    return {name: [own[name] for own in slots] for name in names}
+    return {name: [arrays[name] for arrays in slots] for name in names}
 
 
 def pieces(*stacks: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

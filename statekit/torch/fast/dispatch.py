@@ -38,7 +38,7 @@ class FastMove(Protocol):
         """
 
 
-def fast_path(schema: str, variant: str, own: Hashable, param: torch.Tensor) -> FastMove | None:
+def fast_path(schema: str, variant: str, config: Hashable, param: torch.Tensor) -> FastMove | None:
     """Returns the fast path of one parameter, or None where the reference text has to be run.
 
     Cheap enough to be asked when parameters are added, not in every update. Parameters for which the same move is
@@ -47,10 +47,10 @@ def fast_path(schema: str, variant: str, own: Hashable, param: torch.Tensor) -> 
     Args:
         schema: The optimizer: `adafactor`, ...
         variant: Whose rule.
-        own: What the optimizer's `settle` returned for the parameter.
+        config: What the optimizer's `settle` returned for the parameter.
         param: The parameter; subclasses (DTensor, ...) and other layouts than strided have no fast path.
     """
-    return FAST[schema](variant, own, param) if schema in FAST else None
+    return FAST[schema](variant, config, param) if schema in FAST else None
 
 
 FAST: Mapping[str, Callable[[str, Any, torch.Tensor], FastMove | None]] = {

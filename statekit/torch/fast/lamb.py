@@ -24,9 +24,9 @@ from statekit.torch.fast.numba_runner import in_reach, run
 
 @dataclass(frozen=True)
 class FastLamb:
-    """The update of parameters that share `own`, what `settle` returned."""
+    """The update of parameters that share `hyper`, what `settle` returned."""
 
-    own: Hyperparameters
+    hyper: Hyperparameters
     variant: str
 
     def __call__(
@@ -38,16 +38,16 @@ class FastLamb:
         common: Any,
     ) -> None:
         """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
-        own, constants = self.own, variant_constants("lamb", self.variant)
-        s: Setting = AdamSetting.of(scene, constants, own)
+        hyper, constants = self.hyper, variant_constants("lamb", self.variant)
+        s: Setting = AdamSetting.of(scene, constants, hyper)
         c1, c2 = map(float, s.corrections)
         moments = by_name(slots, ("m", "v"))
         items = [params, [grad.contiguous() for grad in grads], *moments.values()]
         if in_reach(items):
             self._in_loops(s, c1, c2, items)
             return
-        adam = Adam(own.beta1, own.beta2, own.epsilon * math.sqrt(c2), math.sqrt(c2) / c1)
-        w = own.weight_decay_rate or 0.0
+        adam = Adam(hyper.beta1, hyper.beta2, hyper.epsilon * math.sqrt(c2), math.sqrt(c2) / c1)
+        w = hyper.weight_decay_rate or 0.0
 
         def kernel(part: slice, stacks: Stacks, rooms: Tensors) -> None:
             p, g, m, v, x = *(stacks[name] for name in ("param", "grad", "m", "v")), rooms[0].zero_()
@@ -65,17 +65,20 @@ class FastLamb:
         """Moves parameters, their gradients and slots where they lie; c1 and c2 correct the moments."""
         from statekit.torch.fast import numba_kernels
 
-        own, (params, _, *moments) = s.hyper, items
+        hyper, (params, _, *moments) = s.hyper, items
         shape = (params[0].numel(),)
-        told, (weight, total) = (c1, c2, own.epsilon), params[0].new_empty((2, len(params)))
-        w, betas = own.weight_decay_rate or 0.0, (own.beta1, 1.0 - own.beta1, own.beta2, 1.0 - own.beta2)
-        run(numba_kernels.lamb_moments, shape, items, weight, total, w, *betas, *told)
+        corrections, (weight, total) = (c1, c2, hyper.epsilon), params[0].new_empty((2, len(params)))
+        w, betas = (
+            hyper.weight_decay_rate or 0.0,
+            (hyper.beta1, 1.0 - hyper.beta1, hyper.beta2, 1.0 - hyper.beta2),
+        )
+        run(numba_kernels.lamb_moments, shape, items, weight, total, w, *betas, *corrections)
         ratio = RATIO[s.form["trust_ratio_fallback"]](s.xp, weight, total, 1.0)
-        run(numba_kernels.lamb_params, shape, [params, *moments], ratio * s.rate, w, *told)
+        run(numba_kernels.lamb_params, shape, [params, *moments], ratio * s.rate, w, *corrections)
 
 
-def fast_lamb(variant: str, own: Hyperparameters, param: torch.Tensor) -> FastLamb | None:
+def fast_lamb(variant: str, hyper: Hyperparameters, param: torch.Tensor) -> FastLamb | None:
     """Returns the fast path of a parameter, or None if it hasn't one; see `fast_adamw` for the moments' form."""
     constants = variant_constants("lamb", variant)
     fits = constants["moment_update"] != "difference" and constants["weight_decay_place"] == "in_direction"
-    return FastLamb(own, variant) if fits and plain(param) and not own.epsilon_root else None
+    return FastLamb(hyper, variant) if fits and plain(param) and not hyper.epsilon_root else None

@@ -21,9 +21,9 @@ from statekit.torch.fast.numba_runner import in_reach, run
 
 @dataclass(frozen=True)
 class FastLans:
-    """The update of parameters that share `own`, what `settle` returned."""
+    """The update of parameters that share `config`, what `settle` returned."""
 
-    own: lans.ParamConfig
+    config: lans.ParamConfig
     variant: str
 
     def __call__(
@@ -35,9 +35,9 @@ class FastLans:
         common: Any,
     ) -> None:
         """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
-        xp, hyper, constants = backend("torch"), self.own.hyper, variant_constants("lans", self.variant)
-        rate = RATE[constants["lr_precision"]](xp, scene.rate) * self.own.lr_mult
-        s = lans.Setting(xp, constants, hyper, rate, self.own.wd, scene.step + hyper.begin_num_update)
+        xp, hyper, constants = backend("torch"), self.config.hyper, variant_constants("lans", self.variant)
+        rate = RATE[constants["lr_precision"]](xp, scene.rate) * self.config.lr_mult
+        s = lans.Setting(xp, constants, hyper, rate, self.config.wd, scene.step + hyper.begin_num_update)
         c1, c2 = (self._correction(s, beta) for beta in (hyper.beta1, hyper.beta2))
         share, root = lans.SECOND_SHARE[constants["second_half_factor"]](s), math.sqrt(c2)
         moments = by_name(slots, ("m", "v"))
@@ -85,7 +85,7 @@ class FastLans:
         params, hyper = items[0], s.hyper
         shape = (params[0].numel(),)
         norms, sums = (params[0].new_empty((len(params), width)) for width in (1, 3))
-        told, corrections = (hyper.rescale_grad, s.wd), (c1, c2, hyper.epsilon)
+        scaling, corrections = (hyper.rescale_grad, s.wd), (c1, c2, hyper.epsilon)
         weights = (s.first.old, s.first.new, s.second.old, s.second.new)
         run(
             numba_kernels.lans_moments,
@@ -94,14 +94,14 @@ class FastLans:
             norms,
             sums,
             hyper.normalize_grad,
-            *told,
+            *scaling,
             *weights,
             *corrections,
         )
         weight, first, second = sums.sqrt_().unbind(1)
         weight = lans.bounded(s, weight)
         halves = lans.coefficient(s, weight, first, s.first.old), lans.coefficient(s, weight, second, share)
-        run(numba_kernels.lans_params, shape, items, norms, torch.stack(halves, 1), *told, *corrections)
+        run(numba_kernels.lans_params, shape, items, norms, torch.stack(halves, 1), *scaling, *corrections)
 
     def _correction(self, s: lans.Setting, beta: float) -> float:
         if not s.hyper.bias_correction:
@@ -109,9 +109,9 @@ class FastLans:
         return float(CORRECTION[s.form["constants_precision"]](s.xp, beta, s.count + 1))
 
 
-def fast_lans(variant: str, own: lans.ParamConfig, param: torch.Tensor) -> FastLans | None:
+def fast_lans(variant: str, config: lans.ParamConfig, param: torch.Tensor) -> FastLans | None:
     """Returns the fast path of a parameter, or None if it hasn't one."""
-    constants, hyper = variant_constants("lans", variant), own.hyper
+    constants, hyper = variant_constants("lans", variant), config.hyper
     fits = (
         constants["second_half_weight"] == "old"
         and constants["norm_accumulation"] != "scaled"
@@ -121,4 +121,4 @@ def fast_lans(variant: str, own: lans.ParamConfig, param: torch.Tensor) -> FastL
         and hyper.grad_averaging
         and hyper.adam_w_mode
     )
-    return FastLans(own, variant) if fits and plain(param) else None
+    return FastLans(config, variant) if fits and plain(param) else None

@@ -55,8 +55,8 @@ def _pointer(context: Any, address: Any) -> Any:
 
 @_loop
 def _at(address: int, shape: tuple[int, ...]) -> Array:
-    found: Array = carray(_pointer(address), shape, np.float32)
-    return found
+    array: Array = carray(_pointer(address), shape, np.float32)
+    return array
 
 
 @_loop
@@ -90,13 +90,13 @@ def adafactor_matrices(
         columns[:] = F0
         scale = F0
         for i in range(height):
-            row, own = F0, F0
+            row, squares = F0, F0
             for j in range(width):
                 square = g[i, j] * g[i, j]
                 row += square
                 columns[j] += square
-                own += p[i, j] * p[i, j]
-            scale += own
+                squares += p[i, j] * p[i, j]
+            scale += squares
             along_rows[i] = old * along_rows[i] + new * (row / np.float32(width) + epsilon)
         for j in range(width):
             along_columns[j] = old * along_columns[j] + new * (columns[j] / np.float32(height) + epsilon)

@@ -35,9 +35,9 @@ SIZES = ("param_rms", "scale_exp_avg_sq", "scale_grads")
 
 @dataclass(frozen=True)
 class FastScaledAdam:
-    """The update of parameters that share `own`, what `settle` returned."""
+    """The update of parameters that share `hyper`, what `settle` returned."""
 
-    own: Hyperparameters
+    hyper: Hyperparameters
 
     def __call__(
         self,
@@ -48,7 +48,7 @@ class FastScaledAdam:
         common: Value | None,
     ) -> None:
         """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
-        s = setting(scene, self.own)
+        s = setting(scene, self.hyper)
         items = [
             params,
             [grad.contiguous() for grad in grads],
@@ -57,7 +57,7 @@ class FastScaledAdam:
         if in_reach(items) and (common is None or s.form["infinite_gradient"] == "spreads" or common > 0.0):
             self._in_loops(s, items, slots, 1.0 if common is None else float(common))
             return
-        (beta1, beta2), correction = self.own.betas, _correction(s)
+        (beta1, beta2), correction = self.hyper.betas, _correction(s)
 
         def kernel(part: slice, stacks: Stacks, rooms: Tensors) -> None:
             p, g, delta, v, y = *(stacks[name] for name in ("param", "grad", "delta", "exp_avg_sq")), rooms[0]
@@ -73,7 +73,7 @@ class FastScaledAdam:
                 root = (
                     torch.sqrt(v_, out=y_) if correction == 1.0 else torch.div(v_, correction, out=y_).sqrt_()
                 )
-                torch.div(g_, root.add_(self.own.eps), out=y_)
+                torch.div(g_, root.add_(self.hyper.eps), out=y_)
                 delta_.mul_(beta1).addcmul_(y_, factor)
                 if s.size_due:
                     delta_.addcmul_(p_, x)
@@ -86,7 +86,7 @@ class FastScaledAdam:
         """Moves parameters and slots where they lie; `clip` is what gradients are multiplied with."""
         from statekit.torch.fast import numba_kernels
 
-        params, (beta1, beta2) = items[0], self.own.betas
+        params, (beta1, beta2) = items[0], self.hyper.betas
         count = params[0].numel()
         gradient, square = params[0].new_empty((2, len(params)))
         run(numba_kernels.scaled_adam_sums, (count,), items[:2], gradient, square, clip)
@@ -103,7 +103,7 @@ class FastScaledAdam:
         run(
             numba_kernels.scaled_adam_params, (count,), items,
             factor.view(-1), x.view(-1), bool(s.size_due), clip if s.form["clip_reaches"] == "everything" else 1.0,
-            beta1, beta2, 1.0 - beta2, _correction(s), self.own.eps,
+            beta1, beta2, 1.0 - beta2, _correction(s), self.hyper.eps,
         )  # fmt: skip
 
 
@@ -135,13 +135,15 @@ def _learn(
     rms, beta1 = sizes["param_rms"], s.hyper.betas[0]
     if square is not None:
         rms = (square / count).sqrt_().view_as(rms)
-    own = {name: sizes[name] for name in SIZES}
-    after, x = torch.vmap(lambda g, r, own: sized(s, g, r, own, "float32"))(gradient.view_as(rms), rms, own)
+    learned = {name: sizes[name] for name in SIZES}
+    after, x = torch.vmap(lambda g, r, slots: sized(s, g, r, slots, "float32"))(
+        gradient.view_as(rms), rms, learned
+    )
     for name in SIZES:
         sizes[name].copy_(after[name])
     return at_least(s, sizes["param_rms"], "float32") * (s.rate * (beta1 - 1.0)), x * (1.0 - beta1)
 
 
-def fast_scaled_adam(variant: str, own: Hyperparameters, param: torch.Tensor) -> FastScaledAdam | None:
+def fast_scaled_adam(variant: str, hyper: Hyperparameters, param: torch.Tensor) -> FastScaledAdam | None:
     """Returns the fast path of a parameter, or None if it hasn't one: one of one element."""
-    return FastScaledAdam(own) if plain(param) and param.numel() > 1 else None
+    return FastScaledAdam(hyper) if plain(param) and param.numel() > 1 else None
