@@ -117,8 +117,8 @@ def _renumbered(opened: OpenState, variables: Sequence[Any]) -> dict[str, str]:
     mine, theirs = [path_of(variable) for variable in variables], list(opened.state.params)
     if opened.layout not in KERAS_LAYOUTS or {*mine} <= {*theirs}:
         return {}
-    found = partners(mine, theirs)
-    return {path: name for path, name in found.items() if path != name}
+    pairs = partners(mine, theirs)
+    return {path: name for path, name in pairs.items() if path != name}
 
 
 def built(
@@ -208,21 +208,21 @@ def _moved(
 def _trainable(variables: Variables) -> list[Any]:
     if isinstance(variables, keras.Model):
         return list(variables.trainable_variables)
-    found = list(variables)
-    if not all(hasattr(v, "assign") and hasattr(v, "name") for v in found):
+    given = list(variables)
+    if not all(hasattr(v, "assign") and hasattr(v, "name") for v in given):
         raise UsageError("load_optimizer needs variables.", expected="model.trainable_variables")
-    return [v for v in found if v.trainable]
+    return [v for v in given if v.trainable]
 
 
 def _targets(optimizer: SchemaOptimizer, state: TrainState, place: object) -> list[tuple[Any, Tensor]]:
     """Returns each variable of an optimizer with what is copied into it."""
-    held = (*optimizer.slots().items(), *optimizer.averages().items())
-    mine = {(path, name): v for path, own in held for name, v in own.items()}
+    kept = (*optimizer.slots().items(), *optimizer.averages().items())
+    mine = {(path, name): v for path, arrays in kept for name, v in arrays.items()}
     groups = [group for group in state.optimizer.groups if any((p in optimizer.slots()) for p in group.paths)]
     theirs = {
         (path, name): t
-        for path, own in state.slots.items()
-        for name, t in own.items()
+        for path, arrays in state.slots.items()
+        for name, t in arrays.items()
         if path in optimizer.slots()
     }
     for i, group in enumerate(groups):
@@ -268,13 +268,13 @@ def load_params(
         FormatError: The bytes can't be trusted, or no format fits.
     """
     model = isinstance(variables, keras.Model)
-    held = list(variables.variables if isinstance(variables, keras.Model) else variables)
+    wanted = list(variables.variables if isinstance(variables, keras.Model) else variables)
     hints = Hints(dict(hparams or {}), None, _order(Path(path), variables, param_names))
     with open_state(Path(path), step=step, hints=hints) as opened:
-        names = names or _renumbered(opened, held)
+        names = names or _renumbered(opened, wanted)
         state = as_params(opened.state)[0]
         sources = {normal(p): p for p in state.params}
-        targets = {normal((names or {}).get(path_of(v), path_of(v))): v for v in held}
+        targets = {normal((names or {}).get(path_of(v), path_of(v))): v for v in wanted}
         faults = [
             ("is in the checkpoint, but no variable", p) for key, p in sources.items() if key not in targets
         ]

@@ -58,12 +58,12 @@ def partners(mine: Sequence[str], theirs: Sequence[str]) -> dict[str, str]:
     saved = {inner: path for path, inner in _inner(theirs).items()}
     if set(ours.values()) <= saved.keys():
         return {path: saved[inner] for path, inner in ours.items()}
-    found: dict[str, str] = {}
+    pairs: dict[str, str] = {}
     alike = _alike(theirs)
     for kind, paths in _alike(mine).items():
         if len(alike.get(kind, [])) == len(paths):
-            found |= dict(zip(paths, alike[kind], strict=True))
-    return found
+            pairs |= dict(zip(paths, alike[kind], strict=True))
+    return pairs
 
 
 def _inner(paths: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -73,15 +73,15 @@ def _inner(paths: Sequence[str]) -> dict[str, tuple[str, ...]]:
     same = 0
     while same < min(len(first), len(last)) - 1 and first[same] == last[same]:
         same += 1
-    return {path: own[same:] for path, own in parts.items()}
+    return {path: own_parts[same:] for path, own_parts in parts.items()}
 
 
 def _alike(paths: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
     """Groups paths by what they are without their numbers, each group in the order of the numbers."""
-    found: dict[tuple[str, ...], list[str]] = {}
+    alike: dict[tuple[str, ...], list[str]] = {}
     for path, inner in sorted(_inner(paths).items(), key=lambda item: [_number(part) for part in item[1]]):
-        found.setdefault(tuple(_NUMBER.sub("", part) for part in inner), []).append(path)
-    return found
+        alike.setdefault(tuple(_NUMBER.sub("", part) for part in inner), []).append(path)
+    return alike
 
 
 def _number(part: str) -> int:

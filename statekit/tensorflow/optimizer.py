@@ -71,14 +71,20 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
     ) -> None:
         variant = self.USUAL if variant is None else variant
         steps_for(self.SCHEMA, variant)
-        own = {k: v for k, v in options.items() if k not in KERAS or k in taken(self.SCHEMA, variant)}
+        ours = {k: v for k, v in options.items() if k not in KERAS or k in taken(self.SCHEMA, variant)}
         spec = OptimizerSpec(
-            self.SCHEMA, variant, own, tuple(groups), dict(rules or {}), dict(names or {}), dict(missed or {})
+            self.SCHEMA,
+            variant,
+            ours,
+            tuple(groups),
+            dict(rules or {}),
+            dict(names or {}),
+            dict(missed or {}),
         )
         fault = _rate_fault(learning_rate)
         spec = read_spec(spec, [(fault, "learning_rate")] if fault else [])
         theirs = by_keras(self.SCHEMA, variant)
-        base = {k: v for k, v in options.items() if k not in own}
+        base = {k: v for k, v in options.items() if k not in ours}
         base |= {theirs[k]: v for k, v in spec.hyperparameters.items() if k in theirs}
         left = {k: v for k, v in spec.hyperparameters.items() if k not in theirs}
         if learning_rate is None:
@@ -106,25 +112,25 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
         groups = group_specs(self.spec, {path: tuple(variable.shape) for path, variable in named.items()})
         with tf.init_scope():
             super().build(list(variables))
-            held = tuple(self._held(i, group, named) for i, group in enumerate(groups))
-        self._movement = VariableStep(backend("tensorflow"), self.spec, held, self.jit_compile)
+            variables_of = tuple(self._held(i, group, named) for i, group in enumerate(groups))
+        self._movement = VariableStep(backend("tensorflow"), self.spec, variables_of, self.jit_compile)
 
     def _named(self, variables: Sequence[Any]) -> dict[str, str]:
         """Returns the canonical path of each variable by its own."""
-        names, own = self.spec.names, [path_of(variable) for variable in variables]
-        faults = [("is the name of several variables", path) for path in twice(own)]
+        names, paths = self.spec.names, [path_of(variable) for variable in variables]
+        faults = [("is the name of several variables", path) for path in twice(paths)]
         same = {path: path for path in names}
-        if not names.keys() <= {*own}:  # Keras named the variables anew since these names were saved
-            same = {there: here for here, there in partners(own, list(names)).items()}
+        if not names.keys() <= {*paths}:  # Keras named the variables anew since these names were saved
+            same = {there: here for here, there in partners(paths, list(names)).items()}
             faults += [("is the name of no variable", path) for path in names if path not in same]
-        found = {path: path for path in own} | {same[p]: name for p, name in names.items() if p in same}
-        faults += [("is the name of several variables", path) for path in twice(found.values())]
+        canonical = {path: path for path in paths} | {same[p]: name for p, name in names.items() if p in same}
+        faults += [("is the name of several variables", path) for path in twice(canonical.values())]
         Faults(faults).check(
             UsageError,
             "Variables can't be told apart",
             remedy="slots are kept and loaded by name: give names of their own",
         )
-        return found
+        return canonical
 
     def _canonical(self, variable: Any) -> str:
         return self._paths.by_name[path_of(variable)]
@@ -263,12 +269,16 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
 
     def _by_name(self) -> dict[str, Any]:
         """Returns all variables by their names in files."""
-        found = {v.path.rpartition("/")[2]: v for v in (self._iterations, self._learning_rate) if _is_own(v)}
-        held = {path: dict(own) for path, own in self.slots().items()}
+        variables = {
+            v.path.rpartition("/")[2]: v for v in (self._iterations, self._learning_rate) if _is_own(v)
+        }
+        slots = {path: dict(by_slot) for path, by_slot in self.slots().items()}
         kept = (self.averages(), self._kept_by_keras("gradient_accumulator", "_accumulated_gradients"))
-        for path, own in (item for each in kept for item in each.items()):
-            held.setdefault(path, {}).update(own)
-        return found | {_key(path, slot): v for path, own in held.items() for slot, v in own.items()}
+        for path, by_slot in (item for each in kept for item in each.items()):
+            slots.setdefault(path, {}).update(by_slot)
+        return variables | {
+            _key(path, slot): v for path, by_slot in slots.items() for slot, v in by_slot.items()
+        }
 
     def averages(self) -> dict[str, dict[str, Any]]:
         """Returns the averages of the parameters by their paths, as `{"average": variable}`."""
@@ -276,13 +286,13 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
 
     def _kept_by_keras(self, name: str, attribute: str) -> dict[str, dict[str, Any]]:
         pairs = zip(self._trainable_variables, getattr(self, attribute, ()), strict=False)
-        return {self._canonical(variable): {name: own} for variable, own in pairs if own is not None}
+        return {self._canonical(variable): {name: kept} for variable, kept in pairs if kept is not None}
 
     def slots(self) -> dict[str, dict[str, Any]]:
         """Returns the slots of each parameter by its path and their names; of groups as a whole by `groups/<i>`."""
-        held = self._movement.groups if self._movement else ()
-        found = {path: dict(own) for group in held for path, own in group.slots.items()}
-        return found | {f"groups/{i}": dict(group.shared) for i, group in enumerate(held) if group.shared}
+        groups = self._movement.groups if self._movement else ()
+        slots = {path: dict(by_slot) for group in groups for path, by_slot in group.slots.items()}
+        return slots | {f"groups/{i}": dict(group.shared) for i, group in enumerate(groups) if group.shared}
 
 
 @dataclass(frozen=True)
@@ -308,14 +318,14 @@ def _keys(mine: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
         return [path for path in owners if path and not path.startswith("groups/")]
 
     same = partners(paths(mine), paths(saved))
-    found = {}
+    keys = {}
     for name in mine:
         owner, _, slot = name.rpartition(SEPARATOR)
         path = owner.replace(SEPARATOR, "/")
         there = _key(same[path], slot) if path in same else name
         if there in saved:
-            found[name] = there
-    return found
+            keys[name] = there
+    return keys
 
 
 def _rate_fault(rate: Any) -> str:

@@ -73,16 +73,16 @@ def read_spec(spec: OptimizerSpec, faults: Sequence[tuple[str, str]]) -> Optimiz
     steps_for(spec.schema, spec.variant)
     common = read_options(spec.schema, spec.variant, spec.hyperparameters)
     read = [read_options(spec.schema, spec.variant, _said(group)) for group in spec.groups]
-    found = [*faults, *common.faults]
-    for group, own in zip(spec.groups, read, strict=True):
-        found += [*own.faults, *_group_faults(spec, group, own)]
+    all_faults = [*faults, *common.faults]
+    for group, options in zip(spec.groups, read, strict=True):
+        all_faults += [*options.faults, *_group_faults(spec, group, options)]
     if spec.missed and not counts_apart(spec.schema, spec.variant):
-        found.append((f"variant {spec.variant} counts all parameters together", "missed"))
+        all_faults.append((f"variant {spec.variant} counts all parameters together", "missed"))
     remedies = dict.fromkeys(each.remedy for each in (common, *read) if each.remedy)
-    refuse_options(found, "; ".join(remedies))
+    refuse_options(all_faults, "; ".join(remedies))
     groups = [
-        {**{key: group[key] for key in _OWN_KEYS if key in group}, **own.values}
-        for group, own in zip(spec.groups, read, strict=True)
+        {**{key: group[key] for key in _OWN_KEYS if key in group}, **options.values}
+        for group, options in zip(spec.groups, read, strict=True)
     ]
     return replace(spec, hyperparameters=common.values, groups=tuple(groups))
 
@@ -91,8 +91,10 @@ def _said(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in _OWN_KEYS}
 
 
-def _group_faults(spec: OptimizerSpec, group: Mapping[str, Any], own: Options) -> Iterator[tuple[str, str]]:
-    for name in own.values.keys() & by_keras(spec.schema, spec.variant).keys():
+def _group_faults(
+    spec: OptimizerSpec, group: Mapping[str, Any], options: Options
+) -> Iterator[tuple[str, str]]:
+    for name in options.values.keys() & by_keras(spec.schema, spec.variant).keys():
         yield "is done by Keras for all parameters together", name
     if not isinstance(group.get("paths"), Sequence) or isinstance(group.get("paths"), str):
         yield "is missing in a group", "paths"
@@ -146,7 +148,11 @@ def group_specs(spec: OptimizerSpec, shapes: Mapping[str, Shape]) -> list[GroupS
         for path in common.get(name) or ()
         if path not in shapes
     ]
-    specs = [_group_spec(spec, paths, {**common, **own}, shapes, faults) for paths, own in grouped if paths]
+    specs = [
+        _group_spec(spec, paths, {**common, **settings}, shapes, faults)
+        for paths, settings in grouped
+        if paths
+    ]
     remedy = (
         'give factor_map=[(regex, ["ROW", "COLUMN", "BATCH" or "NONE" for each axis]), ...] as the run had it'
     )

@@ -98,8 +98,8 @@ class VariableStep:
             dict(zip(paths, grads, strict=True)),
         )
         for group in self.groups:
-            own = {path: given[path] for path in group.params if path in given}
-            if own:
+            reached = {path: given[path] for path in group.params if path in given}
+            if reached:
                 factor = group.spec.rate_factor
                 scene = Scene(
                     self.xp,
@@ -107,36 +107,38 @@ class VariableStep:
                     rate if rate is None or factor == 1.0 else rate * factor,
                     step,
                 )
-                self._move_group(steps, scene, group, own)
+                self._move_group(steps, scene, group, reached)
 
     def _move_group(
         self, steps: Steps, scene: Scene, group: GroupVariables, grads: Mapping[str, Any]
     ) -> None:
         params, shared = _values(group.params), _values(group.shared)
-        slots = {path: _values(own) for path, own in group.slots.items()}
+        slots = {path: _values(variables) for path, variables in group.slots.items()}
         reached, after, common = steps.prepare(scene, group.spec.group, params, grads, slots, shared)
         for name, variable in group.shared.items():
             variable.assign(after[name])
         missed = self.spec.missed
-        for missing, own, paths in _batches(group, reached, missed):
+        for missing, config, paths in _batches(group, reached, missed):
             there = (scene.rate, scene.step - missing, common)
             arguments = [(params[path], reached[path], slots[path]) for path in paths]
-            for path, (param, moved) in zip(paths, self._updated(steps, own, there, arguments), strict=True):
+            for path, (param, moved) in zip(
+                paths, self._updated(steps, config, there, arguments), strict=True
+            ):
                 group.params[path].assign(param)
                 for name, value in moved.items():
                     group.slots[path][name].assign(value)
 
     def _updated(
-        self, steps: Steps, own: Hashable, there: tuple[Any, Any, Any], arguments: Sequence[Any]
+        self, steps: Steps, config: Hashable, there: tuple[Any, Any, Any], arguments: Sequence[Any]
     ) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Yields parameter and slots of each of a batch after its update."""
         size = math.prod(arguments[0][0].shape)
         if len(arguments) == 1 or size >= ALONE or size == 0:
-            kernel = self._kernel(steps, own, arguments[0], together=False)
+            kernel = self._kernel(steps, config, arguments[0], together=False)
             for argument in arguments:
                 yield kernel(*there, argument)
             return
-        kernel = self._kernel(steps, own, arguments[0], together=True)
+        kernel = self._kernel(steps, config, arguments[0], together=True)
         most = max(2, STACK // size)
         for start in range(0, len(arguments), most):
             part = arguments[start : start + most]
@@ -146,10 +148,10 @@ class VariableStep:
             for i, one in enumerate(tf.unstack(param)):
                 yield one, {name: values[i] for name, values in split.items()}
 
-    def _kernel(self, steps: Steps, own: Hashable, argument: Any, together: bool) -> Callable[..., Any]:
+    def _kernel(self, steps: Steps, config: Hashable, argument: Any, together: bool) -> Callable[..., Any]:
         """Returns the update of one kind of parameters, compiled; of a stack of them if `together`."""
         kind = tuple((value.shape, value.dtype) for value in tf.nest.flatten(argument))
-        key = (own, kind, together)
+        key = (config, kind, together)
         if key not in self._kernels:
             variant, xp = self.spec.variant, self.xp
 
@@ -158,7 +160,7 @@ class VariableStep:
 
                 def one(each: Any) -> Any:
                     param, grad, slots = each
-                    return steps.update(scene, param, grad, slots, own, common)
+                    return steps.update(scene, param, grad, slots, config, common)
 
                 return tf.vectorized_map(one, moving) if together else one(moving)
 
@@ -170,13 +172,13 @@ def _batches(
     group: GroupVariables, grads: Mapping[str, Any], missed: Mapping[str, int]
 ) -> Iterator[tuple[int, Hashable, list[str]]]:
     """Yields which parameters are moved by one kernel: what they missed, what their update depends on, and they."""
-    found: dict[tuple[int, Hashable, Hashable], list[str]] = {}
+    batches: dict[tuple[int, Hashable, Hashable], list[str]] = {}
     for path, grad in grads.items():
         arrays = [group.params[path], *tf.nest.flatten(grad), *group.slots[path].values()]
         kind = tuple((tuple(value.shape), value.dtype) for value in arrays)
-        found.setdefault((missed.get(path, 0), group.configs[path], kind), []).append(path)
-    for (missing, own, _), paths in found.items():
-        yield missing, own, paths
+        batches.setdefault((missed.get(path, 0), group.configs[path], kind), []).append(path)
+    for (missing, config, _), paths in batches.items():
+        yield missing, config, paths
 
 
 def _values(variables: Variables) -> dict[str, Any]:
