@@ -77,6 +77,12 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "(or one for each group), or a file with a state_dict.",
     )
     @click.option(
+        "--names-from",
+        type=click.Choice(["config"]),
+        help="Where to take the order of a Trainer's numbered parameters from; config: the architecture that the "
+        "model's config.json names, built without weights (needs statekit[hf]).",
+    )
+    @click.option(
         "--model-key",
         metavar="KEY",
         help="Where the weights lie in a PyTorch file, keys joined by /, if several may be meant.",
@@ -88,12 +94,13 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
         hparams: tuple[str, ...],
         variant: str | None,
         param_names: Path | None,
+        names_from: str | None,
         model_key: str | None,
         optimizer_key: str | None,
         **options: Any,
     ) -> Any:
         hints = _hints(hparams, variant, param_names)
-        hints = replace(hints, model_key=model_key, optimizer_key=optimizer_key)
+        hints = replace(hints, model_key=model_key, optimizer_key=optimizer_key, names_from=names_from)
         return command(*args, hints=hints, **options)
 
     return run

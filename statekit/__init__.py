@@ -66,6 +66,7 @@ def open(
     hparams: Mapping[str, Any] | None = None,
     variant: str | None = None,
     param_names: Sequence[str] | None = None,
+    names_from: Literal["config"] | None = None,
     model_key: str | None = None,
     optimizer_key: str | None = None,
 ) -> OpenState:
@@ -79,6 +80,8 @@ def open(
         hparams: Hyperparameters that the checkpoint doesn't say, in the original's own names.
         variant: Which variant of the optimizer ran, where the files can't tell.
         param_names: Names in the order of the optimizer's parameters, where it only numbers them.
+        names_from: `config`: take that order from the architecture that config.json beside a Trainer's weights names,
+            built without weights; it needs statekit[hf].
         model_key: Where the model's weights lie in a PyTorch file, keys joined by `/`, if several may be meant.
         optimizer_key: Where the optimizer's state lies in it.
 
@@ -103,7 +106,7 @@ def open(
     """
     from statekit.conversion.open_state import open_state
 
-    hints = _hints(hparams, variant, param_names, model_key, optimizer_key)
+    hints = _hints(hparams, variant, param_names, names_from, model_key, optimizer_key)
     return open_state(_local(path), container=container, layout=layout, step=step, hints=hints)
 
 
@@ -116,6 +119,7 @@ def inspect(
     hparams: Mapping[str, Any] | None = None,
     variant: str | None = None,
     param_names: Sequence[str] | None = None,
+    names_from: Literal["config"] | None = None,
     model_key: str | None = None,
     optimizer_key: str | None = None,
     filter: str | None = None,
@@ -131,6 +135,7 @@ def inspect(
         hparams: As in `open`.
         variant: As in `open`.
         param_names: As in `open`.
+        names_from: As in `open`.
         model_key: As in `open`.
         optimizer_key: As in `open`.
         filter: Glob for parameter paths and names of other tensors; `*` also matches `/`.
@@ -150,7 +155,7 @@ def inspect(
     from statekit.conversion.inspection import Request
     from statekit.conversion.inspection import inspect as inspected
 
-    hints = _hints(hparams, variant, param_names, model_key, optimizer_key)
+    hints = _hints(hparams, variant, param_names, names_from, model_key, optimizer_key)
     return inspected(_local(path), Request(container, layout, step, hints, filter, stats))
 
 
@@ -165,6 +170,7 @@ def plan(
     hparams: Mapping[str, Any] | None = None,
     variant: str | None = None,
     param_names: Sequence[str] | None = None,
+    names_from: Literal["config"] | None = None,
     model_key: str | None = None,
     optimizer_key: str | None = None,
     step_offset: StepOffset = "keep",
@@ -183,6 +189,7 @@ def plan(
         hparams: As in `open`.
         variant: As in `open`.
         param_names: As in `open`.
+        names_from: As in `open`.
         model_key: As in `open`.
         optimizer_key: As in `open`.
         step_offset: `keep`; `reset`, so that the second-moment decay starts anew; or the step where it starts.
@@ -210,7 +217,7 @@ def plan(
         to=to,
         layout=layout,
         step=step,
-        hints=_hints(hparams, variant, param_names, model_key, optimizer_key),
+        hints=_hints(hparams, variant, param_names, names_from, model_key, optimizer_key),
         step_offset=step_offset,
         require=Exactness[require.upper()],
         like=None if like is None else _local(like),
@@ -309,13 +316,21 @@ def _hints(
     hparams: Mapping[str, Any] | None,
     variant: str | None,
     param_names: Sequence[str] | None,
+    names_from: str | None,
     model_key: str | None,
     optimizer_key: str | None,
 ) -> Hints:
     from statekit.conversion.contracts import Hints
 
     names = None if param_names is None else tuple(param_names)
-    return Hints(dict(hparams or {}), variant, names, model_key=model_key, optimizer_key=optimizer_key)
+    return Hints(
+        dict(hparams or {}),
+        variant,
+        names,
+        model_key=model_key,
+        optimizer_key=optimizer_key,
+        names_from=names_from,
+    )
 
 
 def __getattr__(name: str) -> Any:

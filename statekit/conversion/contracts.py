@@ -61,6 +61,7 @@ class Hints:
             weights that aren't there. Their values aren't read.
         model_key: Path of the model's part in the checkpoint's tree, keys joined by `/`; found if None.
         optimizer_key: Path of the optimizer's part; found if None.
+        names_from: Where else the order of parameters shall be taken from, a way that the layout offers: `config`.
     """
 
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
@@ -69,6 +70,7 @@ class Hints:
     model: Mapping[str, Tensor] | None = None
     model_key: str | None = None
     optimizer_key: str | None = None
+    names_from: str | None = None
 
     def keyed(self, checkpoint: Checkpoint) -> Checkpoint:
         """Returns a checkpoint that knows where its parts were said to lie."""
@@ -183,6 +185,15 @@ class LikeModel(Protocol):
         Raises:
             StateError: The file isn't one of this state's model; lists every fault.
         """
+
+
+@runtime_checkable
+class FindsNames(Protocol):
+    """A layout that can take the order of parameters from elsewhere, if it is asked to."""
+
+    @property
+    def names_from(self) -> tuple[str, ...]:
+        """The ways that it offers, for `--names-from`."""
 
 
 @runtime_checkable

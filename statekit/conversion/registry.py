@@ -24,7 +24,7 @@ from statekit.conversion.cards import (
     of_container,
     of_layout,
 )
-from statekit.conversion.contracts import Container, Contents, Describes, Evidence, Hints, Layout
+from statekit.conversion.contracts import Container, Contents, Describes, Evidence, FindsNames, Hints, Layout
 from statekit.conversion.kept import with_kept
 from statekit.errors import (
     NotFoundError,
@@ -203,6 +203,15 @@ def decoded(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> TrainState:
     if hints.variant is not None:
         known = [variant for schema in layout.variants for variant in load_schema(schema).variants]
         check_name("variant", hints.variant, known, "--variant")
+    if hints.names_from is not None:
+        ways = layout.names_from if isinstance(layout, FindsNames) else ()
+        if hints.names_from not in ways:
+            raise UsageError(
+                "The checkpoint's names don't come from there.",
+                place="--names-from",
+                expected=", ".join(ways) or f"nothing: {layout.title} has them by itself",
+                found=hints.names_from,
+            )
     try:
         state = layout.decode(checkpoint, hints)
         if hints.variant is not None:

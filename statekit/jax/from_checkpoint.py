@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ def load_optimizer(
     variant: str | None = None,
     names: Mapping[str, str] | None = None,
     param_names: Sequence[str] | None = None,
+    names_from: Literal["config"] | None = None,
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
     **overrides: Any,
@@ -61,6 +62,8 @@ def load_optimizer(
         variant: Whose rule, where the checkpoint can't tell.
         names: Names in the checkpoint by the leaves', where they differ.
         param_names: Names in the checkpoint in the order of the optimizer's parameters, where it only numbers them.
+        names_from: `config`: that order from the architecture that config.json beside a Trainer's weights names, built
+            without weights; it needs statekit[hf].
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names, as in its configuration.
         **overrides: Hyperparameters for every group, e.g. `clipping_threshold=None`; `step_offset="reset"` lets the
@@ -77,7 +80,7 @@ def load_optimizer(
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    with open_state(Path(path), step=step, hints=_hints(hparams, variant, param_names)) as opened:
+    with open_state(Path(path), step=step, hints=_hints(hparams, variant, param_names, names_from)) as opened:
         state = as_params(opened.state)[0]
         require_resumable(state, path, HOME, MAKERS)
         state = renamed(state, names or {}, path)
@@ -96,9 +99,13 @@ def load_optimizer(
 
 
 def _hints(
-    hparams: Mapping[str, Any] | None, variant: str | None, param_names: Sequence[str] | None
+    hparams: Mapping[str, Any] | None,
+    variant: str | None,
+    param_names: Sequence[str] | None,
+    names_from: str | None,
 ) -> Hints:
-    return Hints(dict(hparams or {}), variant, None if param_names is None else tuple(param_names))
+    names = None if param_names is None else tuple(param_names)
+    return Hints(dict(hparams or {}), variant, names, names_from=names_from)
 
 
 def _partition(
@@ -176,6 +183,7 @@ def load_params(
     *,
     names: Mapping[str, str] | None = None,
     param_names: Sequence[str] | None = None,
+    names_from: Literal["config"] | None = None,
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
 ) -> Any:
@@ -188,6 +196,7 @@ def load_params(
         params: Arrays, or `jax.ShapeDtypeStruct`s; a leaf's name is its keys joined by `/`, dots count as slashes.
         names: As in `load_optimizer`.
         param_names: As in `load_optimizer`.
+        names_from: As in `load_optimizer`.
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names.
 
@@ -196,7 +205,7 @@ def load_params(
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    with open_state(Path(path), step=step, hints=_hints(hparams, None, param_names)) as opened:
+    with open_state(Path(path), step=step, hints=_hints(hparams, None, param_names, names_from)) as opened:
         leaves = leaves_of(params)
         state = renamed(as_params(opened.state)[0], names or {}, path)
         stored, dtypes = state.params, {path_of(name): leaf.dtype for name, leaf in leaves.by_name.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import keras
 
@@ -51,6 +51,7 @@ def load_optimizer(
     variant: str | None = None,
     names: Mapping[str, str] | None = None,
     param_names: Sequence[str] | None = None,
+    names_from: Literal["config"] | None = None,
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
     **overrides: Any,
@@ -65,6 +66,8 @@ def load_optimizer(
         names: Names in the checkpoint by the variables' paths, where they differ.
         param_names: Names in the checkpoint in the order of the optimizer's parameters, where it only numbers them; of
             a model and a file of Keras, the model knows them.
+        names_from: `config`: that order from the architecture that config.json beside a Trainer's weights names, built
+            without weights; it needs statekit[hf].
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names, as in its configuration.
         **overrides: Hyperparameters for all parameters, which outweigh the checkpoint's, and arguments of the
@@ -82,7 +85,9 @@ def load_optimizer(
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    hints = Hints(dict(hparams or {}), variant, _order(Path(path), variables, param_names))
+    hints = Hints(
+        dict(hparams or {}), variant, _order(Path(path), variables, param_names), names_from=names_from
+    )
     with open_state(Path(path), step=step, hints=hints) as opened:
         state = as_params(opened.state)[0]
         require_resumable(state, path, HOME, MAKERS)
@@ -246,6 +251,7 @@ def load_params(
     *,
     names: Mapping[str, str] | None = None,
     param_names: Sequence[str] | None = None,
+    names_from: Literal["config"] | None = None,
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
 ) -> None:
@@ -259,6 +265,8 @@ def load_params(
         names: Names in the checkpoint by the variables' paths, where they differ.
         param_names: Names in the checkpoint in the order of the optimizer's parameters, where it only numbers them; of
             a model and a file of Keras, the model knows them.
+        names_from: `config`: that order from the architecture that config.json beside a Trainer's weights names, built
+            without weights; it needs statekit[hf].
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names.
 
@@ -269,7 +277,9 @@ def load_params(
     """
     model = isinstance(variables, keras.Model)
     wanted = list(variables.variables if isinstance(variables, keras.Model) else variables)
-    hints = Hints(dict(hparams or {}), None, _order(Path(path), variables, param_names))
+    hints = Hints(
+        dict(hparams or {}), None, _order(Path(path), variables, param_names), names_from=names_from
+    )
     with open_state(Path(path), step=step, hints=hints) as opened:
         names = names or _renumbered(opened, wanted)
         state = as_params(opened.state)[0]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -60,6 +60,7 @@ def load_optimizer(
     variant: str | None = None,
     names: Mapping[str, str] | None = None,
     param_names: Sequence[str] | None = None,
+    names_from: Literal["config"] | None = None,
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
     **overrides: Any,
@@ -79,6 +80,8 @@ def load_optimizer(
             A scheduler goes on where the run stood with `last_epoch=optimizer.param_groups[0]["step"] - 1`.
         names: Names in the checkpoint by those of `named_parameters`, where they differ.
         param_names: Names in the checkpoint in the order of the optimizer's parameters, where it only numbers them.
+        names_from: `config`: that order from the architecture that config.json beside a Trainer's weights names, built
+            without weights; it needs statekit[hf].
         variant: Whose rule goes on, by its name in the optimizer's schema, where the checkpoint can't tell: the
             generations of ScaledAdam leave the same files, and so do MXNet's two paths of LANS. As the checkpoint
             has it if None.
@@ -101,7 +104,7 @@ def load_optimizer(
     if fault := rate_fault(lr):
         raise UsageError("This can't be a learning rate.", place="lr", found=fault)
     pairs = _pairs(named_parameters)
-    hints = _hints(pairs, names or {}, param_names, hparams, variant)
+    hints = _hints(pairs, names or {}, param_names, names_from, hparams, variant)
     with open_state(Path(path), step=step, hints=hints) as opened:
         state = as_params(opened.state)[0]
         require_resumable(state, path, HOME, MAKERS)
@@ -149,6 +152,7 @@ def load_params(
     *,
     names: Mapping[str, str] | None = None,
     param_names: Sequence[str] | None = None,
+    names_from: Literal["config"] | None = None,
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
 ) -> None:
@@ -162,6 +166,7 @@ def load_params(
         model: The module.
         names: Names in the checkpoint by those of the model's parameters and buffers, where they differ.
         param_names: As in `load_optimizer`.
+        names_from: As in `load_optimizer`.
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names.
 
@@ -170,7 +175,7 @@ def load_params(
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    hints = _hints(list(model.named_parameters()), names or {}, param_names, hparams, None)
+    hints = _hints(list(model.named_parameters()), names or {}, param_names, names_from, hparams, None)
     with open_state(Path(path), step=step, hints=hints) as opened:
         state = renamed(as_params(opened.state)[0], names or {}, path)
         for target, source in _fitted(state, opened.makers, model, path):
@@ -231,6 +236,7 @@ def _hints(
     pairs: Sequence[tuple[str, torch.Tensor]],
     names: Mapping[str, str],
     param_names: Sequence[str] | None,
+    names_from: str | None,
     hparams: Mapping[str, Any] | None,
     variant: str | None,
 ) -> Hints:
@@ -241,7 +247,7 @@ def _hints(
         name: Stored(tuple(param.shape), dtype_of(param), _no_values(name), name, "the model")
         for name, param in ((theirs.get(path_of(n), n), p) for n, p in pairs if p.requires_grad)
     }
-    return Hints(dict(hparams or {}), variant, listed, model)
+    return Hints(dict(hparams or {}), variant, listed, model, names_from=names_from)
 
 
 def _no_values(name: str) -> Callable[[object], Array]:

@@ -43,6 +43,7 @@ def found_order(
     given: Sequence[str] | None,
     is_sorted: bool,
     own_model: Iterable[str] | None = None,
+    remedy: str = REMEDY,
 ) -> Order:
     """Returns the order by what tells it.
 
@@ -55,6 +56,7 @@ def found_order(
         is_sorted: Whether the model part is sorted by name.
         own_model: Names of the caller's model, in its order, which is asked only where the checkpoint tells nothing: it
             says nothing of groups.
+        remedy: What helps where nothing tells it.
 
     Raises:
         StateError: Nothing tells it; names every case.
@@ -65,13 +67,15 @@ def found_order(
     model_shapes = {name: tensor.shape for name, tensor in apart(model).items()}
     if given is None:
         try:
-            return shaped_order(shapes, model_shapes, "the model part", is_sorted)
+            return shaped_order(shapes, model_shapes, "the model part", is_sorted, remedy)
         except StateError:
             dotted = (name if name in model_shapes else name.replace("/", ".") for name in own_model or ())
             known = dict.fromkeys(name for name in dotted if name in model_shapes)
             if not known:
                 raise
-            return shaped_order(shapes, {name: model_shapes[name] for name in known}, OWN_MODEL)
+            return shaped_order(
+                shapes, {name: model_shapes[name] for name in known}, OWN_MODEL, remedy=remedy
+            )
     names = _known(given, model)
     flat = [shape for group in shapes for shape in group]
     listed = len(names) == len(flat) and all(
@@ -130,6 +134,7 @@ def shaped_order(
     model: Mapping[str, Shape],
     source: str = "the model part",
     is_sorted: bool = False,
+    remedy: str = REMEDY,
 ) -> Order:
     """Returns the order that shapes tell.
 
@@ -138,13 +143,14 @@ def shaped_order(
         model: Shape by name, in the order of the model part.
         source: What has this order, for people.
         is_sorted: Whether that is the order of the alphabet.
+        remedy: What helps where they don't.
 
     Raises:
         StateError: Shapes don't decide; names every case.
     """
     open_slots = sum(shape is None for group in groups for shape in group)
     if open_slots:
-        return _whole_order(groups, model, source, is_sorted)
+        return _whole_order(groups, model, source, is_sorted, remedy)
     names: dict[Shape, list[str]] = {}
     for name, shape in model.items():
         names.setdefault(shape, []).append(name)
@@ -162,14 +168,18 @@ def shaped_order(
         elif is_sorted and len(numbers) > 1:
             faults.add(f"{len(numbers)} of it, {BY_NAME}", f"shape {shape}")
         several += len(numbers) if len(numbers) > 1 else 0
-    faults.check(StateError, "Shapes don't tell which parameters the optimizer's indices mean", remedy=REMEDY)
+    faults.check(StateError, "Shapes don't tell which parameters the optimizer's indices mean", remedy=remedy)
     left = {shape: iter(candidates) for shape, candidates in names.items()}
     order = tuple(tuple(next(left[shape]) for shape in group if shape is not None) for group in groups)
     return Order(order, (_said(several, source),) if several else ())
 
 
 def _whole_order(
-    groups: Sequence[Sequence[Shape | None]], model: Mapping[str, Shape], source: str, is_sorted: bool
+    groups: Sequence[Sequence[Shape | None]],
+    model: Mapping[str, Shape],
+    source: str,
+    is_sorted: bool,
+    remedy: str,
 ) -> Order:
     """Takes all of the model in its order, where some parameters have no slots to show a shape."""
     if len(groups) != 1 or len(groups[0]) != len(model) or (is_sorted and len(model) > 1):
@@ -177,14 +187,14 @@ def _whole_order(
             "Some parameters have no slots, so that nothing tells which the optimizer's indices mean.",
             expected=f"one group of {len(model)} parameters, all that the model has, in their order",
             found=f"{len(groups)} groups of {[len(group) for group in groups]}",
-            remedy=REMEDY,
+            remedy=remedy,
         )
     wrong = Faults(
         (f"has shape {shape}, its slots {slot_shape}", name)
         for (name, shape), slot_shape in zip(model.items(), groups[0], strict=True)
         if slot_shape not in (None, shape)
     )
-    wrong.check(StateError, "The optimizer's parameters don't stand in the order of the model", remedy=REMEDY)
+    wrong.check(StateError, "The optimizer's parameters don't stand in the order of the model", remedy=remedy)
     return Order((tuple(model),), (_said(len(model), source),))
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from statekit.conversion.contracts import Contents, Encoded, Evidence, Hints
+from statekit.converters.layouts.pytorch.architecture import BY_CONFIG, has_config, names_by_config
 from statekit.converters.layouts.pytorch.contents import contents_of
-from statekit.converters.layouts.pytorch.param_order import found_order
+from statekit.converters.layouts.pytorch.param_order import REMEDY, found_order
 from statekit.converters.layouts.pytorch.parts import (
     GROUPS,
     Form,
@@ -127,6 +128,7 @@ class TorchOptim:
     )
     containers: tuple[str, ...] = ("torch", "hf-trainer", "accelerate", "safetensors", "dcp", "fsdp1-ranks")
     form: Form | None = None
+    names_from: tuple[str, ...] = ("config",)
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at the options of the groups, and at the names of the slots."""
@@ -160,14 +162,18 @@ class TorchOptim:
             [_shape_of(kind, parts.state.get(i, {})) for i in group["params"]] for group in parts.groups
         ]
         is_sorted = bool(checkpoint.meta.get(SORTED))
-        order = found_order(parts.groups, shapes, parts.model, hints.param_names, is_sorted, hints.model)
+        given, said_by = hints.param_names, ""
+        remedy = f"{BY_CONFIG}; or: {REMEDY}" if has_config(checkpoint) else REMEDY
+        if hints.names_from is not None and given is None:
+            given, said_by = names_by_config(checkpoint, shapes, parts.model)
+        order = found_order(parts.groups, shapes, parts.model, given, is_sorted, hints.model, remedy)
         moved = {name: None for names in order.groups for name in names}
         params = {_path(name): tensor for name, tensor in parts.model.items() if name in moved}
         faults += [("isn't in the model part", name) for name in moved if name not in parts.model]
         rules = {path: kind.rule(p.shape) for path, p in params.items()}
         slots, counts, beside = {}, dict[str, int](), dict[str, Any]()
         said = (_BARE,) if _is_bare(parts) else _FORM_NOTES.get(parts.form, ())
-        notes = dict.fromkeys((*order.notes, *said))
+        notes = dict.fromkeys((*order.notes, *([said_by] if said_by else ()), *said))
         for group, names in zip(parts.groups, order.groups, strict=True):
             for index, name in zip(group["params"], names, strict=True):
                 record = parts.state.get(index)

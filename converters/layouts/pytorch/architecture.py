@@ -1,0 +1,244 @@
+"""The order of parameters that a model's config.json tells: its architecture is built without weights, and asked.
+
+transformers builds it, on the meta device and in a process of its own, offline and bounded in time and memory. Only
+classes of transformers itself are built: a configuration that names code beside it is refused. Trainer's own function
+says which parameters have weight decay, as its optimizer has them in two groups, with and without.
+
+Source: huggingface/transformers, trainer.py, `Trainer.create_optimizer`, `Trainer.get_decay_parameter_names`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from statekit.errors import FormatError, MissingExtraError, StateError
+from statekit.files.checkpoint import Checkpoint
+from statekit.tensors.tensor import Shape, Tensor
+from statekit.tensors.tree import at
+
+CONFIG = "config.json"
+CODE = "auto_map"
+"""The entry of a configuration that names code of its own."""
+BY_CONFIG = (
+    "--names-from config, in Python names_from='config', takes them from the model's config.json (extra hf)"
+)
+_BEGIN = "statekit-architecture:"
+_OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+_SECONDS, _BYTES = 180, 16 * 2**30
+"""What building may take, and the memory that it may take meanwhile."""
+_KEY = ("files", CONFIG)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a model's configuration tells of its parameters.
+
+    Attributes:
+        params: For each parameter, in the model's order, all its names: tied ones have several.
+        decayed: The first name of those that Trainer's rule lets decay.
+        made_by: What built it.
+    """
+
+    params: tuple[tuple[str, ...], ...]
+    decayed: frozenset[str]
+    made_by: str
+
+    def grouped(self) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+        """Returns Trainer's two groups: with weight decay, and without."""
+        first = [names for names in self.params if names[0] in self.decayed]
+        return first, [names for names in self.params if names[0] not in self.decayed]
+
+
+def has_config(checkpoint: Checkpoint) -> bool:
+    """Tells whether a model's configuration lies in a checkpoint."""
+    return isinstance(at(checkpoint.tree, _KEY), Tensor)
+
+
+def names_by_config(
+    checkpoint: Checkpoint,
+    groups: Sequence[Sequence[Shape | None]],
+    model: Mapping[str, Tensor],
+) -> tuple[tuple[str, ...], str]:
+    """Returns names in the order of an optimizer's numbers, as the model's configuration tells them, and a note on it.
+
+    Args:
+        checkpoint: The checkpoint; its config.json is among the carried files.
+        groups: For each group the shape of each of its parameters, as its slots have it; None where it has none.
+        model: Every tensor of the model by name.
+
+    Raises:
+        MissingExtraError: transformers isn't installed.
+        FormatError: The configuration can't be trusted, or isn't one that transformers builds by itself.
+        StateError: The optimizer's groups are neither Trainer's two nor one with all parameters.
+    """
+    if not has_config(checkpoint):
+        raise StateError(
+            "No configuration of the model lies beside its weights.",
+            place=checkpoint.path,
+            expected=CONFIG,
+            remedy="put it there, or give the names in the order of the parameters: --param-names FILE",
+        )
+    text = bytes(np.asarray(at(checkpoint.tree, _KEY).read())).decode("utf-8", "replace")
+    built = architecture(text, str(checkpoint.path / CONFIG), len(model))
+    ways = {
+        "in Trainer's two groups, with weight decay and without": built.grouped(),
+        "in one group, in the model's order": (list(built.params),),
+    }
+    for said, meant in ways.items():
+        if [len(group) for group in meant] == [len(group) for group in groups]:
+            names = [_held(one, model) for group in meant for one in group]
+            if _fit(names, [shape for group in groups for shape in group], model):
+                return tuple(
+                    names
+                ), f"Names of parameters are those that {built.made_by} gives them by {CONFIG}, {said}."
+    raise StateError(
+        "The optimizer's groups aren't those that the model's configuration makes.",
+        place=checkpoint.path,
+        expected=" or ".join(str([len(group) for group in meant]) for meant in ways.values())
+        + f" parameters of the model's shapes, by {built.made_by}",
+        found=str([len(group) for group in groups]),
+        remedy="parameters that were frozen, or groups of one's own, only the run knows: give their names in the order "
+        "of the parameters, --param-names FILE, in Python param_names=[...]",
+    )
+
+
+def _held(names: Sequence[str], model: Collection[str]) -> str:
+    return next((name for name in names if name in model), names[0])
+
+
+def _fit(names: Sequence[str], shapes: Sequence[Shape | None], model: Mapping[str, Tensor]) -> bool:
+    return all(
+        name in model and shape in (None, model[name].shape)
+        for name, shape in zip(names, shapes, strict=True)
+    )
+
+
+@lru_cache(maxsize=8)
+def architecture(config: str, place: str, tensors: int) -> Architecture:
+    """Builds the architecture of a configuration, and returns what it tells.
+
+    Args:
+        config: The text of a config.json.
+        place: Where it stands, for errors.
+        tensors: Tensors of the model, which has no more layers than that.
+
+    Raises:
+        MissingExtraError: transformers isn't installed.
+        FormatError: It can't be trusted, or transformers doesn't build it.
+    """
+    try:
+        told = json.loads(config)
+    except (ValueError, RecursionError) as error:
+        raise FormatError("This isn't valid JSON.", place=place, found=error) from None
+    if not isinstance(told, dict):
+        raise FormatError(
+            "A model's configuration isn't a JSON object.", place=place, found=type(told).__name__
+        )
+    if CODE in told:
+        raise FormatError(
+            "The model's architecture is code of its own, which isn't run.",
+            place=place,
+            found=CODE,
+            remedy="give the names in the order of the parameters: --param-names FILE, in Python param_names=[...]",
+        )
+    deep = {key: n for key, n in told.items() if "layer" in key and type(n) is int and n > tensors}
+    if deep:
+        raise FormatError(
+            "A model's configuration has more layers than its file has tensors.", place=place, found=str(deep)
+        )
+    for name in ("torch", "transformers"):
+        if find_spec(name) is None:
+            raise MissingExtraError(
+                "Names by a model's configuration need transformers.",
+                expected="statekit[hf]",
+                found=f"{name} isn't installed",
+                remedy="pip install 'statekit[hf]', or give the names: --param-names FILE",
+            )
+    code = f"from {print_architecture.__module__} import print_architecture; print_architecture()"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            input=config,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_SECONDS,
+            env={**os.environ, **_OFFLINE},
+        )
+    except subprocess.TimeoutExpired:
+        raise FormatError(
+            "Building the model's architecture took too long.", place=place, expected=f"{_SECONDS} s"
+        ) from None
+    answer = next((line for line in done.stdout.splitlines() if line.startswith(_BEGIN)), None)
+    if answer is None:
+        found = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]
+        raise FormatError(
+            "transformers doesn't build the model's architecture.",
+            place=place,
+            found=found,
+            remedy="give the names in the order of the parameters: --param-names FILE, in Python param_names=[...]",
+        )
+    record: dict[str, Any] = json.loads(answer.removeprefix(_BEGIN))
+    return Architecture(
+        tuple(tuple(names) for names in record["params"]), frozenset(record["decayed"]), record["made_by"]
+    )
+
+
+def _without_kernels(told: Any) -> Any:
+    """Returns a configuration without what names kernels, which are code that may be fetched."""
+    if isinstance(told, dict):
+        return {
+            key: _without_kernels(value)
+            for key, value in told.items()
+            if not key.endswith("_implementation") and key not in ("use_kernels", "kernel_config")
+        }
+    return [_without_kernels(one) for one in told] if isinstance(told, list) else told
+
+
+def print_architecture() -> None:
+    """Reads a configuration from standard input, builds it without weights, and prints what it tells as one line."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_DATA, (_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    import torch
+    import transformers
+
+    told: dict[str, Any] = _without_kernels(json.load(sys.stdin))
+    kind = told.get("model_type")
+    name = next(iter(told.get("architectures") or ()), None)
+    model_class: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+        raise SystemExit(f"transformers {transformers.__version__} has no architecture {name!r}")
+    config = transformers.AutoConfig.for_model(kind, **{k: v for k, v in told.items() if k != "model_type"})
+    config._attn_implementation = "eager"
+    own_config: Any = getattr(model_class, "config_class", ())
+    if not isinstance(config, own_config):
+        raise SystemExit(f"{name} isn't a model of type {kind!r}")
+    with torch.device("meta"):
+        model = model_class(config)
+    model.tie_weights()
+    names: dict[int, list[str]] = {}
+    for one, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(one)
+    decayed = transformers.Trainer.get_decay_parameter_names(None, model)
+    record = {
+        "params": [names[id(param)] for _, param in model.named_parameters()],
+        "decayed": list(decayed),
+        "made_by": f"{name} of transformers {transformers.__version__}",
+    }
+    print(f"\n{_BEGIN}{json.dumps(record)}", flush=True)

@@ -1,0 +1,158 @@
+"""Names of a Trainer's numbered parameters, taken from the config.json beside its weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import statekit
+import statekit.jax
+from goldens import GOLDEN
+from statekit.cli.main import main
+from statekit.converters.layouts.pytorch.architecture import architecture
+from statekit.errors import FormatError, MissingExtraError, StateError, UsageError
+from statekit.torch import load_optimizer
+
+pytestmark = [pytest.mark.torch, pytest.mark.jax]
+KINDS = ("gpt2", "t5")
+Truth = dict[str, list[list[str]]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Truth]:
+    folder = tmp_path_factory.mktemp("runs")
+    script = Path(__file__).with_name("trained_folders.py")
+    done = subprocess.run([sys.executable, script, folder], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder, json.loads((folder / "names.json").read_text())
+
+
+def step_of(folder: Path, kind: str) -> Path:
+    return folder / kind / "checkpoint-3"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_config_tells_what_trainers_optimizer_numbers(
+    kind: str, runs: tuple[Path, Truth], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step, truth = step_of(runs[0], kind), runs[1][kind]
+    with pytest.raises(
+        StateError, match=r"do:\s+--names-from config(.|\n)*load_optimizer(.|\n)*--param-names"
+    ):
+        statekit.open(step)
+    assert main(["convert", str(step), str(tmp_path / "run.pt"), "--names-from", "config"]) == 0
+    assert "of transformers" in capsys.readouterr().out
+    state = torch.load(step / "optimizer.pt", weights_only=True)["state"]
+    flat = [name for group in truth for name in group]
+    with statekit.open(tmp_path / "run.pt") as opened:
+        assert [[path.replace("/", ".") for path in group.paths] for group in opened.groups] == truth
+        for index, name in enumerate(flat):
+            held = opened.slots[name.replace(".", "/")]
+            for slot, native in (("m", "exp_avg"), ("v", "exp_avg_sq")):
+                if native in state[index]:
+                    assert np.array_equal(held[slot].read(), state[index][native].numpy())
+
+
+def test_drop_ins_take_names_from_config(runs: tuple[Path, Truth]) -> None:
+    step, truth = step_of(runs[0], "gpt2"), runs[1]["gpt2"]
+    state = torch.load(step / "optimizer.pt", weights_only=True)["state"]
+    weights = load_file(step / "model.safetensors")
+    params = {name: torch.nn.Parameter(weights[name]) for group in truth for name in group}
+    resumed = load_optimizer(step, params.items(), names_from="config")
+    arrays = {name: param.detach().numpy() for name, param in params.items()}
+    transformation, mine = statekit.jax.load_optimizer(step, arrays, names_from="config")
+    assert transformation is not None and mine is not None
+    loaded = statekit.jax.load_params(step, arrays, names_from="config")
+    for index, name in enumerate(name for group in truth for name in group):
+        assert torch.equal(resumed.state[params[name]]["m"], state[index]["exp_avg"])
+        assert np.array_equal(loaded[name], arrays[name])
+
+
+@pytest.mark.tensorflow
+def test_keras_takes_names_from_config_and_names_in_order(runs: tuple[Path, Truth]) -> None:
+    import keras
+
+    import statekit.tensorflow
+
+    step, truth = step_of(runs[0], "gpt2"), runs[1]["gpt2"]
+    state = torch.load(step / "optimizer.pt", weights_only=True)["state"]
+    weights = load_file(step / "model.safetensors")
+    flat = [name for group in truth for name in group]
+    variables = [keras.Variable(weights[name].numpy(), name=name.replace(".", "_")) for name in flat]
+    names = {variable.path: name for variable, name in zip(variables, flat, strict=True)}
+    for how in ({"names_from": "config"}, {"param_names": flat}):
+        options: dict[str, Any] = {"names": names, **how}
+        statekit.tensorflow.load_params(step, variables, **options)
+        optimizer = statekit.tensorflow.load_optimizer(step, variables, **options)
+        held = {path.replace("/", "."): own for path, own in optimizer.slots().items()}
+        for index, name in enumerate(flat):
+            assert np.array_equal(held[name]["m"].numpy(), state[index]["exp_avg"].numpy()), name
+
+
+def changed(runs: tuple[Path, Truth], to: Path, **changes: Any) -> Path:
+    shutil.copytree(step_of(runs[0], "gpt2"), to)
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps({**config, **changes}))
+    return to
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"auto_map": {"AutoModel": "evil.py--Model"}}, "code of its own"),
+        ({"n_layer": 10**9}, "more layers"),
+        ({"architectures": ["Trainer"]}, "no architecture 'Trainer'"),
+        ({"architectures": ["BertModel"]}, "isn't a model of type 'gpt2'"),
+    ],
+)
+def test_a_configuration_that_cannot_be_trusted_is_refused(
+    changes: dict[str, Any], match: str, runs: tuple[Path, Truth], tmp_path: Path
+) -> None:
+    with pytest.raises(FormatError, match=match):
+        statekit.open(changed(runs, tmp_path / "checkpoint-3", **changes), names_from="config")
+
+
+def test_kernels_that_a_configuration_names_are_left_out(runs: tuple[Path, Truth], tmp_path: Path) -> None:
+    there = {
+        "attn_implementation": "kernels-evil/attention",
+        "_attn_implementation": "kernels-evil/attention",
+    }
+    folder = changed(runs, tmp_path / "checkpoint-3", **there)
+    with statekit.open(folder, names_from="config") as opened:
+        assert [len(group.paths) for group in opened.groups] == [len(group) for group in runs[1]["gpt2"]]
+
+
+def test_groups_that_arent_trainers_are_refused(runs: tuple[Path, Truth], tmp_path: Path) -> None:
+    folder = changed(runs, tmp_path / "checkpoint-3")
+    optimizer = torch.load(folder / "optimizer.pt", weights_only=True)
+    optimizer["param_groups"][0]["params"].pop()
+    torch.save(optimizer, folder / "optimizer.pt")
+    with pytest.raises(StateError, match=r"\[9, 18\](.|\n)*frozen(.|\n)*--param-names"):
+        statekit.open(folder, names_from="config")
+
+
+def test_without_a_configuration_or_transformers_it_says_so(
+    runs: tuple[Path, Truth], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = changed(runs, tmp_path / "checkpoint-3")
+    monkeypatch.setattr("statekit.converters.layouts.pytorch.architecture.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"statekit\[hf\]"):
+        statekit.open(folder, names_from="config")
+    architecture.cache_clear()
+    (folder / "config.json").unlink()
+    with pytest.raises(StateError, match=r"config\.json"):
+        statekit.open(folder, names_from="config")
+
+
+def test_systems_that_name_their_parameters_take_none_from_there() -> None:
+    with pytest.raises(UsageError, match="names-from"):
+        statekit.open(GOLDEN / "t5x" / "momentum_f32" / "checkpoint", names_from="config")
