@@ -160,8 +160,8 @@ class IntervalBackend(Backend):
         exact = np.asarray(array).astype(np.float64)
         if array.dtype != np.float64:
             return Interval(exact, exact, array.dtype.name, self.contracted)
-        held = exact.astype(np.float32).astype(np.float64)  # JAX has no float64 unless asked for
-        return Interval(np.minimum(exact, held), np.maximum(exact, held), "float64", self.contracted)
+        single = exact.astype(np.float32).astype(np.float64)  # JAX has no float64 unless asked for
+        return Interval(np.minimum(exact, single), np.maximum(exact, single), "float64", self.contracted)
 
     def numpy(self, value: Value) -> Array:
         return np.asarray((value.low + value.high) / 2)

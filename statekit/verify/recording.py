@@ -130,10 +130,10 @@ class Recording(AbstractContextManager["Recording"]):
         Raises:
             FormatError: No phase covers it.
         """
-        found = next((phase for phase in self.phases if phase.first <= update <= phase.last), None)
-        if found is None:
+        phase = next((one for one in self.phases if one.first <= update <= one.last), None)
+        if phase is None:
             raise FormatError("No phase covers an update.", place=self.folder / DESCRIPTION, found=update)
-        return found
+        return phase
 
     def hints(self, update: int) -> Hints:
         """Returns what the recording says about the optimizer, for opening its checkpoint."""
@@ -210,16 +210,16 @@ def open_recording(folder: Path) -> Recording:
         FormatError: Its description breaks the form.
     """
     missing = [name for name in (GRADS, TRAJECTORY) if not (folder / name).is_file()]
-    own, foreign = folder / DESCRIPTION, folder / "meta.json"
-    if missing or not (own.is_file() or foreign.is_file()):
+    description, foreign = folder / DESCRIPTION, folder / "meta.json"
+    if missing or not (description.is_file() or foreign.is_file()):
         raise NotFoundError(
             "The path isn't a recording.",
             place=folder,
             expected=f"a folder with {DESCRIPTION} or meta.json, {GRADS} and {TRAJECTORY}",
             found=f"without {', '.join(missing) or DESCRIPTION}",
         )
-    if own.is_file():
-        return from_json(folder, _json(own))
+    if description.is_file():
+        return from_json(folder, _json(description))
     meta = _json(foreign)
     _check_sequence(folder / TRAJECTORY)
     return from_json(folder, system(str(meta.get("system"))).describe(folder, meta))

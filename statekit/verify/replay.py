@@ -152,8 +152,8 @@ class Subject:
             return self._changed(initial(self.recording.state(self.first, judge, update)))
         with self._opened(update) as ours:
             xp = NumpyBackend()  # the file is closed from here on, so the state moves into memory
-            held = {key: _in_memory(part) for key, part in ours.extra.items()}
-            return self._changed(store(xp, load(xp, ours), replace(ours, extra=held)))
+            extra = {key: _in_memory(part) for key, part in ours.extra.items()}
+            return self._changed(store(xp, load(xp, ours), replace(ours, extra=extra)))
 
     def belief(self, update: int, state: TrainState) -> TrainState:
         """Returns a state with the rules and hyperparameters that our side uses for an update."""
@@ -333,8 +333,8 @@ def named(
 ) -> dict[tuple[str, str], Any]:
     """Returns parameters and slots under (path or `groups/<i>`, `param` or the slot's name)."""
     moved = {(path, "param"): value for path, value in params.items()}
-    owners = [*slots.items(), *((f"groups/{i}", own) for i, own in enumerate(shared))]
-    return moved | {(owner, name): value for owner, own in owners for name, value in own.items()}
+    owners = [*slots.items(), *((f"groups/{i}", arrays) for i, arrays in enumerate(shared))]
+    return moved | {(owner, name): value for owner, arrays in owners for name, value in arrays.items()}
 
 
 def _differences(ours: TrainState, recorded: TrainState) -> Iterator[str]:

@@ -46,9 +46,10 @@ def native_state(path: Path, said: TrainState) -> Iterator[TrainState]:
 def told(state: TrainState, said: TrainState) -> TrainState:
     """Returns a state that is moved as another one says; what its groups hold stays its own."""
     groups = said.optimizer.groups
-    if any(own.slots for own in state.optimizer.groups):
+    if any(group.slots for group in state.optimizer.groups):
         groups = tuple(
-            replace(other, slots=own.slots) for other, own in zip(groups, state.optimizer.groups, strict=True)
+            replace(other, slots=group.slots)
+            for other, group in zip(groups, state.optimizer.groups, strict=True)
         )
     return replace(state, optimizer=replace(said.optimizer, groups=groups), rules=said.rules)
 
@@ -93,9 +94,9 @@ def _renamed(state: TrainState, said: TrainState) -> TrainState:
 def _moved(state: TrainState, said: TrainState) -> TrainState:
     """Returns a state with masters in the place of parameters, if the recorded parameters are of their dtype."""
     recorded = [
-        said.params[path].dtype == own[MASTER].dtype
-        for path, own in state.slots.items()
-        if MASTER in own and path in said.params
+        said.params[path].dtype == slots[MASTER].dtype
+        for path, slots in state.slots.items()
+        if MASTER in slots and path in said.params
     ]
     return as_params(state)[0] if recorded and all(recorded) else state
 

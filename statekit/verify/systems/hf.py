@@ -20,7 +20,7 @@ def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of `recording.json` for a `meta.json` of Transformers."""
     schema, variant = kind(meta, KINDS)
     groups = list(recorded_groups(folder, meta))
-    told = {
+    spec = {
         "schema": schema,
         "variant": variant,
         "groups": groups,
@@ -29,4 +29,4 @@ def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
     }
     own_rate = all(group["relative_step"] for group in groups)
     path = checkpoint_of(meta["checkpoint"]["files"])
-    return described(meta, [(1, int(meta["steps"]), told)], path, "compiled", own_rate=own_rate)
+    return described(meta, [(1, int(meta["steps"]), spec)], path, "compiled", own_rate=own_rate)

@@ -24,6 +24,6 @@ def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
         "exclude_from_weight_decay": extra["exclude_from_weight_decay"],
         "params": extra["param_order"],
     }
-    told = {"schema": schema, "variant": variant, "groups": [group]}
+    spec = {"schema": schema, "variant": variant, "groups": [group]}
     file = next(name for name in meta["checkpoint"]["files"] if name.endswith(".keras"))
-    return described(meta, [(1, int(meta["steps"]), told)], file, "op_by_op")
+    return described(meta, [(1, int(meta["steps"]), spec)], file, "op_by_op")

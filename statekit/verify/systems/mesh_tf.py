@@ -35,7 +35,7 @@ def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
         # get_optimizer passes these itself, whatever the run's configuration says.
         excluded = load_schema(schema).settings(variant)["exclude_from_weight_decay"]
         arguments = {"exclude_from_weight_decay": excluded, **arguments}
-    told = {
+    spec = {
         "schema": schema,
         "variant": variant,
         "groups": [{**arguments, "params": extra["param_order"]}],
@@ -48,7 +48,7 @@ def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
     }
     return described(
         meta,
-        [(1, int(meta["steps"]), told)],
+        [(1, int(meta["steps"]), spec)],
         meta["checkpoint"]["prefix"],
         "op_by_op",
         own_rate=schema == "adafactor" and own_rate(arguments),

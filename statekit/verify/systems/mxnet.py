@@ -28,13 +28,13 @@ def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
         "wd_mult": extra["wd_mult"],
         "params": sorted(meta["params"], key=extra["param_index"].__getitem__),
     }
-    told = {
+    spec = {
         "schema": schema,
         "variant": f"{family}_{PATHS[arguments['use_fused_step']]}",
         "counts": {"slots": ["step_count"], "dtype": "int64"},
     }
     phases = [
-        (first + 1, last, {**told, "groups": [{**group, "rescale_grad": scales[first]}]})
+        (first + 1, last, {**spec, "groups": [{**group, "rescale_grad": scales[first]}]})
         for first, last in zip(starts, [*starts[1:], len(scales)], strict=True)
     ]
     return described(meta, phases, meta["checkpoint"]["files"][0], "op_by_op")

@@ -29,22 +29,22 @@ PLACEHOLDERS: Mapping[str, Callable[[str, DType], Tensor | None]] = {
 
 
 def canonical_slots(
-    form: Mapping[str, Any], rule: Rule, param: Tensor, held: Mapping[str, Tensor]
+    form: Mapping[str, Any], rule: Rule, param: Tensor, recorded: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Returns the slots that a parameter has, of what a recording holds for it under their names.
 
     Raises:
         FormatError: A slot that isn't in use holds something else than its placeholder.
     """
-    found: dict[str, Tensor] = {}
-    for name, tensor in held.items():
+    slots: dict[str, Tensor] = {}
+    for name, tensor in recorded.items():
         if name in _unused(rule):
             _check_unused(form, name, param, tensor)
         elif name in FACTORED and form["reduced_axis"] == "kept":
-            found[name] = in_memory(tensor.read().reshape(rule.slot_shape(name, param.shape)), name)
+            slots[name] = in_memory(tensor.read().reshape(rule.slot_shape(name, param.shape)), name)
         else:
-            found[name] = tensor
-    return found
+            slots[name] = tensor
+    return slots
 
 
 def native_slots(

@@ -53,11 +53,11 @@ def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
         "global_norm_clip_threshold": arguments.get("clip_by_global_norm"),
         "params": list(meta["params"]),
     }
-    told = {"schema": schema, "variant": variant, "groups": [group], **_names(folder, schema, variant)}
+    spec = {"schema": schema, "variant": variant, "groups": [group], **_names(folder, schema, variant)}
     if "factored_dims_d1_d0" in meta["extra"]:
-        told["rules"] = _rules(meta)
+        spec["rules"] = _rules(meta)
     recorded = described(
-        meta, [(1, int(meta["steps"]), told)], _path(meta["checkpoint"]["files"]), "compiled"
+        meta, [(1, int(meta["steps"]), spec)], _path(meta["checkpoint"]["files"]), "compiled"
     )
     return _by_update(recorded, arguments.get(GRADIENTS_PER_UPDATE, 1))
 
@@ -68,11 +68,11 @@ def _path(files: Sequence[str]) -> str:
     return marked[0].rpartition("/")[0] if marked else files[0]
 
 
-def _arguments(told: Mapping[str, Any]) -> Mapping[str, Any]:
+def _arguments(hyperparameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns hyperparameters under the names of adafactor(), if a chain of its links is described."""
-    if "scale_by_factored_rms" not in told:
-        return told
-    floor = told.get("scale_by_param_block_rms")
+    if "scale_by_factored_rms" not in hyperparameters:
+        return hyperparameters
+    floor = hyperparameters.get("scale_by_param_block_rms")
     usual = load_schema("adafactor").settings("optax")["epsilon2"]
     if floor not in (None, usual):
         raise NotFoundError(
@@ -80,10 +80,10 @@ def _arguments(told: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     return {
         **BARE,
-        **told,
-        **told["scale_by_factored_rms"],
-        "eps": told["scale_by_factored_rms"]["epsilon"],
-        "clipping_threshold": told.get("clip_by_block_rms"),
+        **hyperparameters,
+        **hyperparameters["scale_by_factored_rms"],
+        "eps": hyperparameters["scale_by_factored_rms"]["epsilon"],
+        "clipping_threshold": hyperparameters.get("clip_by_block_rms"),
         "multiply_by_parameter_scale": floor is not None,
     }
 
@@ -112,18 +112,18 @@ def _names(folder: Path, schema: str, variant: str) -> dict[str, Any]:
     last_part = {native: name for name, native in aliases(load_schema(schema), variant, {}).items()}
     opened = open_safetensors(folder / TRAJECTORY)
     slots = {native for name in opened.tensors if "/slot/" in name and (native := name.rpartition("/")[2])}
-    held = {
+    globals_ = {
         name[len("0/global/") :]: tensor
         for name, tensor in opened.tensors.items()
         if name.startswith("0/global/")
     }
-    counts = sorted(name for name in held if name.endswith(("count", "gradient_step")))
+    counts = sorted(name for name in globals_ if name.endswith(("count", "gradient_step")))
     constants = {
-        "globals": {name: _constant(tensor) for name, tensor in held.items() if name not in counts},
+        "globals": {name: _constant(tensor) for name, tensor in globals_.items() if name not in counts},
         "slots": {name: [0.0, None] for name in slots if name == "acc_grads"},
     }
     opened.close()
-    told = {
+    names = {
         "slots": {
             last_part[last]: native
             for native in sorted(slots)
@@ -131,7 +131,7 @@ def _names(folder: Path, schema: str, variant: str) -> dict[str, Any]:
         },
         "counts": {"globals": counts, "dtype": "int32"},
     }
-    return {**told, "constants": constants} if any(constants.values()) else told
+    return {**names, "constants": constants} if any(constants.values()) else names
 
 
 def _constant(tensor: Tensor) -> list[Any]:

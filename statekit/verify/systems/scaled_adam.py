@@ -88,10 +88,10 @@ class ScaledAdam:
         native: Any = layout("icefall").encode(state).tree
         named = {f"param/{path}": tensor for path, tensor in state.params.items()}
         paths = [path for group in state.optimizer.groups for path in group.paths]
-        for index, own in native["optimizer"]["state"].items():
-            for slot, held in own.items():
+        for index, slots in native["optimizer"]["state"].items():
+            for slot, value in slots.items():
                 name = f"slot/{paths[index]}/{slot}"
-                named[name] = held if isinstance(held, Tensor) else in_memory(np.asarray(held), name)
+                named[name] = value if isinstance(value, Tensor) else in_memory(np.asarray(value), name)
         return named
 
 

@@ -41,14 +41,16 @@ def kind(meta: Mapping[str, Any], kinds: Mapping[str, tuple[str, str]]) -> tuple
     Raises:
         NotFoundError: No word of `kinds` is in it.
     """
-    found = next((names for word, names in kinds.items() if word in str(meta["optimizer"])), None)
-    if found is None:
+    schema_and_variant = next(
+        (names for word, names in kinds.items() if word in str(meta["optimizer"])), None
+    )
+    if schema_and_variant is None:
         raise NotFoundError(
             "statekit can't replay this system's optimizer yet.",
             expected=", ".join(kinds),
             found=meta["optimizer"],
         )
-    return found
+    return schema_and_variant
 
 
 def described(
@@ -80,8 +82,8 @@ def described(
         "steps": [first, first + steps],
         "numbered_from": 0,
         "phases": [
-            {"updates": [first + begin, first + end], "hyperparameters": dict(told)}
-            for begin, end, told in phases
+            {"updates": [first + begin, first + end], "hyperparameters": dict(spec)}
+            for begin, end, spec in phases
         ],
         "learning_rate": [None] * steps if own_rate else rates,
         "trajectories": [{"file": TRAJECTORY, "execution": execution, **trajectory}],
@@ -102,13 +104,13 @@ def decode(tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState
         FormatError: A tensor has no place in it, or a parameter is missing.
         StateError: Parameters don't all count the same updates.
     """
-    told = phase.hyperparameters
-    schema, variant = load_schema(told["schema"]), told["variant"]
-    groups = tuple(_group(schema, variant, group) for group in told["groups"])
+    spec = phase.hyperparameters
+    schema, variant = load_schema(spec["schema"]), spec["variant"]
+    groups = tuple(_group(schema, variant, group) for group in spec["groups"])
     params = {name[len("param/") :]: t for name, t in tensors.items() if name.startswith("param/")}
-    native = aliases(schema, variant, told.get("slots", {}))
-    held = _slots(tensors, params, native)
-    rest = _others(tensors, params, held, native)
+    native = aliases(schema, variant, spec.get("slots", {}))
+    recorded = _slots(tensors, params, native)
+    rest = _others(tensors, params, recorded, native)
     faults = Faults(
         [
             *(
@@ -120,18 +122,18 @@ def decode(tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState
             *(
                 ("has no place in a canonical state", name)
                 for name in rest
-                if not other_tensors.known(name, params, told)
+                if not other_tensors.known(name, params, spec)
             ),
         ]
     )
     faults.check(FormatError, f"A recording doesn't hold a state of {schema.name}")
-    other_tensors.check(rest, params, told, step + _base(groups))
+    other_tensors.check(rest, params, spec, step + _base(groups))
     ordered = {path: params[path] for group in groups for path in group.paths}
-    rules = dict(_rules(schema, variant, ordered, groups, told))
+    rules = dict(_rules(schema, variant, ordered, groups, spec))
     constants = variant_constants(schema.name, variant)
     slots = {
-        path: canonical_slots(constants, rules[path], params[path], own) if path in rules else own
-        for path, own in held.items()
+        path: canonical_slots(constants, rules[path], params[path], arrays) if path in rules else arrays
+        for path, arrays in recorded.items()
     }
     unused = _others(tensors, params, slots, native)
     state = TrainState(
@@ -140,7 +142,7 @@ def decode(tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState
         Optimizer(schema.name, variant, groups),
         Counts(step, step),
         rules,
-        extra=other_tensors.carried(unused, told, step),
+        extra=other_tensors.carried(unused, spec, step),
     )
     # Where slots are born in the first update, state 0 has none: they begin as they would.
     return initial(state) if _unborn(state) else state
@@ -151,7 +153,11 @@ def _slots(
 ) -> dict[str, dict[str, Tensor]]:
     """Returns what stands under the names of slots, by path and canonical name."""
     return {
-        path: {name: tensors[own] for name in native if (own := f"slot/{path}/{native[name]}") in tensors}
+        path: {
+            name: tensors[full_name]
+            for name in native
+            if (full_name := f"slot/{path}/{native[name]}") in tensors
+        }
         for path in params
     }
 
@@ -163,7 +169,7 @@ def _others(
     native: Mapping[str, str],
 ) -> dict[str, Tensor]:
     """Returns what is neither a parameter nor a slot."""
-    taken = {f"slot/{path}/{native[name]}" for path, own in slots.items() for name in own}
+    taken = {f"slot/{path}/{native[name]}" for path, arrays in slots.items() for name in arrays}
     taken |= {f"param/{path}" for path in params}
     return {name: tensor for name, tensor in tensors.items() if name not in taken}
 
@@ -183,13 +189,13 @@ def _rules(
     variant: str,
     params: Mapping[str, Tensor],
     groups: Sequence[Group],
-    told: Mapping[str, Any],
+    spec: Mapping[str, Any],
 ) -> Iterator[tuple[str, Rule]]:
     """Yields how the variant factors each parameter, if its optimizer factors at all."""
     if "v_row" not in schema.slots:
         return
     constants, settings = variant_constants(schema.name, variant), schema.settings(variant)
-    names, given = told.get("dimension_names", {}), told.get("rules", {})
+    names, given = spec.get("dimension_names", {}), spec.get("rules", {})
     for group in groups:
         said = {**settings, **group.hyperparameters}
         apart = said["stacked_dim_names"] or ()
@@ -214,19 +220,21 @@ def _base(groups: Sequence[Group]) -> int:
 
 def encode(state: TrainState, phase: Phase) -> dict[str, Tensor]:
     """Returns the tensors of a state under the trajectory's names, without the step."""
-    told, variant = phase.hyperparameters, str(state.optimizer.variant)
+    spec, variant = phase.hyperparameters, str(state.optimizer.variant)
     named = {f"param/{path}": tensor for path, tensor in state.params.items()}
     if _unborn(state):
         return named
-    native = aliases(load_schema(state.optimizer.schema), variant, told.get("slots", {}))
+    native = aliases(load_schema(state.optimizer.schema), variant, spec.get("slots", {}))
     constants = _constants(state)
     slots: dict[str, Tensor] = {}
-    for path, own in state.slots.items():
+    for path, arrays in state.slots.items():
         rule = state.rules.get(path)
-        held = own.items() if rule is None else native_slots(constants, rule, state.params[path], own)
-        slots |= {f"slot/{path}/{native[name]}": tensor for name, tensor in held}
+        native_arrays = (
+            arrays.items() if rule is None else native_slots(constants, rule, state.params[path], arrays)
+        )
+        slots |= {f"slot/{path}/{native[name]}": tensor for name, tensor in native_arrays}
     updates = state.counts.updates + _base(state.optimizer.groups)
-    return named | slots | other_tensors.tensors(state, told, updates)
+    return named | slots | other_tensors.tensors(state, spec, updates)
 
 
 @dataclass(frozen=True)

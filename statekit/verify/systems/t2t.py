@@ -25,14 +25,14 @@ def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of `recording.json` for Tensor2Tensor's `meta.json`."""
     extra, arguments = meta["extra"], meta["hyperparameters"]
     schema, family = kind(meta, KINDS)
-    told = {
+    spec = {
         "schema": schema,
         "variant": f"{family}_{_generation(meta['source'])}",
         "groups": [{**adafactor_arguments(arguments), "params": extra["param_order"]}],
     }
     return described(
         meta,
-        [(1, int(meta["steps"]), told)],
+        [(1, int(meta["steps"]), spec)],
         meta["checkpoint"]["prefix"],
         "op_by_op",
         first=int(extra.get("global_step_start") or 0),
@@ -44,11 +44,13 @@ def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
 def _generation(source: str) -> str:
     release = re.search(r"tensor2tensor==(\d+)\.(\d+)\.(\d+)", source)
     version = tuple(map(int, release.groups())) if release else ()
-    found = next((name for name, (first, after) in GENERATIONS.items() if first <= version < after), None)
-    if found is None:
+    generation = next(
+        (name for name, (first, after) in GENERATIONS.items() if first <= version < after), None
+    )
+    if generation is None:
         raise NotFoundError(
             "statekit doesn't know the rule of this release.",
             expected="tensor2tensor 1.5.6, 1.5.7, 1.6.3 or later",
             found=source,
         )
-    return found
+    return generation

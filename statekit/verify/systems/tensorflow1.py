@@ -32,7 +32,7 @@ def adafactor_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         >>> adafactor_arguments({"decay_rate": "adafactor_decay_rate_adam(0.98)"})["beta2"]
         0.98
     """
-    told = {
+    decay_arguments = {
         "decay_rate": 0.8,
         "decay_type": "pow",
         "beta2": None,
@@ -41,15 +41,15 @@ def adafactor_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
     decay = arguments.get("decay_rate")
     if isinstance(decay, int | float):
-        told |= {"decay_type": "given", "second_moment_decay": decay}
+        decay_arguments |= {"decay_type": "given", "second_moment_decay": decay}
     elif decay is not None:
         called = re.fullmatch(r"adafactor_decay_rate_(pow|adam)\(([\d.]+)(?:, *offset=(\d+))?\)", decay)
         if called is None:
             raise NotFoundError("A decay is described in unknown words.", found=decay)
-        told["decay_type"] = called[1]
-        told["decay_rate" if called[1] == "pow" else "beta2"] = float(called[2])
-        told["step_offset"] = int(called[3] or 0)
-    return {**arguments, **told}
+        decay_arguments["decay_type"] = called[1]
+        decay_arguments["decay_rate" if called[1] == "pow" else "beta2"] = float(called[2])
+        decay_arguments["step_offset"] = int(called[3] or 0)
+    return {**arguments, **decay_arguments}
 
 
 def own_rate(arguments: Mapping[str, Any]) -> bool:

@@ -44,7 +44,7 @@ class TorchOptim:
                 found=by_rank,
             )
         schema, variant = kind(meta, KINDS)
-        told: dict[str, Any] = {
+        spec: dict[str, Any] = {
             "schema": schema,
             "variant": variant,
             "groups": list(recorded_groups(folder, meta)),
@@ -53,14 +53,14 @@ class TorchOptim:
         config = meta["extra"].get("ds_config")
         if config is not None:
             stage = config["zero_optimization"]["stage"]
-            told["partitions"] = {
+            spec["partitions"] = {
                 "ranks": meta["extra"]["world_size"],
                 "by": "parameter" if stage == 3 else "group",
             }
         path = checkpoint_of(meta["checkpoint"]["files"])
         # The fused kernel keeps everything float32 until it stores; else each operation rounds what it returns.
-        fused = all(group.get("fused") for group in told["groups"])
-        return described(meta, [(1, int(meta["steps"]), told)], path, "compiled" if fused else "op_by_op")
+        fused = all(group.get("fused") for group in spec["groups"])
+        return described(meta, [(1, int(meta["steps"]), spec)], path, "compiled" if fused else "op_by_op")
 
     def decode(self, tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState:
         """Returns the canonical state of one step; flat copies over ranks must hold the same values.
@@ -69,8 +69,8 @@ class TorchOptim:
             FormatError: A rank's copy disagrees with the slots of the parameters.
         """
         cut = "global/rank" if "partitions" in phase.hyperparameters else None
-        own = {name: tensor for name, tensor in tensors.items() if not cut or not name.startswith(cut)}
-        state = schema_named.decode(own, step, phase)
+        whole = {name: tensor for name, tensor in tensors.items() if not cut or not name.startswith(cut)}
+        state = schema_named.decode(whole, step, phase)
         for name, copy in _partitions(state, phase):
             if name in tensors and not np.array_equal(tensors[name].read(), copy.read(), equal_nan=True):
                 raise FormatError("A rank's copy of a slot isn't what the parameters have.", place=name)
