@@ -75,8 +75,8 @@ def passes_over_what_is_not_its(trial: Trial) -> None:
         with within_budget():
             evidence = trial.container.detect(path)
         assert evidence is None, f"takes {path.name} for its own: {evidence}"
-        found = _outcome(trial.container, path)
-        assert isinstance(found, StatekitError), f"opens {path.name}: {found!r}"
+        outcome = _outcome(trial.container, path)
+        assert isinstance(outcome, StatekitError), f"opens {path.name}: {outcome!r}"
 
 
 def describes_what_it_holds(trial: Trial) -> None:
@@ -88,8 +88,10 @@ def describes_what_it_holds(trial: Trial) -> None:
         for name, tensor in opened.tensors.items():
             value = tensor.read()
             assert tensor.dtype.name in DTYPES, f"{name} has a dtype of its own: {tensor.dtype}"
-            told = (tensor.shape, tensor.dtype)
-            assert (value.shape, value.dtype) == told, f"{name} is {value.shape} {value.dtype}, told {told}"
+            described = (tensor.shape, tensor.dtype)
+            assert (value.shape, value.dtype) == described, (
+                f"{name} is {value.shape} {value.dtype}, told {described}"
+            )
             assert value.dtype.isnative, f"{name} has the byte order of another machine"
             assert len(tensor.grain) == len(tensor.shape), f"{name} has a grain of another rank"
             json.dumps(tensor.to_json(), allow_nan=False)
@@ -127,9 +129,9 @@ def opens_without_values(trial: Trial) -> None:
 
     Opening may notice them too where values lie among what it reads: in small files that a manifest proves.
     """
-    found = _spans(trial)
-    assert found or not trial.sample.plain, "no tensor's values lie in the files as they are"
-    for file, spans in found.items():
+    spans_by_file = _spans(trial)
+    assert spans_by_file or not trial.sample.plain, "no tensor's values lie in the files as they are"
+    for file, spans in spans_by_file.items():
         before = file.read_bytes()
         with restored(file, before):
             file.write_bytes(_inverted(before, spans))
@@ -139,13 +141,13 @@ def opens_without_values(trial: Trial) -> None:
 def _spans(trial: Trial) -> dict[Path, dict[str, tuple[int, int]]]:
     """Returns, by file and tensor, where values lie that are there once only."""
     files = {file: file.read_bytes() for file in files_of(trial.root)}
-    found: dict[Path, dict[str, tuple[int, int]]] = {}
+    spans: dict[Path, dict[str, tuple[int, int]]] = {}
     for name, (_, _, data) in trial.contents.values.items():
-        holders = [file for file, held in files.items() for _ in range(held.count(data))]
+        holders = [file for file, content in files.items() for _ in range(content.count(data))]
         if len(data) >= LEAST and len(holders) == 1:
             start = files[holders[0]].index(data)
-            found.setdefault(holders[0], {})[name] = (start, start + len(data))
-    return found
+            spans.setdefault(holders[0], {})[name] = (start, start + len(data))
+    return spans
 
 
 def _inverted(data: bytes, spans: Mapping[str, tuple[int, int]]) -> bytes:
@@ -214,10 +216,10 @@ def comes_back_as_written(trial: Trial) -> None:
         target = trial.write(tree, step, "once")
         assert trial.container.detect(target), "doesn't detect what it wrote"
         with trial.container.open(target) as again:
-            found = Contents.of(again)
-    assert found.values == trial.contents.values, f"other tensors: {_unlike(found, trial.contents)}"
-    assert found.view == trial.contents.view, "the tree is another one"
-    assert not found.findings, f"is odd: {set(found.findings)}"
+            contents = Contents.of(again)
+    assert contents.values == trial.contents.values, f"other tensors: {_unlike(contents, trial.contents)}"
+    assert contents.view == trial.contents.view, "the tree is another one"
+    assert not contents.findings, f"is odd: {set(contents.findings)}"
 
 
 def writes_the_same_twice(trial: Trial) -> None:
@@ -243,23 +245,23 @@ def notices_damage(trial: Trial) -> None:
         for damage in damages(data, trial.effort or THOROUGH):
             with restored(file, data):
                 damage.apply(file)
-                found = _outcome(trial.container, trial.path)
-            if not _noticed(trial, file, damage, found, sound):
-                what = f"{found!r}" if isinstance(found, BaseException) else _unlike(found, sound)
+                outcome = _outcome(trial.container, trial.path)
+            if not _noticed(trial, file, damage, outcome, sound):
+                what = f"{outcome!r}" if isinstance(outcome, BaseException) else _unlike(outcome, sound)
                 broken.append(f"{trial.name_of(file)} {damage.what}: {what}")
     assert not broken, f"{len(broken)} damages:\n" + "\n".join(broken[:20])
 
 
 def _noticed(
-    trial: Trial, file: Path, damage: Damage, found: Contents | BaseException, sound: Contents
+    trial: Trial, file: Path, damage: Damage, outcome: Contents | BaseException, sound: Contents
 ) -> bool:
-    if isinstance(found, BaseException):
-        return isinstance(found, StatekitError)
-    if found.findings - sound.findings or (found.values, found.view) == (sound.values, sound.view):
+    if isinstance(outcome, BaseException):
+        return isinstance(outcome, StatekitError)
+    if outcome.findings - sound.findings or (outcome.values, outcome.view) == (sound.values, sound.view):
         return True
     if damage.flips:
         return _may_change(trial, file)
-    less = found.values.items() <= sound.values.items()
+    less = outcome.values.items() <= sound.values.items()
     return damage.loses and less and _matches(trial.name_of(file), trial.sample.optional)
 
 
@@ -271,12 +273,12 @@ def runs_no_code(trial: Trial) -> None:
         for poison in poisons(data, canary):
             with restored(file, data):
                 poison.apply(file)
-                found = _outcome(trial.container, trial.path)
+                outcome = _outcome(trial.container, trial.path)
             if canary.exists():
                 canary.unlink()
                 broken.append(f"{trial.name_of(file)} {poison.what}, which runs")
-            if isinstance(found, BaseException) and not isinstance(found, StatekitError):
-                broken.append(f"{trial.name_of(file)} {poison.what}: {found!r}")
+            if isinstance(outcome, BaseException) and not isinstance(outcome, StatekitError):
+                broken.append(f"{trial.name_of(file)} {poison.what}: {outcome!r}")
     assert not broken, "\n".join(broken[:20])
 
 
@@ -318,11 +320,11 @@ def _matches(name: str, globs: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
-def _unlike(found: Contents, sound: Contents) -> str:
-    names = [n for n in {**sound.values, **found.values} if found.values.get(n) != sound.values.get(n)]
+def _unlike(contents: Contents, sound: Contents) -> str:
+    names = [n for n in {**sound.values, **contents.values} if contents.values.get(n) != sound.values.get(n)]
     if not names:
         return "another tree"
     return f"{len(names)} other tensors: " + ", ".join(
-        f"{n} {(sound.values.get(n) or ('absent',))[:2]} -> {(found.values.get(n) or ('absent',))[:2]}"
+        f"{n} {(sound.values.get(n) or ('absent',))[:2]} -> {(contents.values.get(n) or ('absent',))[:2]}"
         for n in names[:2]
     )

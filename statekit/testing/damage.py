@@ -93,8 +93,8 @@ def _poisoned(data: bytes, call: bytes) -> Iterator[bytes]:
 def _poisoned_zip(data: bytes, call: bytes) -> Iterator[bytes]:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = [(info, archive.read(info)) for info in archive.infolist()]
-    for victim, held in members:
-        for changed in _poisoned(held, call):
+    for victim, content in members:
+        for changed in _poisoned(content, call):
             output = io.BytesIO()
             with zipfile.ZipFile(output, "w") as archive:
                 for info, part in members:

@@ -168,8 +168,8 @@ def nothing_vanishes(trial: Trial) -> None:
     """Every tensor of the checkpoint is in the state, or was read, or is made again by encoding."""
     checkpoint, reads = trial.watched()
     state = trial.layout.decode(checkpoint, trial.hints)
-    held = [*tensors(state).values(), *tensor_names(dict(state.extra)).values()]
-    kept = {name for tensor in held for name in _sources(tensor.to_json())}
+    in_state = [*tensors(state).values(), *tensor_names(dict(state.extra)).values()]
+    kept = {name for tensor in in_state for name in _sources(tensor.to_json())}
     made = set() if trial.only_read else tensor_names(trial.encoded.tree).keys()
     there = {id(checkpoint.tensors[name]) for name in kept | reads}  # a tensor may have several names
     lost = [n for n, tensor in checkpoint.tensors.items() if id(tensor) not in there and n not in made]
@@ -189,8 +189,8 @@ def comes_back_as_it_was(trial: Trial) -> None:
     changed = [name for name, tensor in new.items() if _bits(tensor) != _bits(old[name])]
     assert not changed, f"change: {changed[:10]}"
     if not trial.encoded.dropped:
-        found = dict(walk(trial.encoded.tree))
-        gone = [path for path, leaf in walk(trial.checkpoint.tree) if not _is_same(leaf, found.get(path))]
+        leaves = dict(walk(trial.encoded.tree))
+        gone = [path for path, leaf in walk(trial.checkpoint.tree) if not _is_same(leaf, leaves.get(path))]
         assert not gone, f"records beside the tensors vanish or change: {gone[:10]}"
 
 
@@ -205,8 +205,8 @@ def _dropped(trial: Trial) -> Iterator[str]:
     """Yields the native names of what stands in the state under a name that is dropped."""
     checkpoint, _ = trial.watched()
     state = trial.layout.decode(checkpoint, trial.hints)
-    held = {f"extra/{name}": tensor for name, tensor in tensor_names(dict(state.extra)).items()}
-    for name, tensor in held.items():
+    extra = {f"extra/{name}": tensor for name, tensor in tensor_names(dict(state.extra)).items()}
+    for name, tensor in extra.items():
         if any(name == gone or name.startswith(f"{gone}/") for gone in trial.encoded.dropped):
             yield from _sources(tensor.to_json())
 
@@ -245,9 +245,9 @@ def says_what_it_drops(trial: Trial) -> None:
         return _require_refusal(trial.layout, state, "what it can't write")
     encoded = trial.layout.encode(state)
     written = any(tensor is thing for tensor in tensor_names(encoded.tree).values())
-    told = any(name.startswith("extra/a_foreign_thing") for name in encoded.dropped)
-    assert written or told, "a foreign thing vanishes"
-    assert not (written and told), "a foreign thing is written, and said to be dropped"
+    named = any(name.startswith("extra/a_foreign_thing") for name in encoded.dropped)
+    assert written or named, "a foreign thing vanishes"
+    assert not (written and named), "a foreign thing is written, and said to be dropped"
 
 
 def every_record_is_read(trial: Trial) -> None:
@@ -274,8 +274,8 @@ def every_record_is_written_or_named(trial: Trial) -> None:
             dropped = by_leaf(layout.encode(trial.state).dropped, trial.state.extra)
         except (InexactError, StateError):
             continue
-        own = layout.name == trial.layout.name and trial.checkpoint.manifest is None
-        silent = unwritten(trial.state, layout.encode, dropped, own)
+        is_own = layout.name == trial.layout.name and trial.checkpoint.manifest is None
+        silent = unwritten(trial.state, layout.encode, dropped, is_own)
         assert not silent, f"vanish in {layout.name}: {silent}"
 
 
@@ -343,8 +343,8 @@ def comes_through_files(making: Making) -> None:
         making.container.write(encoded, stage)
         stage.commit(making.container.open)
     with making.container.open(target) as checkpoint:
-        found = making.layout.decode(checkpoint, Hints(variant=making.state.optimizer.variant))
-        _require_same(making.state, found, encoded)
+        back = making.layout.decode(checkpoint, Hints(variant=making.state.optimizer.variant))
+        _require_same(making.state, back, encoded)
 
 
 def refuses_what_it_cannot_hold(making: Making) -> None:
@@ -355,9 +355,9 @@ def refuses_what_it_cannot_hold(making: Making) -> None:
         foreign = made_state(other, load_schema(other).stepped[0])
         _require_refusal(making.layout, foreign, f"a state of {other}")
     for name, slot in load_schema(optimizer.schema).slots.items():
-        if slot.shape == "parameter" and not any(name in own for own in making.state.slots.values()):
+        if slot.shape == "parameter" and not any(name in slots for slots in making.state.slots.values()):
             more = {
-                path: {**own, name: making.state.params[path]} for path, own in making.state.slots.items()
+                path: {**slots, name: making.state.params[path]} for path, slots in making.state.slots.items()
             }
             _require_kept(making, replace(making.state, slots=more), name)
 
@@ -376,14 +376,14 @@ def _require_kept(making: Making, state: TrainState, name: str) -> None:
     except (InexactError, StateError):
         return
     native = [id(tensor) for tensor in tensor_names(encoded.tree).values()]
-    for path, own in state.slots.items():
-        there = native.count(id(own[name])) > 1  # once as the parameter
-        told = any(gone.endswith(f"{path}/{name}") for gone in encoded.dropped)
-        assert there or told, f"slot {name} of {path} vanishes"
+    for path, slots in state.slots.items():
+        there = native.count(id(slots[name])) > 1  # once as the parameter
+        named = any(gone.endswith(f"{path}/{name}") for gone in encoded.dropped)
+        assert there or named, f"slot {name} of {path} vanishes"
 
 
-def _require_same(meant: TrainState, found: TrainState, encoded: Encoded) -> None:
-    old, new = ({key: _bits(t) for key, t in tensors(state).items()} for state in (meant, found))
+def _require_same(meant: TrainState, back: TrainState, encoded: Encoded) -> None:
+    old, new = ({key: _bits(t) for key, t in tensors(state).items()} for state in (meant, back))
     gone = {
         (path, name)
         for path, name in old
@@ -395,9 +395,9 @@ def _require_same(meant: TrainState, found: TrainState, encoded: Encoded) -> Non
     assert not added, f"come from nowhere: {added}"
     changed = [key for key in new if new[key] != old[key]]
     assert not changed, f"change: {[(key, old[key][:2], new[key][:2]) for key in changed]}"
-    assert found.counts.updates == meant.counts.updates, f"{found.counts} updates, meant {meant.counts}"
+    assert back.counts.updates == meant.counts.updates, f"{back.counts} updates, meant {meant.counts}"
     turned = [
-        path for path, rule in meant.rules.items() if rule.factored and found.rules[path].axes != rule.axes
+        path for path, rule in meant.rules.items() if rule.factored and back.rules[path].axes != rule.axes
     ]
     assert not turned, f"are factored otherwise: {turned}"
 

@@ -90,7 +90,7 @@ def unread(tree: Tree, decode: Callable[[Tree], TrainState]) -> list[str]:
 
 
 def unwritten(
-    state: TrainState, encode: Callable[[TrainState], Encoded], dropped: Collection[str], told: bool
+    state: TrainState, encode: Callable[[TrainState], Encoded], dropped: Collection[str], is_own: bool
 ) -> list[str]:
     """Returns what a state holds beside tensors and is neither in what it encodes to nor said to be dropped.
 
@@ -98,10 +98,10 @@ def unwritten(
         state: The state.
         encode: Gives the native form.
         dropped: Names of what is said to be dropped.
-        told: Whether to look at the hyperparameters that a file told, too: the layout is that file's own.
+        is_own: Whether the layout is that of the file: then what the file tells of hyperparameters counts, too.
     """
     meant = _written(encode(state))
-    changes = [*_of_extra(state), *(_of_hyperparameters(state) if told else ())]
+    changes = [*_of_extra(state), *(_of_hyperparameters(state) if is_own else ())]
     return [
         name
         for name, other in changes
@@ -124,8 +124,10 @@ def _of_hyperparameters(state: TrainState) -> Iterator[tuple[str, TrainState]]:
     first = groups[0] if groups else None
     for path, _ in records(dict(first.hyperparameters)) if first else ():
         if first and first.known_from.get(str(path[0])) == "file" and path[0] not in SHOWN:
-            own = replace(first, hyperparameters=changed_at(dict(first.hyperparameters), path, other_than))
-            optimizer = replace(state.optimizer, groups=(own, *groups[1:]))
+            changed = replace(
+                first, hyperparameters=changed_at(dict(first.hyperparameters), path, other_than)
+            )
+            optimizer = replace(state.optimizer, groups=(changed, *groups[1:]))
             with suppress(StateError):  # a value that no run has
                 yield f"hyperparameters/{'/'.join(map(str, path))}", replace(state, optimizer=optimizer)
 

@@ -120,7 +120,7 @@ class Case:
         """Whether everything is float32."""
         tensors = [
             *self.state.params.values(),
-            *(s for own in self.state.slots.values() for s in own.values()),
+            *(s for slots in self.state.slots.values() for s in slots.values()),
         ]
         return all(tensor.dtype.name == "float32" for tensor in tensors)
 

@@ -90,10 +90,10 @@ def keeps_shapes_and_dtypes(trial: Trial) -> None:
     """Fresh slots have the shapes that the schema says, and an update keeps every shape and dtype."""
     case, xp = trial.case, trial.xp
     slots = load_schema(case.schema).slots
-    for path, own in case.state.slots.items():
+    for path, fresh in case.state.slots.items():
         shape = case.state.params[path].shape
         alone = (1,) * len(shape)
-        for name, tensor in own.items():
+        for name, tensor in fresh.items():
             kind = slots[name].shape
             said = {"parameter": shape, "scalar_per_parameter": alone}.get(kind, tensor.shape)
             said = (tensor.shape[0], *alone) if kind == "scale_history" else said
@@ -113,10 +113,13 @@ def keeps_shapes_and_dtypes(trial: Trial) -> None:
 def leaves_its_arguments_alone(trial: Trial) -> None:
     """An update writes into none of the arrays it is given."""
     live, grads = load(trial.xp, trial.case.before(1)), trial.held(trial.case.grads[1])
-    held = {**named(live.params, live.slots, live.shared), **{(path, "grad"): g for path, g in grads.items()}}
-    old = {key: trial.xp.numpy(value).tobytes() for key, value in held.items()}
+    arguments = {
+        **named(live.params, live.slots, live.shared),
+        **{(path, "grad"): g for path, g in grads.items()},
+    }
+    old = {key: trial.xp.numpy(value).tobytes() for key, value in arguments.items()}
     trial.move(live, grads, RATE)
-    changed = [key for key, value in held.items() if trial.xp.numpy(value).tobytes() != old[key]]
+    changed = [key for key, value in arguments.items() if trial.xp.numpy(value).tobytes() != old[key]]
     assert not changed, f"writes into its arguments: {changed}"
 
 
@@ -221,8 +224,8 @@ def equals_itself_batched(trial: Trial) -> None:
 
     before = case.before(1)
     live = load(xp, before)
-    held = {"params": live.params, "slots": live.slots, "shared": live.shared[0]}
-    params, slots, shared = xp.compile(batched)(held, trial.held(case.grads[1]), live.updates)
+    arguments = {"params": live.params, "slots": live.slots, "shared": live.shared[0]}
+    params, slots, shared = xp.compile(batched)(arguments, trial.held(case.grads[1]), live.updates)
     after = store(xp, Live(params, slots, (shared,), live.updates + 1), before)
     _require_within(trial, after, 1, contracted=True)
 
@@ -337,7 +340,7 @@ def _sums_in_order(case: Case) -> bool:
 
 def _epsilon_vanishes(case: Case) -> bool:
     """Tells whether ScaledAdam's epsilon is 0 where it is added, in float16: a zero gradient makes 0 / 0 of it."""
-    dtypes = {own["delta"].dtype for own in case.state.slots.values() if "delta" in own}
+    dtypes = {slots["delta"].dtype for slots in case.state.slots.values() if "delta" in slots}
     return any(np.asarray(case.hyperparameters["eps"]).astype(dtype) == 0 for dtype in dtypes)
 
 
