@@ -247,22 +247,22 @@ class Faults:
             has shape (2,), expected (3,) @ encoder/b
     """
 
-    def __init__(self, found: Iterable[tuple[str, str]] = ()) -> None:
-        self._found = list(found)
+    def __init__(self, faults: Iterable[tuple[str, str]] = ()) -> None:
+        self._faults = list(faults)
 
     def add(self, what: str, place: str) -> None:
         """Notes what is wrong, and where."""
-        self._found.append((what, place))
+        self._faults.append((what, place))
 
     def __iadd__(self, more: Iterable[tuple[str, str]]) -> Faults:
-        self._found += more
+        self._faults += more
         return self
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        return iter(self._found)
+        return iter(self._faults)
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._faults)
 
     def check(
         self,
@@ -282,10 +282,10 @@ class Faults:
             expected: What should have been there.
             remedy: What the user can do about it.
         """
-        if self._found:
-            count = "1 fault" if len(self._found) == 1 else f"{len(self._found)} faults"
+        if self._faults:
+            count = "1 fault" if len(self._faults) == 1 else f"{len(self._faults)} faults"
             raised = error(
                 f"{subject}: {count}.", place=place, expected=expected, found=fault_list(self), remedy=remedy
             )
-            raised.faults = tuple(self._found)
+            raised.faults = tuple(self._faults)
             raise raised
