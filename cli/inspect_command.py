@@ -110,12 +110,14 @@ def _summary(stdout: Screen, inspection: Inspection) -> None:
     ]
     if inspection.optimizer and inspection.counts:
         optimizer, counts = inspection.optimizer, inspection.counts
-        lines.append(("optimizer", f"{optimizer.schema}, variant {optimizer.variant or 'unknown'}"))
+        whose = [f"{schema}, variant {variant or 'unknown'}" for schema, variant in optimizer.kinds]
+        lines.append(("optimizer", " and ".join(whose)))
         schedule = f"a learning-rate schedule goes on at its step {counts.schedule}"
         lines.append(("step", f"{output.plural(counts.updates, 'update')} done; {schedule}"))
         lines += _other_steps(inspection)
         for i, group in enumerate(optimizer.groups):
-            lines.append((f"group {i}", output.plural(len(group.paths), "parameter")))
+            named = f", {group.schema}" if group.schema else ""
+            lines.append((f"group {i}", f"{output.plural(len(group.paths), 'parameter')}{named}"))
             for source in ("file", "given", "assumed"):
                 known = [f"{k}={group.hyperparameters[k]!r}" for k in _known(group, source)]
                 lines += [(f"  {source}", "  ".join(known))] if known else []

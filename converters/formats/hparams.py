@@ -25,7 +25,8 @@ MAX_BYTES = 2**20
 
 _CONSTANTS = {"null": None, "true": True, "false": False}
 _WORD = re.compile(r"[A-Za-z_][\w./:-]*")
-_NAME = re.compile(r"[A-Za-z_]\w*")
+_NAME = re.compile(r"([a-z_]+/)?[A-Za-z_]\w*")
+"""A name, after that of an optimizer where a run has several."""
 _SKIPPED = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING)
 _MAX_MACROS = 100
 _MAX_EXPANDED = 2**16

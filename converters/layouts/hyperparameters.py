@@ -8,7 +8,7 @@ from typing import Any
 
 from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
-from statekit.state.train_state import Group, KnownFrom
+from statekit.state.train_state import Group, Kind, KnownFrom
 from statekit.tensors.tree import from_json
 
 
@@ -49,11 +49,13 @@ class OptimizerSpec:
         paths: The parameters.
         hyperparameters: What is known of the optimizer's.
         settled: Whether that is all that was ever known, so that nothing shall be assumed besides.
+        kind: Whose rule it is, if that is said here.
     """
 
     paths: tuple[str, ...]
     hyperparameters: Hyperparameters
     settled: bool = False
+    kind: Kind | None = None
 
     def group(self) -> Group:
         """Returns the parameters as a group of a state."""
@@ -71,15 +73,20 @@ class ManifestRecord:
     rules: Mapping[str, Any]
     assumptions: tuple[str, ...]
 
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Whose rule each group follows."""
+        return tuple(group.kind for group in self.groups if group.kind is not None)
 
-def manifest_state(checkpoint: Checkpoint, schema: str) -> ManifestRecord | None:
-    """Reads what a conversion's manifest says of the state, if it is one of this schema.
+
+def manifest_state(checkpoint: Checkpoint, *schemas: str) -> ManifestRecord | None:
+    """Reads what a conversion's manifest says of the state, if it is one of this schema, or of these together.
 
     Raises:
         StateError: The manifest's record is incomplete.
     """
     state = from_json((checkpoint.manifest or {}).get("state"))
-    if not isinstance(state, Mapping) or state.get("schema") != schema:
+    if not isinstance(state, Mapping) or {*str(state.get("schema")).split("+")} != {*schemas}:
         return None
     try:
         groups = tuple(
@@ -87,6 +94,7 @@ def manifest_state(checkpoint: Checkpoint, schema: str) -> ManifestRecord | None
                 tuple(g["paths"]),
                 Hyperparameters(g["hyperparameters"], g["known_from"]),
                 settled=True,
+                kind=(g.get("schema", state["schema"]), g.get("variant", state["variant"])),
             )
             for g in state["groups"]
         )

@@ -12,14 +12,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from statekit.conversion.contracts import Container, Layout
+from statekit.conversion.contracts import Container, HoldsSeveral, Layout
 from statekit.errors import StatekitError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.source import first_bytes
@@ -50,6 +50,12 @@ class LayoutCard:
     title: str
     containers: tuple[str, ...]
     variants: Mapping[str, tuple[str, ...]]
+    holds_several: bool = False
+
+    def holds(self, schemas: Iterable[str]) -> bool:
+        """Tells whether it holds the state of a run with optimizers of these schemas."""
+        names = list(schemas)
+        return all(name in self.variants for name in names) and (self.holds_several or len(names) == 1)
 
     def keeps_rule(self, schema: str, makers: Collection[str]) -> bool:
         """Tells whether a run goes on here by its own rule, if it has to go by any.
@@ -75,7 +81,8 @@ def of_container(container: Container) -> ContainerCard:
 def of_layout(layout: Layout) -> LayoutCard:
     """Returns the card of a loaded layout."""
     variants = {schema: tuple(names) for schema, names in layout.variants.items()}
-    return LayoutCard(layout.name, layout.title, tuple(layout.containers), variants)
+    several = isinstance(layout, HoldsSeveral) and layout.holds_several
+    return LayoutCard(layout.name, layout.title, tuple(layout.containers), variants, several)
 
 
 def kept_container(name: str) -> ContainerCard | None:
@@ -90,7 +97,8 @@ def kept_layout(name: str) -> LayoutCard | None:
     if card is None:
         return None
     variants = {schema: tuple(names) for schema, names in card["variants"].items()}
-    return LayoutCard(name, card["title"], tuple(card["containers"]), variants)
+    several = card.get("holds_several", False)
+    return LayoutCard(name, card["title"], tuple(card["containers"]), variants, several)
 
 
 def _kept() -> Mapping[str, Mapping[str, Any]]:

@@ -5,7 +5,7 @@ n containers and k layouts make n * k formats: everything goes native -> canonic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
@@ -15,7 +15,7 @@ from statekit.errors import Faults, UsageError
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
 from statekit.files.source import Budget
 from statekit.files.stage import Stage
-from statekit.state.options import read_hparams
+from statekit.state.options import is_known, read_hparams
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
@@ -53,8 +53,9 @@ class Hints:
     """What the user says about a checkpoint that the checkpoint doesn't say.
 
     Attributes:
-        hyperparameters: The original system's own names and values.
-        variant: Variant of the schema.
+        hyperparameters: The original system's own names and values; where a run has several optimizers, a name that
+            more than one of them has begins with the schema: `adamw/weight_decay_rate`.
+        variant: Variant of the schema; where a run has several optimizers, of each: `adafactor/optax,adamw/torch`.
         param_names: Names of the parameters, in the order of an optimizer that only numbers them.
         model: The parameters of the model that goes on with the state, in its order, by their names in the checkpoint.
             They tell what the checkpoint leaves open: the order of what an optimizer only numbers, or the shapes of
@@ -78,12 +79,58 @@ class Hints:
         said = {name: key for name, key in keys.items() if key is not None}
         return replace(checkpoint, meta={**checkpoint.meta, **said}) if said else checkpoint
 
+    @property
+    def variants(self) -> dict[str, str]:
+        """The variants that were said, by schema; under "" one that was said of whatever optimizer it is."""
+        said = [] if self.variant is None else self.variant.split(",")
+        pairs = [one.strip().rpartition("/") for one in said]
+        return {schema: name for schema, _, name in pairs}
+
+    def of(self, schemas: Iterable[str]) -> dict[str, Hints]:
+        """Returns what is said of each of a run's optimizers, by schema.
+
+        Raises:
+            UsageError: Something is said of none, or may be of several; lists every one.
+        """
+        names = list(dict.fromkeys(schemas))
+        values: dict[str, dict[str, Any]] = {name: {} for name in names}
+        variants: dict[str, str | None] = dict.fromkeys(names)
+        faults = Faults()
+        for key, value in self.hyperparameters.items():
+            schema, _, name = key.rpartition("/")
+            having = [one for one in names if not schema or one == schema]
+            if len(having) > 1:
+                having = [one for one in having if is_known(one, name)]
+            if len(having) == 1:
+                values[having[0]][name] = value
+            else:
+                faults.add(f"is said of {' or '.join(having)}" if having else "is said of none", key)
+        for schema, name in self.variants.items():
+            if schema in variants or (not schema and len(names) == 1):
+                variants[schema or names[0]] = name
+            else:
+                faults.add(f"is said of {' or '.join(names)}" if not schema else "is said of none", name)
+        pairs = ", ".join(f"{name}/NAME=VALUE" for name in names)
+        faults.check(
+            UsageError,
+            f"The run has the optimizers {' and '.join(names)}, and it isn't said which is meant"
+            if len(names) > 1
+            else f"The run's optimizer is {names[0]}",
+            place="--hparams, --variant",
+            expected=f"{pairs}; {','.join(f'{name}/VARIANT' for name in names)}",
+        )
+        return {name: replace(self, hyperparameters=values[name], variant=variants[name]) for name in names}
+
     def applied(self, state: TrainState) -> TrainState:
         """Returns a state with the hints in force: hyperparameters by their canonical names, or the variant's own.
 
         Raises:
             UsageError: A hyperparameter doesn't exist, can't have its value, or is said twice; lists every one.
         """
+        said = self.of(schema for schema, _ in state.optimizer.kinds)
+        return state.each(lambda part: said[part.optimizer.schema]._applied(part))
+
+    def _applied(self, state: TrainState) -> TrainState:
         optimizer = state.optimizer
         options = read_hparams(optimizer.schema, self.variant or optimizer.variant, self.hyperparameters)
         Faults(options.faults).check(
@@ -197,6 +244,13 @@ class FindsNames(Protocol):
 
 
 @runtime_checkable
+class HoldsSeveral(Protocol):
+    """A layout that holds the states of several optimizers, each for parameters of its own."""
+
+    holds_several: bool
+
+
+@runtime_checkable
 class KeepsMasters(Protocol):
     """A layout with a place for masters beside parameters of lower precision, whoever keeps them."""
 
@@ -219,6 +273,7 @@ class Constructing(Protocol):
         schema: str,
         groups: Sequence[Mapping[str, Any]],
         names: Collection[str],
+        empty: Collection[str],
         call: Callable[[Mapping[str, Any], Mapping[str, str]], str],
         manifest: str,
     ) -> list[str]:
@@ -226,8 +281,10 @@ class Constructing(Protocol):
 
         Args:
             schema: Its schema.
-            groups: The state's groups, as `TrainState.to_json` gives them, each with its number as `label`.
+            groups: The state's groups, as `TrainState.to_json` gives them, each with its `number` and, the same in
+                words, its `label`.
             names: Names of the checkpoint's tensors; none if nobody knows them.
+            empty: Names of its leaves that hold nothing.
             call: Gives the call of the optimizer's class for one group; its second argument is code for arguments that
                 shall be something else than the group says.
             manifest: Path of the manifest beside the checkpoint, as it stands between double quotes.

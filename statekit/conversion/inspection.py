@@ -169,8 +169,9 @@ def unknown_hyperparameters(optimizer: Optimizer, group: Group) -> list[str]:
 
     What says how parameters are factored isn't among them: each parameter has its rule.
     """
-    schema = load_schema(optimizer.schema)
-    names = schema.variant(optimizer.variant)["defaults"] if optimizer.variant else schema.hyperparameters
+    name, variant = optimizer.kind(group)
+    schema = load_schema(name)
+    names = schema.variant(variant)["defaults"] if variant else schema.hyperparameters
     return [name for name in names if name not in group.hyperparameters and name not in FACTORING]
 
 
@@ -183,6 +184,7 @@ def _optimizer_json(optimizer: Optimizer | None, counts: Counts | None) -> dict[
             "hyperparameters": to_json(dict(group.hyperparameters)),
             "known_from": dict(group.known_from),
             "unknown": unknown_hyperparameters(optimizer, group),
+            **({"schema": group.schema, "variant": group.variant} if group.schema else {}),
         }
         for group in optimizer.groups
     ]
@@ -366,7 +368,7 @@ def _describer(
 
 
 def _odd(state: TrainState, parameters: Iterable[ParameterSummary]) -> Iterator[Finding]:
-    schema = load_schema(state.optimizer.schema)
+    schemas = {path: load_schema(part.optimizer.schema) for part in state.parts() for path in part.params}
     for parameter in parameters:
         path = parameter.tensor.name
         if parameter.group is None:
@@ -374,7 +376,7 @@ def _odd(state: TrainState, parameters: Iterable[ParameterSummary]) -> Iterator[
         elif not parameter.slots and state.counts.updates:
             yield Finding(f"has no slots after {state.counts.updates} updates", path)
         for slot in parameter.slots:
-            usual = schema.slots[slot.name].dtype
+            usual = schemas[path].slots[slot.name].dtype
             if usual in DTYPES and slot.dtype != usual:
                 yield Finding(f"slot {slot.name} is {slot.dtype}, usually {usual}", path)
             if (

@@ -58,8 +58,12 @@ class OpenState:
     @property
     def makers(self) -> tuple[str, ...]:
         """The variants that may have made the state: its own, or, where nobody said it, all that its layout is of."""
-        schema, variant = self.state.optimizer.schema, self.state.optimizer.variant
-        return (variant,) if variant else tuple(registry.layout_card(self.layout).variants.get(schema, ()))
+        known = registry.layout_card(self.layout).variants
+        each = [
+            (variant,) if variant else tuple(known.get(schema, ()))
+            for schema, variant in self.state.optimizer.kinds
+        ]
+        return tuple(dict.fromkeys(name for names in each for name in names))
 
     @property
     def slots(self) -> Mapping[str, Mapping[str, Tensor]]:
@@ -113,10 +117,12 @@ class OpenState:
 
     @property
     def _summary(self) -> str:
-        optimizer = self.state.optimizer
+        kinds = " and ".join(
+            f"{schema}, variant {variant or 'unknown'}" for schema, variant in self.state.optimizer.kinds
+        )
         slots = sum(map(len, self.slots.values()))
         return (
-            f"{optimizer.schema}, variant {optimizer.variant or 'unknown'}, {self.counts.updates} updates done, "
+            f"{kinds}, {self.counts.updates} updates done, "
             f"{len(self.params)} parameters, {slots} slots, "
             f"container {self.checkpoint.container}, layout {self.layout}"
         )
@@ -125,7 +131,9 @@ class OpenState:
         """Returns what a notebook shows: a summary, the groups' hyperparameters, and the parameters with slots."""
         parts = [f"<p><b>{_shown(self.checkpoint.path)}</b><br>{_shown(self._summary)}</p>"]
         for i, known in enumerate(self.hyperparameters):
-            title = f"group {i}: {len(self.groups[i].paths)} parameters"
+            group = self.groups[i]
+            title = f"group {i}: {len(group.paths)} parameters"
+            title += f" of {group.schema}, variant {group.variant or 'unknown'}" if group.schema else ""
             rows = [(name, repr(one.value), one.known_from or "") for name, one in known.items()]
             parts.append(_table(title, ("hyperparameter", "value", "known from"), rows))
         parts.append(_table("", ("parameter", "shape", "dtype", "slots"), self._rows()))

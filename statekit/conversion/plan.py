@@ -17,7 +17,7 @@ from statekit.state.run import RunState, run_of
 from statekit.state.train_state import StepOffset, TrainState
 from statekit.tensors.digest import json_digest
 from statekit.tensors.tensor import Shape, Tensor, nbytes
-from statekit.tensors.tree import tensor_names, to_json
+from statekit.tensors.tree import empty_names, tensor_names, to_json
 
 FORMAT = "statekit-plan"
 VERSION = 1
@@ -121,6 +121,7 @@ class Plan:
         rule_change: How the run goes on under another rule; None if the target may follow the source's own.
         findings: What was odd about the source; not part of the digest, as it names places on this machine.
         request: What was asked for, with paths; not part of the digest.
+        empty: Names of the target's leaves that hold nothing; not part of the digest.
         prepared: What the plan was made from, still open, for the first that carries it out; closed with the plan.
     """
 
@@ -136,6 +137,7 @@ class Plan:
     rule_change: RuleChange | None
     findings: tuple[Finding, ...]
     request: Request
+    empty: tuple[str, ...] = field(default=(), repr=False, compare=False)
     prepared: list[Any] = field(default_factory=list, repr=False, compare=False)
 
     @property
@@ -247,6 +249,7 @@ def build_plan(
         rule_change=rule_change,
         findings=checkpoint.findings,
         request=request,
+        empty=tuple(empty_names(encoded.tree)),
     )
 
 

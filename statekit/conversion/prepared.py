@@ -26,7 +26,7 @@ from statekit.conversion.contracts import (
 )
 from statekit.conversion.open_state import OpenState, open_state
 from statekit.conversion.plan import Plan, Request, Side, build_plan
-from statekit.conversion.rule_change import RuleChange, best_rule_change
+from statekit.conversion.rule_change import RuleChange, best_rule_change, joined_rule_change
 from statekit.conversion.target import check_apart, choose_container, choose_layout
 from statekit.errors import Faults, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
@@ -103,10 +103,10 @@ def prepare(request: Request) -> Plan:
     try:
         state = opened.state.with_step_offset(request.step_offset)
         name = request.layout or implied
-        layout = choose_layout(container, state.optimizer.schema, name, opened.layout)
+        layout = choose_layout(container, [one for one, _ in state.optimizer.kinds], name, opened.layout)
         if not (isinstance(layout, KeepsEncoding) and layout.keeps_encoding):
             check_known(state, opened.makers)
-            state = decoded(state)
+            state = state.each(decoded)
         rule_change = rule_change_to(registry.layout_card(layout.name), state, opened.layout)
         if rule_change is not None:
             rule_change.check(request.require, lambda: _nearest(opened, request))
@@ -192,7 +192,10 @@ def _stat(path: Path) -> os.stat_result | None:
 
 def _offset(state: TrainState, asked: StepOffset) -> int | None:
     """Returns where the decay of the second moment was made to start; None where that stays."""
-    return None if asked == "keep" else int(state.optimizer.groups[0].hyperparameters["step_offset"])
+    if asked == "keep":
+        return None
+    known = [group.hyperparameters for group in state.optimizer.groups]
+    return int(next(one["step_offset"] for one in known if "step_offset" in one))
 
 
 def _like(layout: Layout, state: TrainState, path: Path) -> TrainState:
@@ -225,18 +228,20 @@ def rule_change_to(layout: LayoutCard, state: TrainState, source: str) -> RuleCh
         state: The state.
         source: Name of the layout it is from, which knows the candidates where the state doesn't say its variant.
     """
-    schema, variant = state.optimizer.schema, state.optimizer.variant
-    makers = (variant,) if variant else registry.layout_card(source).variants.get(schema, ())
-    if layout.keeps_rule(schema, makers):
-        return None
-    return best_rule_change(state, makers, layout.variants[schema])
+    ways = []
+    for part in state.parts():
+        schema, variant = part.optimizer.schema, part.optimizer.variant
+        makers = (variant,) if variant else registry.layout_card(source).variants.get(schema, ())
+        keeps = layout.keeps_rule(schema, makers)
+        ways.append(None if keeps else best_rule_change(part, makers, layout.variants[schema]))
+    return joined_rule_change(state, ways)
 
 
 def _nearest(opened: OpenState, request: Request) -> list[str]:
     """Returns the layouts that hold the optimizer and go on as exactly as was required."""
     state = opened.state
     cards = map(registry.layout_card, registry.layout_names())
-    layouts = [one for one in cards if state.optimizer.schema in one.variants]
+    layouts = [one for one in cards if one.holds([schema for schema, _ in state.optimizer.kinds])]
     ways = {one.name: rule_change_to(one, opened.state, opened.layout) for one in layouts}
     return [name for name, way in ways.items() if way is None or way.exactness <= request.require]
 

@@ -202,7 +202,8 @@ def decoded(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> TrainState:
     """
     if hints.variant is not None:
         known = [variant for schema in layout.variants for variant in load_schema(schema).variants]
-        check_name("variant", hints.variant, known, "--variant")
+        for said in hints.variants.values():
+            check_name("variant", said, known, "--variant")
     if hints.names_from is not None:
         ways = layout.names_from if isinstance(layout, FindsNames) else ()
         if hints.names_from not in ways:
@@ -215,7 +216,7 @@ def decoded(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> TrainState:
     try:
         state = layout.decode(checkpoint, hints)
         if hints.variant is not None:
-            _check_variant(layout, checkpoint, hints, state.optimizer.schema)
+            _check_variant(layout, checkpoint, hints)
     except StatekitError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -231,20 +232,22 @@ def decoded(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> TrainState:
     return with_kept(state, checkpoint.manifest, checkpoint.path)
 
 
-def _check_variant(layout: Layout, checkpoint: Checkpoint, hints: Hints, schema: str) -> None:
+def _check_variant(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> None:
     """Refuses a variant that isn't the file's own, or, where the file doesn't say one, none that has such names."""
-    variant = layout.decode(checkpoint, replace(hints, variant=None)).optimizer.variant
-    possible = (variant,) if variant is not None else layout.variants.get(schema, ())
-    if hints.variant in possible:
-        return
-    evidence = layout.detect(checkpoint)
-    raise UsageError(
-        f"The checkpoint speaks against the variant {hints.variant}.",
-        place=checkpoint.path,
-        expected=", ".join(possible),
-        found=f"layout {layout.name}: {evidence.because if evidence else layout.title}",
-        remedy="leave out --variant; how the run goes on elsewhere is said by --layout",
-    )
+    stored = dict(layout.decode(checkpoint, replace(hints, variant=None)).optimizer.kinds)
+    for schema, part in hints.of(stored).items():
+        variant = stored[schema]
+        possible = (variant,) if variant is not None else layout.variants.get(schema, ())
+        if part.variant is None or part.variant in possible:
+            continue
+        evidence = layout.detect(checkpoint)
+        raise UsageError(
+            f"The checkpoint speaks against the variant {part.variant}.",
+            place=checkpoint.path,
+            expected=", ".join(possible),
+            found=f"layout {layout.name}: {evidence.because if evidence else layout.title}",
+            remedy="leave out --variant; how the run goes on elsewhere is said by --layout",
+        )
 
 
 def _best(fitting: list[tuple[str, Evidence]], place: str, kind: str, option: str) -> int:

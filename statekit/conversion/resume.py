@@ -23,6 +23,7 @@ from statekit.files.manifest import FILE
 from statekit.optim.adafactor import defaults, next_decay
 from statekit.optim.adafactor_forms import Hyperparameters
 from statekit.state.schema import load_schema
+from statekit.tensors.tree import empty_names
 
 _RULES = ("factor_map", "logical_factor_rules")
 _RATE, _DEFAULT = "learning_rate", "default"
@@ -43,6 +44,7 @@ class Place:
         step: Its step, where `path` may be the run's folder.
         files: Names of its files, where they are known.
         tensors: Names of its tensors, where they are known.
+        empty: Names of its leaves that hold nothing.
         by_path: Whether its parameters lie by their paths, as nothing said where the system itself has them.
     """
 
@@ -52,6 +54,7 @@ class Place:
     step: int | None
     files: tuple[str, ...] = ()
     tensors: tuple[str, ...] = ()
+    empty: tuple[str, ...] = ()
     by_path: bool = False
 
 
@@ -61,7 +64,14 @@ def of_plan(plan: Plan, files: Iterable[str] = ()) -> Place:
     names = tuple(entry.name for entry in plan.entries)
     by_path = _by_path(target.container, target.layout, plan.source.container, plan.options)
     return Place(
-        target.container, target.layout, plan.request.target, target.step, tuple(files), names, by_path
+        target.container,
+        target.layout,
+        plan.request.target,
+        target.step,
+        tuple(files),
+        names,
+        plan.empty,
+        by_path,
     )
 
 
@@ -86,7 +96,8 @@ def of_checkpoint(opened: OpenState) -> Place:
         container, layout, manifest["source"]["container"], manifest["options"]
     )
     names = tuple(opened.checkpoint.tensors)
-    return Place(container, layout, path, None, tuple(files), names, by_path)
+    empty = tuple(empty_names(opened.checkpoint.tree))
+    return Place(container, layout, path, None, tuple(files), names, empty, by_path)
 
 
 def _by_path(container: str, layout: str, source: str | None, options: Mapping[str, Any]) -> bool:
@@ -141,9 +152,10 @@ def _entries() -> dict[tuple[str, str], Mapping[str, Any]]:
 def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, str | None]:
     """Returns what may stand in a line, each as it is written there; None leaves the line out."""
     groups, schema = state["groups"], state["schema"]
+    several = len({json.dumps(_kind(state, group)) for group in groups}) > 1
     path = _step_path(place, entry.get("step"))
     constructor = _data()["constructors"].get(schema, {}).get(state["variant"])
-    arguments, others = _native_arguments(state)
+    arguments, others = ([], []) if several else _native_arguments(state)
     missing = list(dict.fromkeys(name for group in groups for name in _missing(state, group)))
     offsets = {group["hyperparameters"].get("step_offset") or 0 for group in groups}
     rates = {repr(group["hyperparameters"].get(_RATE)) for group in groups}
@@ -173,25 +185,34 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
     }
 
 
+def _kind(state: State, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns schema and variant of a group."""
+    whose = group if "schema" in group else state
+    return {"schema": whose["schema"], "variant": whose["variant"]}
+
+
 def _construction(place: Place, state: State, constructor: str | None) -> list[str]:
     """Returns the lines that make `optimizer`."""
 
     def call(group: Mapping[str, Any], code: Mapping[str, str]) -> str:
+        alone = {**state, **_kind(state, group), "groups": [group]}
         if place.layout in _data()["own_constructors"]:
-            callee = f"{_data()['own_constructors'][place.layout]}.{state['schema']}"
+            callee = f"{_data()['own_constructors'][place.layout]}.{alone['schema']}"
             arguments = [f"{_RATE}={group['hyperparameters'].get(_RATE) or _UNKNOWN}"]
-            arguments += _jax_arguments(state, group)
+            arguments += _jax_arguments(alone, group)
         else:
-            callee, arguments = str(constructor), _native_arguments({**state, "groups": [group]})[0]
+            named = _data()["constructors"].get(alone["schema"], {}).get(alone["variant"])
+            callee, arguments = str(named), _native_arguments(alone)[0]
         said = [one for one in arguments if one.partition("=")[0] not in code]
         return f"{callee}({', '.join([*said, *(f'{name}={value}' for name, value in code.items())])})"
 
     layout = registry.layout(place.layout) if place.layout in registry.layout_names() else None
-    groups = [{**group, "label": str(i)} for i, group in enumerate(state["groups"]) if group["paths"]]
+    numbered = [{**group, "number": i, "label": str(i)} for i, group in enumerate(state["groups"])]
+    groups = [group for group in numbered if group["paths"]]
     if not isinstance(layout, Constructing) or not groups:
         return [f"optimizer = {call({'hyperparameters': {}}, {})}"]
     return layout.construction(
-        state["schema"], groups, place.tensors, call, _quoted(_manifest(place).absolute())
+        state["schema"], groups, place.tensors, place.empty, call, _quoted(_manifest(place).absolute())
     )
 
 
@@ -289,12 +310,12 @@ def _jax_arguments(state: State, group: Mapping[str, Any]) -> Iterator[str]:
 
 def _missing(state: State, group: Mapping[str, Any]) -> Iterator[str]:
     """Yields the names of what a step needs and nobody has said."""
-    known = group["hyperparameters"]
+    known, kind = group["hyperparameters"], _kind(state, group)
     if known.get(_RATE) is None:
         yield _RATE
-    if state["schema"] == "adafactor" and state["variant"]:
+    if kind["schema"] == "adafactor" and kind["variant"]:
         needed = {field.name for field in fields(Hyperparameters)}
-        for name in defaults(state["variant"]):
+        for name in defaults(kind["variant"]):
             if name in needed and name not in known:
                 yield name
 
@@ -310,16 +331,17 @@ def next_update(state: State) -> list[dict[str, Any]]:
     counts = state["counts"]
     rows = []
     for group in state["groups"]:
-        known = group["hyperparameters"]
+        known, kind = group["hyperparameters"], _kind(state, group)
         row: dict[str, Any] = {
+            **({"schema": kind["schema"]} if "schema" in group else {}),
             "parameters": len(group["paths"]),
             "learning_rate": known.get(_RATE),
             "update": counts["updates"],
             "schedule": counts["schedule"],
         }
-        if state["schema"] == "adafactor":
+        if kind["schema"] == "adafactor":
             row["step_offset"] = known.get("step_offset")
-            row["decay"] = _decay(state["variant"], counts["updates"], known)
+            row["decay"] = _decay(kind["variant"], counts["updates"], known)
         rows.append(row)
     return rows
 

@@ -9,7 +9,7 @@ Source: the variants' own in `schemas`; the classes of differences, modern.md's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -127,6 +127,32 @@ def best_rule_change(state: TrainState, makers: Collection[str], targets: Collec
         targets: Variants whose rule the target follows, the usual one first; at least one.
     """
     return min((change_rule(state, a, b) for a in makers for b in targets), key=lambda one: one.exactness)
+
+
+def joined_rule_change(state: TrainState, ways: Sequence[RuleChange | None]) -> RuleChange | None:
+    """Returns how a run goes on from how each of its optimizers does, in the order of `TrainState.parts`."""
+    if len(ways) == 1 or not any(ways):
+        return ways[0]
+    parts, changes = [], []
+    for part, way in zip(state.parts(), ways, strict=True):
+        parts.append(part if way is None else way.state)
+        changes += [] if way is None else [(part.optimizer.schema, way)]
+    return RuleChange(
+        " and ".join(way.source for _, way in changes),
+        " and ".join(way.target for _, way in changes),
+        state.of_parts(parts),
+        tuple(
+            sorted(
+                (
+                    replace(one, what=f"{schema}'s {one.what}")
+                    for schema, way in changes
+                    for one in way.differences
+                ),
+                key=lambda one: -one.exactness,
+            )
+        ),
+        tuple(dict.fromkeys(said for _, way in changes for said in way.compensated_by)),
+    )
 
 
 def change_rule(state: TrainState, source: str, target: str) -> RuleChange:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from statekit.conversion import registry
@@ -58,35 +59,39 @@ def source_container(name: str) -> tuple[Container, str | None]:
     return _named(name, "--from")
 
 
-def choose_layout(container: Container, schema: str, name: str | None, source: str = "") -> Layout:
+def choose_layout(
+    container: Container, schemas: Collection[str], name: str | None, source: str = ""
+) -> Layout:
     """Chooses the layout of a target: the one named, else the source's own, else the first at home in the container.
 
     Args:
         container: The target's container.
-        schema: The optimizer of the state.
+        schemas: The optimizers of the state.
         name: The layout's name, if one was given.
         source: The layout of the source.
 
     Raises:
-        UsageError: No such layout, or none that holds the optimizer.
+        UsageError: No such layout, or none that holds the optimizers.
     """
+    what, layouts = " and ".join(schemas), _layouts_of(schemas)
     if name is not None:
-        layout = registry.layout(name)
-        if schema not in layout.variants:
+        card = registry.layout_card(name)
+        if not card.holds(schemas):
+            alone = len(schemas) > 1 and not card.holds_several
             raise UsageError(
-                f"The layout {name} can't hold the state of {schema}.",
+                f"The layout {name} can't hold the state of {what}{_SEVERAL if alone else ''}.",
                 place="--layout",
-                expected=f"a layout of {schema}: {_names(_layouts_of(schema))}",
-                found=f"{name}, which holds {', '.join(layout.variants)}",
+                expected=f"a layout of {what}: {_names(layouts)}",
+                found=f"{name}, which holds {', '.join(card.variants)}",
             )
-        return layout
-    layouts = _layouts_of(schema)
+        return registry.layout(name)
     homes = [card for card in layouts if container.name in card.containers]
     if not homes:
         raise UsageError(
-            f"No layout of the container {container.name} holds the state of {schema}.",
+            f"No layout of the container {container.name} holds the state of {what}"
+            f"{_SEVERAL if len(schemas) > 1 else ''}.",
             place="--to",
-            expected=f"a layout of {schema}: {_names(layouts)}",
+            expected=f"a layout of {what}: {_names(layouts)}",
             remedy="name one with --layout, or choose another container with --to",
         )
     best = min(homes, key=lambda card: (card.name != source, card.containers.index(container.name)))
@@ -174,8 +179,11 @@ def _writable(container: Container, layout: str | None) -> tuple[Container, str 
     return container, layout
 
 
-def _layouts_of(schema: str) -> list[LayoutCard]:
-    return [card for card in map(registry.layout_card, registry.layout_names()) if schema in card.variants]
+_SEVERAL = " in one run, each moving parameters of its own"
+
+
+def _layouts_of(schemas: Collection[str]) -> list[LayoutCard]:
+    return [card for card in map(registry.layout_card, registry.layout_names()) if card.holds(schemas)]
 
 
 def _names(layouts: list[LayoutCard]) -> str:

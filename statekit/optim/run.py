@@ -70,10 +70,11 @@ def store(xp: Backend, live: Live, state: TrainState) -> TrainState:
 
 def initial(state: TrainState) -> TrainState:
     """Returns `state` with the slots that its optimizer begins with."""
-    steps, xp, variant = steps_of(state), NumpyBackend(), str(state.optimizer.variant)
+    xp = NumpyBackend()
     slots: dict[str, Arrays] = {}
     shared = []
     for group in state.optimizer.groups:
+        steps, variant = _steps_of_group(state, group)
         params = _read(xp, {path: state.params[path] for path in group.paths})
         for path, config in settled_group(steps, group, state.rules, variant).items():
             slots[path] = steps.init(xp, params[path], config, variant)
@@ -82,7 +83,7 @@ def initial(state: TrainState) -> TrainState:
 
 
 def mover(xp: Backend, state: TrainState, execution: Execution | None = None) -> Move:
-    """Returns the step of a state's optimizer: (live, gradients, learning rates) -> live.
+    """Returns the step of a state's optimizers: (live, gradients, learning rates) -> live.
 
     Args:
         xp: The array namespace.
@@ -93,20 +94,24 @@ def mover(xp: Backend, state: TrainState, execution: Execution | None = None) ->
         StateError: statekit has no step for the optimizer.
         UnknownRuleError: A factor rule or a hyperparameter is unknown.
     """
-    steps, groups, variant = steps_of(state), state.optimizer.groups, str(state.optimizer.variant)
-    for group in groups:
-        steps.check(state, group)
-    configs_by_group = [settled_group(steps, group, state.rules, variant) for group in groups]
-    apart = counts_apart(state.optimizer.schema, variant)
+    groups = state.optimizer.groups
+    for part in state.parts():
+        steps = steps_of(part)
+        for group in part.optimizer.groups:
+            steps.check(part, group)
+    rules = [_steps_of_group(state, group) for group in groups]
+    configs_by_group = [
+        settled_group(steps, group, state.rules, variant)
+        for group, (steps, variant) in zip(groups, rules, strict=True)
+    ]
 
     def step(
         live: dict[str, Any], grads: dict[str, Value], rates: Rates, count: Value, counts: dict[str, Value]
     ) -> dict[str, Any]:
         params, slots, shared = dict(live["params"]), dict(live["slots"]), []
         by_group = rates if isinstance(rates, tuple) else (rates,) * len(groups)
-        for group, configs, whole, rate in zip(
-            groups, configs_by_group, live["shared"], by_group, strict=True
-        ):
+        each = zip(groups, rules, configs_by_group, live["shared"], by_group, strict=True)
+        for group, (steps, variant), configs, whole, rate in each:
             new_params, new_slots, new_whole = move_group(
                 steps,
                 Scene(xp, variant, rate, count, execution),
@@ -123,17 +128,24 @@ def mover(xp: Backend, state: TrainState, execution: Execution | None = None) ->
             shared.append(new_whole)
         return {"params": params, "slots": slots, "shared": tuple(shared)}
 
-    literal = variant_constants(state.optimizer.schema, variant).get("compute_dtype") == "promoted"
+    kinds = [(schema, str(variant)) for schema, variant in state.optimizer.kinds]
+    literal = any(variant_constants(*kind).get("compute_dtype") == "promoted" for kind in kinds)
     if literal and any(dtype in LOW for dtype in _dtypes(state)):
         compiled = _by_literal_rates(xp, step)
     else:
         compiled = xp.compile(step)
-    moved = [path for group in groups for path in group.paths]
+    apart = [
+        path
+        for part, kind in zip(state.parts(), kinds, strict=True)
+        for group in part.optimizer.groups
+        for path in group.paths
+        if counts_apart(*kind)
+    ]
 
     def move(live: Live, grads: Arrays, rates: Rates) -> Live:
         before = {"params": live.params, "slots": live.slots, "shared": live.shared}
         after = compiled(before, dict(grads), rates, live.updates, dict(live.behind))
-        missed = [path for path in moved if apart and path not in grads]
+        missed = [path for path in apart if path not in grads]
         behind = behind_after(live.behind, missed, live.updates)
         return Live(after["params"], after["slots"], after["shared"], live.updates + 1, behind)
 
@@ -299,9 +311,12 @@ def counts_apart(schema: str, variant: str) -> bool:
 
 
 def kernels_contract(state: TrainState) -> bool:
-    """Tells whether single operations of a state's original contract products and sums: PyTorch's kernels do."""
-    constants = variant_constants(state.optimizer.schema, str(state.optimizer.variant))
-    return constants.get("compute_dtype") == "each_operation"
+    """Tells whether single operations of a state's original contract products and sums: PyTorch's kernels do.
+
+    Of several originals, whether those of one do: a bound that takes them for contracted holds for the others.
+    """
+    kinds = [(schema, str(variant)) for schema, variant in state.optimizer.kinds]
+    return any(variant_constants(*kind).get("compute_dtype") == "each_operation" for kind in kinds)
 
 
 OWN_COUNTS = ("per_parameter", "per_index_and_device")
@@ -311,6 +326,12 @@ OWN_COUNTS = ("per_parameter", "per_index_and_device")
 def steps_of(state: TrainState) -> Steps:
     """Returns the module that steps a state's optimizer; errors are those of `steps_for`."""
     return steps_for(state.optimizer.schema, state.optimizer.variant)
+
+
+def _steps_of_group(state: TrainState, group: Group) -> tuple[Steps, str]:
+    """Returns the module that steps one group, and its variant; errors are those of `steps_for`."""
+    schema, variant = state.optimizer.kind(group)
+    return steps_for(schema, variant), str(variant)
 
 
 def steps_for(schema: str, variant: str | None) -> Steps:

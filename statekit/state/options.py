@@ -209,6 +209,12 @@ def read_hparams(schema: str, variant: str | None, said: Mapping[str, Any]) -> O
     return Options(values, tuple(faults), "; ".join(remedy for remedy in remedies if remedy))
 
 
+def is_known(schema: str, name: str) -> bool:
+    """Tells whether an optimizer has a hyperparameter, by its canonical name or some variant's own."""
+    rules = load_schema(schema)
+    return name in rules.hyperparameters or any(name in native_options(schema, one) for one in rules.variants)
+
+
 def native_options(schema: str, variant: str) -> dict[str, dict[str, Spelling]]:
     """Returns a variant's own names of its options: name -> canonical name -> how it says that."""
     spellings: dict[str, dict[str, Spelling]] = {}

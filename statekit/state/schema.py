@@ -268,7 +268,15 @@ def load_schema(name: str) -> OptimizerSchema:
 
     Raises:
         NotFoundError: No schema of that name.
+        StateError: It is what several optimizers of a run are called together.
     """
+    if "+" in name:
+        raise StateError(
+            "The run has several optimizers, each for parameters of its own, and this goes by one.",
+            expected="one optimizer",
+            found=" and ".join(name.split("+")),
+            remedy="save each with its own parameters, and go on with these",
+        )
     if name not in schema_names():
         raise NotFoundError(
             "There is no such optimizer schema.",

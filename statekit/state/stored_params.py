@@ -15,7 +15,7 @@ Source: tensorflow/tensor2tensor, utils/quantization.py, `EighthPowerEncoding`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,6 +83,13 @@ def as_params(state: TrainState) -> tuple[TrainState, dict[str, str]]:
 
     A state of a variant that has masters of its own, or may, stays as it is.
     """
+    parts = [_as_params(part) for part in state.parts()]
+    return state.of_parts([part for part, _ in parts]), {
+        k: why for _, left in parts for k, why in left.items()
+    }
+
+
+def _as_params(state: TrainState) -> tuple[TrainState, dict[str, str]]:
     slot = load_schema(state.optimizer.schema).slots.get(MASTER)
     masters = {path: tensors[MASTER] for path, tensors in state.slots.items() if MASTER in tensors}
     keepers = slot.aliases if slot else {}
@@ -169,7 +176,7 @@ def as_variable(state: TrainState, path: str, dtype: DType, makers: Iterable[str
     if param.dtype.name != _STORED or dtype.name == _STORED:
         return param
     check_known(state, makers)
-    return EighthRoot(param) if path in encoded_paths(state) else param
+    return EighthRoot(param) if any(path in encoded_paths(part) for part in state.parts()) else param
 
 
 def encoded(state: TrainState) -> TrainState:
@@ -212,6 +219,12 @@ def check_known(state: TrainState, makers: Iterable[str]) -> None:
     Raises:
         InexactError: Some of them encode, others don't.
     """
+    names = tuple(makers)
+    for part in state.parts():
+        _check_known(part, [name for name in names if name in load_schema(part.optimizer.schema).variants])
+
+
+def _check_known(state: TrainState, makers: Sequence[str]) -> None:
     schema = state.optimizer.schema
     stored = [path for path, param in state.params.items() if param.dtype.name == _STORED]
     if state.optimizer.variant is not None or not stored:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal, TypeAlias
@@ -71,17 +71,29 @@ class Group:
         hyperparameters: Canonical names and values; a name that is missing is unknown.
         known_from: For each hyperparameter: `file`, `given` or `assumed`.
         slots: State of the group as a whole, by canonical slot name, e.g. ScaledAdam's `model_norms`.
+        schema: Name of its schema, where a run has several optimizers; None where it is the `Optimizer`'s.
+        variant: Name of its variant there, or None where the file can't tell.
     """
 
     paths: tuple[str, ...]
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     known_from: Mapping[str, KnownFrom] = field(default_factory=dict)
     slots: Mapping[str, Tensor] = field(default_factory=dict)
+    schema: str | None = None
+    variant: str | None = None
+
+
+Kind: TypeAlias = tuple[str, str | None]
+"""Whose rule moves a group: a schema and a variant in it, None where the file can't tell."""
 
 
 @dataclass(frozen=True)
 class Optimizer:
     """Which update rule made the slots.
+
+    A run may have several optimizers, each for groups of its own: `Optimizer.of` makes that from theirs. `schema` is
+    then their names joined by `+`, which is no schema; what can't hold several refuses it by that name, and what can
+    goes by `TrainState.parts`.
 
     Attributes:
         schema: Name of the schema: `adafactor`, `adamw`, ...
@@ -92,6 +104,30 @@ class Optimizer:
     schema: str
     variant: str | None
     groups: tuple[Group, ...]
+
+    @staticmethod
+    def of(groups: Iterable[Group], kinds: Iterable[Kind]) -> Optimizer:
+        """Returns what moves groups, of which each has its kind: one optimizer, if they are alike."""
+        pairs = list(zip(groups, kinds, strict=True))
+        each = list(dict.fromkeys(kind for _, kind in pairs))
+        if len(each) == 1:
+            return Optimizer(*each[0], tuple(replace(one, schema=None, variant=None) for one, _ in pairs))
+        own = tuple(replace(one, schema=kind[0], variant=kind[1]) for one, kind in pairs)
+        return Optimizer("+".join(schema for schema, _ in each), None, own)
+
+    def kind(self, group: Group) -> Kind:
+        """Returns whose rule moves a group."""
+        return (self.schema, self.variant) if group.schema is None else (group.schema, group.variant)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The optimizers, each once, in the order of the groups; one, where there are no groups."""
+        return tuple(dict.fromkeys(map(self.kind, self.groups))) or ((self.schema, self.variant),)
+
+    @property
+    def several(self) -> bool:
+        """Whether the run has several optimizers."""
+        return any(group.schema is not None for group in self.groups)
 
 
 @dataclass(frozen=True)
@@ -120,7 +156,8 @@ class TrainState:
 
     Attributes:
         params: Parameter by path (`/`-joined, no leading slash), in native order.
-        slots: For each path, its slots by canonical name. A slot that the implementation doesn't use is absent.
+        slots: For each path, its slots by canonical name, in the schema of its group. A slot that the implementation
+            doesn't use is absent.
         rules: For each path, how it is factored; empty for optimizers that don't factor.
         optimizer: Schema, variant, groups with hyperparameters.
         counts: The steps.
@@ -137,32 +174,55 @@ class TrainState:
     assumptions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        faults = Faults(self._faults(load_schema(self.optimizer.schema)))
+        faults = Faults(self._faults())
         faults.check(
             StateError,
             f"The state isn't a valid {self.optimizer.schema} state",
             remedy="check that the layout, the factor rules and the hyperparameters are those of the run",
         )
 
-    def _faults(self, schema: OptimizerSchema) -> Iterator[tuple[str, str]]:
+    def _faults(self) -> Iterator[tuple[str, str]]:
+        schemas = self._schemas()
         for path in [*self.slots, *self.rules, *(p for g in self.optimizer.groups for p in g.paths)]:
             if path not in self.params:
                 yield "names a parameter that doesn't exist", path
-        seen: set[str] = set()
-        for path in (p for group in self.optimizer.groups for p in group.paths):
-            if path in seen:
-                yield "stands in two parameter groups", path
-            seen.add(path)
-        for i, group in enumerate(self.optimizer.groups):
-            for name, value in group.hyperparameters.items():
-                if name in schema.hyperparameters and (fault := schema.fault(name, value)):
-                    yield f"is {value!r:.80}, {fault}", f"groups/{i}/{name}"
+        yield from self._group_faults()
         for path, rule in self.rules.items():
             if path in self.params and len(rule.axes) != len(self.params[path].shape):
                 yield f"has rank {len(self.params[path].shape)} but a rule for {len(rule.axes)} axes", path
         for path, slots in self.slots.items():
-            if path in self.params:
-                yield from self._slot_faults(schema, path, slots)
+            if path in schemas:
+                yield from self._slot_faults(schemas[path], path, slots)
+            elif path in self.params:
+                yield "has slots, but no group says of which optimizer", path
+
+    def _group_faults(self) -> Iterator[tuple[str, str]]:
+        optimizer = self.optimizer
+        alike = Optimizer.of(optimizer.groups, map(optimizer.kind, optimizer.groups))
+        if optimizer.several and optimizer != alike:
+            yield f"is {optimizer.schema}, but its groups are of {alike.schema}", "optimizer"
+        seen: set[str] = set()
+        for path in (p for group in optimizer.groups for p in group.paths):
+            if path in seen:
+                yield "stands in two parameter groups", path
+            seen.add(path)
+        for i, group in enumerate(optimizer.groups):
+            schema = load_schema(optimizer.kind(group)[0])
+            for name, value in group.hyperparameters.items():
+                if name in schema.hyperparameters and (fault := schema.fault(name, value)):
+                    yield f"is {value!r:.80}, {fault}", f"groups/{i}/{name}"
+
+    def _schemas(self) -> dict[str, OptimizerSchema]:
+        """Returns the schema that each parameter's slots are held to."""
+        optimizer = self.optimizer
+        if not optimizer.several:
+            return dict.fromkeys(self.params, load_schema(optimizer.schema))
+        return {
+            path: load_schema(optimizer.kind(group)[0])
+            for group in optimizer.groups
+            for path in group.paths
+            if path in self.params
+        }
 
     def _slot_faults(
         self, schema: OptimizerSchema, path: str, slots: Mapping[str, Tensor]
@@ -188,6 +248,67 @@ class TrainState:
         """Returns the group that moves a parameter, or None if it is frozen."""
         return next((group for group in self.optimizer.groups if path in group.paths), None)
 
+    def parts(self) -> tuple[TrainState, ...]:
+        """Returns the state of each optimizer by itself: of one, the state as it is.
+
+        Each has its own parameters with their slots and rules, its groups, and all of `extra` and `assumptions`.
+        """
+        if not self.optimizer.several:
+            return (self,)
+        return tuple(self._part(kind) for kind in self.optimizer.kinds)
+
+    def _part(self, kind: Kind) -> TrainState:
+        groups = [group for group in self.optimizer.groups if self.optimizer.kind(group) == kind]
+        paths = {path for group in groups for path in group.paths}
+        return replace(
+            self,
+            params={path: param for path, param in self.params.items() if path in paths},
+            slots={path: own for path, own in self.slots.items() if path in paths},
+            rules={path: rule for path, rule in self.rules.items() if path in paths},
+            optimizer=Optimizer.of(groups, [kind] * len(groups)),
+            counts=replace(
+                self.counts, behind={path: n for path, n in self.counts.behind.items() if path in paths}
+            ),
+        )
+
+    def of_parts(self, parts: Sequence[TrainState]) -> TrainState:
+        """Returns the state with its parts as they have become; their parameters are the same.
+
+        Raises:
+            StateError: Their counts aren't the same any more.
+        """
+        if not self.optimizer.several:
+            (one,) = parts
+            return one
+        counts = {(one.counts.updates, one.counts.schedule) for one in parts}
+        if len(counts) > 1:
+            raise StateError(
+                "The optimizers of the run don't count the same updates any more, and a state has one count.",
+                expected="one",
+                found=", ".join(f"{one.optimizer.schema}: {one.counts.updates}" for one in parts),
+                remedy="carry each optimizer with its parameters over by itself",
+            )
+        params = {path: param for one in parts for path, param in one.params.items()}
+        place = {path: i for i, group in enumerate(self.optimizer.groups) for path in group.paths}
+        groups = [(group, one.optimizer.kind(group)) for one in parts for group in one.optimizer.groups]
+        groups.sort(key=lambda pair: place[pair[0].paths[0]] if pair[0].paths else len(place))
+        return TrainState(
+            {path: params.get(path, param) for path, param in self.params.items()},
+            {path: one.slots[path] for path in self.params for one in parts if path in one.slots},
+            Optimizer.of([group for group, _ in groups], [kind for _, kind in groups]),
+            replace(parts[0].counts, behind={p: n for one in parts for p, n in one.counts.behind.items()}),
+            {path: one.rules[path] for path in self.params for one in parts if path in one.rules},
+            {key: value for one in parts for key, value in one.extra.items()},
+            (
+                *self.assumptions,
+                *dict.fromkeys(s for one in parts for s in one.assumptions if s not in self.assumptions),
+            ),
+        )
+
+    def each(self, change: Callable[[TrainState], TrainState]) -> TrainState:
+        """Returns the state with a change made to the part of each optimizer."""
+        return self.of_parts([change(one) for one in self.parts()])
+
     def switched_on(self, group: Group) -> dict[str, str]:
         """Returns the hyperparameters that a group's slots prove to be on, although nobody said their values.
 
@@ -196,7 +317,7 @@ class TrainState:
         """
         slots = {name for path in group.paths for name in self.slots.get(path, {})} | group.slots.keys()
         evidence: dict[str, str] = {}
-        for name, spec in load_schema(self.optimizer.schema).hyperparameters.items():
+        for name, spec in load_schema(self.optimizer.kind(group)[0]).hyperparameters.items():
             shown = next(
                 (slot for slot in spec.get("decides", {}).get("existence", ()) if slot in slots), None
             )
@@ -225,7 +346,8 @@ class TrainState:
         if asked == "keep":
             return self
         updates = self.counts.updates
-        if "step_offset" not in load_schema(self.optimizer.schema).hyperparameters:
+        having = [one for one, _ in self.optimizer.kinds if "step_offset" in load_schema(one).hyperparameters]
+        if not having:
             raise UsageError(
                 f"{self.optimizer.schema} has no step_offset.", place="--step-offset", expected="keep"
             )
@@ -237,7 +359,11 @@ class TrainState:
                 expected=f"keep, reset, or a number from 0 to the step, {updates}",
                 found=asked,
             )
-        return self.with_hyperparameters(step_offset=value)
+        return self.each(
+            lambda part: (
+                part.with_hyperparameters(step_offset=value) if part.optimizer.schema in having else part
+            )
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Describes the state without its tensors, as it stands in a manifest."""
@@ -250,6 +376,7 @@ class TrainState:
                     "paths": list(g.paths),
                     "hyperparameters": dict(g.hyperparameters),
                     "known_from": dict(g.known_from),
+                    **({} if g.schema is None else {"schema": g.schema, "variant": g.variant}),
                 }
                 for g in self.optimizer.groups
             ],

@@ -109,6 +109,21 @@ def leaf_names(tree: Tree) -> list[str]:
     return ["/".join(map(str, path)) for path, _ in walk(tree) if path]
 
 
+def empty_names(tree: Tree) -> list[str]:
+    """Returns the name of every leaf that holds nothing: None, or an empty map or sequence.
+
+    Example:
+        >>> empty_names({"chain": [{"count": 4}, None], "rest": {}})
+        ['chain/1', 'rest']
+    """
+    nothing = [
+        path
+        for path, leaf in walk(tree)
+        if leaf is None or (isinstance(leaf, (Mapping, list, tuple)) and not leaf)
+    ]
+    return ["/".join(map(str, path)) for path in nothing]
+
+
 def tensor_names(tree: Tree) -> dict[str, Tensor]:
     """Returns every tensor of a tree by its native name: the keys of its path, joined with `/`.
 

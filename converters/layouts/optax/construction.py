@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 DECAY = "weight_decay_rate"
@@ -20,13 +21,18 @@ Form: TypeAlias = Literal["one", "mask", "parts"]
 _PATH = 'jax.tree_util.keystr(keys, simple=True, separator="/")'
 
 
-def form_of_groups(settings: Iterable[Mapping[str, Any]], frozen: bool) -> Form:
+def form_of_groups(
+    settings: Iterable[Mapping[str, Any]], frozen: bool, schemas: Collection[str | None] = ()
+) -> Form:
     """Returns what groups become.
 
     Args:
         settings: The hyperparameters of each.
         frozen: Whether there are parameters in none of them.
+        schemas: The schema of each, where they have several.
     """
+    if len({*schemas}) > 1:
+        return "parts"
     groups = [{**one, DECAY: one.get(DECAY) or 0} for one in settings]
     differing = {
         name for one in groups for name in one if any(one[name] != other.get(name) for other in groups)
@@ -39,32 +45,91 @@ def form_of_groups(settings: Iterable[Mapping[str, Any]], frozen: bool) -> Form:
 
 
 def construction(
-    groups: Sequence[Mapping[str, Any]], names: Collection[str], call: Call, manifest: str, mask: str
+    groups: Sequence[Mapping[str, Any]],
+    names: Collection[str],
+    empty: Collection[str],
+    call: Call,
+    manifest: str,
+    mask: str,
 ) -> list[str]:
     """Returns the lines that make `optimizer`, as `Constructing` says.
 
     Args:
         groups: The groups, each with its label.
         names: Names of the checkpoint's tensors.
+        empty: Names of its leaves that hold nothing.
         call: Gives the call of the optimizer's class.
         manifest: Path of the manifest.
         mask: The argument for the mask of weight decay; "" if there is none, and groups are always parts.
     """
     settings = [group["hyperparameters"] for group in groups]
+    schemas = [group.get("schema") for group in groups]
     moved = {path for group in groups for path in group["paths"]}
     frozen = any(name.startswith("params/") and name.removeprefix("params/") not in moved for name in names)
-    form = form_of_groups(settings, frozen or not mask)
+    form = form_of_groups(settings, frozen or not mask or len({*schemas}) > 1, schemas)
+    own = _partition(groups, names, empty) if form == "parts" else None
+    groups, frozen_label = (own.groups, own.frozen) if own else (groups, FROZEN)
     rates = {group["label"]: _rate(names, group["label"] if form == "parts" else "") for group in groups}
-    used = dict.fromkeys(rate for one in rates.values() for rate in one.values())
+    if own:  # a rate that doesn't count is a number
+        rates = {group["label"]: rates[group["label"]] or _number(group) for group in groups}
+    used = dict.fromkeys(rate for one in rates.values() for rate in one.values() if rate != "...")
     return [
         *(f"# {rate}: the run's learning rate as a function of the updates done" for rate in used),
-        *_lines(form, frozen, groups, call, rates, manifest, mask),
+        *(own.above if own else ()),
+        *_lines(form, frozen_label if frozen else None, groups, call, rates, manifest, mask),
     ]
+
+
+@dataclass(frozen=True)
+class _Partition:
+    """A partition that lies in a checkpoint under labels of its run's own.
+
+    Attributes:
+        groups: The groups, each with its label there.
+        frozen: The label of parameters that nothing moves.
+        above: What is around it, a comment.
+    """
+
+    groups: list[Mapping[str, Any]]
+    frozen: str
+    above: list[str]
+
+
+def _partition(
+    groups: Sequence[Mapping[str, Any]], names: Collection[str], empty: Collection[str]
+) -> _Partition | None:
+    """Returns the partition that a checkpoint's names show; None if it is as statekit makes it, or can't be told."""
+    link = re.compile(rf"(.*)/{PARTS}/([^/]+)/{INNER}(?:/(.*))?")
+    held: dict[str, list[str]] = {}
+    above: dict[str, None] = {}
+    for match in filter(None, map(link.fullmatch, names)):
+        above[match[1]] = None
+        held.setdefault(match[2], []).append(f"/{match[3]}")
+    labels = [
+        next(
+            (
+                label
+                for label, own in held.items()
+                if any(name.endswith(f"/{group['paths'][0]}") for name in own)
+            ),
+            "",
+        )
+        for group in groups
+    ]
+    if not all(labels) or len(above) != 1 or len({*labels}) != len(groups):
+        return None
+    still = [match[2] for match in filter(None, map(link.fullmatch, empty)) if match[2] not in held]
+    place = next(iter(above))
+    around = f"# the state lies in {place} there: put the optimizer where the run had it"
+    labelled: list[Mapping[str, Any]] = [
+        {**group, "label": label} for group, label in zip(groups, labels, strict=True)
+    ]
+    return _Partition(labelled, next(iter(still), FROZEN), [] if place == "opt_state" else [around])
 
 
 def _lines(
     form: Form,
-    frozen: bool,
+    frozen: str | None,
     groups: Sequence[Mapping[str, Any]],
     call: Call,
     rates: Mapping[str, Mapping[str, str]],
@@ -78,16 +143,21 @@ def _lines(
         "import jax",
         f'groups = json.loads(pathlib.Path("{manifest}").read_text())["state"]["groups"]',
     ]
-    if form == "one" and not frozen:
+    if form == "one" and frozen is None:
         return [f"optimizer = {call(first, rates[first['label']])}"]
     if form == "parts":
         rules = [f'rules["{group["label"]}"] = {call(group, rates[group["label"]])}' for group in groups]
+        usual = all(group["label"] == str(group["number"]) for group in groups)
+        named = {str(group["number"]): group["label"] for group in groups}
+        other = frozen or FROZEN
         return [
             *said,
-            'label = {path: str(i) for i, group in enumerate(groups) for path in group["paths"]}',
-            f'labels = jax.tree_util.tree_map_with_path(lambda keys, _: label.get({_PATH}, "{FROZEN}"), params)',
+            *([] if usual else [f"names = {named!r}"]),
+            f"label = {{path: {'str(i)' if usual else 'names[str(i)]'} for i, group in enumerate(groups) "
+            'for path in group["paths"]}',
+            f'labels = jax.tree_util.tree_map_with_path(lambda keys, _: label.get({_PATH}, "{other}"), params)',
             "import optax",
-            f'rules = {{"{FROZEN}": optax.set_to_zero()}}' if frozen else "rules = {}",
+            f'rules = {{"{frozen}": optax.set_to_zero()}}' if frozen else "rules = {}",
             *rules,
             "optimizer = optax.partition(rules, labels)",
         ]
@@ -109,6 +179,11 @@ def _lines(
         "update = lambda grads, state, params=None: rule.update(still(grads), state, params)",
         "optimizer = optax.GradientTransformation(rule.init, update)",
     ]
+
+
+def _number(group: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the code for a learning rate that is a number, where the group doesn't say it."""
+    return {"learning_rate": "..."} if group["hyperparameters"].get("learning_rate") is None else {}
 
 
 def _rate(names: Collection[str], label: str) -> dict[str, str]:

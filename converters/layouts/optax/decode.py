@@ -8,7 +8,10 @@ from typing import Any, TypeAlias
 
 from statekit.converters.layouts.hyperparameters import Hyperparameters, ManifestRecord, manifest_state
 from statekit.converters.layouts.optax.links import (
+    LABELLED,
+    STRANGERS,
     Link,
+    children,
     find_params,
     is_tensor,
     leaves,
@@ -106,6 +109,60 @@ def _params(tree: Tree, where: Path, faults: Faults) -> Iterator[tuple[str, Tens
             faults.add(f"is no tensor but {type(leaf).__name__}", path)
 
 
+@dataclass(frozen=True)
+class Foreign:
+    """A part of `optax.partition` that no link known here moves.
+
+    Attributes:
+        name: The optimizer, as its state's fields tell.
+        place: Its state's path.
+        slots: For each parameter, its slots by their own names.
+    """
+
+    name: str
+    place: str
+    slots: Slots
+
+
+def foreign(tree: Opened, stepped: Sequence[Slots]) -> list[Foreign]:
+    """Returns the parts of partitions that hold slots for parameters without any in the links known here.
+
+    A parameter that such a part moves isn't frozen.
+    """
+    moved = {path for part in stepped for path in part}
+    unmoved = {tuple(path.split("/")): path for path in tree.params if path not in moved}
+    parts = []
+    for keys, inner in _partition_labels(tree.checkpoint.tree):
+        slots: dict[str, dict[str, Tensor]] = {}
+        fields: dict[str, None] = {}
+        for below, leaf in leaves(inner):
+            names = tuple(map(str, below))
+            start = next((i for i in range(1, len(names)) if names[i:] in unmoved), None)
+            if start is None or not is_tensor(leaf):
+                continue
+            path, state = unmoved[names[start:]], under(inner, below[: start - 1])
+            slots.setdefault(path, {})[names[start - 1]] = leaf
+            fields[_named(state)] = None
+        if slots:
+            parts.append(Foreign(" and ".join(fields), "/".join(map(str, keys)), slots))
+    return parts
+
+
+def _partition_labels(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, Tree]]:
+    for key, node in children(tree):
+        if key == LABELLED and isinstance(node, Mapping):
+            yield from (((*path, key, label), state) for label, state in node.items())
+        if children(node):
+            yield from _partition_labels(node, (*path, key))
+
+
+def _named(state: Tree) -> str:
+    """Returns what optimizer a link's state is of, by its fields."""
+    fields = tuple(map(str, state)) if isinstance(state, Mapping) else ()
+    name = STRANGERS.get(frozenset(fields), f"a link with {', '.join(fields)}")
+    return f"{name}, which has no schema yet"
+
+
 def slots_of(slot_links: Sequence[Link]) -> dict[str, dict[str, Tensor]]:
     """Returns the slots that links hold: path -> name of the field -> tensor."""
     slots: dict[str, dict[str, Tensor]] = {}
@@ -133,17 +190,28 @@ def updates_of(core_links: Sequence[Link], slots: Sequence[Slots], faults: Fault
     return counts[-1]
 
 
-def stated(checkpoint: Checkpoint, schema: str, slots: Sequence[Slots]) -> ManifestRecord | None:
-    """Returns what a conversion's manifest says of the state, if it is about these parameters."""
-    known = manifest_state(checkpoint, schema)
-    moved = {path for part in slots for path in part}
-    return known if known and {path for group in known.groups for path in group.paths} == moved else None
+def stated(checkpoint: Checkpoint, schemas: Sequence[str], slots: Sequence[Slots]) -> ManifestRecord | None:
+    """Returns what a conversion's manifest says of the state, if it is about these parameters.
+
+    Args:
+        checkpoint: The checkpoint.
+        schemas: The schema of each part.
+        slots: The slots of each part.
+    """
+    known = manifest_state(checkpoint, *schemas)
+    if known is None:
+        return None
+    moved = {path: schema for schema, part in zip(schemas, slots, strict=True) for path in part}
+    pairs = zip(known.groups, known.kinds, strict=True)
+    said = {path: schema for group, (schema, _) in pairs for path in group.paths}
+    return known if said == moved else None
 
 
-def groups_of(known: ManifestRecord, specified: Mapping[str, Any]) -> list[Group]:
-    """Returns the groups of a manifest, with what else is told."""
+def groups_of(known: ManifestRecord, specified: Mapping[str, Mapping[str, Any]]) -> list[Group]:
+    """Returns the groups of a manifest, with what else is told, by schema."""
     return [
-        group_of(member.paths, member.hyperparameters.over(specified, "given")) for member in known.groups
+        group_of(member.paths, member.hyperparameters.over(specified.get(schema, {}), "given"))
+        for member, (schema, _) in zip(known.groups, known.kinds, strict=True)
     ]
 
 

@@ -117,13 +117,16 @@ def _injected(node: Tree) -> dict[str, Tensor]:
     return {str(k): v for k, v in scalars if is_tensor(v) and v.shape == () and v.dtype.kind in "fiubV"}
 
 
-def schema_of(core: CoreLink, hints: Mapping[str, Any]) -> tuple[str, str]:
+def schema_of(core: CoreLink, asked: Any) -> tuple[str, str]:
     """Returns the schema of a core link, and in a sentence what was assumed for that; "" if nothing.
 
+    Args:
+        core: The core link.
+        asked: The schema that the user names; None if none is named.
+
     Raises:
-        UsageError: The hint names none that it can be.
+        UsageError: It can't be that.
     """
-    asked = hints.get(OPTIMIZER)
     choices: tuple[str, ...] = ("adafactor",)
     schema_name, why = "adafactor", ""
     if core.link.kind != "adafactor":

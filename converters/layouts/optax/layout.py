@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -42,6 +42,7 @@ from statekit.converters.layouts.optax.decode import (
     FACTOR_MAP,
     Slots,
     entries_of,
+    foreign,
     given_rule,
     group_of,
     groups_of,
@@ -53,6 +54,7 @@ from statekit.converters.layouts.optax.decode import (
 )
 from statekit.converters.layouts.optax.factoring import Factoring, factoring, placeholder, rule_of, usual_axes
 from statekit.converters.layouts.optax.hyperparameters import (
+    OPTIMIZER,
     VARIANT,
     CoreLink,
     canonical,
@@ -76,6 +78,7 @@ from statekit.converters.layouts.optax.skeleton import (
     in_own_form,
     own_form,
     placed,
+    slot_paths,
     usual_tree,
 )
 from statekit.errors import Faults, InexactError, StateError, some
@@ -83,8 +86,10 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor, in_memory
-from statekit.tensors.tree import Tree, nested, walk
+from statekit.tensors.tree import Path, Tree, nested, walk
 
+Specified: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""By schema, the hyperparameters that were told."""
 _HELD = ("adafactor", "adamw", "lamb")
 _SCHEDULED = re.compile(r"scheduler|^initial_lr$")
 """Names under which others keep that a scheduler moves the rate."""
@@ -97,11 +102,12 @@ def encoded(state: TrainState) -> Encoded:
         InexactError: Optax can't hold the state; lists every reason.
         StateError: The form that the state carries isn't one of its parameters.
     """
-    if state.optimizer.schema not in _HELD:
+    others = [schema for schema, _ in state.optimizer.kinds if schema not in _HELD]
+    if others:
         raise InexactError(
             "The layout optax can't hold this optimizer's state.",
             expected=", ".join(_HELD),
-            found=state.optimizer.schema,
+            found=", ".join(others),
         )
     form = own_form(state, VARIANT)
     if form is not None and not any(_foreign(state)):
@@ -122,10 +128,23 @@ def _foreign(state: TrainState) -> Iterator[str]:
 
 
 def _contents(state: TrainState) -> Contents:
+    whose = {path: part for part in state.parts() for path in part.slots}
+    natives = {part.optimizer.schema: _natives(part.optimizer.schema) for part in state.parts()}
+
     def slot(path: str, native: str) -> Tensor | None:
-        return _slots(state, path)[native] if path in state.slots else None
+        if path not in whose:
+            return None
+        own = natives[whose[path].optimizer.schema]
+        of_another = native not in own and any(native in names for names in natives.values())
+        return None if of_another else _slots(whose[path], path)[native]
 
     return Contents(state.params, slot, state.counts.updates, state.counts.schedule)
+
+
+def _natives(schema: str) -> dict[str, str]:
+    """Returns Optax' name of each slot -> its canonical name."""
+    slots = load_schema(schema).slots.items()
+    return {slot.aliases[VARIANT]: name for name, slot in slots if VARIANT in slot.aliases}
 
 
 def _slots(state: TrainState, path: str) -> dict[str, Tensor]:
@@ -140,20 +159,31 @@ def _slots(state: TrainState, path: str) -> dict[str, Tensor]:
 
 
 def _with_given(frame: Tree, state: TrainState) -> Tree:
-    """Returns a frame whose inject_hyperparams holds what the user gave."""
-    schema = load_schema(state.optimizer.schema)
-    names = native_names(schema)
-    group = state.optimizer.groups[0] if len(state.optimizer.groups) == 1 else Group(())
+    """Returns a frame whose inject_hyperparams hold what the user gave."""
     changes: dict[tuple[Any, ...], Tensor] = {}
     for keys, leaf in leaves(frame):
-        name = names.get(str(keys[-1]), str(keys[-1])) if keys else ""
-        if keys[-2:-1] == ("hyperparams",) and is_tensor(leaf) and group.known_from.get(name) == "given":
-            changes[keys] = in_memory(np.asarray(group.hyperparameters[name], leaf.dtype), name)
+        if keys[-2:-1] != ("hyperparams",) or not is_tensor(leaf):
+            continue
+        for group in _groups_below(frame, keys[:-2], state):
+            native = native_names(load_schema(state.optimizer.kind(group)[0]))
+            name = native.get(str(keys[-1]), str(keys[-1]))
+            if group.known_from.get(name) == "given":
+                changes[keys] = in_memory(np.asarray(group.hyperparameters[name], leaf.dtype), name)
     return replaced(frame, changes)
 
 
+def _groups_below(frame: Tree, above: Path, state: TrainState) -> list[Group]:
+    """Returns the groups whose slots lie below a node of a frame."""
+    if len(state.optimizer.groups) == 1:
+        return list(state.optimizer.groups)
+    contents = _contents(state)
+    found: set[str] = set()
+    for mark in (mark for keys, mark in leaves(frame) if keys[: len(above)] == above):
+        found.update(slot_paths(mark, contents) or ())
+    return [group for group in state.optimizer.groups if found.intersection(group.paths)]
+
+
 def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
-    schema = load_schema(state.optimizer.schema)
     if not state.slots:
         yield "holds parameters and no optimizer state", "slots"
     if not 0 <= state.counts.updates < 2**31:
@@ -162,11 +192,13 @@ def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
         yield f"has made {updates} of {state.counts.updates} updates; Optax counts them together", path
     moved = [path for group in state.optimizer.groups for path in group.paths]
     yield from (("has no slots yet; Optax makes them all at once", p) for p in moved if p not in state.slots)
-    for path, slots in state.slots.items():
-        unknown = [name for name in slots if VARIANT not in schema.slots[name].aliases]
-        yield from ((f"has slot {name}, for which Optax has no place", path) for name in unknown)
-        if "v_max" in slots and state.optimizer.variant != VARIANT:
-            yield "has v_max of another rule: Optax keeps the maximum of the corrected moment", path
+    for part in state.parts():
+        schema = load_schema(part.optimizer.schema)
+        for path, slots in part.slots.items():
+            unknown = [name for name in slots if VARIANT not in schema.slots[name].aliases]
+            yield from ((f"has slot {name}, for which Optax has no place", path) for name in unknown)
+            if "v_max" in slots and part.optimizer.variant != VARIANT:
+                yield "has v_max of another rule: Optax keeps the maximum of the corrected moment", path
     for chain in _chains(state):
         kept = {frozenset(state.slots[path]) & {"m", "v_max"} for path in chain.paths if path in state.slots}
         if len(kept) > 1:
@@ -174,12 +206,11 @@ def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
                 "some parameters have momentum or v_max and others don't; Optax keeps them in two optimizers",
                 "slots",
             )
+        if chain.of.optimizer.schema == "adafactor":
+            yield from _factor_faults(state, chain.paths)
     for i, group in enumerate(state.optimizer.groups):
         yield from ((f"has slot {name} as a whole", f"groups/{i}") for name in group.slots)
-        yield from ((fault, f"groups/{i}") for fault in _unsaid(group, schema.name))
-    if schema.name == "adafactor":
-        for chain in _chains(state):
-            yield from _factor_faults(state, chain.paths)
+        yield from ((fault, f"groups/{i}") for fault in _unsaid(group, state.optimizer.kind(group)[0]))
 
 
 def _unsaid(group: Group, schema: str) -> Iterator[str]:
@@ -242,12 +273,14 @@ class _Chain:
 
     Attributes:
         place: Its keys below the optimizer's state.
+        of: The state of the optimizer.
         paths: Its parameters.
         hyperparameters: Its hyperparameters.
         masked_decay: Whether a mask says which of them are decayed.
     """
 
     place: tuple[str, ...]
+    of: TrainState
     paths: tuple[str, ...]
     hyperparameters: Mapping[str, Any]
     masked_decay: bool = False
@@ -255,20 +288,26 @@ class _Chain:
 
 def _chains(state: TrainState) -> list[_Chain]:
     """Returns the optimizers that a state's groups become."""
-    groups = [(str(i), group) for i, group in enumerate(state.optimizer.groups) if group.paths]
+    optimizer, whose = state.optimizer, dict(zip(state.optimizer.kinds, state.parts(), strict=True))
+    groups = [(str(i), group) for i, group in enumerate(optimizer.groups) if group.paths]
     settings = [group.hyperparameters for _, group in groups]
     frozen = any(path not in state.slots for path in state.params)
-    form = form_of_groups(settings, frozen)
+    form = form_of_groups(settings, frozen, [group.schema for _, group in groups])
     if form == "parts":
-        return [_Chain((PARTS, label, INNER), group.paths, group.hyperparameters) for label, group in groups]
+        return [
+            _Chain((PARTS, label, INNER), whose[optimizer.kind(group)], group.paths, group.hyperparameters)
+            for label, group in groups
+        ]
     place = (INNER,) if frozen else ()
     decayed = [one for one in settings if one.get(DECAY)]
-    return [_Chain(place, tuple(state.slots), next(iter([*decayed, *settings]), {}), form == "mask")]
+    return [_Chain(place, state, tuple(state.slots), next(iter([*decayed, *settings]), {}), form == "mask")]
 
 
 def _opt_state(state: TrainState) -> Tree:
-    form = _adafactor if state.optimizer.schema == "adafactor" else _adam
-    made: dict[tuple[str, ...], Tree] = {chain.place: form(state, chain) for chain in _chains(state)}
+    made: dict[tuple[str, ...], Tree] = {
+        chain.place: (_adafactor if chain.of.optimizer.schema == "adafactor" else _adam)(state, chain)
+        for chain in _chains(state)
+    }
     frozen = any(path not in state.slots for path in state.params)
     if () not in made and (INNER,) not in made and frozen:
         made[PARTS, FROZEN, INNER] = None
@@ -291,7 +330,7 @@ def _adafactor(state: TrainState, chain: _Chain) -> list[Tree]:
 def _adam(state: TrainState, chain: _Chain) -> list[Tree]:
     most = any("v_max" in state.slots[path] for path in chain.paths)
     first = _link(state, chain, "mu", "nu", *(("nu_max",) if most else ()))
-    ratio = [None] if state.optimizer.schema == "lamb" else []
+    ratio = [None] if chain.of.optimizer.schema == "lamb" else []
     return [first, _decay(chain), *ratio, _rate(state, chain)]
 
 
@@ -314,7 +353,7 @@ def _is_scheduled(state: TrainState) -> bool:
 
 def _link(state: TrainState, chain: _Chain, *natives: str) -> Tree:
     """Returns the state of a link: its count, and a tree for each field."""
-    slots = {path: _turned(state, path) for path in chain.paths if path in state.slots}
+    slots = {path: _turned(chain.of, path) for path in chain.paths if path in state.slots}
     fields = {
         native: usual_tree({path: slots[path][native] if path in slots else None for path in state.params})
         for native in natives
@@ -347,6 +386,7 @@ class Optax:
         default_factory=lambda: {"adafactor": (VARIANT,), "adamw": (VARIANT,), "lamb": (VARIANT,)}
     )
     containers: tuple[str, ...] = ("orbax", "flax")
+    holds_several: bool = True
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for the fields of a link's state, and for parameters that fit them."""
@@ -370,37 +410,49 @@ class Optax:
         tree = opened(checkpoint, CORE_LINKS, faults)
         core_links = [link for link in tree.all_links if link.kind in CORE_LINKS]
         cores = [core_link(link, tree.all_links, tree.checkpoint.tree, tree.where) for link in core_links]
-        schema, notes = _schema(cores, hints, faults)
-        specified = canonical(schema, hints.hyperparameters)
-        parts = [_part(core, schema, tree.params, faults) for core in cores]
+        schemas, notes, hints_of = _schemas(cores, hints)
+        parts = [
+            _part(core, schema, tree.params, faults) for core, schema in zip(cores, schemas, strict=True)
+        ]
         slots = [part.slots for part in parts]
         updates = updates_of(core_links, slots, faults)
+        faults += [
+            (f"has the state of {part.name} for {some(list(part.slots))}", part.place)
+            for part in foreign(tree, slots)
+        ]
+        specified = {
+            name: canonical(load_schema(name), part.hyperparameters) for name, part in hints_of.items()
+        }
         rules = dict(_rules(tree.params, parts, specified, faults))
         faults.check(
-            StateError, "The checkpoint isn't a state of Optax that statekit knows", place=checkpoint.path
+            StateError,
+            "The checkpoint isn't a state of Optax that statekit knows",
+            place=checkpoint.path,
         )
-        known = stated(checkpoint, schema.name, slots)
+        known = stated(checkpoint, [schema.name for schema in schemas], slots)
         begun = [
             link for link in tree.all_links if link.kind == "accumulate" and link.state["mini_step"].read()
         ]
         if known is not None:
-            groups, rules, variant = groups_of(known, specified), rules_of(known, rules), known.variant
+            groups, kinds, rules = groups_of(known, specified), known.kinds, rules_of(known, rules)
             notes = [] if hints.hyperparameters else [*known.assumptions]
         else:
-            groups, more = _settled(parts, schema, specified)
+            groups, more = _settled(parts, specified)
             strange = any(core.others for core in cores)
-            variant = None if strange else VARIANT
+            kinds = tuple((schema.name, None if strange else VARIANT) for schema in schemas)
             notes += [*more, *_rule_notes(rules), *([_STRANGE] if strange else [])]
         notes += [_BEGUN] if begun and _BEGUN not in notes else []
         kept = {
-            path: _canonical(schema, param_slots, part.shown.get(path))
+            path: _canonical(part.schema, param_slots, part.shown.get(path))
             for part in parts
             for path, param_slots in part.slots.items()
         }
         return TrainState(
             tree.params,
             kept,
-            Optimizer(schema.name, hints.variant or variant, tuple(groups)),
+            Optimizer.of(
+                groups, [(schema, hints_of[schema].variant or variant) for schema, variant in kinds]
+            ),
             Counts(updates, tree.schedule(updates)),
             rules,
             tree.extra("optax", {path for core in cores for path in core.paths}, updates),
@@ -420,12 +472,15 @@ class Optax:
         schema: str,
         groups: Sequence[Mapping[str, Any]],
         names: Collection[str],
+        empty: Collection[str],
         call: Call,
         manifest: str,
     ) -> list[str]:
         """Returns the lines that make the optimizer."""
-        mask = load_schema(schema).hyperparameters["exclude_from_weight_decay"]["native"][VARIANT]["name"]
-        return construction(groups, names, call, manifest, mask)
+        native = load_schema(groups[0].get("schema", schema)).hyperparameters["exclude_from_weight_decay"][
+            "native"
+        ]
+        return construction(groups, names, empty, call, manifest, native[VARIANT]["name"])
 
 
 @dataclass(frozen=True)
@@ -434,29 +489,31 @@ class _Part:
 
     Attributes:
         core: The core link.
+        schema: The optimizer's.
         slots: For each path, its slots by Optax' names.
         shown: For each path, how Adafactor's slots show it to be factored.
     """
 
     core: CoreLink
+    schema: OptimizerSchema
     slots: Slots
     shown: Mapping[str, Factoring]
 
 
-def _schema(cores: Sequence[CoreLink], hints: Hints, faults: Faults) -> tuple[OptimizerSchema, list[str]]:
-    choices = [schema_of(core, hints.hyperparameters) for core in cores]
-    names = list(dict.fromkeys(name for name, _ in choices))
-    if len(names) > 1:
-        for core, (name, _) in zip(cores, choices, strict=True):
-            count_ = len(slots_of(core.links))
-            faults.add(f"is a part with {name} of {count_} parameters", "/".join(map(str, core.link.path)))
-        faults.check(
-            StateError,
-            f"The run has several optimizers ({' and '.join(names)}); a state of statekit has one",
-            remedy="save each part with its own parameters, {'params': ..., 'opt_state': inner_states[label]}, and"
-            " convert these",
-        )
-    return load_schema(names[0]), list(dict.fromkeys(why for _, why in choices if why))
+def _schemas(
+    cores: Sequence[CoreLink], hints: Hints
+) -> tuple[list[OptimizerSchema], list[str], dict[str, Hints]]:
+    """Returns the schema of each core link, what was assumed for that, and what is said of each optimizer."""
+    asked = hints.hyperparameters.get(OPTIMIZER)
+    several = len({core.link.kind == "adafactor" for core in cores}) > 1
+    choices = [
+        schema_of(core, None if several and core.link.kind == "adafactor" else asked) for core in cores
+    ]
+    names = [name for name, _ in choices]
+    rest = {name: value for name, value in hints.hyperparameters.items() if name != OPTIMIZER}
+    by_schema = replace(hints, hyperparameters=rest).of(names)
+    notes = list(dict.fromkeys(why for _, why in choices if why))
+    return [load_schema(name) for name in names], notes, by_schema
 
 
 def _part(core: CoreLink, schema: OptimizerSchema, params: Mapping[str, Tensor], faults: Faults) -> _Part:
@@ -472,32 +529,32 @@ def _part(core: CoreLink, schema: OptimizerSchema, params: Mapping[str, Tensor],
                 faults.add(inferred_factoring, path)
             else:
                 shown[path] = inferred_factoring
-    return _Part(core, slots, shown)
+    return _Part(core, schema, slots, shown)
 
 
 def _rules(
-    params: Mapping[str, Tensor], parts: Sequence[_Part], specified: Mapping[str, Any], faults: Faults
+    params: Mapping[str, Tensor], parts: Sequence[_Part], specified: Specified, faults: Faults
 ) -> Iterator[tuple[str, Rule]]:
-    entries = entries_of(specified)
     for part in parts:
+        entries = entries_of(specified[part.schema.name])
         for path, shown in part.shown.items():
             slots = part.slots[path]
             given = given_rule(entries, path, shown.shape, slots, faults) if shown.factored else None
             yield path, given or rule_of(shown.shape, slots, shown.factored)
 
 
-def _settled(
-    parts: Sequence[_Part], schema: OptimizerSchema, specified: Mapping[str, Any]
-) -> tuple[list[Group], list[str]]:
+def _settled(parts: Sequence[_Part], specified: Specified) -> tuple[list[Group], list[str]]:
     groups, notes = [], []
     for part in parts:
-        hyperparameters, open_points = inferred(part.core, schema, list(part.shown.values()), specified)
-        settings = hyperparameters.over(specified, "given")
+        given = specified[part.schema.name]
+        hyperparameters, open_points = inferred(part.core, part.schema, list(part.shown.values()), given)
+        settings = hyperparameters.over(given, "given")
         groups.append(group_of(tuple(part.slots), settings))
         notes += open_points
         if assumed := settings.assumed():
             shown = ", ".join(f"{name}={value}" for name, value in assumed.items())
-            notes.append(f"Optax stores no hyperparameters; assumed: {shown}.")
+            whose = f" of {part.schema.name}" if len({one.schema.name for one in parts}) > 1 else ""
+            notes.append(f"Optax stores no hyperparameters{whose}; assumed: {shown}.")
     return groups, notes
 
 
@@ -515,7 +572,7 @@ def _canonical(
 ) -> dict[str, Tensor]:
     """Returns a parameter's slots by canonical name; what isn't in use is left out."""
     unused = () if shown is None else (("v",) if shown.factored else ("v_row", "v_col"))
-    names = {slot.aliases[VARIANT]: name for name, slot in schema.slots.items() if VARIANT in slot.aliases}
+    names = _natives(schema.name)
     return {names[native]: tensor for native, tensor in slots.items() if native not in unused}
 
 

@@ -62,8 +62,20 @@ SLOT_TREES: dict[str, tuple[str, ...]] = {
 }
 """The fields of a link's state that are trees like the parameters'."""
 _SLOTS = {name for names in SLOT_TREES.values() for name in names}
-_LABELLED = "inner_states"
-_INNER = {"inner_state", "inner_opt_state", _LABELLED}
+LABELLED = "inner_states"
+"""The field of `optax.partition`: the state of each part under its label."""
+STRANGERS: dict[frozenset[str], str] = {
+    frozenset({"count", "mu", "ns_coeffs"}): "Muon",
+    frozenset({"count", "mu"}): "Lion",
+    frozenset({"trace"}): "SGD with momentum",
+    frozenset({"nu"}): "RMSprop",
+    frozenset({"count", "nu"}): "RMSprop",
+    frozenset({"mu", "nu"}): "centered RMSprop",
+    frozenset({"sum_of_squares"}): "Adagrad",
+    frozenset({"e_g", "e_x"}): "Adadelta",
+}
+"""Optimizers of Optax without a schema, by the fields of their states."""
+_INNER = {"inner_state", "inner_opt_state", LABELLED}
 CORE_LINKS = ("adafactor", "adam")
 """The links that an optimizer of Optax is known by."""
 OWN_CORE_LINKS = tuple(f"statekit.{schema}" for schema in OWN_FIELDS)
@@ -157,7 +169,7 @@ def _chain(node: Any) -> Tree:
         return node
     parts: dict[str, Tree] = {}
     for name, child in node.items():
-        if name == _LABELLED and isinstance(child, Mapping):
+        if name == LABELLED and isinstance(child, Mapping):
             parts[name] = {label: _chain(state) for label, state in child.items()}
         elif name in _SLOTS:
             parts[name] = replaced(child, {keys: None for keys, leaf in leaves(child) if leaf == {}})

@@ -176,6 +176,15 @@ def _value(mark: tuple[Any, ...], form: Tree, contents: Contents) -> Tree:
     return count({COUNT: contents.updates, SCHEDULE: contents.schedule}[kind])
 
 
+def slot_paths(mark: Any, contents: Contents) -> set[str] | None:
+    """Returns the parameters whose slots stand in the place of a mark; None of a leaf that is no slot's."""
+    if not isinstance(mark, tuple) or mark[:1] != (SLOT,):
+        return None
+    if len(mark) > 2:
+        return {leaf[0] for _, leaf in leaves(mark[2]) if isinstance(leaf, tuple) and len(leaf) == 1}
+    return {path for path in contents.params if contents.slot(path, mark[1]) is not None}
+
+
 def _held(tensor: Tensor | None, path: str) -> Tensor:
     if tensor is None:
         raise KeyError(path)

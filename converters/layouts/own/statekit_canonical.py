@@ -24,6 +24,7 @@ class Canonical:
     containers: tuple[str, ...] = ("statekit",)
     keeps_masters: bool = True
     keeps_encoding: bool = True
+    holds_several: bool = True
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for the five parts."""
@@ -76,7 +77,14 @@ def _is_state(record: Any) -> bool:
 def _state(tree: Mapping[str, Any], record: Mapping[str, Any]) -> TrainState:
     counts = record["counts"]
     groups = tuple(
-        Group(tuple(g["paths"]), g["hyperparameters"], g["known_from"], _tensors(slots))
+        Group(
+            tuple(g["paths"]),
+            g["hyperparameters"],
+            g["known_from"],
+            _tensors(slots),
+            g.get("schema"),
+            g.get("variant"),
+        )
         for g, slots in zip(record["groups"], tree["groups"], strict=True)
     )
     return TrainState(

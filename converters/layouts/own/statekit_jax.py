@@ -30,6 +30,7 @@ from statekit.converters.layouts.optax.decode import (
     Opened,
     Slots,
     entries_of,
+    foreign,
     given_rule,
     group_of,
     groups_of,
@@ -58,8 +59,8 @@ from statekit.converters.layouts.optax.skeleton import (
 )
 from statekit.errors import Faults, InexactError, StateError, some
 from statekit.files.checkpoint import Checkpoint
-from statekit.state.schema import OptimizerSchema, load_schema
-from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Counts, Group, Kind, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree
 
@@ -74,6 +75,7 @@ class StatekitJax:
     name: str = "statekit-jax"
     title: str = "params and opt_state of a run with statekit.jax, by canonical slot names"
     containers: tuple[str, ...] = ("orbax", "flax")
+    holds_several: bool = True
 
     @property
     def variants(self) -> Mapping[str, tuple[str, ...]]:
@@ -103,40 +105,40 @@ class StatekitJax:
         faults = Faults()
         tree = opened(checkpoint, OWN_CORE_LINKS, faults)
         core_links = [link for link in tree.all_links if link.kind in OWN_CORE_LINKS]
-        names = list(dict.fromkeys(_schema_of(link) for link in core_links))
-        if len(names) > 1:
-            faults.add("are optimizers of one run, kept in one state only alike", " and ".join(names))
-        schema = load_schema(names[0])
+        schemas = [_schema_of(link) for link in core_links]
         slots = [slots_of([link]) for link in core_links]
         updates = updates_of(core_links, slots, faults)
-        known = stated(checkpoint, schema.name, slots)
-        variant = hints.variant or (known.variant if known else None)
-        factors = "v_row" in schema.slots
-        rules = dict(_rules(tree, slots, variant, hints.hyperparameters, faults)) if factors else {}
+        faults += [
+            (f"has the state of {part.name} for {some(list(part.slots))}", part.place)
+            for part in foreign(tree, slots)
+        ]
+        known = stated(checkpoint, schemas, slots)
+        hints_of, recorded = hints.of(schemas), dict(known.kinds if known else ())
+        kinds = [(schema, hints_of[schema].variant or recorded.get(schema)) for schema in schemas]
+        rules: dict[str, Rule] = {}
+        for (schema, variant), part in zip(kinds, slots, strict=True):
+            if "v_row" in load_schema(schema).slots:
+                rules.update(_rules(tree, part, variant, hints_of[schema].hyperparameters, faults))
         faults.check(StateError, "The checkpoint isn't a state of statekit.jax", place=checkpoint.path)
         if known is not None:
-            said = groups_of(known, {})
-            groups = [
-                _with_slots(group, link, schema.name) for group, link in zip(said, core_links, strict=False)
-            ]
-            groups += said[len(core_links) :]
+            groups = _with_slots(groups_of(known, {}), core_links, slots)
+            kinds = [(schema, hints_of[schema].variant or variant) for schema, variant in known.kinds]
             rules, notes = rules_of(known, rules), list(known.assumptions)
         else:
-            settings, notes = _settings(schema, variant, slots)
-            groups = [
-                _with_slots(group_of(tuple(part), settings), link, schema.name)
-                for link, part in zip(core_links, slots, strict=True)
-            ]
+            settings = [_settings(kind, part) for kind, part in zip(kinds, slots, strict=True)]
+            notes = list(dict.fromkeys(note for _, open_points in settings for note in open_points))
+            pairs = zip(slots, settings, strict=True)
+            groups = [group_of(tuple(part), hyperparameters) for part, (hyperparameters, _) in pairs]
+            groups = _with_slots(groups, core_links, slots)
             notes += _rule_notes(rules)
+        together = {name for schema in schemas for name in OWN_GROUP_FIELDS.get(schema, ())}
         state = TrainState(
             tree.params,
             {path: param_slots for part in slots for path, param_slots in part.items()},
-            Optimizer(schema.name, variant, tuple(groups)),
+            Optimizer.of(groups, kinds),
             Counts(updates, tree.schedule(updates)),
             rules,
-            tree.extra(
-                _KEY, {link.path for link in core_links}, updates, OWN_GROUP_FIELDS.get(schema.name, ())
-            ),
+            tree.extra(_KEY, {link.path for link in core_links}, updates, together),
             tuple(notes),
         )
         return hints.applied(state)
@@ -163,38 +165,40 @@ class StatekitJax:
         schema: str,
         groups: Sequence[Mapping[str, Any]],
         names: Collection[str],
+        empty: Collection[str],
         call: Call,
         manifest: str,
     ) -> list[str]:
         """Returns the lines that make the transformation, as `load_optimizer` would: groups are parts."""
-        return construction(groups, names, call, manifest, "")
+        return construction(groups, names, empty, call, manifest, "")
 
 
 def _schema_of(link: Link) -> str:
     return link.kind.partition(".")[2]
 
 
-def _with_slots(group: Group, link: Link, schema: str) -> Group:
-    """Returns a group with the slots that belong to its parameters together."""
-    names = OWN_GROUP_FIELDS.get(schema, ())
-    slots = {name: link.state[name] for name in names if is_tensor(link.state.get(name))}
-    return Group(group.paths, group.hyperparameters, group.known_from, slots)
+def _with_slots(groups: Sequence[Group], core_links: Sequence[Link], slots: Sequence[Slots]) -> list[Group]:
+    """Returns groups with the slots that belong to their parameters together, from the link that moves them."""
+    with_slots = []
+    for group in groups:
+        pairs = zip(core_links, slots, strict=True)
+        link = next((link for link, part in pairs if {*group.paths} & part.keys()), None)
+        names = OWN_GROUP_FIELDS.get(_schema_of(link), ()) if link else ()
+        group_slots = {name: link.state[name] for name in names if link and is_tensor(link.state.get(name))}
+        with_slots.append(replace(group, slots=group_slots))
+    return with_slots
 
 
-def _settings(
-    schema: OptimizerSchema, variant: str | None, slots: Sequence[Slots]
-) -> tuple[Hyperparameters, list[str]]:
+def _settings(kind: Kind, slots: Slots) -> tuple[Hyperparameters, list[str]]:
     """Returns what is known of the hyperparameters without being told, and what is open."""
+    schema, variant = load_schema(kind[0]), kind[1]
     if variant is None:
         candidates = ", ".join(schema.variants)
         return Hyperparameters(), [
             f"The state doesn't say whose rule it follows; a step needs --variant: {candidates}."
         ]
     hyperparameters = Hyperparameters().over(schema.variant(variant)["defaults"], "assumed").without(*_RATES)
-    if (
-        any("m" in param_slots for part in slots for param_slots in part.values())
-        and schema.name == "adafactor"
-    ):
+    if any("m" in param_slots for param_slots in slots.values()) and schema.name == "adafactor":
         hyperparameters = hyperparameters.without("beta1")
     shown = ", ".join(f"{name}={value}" for name, value in hyperparameters.values.items())
     return hyperparameters, [
@@ -203,11 +207,11 @@ def _settings(
 
 
 def _rules(
-    tree: Opened, slots: Sequence[Slots], variant: str | None, specified: Mapping[str, Any], faults: Faults
+    tree: Opened, slots: Slots, variant: str | None, specified: Mapping[str, Any], faults: Faults
 ) -> Iterator[tuple[str, Rule]]:
     """Yields how each parameter is factored."""
     entries = entries_of(specified)
-    for path, param_slots in ((path, param_slots) for part in slots for path, param_slots in part.items()):
+    for path, param_slots in slots.items():
         shape, factored = tree.params[path].shape, "v_row" in param_slots
         if factored and "v_col" not in param_slots:
             faults.add("has v_row and no v_col", path)
@@ -238,8 +242,6 @@ def _contents(state: TrainState) -> Contents:
 
 
 def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
-    schema = state.optimizer.schema
-    fields, of_groups = OWN_FIELDS[schema], OWN_GROUP_FIELDS.get(schema, ())
     if not state.slots:
         yield "holds parameters and no optimizer state", "slots"
     if not 0 <= state.counts.updates < 2**31:
@@ -250,14 +252,20 @@ def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
         yield from (
             ("has no slots yet, and the state has them all", p) for p in group.paths if p not in state.slots
         )
-    for path, param_slots in state.slots.items():
+    for part in state.parts():
+        fields = OWN_FIELDS[part.optimizer.schema]
         yield from (
             (f"has slot {name}, for which the state has no field", path)
+            for path, param_slots in part.slots.items()
             for name in param_slots
             if name not in fields
         )
-    group_slots = [(i, name) for i, group in enumerate(state.optimizer.groups) for name in group.slots]
-    yield from ((f"has slot {name}", f"groups/{i}") for i, name in group_slots if name not in of_groups)
+    group_slots = [(i, group, name) for i, group in enumerate(state.optimizer.groups) for name in group.slots]
+    yield from (
+        (f"has slot {name}", f"groups/{i}")
+        for i, group, name in group_slots
+        if name not in OWN_GROUP_FIELDS.get(state.optimizer.kind(group)[0], ())
+    )
     if group_slots and len(state.optimizer.groups) > 1:
         yield (
             "groups with slots of their own are several states, which users compose in their own ways",
@@ -268,18 +276,23 @@ def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
 def _opt_state(state: TrainState) -> Tree:
     frozen = any(path not in state.slots for path in state.params)
     groups = state.optimizer.groups
-    if form_of_groups([group.hyperparameters for group in groups if group.paths], True) == "parts":
+    moving = [group for group in groups if group.paths]
+    settings, schemas = [group.hyperparameters for group in moving], [group.schema for group in moving]
+    form = form_of_groups(settings, True, schemas)
+    if form == "parts":
         parts: dict[str, Tree] = {
-            str(i): {INNER: _own(state, group.paths)} for i, group in enumerate(groups) if group.paths
+            str(i): {INNER: _own(state, state.optimizer.kind(group)[0], group.paths)}
+            for i, group in enumerate(groups)
+            if group.paths
         }
         return {PARTS: {**parts, **({FROZEN: {INNER: None}} if frozen else {})}}
-    core_state = _own(state, state.slots)
+    core_state = _own(state, state.optimizer.schema, state.slots)
     return {INNER: core_state} if frozen else core_state
 
 
-def _own(state: TrainState, paths: Iterable[str]) -> Tree:
+def _own(state: TrainState, schema: str, paths: Iterable[str]) -> Tree:
     """Returns the state of one transformation: of those parameters that it moves."""
-    contents, schema, moved = _contents(state), state.optimizer.schema, {*paths}
+    contents, moved = _contents(state), {*paths}
     trees = {
         name: usual_tree(
             {path: contents.slot(path, name) if path in moved else None for path in state.params}

@@ -1,0 +1,247 @@
+"""A run with an optimizer for each group is a state: Optax' own files, there and back, and going on."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from several_driving import ALL, SAVED, SHAPES, WRAPPERS, Run, flat, saved
+
+from formats import save, values
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
+from statekit.conversion.resume import of_plan, resume_lines
+from statekit.errors import StateError, UsageError
+from statekit.state.train_state import Optimizer
+from statekit.tensors.tree import tensor_names, to_json
+
+pytestmark = pytest.mark.jax
+BIG, SMALL = ("emb/kernel", "head/kernel"), ("norm/bias", "norm/scale")
+
+
+@cache
+def run(wrapper: str = "bare") -> Run:
+    return Run(wrapper)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Returns what saves a run once: (wrapper, container) -> its checkpoint."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    @cache
+    def file(wrapper: str, container: str) -> Path:
+        return run(wrapper).save(folder / f"{wrapper}-{container}", container)
+
+    return lambda wrapper="bare", container="orbax": file(wrapper, container)
+
+
+def same_leaves(left: Any, right: Any) -> None:
+    import jax
+
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for one, other in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.mark.parametrize("container", ["orbax", "flax"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_each_group_is_of_its_own_optimizer(wrapper: str, container: str, files: Any) -> None:
+    with open_state(files(wrapper, container)) as opened:
+        state = opened.state
+        assert state.optimizer.kinds == (("adafactor", "optax"), ("adamw", "optax"))
+        by_schema = {group.schema: {*group.paths} for group in state.optimizer.groups}
+        assert by_schema == {"adafactor": {*BIG}, "adamw": {*SMALL}}
+        assert state.counts.updates == SAVED
+        held = {path: {*own} for path, own in state.slots.items()}
+        assert held == {
+            "emb/kernel": {"v_row", "v_col", "m"},
+            "head/kernel": {"v", "m"},
+            "norm/bias": {"m", "v"},
+            "norm/scale": {"m", "v"},
+        }
+        if wrapper == "injected":
+            decay = state.optimizer.groups[1]
+            assert decay.schema == "adamw" and decay.known_from["weight_decay_rate"] == "file"
+            assert decay.hyperparameters["weight_decay_rate"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("container", ["orbax", "flax"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_it_comes_back_from_the_neutral_folder_bit_for_bit(
+    wrapper: str, container: str, files: Any, tmp_path: Path
+) -> None:
+    source = files(wrapper, container)
+    convert(plan(source, tmp_path / "neutral", to="statekit"))
+    convert(plan(tmp_path / "neutral", tmp_path / "back", to=container))
+    with open_state(source) as before, open_state(tmp_path / "back") as after:
+        assert values(before.tensors) == values(after.tensors)
+        assert values(tensor_names(before.checkpoint.tree)) == values(tensor_names(after.checkpoint.tree))
+        assert json.dumps(to_json(before.state.to_json())) == json.dumps(to_json(after.state.to_json()))
+
+
+def gone_on(source: Path, target: Path, container: str, **fills: str) -> dict[str, Any]:
+    """Converts to Optax, runs the printed lines on blank parameters, and returns what these define."""
+    import jax
+
+    planned = plan(source, target, to=container, layout="optax")
+    convert(planned)
+    lines = "\n".join(resume_lines(of_plan(planned), planned.state))
+    for left, right in fills.items():
+        head, _, tail = left.partition("__")
+        place = lines.index(f"optax.{head}(")
+        lines = lines[:place] + lines[place:].replace(f"{tail}=...", f"{tail}={right}", 1)
+    names: dict[str, Any] = {"params": jax.tree.map(lambda leaf: 0 * leaf, run().saved[0])}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # Orbax says that shardings aren't given
+        exec(compile(lines, "to go on", "exec"), names)
+    return names
+
+
+FILLS = {
+    "adafactor__learning_rate": "0.01",
+    "adafactor__momentum": "0.9",
+    "adamw__learning_rate": "0.001",
+}
+
+
+@pytest.mark.parametrize("container", ["orbax", "flax"])
+@pytest.mark.parametrize("own_labels", [True, False])
+def test_optax_goes_on_from_the_printed_lines_and_saves_again(
+    own_labels: bool, container: str, files: Any, tmp_path: Path
+) -> None:
+    """Under the run's own labels, and, where nothing of its tree is left, under the numbers of the groups."""
+    convert(plan(files(), tmp_path / "neutral", to="statekit", hints=hints("adamw/weight_decay=0.1")))
+    source = tmp_path / "neutral"
+    if not own_labels:
+        with open_state(source) as opened:
+            known = {"adafactor": 1e-2, "adamw": 1e-3}
+            groups = tuple(
+                replace(
+                    group,
+                    hyperparameters={**group.hyperparameters, "learning_rate": known[str(group.schema)]},
+                    known_from={**group.known_from, "learning_rate": "given"},
+                )
+                for group in opened.state.optimizer.groups
+            )
+            optimizer = replace(opened.state.optimizer, groups=groups)
+            source = save(replace(opened.state, extra={}, optimizer=optimizer), tmp_path / "bare")
+    names = gone_on(source, tmp_path / "out", container, **FILLS)
+    labels = {"big", "small", "fixed"} if own_labels else {"0", "1", "frozen"}
+    assert names["state"]["opt_state"].inner_states.keys() == labels
+    params, state = names["state"]["params"], names["state"]["opt_state"]
+    same_leaves(params, run().saved[0])
+    moved, kept = run().gone(params, state, SAVED, ALL, names["optimizer"])
+    assert {path: leaf.tobytes() for path, leaf in flat(moved).items()} == {
+        path: leaf.tobytes() for path, leaf in flat(run().ended[0]).items()
+    }
+    with open_state(saved(tmp_path / "again", container, moved, kept)) as opened:
+        assert opened.counts.updates == ALL
+        assert opened.state.optimizer.kinds == (("adafactor", "optax"), ("adamw", "optax"))
+        after = {path: tensor.read().tobytes() for path, tensor in opened.params.items()}
+        assert after == {path: leaf.tobytes() for path, leaf in flat(run().ended[0]).items()}
+
+
+def test_the_control_with_exchanged_schemas_is_refused(files: Any) -> None:
+    with open_state(files()) as opened:
+        state = opened.state
+        kinds = [state.optimizer.kind(group) for group in state.optimizer.groups]
+        with pytest.raises(StateError, match="v_row, which adamw doesn't know") as caught:
+            replace(state, optimizer=Optimizer.of(state.optimizer.groups, kinds[::-1]))
+        assert "emb/kernel" in str(caught.value)
+
+
+def test_slots_of_a_parameter_in_no_group_are_refused(files: Any) -> None:
+    with open_state(files()) as opened:
+        state = opened.state
+        first, second = state.optimizer.groups
+        groups = (replace(first, paths=first.paths[:1]), second)
+        with pytest.raises(StateError, match="no group says of which optimizer @ head/kernel"):
+            replace(state, optimizer=replace(state.optimizer, groups=groups))
+
+
+def hints(*hparams: str, variant: str | None = None) -> Any:
+    from statekit.conversion.contracts import Hints
+    from statekit.converters.formats.hparams import read_hparams
+
+    return Hints(read_hparams(hparams).values, variant)
+
+
+def test_what_is_said_reaches_the_optimizer_that_is_meant(files: Any) -> None:
+    said = hints("decay_rate=0.7", "adamw/weight_decay_rate=0.2", "adafactor/beta1=0.9", "b2=0.98")
+    with open_state(files(), hints=said) as opened:
+        adafactor, adamw = (group.hyperparameters for group in opened.groups)
+    assert (adafactor["decay_rate"], adafactor["beta1"], adafactor["weight_decay_rate"]) == (0.7, 0.9, None)
+    assert (adamw["weight_decay_rate"], adamw["beta2"], adamw["beta1"]) == (0.2, 0.98, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("hparams", "variant", "error"),
+    [
+        (("weight_decay_rate=0.2",), None, "adafactor or adamw @ weight_decay_rate"),
+        (("lamb/b1=0.2",), None, "none @ lamb/b1"),
+        (("nonsense=0.2",), None, "none @ nonsense"),
+        ((), "optax", "adafactor or adamw @ optax"),
+        ((), "lamb/optax", "none @ optax"),
+        ((), "adafactor/hf,adamw/optax", "speaks against the variant hf"),
+    ],
+)
+def test_what_may_be_said_of_several_is_asked(
+    hparams: tuple[str, ...], variant: str | None, error: str, files: Any
+) -> None:
+    with pytest.raises(UsageError, match=error):
+        open_state(files(), hints=hints(*hparams, variant=variant))
+
+
+def test_variants_are_said_of_each_optimizer(files: Any) -> None:
+    with open_state(files(), hints=hints(variant="adamw/optax, adafactor/optax")) as opened:
+        assert opened.state.optimizer.kinds == (("adafactor", "optax"), ("adamw", "optax"))
+
+
+@pytest.mark.parametrize(
+    ("to", "layout", "error"),
+    [
+        ("t5x", None, "adafactor and adamw in one run"),
+        ("torch", "torch-optim", "adafactor and adamw in one run"),
+        ("keras-h5", None, "adafactor and adamw in one run"),
+    ],
+)
+def test_a_target_of_one_optimizer_refuses_both(
+    to: str, layout: str | None, error: str, files: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=error) as caught:
+        plan(files(), tmp_path / "out", to=to, layout=layout)
+    assert "statekit, statekit-jax" in str(caught.value)
+
+
+@pytest.mark.parametrize("which", ["muon", "lion", "trace"])
+def test_a_part_without_a_schema_is_named_and_its_parameters_are_not_frozen(
+    which: str, tmp_path: Path
+) -> None:
+    """They were taken for frozen, without a word about their slots."""
+    import optax
+    import optax.contrib
+
+    small = {path: np.ones(shape, np.float32) for path, shape in SHAPES.items()}
+    from several_driving import LABELS, nested
+
+    params = nested(small)
+    rules = {"big": getattr(optax, which, optax.sgd)(0.1), "small": optax.adamw(0.1)}
+    own = {"trace": optax.sgd(0.1, momentum=0.9)}
+    optimizer = (
+        optax.contrib.muon(0.1)
+        if which == "muon"
+        else optax.partition(
+            {**rules, "big": own.get(which, rules["big"]), "fixed": optax.set_to_zero()}, nested(LABELS)
+        )
+    )
+    file = saved(tmp_path / "run", "orbax", params, optimizer.init(params))
+    name = {"muon": "Muon", "lion": "Lion", "trace": "SGD with momentum"}[which]
+    with pytest.raises(StateError, match=f"{name}, which has no schema yet(.|\n)*emb/kernel, head/kernel"):
+        open_state(file)
