@@ -210,11 +210,11 @@ def listed(lines: Iterable[str]) -> Lines:
     return Lines("".join(f"\n    {printable(line)}" for line in lines))
 
 
-def fault_list(faults: Iterable[tuple[str, str]]) -> Lines:
+def _fault_list(faults: Iterable[tuple[str, str]]) -> Lines:
     """Renders all faults of one input, one `what @ place` a line; many places with one fault are one line.
 
     Example:
-        >>> print(fault_list([("has no slots", f"layers_{i}") for i in range(52)]))
+        >>> print(_fault_list([("has no slots", f"layers_{i}") for i in range(52)]))
         <BLANKLINE>
             has no slots @ 52 places: layers_0, layers_1, layers_2 and 49 more
     """
@@ -284,8 +284,29 @@ class Faults:
         """
         if self._faults:
             count = "1 fault" if len(self._faults) == 1 else f"{len(self._faults)} faults"
-            raised = error(
-                f"{subject}: {count}.", place=place, expected=expected, found=fault_list(self), remedy=remedy
-            )
-            raised.faults = tuple(self._faults)
-            raise raised
+            raise self.error(error, f"{subject}: {count}.", place=place, expected=expected, remedy=remedy)
+
+    def error(
+        self,
+        error: type[E],
+        subject: str,
+        *,
+        place: object = None,
+        expected: object = None,
+        remedy: str = "",
+    ) -> E:
+        """Returns an error that lists all faults, for what a count of them doesn't say; `subject` is a whole sentence.
+
+        Example:
+            >>> raise Faults([("1.0 -> 0.9", "beta1")]).error(StateError, "The rule would make other updates.")
+            Traceback (most recent call last):
+            ...
+            statekit.errors.StateError: The rule would make other updates.
+              found:
+                1.0 -> 0.9 @ beta1
+        """
+        listing = error(
+            subject, place=place, expected=expected, found=_fault_list(self._faults), remedy=remedy
+        )
+        listing.faults = tuple(self._faults)
+        return listing

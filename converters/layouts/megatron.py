@@ -23,7 +23,7 @@ from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.pytorch.parts import BESIDE, PLACES, is_plain, not_plain
 from statekit.converters.layouts.pytorch.torch_fqn import LAYOUT as BY_NAME
-from statekit.errors import Faults, InexactError, StateError, fault_list
+from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.stored_params import MASTER
 from statekit.state.train_state import TrainState
@@ -224,11 +224,12 @@ def _is_optimizers(key: str) -> bool:
 
 def _unknown(checkpoint: Checkpoint, keys: Sequence[str]) -> StateError:
     buckets = any(key.startswith("optimizer.distributed.") for key in keys)
-    return StateError(
+    faults = Faults([("another form", key) for key in keys] or [("has no groups", "optimizer")])
+    return faults.error(
+        StateError,
         "The optimizer's tensors are of another form than a parameter's own.",
         place=checkpoint.path,
         expected=f"keys {_STATE}<slot>.<parameter>, slots {', '.join(_SLOTS)}",
-        found=fault_list(("another form", key) for key in keys) if keys else "no groups",
         remedy="save it with --dist-ckpt-optim-fully-reshardable, which keeps whole parameters instead of buckets"
         if buckets
         else "",
@@ -296,11 +297,13 @@ def _check_groups(groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Shap
     if len(groups) == 1:
         return
     faults = Faults(_misplaced(groups, shapes))
-    if len(groups) > 2 or faults:
-        raise InexactError(
+    if len(groups) > 2:
+        faults.add(f"are {len(groups)} groups", "param_groups")
+    if faults:
+        raise faults.error(
+            InexactError,
             "Megatron-Core's files don't say which parameters a group moves, and its rule makes other groups.",
             expected="one group, or those named *.bias and those of one axis apart, without weight decay",
-            found=f"{len(groups)} groups" + fault_list(faults),
             remedy="write another container, such as dcp",
         )
 

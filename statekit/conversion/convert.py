@@ -19,7 +19,7 @@ from statekit.conversion.kept import FIELD, by_leaf, kept_of, to_field
 from statekit.conversion.plan import Plan, Request
 from statekit.conversion.prepared import carried_out, prepare
 from statekit.conversion.resume import in_manifest, resume_lines
-from statekit.errors import CommitError, CorruptError, Faults, fault_list, printable
+from statekit.errors import CommitError, CorruptError, Faults, printable
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.durable import writing
 from statekit.files.manifest import files_below, tensor_entry
@@ -234,10 +234,10 @@ def _prove(checkpoint: Checkpoint, digests: Mapping[str, str]) -> int:
     known = [name for name in digests if name in stated]
     changed = [name for name in known if digests[name] != stated[name]["blake3"]]
     if changed:
-        raise CorruptError(
+        raise Faults(("doesn't fit its digest in the manifest", name) for name in changed).error(
+            CorruptError,
             f"{len(changed)} tensors of the source have other values than when it was written.",
             place=checkpoint.path,
-            found=fault_list(("doesn't fit its digest in the manifest", name) for name in changed),
             remedy="restore the checkpoint from a copy",
         )
     return len(known)

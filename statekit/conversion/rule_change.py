@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from statekit.conversion.contracts import Exactness
-from statekit.errors import InexactError, fault_list
+from statekit.errors import Faults, InexactError
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape, swapped
 from statekit.state.hyperparameters import IS_EXCLUDED
@@ -98,11 +98,11 @@ class RuleChange:
         """
         worse = [one for one in self.differences if one.exactness > allowed]
         if worse:
-            raise InexactError(
+            raise Faults((str(one), one.exactness.name.lower()) for one in worse).error(
+                InexactError,
                 "The target's rule would make other updates than the run's.",
                 place=f"{self.source} to {self.target}",
                 expected=f"{allowed.name.lower()} or better",
-                found=fault_list((str(one), one.exactness.name.lower()) for one in worse),
                 remedy=f"choose another layout: {', '.join(nearest())}; or allow it with --require "
                 f"{self.exactness.name.lower()}",
             )

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, TypedDict, get_args, get_type_hints, overload
 
-from statekit.errors import StateError, fault_list
+from statekit.errors import Faults, StateError
 from statekit.state.schema import load_schema
 
 
@@ -235,13 +235,12 @@ def variant_constants(schema: str, variant: str) -> Any:
 def _checked(schema: str, variant: str) -> Mapping[str, Any]:
     entry = load_schema(schema).variant(variant)
     constants: Mapping[str, Any] = entry["constants"]
-    faults = list(constant_faults(schema, constants, entry["unknown"])) if schema in CONSTANTS else []
-    if faults:
-        raise StateError(
-            f"The constants of a variant of {schema} aren't what its steps are written for.",
+    if schema in CONSTANTS:
+        Faults(constant_faults(schema, constants, entry["unknown"])).check(
+            StateError,
+            f"The constants of a variant of {schema} aren't what its steps are written for",
             place=variant,
             expected=f"those of statekit.state.constants.{CONSTANTS[schema].__name__}",
-            found=fault_list(faults),
         )
     return constants
 

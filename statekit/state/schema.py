@@ -11,7 +11,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from statekit.errors import NotFoundError, StateError, fault_list, meant
+from statekit.errors import Faults, NotFoundError, StateError, meant
 from statekit.tensors.tensor import Tensor
 
 
@@ -116,11 +116,9 @@ class OptimizerSchema:
                     values[name] = spelling.canonical(value)
             elif name in arguments:
                 values[name] = arguments[name]
-        if faults:
-            raise StateError(
-                f"Hyperparameters of {self.name} can't be read: {len(faults)} faults.",
-                found=fault_list([(fault, f"{place}/{name}".lstrip("/")) for name, fault in faults.items()]),
-            )
+        Faults((fault, f"{place}/{name}".lstrip("/")) for name, fault in faults.items()).check(
+            StateError, f"Hyperparameters of {self.name} can't be read"
+        )
         return values
 
     def native(self, variant: str, values: Mapping[str, Any]) -> dict[str, Any]:

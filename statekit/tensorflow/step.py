@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from statekit.arrays.backend import Backend
-from statekit.errors import UnknownRuleError, UsageError, fault_list
+from statekit.errors import Faults, UnknownRuleError, UsageError
 from statekit.optim.run import counts_apart, settled_group, steps_for
 from statekit.optim.steps import Scene, Steps
 from statekit.state.options import rate_needed
@@ -70,9 +70,9 @@ class VariableStep:
             )
         missing = {path for group in self.groups for path in group.params} - set(paths)
         if missing and counts_apart(said.schema, said.variant):
-            raise UsageError(
+            raise Faults(("has no gradient", path) for path in sorted(missing)).error(
+                UsageError,
                 f"Variant {said.variant} counts the updates of each parameter by itself; here all count together.",
-                found=fault_list([("has no gradient", path) for path in sorted(missing)[:40]]),
                 remedy="set trainable = False on what stays as it is before the optimizer is built",
             )
 
