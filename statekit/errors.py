@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
+from typing import TypeVar
 
 
 class StatekitError(Exception):
@@ -229,6 +230,9 @@ def _fault_list(faults: Iterable[tuple[str, str]]) -> Lines:
         )
     more = [f"and {len(lines) - MOST_LINES} more lines like these"] if len(lines) > MOST_LINES else []
     return listed([*lines[:MOST_LINES], *more])
+
+
+E = TypeVar("E", bound=StatekitError)
 
 
 class Faults:

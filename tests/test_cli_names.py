@@ -14,7 +14,7 @@ import statekit
 from fakes import Fake
 from goldens import GOLDEN
 from statekit.cli.main import main
-from statekit.errors import Faults, StateError, StatekitError, fault_list, listed
+from statekit.errors import Faults, StateError, StatekitError, listed
 from statekit.files.checkpoint import Finding
 
 NAMES = {
@@ -147,7 +147,7 @@ def test_an_error_is_fit_for_a_terminal_wherever_it_is_raised(name: str) -> None
     faults = Faults([(f"is {name}", name), (f"is {name}", name)])
     for error in (
         StatekitError(name, place=name, expected=name, found=name, remedy=name),
-        StatekitError("Faults.", found=fault_list(faults)),
+        faults.error(StatekitError, "Faults."),
         StatekitError("A list.", found=listed([name]) + f"\n    and {name!r} more"),
     ):
         assert raw(error.line, allowed="") == set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from statekit.conversion import registry
-from statekit.errors import Faults, StateError, fault_list, meant
+from statekit.errors import Faults, StateError, StatekitError, meant
 from statekit.state.schema import load_schema, schema_names
 
 
@@ -53,7 +53,7 @@ def test_many_places_of_one_fault_are_one_line_and_others_stay_apart() -> None:
 
 
 def test_faults_that_all_differ_are_cut_and_the_cut_is_said() -> None:
-    lines = fault_list((f"is {i}", "x") for i in range(45)).splitlines()
+    lines = str(Faults((f"is {i}", "x") for i in range(45)).error(StatekitError, "Wrong.").found).splitlines()
     assert len(lines) == 1 + 40 + 1
     assert lines[-1] == "    and 5 more lines like these"
 

@@ -29,7 +29,7 @@ from statekit.converters.formats.dcp.writer import write_dcp
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import NotFoundError
 from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.files.manifest import FILE, find_manifest, tensor_faults
+from statekit.files.manifest import FILE, about, find_manifest
 from statekit.files.source import Budget, Files, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tree import Tree, tensor_names
@@ -105,10 +105,10 @@ def open_folder(path: Path, files: Files) -> Folder:
 def _manifest(path: Path, tree: Tree, files: Files) -> tuple[Mapping[str, Any] | None, tuple[Finding, ...]]:
     """Reads a folder's `statekit.json`, if it is about these tensors."""
     manifest, findings = find_manifest(path, files)
-    faults = tensor_faults(manifest, tensor_names(tree)) if manifest else []
-    if not faults:
-        return manifest, findings
-    return None, (Finding(f"the manifest isn't trusted: {faults[0][0]} @ {faults[0][1]}", f"{path / FILE}"),)
+    if manifest is None:
+        return None, findings
+    trusted, faults = about(manifest, tensor_names(tree), path / FILE)
+    return trusted, faults or findings
 
 
 def steps_below(run: Path, mark: str) -> dict[int, Path]:

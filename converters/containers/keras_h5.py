@@ -23,7 +23,7 @@ from statekit.converters.formats.hdf5.writer import MANIFEST, write_hdf5
 from statekit.errors import NotFoundError, StatekitError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint, Finding
 from statekit.files.durable import sync, writing
-from statekit.files.manifest import parse, strict_json, tensor_faults
+from statekit.files.manifest import manifest_inside, strict_json
 from statekit.files.source import Budget, as_file, first_bytes, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tree import tensor_names
@@ -101,15 +101,7 @@ def documents(tree: dict[str, Any], path: Path) -> tuple[Mapping[str, Any] | Non
         del tree[ATTRIBUTES]
     if not isinstance(text, str):
         return None, ()
-    try:
-        manifest = parse(text, path)
-        faults = tensor_faults(manifest, tensor_names(tree))
-    except StatekitError as error:
-        return None, (Finding(f"the manifest inside isn't trusted: {error.subject}", f"{path}"),)
-    if faults:
-        why = f"{faults[0][0]} @ {faults[0][1]}"
-        return None, (Finding(f"the manifest inside isn't trusted: {why}", f"{path}"),)
-    return manifest, ()
+    return manifest_inside(text, tensor_names(tree), path)
 
 
 CONTAINER = KerasH5()

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 from statekit.converters.formats.hparams import read_gin, read_text
 from statekit.errors import Faults, FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.files.manifest import FILE, files_below, find_manifest, tensor_faults
+from statekit.files.manifest import FILE, about, files_below, find_manifest
 from statekit.files.source import Files, first_bytes
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Stored, Tensor
@@ -295,12 +295,8 @@ def trusted_manifest(
             if findings:
                 return None, findings
         elif manifest["target"].get("step") in (number, None):
-            faults = tensor_faults(manifest, tensor_names(tree))
-            if not faults:
-                return manifest, findings
-            return None, (
-                Finding(f"the manifest isn't trusted: {faults[0][0]} @ {faults[0][1]}", str(folder / FILE)),
-            )
+            trusted, faults = about(manifest, tensor_names(tree), folder / FILE)
+            return trusted, faults or findings
     return None, ()
 
 

@@ -14,14 +14,13 @@ from typing import Any, Literal
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.formats.pytorch.reader import generation, named, read_object
 from statekit.converters.formats.pytorch.writer import MANIFEST_KEY, write_torch
-from statekit.errors import FormatError, NotFoundError, StatekitError, fault_list
+from statekit.errors import NotFoundError, StatekitError
 from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.files.manifest import parse, tensor_faults
+from statekit.files.manifest import manifest_inside
 from statekit.files.source import Budget, Files, opening
 from statekit.files.stage import Stage
-from statekit.tensors.tree import Tree, tensor_names
+from statekit.tensors.tree import tensor_names
 
-MAX_FAULTS = 5
 """Faults of a manifest that are named."""
 
 
@@ -88,7 +87,7 @@ def open_torch(path: Path, files: Files) -> Checkpoint:
     manifest: Mapping[str, Any] | None = None
     more: tuple[Finding, ...] = ()
     if isinstance(tree, dict) and isinstance(tree.get(MANIFEST_KEY), str):
-        manifest, more = _manifest(tree.pop(MANIFEST_KEY), tree, path)
+        manifest, more = manifest_inside(tree.pop(MANIFEST_KEY), tensor_names(tree), path)
     findings = (*opened.findings, *more)
     return Checkpoint(CONTAINER.name, path, tree, opened.meta, manifest=manifest, findings=findings)
 
@@ -98,19 +97,6 @@ _BECAUSE = {
     "legacy": "the magic number of torch's legacy format",
     "tar": "a tar archive of torch's first format",
 }
-
-
-def _manifest(text: str, tree: Tree, path: Path) -> tuple[Mapping[str, Any] | None, tuple[Finding, ...]]:
-    """Returns the manifest if its inventory is that of the file's tensors; their digests are compared when read."""
-    try:
-        manifest = parse(text, path)
-        faults = tensor_faults(manifest, tensor_names(tree))
-        why = "" if not faults else f"{len(faults)} tensors differ: {fault_list(faults[:MAX_FAULTS])}"
-    except FormatError as error:
-        why = str(error)
-    if why:
-        return None, (Finding(f"the manifest inside isn't trusted: {' '.join(why.split())}", f"{path}"),)
-    return manifest, ()
 
 
 CONTAINER = TorchFile()

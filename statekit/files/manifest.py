@@ -172,12 +172,46 @@ def find_manifest(
     try:
         manifest = require_manifest(folder, files)
     except FormatError as error:
-        why = " ".join(str(error).split())
-        return None, (Finding(f"the manifest isn't trusted: {why}", str(folder / FILE)),)
+        return None, (_untrusted(error.line, folder / FILE),)
     return manifest, tuple(
         Finding("the manifest doesn't name this file", str(folder / name))
         for name in unnamed_files(folder, manifest)
     )
+
+
+def about(
+    manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], place: object
+) -> tuple[Mapping[str, Any] | None, tuple[Finding, ...]]:
+    """Returns a manifest if it is about these tensors, by names, shapes and dtypes; None and what differs if not."""
+    faults = tensor_faults(manifest, tensors)
+    if not faults:
+        return manifest, ()
+    (what, name), others = faults[0], len(faults) - 1
+    more = f", and {others} more" if others else ""
+    return None, (_untrusted(f"{what} @ {name}{more}", place),)
+
+
+def manifest_inside(
+    text: str, tensors: Mapping[str, Tensor], place: object
+) -> tuple[Mapping[str, Any] | None, tuple[Finding, ...]]:
+    """Reads the manifest that a file keeps inside; digests of tensors are compared when they are read.
+
+    Args:
+        text: The manifest, as it stands there.
+        tensors: The file's, by name.
+        place: The file.
+
+    Returns:
+        The manifest if it can be trusted and is about these tensors; what is odd about it.
+    """
+    try:
+        return about(parse(text, place), tensors, place)
+    except FormatError as error:
+        return None, (_untrusted(error.line, place),)
+
+
+def _untrusted(why: str, place: object) -> Finding:
+    return Finding(f"the manifest isn't trusted: {why}", str(place))
 
 
 def tensor_faults(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
