@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,14 @@ from statekit.arrays.backend import backend
 from statekit.errors import StateError
 from statekit.optim.run import load, mover, settled_group, steps_of
 from statekit.optim.steps import Scene
-from statekit.state.train_state import Axis
+from statekit.state.constants import variant_constants
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Axis, Counts
 from statekit.tensors.tensor import Array
 from statekit.testing.step_cases import Case, Table, case
-from statekit.torch.fast import batching, numba_runner
+from statekit.torch.fast import batching, followed, numba_runner
 from statekit.torch.fast.adafactor import FastAdafactor
-from statekit.torch.fast.dispatch import FastMove, fast_path
+from statekit.torch.fast.dispatch import FAST, FastMove, fast_path
 from statekit.verify.intervals import Interval
 from statekit.verify.replay import named
 from statekit.verify.verdict import compare
@@ -50,6 +53,8 @@ SETTINGS: Sequence[tuple[str, str, Mapping[str, Any]]] = (
     ("adafactor", "t5x", {"multiply_by_parameter_scale": False, "clipping_threshold": None}),
     ("adafactor", "t5x", {"weight_decay_rate_lr_exponent": 2.0, "global_norm_clip_threshold": 0.5}),
     ("adafactor", "t5x", {"clipping_threshold": 0.1, "epsilon1": 1e-3, "decay_rate": 0.6}),
+    ("adafactor", "t5x", {"step_offset": 3}),
+    ("adafactor", "t5x", {"step_offset": 3, "beta1": 0.9, "weight_decay_rate": 0.4}),
     ("adafactor", "t2t_early", {"beta1": 0.9}),
     ("adafactor", "mesh_tf", {}),
     ("adafactor", "hf", {"weight_decay_rate": 0.4, "beta1": 0.9, "relative_step": False}),
@@ -175,8 +180,10 @@ def with_grads(made: Case, change: Any, update: int = 2) -> Case:
 
 
 def random_case(schema: str, variant: str, changes: Mapping[str, Any], seed: int = 0) -> Case:
-    """Returns a case over `TABLE`."""
-    return case(schema, variant, table=TABLE, seed=seed, **changes)
+    """Returns a case over `TABLE`; one whose decay starts at an offset has done as many updates: none is before it."""
+    made = case(schema, variant, table=TABLE, seed=seed, **changes)
+    done = changes.get("step_offset", 0)
+    return replace(made, state=replace(made.state, counts=Counts(done, done)))
 
 
 @by_every_way
@@ -333,21 +340,90 @@ def test_rows_taken_for_columns_are_noticed_in_a_square() -> None:
     assert ("square", "v_row") in moved(made, swapped).outside
 
 
-@pytest.mark.parametrize("schema", ["adafactor", "adamw", "lamb", "lans", "scaled_adam"])
+def config_of(schema: str, variant: str) -> Any:
+    """Returns what the update of a matrix depends on beside arrays."""
+    made = case(schema, variant, table={"matrix": ((6, 4), (R, C))})
+    return settled_group(steps_of(made.state), made.state.optimizer.groups[0], made.state.rules, variant)[
+        "matrix"
+    ]
+
+
+def hyper_of(config: Any) -> Any:
+    """Returns the hyperparameters in what an update depends on."""
+    return getattr(config, "hyper", config)
+
+
+@pytest.mark.parametrize("schema", FAST)
+def test_a_new_option_goes_the_way_of_the_text_until_a_path_follows_it(
+    schema: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant, param = variant_of(schema), torch.ones(6, 4)
+    config = config_of(schema, variant)
+    hyper = hyper_of(config)
+    extended = make_dataclass(
+        "Extended", [("new_option", bool)], bases=(type(hyper),), frozen=True, kw_only=True
+    )
+    known = {field.name: getattr(hyper, field.name) for field in fields(hyper)}
+
+    def path(new_option: bool) -> FastMove | None:
+        more = extended(**known, new_option=new_option)
+        return fast_path(
+            schema, variant, replace(config, hyper=more) if hasattr(config, "hyper") else more, param
+        )
+
+    assert fast_path(schema, variant, config, param) is not None
+    assert path(True) is None and path(False) is None, "an option that the schema doesn't know"
+    rules = load_schema(schema)
+    described = {**rules.hyperparameters, "new_option": {"if_absent": False}}
+    newer = replace(rules, hyperparameters=described)
+    monkeypatch.setattr(followed, "load_schema", lambda name: newer)
+    assert path(True) is None, "an option that does something"
+    assert path(False) is not None, "an option that is off"
+
+
+@pytest.mark.parametrize("schema", FAST)
+@pytest.mark.parametrize(
+    ("effect", "is_followed"),
+    [("update", False), ("slots", False), ("exceptions", False), ("rounding", True)],
+)
+def test_a_new_difference_between_variants_goes_the_way_of_the_text_unless_it_only_rounds(
+    schema: str, effect: str, is_followed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant, rules = variant_of(schema), load_schema(schema)
+    config, constants = (
+        config_of(schema, variant),
+        {**variant_constants(schema, variant), "new_form": "usual"},
+    )
+    data = {**rules.data, "differences": {**rules.data["differences"], "new_form": {"effect": effect}}}
+    monkeypatch.setattr(followed, "variant_constants", lambda *names: constants)
+    assert fast_path(schema, variant, config, torch.ones(6, 4)) is None, (
+        "a form that the schema doesn't explain"
+    )
+    monkeypatch.setattr(followed, "load_schema", lambda name: replace(rules, data=data))
+    assert (fast_path(schema, variant, config, torch.ones(6, 4)) is not None) == is_followed
+
+
+@pytest.mark.parametrize("schema", FAST)
+def test_what_a_path_follows_is_of_its_schema(schema: str) -> None:
+    listed = importlib.import_module(f"statekit.torch.fast.{schema}").FOLLOWED
+    read = {field.name for field in fields(hyper_of(config_of(schema, variant_of(schema))))}
+    assert listed.hyper.keys() <= read
+    assert listed.forms.keys() <= variant_constants(schema, variant_of(schema)).keys()
+
+
+@pytest.mark.parametrize("schema", FAST)
 def test_what_they_are_not_made_for_is_left_to_the_text(schema: str) -> None:
     variant = variant_of(schema)
-    made = case(schema, variant, table={"matrix": ((6, 4), (R, C))})
-    group = made.state.optimizer.groups[0]
-    own = settled_group(steps_of(made.state), group, made.state.rules, variant)["matrix"]
+    config = config_of(schema, variant)
 
     class Subclass(torch.Tensor):
         pass
 
     plain = torch.ones(6, 4)
-    assert fast_path(schema, variant, own, plain) == fast_path(
-        schema, variant, own, torch.nn.Parameter(plain)
+    assert fast_path(schema, variant, config, plain) == fast_path(
+        schema, variant, config, torch.nn.Parameter(plain)
     )
     for other in (
         plain.bfloat16(), plain.double(), plain.t(), plain[:0], plain.as_subclass(Subclass), plain.to_sparse()
     ):  # fmt: skip
-        assert fast_path(schema, variant, own, other) is None
+        assert fast_path(schema, variant, config, other) is None

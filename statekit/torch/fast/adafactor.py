@@ -7,10 +7,9 @@ One product g_ij b_j is kept; its rows' norms give the root mean square for clip
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import torch
 
@@ -33,16 +32,32 @@ from statekit.torch.fast.batching import (
     plain,
     squares,
 )
+from statekit.torch.fast.followed import Followed
 from statekit.torch.fast.numba_runner import in_reach, run
 
-_FITS: Mapping[str, tuple[Any, ...]] = {
-    "second_moment_update": ("weighted_sum",),
-    "epsilon1_place": ("added_to_square",),
-    "normaliser": ("mean",),
-    "precondition_form": ("powers", "rsqrts", "rsqrts_first", "estimate_sqrt"),
-    "xla_perturbation": (False, None),
-}
-"""The forms that this path computes; where none is named, all are the same in float32 up to rounding."""
+FOLLOWED = Followed(
+    hyper=dict.fromkeys(
+        (
+            "beta1", "decay_rate", "decay_type", "beta2", "second_moment_decay", "step_offset", "clipping_threshold",
+            "weight_decay_rate", "weight_decay_rate_lr_exponent", "multiply_by_parameter_scale", "epsilon1", "epsilon2",
+            "dtype_momentum", "max_parameter_scale", "relative_step", "warmup_init", "own_rate_scaled",
+            "use_ema", "ema_momentum", "ema_overwrite_frequency",
+        )
+    ),
+    forms={
+        **dict.fromkeys(("step_scope", "repeated_rows", "nan_norm", "lr_source", "weight_decay_form")),
+        "second_moment_update": ("weighted_sum",),
+        "epsilon1_place": ("added_to_square",),
+        "statistic": ("mean",),
+        "bias_correction": ("none",),
+        "normaliser": ("mean",),
+        "precondition_form": ("powers", "rsqrts", "rsqrts_first", "estimate_sqrt"),
+        "parameter_scale_over": ("non_batch", "tensor", "non_stacked"),
+        "parameter_scale_reads": ("before_decay", "activation_copy", "after_decay"),
+        "clipping_over": ("non_batch", "tensor"),
+        "xla_perturbation": (False, None),
+    },
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,20 +105,17 @@ class FastAdafactor:
 def fast_adafactor(variant: str, config: ParamConfig, param: torch.Tensor) -> FastAdafactor | None:
     """Returns the fast path of a parameter, or None if it hasn't one."""
     form, hyper = variant_constants("adafactor", variant), config.hyper
-    forms_of: Mapping[str, object] = form
     s = forms.Setting(backend("torch"), form, hyper, config.rule, "float32", "compiled")
     item = _item(config.rule, tuple(param.shape))
     apart = "tensor" not in (form["clipping_over"], form["parameter_scale_over"])
     if (
         item is None
         or not plain(param)
-        or any(forms_of[name] not in values for name, values in _FITS.items())
-        or hyper.maximize or hyper.skip_nan_updates or hyper.simulated_quantize_bits
-        or hyper.activation_dtype != "float32"
+        or not FOLLOWED.fits("adafactor", variant, hyper)
         or (s.momentum and s.momentum_dtype != "float32")
         or (config.rule.dims(Axis.BATCH) and not apart)
         or config.place is not None  # each finds the effective rate of the one before
-    ):  # fmt: skip
+    ):
         return None
     return FastAdafactor(config, variant, *item)
 

@@ -23,6 +23,7 @@ from statekit.optim.adamw import Hyperparameters, Setting
 from statekit.optim.steps import Scene
 from statekit.state.constants import variant_constants
 from statekit.torch.fast.batching import Stacks, Tensors, by_name, in_stacks, plain, squares
+from statekit.torch.fast.followed import Followed
 
 LATE = 2.0**40
 """A step at which no correction is left."""
@@ -82,6 +83,24 @@ def overflow(grad: torch.Tensor, v: torch.Tensor, direction: torch.Tensor) -> No
     direction.masked_fill_(over, 0.0)
 
 
+FOLLOWED = Followed(
+    hyper={
+        **dict.fromkeys(("beta1", "beta2", "epsilon", "weight_decay_rate", "maximize")),
+        "decoupled_weight_decay": None,  # where it isn't and there is a decay, the step is refused
+        **dict.fromkeys(
+            ("use_ema", "ema_momentum", "ema_overwrite_frequency", "gradient_accumulation_steps")
+        ),
+        "dtype_momentum": (None, "float32"),
+    },
+    forms={
+        **dict.fromkeys(("step_scope", "amsgrad_of", "repeated_rows")),
+        "first_moment_update": ("lerp", "weighted_sum"),
+        "bias_correction": ("both", "in_learning_rate", "none"),
+        "epsilon_place": ("beside_corrected_root", "beside_uncorrected_root"),
+    },
+)
+
+
 @dataclass(frozen=True)
 class FastAdamW:
     """The update of parameters that share `hyper`, what `settle` returned."""
@@ -131,8 +150,5 @@ def fast_adamw(variant: str, hyper: Hyperparameters, param: torch.Tensor) -> Fas
     decays = constants["weight_decay_expression"] in (
         ("product_first", "in_update") if product else ("in_update",)
     )
-    other = (
-        hyper.amsgrad or hyper.nesterov or hyper.epsilon_root or hyper.dtype_momentum not in (None, "float32")
-    )
-    fits = decays and constants["first_moment_update"] != "difference" and not other
+    fits = decays and FOLLOWED.fits("adamw", variant, hyper)
     return FastAdamW(hyper, variant) if fits and plain(param) else None

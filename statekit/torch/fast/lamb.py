@@ -19,7 +19,26 @@ from statekit.optim.trust_ratio import RATIO
 from statekit.state.constants import variant_constants
 from statekit.torch.fast.adamw import Adam, overflow
 from statekit.torch.fast.batching import Stacks, Tensors, along, by_name, in_stacks, plain, squares
+from statekit.torch.fast.followed import Followed
 from statekit.torch.fast.numba_runner import in_reach, run
+
+FOLLOWED = Followed(
+    hyper=dict.fromkeys(
+        (
+            "beta1", "beta2", "epsilon", "weight_decay_rate",
+            "use_ema", "ema_momentum", "ema_overwrite_frequency", "gradient_accumulation_steps",
+        )
+    ),
+    forms={
+        **dict.fromkeys(("step_scope", "repeated_rows", "trust_ratio_fallback")),
+        "moment_update": ("weighted_sum",),
+        "epsilon_place": ("beside_corrected_root",),
+        "weight_decay_form": ("lr_and_ratio",),
+        "weight_decay_place": ("in_direction",),
+        "trust_ratio_on": ("all",),
+        "norm_reads": ("before_update",),
+    },
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,6 +98,4 @@ class FastLamb:
 
 def fast_lamb(variant: str, hyper: Hyperparameters, param: torch.Tensor) -> FastLamb | None:
     """Returns the fast path of a parameter, or None if it hasn't one; see `fast_adamw` for the moments' form."""
-    constants = variant_constants("lamb", variant)
-    fits = constants["moment_update"] != "difference" and constants["weight_decay_place"] == "in_direction"
-    return FastLamb(hyper, variant) if fits and plain(param) and not hyper.epsilon_root else None
+    return FastLamb(hyper, variant) if FOLLOWED.fits("lamb", variant, hyper) and plain(param) else None

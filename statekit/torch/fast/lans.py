@@ -16,7 +16,25 @@ from statekit.optim.steps import Scene
 from statekit.state.constants import variant_constants
 from statekit.torch.fast.adamw import Adam
 from statekit.torch.fast.batching import Stacks, Tensors, by_name, in_stacks, pieces, plain, squares
+from statekit.torch.fast.followed import Followed
 from statekit.torch.fast.numba_runner import in_reach, run
+
+FOLLOWED = Followed(
+    hyper=dict.fromkeys(
+        (
+            "beta1", "beta2", "epsilon", "wd", "lower_bound", "upper_bound", "rescale_grad", "begin_num_update",
+            "bias_correction", "normalize_grad", "multi_precision",
+        )
+    ),
+    forms={
+        **dict.fromkeys(("step_scope", "zero_gradient", "trust_ratio_fallback", "false_bounds")),
+        "gradient_normalisation": ("norm", "norm_plus_epsilon"),
+        "norm_accumulation": ("float32_sequential", "tree", "unspecified"),
+        "epsilon_place": ("beside_corrected_root",),
+        "second_half_weight": ("old",),
+    },
+)  # fmt: skip
+"""A parameter that `multi_precision` concerns is float16, and goes the text's way."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +131,8 @@ def fast_lans(variant: str, config: lans.ParamConfig, param: torch.Tensor) -> Fa
     """Returns the fast path of a parameter, or None if it hasn't one."""
     constants, hyper = variant_constants("lans", variant), config.hyper
     fits = (
-        constants["second_half_weight"] == "old"
-        and constants["norm_accumulation"] != "scaled"
+        FOLLOWED.fits("lans", variant, hyper)
         and (constants["gradient_normalisation"] == "norm" or not hyper.normalize_grad)
-        and hyper.clip_gradient is None
         and (hyper.normalize_grad or constants["second_moment_update"] == "weighted_product")
-        and hyper.grad_averaging
-        and hyper.adam_w_mode
     )
     return FastLans(config, variant) if fits and plain(param) else None

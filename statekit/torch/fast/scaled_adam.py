@@ -28,9 +28,33 @@ from statekit.torch.fast.batching import (
     products,
     squares,
 )
+from statekit.torch.fast.followed import Followed
 from statekit.torch.fast.numba_runner import in_reach, run
 
 SIZES = ("param_rms", "scale_exp_avg_sq", "scale_grads")
+
+
+FOLLOWED = Followed(
+    hyper=dict.fromkeys(
+        (
+            "clipping_scale", "betas", "scalar_lr_scale", "eps", "param_min_rms", "param_max_rms", "scalar_max",
+            "size_update_period", "clipping_update_period",
+        )
+    ),
+    forms={
+        **dict.fromkeys(
+            (
+                "step_scope", "one_element", "scalar_norm", "early_estimates", "early_estimate_factor",
+                "threshold_used", "non_finite_median", "infinite_gradient", "nan_gradient", "size_update_order",
+                "size_epsilon_place", "size_step_limit", "max_rms_rule", "scalar_bias_correction", "scalar_clamp",
+            )
+        ),
+        "clip_reaches": ("scale_grads", "everything"),
+        "tensor_bias_correction": ("below_99_percent",),
+        "first_moment_bias_correction": ("none",),
+    },
+)  # fmt: skip
+"""All that concerns clipping and the sizes is done by the text itself, or has been done when a path is called."""
 
 
 @dataclass(frozen=True)
@@ -146,4 +170,5 @@ def _learn(
 
 def fast_scaled_adam(variant: str, hyper: Hyperparameters, param: torch.Tensor) -> FastScaledAdam | None:
     """Returns the fast path of a parameter, or None if it hasn't one: one of one element."""
-    return FastScaledAdam(hyper) if plain(param) and param.numel() > 1 else None
+    fits = FOLLOWED.fits("scaled_adam", variant, hyper)
+    return FastScaledAdam(hyper) if fits and plain(param) and param.numel() > 1 else None
