@@ -16,7 +16,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -175,11 +175,13 @@ def _usual(hyperparameters: Mapping[str, Any]) -> Execution:
 
 def write_trajectory(path: Path, states: Iterator[TrainState], recording: Recording) -> TrainState:
     """Writes states under the recording's own names, as one safetensors file, and returns the last of them."""
-    spool = Spool(path.parent)
+    spool, first = Spool(path.parent), recording.first
+    # What a checkpoint of the run held beside is in its own form: that of the recorded states counts here.
+    beside = recording.state(first, recording.trajectories[0], first + 1).extra
     last: TrainState | None = None
     for last in states:
-        phase = recording.phase(max(last.counts.updates, recording.first + 1))
-        for name, tensor in system(recording.system).encode(last, phase).items():
+        phase = recording.phase(max(last.counts.updates, first + 1))
+        for name, tensor in system(recording.system).encode(replace(last, extra=beside), phase).items():
             spool.add(f"{recording.number(last.counts.updates)}/{name}", tensor.read())
     if last is None:
         raise UsageError("There is no state to write.", place=path)

@@ -8,13 +8,17 @@ from __future__ import annotations
 import re
 
 from statekit.converters.layouts.tensorflow1.layout import TensorFlow1
+from statekit.state.schema import load_schema
+
+_MADE = ("m", "v_row", "v_col", "v")
+_NATIVE = {slot: load_schema("adafactor").slots[slot].aliases["mesh_tf"] for slot in _MADE}
 
 LAYOUT = TensorFlow1(
     name="mesh-tf",
     title="Mesh-TensorFlow's Adafactor",
     schema="adafactor",
     makers=("mesh_tf",),
-    pattern=re.compile(r"(?P<base>.+)_slot_(?P<slot>vr|vc|v|m)", re.DOTALL),
+    pattern=re.compile(rf"(?P<base>.+)_slot_(?P<slot>{'|'.join(_NATIVE.values())})", re.DOTALL),
     suffix="_slot_",
-    native={"m": "m", "v_row": "vr", "v_col": "vc", "v": "v"},
+    native=_NATIVE,
 )

@@ -25,7 +25,6 @@ def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
         "variant": variant,
         "groups": groups,
         "counts": {"slots": ["step"], "dtype": "int64"},
-        "unread": ["RMS"],
     }
     own_rate = all(group["relative_step"] for group in groups)
     path = checkpoint_of(meta["checkpoint"]["files"])

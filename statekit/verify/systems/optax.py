@@ -1,4 +1,7 @@
-"""Recordings of Optax, each slot under the path of its link in the chain: `1.0.mu`; jitted.
+"""Recordings of Optax: slots and counts under the path of their link in the chain, as `1.0.mu`; jitted.
+
+They are decoded through Optax' layout, as a checkpoint is: which links there are, what each counts and what injected
+hyperparameters it holds is told by no description. Where a recording names no links, slots have the schema's names.
 
 What counts in `meta.json`: `hyperparameters`, in Optax' names, or by the names of the chain's links; a clipping link
 stands before the optimizer, and a mask is described in words. `extra.factored_dims_d1_d0` says which axes are factored.
@@ -12,13 +15,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from statekit.errors import NotFoundError
-from statekit.files.safetensors import open_safetensors
+from statekit.conversion.contracts import Hints
+from statekit.conversion.registry import layout
+from statekit.errors import NotFoundError, StateError
+from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import load_schema
-from statekit.state.train_state import Axis
+from statekit.state.train_state import Axis, TrainState
 from statekit.tensors.tensor import Tensor
-from statekit.verify.contract import TRAJECTORY
-from statekit.verify.systems.schema_named import aliases, described, kind
+from statekit.tensors.tree import Path as Keys
+from statekit.tensors.tree import Tree, nested, walk
+from statekit.verify.contract import Phase
+from statekit.verify.systems import schema_named
+from statekit.verify.systems.schema_named import described, kind
 
 KINDS = {
     "adamw": ("adamw", "optax"),
@@ -39,27 +47,117 @@ BARE = {"momentum": None, "weight_decay_rate": None}
 GRADIENTS_PER_UPDATE = "every_k_schedule"
 
 
-def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the content of `recording.json` for Optax' `meta.json`."""
-    schema, variant = kind(meta, KINDS)
-    arguments = _arguments(meta["hyperparameters"])
-    group = {
-        **ABSENT[schema],
-        **arguments,
-        "exclude_from_weight_decay": _excluded(
-            meta, arguments.get("mask", arguments.get("weight_decay_mask"))
-        ),
-        "clipvalue": arguments.get("clip"),
-        "global_norm_clip_threshold": arguments.get("clip_by_global_norm"),
-        "params": list(meta["params"]),
-    }
-    spec = {"schema": schema, "variant": variant, "groups": [group], **_names(folder, schema, variant)}
-    if "factored_dims_d1_d0" in meta["extra"]:
-        spec["rules"] = _rules(meta)
-    recorded = described(
-        meta, [(1, int(meta["steps"]), spec)], _path(meta["checkpoint"]["files"]), "compiled"
-    )
-    return _by_update(recorded, arguments.get(GRADIENTS_PER_UPDATE, 1))
+PARAMS, STATE = "params", "opt_state"
+READ = "optax"
+"""In a state's extra: the form of the tree that Optax' layout read it from."""
+
+
+class Optax:
+    """Reads recordings of Optax."""
+
+    def describe(self, folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the content of `recording.json` for Optax' `meta.json`."""
+        schema, variant = kind(meta, KINDS)
+        arguments = _arguments(meta["hyperparameters"])
+        group = {
+            **ABSENT[schema],
+            **arguments,
+            "exclude_from_weight_decay": _excluded(
+                meta, arguments.get("mask", arguments.get("weight_decay_mask"))
+            ),
+            "clipvalue": arguments.get("clip"),
+            "global_norm_clip_threshold": arguments.get("clip_by_global_norm"),
+            "params": list(meta["params"]),
+        }
+        spec: dict[str, Any] = {"schema": schema, "variant": variant, "groups": [group]}
+        if "factored_dims_d1_d0" in meta["extra"]:
+            spec["rules"] = _rules(meta)
+        recorded = described(
+            meta, [(1, int(meta["steps"]), spec)], _path(meta["checkpoint"]["files"]), "compiled"
+        )
+        return _by_update(recorded, arguments.get(GRADIENTS_PER_UPDATE, 1))
+
+    def decode(self, tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState:
+        """Returns the canonical state of one step, through Optax' layout.
+
+        Raises:
+            StateError: It lies between two updates, its links don't fit the parameters, or its tensors contradict the
+                description.
+        """
+        spec = phase.hyperparameters
+        if not _names_links(tensors):
+            return schema_named.decode(tensors, step, phase)
+        begun = next((name for name, tensor in tensors.items() if _begins(name) and tensor.read()), None)
+        if begun is not None:
+            raise StateError(
+                "A recorded state lies between two updates, of whose gradients it has only some.", place=begun
+            )
+        checkpoint = Checkpoint("orbax", Path(f"step {step}"), _tree(tensors), step=step)
+        state = layout("optax").decode(checkpoint, Hints({"optimizer": spec["schema"]}))
+        if state.counts.updates != step:
+            raise StateError(
+                "A recorded state has made another number of updates than its name says.",
+                place=checkpoint.path,
+                expected=step,
+                found=state.counts.updates,
+            )
+        return schema_named.as_described(state, spec)
+
+    def encode(self, state: TrainState, phase: Phase) -> dict[str, Tensor]:
+        """Returns the tensors of a state under the trajectory's names, through Optax' layout where they name links."""
+        if READ not in state.extra:
+            return schema_named.encode(state, phase)
+        tree: Any = layout("optax").encode(state).tree
+        named = {f"param/{path}": tensor for path, tensor in state.params.items()}
+        leaves = ((tuple(map(str, keys)), leaf) for keys, leaf in walk(tree[STATE]))
+        return named | {_name(keys, state.params): leaf for keys, leaf in leaves if isinstance(leaf, Tensor)}
+
+
+def _names_links(tensors: Mapping[str, Tensor]) -> bool:
+    return any(name.startswith("slot/") and "." in name.rpartition("/")[2] for name in tensors)
+
+
+def _begins(name: str) -> bool:
+    """Tells whether a tensor counts the gradients that MultiSteps has for the update to come."""
+    return name.rpartition("/")[2].rpartition(".")[2] == "mini_step"
+
+
+def _tree(tensors: Mapping[str, Tensor]) -> Tree:
+    """Returns the parameters, and the states of links, as a checkpoint of Optax has them."""
+    params: dict[Keys, Tensor] = {}
+    fields: dict[Keys, Any] = {}
+    for name, tensor in tensors.items():
+        kind, _, rest = name.partition("/")
+        path, _, field = rest.rpartition("/")
+        if kind == "param":
+            params[tuple(rest.split("/"))] = tensor
+        elif kind == "slot":
+            fields.setdefault(tuple(field.split(".")), {})[tuple(path.split("/"))] = tensor
+        else:
+            fields[tuple(rest.split("."))] = tensor
+    links = {keys: nested(field) if isinstance(field, dict) else field for keys, field in fields.items()}
+    return {PARAMS: nested(params), STATE: _chain(links)}
+
+
+def _chain(fields: Mapping[Keys, Tree]) -> Tree:
+    """Returns the links that have these fields; one of which nothing was recorded is empty."""
+    if () in fields:
+        return fields[()]
+    below: dict[str, dict[Keys, Tree]] = {}
+    for keys, field in fields.items():
+        below.setdefault(keys[0], {})[keys[1:]] = field
+    parts = {key: _chain(rest) for key, rest in below.items()}
+    if not all(key.isdecimal() and len(key) < 3 for key in parts):
+        return parts
+    return [parts.get(str(i)) for i in range(1 + max(map(int, parts)))]
+
+
+def _name(keys: Keys, params: Mapping[str, Tensor]) -> str:
+    """Returns the name of a tensor of the links: a slot's field is a tree like the parameters."""
+    for i in range(1, len(keys)):
+        if (path := "/".join(keys[i:])) in params:
+            return f"slot/{path}/{'.'.join(keys[:i])}"
+    return f"global/{'.'.join(keys)}"
 
 
 def _path(files: Sequence[str]) -> str:
@@ -105,37 +203,6 @@ def _rules(meta: Mapping[str, Any]) -> dict[str, list[str]]:
             labels[dims[0]], labels[dims[1]] = Axis.ROW.value, Axis.COLUMN.value
         rules[path] = labels
     return rules
-
-
-def _names(folder: Path, schema: str, variant: str) -> dict[str, Any]:
-    """Returns how the chain's links are numbered in this recording: `slots`, `counts` and `constants` of a phase."""
-    last_part = {native: name for name, native in aliases(load_schema(schema), variant, {}).items()}
-    opened = open_safetensors(folder / TRAJECTORY)
-    slots = {native for name in opened.tensors if "/slot/" in name and (native := name.rpartition("/")[2])}
-    globals_ = {
-        name[len("0/global/") :]: tensor
-        for name, tensor in opened.tensors.items()
-        if name.startswith("0/global/")
-    }
-    counts = sorted(name for name in globals_ if name.endswith(("count", "gradient_step")))
-    constants = {
-        "globals": {name: _constant(tensor) for name, tensor in globals_.items() if name not in counts},
-        "slots": {name: [0.0, None] for name in slots if name == "acc_grads"},
-    }
-    opened.close()
-    names = {
-        "slots": {
-            last_part[last]: native
-            for native in sorted(slots)
-            if (last := native.rpartition(".")[2]) in last_part
-        },
-        "counts": {"globals": counts, "dtype": "int32"},
-    }
-    return {**names, "constants": constants} if any(constants.values()) else names
-
-
-def _constant(tensor: Tensor) -> list[Any]:
-    return [tensor.read().item(), tensor.dtype.name]
 
 
 def _by_update(recorded: dict[str, Any], gradients: int) -> dict[str, Any]:

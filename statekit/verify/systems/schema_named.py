@@ -4,23 +4,21 @@ A phase's hyperparameters then are, beside the system's own arguments in `groups
 
     schema, variant     which rule ran
     groups              [{"params": [path, ...], <argument>: <value>, ...}, ...]
-    slots               canonical slot -> its name in the recording, where that isn't just the schema's alias
     dimension_names     path -> names of its axes, where some are kept out of factoring by name
     rules               path -> ROW, COLUMN, BATCH or NONE for each axis, where the shape alone doesn't say
-    counts              {"slots": [name, ...], "globals": [name, ...], "dtype": dtype}: what holds the count of updates
-    constants           {"slots": {name: [value, dtype]}, "globals": {...}}: what has one value in every state; without
-                        a dtype that of the parameter
-    unread              names of slots that the optimizer writes and never reads
+    counts              {"slots": [name, ...], "dtype": dtype}: which tensors the recorder wrote an updates' count to
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from statekit.errors import Faults, FormatError, NotFoundError
+import numpy as np
+
+from statekit.errors import Faults, FormatError, NotFoundError, StateError
 from statekit.optim.run import initial
 from statekit.optim.steps import Execution
 from statekit.state.constants import variant_constants
@@ -91,10 +89,9 @@ def described(
     }
 
 
-def aliases(schema: OptimizerSchema, variant: str, names: Mapping[str, str]) -> dict[str, str]:
+def aliases(schema: OptimizerSchema, variant: str) -> dict[str, str]:
     """Returns canonical slot -> name in the recording."""
-    known = {name: slot.aliases[variant] for name, slot in schema.slots.items() if variant in slot.aliases}
-    return {**known, **names}
+    return {name: slot.aliases[variant] for name, slot in schema.slots.items() if variant in slot.aliases}
 
 
 def decode(tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState:
@@ -106,30 +103,25 @@ def decode(tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState
     """
     spec = phase.hyperparameters
     schema, variant = load_schema(spec["schema"]), spec["variant"]
-    groups = tuple(_group(schema, variant, group) for group in spec["groups"])
+    groups = _groups(spec)
     params = {name[len("param/") :]: t for name, t in tensors.items() if name.startswith("param/")}
-    native = aliases(schema, variant, spec.get("slots", {}))
+    native = aliases(schema, variant)
     recorded = _slots(tensors, params, native)
     rest = _others(tensors, params, recorded, native)
     faults = Faults(
         [
-            *(
-                ("is in a group and not recorded", p)
-                for group in groups
-                for p in group.paths
-                if p not in params
-            ),
+            *_missing(groups, params),
             *(
                 ("has no place in a canonical state", name)
                 for name in rest
-                if not other_tensors.known(name, params, spec)
+                if not other_tensors.known(name, spec)
             ),
         ]
     )
     faults.check(FormatError, f"A recording doesn't hold a state of {schema.name}")
-    other_tensors.check(rest, params, spec, step + _base(groups))
+    other_tensors.check(rest, spec, step + _base(groups))
     ordered = {path: params[path] for group in groups for path in group.paths}
-    rules = dict(_rules(schema, variant, ordered, groups, spec))
+    rules = dict(_rules(ordered, groups, spec))
     constants = variant_constants(schema.name, variant)
     slots = {
         path: canonical_slots(constants, rules[path], params[path], arrays) if path in rules else arrays
@@ -174,6 +166,60 @@ def _others(
     return {name: tensor for name, tensor in tensors.items() if name not in taken}
 
 
+def as_described(state: TrainState, spec: Mapping[str, Any]) -> TrainState:
+    """Returns a state that moves as a description says, whatever could be spec from its tensors.
+
+    Raises:
+        FormatError: A parameter of a group is missing.
+        StateError: The tensors say another hyperparameter; lists every one.
+    """
+    groups = _groups(spec)
+    faults = Faults(_missing(groups, state.params))
+    faults.check(FormatError, f"A recording doesn't hold a state of {spec['schema']}")
+    Faults(_contradicted(state, groups)).check(
+        StateError, "The tensors of a recording contradict its description"
+    )
+    params = {path: state.params[path] for group in groups for path in group.paths}
+    return replace(
+        state,
+        params={**params, **state.params},
+        optimizer=Optimizer(spec["schema"], spec["variant"], groups),
+        rules=dict(_rules(params, groups, spec)),
+        assumptions=(),
+    )
+
+
+def _contradicted(state: TrainState, groups: Sequence[Group]) -> Iterator[tuple[str, str]]:
+    """Yields the hyperparameters that tensors say otherwise than a description; it has the learning rates apart."""
+    described = {path: group.hyperparameters for group in groups for path in group.paths}
+    for group in state.optimizer.groups:
+        read = [
+            name for name, known in group.known_from.items() if known == "file" and name not in RATE_NAMES
+        ]
+        for path in (path for path in group.paths if path in described):
+            for name in (name for name in read if name in described[path]):
+                stored, said = group.hyperparameters[name], described[path][name]
+                if not _same(stored, said):
+                    yield f"{name} is {stored!r}, described as {said!r}", path
+
+
+def _same(stored: Any, said: Any) -> bool:
+    """Tells whether two values are the same; tensors hold numbers as float32."""
+    if isinstance(stored, float) and isinstance(said, float | int):
+        return bool(np.float32(stored) == np.float32(said))
+    return bool(stored == said)
+
+
+def _missing(groups: Sequence[Group], params: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    moved = [path for group in groups for path in group.paths]
+    return [("is in a group and not recorded", path) for path in moved if path not in params]
+
+
+def _groups(spec: Mapping[str, Any]) -> tuple[Group, ...]:
+    schema = load_schema(spec["schema"])
+    return tuple(_group(schema, spec["variant"], group) for group in spec["groups"])
+
+
 def _group(schema: OptimizerSchema, variant: str, arguments: Mapping[str, Any]) -> Group:
     values = schema.canonical(variant, arguments)
     for name in RATE_NAMES:
@@ -185,13 +231,10 @@ def _group(schema: OptimizerSchema, variant: str, arguments: Mapping[str, Any]) 
 
 
 def _rules(
-    schema: OptimizerSchema,
-    variant: str,
-    params: Mapping[str, Tensor],
-    groups: Sequence[Group],
-    spec: Mapping[str, Any],
+    params: Mapping[str, Tensor], groups: Sequence[Group], spec: Mapping[str, Any]
 ) -> Iterator[tuple[str, Rule]]:
     """Yields how the variant factors each parameter, if its optimizer factors at all."""
+    schema, variant = load_schema(spec["schema"]), spec["variant"]
     if "v_row" not in schema.slots:
         return
     constants, settings = variant_constants(schema.name, variant), schema.settings(variant)
@@ -224,7 +267,7 @@ def encode(state: TrainState, phase: Phase) -> dict[str, Tensor]:
     named = {f"param/{path}": tensor for path, tensor in state.params.items()}
     if _unborn(state):
         return named
-    native = aliases(load_schema(state.optimizer.schema), variant, spec.get("slots", {}))
+    native = aliases(load_schema(state.optimizer.schema), variant)
     constants = _constants(state)
     slots: dict[str, Tensor] = {}
     for path, arrays in state.slots.items():

@@ -130,7 +130,7 @@ def _partitions(state: TrainState, phase: Phase) -> Iterator[tuple[str, Tensor]]
     if partitions is None or state.counts.updates == 0:
         return
     ranks, by_group = partitions["ranks"], partitions["by"] == "group"
-    native = aliases(load_schema(state.optimizer.schema), str(state.optimizer.variant), {})
+    native = aliases(load_schema(state.optimizer.schema), str(state.optimizer.variant))
     count = in_memory(np.asarray(state.counts.updates, np.float32), "step")
     for number, group in enumerate(state.optimizer.groups):
         slots = state.slots[group.paths[0]] if group.paths else {}
