@@ -245,3 +245,160 @@ def test_a_part_without_a_schema_is_named_and_its_parameters_are_not_frozen(
     name = {"muon": "Muon", "lion": "Lion", "trace": "SGD with momentum"}[which]
     with pytest.raises(StateError, match=f"{name}, which has no schema yet(.|\n)*emb/kernel, head/kernel"):
         open_state(file)
+
+
+@pytest.mark.parametrize("where", ["optax", "neutral"])
+def test_a_drop_in_of_jax_goes_on_as_optax_does(where: str, files: Any, tmp_path: Path) -> None:
+    import jax
+
+    from statekit.jax import load_optimizer
+
+    source = files()
+    if where == "neutral":
+        convert(plan(source, tmp_path / "neutral", to="statekit"))
+        source = tmp_path / "neutral"
+    optimizer, state = load_optimizer(
+        source,
+        run().saved[0],
+        learning_rate={"adafactor": 1e-2, "adamw": lambda count: 1e-3},
+        hparams={"adafactor/beta1": 0.9, "adamw/weight_decay": 0.1},
+    )
+    moved, kept = run().gone(run().saved[0], state, SAVED, ALL, optimizer)
+    near(flat(moved))
+    tree = {"params": moved, "opt_state": kept}
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save((tmp_path / "again").absolute(), tree)
+    with open_state(tmp_path / "again", hints=hints(variant="adafactor/optax,adamw/optax")) as opened:
+        assert (opened.layout, opened.counts.updates) == ("statekit-jax", ALL)
+        assert {group.schema for group in opened.groups} == {"adafactor", "adamw"}
+    assert jax.tree.structure(kept) == jax.tree.structure(state)
+
+
+def near(moved: Any) -> None:
+    """Asserts that parameters are those of the run going on, within the rounding of three updates."""
+    for path, start in flat(run().saved[0]).items():
+        theirs, ours = flat(run().ended[0])[path], moved[path]
+        # each update rounds parameter and step a few times; what moves is bounded by lr * (1 + decay)
+        bound = (ALL - SAVED) * 16 * np.finfo(np.float32).eps * max(1e-3, float(abs(start).max()))
+        assert float(abs(ours - theirs).max()) <= bound, path
+        assert (path == "still") == np.array_equal(start, ours)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("foreach", [True, False])
+def test_a_drop_in_of_torch_goes_on_as_optax_does(foreach: bool, files: Any, tmp_path: Path) -> None:
+    import torch
+
+    import statekit.torch as st
+
+    names = {path.replace("/", "."): path for path in SHAPES}
+    saved_params = flat(run().saved[0])
+    params = {name: torch.nn.Parameter(torch.from_numpy(saved_params[p].copy())) for name, p in names.items()}
+    told = {"adafactor/beta1": 0.9, "adamw/weight_decay": 0.1}
+    optimizer = st.load_optimizer(
+        files(), params.items(), lr={"adafactor": 1e-2, "adamw": 1e-3}, hparams=told
+    )
+    assert isinstance(optimizer, st.Partition)
+    for group in optimizer.param_groups:
+        group["foreach"] = foreach
+    step(optimizer, params, names, SAVED, ALL - 1)
+    state = optimizer.state_dict()
+    torch.save({"model": {n: p.data for n, p in params.items()}, "optimizer": state}, tmp_path / "run.pt")
+    again = st.load_optimizer(tmp_path / "run.pt", params.items())
+    assert isinstance(again, st.Partition)
+    step(again, params, names, ALL - 1, ALL)
+    near({names[name]: param.detach().numpy() for name, param in params.items()})
+    with open_state(tmp_path / "run.pt") as opened:
+        assert opened.state.optimizer.kinds == (("adafactor", "optax"), ("adamw", "optax"))
+
+
+def step(optimizer: Any, params: Any, names: Any, first: int, last: int) -> None:
+    import torch
+
+    for grads in run().grads[first:last]:
+        for name, param in params.items():
+            param.grad = torch.from_numpy(grads[names[name]].copy())
+        optimizer.step()
+
+
+@pytest.mark.torch
+def test_exchanged_schemas_go_on_otherwise(files: Any) -> None:
+    """The control: the same slots of momentum and second moment under the other rule aren't the run any more."""
+    import torch
+
+    import statekit.torch as st
+
+    names = {path.replace("/", "."): path for path in SHAPES}
+    params = {
+        n: torch.nn.Parameter(torch.from_numpy(flat(run().saved[0])[p].copy())) for n, p in names.items()
+    }
+    told = {"adafactor/beta1": 0.9, "adamw/weight_decay": 0.1}
+    optimizer = st.load_optimizer(
+        files(), params.items(), lr={"adafactor": 1e-3, "adamw": 1e-2}, hparams=told
+    )
+    step(optimizer, params, names, SAVED, ALL)
+    with pytest.raises(AssertionError):
+        near({names[name]: param.detach().numpy() for name, param in params.items()})
+    state = optimizer.state_dict()
+    kinds = [(group["schema"], group["variant"]) for group in state["param_groups"]]
+    for group, (schema, variant) in zip(state["param_groups"], kinds[::-1], strict=True):
+        group["schema"], group["variant"] = schema, variant
+    with pytest.raises(StateError, match="is of adamw, the optimizer of adafactor"):
+        optimizer.load_state_dict(state)
+
+
+def test_keras_says_why_it_has_one(files: Any) -> None:
+    pytest.importorskip("keras")
+    from statekit.tensorflow import load_optimizer
+
+    with pytest.raises(StateError, match="Keras moves the variables of a model by one"):
+        load_optimizer(files(), [])
+
+
+@pytest.mark.parametrize(
+    ("to", "layout"),
+    [
+        ("torch", "statekit-torch"),
+        ("dcp", "statekit-torch"),
+        ("orbax", "statekit-jax"),
+        ("flax", "statekit-jax"),
+    ],
+)
+def test_our_own_checkpoints_hold_it(to: str, layout: str, files: Any, tmp_path: Path) -> None:
+    source = files()
+    convert(plan(source, tmp_path / "out", to=to, layout=layout))
+    convert(plan(tmp_path / "out", tmp_path / "back", to="statekit"))
+    with (
+        open_state(source) as before,
+        open_state(tmp_path / "out") as there,
+        open_state(tmp_path / "back") as back,
+    ):
+        assert there.layout == layout
+        for after in (there, back):
+            assert values(after.params) == values(before.params)
+            assert {p: values(slots) for p, slots in after.slots.items()} == {
+                p: values(slots) for p, slots in before.slots.items()
+            }
+            assert after.state.optimizer.kinds == before.state.optimizer.kinds
+            for ours, theirs in zip(after.groups, before.groups, strict=True):
+                assert (ours.schema, ours.paths) == (theirs.schema, theirs.paths)
+                assert ours.hyperparameters == theirs.hyperparameters
+
+
+def test_the_printed_lines_of_statekit_jax_go_on(files: Any, tmp_path: Path) -> None:
+    import jax
+
+    planned = plan(files(), tmp_path / "out", to="orbax", layout="statekit-jax")
+    convert(planned)
+    lines = "\n".join(resume_lines(of_plan(planned), planned.state))
+    assert 'rules["0"] = statekit.jax.adafactor(' in lines and 'rules["1"] = statekit.jax.adamw(' in lines
+    lines = lines.replace("beta1=...", "beta1=0.9").replace("learning_rate=...", "learning_rate=0.01", 1)
+    lines = lines.replace("learning_rate=...", "learning_rate=0.001, weight_decay=0.1", 1)
+    names: dict[str, Any] = {"params": jax.tree.map(lambda leaf: 0 * leaf, run().saved[0])}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        exec(compile(lines, "to go on", "exec"), names)
+    restored = names["state"]
+    near(flat(run().gone(restored["params"], restored["opt_state"], SAVED, ALL, names["optimizer"])[0]))

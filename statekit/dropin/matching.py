@@ -36,7 +36,9 @@ class Given:
     needed: bool = True
 
 
-def require_resumable(state: TrainState, place: object, home: str, makers: Mapping[str, str]) -> None:
+def require_resumable(
+    state: TrainState, place: object, home: str, makers: Mapping[str, str], alone: str = ""
+) -> None:
     """Checks that an optimizer of ours goes on with a state.
 
     Args:
@@ -44,11 +46,26 @@ def require_resumable(state: TrainState, place: object, home: str, makers: Mappi
         place: Where it is from.
         home: The module whose optimizers are asked.
         makers: Name of the class or function there, by schema.
+        alone: Why a run can't have several there; "" if it can.
 
     Raises:
         UsageError: The state can't tell its variant.
-        StateError: No optimizer follows the variant's rule, or the state has no slots.
+        StateError: No optimizer follows the variant's rule, or the state has no slots; or it has several optimizers.
     """
+    if state.optimizer.several and alone:
+        raise StateError(
+            f"The run has several optimizers, and {alone}.",
+            place=place,
+            found=" and ".join(schema for schema, _ in state.optimizer.kinds),
+            remedy="go on in PyTorch or JAX (load_optimizer of statekit.torch or statekit.jax)",
+        )
+    for part in state.parts():
+        _require_resumable(part, place, home, makers, f"{part.optimizer.schema}/" * state.optimizer.several)
+
+
+def _require_resumable(
+    state: TrainState, place: object, home: str, makers: Mapping[str, str], prefix: str
+) -> None:
     schema, variant = state.optimizer.schema, state.optimizer.variant
     candidates = load_schema(schema).stepped
     if variant is None and candidates:
@@ -56,7 +73,7 @@ def require_resumable(state: TrainState, place: object, home: str, makers: Mappi
             f"The checkpoint can't tell which {schema} it is of, and they go on in other ways.",
             place=place,
             expected=f"variant= one of {', '.join(candidates)}",
-            remedy=f'load_optimizer(..., variant="{candidates[0]}"), or the one that the run used',
+            remedy=f'load_optimizer(..., variant="{prefix}{candidates[0]}"), or the one that the run used',
         )
     if variant not in candidates or schema not in makers:
         known = {name: ", ".join(load_schema(name).stepped) for name in makers}
@@ -103,15 +120,15 @@ def renamed(state: TrainState, names: Mapping[str, str], place: object) -> Train
         return path_of(mine[path]) if path in mine else path
 
     def group(old: Group) -> Group:
-        schema, variant = load_schema(state.optimizer.schema), str(state.optimizer.variant)
-        said = by_name(schema, variant, old.hyperparameters, old.paths, faults)
+        schema, variant = state.optimizer.kind(old)
+        said = by_name(load_schema(schema), str(variant), old.hyperparameters, old.paths, faults)
         for key in BY_NAME:
             if isinstance(said.get(key), Mapping):
                 said[key] = {of(path): value for path, value in said[key].items()}
         return replace(old, paths=tuple(map(of, old.paths)), hyperparameters=said)
 
     groups = tuple(map(group, state.optimizer.groups))
-    refuse_by_name(load_schema(state.optimizer.schema), faults)
+    refuse_by_name(load_schema(state.optimizer.kinds[0][0]), faults)
     extra = dict(state.extra)
     if buffers:
         extra[BUFFERS] = {mine.get(name, name): buffer for name, buffer in buffers.items()}

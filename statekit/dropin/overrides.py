@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from statekit.conversion.contracts import Hints
 from statekit.dropin.by_name import by_name
 from statekit.errors import Faults, UsageError
 from statekit.optim.adafactor_forms import MOMENTUM_ON
@@ -20,8 +21,13 @@ OFFSETS = ("keep", "reset")
 """Words for a `step_offset`: as it is, and the count that was reached."""
 
 
-def overridden(state: TrainState, overrides: Mapping[str, Any], rate: str, anew: str) -> TrainState:
+def overridden(
+    state: TrainState, overrides: Mapping[str, Any], rate: str, anew: Callable[[str], str]
+) -> TrainState:
     """Returns a state with hyperparameters as asked for, in every group.
+
+    Where a run has several optimizers, an override is of the one that takes it; where more than one may, its name
+    begins with the schema: `**{"adamw/weight_decay": 0.1}`.
 
     This is the law, in every framework:
 
@@ -40,11 +46,45 @@ def overridden(state: TrainState, overrides: Mapping[str, Any], rate: str, anew:
         state: The state.
         overrides: Name -> value.
         rate: What the framework calls the learning rate, which has an argument of its own.
-        anew: What begins a new optimizer instead, for errors.
+        anew: Gives what begins a new optimizer of a schema instead, for errors.
 
     Raises:
         UsageError: One can't be made; lists every one.
     """
+    said = Hints(dict(overrides)).of(schema for schema, _ in state.optimizer.kinds)
+    return state.each(
+        lambda part: _overridden(
+            part, said[part.optimizer.schema].hyperparameters, rate, anew(part.optimizer.schema)
+        )
+    )
+
+
+def rate_of(rates: Any, schema: str, state: TrainState, place: str) -> Any:
+    """Returns the learning rate of one of a run's optimizers.
+
+    Args:
+        rates: What the caller gave: one for all, or one by schema.
+        schema: The optimizer's.
+        state: The state.
+        place: The name of the argument.
+
+    Raises:
+        UsageError: It is said of an optimizer that the run hasn't.
+    """
+    if not isinstance(rates, Mapping):
+        return rates
+    schemas = [name for name, _ in state.optimizer.kinds]
+    if unknown := [str(name) for name in rates if name not in schemas]:
+        raise UsageError(
+            "A learning rate is of an optimizer that the run hasn't.",
+            place=place,
+            expected=", ".join(schemas),
+            found=", ".join(unknown),
+        )
+    return rates.get(schema)
+
+
+def _overridden(state: TrainState, overrides: Mapping[str, Any], rate: str, anew: str) -> TrainState:
     schema, variant = load_schema(state.optimizer.schema), str(state.optimizer.variant)
     is_word = overrides.get("step_offset") in OFFSETS
     said = {**overrides, "step_offset": 0} if is_word else overrides

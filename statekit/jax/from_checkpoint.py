@@ -17,7 +17,7 @@ from statekit.conversion.open_state import open_state
 from statekit.dropin.by_name import path_of
 from statekit.dropin.matching import Given, match_faults, renamed, require_resumable
 from statekit.dropin.options import refuse_options
-from statekit.dropin.overrides import overridden
+from statekit.dropin.overrides import overridden, rate_of
 from statekit.errors import Faults, StateError
 from statekit.jax.leaves import Leaves, leaves_of
 from statekit.jax.sharding import slot_sharding
@@ -39,7 +39,7 @@ def load_optimizer(
     path: str | PathLike[str],
     params: Any,
     *,
-    learning_rate: Rate = None,
+    learning_rate: Rate | Mapping[str, Rate] = None,
     variant: str | None = None,
     names: Mapping[str, str] | None = None,
     param_names: Sequence[str] | None = None,
@@ -52,14 +52,16 @@ def load_optimizer(
 
     A leaf's name is its keys joined by `/`; it fits a path of the checkpoint as it is, or with dots for slashes. Slots
     are read tensor by tensor, each process what its devices hold, and lie as their parameter does. Where the run had
-    several groups, or parameters that it kept frozen, the transformation is an `optax.partition` of one for each.
+    several groups, of one optimizer or of several, or parameters that it kept frozen, the transformation is an
+    `optax.partition` of one for each.
 
     Args:
         path: Anything statekit reads: a T5X run or step folder, an Orbax or torch checkpoint, a statekit folder.
         params: The parameters: arrays, or `jax.ShapeDtypeStruct`s with shardings.
         learning_rate: A number, a 0-d array or a schedule of the updates done; if None, as the checkpoint has it. Most
-            systems store none; then every update raises.
-        variant: Whose rule, where the checkpoint can't tell.
+            systems store none; then every update raises. Where the run had several optimizers, one for all, or one for
+            each: `{"adafactor": 1e-2, "adamw": schedule}`.
+        variant: Whose rule, where the checkpoint can't tell; of several optimizers `adafactor/optax,adamw/torch`.
         names: Names in the checkpoint by the leaves', where they differ.
         param_names: Names in the checkpoint in the order of the optimizer's parameters, where it only numbers them.
         names_from: `config`: that order from the architecture that config.json beside a Trainer's weights names, built
@@ -84,8 +86,9 @@ def load_optimizer(
         state = as_params(opened.state)[0]
         require_resumable(state, path, HOME, MAKERS)
         state = renamed(state, names or {}, path)
-        anew = f"{HOME}.{MAKERS[state.optimizer.schema]}(...).init(params)"
-        state = overridden(state, overrides, "learning_rate", anew)
+        state = overridden(
+            state, overrides, "learning_rate", lambda schema: f"{HOME}.{MAKERS[schema]}(...).init(params)"
+        )
         leaves, groups = leaves_of(params), [group for group in state.optimizer.groups if group.paths]
         moved = [path_of(path) for group in groups for path in group.paths]
         faults = _shape_faults(state.params, moved, leaves)
@@ -124,15 +127,17 @@ def _partition(
     return optax.partition(rules, labels), optax.transforms.PartitionState({i: inner(i) for i in rules})
 
 
-def spec_of(state: TrainState, group: Group, rate: Rate) -> OptimizerSpec:
+def spec_of(state: TrainState, group: Group, rate: Rate | Mapping[str, Rate]) -> OptimizerSpec:
     """Returns the optimizer of one of a state's groups; with `rate` if given, else as the state has it.
 
     Raises:
         StateError: The variant can't be stepped.
         UsageError: A hyperparameter can't be what it is.
     """
-    schema, variant = state.optimizer.schema, str(state.optimizer.variant)
-    steps_for(schema, state.optimizer.variant)
+    schema, stored = state.optimizer.kind(group)
+    variant = str(stored)
+    steps_for(schema, stored)
+    rate = rate_of(rate, schema, state, "learning_rate")
     known, names = group.hyperparameters, {*taken(schema, variant)} - {FACTOR_MAP}
     if rate is None:
         rate = next((known[name] for name in RATE_NAMES if known.get(name) is not None), None)

@@ -90,14 +90,14 @@ def load_optimizer(
     )
     with open_state(Path(path), step=step, hints=hints) as opened:
         state = as_params(opened.state)[0]
-        require_resumable(state, path, HOME, MAKERS)
+        require_resumable(state, path, HOME, MAKERS, "Keras moves the variables of a model by one")
         names = names or _renumbered(opened, _trainable(variables))
         schema, variant = state.optimizer.schema, str(state.optimizer.variant)
         arguments = {
             k: v for k, v in overrides.items() if k in _ARGUMENTS and k not in taken(schema, variant)
         }
         said = {k: v for k, v in overrides.items() if k not in arguments}
-        state = overridden(state, said, "learning_rate", f"{HOME}.{MAKERS[schema]}(...)")
+        state = overridden(state, said, "learning_rate", lambda schema: f"{HOME}.{MAKERS[schema]}(...)")
         pairs = _moved(state, variables, names or {}, path)
         optimizer = built(state, pairs, learning_rate, arguments, path)
         targets = _targets(optimizer, state, path)

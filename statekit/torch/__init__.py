@@ -17,6 +17,7 @@ try:
     from statekit.torch.from_checkpoint import load_optimizer, load_params
     from statekit.torch.lamb import LAMB
     from statekit.torch.lans import LANS
+    from statekit.torch.partition import Partition
     from statekit.torch.scaled_adam import ScaledAdam
 except ModuleNotFoundError as error:
     if error.name == "torch":
@@ -25,4 +26,4 @@ except ModuleNotFoundError as error:
         ) from error
     raise
 
-__all__ = ["LAMB", "LANS", "Adafactor", "AdamW", "ScaledAdam", "load_optimizer", "load_params"]
+__all__ = ["LAMB", "LANS", "Adafactor", "AdamW", "Partition", "ScaledAdam", "load_optimizer", "load_params"]

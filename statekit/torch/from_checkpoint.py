@@ -15,7 +15,7 @@ from statekit.conversion.open_state import open_state
 from statekit.conversion.registry import layout
 from statekit.dropin.by_name import path_of
 from statekit.dropin.matching import Given, match_faults, renamed, require_resumable
-from statekit.dropin.overrides import overridden
+from statekit.dropin.overrides import overridden, rate_of
 from statekit.errors import Faults, StateError, UsageError
 from statekit.state.options import RATE_NAMES
 from statekit.state.schema import load_schema
@@ -27,6 +27,8 @@ from statekit.torch.adamw import AdamW
 from statekit.torch.groups import rate_fault
 from statekit.torch.lamb import LAMB
 from statekit.torch.lans import LANS
+from statekit.torch.optimizer import Rate
+from statekit.torch.partition import Partition
 from statekit.torch.scaled_adam import ScaledAdam
 from statekit.torch.slots import dtype_of
 from statekit.torch.state_matching import copy_into
@@ -56,7 +58,7 @@ def load_optimizer(
     path: str | PathLike[str],
     named_parameters: NamedParameters,
     *,
-    lr: float | torch.Tensor | None = None,
+    lr: Rate | Mapping[str, Rate] = None,
     variant: str | None = None,
     names: Mapping[str, str] | None = None,
     param_names: Sequence[str] | None = None,
@@ -77,6 +79,7 @@ def load_optimizer(
         path: Anything statekit reads: a T5X run or step folder, a torch file, a statekit folder.
         named_parameters: `model.named_parameters()`.
         lr: Learning rate of every group, before parameter scale; as the checkpoint has it if None. T5X stores none.
+            Where the run had several optimizers, one for all, or one for each: `{"adafactor": 1e-2, "adamw": 1e-3}`.
             A scheduler goes on where the run stood with `last_epoch=optimizer.param_groups[0]["step"] - 1`.
         names: Names in the checkpoint by those of `named_parameters`, where they differ.
         param_names: Names in the checkpoint in the order of the optimizer's parameters, where it only numbers them.
@@ -92,7 +95,8 @@ def load_optimizer(
             `statekit.dropin.overrides.overridden` states.
 
     Returns:
-        The optimizer. What a step needs and nobody knows doesn't stop the loading, but the first step.
+        The optimizer; a `Partition`, where the run had several. What a step needs and nobody knows doesn't stop the
+        loading, but the first step.
 
     Raises:
         StateError: Parameters are missing, unknown, or of other shapes; or no optimizer here follows the recorded
@@ -101,20 +105,22 @@ def load_optimizer(
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    if fault := rate_fault(lr):
-        raise UsageError("This can't be a learning rate.", place="lr", found=fault)
+    for rate in lr.values() if isinstance(lr, Mapping) else (lr,):
+        if fault := rate_fault(rate):
+            raise UsageError("This can't be a learning rate.", place="lr", found=fault)
     pairs = _pairs(named_parameters)
     hints = _hints(pairs, names or {}, param_names, names_from, hparams, variant)
     with open_state(Path(path), step=step, hints=hints) as opened:
         state = as_params(opened.state)[0]
         require_resumable(state, path, HOME, MAKERS)
         state = renamed(state, names or {}, path)
-        anew = f"{HOME}.{MAKERS[state.optimizer.schema]}(...)"
-        optimizer = optimizer_for(overridden(state, overrides, "lr", anew), pairs, path)
-    if lr is not None:
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-            group["initial_lr"] = lr.clone() if isinstance(lr, torch.Tensor) else lr
+        state = overridden(state, overrides, "lr", lambda schema: f"{HOME}.{MAKERS[schema]}(...)")
+        optimizer = optimizer_for(state, pairs, path)
+    for group in optimizer.param_groups:
+        rate = rate_of(lr, group["schema"], state, "lr")
+        if rate is not None:
+            group["lr"] = rate
+            group["initial_lr"] = rate.clone() if isinstance(rate, torch.Tensor) else rate
     return optimizer
 
 
@@ -132,18 +138,32 @@ def optimizer_for(
         StateError: The parameters don't fit, or no optimizer here follows the rule; lists every fault.
     """
     require_resumable(state, place, HOME, MAKERS)
-    kind, state = OPTIMIZERS[state.optimizer.schema], _rules_completed(state)
+    state = state.each(_rules_completed)
     groups = _grouped(state, named_parameters, place)
     saved = layout(LAYOUT).encode(state).tree["optimizer"]
     saved["param_groups"] = [group for group in saved["param_groups"] if group["params"]]
     options = [{"params": pairs, "rules": _named_rules(state, pairs)} for pairs in groups]
-    optimizer = kind(options, variant=str(state.optimizer.variant))
+    optimizer = _new(state, options)
     for group, stored in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        for name in load_schema(state.optimizer.schema).hyperparameters:
+        for name in load_schema(group["schema"]).hyperparameters:
             if name not in stored and name not in RATE_NAMES:
                 group.pop(name, None)
     optimizer.load_state_dict(saved)
     return optimizer
+
+
+def _new(state: TrainState, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Returns an optimizer for groups that is yet to be loaded."""
+    kinds = [state.optimizer.kind(group) for group in state.optimizer.groups if group.paths]
+    if not state.optimizer.several:
+        schema, variant = state.optimizer.kinds[0]
+        return OPTIMIZERS[schema](groups, variant=str(variant))
+    return Partition(
+        [
+            {**group, "schema": schema, "variant": variant}
+            for group, (schema, variant) in zip(groups, kinds, strict=True)
+        ]
+    )
 
 
 def load_params(

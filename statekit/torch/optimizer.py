@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, final
 
 import torch
 from torch._compile import _disable_dynamo
@@ -27,40 +27,23 @@ Params: TypeAlias = Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]
 Rate: TypeAlias = float | torch.Tensor | None
 
 
-class SchemaOptimizer(torch.optim.Optimizer, ABC):
-    """An optimizer of one schema: its classes differ in their signature alone.
+class GroupedOptimizer(torch.optim.Optimizer, ABC):
+    """An optimizer whose groups say by whose rule they are moved: `schema` and `variant`."""
 
-    Args:
-        params: `model.named_parameters()`, or groups whose `params` are (name, parameter); options of a group
-            outweigh those below.
-        lr: Learning rate, or None if it is given later.
-        variant: Whose rule; a variant of the schema.
-        foreach: Whether equal parameters are moved together, and by fast paths where there are some. If not, each
-            is moved by itself by the reference text, bit for bit as replay does.
-        options: Hyperparameters by their canonical names or the variant's own; the others are as the variant has them.
+    _plans: dict[int, GroupPlan]
 
-    Raises:
-        StateError: There is no such variant, or it can't be stepped.
-        UsageError: Parameters without names, of a rank that needs a rule and without one, or options that can't be.
-    """
-
-    def __init__(
-        self, params: Params, lr: Rate, variant: str, foreach: bool, options: Mapping[str, Any]
-    ) -> None:
-        schema = self._schema()
-        steps_for(schema.name, variant)
-        said = read_options(schema.name, variant, options, rate="lr")
-        fault = rate_fault(lr)
-        refuse_options([*said.faults, *([(fault, "lr")] if fault else [])], said.remedy)
-        known = {name: value for name, value in offered(schema.name, variant).items() if name != LOGICAL}
-        kept = {"lr": lr, "step": 0, "schema": schema.name, "variant": variant, "foreach": foreach}
-        self._plans: dict[int, GroupPlan] = {}
-        super().__init__(params, {**kept, **known, **said.values})
-
-    @staticmethod
     @abstractmethod
-    def _schema() -> OptimizerSchema:
-        """Returns the schema."""
+    def _schemas(self) -> tuple[str, ...]:
+        """Returns the schemas that its groups may have."""
+
+    @abstractmethod
+    def _kind(self, group: ParamGroup) -> tuple[OptimizerSchema, str]:
+        """Returns schema and variant of a group that is to be added.
+
+        Raises:
+            StateError: There is no such variant, or it can't be stepped.
+            UsageError: The group doesn't say them.
+        """
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes over what a copy or a pickle holds."""
@@ -74,9 +57,11 @@ class SchemaOptimizer(torch.optim.Optimizer, ABC):
         Raises:
             UsageError: As for the optimizer itself; the group isn't added then.
         """
-        schema, variant = self._schema(), self.defaults["variant"]
+        schema, variant = self._kind(param_group)
         check_named(param_group, self.param_groups)
         read_group(param_group, schema, variant)
+        for name, value in usual_options(schema.name, variant).items():
+            param_group.setdefault(name, self.defaults.get(name, value))
         super().add_param_group(param_group)
         try:
             settle_group(param_group, schema, variant)
@@ -141,7 +126,7 @@ class SchemaOptimizer(torch.optim.Optimizer, ABC):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        fitted = match(self._schema().name, self.param_groups, state_dict)
+        fitted = match(self._schemas(), type(self).__name__, self.param_groups, state_dict)
         self.param_groups, self._plans = list(fitted.groups), {}
         self._hold([p for p, _ in fitted.slots], [taken_over(p, sources) for p, sources in fitted.slots])
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -194,6 +179,55 @@ class SchemaOptimizer(torch.optim.Optimizer, ABC):
         for group in self.param_groups:
             if "step_offset" in group and "decay_rate" in group:
                 next_decay(group["step"], group["step_offset"], group["decay_rate"])
+
+
+class SchemaOptimizer(GroupedOptimizer, ABC):
+    """An optimizer of one schema: its classes differ in their signature alone.
+
+    Args:
+        params: `model.named_parameters()`, or groups whose `params` are (name, parameter); options of a group
+            outweigh those below.
+        lr: Learning rate, or None if it is given later.
+        variant: Whose rule; a variant of the schema.
+        foreach: Whether equal parameters are moved together, and by fast paths where there are some. If not, each
+            is moved by itself by the reference text, bit for bit as replay does.
+        options: Hyperparameters by their canonical names or the variant's own; the others are as the variant has them.
+
+    Raises:
+        StateError: There is no such variant, or it can't be stepped.
+        UsageError: Parameters without names, of a rank that needs a rule and without one, or options that can't be.
+    """
+
+    def __init__(
+        self, params: Params, lr: Rate, variant: str, foreach: bool, options: Mapping[str, Any]
+    ) -> None:
+        schema = self._schema()
+        steps_for(schema.name, variant)
+        said = read_options(schema.name, variant, options, rate="lr")
+        fault = rate_fault(lr)
+        refuse_options([*said.faults, *([(fault, "lr")] if fault else [])], said.remedy)
+        known = usual_options(schema.name, variant)
+        kept = {"lr": lr, "step": 0, "schema": schema.name, "variant": variant, "foreach": foreach}
+        self._plans: dict[int, GroupPlan] = {}
+        super().__init__(params, {**kept, **known, **said.values})
+
+    @staticmethod
+    @abstractmethod
+    def _schema() -> OptimizerSchema:
+        """Returns the schema."""
+
+    @final
+    def _schemas(self) -> tuple[str, ...]:
+        return (self._schema().name,)
+
+    @final
+    def _kind(self, group: ParamGroup) -> tuple[OptimizerSchema, str]:
+        return self._schema(), self.defaults["variant"]
+
+
+def usual_options(schema: str, variant: str) -> dict[str, Any]:
+    """Returns the options of a group, as the variant has them."""
+    return {name: value for name, value in offered(schema, variant).items() if name != LOGICAL}
 
 
 def _unshared(slots: Slots) -> Slots:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -13,7 +13,7 @@ from statekit.arrays.backend import backend
 from statekit.dropin.by_name import path_of
 from statekit.errors import Faults, StateError
 from statekit.optim.run import counts_apart
-from statekit.state.options import BY_NAME, CLASSES
+from statekit.state.options import BY_NAME
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Rule
 from statekit.tensors.tensor import Tensor, blocks, widens
@@ -48,11 +48,14 @@ class _Saved:
     slots: Any
 
 
-def match(schema: str, groups: Sequence[ParamGroup], saved: Mapping[str, Any]) -> Match:
+def match(
+    schemas: Collection[str], kind: str, groups: Sequence[ParamGroup], saved: Mapping[str, Any]
+) -> Match:
     """Fits a state to an optimizer's groups, by name; changes neither.
 
     Args:
-        schema: The optimizer's schema.
+        schemas: The schemas that its groups may have.
+        kind: The optimizer's class.
         groups: The optimizer's groups.
         saved: `state` and `param_groups`.
 
@@ -60,7 +63,7 @@ def match(schema: str, groups: Sequence[ParamGroup], saved: Mapping[str, Any]) -
         StateError: It doesn't fit; lists every fault.
     """
     faults = Faults()
-    theirs = _saved(schema, saved, faults)
+    theirs = _saved(schemas, kind, saved, faults)
     ours = {path_of(name): name for group in groups for name in group["param_names"]}
     faults += [("isn't in the state", name) for path, name in ours.items() if path not in theirs]
     faults += [
@@ -76,12 +79,15 @@ def match(schema: str, groups: Sequence[ParamGroup], saved: Mapping[str, Any]) -
             fitted.append(group)
             continue
         stored = saved["param_groups"][partner]
+        if _schema_of(stored) != group["schema"]:
+            faults.add(f"is of {_schema_of(stored)}, the optimizer of {group['schema']}", f"group {i}")
+            continue
         if stored.get("variant") not in (group["variant"], None):
             faults.add(
                 f"is of variant {stored['variant']}, the optimizer of {group['variant']}", f"group {i}"
             )
             continue
-        faults += _value_faults(stored, schema, f"group {i}")
+        faults += _value_faults(stored, group["schema"], f"group {i}")
         whole = _merged(group, stored, theirs)
         fitted.append(_with_slots(whole, stored.get("slots", {}), f"group {i}", faults))
         for name, param in zip(group["param_names"], group["params"], strict=True):
@@ -95,13 +101,15 @@ def match(schema: str, groups: Sequence[ParamGroup], saved: Mapping[str, Any]) -
     return Match(tuple(fitted), tuple(slots))
 
 
-def _saved(schema: str, saved: Mapping[str, Any], faults: Faults) -> dict[str, _Saved]:
+def _saved(
+    schemas: Collection[str], kind: str, saved: Mapping[str, Any], faults: Faults
+) -> dict[str, _Saved]:
     """Returns what the state holds, by path."""
     groups, state = saved.get("param_groups"), saved.get("state")
-    ours = isinstance(groups, Sequence) and all(_is_ours(schema, group) for group in groups)
+    ours = isinstance(groups, Sequence) and all(_is_ours(schemas, group) for group in groups)
     if not ours or not isinstance(groups, Sequence) or not isinstance(state, Mapping):
         raise StateError(
-            f"This isn't a state of statekit.torch.{CLASSES[schema]}.",
+            f"This isn't a state of statekit.torch.{kind}.",
             expected="state and param_groups, each group with params, param_names, rules and step",
             found=", ".join(map(str, saved)) or "nothing",
             remedy="open another optimizer's file with statekit.torch.load_optimizer, or convert it first",
@@ -115,10 +123,14 @@ def _saved(schema: str, saved: Mapping[str, Any], faults: Faults) -> dict[str, _
     return entries
 
 
-def _is_ours(schema: str, group: Any) -> bool:
+def _schema_of(group: Mapping[str, Any]) -> str:
+    return str(group.get("schema", "adafactor"))
+
+
+def _is_ours(schemas: Collection[str], group: Any) -> bool:
     if not isinstance(group, Mapping) or not {"params", "param_names", "rules", "step"} <= group.keys():
         return False
-    named = len(group["params"]) == len(group["param_names"]) and group.get("schema", "adafactor") == schema
+    named = len(group["params"]) == len(group["param_names"]) and _schema_of(group) in schemas
     maps = all(isinstance(group.get(key, {}), Mapping) for key in ("rules", "slots", "behind"))
     return named and isinstance(group["step"], int) and maps
 

@@ -122,23 +122,25 @@ def encode_groups(state: TrainState, names: Names, others: Sequence[Mapping[str,
     Raises:
         InexactError: A group as a whole has slots that its schema doesn't know.
     """
-    optimizer, known = state.optimizer, load_schema(state.optimizer.schema).slots
+    optimizer = state.optimizer
     moved = {path for group in optimizer.groups for path in group.paths}
     frozen = [names[path] for path in state.params if path not in moved]
     index = {path: i for i, path in enumerate(p for group in optimizer.groups for p in group.paths)}
     groups = []
     for i, group in enumerate(optimizer.groups):
+        schema, variant = optimizer.kind(group)
+        known = load_schema(schema).slots
         if strange := [name for name in group.slots if name not in known]:
             raise InexactError(
                 "A group has slots of its own that its optimizer doesn't know.",
-                expected=optimizer.schema,
+                expected=schema,
                 found=", ".join(strange),
             )
         groups.append(
             {
                 **(others[i] if i < len(others) else {}),
-                "schema": optimizer.schema,
-                "variant": optimizer.variant,
+                "schema": schema,
+                "variant": variant,
                 **_values(group, names),
                 **_counts(state, group, names),
                 **({"slots": dict(group.slots)} if group.slots else {}),
@@ -169,19 +171,19 @@ def _counts(state: TrainState, group: Group, names: Names) -> dict[str, Any]:
 
 
 def decode_groups(
-    optimizer: Mapping[str, Any], maker: OptimizerVariant, paths: Names, faults: Faults
+    optimizer: Mapping[str, Any], makers: Sequence[OptimizerVariant], paths: Names, faults: Faults
 ) -> DecodedGroups:
     """Returns what the optimizer part says; adds to `faults` what doesn't fit.
 
     Args:
         optimizer: `state` and `param_groups`, with the keys that mark ours.
-        maker: Whose groups they are.
+        makers: Whose each group is.
         paths: Path of each name that `model` has.
         faults: Where faults are added.
     """
     parts = [
         _Part(f"optimizer/param_groups/{i}", maker, group)
-        for i, group in enumerate(optimizer["param_groups"])
+        for i, (maker, group) in enumerate(zip(makers, optimizer["param_groups"], strict=True))
     ]
     for part in parts:
         part.check(paths, faults)
@@ -190,11 +192,10 @@ def decode_groups(
     slots = _slots(optimizer.get("state"), parts, paths, faults)
     rules = {path: rule for part in parts for path, rule in part.rules(paths, faults)}
     updates = max(part.step for part in parts)
-    offset = maker.counts_offset
     notes = [
         f"Parameter group {i} has made {part.step} of {updates} updates; its step_offset is counted from there."
         for i, part in enumerate(parts)
-        if part.step != updates and offset
+        if part.step != updates and part.maker.counts_offset
     ]
     return DecodedGroups(
         tuple(part.decoded(paths, updates, faults) for part in parts),
@@ -254,9 +255,6 @@ class _Part:
             for key in ("rules", "known_from", "behind", "slots")
             if not isinstance(self.values.get(key, {}), Mapping)
         ]
-        made_by = self.values.get("schema", self.maker.schema), self.values.get("variant", self.maker.variant)
-        if made_by != (self.maker.schema, self.maker.variant):
-            faults.add(f"is of {made_by[0]}, variant {made_by[1]}, unlike the file", self.place)
 
     def rules(self, paths: Names, faults: Faults) -> Iterator[tuple[str, Rule]]:
         for name in self.names:
@@ -358,6 +356,8 @@ def _slots(
     return slots_of
 
 
+SEVERAL = "statekit.torch.Partition"
+"""The class whose state the files of a run with several optimizers hold."""
 CLASSES = {schema: f"statekit.torch.{name}" for schema, name in options.CLASSES.items()}
 """Schema -> the class whose state its files hold."""
 
@@ -375,6 +375,7 @@ class StatekitTorch:
     name: str = "statekit-torch"
     title: str = "model, optimizer and step of a run with an optimizer of statekit.torch, by parameter name"
     containers: tuple[str, ...] = ("torch", "dcp", "hf-trainer", "accelerate", "safetensors")
+    holds_several: bool = True
 
     @property
     def variants(self) -> Mapping[str, tuple[str, ...]]:
@@ -415,13 +416,14 @@ class StatekitTorch:
             InexactError: No class of statekit.torch steps by the optimizer's rule.
         """
         optimizer = state.optimizer
-        steppable = load_schema(optimizer.schema).stepped
-        if optimizer.variant not in (*steppable, None):
-            raise InexactError(
-                f"{CLASSES[optimizer.schema]} can't go on with this optimizer.",
-                expected=f"{optimizer.schema}, variant {', '.join(steppable)}",
-                found=f"{optimizer.schema}, variant {optimizer.variant}",
-            )
+        for schema, variant in optimizer.kinds:
+            steppable = load_schema(schema).stepped
+            if variant not in (*steppable, None):
+                raise InexactError(
+                    f"{CLASSES[schema]} can't go on with this optimizer.",
+                    expected=f"{schema}, variant {', '.join(steppable)}",
+                    found=f"{schema}, variant {variant}",
+                )
         names = _names(state.params)
         extra = dict(state.extra)
         buffers, others = extra.pop(BUFFERS, {}), extra.pop(BESIDE, {})
@@ -433,7 +435,7 @@ class StatekitTorch:
             "model": {**params, **tied(extra, params), **buffers},
             "optimizer": encode_groups(state, names, of_groups),
             "step": state.counts.updates,
-            "optimizer_class": CLASSES[optimizer.schema],
+            "optimizer_class": SEVERAL if optimizer.several else CLASSES[optimizer.schema],
             "variant": optimizer.variant,
             "schedule": state.counts.schedule,
             "paths": {name: path for path, name in names.items()},
@@ -463,7 +465,7 @@ def _decoded(tree: Any, faults: Faults) -> TrainState | None:
     if not isinstance(tree, Mapping) or "optimizer" not in tree:
         faults.add("there is none", "optimizer")
         return None
-    ours = tree.get("optimizer_class") in CLASSES.values()
+    ours = tree.get("optimizer_class") in (*CLASSES.values(), SEVERAL)
     entries = {key: tree[key] for key in _FORMS if ours and key in tree}
     model, optimizer = tree.get("model"), by_index(tree["optimizer"])
     faults += [
@@ -479,9 +481,9 @@ def _decoded(tree: Any, faults: Faults) -> TrainState | None:
     params = {paths[name]: leaf for name, leaf in model.items() if name in paths}
     faults += [("is no tensor", f"model/{name}") for name in paths if not isinstance(model[name], Tensor)]
     faults += _collisions(paths)
-    maker = _made_by(optimizer["param_groups"][0], entries, faults)
-    decoded = decode_groups(optimizer, maker, paths, faults) if maker else DecodedGroups()
-    if maker is None or faults:
+    makers = list(_makers(optimizer["param_groups"], entries, faults))
+    decoded = decode_groups(optimizer, makers, paths, faults) if not faults else DecodedGroups()
+    if faults:
         return None
     ties = ties_of({name: leaf for name, leaf in model.items() if isinstance(leaf, Tensor)}, paths)
     ties = {name: one for name, one in ties.items() if name not in paths}
@@ -496,7 +498,7 @@ def _decoded(tree: Any, faults: Faults) -> TrainState | None:
     return TrainState(
         params=params,
         slots=decoded.slots,
-        optimizer=Optimizer(maker.schema, maker.variant, decoded.groups),
+        optimizer=Optimizer.of(decoded.groups, [(maker.schema, maker.variant) for maker in makers]),
         counts=Counts(decoded.updates, entries.get("schedule", decoded.updates), decoded.behind),
         rules=decoded.rules,
         extra={**entries.get("extra", {}), **{key: part for key, part in parts.items() if any(part)}},
@@ -504,14 +506,25 @@ def _decoded(tree: Any, faults: Faults) -> TrainState | None:
     )
 
 
-def _made_by(group: Mapping[str, Any], entries: Mapping[str, Any], faults: Faults) -> OptimizerVariant | None:
-    """Returns whose state a file holds, by its first group; files from when there was only one name no schema."""
-    schema = group.get("schema", "adafactor")
-    variant = group.get("variant", entries.get("variant", "t5x"))
-    if schema not in CLASSES or (variant is not None and variant not in load_schema(schema).variants):
-        faults.add(f"is of {schema!r:.80}, variant {variant!r:.80}", "optimizer/param_groups/0")
-        return None
-    return OptimizerVariant(schema, variant)
+def _makers(
+    groups: Sequence[Mapping[str, Any]], entries: Mapping[str, Any], faults: Faults
+) -> Iterator[OptimizerVariant]:
+    """Yields whose each group is; files from when there was only one optimizer name no schema.
+
+    What a group doesn't say is as the first has it, and groups of one schema are of one variant.
+    """
+    first = groups[0]
+    usual = first.get("schema", "adafactor"), first.get("variant", entries.get("variant", "t5x"))
+    variants: dict[str, str | None] = {}
+    for i, group in enumerate(groups):
+        schema, place = group.get("schema", usual[0]), f"optimizer/param_groups/{i}"
+        variant = group.get("variant", usual[1] if schema == usual[0] else None)
+        if schema not in CLASSES or (variant is not None and variant not in load_schema(schema).variants):
+            faults.add(f"is of {schema!r:.80}, variant {variant!r:.80}", place)
+            continue
+        if variants.setdefault(schema, variant) != variant:
+            faults.add(f"is of {schema}, variant {variant}, unlike the file", place)
+        yield OptimizerVariant(schema, variant)
 
 
 def _collisions(paths: Mapping[str, str]) -> list[tuple[str, str]]:
