@@ -1,4 +1,10 @@
-"""Runs every cell of resuming.py, and writes tests/resuming.json and docs/resuming.md (`make tables`)."""
+"""Runs every cell of resuming.py, and writes tests/resuming.json and docs/resuming.md (`make tables`).
+
+    python resuming_table.py [PATTERN ...]
+
+With patterns only cells run anew whose names have one of them; what the others came to stays, and so do rows that say
+that they were run by hand.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from resuming import CELLS
+
 HERE = Path(__file__).parent
 RESULTS = HERE / "resuming.json"
 TARGET = HERE.parent / "docs" / "resuming.md"
@@ -21,8 +29,8 @@ TEXT = """# Going on in the target's own system
 `statekit resume CHECKPOINT` prints them for any checkpoint.
 
 The table says what came of running them. A run of three updates is saved by its own library (Keras: as
-`tf.train.Checkpoint`, or as `.weights.h5` where that is the target; PyTorch: `torch.save`; Optax: Orbax) and converted.
-Then, in the target's library:
+`tf.train.Checkpoint`, or as `.weights.h5` where that is the target; PyTorch: `torch.save`, or a `.ckpt` of Lightning;
+Optax: Orbax) and converted. Then, in the target's library:
 
 - **loads**: the printed lines run in a program that has the model, and every weight is, bit for bit, the source's;
 - **goes on**: after three more updates no weight is farther from the source that went on without a break than 1e-5 of
@@ -31,8 +39,13 @@ Then, in the target's library:
 - **loads again**: it loads that into a fresh model, and after three more updates the same holds.
 
 `difference` is the largest one in the end, in that measure. Only what stands here was run this way; a container or
-layout that is missing has lines (`converters/resume.json`) that this table says nothing about. Trainer's folders have
-tests of their own (tests/test_trainer_goes_on.py).
+layout that is missing has lines (`converters/resume.json`) that this table says nothing about.
+
+What a run has stands under `model`. PyTorch's are `module`: one group of AdamW; `groups`: matrices with weight decay
+and vectors without; `LinearLR` and `LambdaLR`: a schedule of torch's, of which the first is made again by the printed
+lines and the second's function, `lr_lambda`, is the program's; `tied and frozen`: an output layer with the embedding's
+weight, a layer that nothing moves; `adafactor`: torch's; `hf adafactor`: Transformers', where `its own rate` means
+`relative_step`.
 """
 KERAS = """
 ## Models of Keras
@@ -53,6 +66,7 @@ the printed lines then load them by name, through `statekit.tensorflow`, into an
 
 def run(folder: Path, cells: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Runs cells, all unless told which, in a process of their own; returns what came of them."""
+    folder.mkdir(parents=True, exist_ok=True)
     driver = [sys.executable, str(HERE / "resuming.py"), str(folder), *cells]
     settings = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run(driver, env=settings, capture_output=True, text=True, check=False)
@@ -91,8 +105,17 @@ def _row(result: Mapping[str, Any]) -> list[str]:
     return [f"`{result['container']}`", f"`{result['layout']}`", result["model"], *steps, shown, libraries]
 
 
-if __name__ == "__main__":
+def main(patterns: Sequence[str]) -> None:
+    """Runs cells and writes both files."""
+    held: list[dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    chosen = [cell for cell in CELLS if not patterns or any(pattern in cell for pattern in patterns)]
     with tempfile.TemporaryDirectory() as temporary:
-        results = run(Path(temporary))
+        anew = run(Path(temporary) / "runs", chosen)
+    found = {_name(result): result for result in (*held, *anew)}
+    results = [found[cell] for cell in CELLS] + [result for result in held if "by_hand" in result]
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     TARGET.write_text(page(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

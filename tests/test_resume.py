@@ -16,6 +16,7 @@ import torch
 from goldens import GOLDEN
 from statekit.cli.main import DONE, main
 from statekit.conversion import registry
+from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.conversion.resume import Place, of_plan, resume_lines
@@ -281,3 +282,76 @@ def test_what_trainer_wrote_itself_needs_no_optimizer_of_its_own() -> None:
     assert native == ['trainer.train(resume_from_checkpoint="/run/checkpoint-3")']
     written = resume_lines(Place("hf-trainer", "torch-optim", Path("/run"), 3), state("adamw", "torch"))
     assert written[-1] == native[0] and any("optimizers=(optimizer, None)" in line for line in written)
+
+
+def saved(folder: Path, optimizer: torch.optim.Optimizer, net: torch.nn.Module, **others: Any) -> Path:
+    """Saves a run, whose groups name their parameters."""
+    named = {id(param): name for name, param in net.named_parameters()}
+    state = optimizer.state_dict()
+    for stored, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        stored["param_names"] = [named[id(param)] for param in own["params"]]
+    torch.save({"model": net.state_dict(), "optimizer": state, **others}, folder / "a.pt")
+    return folder / "a.pt"
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize(("layout", "container"), TORCH)
+def test_slots_go_to_their_own_parameters_whatever_order_the_program_has_them_in(
+    layout: str, container: str, tmp_path: Path
+) -> None:
+    """Groups were `model.parameters()` before: slots of equal shape went to others without a word."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(reversed([*net.parameters()]), lr=0.01)
+    step(net, optimizer, 0)
+    planned = plan(saved(tmp_path, optimizer, net), tmp_path / "out", to=container, layout=layout)
+    convert(planned)
+    scope: dict[str, Any] = {"model": copy.deepcopy(net)}
+    if container == "accelerate":
+        scope["accelerator"] = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    exec(compile("\n".join(resume_lines(of_plan(planned), planned.state)), "to go on", "exec"), scope)
+    slots = scope["optimizer"].state
+    for mine, theirs in zip(scope["model"].parameters(), net.parameters(), strict=True):
+        assert torch.equal(slots[mine]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+
+
+@pytest.mark.torch
+def test_a_schedule_is_made_before_the_state_that_it_would_change_is_loaded(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
+    for seed in range(3):
+        step(net, optimizer, seed)
+        schedule.step()
+    source = saved(tmp_path, optimizer, net, scheduler=schedule.state_dict())
+    for layout in ("torch-optim", "statekit-torch"):
+        planned = plan(source, tmp_path / f"{layout}.pt", layout=layout)
+        convert(planned)
+        lines = resume_lines(of_plan(planned), planned.state)
+        assert any(
+            "torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)" in line for line in lines
+        )
+        scope: dict[str, Any] = {"model": model()}
+        exec(compile("\n".join(lines), "to go on", "exec"), scope)
+        assert scope["optimizer"].param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+        assert scope["scheduler"].state_dict() == schedule.state_dict()
+
+
+def test_an_optimizer_that_makes_its_own_rate_is_asked_for_none() -> None:
+    own = state("adafactor", "hf")
+    own["groups"][0]["hyperparameters"] = {"learning_rate": None, "relative_step": True}
+    lines = "\n".join(resume_lines(Place("torch", "statekit-torch", Path("/run/out"), 3), own))
+    assert "lr=" not in lines and "load_optimizer(" in lines
+
+
+@pytest.mark.torch
+def test_what_lightning_wrote_goes_on_in_lightning(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    step(net, optimizer, 0)
+    parts = {"state_dict": net.state_dict(), "optimizer_states": [optimizer.state_dict()]}
+    torch.save(parts, tmp_path / "a.ckpt")
+    order = Hints(param_names=tuple(name for name, _ in net.named_parameters()))
+    planned = plan(tmp_path / "a.ckpt", tmp_path / "b.ckpt", to="torch", layout="torch-optim", hints=order)
+    [line] = resume_lines(of_plan(planned), planned.state)
+    assert line == f'trainer.fit(model, ckpt_path="{tmp_path / "b.ckpt"}")'

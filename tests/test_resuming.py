@@ -17,10 +17,20 @@ SAMPLE = (
     "keras-h5/keras/functional",
     "keras-h5/keras/functional by path",
     "tf-bundle/tf2-keras/sequential",
-    "torch/statekit-torch/module",
+    "keras/statekit-keras/functional",
+    "torch/statekit-torch/groups, LambdaLR",
+    "torch/torch-optim/lightning: tied and frozen",
+    "dcp-safetensors/torch-fqn-flat/hf adafactor",
+    "accelerate/torch-optim/groups, LinearLR",
+    "hf-trainer/torch-optim/hf adafactor, momentum, LinearLR",
     "orbax/optax/tree",
 )
 pytestmark = [pytest.mark.torch, pytest.mark.jax, pytest.mark.tensorflow]
+
+
+def run_here() -> list[dict[str, Any]]:
+    """Returns the rows that this environment made; others say when and with what they were run by hand."""
+    return [one for one in PUBLISHED if "by_hand" not in one]
 
 
 def came_of(results: list[dict[str, Any]]) -> dict[str, tuple[bool, ...]]:
@@ -34,7 +44,7 @@ def test_the_page_says_what_was_run() -> None:
     assert resuming_table.TARGET.read_text(encoding="utf-8") == resuming_table.page(PUBLISHED), (
         "`make tables`"
     )
-    assert list(came_of(PUBLISHED)) == resuming.CELLS
+    assert list(came_of(run_here())) == resuming.CELLS
     for one in PUBLISHED:
         assert one["container"] in registry.layout_card(one["layout"]).containers
 
@@ -42,13 +52,13 @@ def test_the_page_says_what_was_run() -> None:
 def test_a_sample_goes_on_by_the_printed_lines_and_through_its_next_save(tmp_path: Path) -> None:
     results = resuming_table.run(tmp_path / "runs", SAMPLE)
     assert {one.get("error") for one in results} == {None}
-    published = came_of(PUBLISHED)
+    published = came_of(run_here())
     assert came_of(results) == {cell: published[cell] for cell in SAMPLE}
 
 
 @pytest.mark.slow
 def test_every_cell_is_as_published(tmp_path: Path) -> None:
-    assert came_of(resuming_table.run(tmp_path / "runs")) == came_of(PUBLISHED)
+    assert came_of(resuming_table.run(tmp_path / "runs")) == came_of(run_here())
 
 
 @pytest.mark.parametrize("spoiled", ["optimizer.load_state_dict(", "model.load_state_dict("])

@@ -19,9 +19,17 @@ from statekit.conversion import registry
 from statekit.conversion.contracts import Constructing
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import Plan
+from statekit.conversion.resume_parts import (
+    makes_its_own,
+    model_keys,
+    optimizer_keys,
+    schedule_call,
+    schedule_keys,
+)
 from statekit.files.manifest import FILE
 from statekit.optim.adafactor import defaults, next_decay
 from statekit.optim.adafactor_forms import Hyperparameters
+from statekit.state.run import Schedule, run_of
 from statekit.state.schema import load_schema
 from statekit.tensors.tree import empty_names
 
@@ -46,6 +54,8 @@ class Place:
         tensors: Names of its tensors, where they are known.
         empty: Names of its leaves that hold nothing.
         by_path: Whether its parameters lie by their paths, as nothing said where the system itself has them.
+        schedules: What is known of the run's schedules.
+        converted: Whether statekit wrote it; None where its step or a manifest in its folder tells.
     """
 
     container: str
@@ -56,6 +66,8 @@ class Place:
     tensors: tuple[str, ...] = ()
     empty: tuple[str, ...] = ()
     by_path: bool = False
+    schedules: tuple[Schedule, ...] = ()
+    converted: bool | None = None
 
 
 def of_plan(plan: Plan, files: Iterable[str] = ()) -> Place:
@@ -72,6 +84,7 @@ def of_plan(plan: Plan, files: Iterable[str] = ()) -> Place:
         names,
         plan.empty,
         by_path,
+        plan.run.schedules,
     )
 
 
@@ -97,7 +110,10 @@ def of_checkpoint(opened: OpenState) -> Place:
     )
     names = tuple(opened.checkpoint.tensors)
     empty = tuple(empty_names(opened.checkpoint.tree))
-    return Place(container, layout, path, None, tuple(files), names, empty, by_path)
+    schedules = run_of(opened.state.extra).schedules
+    return Place(
+        container, layout, path, None, tuple(files), names, empty, by_path, schedules, manifest is not None
+    )
 
 
 def _by_path(container: str, layout: str, source: str | None, options: Mapping[str, Any]) -> bool:
@@ -121,8 +137,7 @@ def resume_lines(place: Place, state: State, framework: str | None = None) -> li
     """
     entry = _entries().get((place.layout, place.container), {})
     values = _values(place, entry, state)
-    native = entry.get("by_path" if place.by_path else "lines", ())
-    said = _data()["frameworks"][framework] if framework else native
+    said = _data()["frameworks"][framework] if framework else _native_lines(place, entry, values)
     lines = [Template(line) for line in said]
     return [
         one
@@ -130,6 +145,16 @@ def resume_lines(place: Place, state: State, framework: str | None = None) -> li
         if all(values[name] is not None for name in line.get_identifiers())
         for one in line.substitute({name: values[name] for name in line.get_identifiers()}).split("\n")
     ]
+
+
+def _native_lines(place: Place, entry: Mapping[str, Any], values: Mapping[str, str | None]) -> Iterable[str]:
+    """Returns the lines of a checkpoint's own system, which may have others for parts in other places."""
+    if place.by_path:
+        return list(entry["by_path"])
+    for placed in entry.get("placed", ()):
+        if all(values[name] == keys for name, keys in placed["where"].items()):
+            return list(placed["lines"])
+    return list(entry.get("lines", ()))
 
 
 @cache
@@ -160,6 +185,9 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
     offsets = {group["hyperparameters"].get("step_offset") or 0 for group in groups}
     rates = {repr(group["hyperparameters"].get(_RATE)) for group in groups}
     by_suffix = {Path(file).suffix: Path(file).name for file in place.files}
+    converted = _is_converted(place)
+    call = schedule_call(place.schedules, _data()["schedules"])
+    paths = [path for group in groups for path in group["paths"]]
     return {
         "path": _quoted(path),
         "absolute": _quoted(path.absolute()),
@@ -171,10 +199,21 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "constructor": constructor,
         "module": _module(constructor),
         "arguments": ", ".join(arguments),
-        "converted": "" if place.step is not None or _manifest(place).is_file() else None,
+        "converted": "" if converted else None,
+        "manifest": _quoted(_manifest(place).absolute()),
+        "by_name": "\n".join(_data()["by_name"]) if converted else None,
+        "said": "".join(f", {one}" for one in arguments if _UNKNOWN not in one),
+        "model_keys": model_keys(place.tensors, paths) or '["model"]',
+        "optimizer_keys": optimizer_keys(place.tensors) or '["optimizer"]',
+        "scheduler": call,
+        "scheduler_keys": schedule_keys(place.schedules),
+        "scheduled": "" if call else None,
+        "unscheduled": None if call else "",
+        "own_rate": "" if any(group["hyperparameters"].get("relative_step") for group in groups) else None,
+        "own_scheduler": "None" if makes_its_own(place.schedules) else call,
         "optimizer": "\n".join(_construction(place, state, constructor)),
         "not_arguments": f"not an argument of {constructor}: {', '.join(others)}" if others else None,
-        "groups": _groups(groups),
+        "groups": "groups" if converted else _groups(groups),
         "missing": "".join(f", {name}={_UNKNOWN}" for name in ("lr" if n == _RATE else n for n in missing)),
         "missing_keras": "".join(f", {name}={_UNKNOWN}" for name in missing),
         "step_offset": f"{max(offsets)}" if len(offsets) == 1 and max(offsets) else None,
@@ -213,6 +252,12 @@ def _construction(place: Place, state: State, constructor: str | None) -> list[s
         return [f"optimizer = {call({'hyperparameters': {}}, {})}"]
     return layout.construction(
         state["schema"], groups, place.tensors, place.empty, call, _quoted(_manifest(place).absolute())
+    )
+
+
+def _is_converted(place: Place) -> bool:
+    return (
+        place.step is not None or _manifest(place).is_file() if place.converted is None else place.converted
     )
 
 
@@ -311,7 +356,7 @@ def _jax_arguments(state: State, group: Mapping[str, Any]) -> Iterator[str]:
 def _missing(state: State, group: Mapping[str, Any]) -> Iterator[str]:
     """Yields the names of what a step needs and nobody has said."""
     known, kind = group["hyperparameters"], _kind(state, group)
-    if known.get(_RATE) is None:
+    if known.get(_RATE) is None and not known.get("relative_step"):
         yield _RATE
     if kind["schema"] == "adafactor" and kind["variant"]:
         needed = {field.name for field in fields(Hyperparameters)}

@@ -46,11 +46,14 @@ def partners(mine: Sequence[str], theirs: Sequence[str]) -> dict[str, str]:
 
     Equal paths are the same. Keras may open another scope around a whole model when it loads it, and numbers layers
     anew (dense, dense_1 become dense_2, dense_3). So what all paths of a side begin with doesn't count; and paths that
-    are equal but for such numbers are the same in the order of the numbers, if there are as many on both sides.
+    are equal but for such numbers are the same in the order of the numbers, if there are as many on both sides. What is
+    left may lack an inner model's name, as in a model that Keras itself has loaded: it is that of which it is the end.
 
     Example:
         >>> partners(["net/dense_2/kernel", "net/dense_3/kernel"], ["dense/kernel", "dense_1/kernel"])
         {'net/dense_2/kernel': 'dense/kernel', 'net/dense_3/kernel': 'dense_1/kernel'}
+        >>> partners(["inner/kernel", "out/kernel"], ["enc/inner/kernel", "out/kernel"])
+        {'out/kernel': 'out/kernel', 'inner/kernel': 'enc/inner/kernel'}
     """
     if set(mine) <= set(theirs):
         return {path: path for path in mine}
@@ -59,10 +62,14 @@ def partners(mine: Sequence[str], theirs: Sequence[str]) -> dict[str, str]:
     if set(ours.values()) <= saved.keys():
         return {path: saved[inner] for path, inner in ours.items()}
     pairs: dict[str, str] = {}
-    alike = _alike(theirs)
-    for kind, paths in _alike(mine).items():
-        if len(alike.get(kind, [])) == len(paths):
-            pairs |= dict(zip(paths, alike[kind], strict=True))
+    ours_alike, alike = _alike(mine), _alike(theirs)
+    for kind in [kind for kind, paths in ours_alike.items() if len(alike.get(kind, [])) == len(paths)]:
+        pairs |= dict(zip(ours_alike.pop(kind), alike.pop(kind), strict=True))
+    ends = [(a, b) for a in ours_alike for b in alike if a[-len(b) :] == b or b[-len(a) :] == a]
+    for a, b in ends:
+        alone = sum(a == one or b == other for one, other in ends) == 1
+        if alone and len(ours_alike[a]) == len(alike[b]):
+            pairs |= dict(zip(ours_alike[a], alike[b], strict=True))
     return pairs
 
 

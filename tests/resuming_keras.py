@@ -1,0 +1,116 @@
+"""Runs of Keras on TensorFlow for resuming.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from resuming_run import DECAY, RATE, UPDATES, Run, Values
+
+from statekit.conversion.contracts import Hints
+
+
+class KerasRun(Run):
+    """Keras on TensorFlow: AdamW, dense layers and batch statistics, one layer inside another model."""
+
+    def begin(self) -> None:
+        import keras
+
+        keras.utils.set_random_seed(1)
+        layers = keras.layers
+        body = [
+            layers.Dense(4, name="fc1"),
+            layers.BatchNormalization(name="norm"),
+            layers.Dense(4, name="fc2"),
+        ]
+        if self.kind == "sequential":
+            end = layers.Dense(2, use_bias=False, name="out")
+            self.model = keras.Sequential([keras.Input((4,)), *body, end], name="net")
+        else:
+            inputs = keras.Input((4,), name="inputs")
+            inner = keras.Sequential([keras.Input((4,)), layers.Dense(4, name="inner")], name="enc")
+            x = inner(inputs)
+            for layer in body:
+                x = layer(x)
+            x = layers.Dropout(0.1, name="drop", seed=3)(x)
+            self.model = keras.Model(inputs, layers.Dense(2, use_bias=False, name="out")(x), name="net")
+        self.scope = {"model": self.model, "loss": "mse"}
+
+    def fresh_optimizer(self, own: bool = False) -> Any:
+        import keras
+
+        import statekit.tensorflow
+
+        if own:
+            return statekit.tensorflow.AdamW(RATE, variant="keras", weight_decay_rate=DECAY)
+        return keras.optimizers.AdamW(RATE, weight_decay=DECAY)
+
+    def source(self, folder: Path) -> tuple[Path, dict[str, Any]]:
+        import tensorflow as tf
+
+        self.begin()
+        for variable in self.model.non_trainable_variables:
+            if variable.dtype == "float32":
+                variable.assign(variable + 0.25)
+        self.scope["optimizer"] = self.fresh_optimizer()
+        self.model.compile(self.scope["optimizer"], "mse")
+        self.optimizer.build(self.model.trainable_variables)
+        self.update(0)
+        like: dict[str, Any] = {"hints": Hints({"weight_decay": DECAY})}  # these files don't say it
+        if "by path" not in self.kind:
+            other = KerasRun(self.container, self.layout, self.kind)
+            other.begin()
+            h5 = self.container == "keras-h5"
+            like["like"] = folder / ("like.weights.h5" if h5 else "like.keras")
+            (other.model.save_weights if h5 else other.model.save)(like["like"])
+        if self.container == "tf-bundle":
+            self.model.save_weights(folder / "source.weights.h5")
+            return folder / "source.weights.h5", like
+        tf.train.Checkpoint(model=self.model, optimizer=self.optimizer).save(str(folder / "source" / "ckpt"))
+        return folder / "source", like
+
+    @property
+    def optimizer(self) -> Any:
+        return self.scope.get("optimizer") or self.scope["model"].optimizer
+
+    def update(self, done: int) -> None:
+        import tensorflow as tf
+
+        moved = self.scope["model"].trainable_variables
+        for number in range(done, done + UPDATES):
+            assert int(self.optimizer.iterations) == number
+            grads = self.gradients(number, [tuple(v.shape) for v in moved])
+            self.optimizer.apply([tf.constant(grad) for grad in grads], moved)
+
+    def values(self) -> Values:
+        return [v.numpy() for v in self.scope["model"].variables if v.dtype == "float32"]
+
+    def save(self, folder: Path) -> None:
+        import tensorflow as tf
+
+        model = self.scope["model"]
+        if self.container == "keras-h5":
+            model.save_weights(folder / "again.weights.h5")
+        elif self.container == "keras":
+            model.save(folder / "again.keras")
+        else:
+            tf.train.Checkpoint(model=model, optimizer=self.optimizer).save(str(folder / "again" / "ckpt"))
+
+    def load(self, folder: Path) -> None:
+        import keras
+        import tensorflow as tf
+
+        if self.container == "keras":
+            self.scope = {"model": keras.models.load_model(folder / "again.keras")}
+            return
+        self.begin()
+        own = "statekit" in self.layout or "by path" in self.kind
+        self.scope["optimizer"] = self.fresh_optimizer(own)
+        self.model.compile(self.optimizer, "mse")
+        self.optimizer.build(self.model.trainable_variables)
+        if self.container == "keras-h5":
+            self.model.load_weights(folder / "again.weights.h5")
+        else:
+            prefix = tf.train.latest_checkpoint(folder / "again")
+            checkpoint = tf.train.Checkpoint(model=self.model, optimizer=self.optimizer)
+            checkpoint.restore(prefix).assert_existing_objects_matched()
