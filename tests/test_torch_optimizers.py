@@ -14,10 +14,13 @@ from torch_driving import LEFT_OUT, XP, Run, defaults, differing, resume
 
 from statekit.errors import StateError, UnknownRuleError, UsageError
 from statekit.optim.run import STEPPED
+from statekit.state.options import taken
 from statekit.state.schema import load_schema
 from statekit.testing.step_cases import RATE, UNSAID, case
 from statekit.torch import LANS, Adafactor, AdamW, ScaledAdam
 from statekit.torch.from_checkpoint import OPTIMIZERS
+from statekit.torch.groups import rules_of
+from statekit.torch.slots import expected_slots, first_group_slots
 from statekit.verify.verdict import compare
 
 pytestmark = pytest.mark.torch
@@ -542,6 +545,34 @@ def test_states_of_other_classes_and_variants_are_refused() -> None:
         make("lamb", named).load_state_dict(state)
     with pytest.raises(StateError, match="is of variant torch, the optimizer of optax"):
         AdamW(named.items(), variant="optax").load_state_dict(state)
+
+
+def deciding() -> list[tuple[str, str, str, str]]:
+    """Returns every option that a slot exists by: schema, variant, option, slot."""
+    return [
+        (schema, variant, name, slot)
+        for schema in OPTIMIZERS
+        for name, spec in load_schema(schema).hyperparameters.items()
+        for slot in spec.get("decides", {}).get("existence", ())
+        for variant in load_schema(schema).stepped
+        if name in taken(schema, variant)
+    ]
+
+
+@pytest.mark.parametrize(("schema", "variant", "name", "slot"), deciding())
+def test_a_slot_tells_that_the_option_is_on_of_which_nobody_says_anything(
+    schema: str, variant: str, name: str, slot: str
+) -> None:
+    low = name == "multi_precision"
+    param = torch.nn.Parameter(torch.zeros(4, 3, dtype=torch.float16 if low else torch.float32))
+    group = OPTIMIZERS[schema]([("w", param)], variant=variant).param_groups[0]
+    del group[name]
+    rule, there = rules_of(group).get("w"), torch.zeros(4, 3)
+    stored: list[dict[str, Any]] = [{}, {slot: there}]
+    without, with_it = (
+        {**expected_slots(group, "w", param, rule, one), **first_group_slots(group, one)} for one in stored
+    )
+    assert slot in with_it and slot not in without
 
 
 def test_states_that_lack_a_groups_slots_are_refused() -> None:

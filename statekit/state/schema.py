@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -149,6 +149,22 @@ class OptimizerSchema:
             if str(spec["native"].get(variant, {}).get("name", "")).startswith(f"{argument}[")
         ]
         return Spelling(argument, int(index) if index else None, len(shared), "sign" in native)
+
+    def shown_by(self, slots: Collection[str]) -> dict[str, str]:
+        """Returns the hyperparameters that slots prove to be on: name -> the first slot that shows it.
+
+        Example:
+            >>> load_schema("adafactor").shown_by(["v_row", "v_col", "m"])
+            {'beta1': 'm'}
+        """
+        shown = (
+            (
+                name,
+                next((slot for slot in spec.get("decides", {}).get("existence", ()) if slot in slots), None),
+            )
+            for name, spec in self.hyperparameters.items()
+        )
+        return {name: slot for name, slot in shown if slot is not None}
 
     def fault(self, name: str, value: Any) -> str:
         """Returns what is wrong with a hyperparameter's value, by its type and range; "" if nothing is.

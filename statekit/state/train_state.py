@@ -316,14 +316,8 @@ class TrainState:
             Hyperparameter -> the slot that shows it: `beta1` of an Adafactor that has momentum.
         """
         slots = {name for path in group.paths for name in self.slots.get(path, {})} | group.slots.keys()
-        evidence: dict[str, str] = {}
-        for name, spec in load_schema(self.optimizer.kind(group)[0]).hyperparameters.items():
-            shown = next(
-                (slot for slot in spec.get("decides", {}).get("existence", ()) if slot in slots), None
-            )
-            if shown is not None and name not in group.hyperparameters:
-                evidence[name] = shown
-        return evidence
+        shown = load_schema(self.optimizer.kind(group)[0]).shown_by(slots)
+        return {name: slot for name, slot in shown.items() if name not in group.hyperparameters}
 
     def with_hyperparameters(self, **changes: Any) -> TrainState:
         """Returns the state with hyperparameters changed in every group, known from then on as `given`."""

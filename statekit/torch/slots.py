@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -10,7 +10,7 @@ import torch
 
 from statekit.arrays.backend import backend
 from statekit.optim.run import steps_for
-from statekit.state.schema import load_schema
+from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Group, Rule
 from statekit.tensors.tensor import DTYPES, DType, Tensor
 from statekit.torch.groups import ParamGroup, canonical, rules_of
@@ -63,8 +63,7 @@ def _init(group: ParamGroup, whole: Group, path: str, rule: Rule | None, param: 
 def _completed(group: ParamGroup, stored: Mapping[str, Source]) -> Group:
     """Returns a group in which no hyperparameter is unknown, good for shapes and dtypes only."""
     schema, known = load_schema(group["schema"]), canonical(group)
-    implied = {name: of(stored) for name, of in IMPLIED.items() if name in schema.hyperparameters}
-    values = {**schema.settings(group["variant"]), **implied, **known.hyperparameters}
+    values = {**schema.settings(group["variant"]), **_implied(schema, stored), **known.hyperparameters}
     filled = {
         name: schema.hyperparameters[name].get("default") if value is None else value
         for name, value in values.items()
@@ -72,21 +71,29 @@ def _completed(group: ParamGroup, stored: Mapping[str, Source]) -> Group:
     return replace(known, hyperparameters=filled)
 
 
-def _length(stored: Mapping[str, Source], slot: str) -> int:
-    return int(stored[slot].shape[0]) if slot in stored and len(stored[slot].shape) else 1
+def _implied(schema: OptimizerSchema, stored: Mapping[str, Source]) -> dict[str, Any]:
+    """Returns the hyperparameters that decide what slots there are, as those of a state show them to have been.
+
+    How a parameter is factored stands in its rule.
+    """
+    shown, implied = schema.shown_by(stored), dict[str, Any]()
+    for name, spec in schema.hyperparameters.items():
+        decides = spec.get("decides", {})
+        if "existence" in decides:
+            off, on = (False, True) if "boolean" in spec["type"] else (None, _SOME)
+            implied[name] = on if name in shown else off
+        elif "dtype" in decides:
+            (slot,) = decides["dtype"]
+            implied[name] = dtype_of(stored[slot]).name if slot in stored else "float32"
+        elif "length" in decides:
+            (slot,) = decides["length"]
+            shape = stored[slot].shape if slot in stored else ()
+            implied[name] = int(shape[0]) if shape else 1
+    return implied
 
 
-IMPLIED: Mapping[str, Callable[[Mapping[str, Source]], Any]] = {
-    "beta1": lambda stored: 0.5 if "m" in stored else None,
-    "dtype_momentum": lambda stored: dtype_of(stored["m"]).name if "m" in stored else "float32",
-    "amsgrad": lambda stored: "v_max" in stored,
-    "use_ema": lambda stored: "average" in stored,
-    "multi_precision": lambda stored: "master" in stored,
-    "size_update_period": lambda stored: _length(stored, "scale_grads"),
-    "clipping_scale": lambda stored: 1.0 if "model_norms" in stored else None,
-    "clipping_update_period": lambda stored: _length(stored, "model_norms"),
-}
-"""What slots tell of the hyperparameters that decide which slots there are."""
+_SOME = 0.5
+"""A number for one that is on: slots exist with any."""
 
 
 def dtype_of(source: Source) -> DType:
