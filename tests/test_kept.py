@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from goldens import GOLDEN
+from statekit.conversion import registry
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.kept import ALL_BYTES, FIELD, LEAF_BYTES, by_leaf, kept_of, to_field, with_kept
@@ -57,6 +59,67 @@ def test_a_run_of_torch_comes_back_with_its_records(
     keys = ("torch", "param_groups", "torch_places")
     held = records_of(source, *keys)
     assert held == records_of(back, *keys) and len(leaf_names(held["views"])) > 20
+
+
+FOLDERS = [name for name in registry.container_names() if registry.container(name).target_kind == "folder"]
+STEPLESS = ("accelerate", "safetensors")
+"""Folders that say a step only where a trainer's record lies in them."""
+LAYOUTS = {"mxnet": "mxnet-adam"}
+TORCH_RECORDS = ("torch", "torch_places")
+NAMED = {"t5x": "checkpoint_4", "megatron": "iter_0000004", "hf-trainer": "checkpoint-4"}
+"""Targets that are a step's folder themselves."""
+
+
+@pytest.mark.parametrize("container", FOLDERS)
+def test_what_a_folder_has_no_place_for_is_there_when_it_is_opened(container: str, tmp_path: Path) -> None:
+    """By the path that `convert` printed, and by the step's own, whose name or files say the step or say none."""
+    source = LIGHTNING if container == "t5x" else TRAINER
+    if container in STEPLESS:
+        source = Path(shutil.copytree(TRAINER, tmp_path / "source"))
+        (source / "trainer_state.json").unlink()
+    records = records_of(source, *TORCH_RECORDS)
+    for name in ["run", *([NAMED[container]] if container in NAMED else [])]:
+        target = moved(source, tmp_path / name, container, layout=LAYOUTS.get(container))
+        with open_state(target) as opened:
+            assert opened.checkpoint.manifest == require_manifest(target) and not opened.checkpoint.findings
+            assert opened.checkpoint.manifest["resume"] and opened.checkpoint.container == container
+            step = opened.checkpoint.path
+        assert records == records_of(target, *TORCH_RECORDS) == records_of(step, *TORCH_RECORDS)
+
+
+@pytest.mark.parametrize(
+    ("to", "first", "second"),
+    [
+        ("t5x", "checkpoint_4", "checkpoint_5"),
+        ("megatron", "iter_0000004", "iter_0000005"),
+        ("tf-bundle", "model.ckpt-4", "model.ckpt-5"),
+    ],
+)
+def test_a_run_that_goes_on_in_its_folder_keeps_what_was_kept_of_the_first_step(
+    to: str, first: str, second: str, tmp_path: Path
+) -> None:
+    """A trainer writes later steps, changes what names the newest, and at last removes the first."""
+    run = moved(LIGHTNING if to == "t5x" else TRAINER, tmp_path / "run", to)
+    for entry in [entry for entry in run.iterdir() if entry.name.startswith(first)]:
+        other = run / entry.name.replace(first, second)
+        (shutil.copytree if entry.is_dir() else shutil.copyfile)(entry, other)
+    for newest in (entry for entry in run.iterdir() if entry.is_file() and entry.suffix in ("", ".txt")):
+        newest.write_text(newest.read_text().replace(first, second).replace("4", "5"))
+    with open_state(run, step=4) as opened:
+        assert opened.checkpoint.manifest is not None and not opened.checkpoint.findings
+    for gone in (False, True):
+        with open_state(run) as opened:
+            assert opened.checkpoint.step == 5
+            assert opened.checkpoint.manifest is None and not opened.checkpoint.findings, gone
+        for entry in [entry for entry in run.iterdir() if entry.name.startswith(first)]:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def test_a_manifest_of_another_step_is_said(tmp_path: Path) -> None:
+    target = moved(LIGHTNING, tmp_path / "checkpoint_4", "t5x").rename(tmp_path / "checkpoint_7")
+    with open_state(target) as opened:
+        assert opened.checkpoint.manifest is None
+        assert "is of step 4, the checkpoint of step 7" in opened.checkpoint.findings[0].what
 
 
 @pytest.mark.skipif(not MXNET.exists(), reason="the compact recordings have no schedule of MXNet")

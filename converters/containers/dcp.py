@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.steps import files_beside
+from statekit.converters.containers.steps import files_beside, trusted_manifest
 from statekit.converters.formats.dcp.metadata import Contents, read_metadata
 from statekit.converters.formats.dcp.tree import tree_of
 from statekit.converters.formats.dcp.values import read_values
@@ -29,10 +29,9 @@ from statekit.converters.formats.dcp.writer import write_dcp
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import NotFoundError
 from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.files.manifest import FILE, about, find_manifest
 from statekit.files.source import Budget, Files, opening, read_small
 from statekit.files.stage import Stage
-from statekit.tensors.tree import Tree, tensor_names
+from statekit.tensors.tree import Tree
 
 METADATA = ".metadata"
 _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})", re.DOTALL)
@@ -65,7 +64,7 @@ class Folder:
             others: Names of the container's files that aren't the folder's own.
         """
         tree = named(tree)
-        manifest, odd = _manifest(self.path, tree, self.files)
+        manifest, odd = trusted_manifest(self.path, None, tree, self.files)
         notes = tuple(Finding(note, f"{self.path / METADATA}") for note in self.contents.notes)
         beside = files_beside(self.path, self._names | {*others})
         meta = {**self._meta, "steps": steps, "files_beside": beside}
@@ -100,15 +99,6 @@ def open_folder(path: Path, files: Files) -> Folder:
     """
     contents = read_metadata(read_small(path / METADATA, files), f"{path / METADATA}")
     return Folder(path, contents, read_values(contents, path, files), files)
-
-
-def _manifest(path: Path, tree: Tree, files: Files) -> tuple[Mapping[str, Any] | None, tuple[Finding, ...]]:
-    """Reads a folder's `statekit.json`, if it is about these tensors."""
-    manifest, findings = find_manifest(path, files)
-    if manifest is None:
-        return None, findings
-    trusted, faults = about(manifest, tensor_names(tree), path / FILE)
-    return trusted, faults or findings
 
 
 def steps_below(run: Path, mark: str) -> dict[int, Path]:

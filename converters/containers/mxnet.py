@@ -57,6 +57,11 @@ class Pair:
     step: int | None = None
     steps: tuple[int, ...] = ()
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Those that there are."""
+        return tuple(file for file in (self.states, self.params) if file is not None)
+
 
 def find_pair(path: Path, step: int | None = None) -> Pair:
     """Finds the files that a path means: one of them, or their folder.
@@ -223,8 +228,7 @@ class MXNet:
         pair = find_pair(path, step)
         with opening(budget) as files:
             tree, notes = _tree(pair, files)
-            place = path if path.is_dir() else path.parent
-            manifest, findings = trusted_manifest(place, pair.step, tree, files)
+            manifest, findings = trusted_manifest(pair.files[0], pair.step, tree, files, pair.files[1:])
         beside = [Finding(note, f"{pair.states}") for note in notes]
         meta = {"steps": list(pair.steps)} if pair.steps else {}
         findings = (*findings, *beside)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -286,17 +286,28 @@ def gin_settings(step: Path) -> tuple[dict[str, Any], tuple[Finding, ...]]:
 
 
 def trusted_manifest(
-    step: Path, number: int | None, tree: Tree, files: Files
+    place: Path, step: int | None, tree: Tree, files: Files, beside: Iterable[Path] = ()
 ) -> tuple[Mapping[str, Any] | None, tuple[Finding, ...]]:
-    """Reads `statekit.json` in a step's folder or in its run's, if it is about this step and these tensors."""
-    for folder in (step, step.parent) if step.is_dir() else (step.parent,):
-        manifest, findings = find_manifest(folder, files)
-        if manifest is None:
-            if findings:
-                return None, findings
-        elif manifest["target"].get("step") in (number, None):
-            trusted, faults = about(manifest, tensor_names(tree), folder / FILE)
+    """Reads `statekit.json` in a checkpoint's folder or beside it, if it is about this step and these tensors.
+
+    Args:
+        place: The checkpoint's folder, or its file.
+        step: The step that the checkpoint itself says, in its name or within; None if its format says none.
+        tree: What it holds.
+        files: Its open files.
+        beside: Where it is a file: its other files, in the same folder.
+
+    Returns:
+        The manifest, if there is one that can be trusted; what was odd.
+    """
+    for folder in (place, place.parent) if place.is_dir() else (place.parent,):
+        within = None if folder == place else {place.name, *(file.name for file in beside)}
+        manifest, findings = find_manifest(folder, files, within)
+        if manifest is not None:
+            trusted, faults = about(manifest, tensor_names(tree), folder / FILE, step)
             return trusted, faults or findings
+        if findings:
+            return None, findings
     return None, ()
 
 

@@ -95,7 +95,8 @@ class TFBundle:
             tree = _tree(index, shards, prefix)
             number = _number(prefix)
             place = prefix.with_name(f"{prefix.name}.index")
-            manifest, findings = trusted_manifest(place, number, tree, files)
+            data = [one for one in prefix.parent.iterdir() if one.name.startswith(f"{prefix.name}.data-")]
+            manifest, findings = trusted_manifest(place, number, tree, files, data)
             meta: dict[str, Any] = {"prefix": prefix.name, "shards": shards.count}
             if isinstance(tree.get(GRAPH), bytes):
                 meta[GRAPH] = parse_graph(tree[GRAPH], f"{GRAPH} in {prefix}").to_record()

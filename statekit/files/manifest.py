@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -131,12 +131,15 @@ _FILE_FIELDS = {"bytes": int, "blake3": str}
 _TENSOR_FIELDS = {"shape": list, "dtype": str, "blake3": str}
 
 
-def require_manifest(folder: Path, files: Files | None = None) -> dict[str, Any]:
+def require_manifest(
+    folder: Path, files: Files | None = None, within: Collection[str] | None = None
+) -> dict[str, Any]:
     """Reads the manifest of a folder that must have one, and checks the folder's files against it.
 
     Args:
         folder: The folder.
         files: The checkpoint's open files, whose budget holds the manifest.
+        within: The files and folders in it that are the checkpoint, by name; None if all are.
 
     Raises:
         NotFoundError: No manifest.
@@ -145,7 +148,7 @@ def require_manifest(folder: Path, files: Files | None = None) -> dict[str, Any]
     """
     path = folder / FILE
     manifest = parse(read_small(path, files), path)
-    faults = Faults(_file_faults(folder, manifest["files"]))
+    faults = Faults(_file_faults(folder, manifest["files"], within))
     faults.check(
         CorruptError,
         "The files of a checkpoint aren't those that were written",
@@ -156,34 +159,54 @@ def require_manifest(folder: Path, files: Files | None = None) -> dict[str, Any]
 
 
 def find_manifest(
-    folder: Path, files: Files | None = None
+    folder: Path, files: Files | None = None, within: Collection[str] | None = None
 ) -> tuple[dict[str, Any] | None, tuple[Finding, ...]]:
     """Reads the manifest that a folder of another format may hold.
 
     Args:
         folder: The folder.
         files: The checkpoint's open files, whose budget holds the manifest.
+        within: The files and folders in it that are the checkpoint, by name; None if all are. What else lies in a run's
+            folder, the run goes on to write and to remove.
 
     Returns:
-        The manifest if there is one and it fits its files; what was odd about it or about the files it doesn't name.
+        The manifest if there is one that names the checkpoint and fits its files; what was odd about it or about the
+        files it doesn't name.
     """
     if not (folder / FILE).exists():
         return None, ()
     try:
-        manifest = require_manifest(folder, files)
+        manifest = require_manifest(folder, files, within)
     except FormatError as error:
         return None, (_untrusted(error.line, folder / FILE),)
+    if not any(_is_of(name, within) for name in manifest["files"]):
+        return None, ()
     return manifest, tuple(
         Finding("the manifest doesn't name this file", str(folder / name))
         for name in unnamed_files(folder, manifest)
+        if _is_of(name, within)
     )
 
 
+def _is_of(name: str, within: Collection[str] | None) -> bool:
+    """Tells whether a file, by relative name, is one of these or lies below one."""
+    return within is None or any(name == one or name.startswith(f"{one}/") for one in within)
+
+
 def about(
-    manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], place: object
+    manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], place: object, step: int | None = None
 ) -> tuple[Mapping[str, Any] | None, tuple[Finding, ...]]:
-    """Returns a manifest if it is about these tensors, by names, shapes and dtypes; None and what differs if not."""
-    faults = tensor_faults(manifest, tensors)
+    """Returns a manifest if it is about these tensors, by names, shapes and dtypes; None and what differs if not.
+
+    Args:
+        manifest: The manifest.
+        tensors: The checkpoint's, by name.
+        place: Where the manifest lies.
+        step: The step that the checkpoint itself says; None if its format says none.
+    """
+    faults, stated = tensor_faults(manifest, tensors), manifest["target"].get("step")
+    if None not in (step, stated) and step != stated:
+        faults = [(f"is of step {stated}, the checkpoint of step {step}", "target"), *faults]
     if not faults:
         return manifest, ()
     (what, name), others = faults[0], len(faults) - 1
@@ -262,7 +285,9 @@ def inside(relative: str) -> bool:
     return not any(part in ("", ".", "..") for part in parts) and not any(c in relative for c in "\\\0:")
 
 
-def _file_faults(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
+def _file_faults(
+    folder: Path, files: Mapping[str, Mapping[str, Any]], within: Collection[str] | None
+) -> list[tuple[str, str]]:
     foreign = [name for name in files if not inside(name)]
     if foreign:
         raise RefusedError(
@@ -270,7 +295,9 @@ def _file_faults(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> list[t
             place=folder / FILE,
             found=", ".join(map(repr, foreign)),
         )
-    faults = ((_file_fault(folder / name, entry), name) for name, entry in files.items())
+    faults = (
+        (_file_fault(folder / name, entry), name) for name, entry in files.items() if _is_of(name, within)
+    )
     return [(fault, name) for fault, name in faults if fault]
 
 
