@@ -341,7 +341,16 @@ def test_what_is_no_state_of_optax(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize(
-    "hints", [{"beta9": 1}, {"b1": "x"}, {"b2": 2.0}, {"optimizer": "sgd"}, {"optimizer": "adafactor"}]
+    "hints",
+    [
+        {"beta9": 1},
+        {"b1": "x"},
+        {"b2": 2.0},
+        {"b1": 0.9, "beta1": 0.8},
+        {"clip_by_global_norm": 1.0, "global_norm_clip_threshold": 2.0},
+        {"optimizer": "sgd"},
+        {"optimizer": "adafactor"},
+    ],
 )
 def test_hints_that_cannot_be(hints: Mapping[str, Any]) -> None:
     with pytest.raises(UsageError):

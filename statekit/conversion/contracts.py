@@ -15,8 +15,7 @@ from statekit.errors import Faults, UsageError
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
 from statekit.files.source import Budget
 from statekit.files.stage import Stage
-from statekit.state.options import is_known, read_hparams
-from statekit.state.schema import load_schema
+from statekit.state.options import checked_hparams, is_known
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Path as TreePath
@@ -132,16 +131,9 @@ class Hints:
 
     def _applied(self, state: TrainState) -> TrainState:
         optimizer = state.optimizer
-        options = read_hparams(optimizer.schema, self.variant or optimizer.variant, self.hyperparameters)
-        Faults(options.faults).check(
-            UsageError,
-            f"Hyperparameters of {optimizer.schema} can't be these",
-            place="hparams",
-            expected=", ".join(load_schema(optimizer.schema).hyperparameters),
-            remedy=options.remedy,
-        )
-        if options.values:
-            state = state.with_hyperparameters(**options.values)
+        values = checked_hparams(optimizer.schema, self.variant or optimizer.variant, self.hyperparameters)
+        if values:
+            state = state.with_hyperparameters(**values)
         if self.variant is None:
             return state
         return replace(state, optimizer=replace(state.optimizer, variant=self.variant))

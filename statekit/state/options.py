@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from types import MappingProxyType
 from typing import Any
 
-from statekit.errors import meant
+from statekit.errors import Faults, UsageError, meant
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import PathPattern, by_shape, effective, first_entry, labels
 from statekit.state.schema import OptimizerSchema, Spelling, load_schema
@@ -179,13 +180,24 @@ def _is_regex(value: Any) -> bool:
         return False
 
 
-def read_hparams(schema: str, variant: str | None, said: Mapping[str, Any]) -> Options:
+def read_hparams(
+    schema: str,
+    variant: str | None,
+    said: Mapping[str, Any],
+    *,
+    only: Collection[str] | None = None,
+    also: Mapping[str, str] = MappingProxyType({}),
+    unchecked: Collection[str] = (),
+) -> Options:
     """Reads what somebody says about a checkpoint, as `--hparams` does: any hyperparameter of the schema.
 
     Args:
         schema: Name of the schema.
         variant: Whose own names are known too; None while nobody knows which one it is.
         said: Name -> value.
+        only: The schema's hyperparameters that a layout has a meaning for; None for all.
+        also: Further names that a layout knows, each with the canonical one.
+        unchecked: Names that may be said beside the schema's, or whose values the layout reads itself.
     """
     rules = load_schema(schema)
     natives = native_options(schema, variant) if variant is not None else {}
@@ -197,16 +209,45 @@ def read_hparams(schema: str, variant: str | None, said: Mapping[str, Any]) -> O
     for name, value in said.items():
         if name in native:
             continue
-        if name not in rules.hyperparameters:
+        canonical = name if name in rules.hyperparameters else also.get(name, name)
+        if canonical not in rules.hyperparameters and canonical not in unchecked:
             faults.append((f"isn't a hyperparameter of {schema}", name))
-            remedies[meant(name, (*rules.hyperparameters, *natives))] = None
-        elif name in values:
-            faults.append(("is said twice", name))
-        elif name != FACTOR_MAP and (fault := rules.fault(name, value)):
+            remedies[meant(name, (*(only or rules.hyperparameters), *natives, *also, *unchecked))] = None
+        elif only is not None and canonical not in only and canonical not in unchecked:
+            faults.append((f"isn't a hyperparameter of variant {variant}", name))
+        elif canonical in values:
+            faults.append(("is said twice", canonical))
+        elif canonical not in (FACTOR_MAP, *unchecked) and (fault := rules.fault(canonical, value)):
             faults.append((f"is {value!r}, {fault}", name))
         else:
-            values[name] = value
+            values[canonical] = value
     return Options(values, tuple(faults), "; ".join(remedy for remedy in remedies if remedy))
+
+
+def checked_hparams(
+    schema: str,
+    variant: str | None,
+    said: Mapping[str, Any],
+    *,
+    only: Collection[str] | None = None,
+    also: Mapping[str, str] = MappingProxyType({}),
+    unchecked: Collection[str] = (),
+) -> dict[str, Any]:
+    """Returns what `read_hparams` reads: hyperparameters by canonical name.
+
+    Raises:
+        UsageError: A hyperparameter doesn't exist, can't have its value, or is said twice; lists every one.
+    """
+    options = read_hparams(schema, variant, said, only=only, also=also, unchecked=unchecked)
+    known = load_schema(schema).hyperparameters if only is None else only
+    Faults(options.faults).check(
+        UsageError,
+        f"Hyperparameters of {schema} can't be these",
+        place="hparams",
+        expected=", ".join(dict.fromkeys((*known, *also, *unchecked))),
+        remedy=options.remedy,
+    )
+    return dict(options.values)
 
 
 def is_known(schema: str, name: str) -> bool:

@@ -13,10 +13,10 @@ import numpy as np
 
 from statekit.converters.layouts.factor_inference import MINIMUM, with_minimum
 from statekit.converters.layouts.hyperparameters import Hyperparameters
-from statekit.converters.layouts.optax.decode import FACTOR_MAP
 from statekit.converters.layouts.optax.factoring import Factoring
 from statekit.converters.layouts.optax.links import Link, is_tensor, leaves, sequence, under
 from statekit.errors import UsageError
+from statekit.state.options import checked_hparams
 from statekit.state.schema import OptimizerSchema
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Path, Tree
@@ -155,27 +155,13 @@ def native_names(schema: OptimizerSchema) -> dict[str, str]:
     return names
 
 
-def canonical(schema: OptimizerSchema, values: Mapping[str, Any]) -> dict[str, Any]:
+def canonical(schema: OptimizerSchema, said: Mapping[str, Any]) -> dict[str, Any]:
     """Returns hyperparameters under their canonical names, from those or from Optax'.
 
     Raises:
-        UsageError: There is no such hyperparameter, or it can't have its value; lists every one.
+        UsageError: There is no such hyperparameter, it can't have its value, or is said twice; lists every one.
     """
-    names = native_names(schema)
-    settings = {names.get(name, name): value for name, value in values.items() if name != OPTIMIZER}
-    faults = {name: fault for name, value in settings.items() if (fault := _fault(schema, name, value))}
-    if faults:
-        raise UsageError(
-            f"Optax' {schema.name} doesn't take these hyperparameters.",
-            expected=", ".join([*schema.variant(VARIANT)["defaults"], *names]),
-            found="; ".join(f"{name}={settings[name]!r}: {fault}" for name, fault in faults.items())[:2000],
-        )
-    return settings
-
-
-def _fault(schema: OptimizerSchema, name: str, value: Any) -> str:
-    by_path = name in ("exclude_from_weight_decay", FACTOR_MAP) and isinstance(value, (Mapping, list))
-    return "" if by_path else schema.fault(name, value)
+    return checked_hparams(schema.name, VARIANT, said, also=native_names(schema))
 
 
 def inferred(

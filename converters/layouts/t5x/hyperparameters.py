@@ -15,15 +15,18 @@ from statekit.converters.layouts.factor_inference import with_minimum
 from statekit.converters.layouts.hyperparameters import Hyperparameters, ManifestRecord, OptimizerSpec
 from statekit.converters.layouts.t5x.rules import STANDARD
 from statekit.converters.layouts.t5x.tree import NativeSlots
-from statekit.errors import Faults, UsageError, meant
+from statekit.errors import Faults, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.factoring import first_entry, map_entries
+from statekit.state.options import checked_hparams, read_hparams
 from statekit.state.schema import load_schema
 from statekit.tensors.tensor import Shape
 
 RULES = ("factor_map", "logical_factor_rules", "logical_axes")
 """Hyperparameters that say how parameters are factored; they become rules."""
 
+_T5X = ("adafactor", "t5x")
+"""Schema and variant."""
 _STANDARD = "standard_logical_factor_rules()"
 _TRAVERSALS = "traversals_and_optimizers"
 
@@ -31,41 +34,6 @@ _TRAVERSALS = "traversals_and_optimizers"
 def defaults() -> dict[str, Any]:
     """Returns T5X's defaults. Source: T5X t5x/adafactor.py, `Adafactor.__init__`."""
     return dict(load_schema("adafactor").variants["t5x"]["defaults"])
-
-
-def value_faults(values: Mapping[str, Any]) -> dict[str, str]:
-    """Returns for each hyperparameter that T5X's Adafactor doesn't have, or that can't have its value, why."""
-    names = {*defaults(), "logical_axes", _TRAVERSALS}
-    return {
-        name: fault
-        for name, value in values.items()
-        if (fault := _fault(name, value) if name in names else "there is no such hyperparameter")
-    }
-
-
-def check_values(values: Mapping[str, Any]) -> None:
-    """Checks hyperparameters that a user gave.
-
-    Raises:
-        UsageError: Lists every name and value that can't be.
-    """
-    if faults := value_faults(values):
-        raise UsageError(
-            "T5X's Adafactor doesn't take these hyperparameters.",
-            expected=", ".join([*defaults(), "logical_axes", _TRAVERSALS]),
-            found="; ".join(f"{name}={values[name]!r}: {fault}" for name, fault in faults.items())[:2000],
-            remedy=", ".join(
-                filter(None, (meant(name, defaults()) for name in faults if name not in defaults()))
-            ),
-        )
-
-
-def _fault(name: str, value: Any) -> str:
-    schema = load_schema("adafactor")
-    by_path = name == "multiply_by_parameter_scale" and isinstance(value, dict)
-    if name in (*RULES, _TRAVERSALS) or name not in schema.hyperparameters or by_path:
-        return ""
-    return schema.fault(name, value)
 
 
 def members(
@@ -83,11 +51,11 @@ def members(
         UsageError: The user's hyperparameters can't be, or the traversals don't select exactly the parameters that
             have slots; lists every one.
     """
-    check_values(hints.hyperparameters)
-    given = {name: value for name, value in hints.hyperparameters.items() if name != _TRAVERSALS}
+    given = checked_hparams(*_T5X, hints.hyperparameters, only=defaults(), unchecked=(*RULES, _TRAVERSALS))
     gin, notes = _from_gin(checkpoint)
-    if _TRAVERSALS in hints.hyperparameters:
-        return _traversed(hints.hyperparameters[_TRAVERSALS], gin.over(given, "given"), slots_by_path), notes
+    if _TRAVERSALS in given:
+        traversals = given.pop(_TRAVERSALS)
+        return _traversed(traversals, gin.over(given, "given"), slots_by_path), notes
     if known is not None:
         moved = [
             replace(g, paths=tuple(p for p in g.paths if slots_by_path.get(p) is not None))
@@ -118,13 +86,11 @@ def _from_gin(checkpoint: Checkpoint) -> tuple[Hyperparameters, list[str]]:
     notes = [note for note in gin.get("left_out", ()) if _STANDARD not in note]
     if _STANDARD in references.get("logical_factor_rules", ""):
         values["logical_factor_rules"] = STANDARD
-    faults = value_faults(values)
+    options = read_hparams(*_T5X, values, only=defaults(), unchecked=RULES)
     notes += [
-        f"{name}={values[name]!r} in {gin['file']} isn't used: {fault}." for name, fault in faults.items()
+        f"{name}={values[name]!r} in {gin['file']} isn't used: it {fault}." for fault, name in options.faults
     ]
-    return Hyperparameters().over(
-        {name: value for name, value in values.items() if name not in faults}, "file"
-    ), notes
+    return Hyperparameters().over(options.values, "file"), notes
 
 
 def _traversed(
@@ -173,8 +139,7 @@ def _entries(traversals: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             raise UsageError(
                 f"{_TRAVERSALS} has hyperparameters that aren't a map.", found=repr(values)[:200]
             )
-        check_values(values)
-        yield regex, values
+        yield regex, checked_hparams(*_T5X, values, only=defaults(), unchecked=RULES)
 
 
 def inferred(
