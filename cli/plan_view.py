@@ -12,6 +12,7 @@ from statekit.conversion.contracts import Exactness
 from statekit.conversion.plan import Plan, PlannedTensor
 from statekit.conversion.resume import next_update
 from statekit.errors import some
+from statekit.state.schema import NO_OPTIMIZER, WEIGHTS
 
 FOLDED_AT = 3
 """Names are told apart by this many of their parts, as `extra/torch/scheduler`; what lies below is counted."""
@@ -29,6 +30,8 @@ def show_plan(stdout: Screen, plan: Plan, tensors: bool) -> None:
         head.add_row(name, str(path))
         head.add_row("", f"container {side.container}, layout {side.layout}, step {side.step}")
     head.add_row("tensors", f"{len(plan.entries)}, {output.size(plan.bytes)}")
+    if plan.state["schema"] == WEIGHTS:
+        head.add_row("holds", NO_OPTIMIZER)
     head.add_row("exactness", "; ".join(_counts(plan)))
     if plan.rule_change is not None:
         rule = f"{plan.rule_change.source} to {plan.rule_change.target}: {plan.rule_change.exactness.name.lower()}"
@@ -153,6 +156,10 @@ def _sources(expression: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def show_next(stdout: Screen, state: Mapping[str, Any]) -> None:
     """Prints what the next update of each group will use."""
+    if state["schema"] == WEIGHTS:
+        stdout.title("The next update will use:")
+        stdout.say("a new optimizer: nothing here says which", indent=2)
+        return
     groups = next_update(state)
     stdout.title("The next update will use:")
     for i, group in enumerate(groups):

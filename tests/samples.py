@@ -15,6 +15,8 @@ from goldens import GOLDEN
 from statekit.conversion import registry
 from statekit.conversion.contracts import NO_HINTS, Hints
 from statekit.files.stage import staged
+from statekit.state.schema import WEIGHTS
+from statekit.state.train_state import Counts, Optimizer, TrainState
 from statekit.testing.container_trials import Sample
 from statekit.testing.layouts import made_state
 
@@ -90,6 +92,26 @@ def written(
 
     sample = Sample(container, Path(), None, unchecked, optional, False, writes)
     return Row(schema, sample, layout, Hints(variant=variant), write)
+
+
+def alone(
+    container: str, layout: str, *, unchecked: tuple[str, ...] = (), writes: Literal["same", "anew"] = "same"
+) -> Row:
+    """Makes a row of weights without an optimizer."""
+
+    def write(folder: Path) -> Path:
+        home, state = registry.container(container), made_state("adamw", "torch")
+        bare = TrainState(state.params, {}, Optimizer(WEIGHTS, None, ()), Counts(0, 0))
+        target = folder / f"alone{next(iter(home.suffixes), '')}"
+        assert home.target_kind is not None
+        with staged(target, home.target_kind) as stage:
+            home.write(registry.layout(layout).encode(bare), stage)
+            stage.commit(home.open)
+        return target
+
+    return Row(
+        "weights", Sample(container, Path(), None, unchecked, (), False, writes), layout, NO_HINTS, write
+    )
 
 
 ANYWHERE = ("*",)
@@ -196,6 +218,10 @@ ALL = (
         unchecked=(".metadata",),
     ),
     recorded("fsdp1-ranks", "torch-optim", "torch_formats/adamw_fsdp1_rank_local_flat/checkpoint"),
+    alone("torch", "torch-weights"),
+    alone("flax", "jax-weights"),
+    alone("keras-h5", "keras-weights", unchecked=ANYWHERE),
+    alone("mxnet", "mxnet-weights", unchecked=ANYWHERE),
     written("keras-h5", "keras", "lamb", "keras", unchecked=ANYWHERE),
     written("mxnet", "mxnet-adam", "adamw", "mxnet_unfused", unchecked=ANYWHERE, optional=MXNET),
     written("tf-bundle", "tf2-keras", "adamw", "keras"),

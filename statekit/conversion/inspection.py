@@ -16,7 +16,7 @@ from statekit.errors import NotFoundError, StateError, StatekitError, UnknownFor
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import tensor_faults
 from statekit.state.run import RunState, run_of
-from statekit.state.schema import load_schema
+from statekit.state.schema import NO_OPTIMIZER, WEIGHTS, load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.stats import Stats, measure
 from statekit.tensors.tensor import DTYPES, Shape, Tensor, nbytes
@@ -88,15 +88,16 @@ class Inspection:
         layout: What its names mean, or None where no layout fits.
         step: The step in its name, if it has one there.
         meta: What the container knows besides.
-        optimizer: Which update rule, or None without a layout.
-        counts: The steps, or None without a layout.
+        optimizer: Which update rule, or None without a layout, or of weights alone.
+        counts: The steps, or None as well.
         parameters: The parameters that match the filter.
         others: Further tensors that match: what belongs to no parameter; without a layout, all of them.
         extra: Names of what else there is.
         run: Schedule, epoch, scaler and what else is known of the run.
         assumptions: What was assumed because the checkpoint doesn't say.
         findings: What is missing or odd.
-        contents: What it holds, in words, where no layout fits; slots have their own names then.
+        contents: What it holds, in words, where no layout fits, and then slots have their own names; or that weights
+            stand alone.
     """
 
     path: Path
@@ -335,10 +336,12 @@ def _canonical(
         )
         for path, tensor in params.items()
     )
+    alone = state.optimizer.schema == WEIGHTS
     seen = replace(
         opened,
-        optimizer=state.optimizer,
-        counts=state.counts,
+        optimizer=None if alone else state.optimizer,
+        counts=None if alone else state.counts,
+        contents=NO_OPTIMIZER if alone else None,
         parameters=parameters,
         others=tuple(describe(name, tensor) for name, tensor in extra.items()),
         extra=tuple(state.extra),
@@ -346,7 +349,8 @@ def _canonical(
         assumptions=state.assumptions,
     )
     _check_matched(seen, request, [*state.params, *rest])
-    return replace(seen, findings=(*seen.findings, *_odd(state, parameters), *_bad_values(seen)))
+    odd = () if alone else _odd(state, parameters)
+    return replace(seen, findings=(*seen.findings, *odd, *_bad_values(seen)))
 
 
 def _describer(

@@ -17,6 +17,7 @@ from statekit.errors import CorruptError, Faults, printable
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.manifest import tensor_faults
 from statekit.files.source import Budget
+from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import Counts, Group, KnownFrom, TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import tensor_names
@@ -121,11 +122,10 @@ class OpenState:
             f"{schema}, variant {variant or 'unknown'}" for schema, variant in self.state.optimizer.kinds
         )
         slots = sum(map(len, self.slots.values()))
-        return (
-            f"{kinds}, {self.counts.updates} updates done, "
-            f"{len(self.params)} parameters, {slots} slots, "
-            f"container {self.checkpoint.container}, layout {self.layout}"
-        )
+        held = f"{kinds}, {self.counts.updates} updates done, {len(self.params)} parameters, {slots} slots"
+        if self.state.optimizer.schema == WEIGHTS:
+            held = f"weights alone, {len(self.params)} tensors"
+        return f"{held}, container {self.checkpoint.container}, layout {self.layout}"
 
     def _repr_html_(self) -> str:
         """Returns what a notebook shows: a summary, the groups' hyperparameters, and the parameters with slots."""

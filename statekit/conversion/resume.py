@@ -30,7 +30,7 @@ from statekit.files.manifest import FILE
 from statekit.optim.adafactor import defaults, next_decay
 from statekit.optim.adafactor_forms import Hyperparameters
 from statekit.state.run import Schedule, run_of
-from statekit.state.schema import load_schema
+from statekit.state.schema import WEIGHTS, load_schema
 from statekit.tensors.tree import empty_names
 
 _RULES = ("factor_map", "logical_factor_rules")
@@ -220,6 +220,8 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "rate": rates.pop() if len(rates) == 1 and rates != {"None"} else _UNKNOWN,
         "params_file": by_suffix.get(".params", "net.params"),
         "states_file": by_suffix.get(".states", "trainer.states"),
+        "optimized": None if schema == WEIGHTS else "",
+        **_weights(place, path),
         "mxnet_name": {"adamw": "adam"}.get(schema, schema),
     }
 
@@ -228,6 +230,21 @@ def _kind(state: State, group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns schema and variant of a group."""
     whose = group if "schema" in group else state
     return {"schema": whose["schema"], "variant": whose["variant"]}
+
+
+def _weights(place: Place, path: Path) -> dict[str, str | None]:
+    """Returns what may stand in a line about weights: where in a file of PyTorch, and in which file of a folder."""
+    tops = {name.partition("/")[0] for name in place.tensors}
+    key = tops.pop() if len(tops) == 1 and any("/" in name for name in place.tensors) else None
+    sharded = any(file.endswith(".index.json") for file in place.files)
+    file = path if path.suffix == ".safetensors" else path / "model.safetensors"
+    return {
+        "weights": "checkpoint" if key is None else f'checkpoint["{_quoted(key)}"]',
+        "weights_key": _quoted(key or "model"),
+        "weights_file": _quoted(file),
+        "one_file": None if sharded else "",
+        "many_files": "" if sharded else None,
+    }
 
 
 def _construction(place: Place, state: State, constructor: str | None) -> list[str]:

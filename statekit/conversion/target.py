@@ -11,6 +11,7 @@ from statekit.conversion import registry
 from statekit.conversion.cards import ContainerCard, LayoutCard
 from statekit.conversion.contracts import Container, Layout
 from statekit.errors import UsageError, meant
+from statekit.state.schema import NO_OPTIMIZER, WEIGHTS
 
 
 def choose_container(target: Path, to: str | None) -> tuple[Container, str | None]:
@@ -86,6 +87,13 @@ def choose_layout(
             )
         return registry.layout(name)
     homes = [card for card in layouts if container.name in card.containers]
+    if not homes and WEIGHTS in schemas:
+        others = dict.fromkeys(home for card in layouts for home in card.containers)
+        raise UsageError(
+            f"The container {container.name} is of runs with their optimizers, and the source holds {NO_OPTIMIZER}.",
+            place="--to",
+            expected=f"a container of weights: {', '.join(others)}",
+        )
     if not homes:
         raise UsageError(
             f"No layout of the container {container.name} holds the state of {what}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statekit.dropin.by_name import by_name, path_of, refuse_by_name
 from statekit.errors import Faults, StateError, UsageError
 from statekit.state.options import BY_NAME
-from statekit.state.schema import load_schema
+from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Shape
 from statekit.tensors.ties import TIES
@@ -67,6 +67,12 @@ def _require_resumable(
     state: TrainState, place: object, home: str, makers: Mapping[str, str], prefix: str
 ) -> None:
     schema, variant = state.optimizer.schema, state.optimizer.variant
+    if schema == WEIGHTS:
+        raise StateError(
+            "The checkpoint holds parameters, but no optimizer state.",
+            place=place,
+            remedy=f"load_params reads it; begin with a new optimizer of {home}: {', '.join(makers.values())}",
+        )
     candidates = load_schema(schema).stepped
     if variant is None and candidates:
         raise UsageError(

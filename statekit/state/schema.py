@@ -276,6 +276,15 @@ def all_variants(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(load_schema(name).variants) for name in names}
 
 
+WEIGHTS = "weights"
+"""The schema of a state without an optimizer, which keeps nothing: weights alone. It isn't among `schema_names`."""
+NO_OPTIMIZER = "weights alone: there is no optimizer's state to go on from"
+_NOTHING: Mapping[str, Any] = {
+    "name": WEIGHTS, "title": "Weights alone", "slots": {}, "hyperparameters": {}, "variants": {}, "steps": [],
+    "differences": {}, "bridges": [],
+}  # fmt: skip
+
+
 @cache
 def load_schema(name: str) -> OptimizerSchema:
     """Reads one schema.
@@ -291,6 +300,8 @@ def load_schema(name: str) -> OptimizerSchema:
             found=" and ".join(name.split("+")),
             remedy="save each with its own parameters, and go on with these",
         )
+    if name == WEIGHTS:
+        return OptimizerSchema(WEIGHTS, {}, {}, {}, _NOTHING)
     if name not in schema_names():
         raise NotFoundError(
             "There is no such optimizer schema.",

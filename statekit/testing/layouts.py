@@ -29,7 +29,7 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape
-from statekit.state.schema import load_schema, schema_names
+from statekit.state.schema import WEIGHTS, load_schema, schema_names
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, in_memory
 from statekit.tensors.tree import Tree, tensor_names, to_json, walk
@@ -132,7 +132,10 @@ def is_told_from_others(trial: Trial) -> None:
 def passes_over_what_is_not_its(trial: Trial) -> None:
     """Other trees are not detected, and decoding them all the same is a typed error."""
     tensor, parts = in_memory(np.zeros(3, np.float32)), ("params", "model", "target", "state", "optimizer")
-    foreign: list[Any] = [{}, [], None, "text", tensor, {"a": {"b": tensor}}, dict.fromkeys(parts, 1)]
+    foreign: list[Any] = [{}, [], None, "text", tensor, dict.fromkeys(parts, 1)]
+    foreign += (
+        [] if trial.layout.variants.keys() == {WEIGHTS} else [{"a": {"b": tensor}}]
+    )  # weights, to these
     for tree in foreign:
         checkpoint = replace(trial.checkpoint, tree=tree, manifest=None)
         assert trial.layout.detect(checkpoint) is None, f"takes {tree} for its own"
@@ -155,8 +158,12 @@ def decodes_names_and_scalars(trial: Trial) -> None:
 
 
 def fits_its_optimizer(trial: Trial) -> None:
-    """The state is of an optimizer and a variant that the layout says it holds, with parameters and slots."""
+    """The state is of an optimizer and a variant that the layout says it holds, with slots; or of weights alone."""
     optimizer = trial.state.optimizer
+    if optimizer.schema == WEIGHTS:
+        assert WEIGHTS in trial.layout.variants and not optimizer.groups and not trial.state.slots
+        assert trial.state.params, "has no parameters"
+        return
     known = trial.layout.variants.get(optimizer.schema, ())
     fits = known and (optimizer.variant is None or optimizer.variant in known)
     assert fits, f"decodes {optimizer.schema} {optimizer.variant}, says {dict(trial.layout.variants)}"

@@ -17,6 +17,7 @@ from statekit.converters.layouts.keras.state import HOME, order_of
 from statekit.converters.layouts.keras.variables import Variable, by_names, variables
 from statekit.errors import Faults, StateError
 from statekit.files.checkpoint import Checkpoint
+from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 
@@ -51,7 +52,7 @@ def laid_out_like(state: TrainState, model: Checkpoint) -> TrainState:
     faults = Faults(
         ("isn't in the state", variable.name) for variable in floats if variable.place not in by_place
     )
-    if config is not None:
+    if config is not None and state.optimizer.schema != WEIGHTS:
         faults += _moved_otherwise(placed, {*moved})
     faults.check(StateError, "The parameters aren't those of the model", place=model.path)
     order = [by_place[variable.place] for variable in floats]

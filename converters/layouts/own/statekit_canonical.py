@@ -9,7 +9,7 @@ from typing import Any
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
-from statekit.state.schema import all_variants, schema_names
+from statekit.state.schema import WEIGHTS, all_variants, schema_names
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor
 
@@ -20,7 +20,9 @@ class Canonical:
 
     name: str = "statekit"
     title: str = "canonical names: params, slots, groups, extra, state"
-    variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: all_variants(schema_names()))
+    variants: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: {**all_variants(schema_names()), WEIGHTS: ()}
+    )
     containers: tuple[str, ...] = ("statekit",)
     keeps_masters: bool = True
     keeps_encoding: bool = True

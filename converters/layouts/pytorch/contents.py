@@ -93,6 +93,10 @@ def signatures() -> tuple[Signature, ...]:
 
 def _weights(checkpoint: Checkpoint) -> Contents | None:
     place = model_place(checkpoint.tree, checkpoint.meta.get(MODEL_KEY))
+    models = possible_models(checkpoint.tree)
+    if place is None and models:
+        what = f"weights at {' or '.join(models)}: --model-key says which; no optimizer"
+        return Contents(what, {}, {}, checkpoint.tensors)
     if place is None:
         return None
     model = at(checkpoint.tree, place) if place else loose(checkpoint.tree)

@@ -1,0 +1,119 @@
+"""The layout `jax-weights`: a tree of arrays without an optimizer's state, under `params` or bare.
+
+In goes what Flax or Orbax hold of a model alone. Beside `params` there may be what models keep (`batch_stats`) and a
+step; anything else may be an optimizer's, and the layout doesn't fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.converters.layouts.dropped import dropped_from
+from statekit.converters.layouts.weights.state import VARIANTS, require_weights, weights_state
+from statekit.errors import StateError
+from statekit.files.checkpoint import Checkpoint
+from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Tree, put
+
+PARAMS = "params"
+BESIDE = frozenset({"batch_stats", "step", "epoch", "rng", "metadata"})
+"""What a model's file may hold beside its parameters."""
+OF_OPTIMIZERS = frozenset(
+    {
+        "opt_state",
+        "optimizer",
+        "optimizer_state",
+        "state",
+        "mu",
+        "nu",
+        "count",
+        "trace",
+        "momentum",
+        "v_row",
+        "v_col",
+    }
+)
+"""Keys that a bare tree with an optimizer's state has somewhere.
+
+Source: google-deepmind/optax, optax/_src/transform.py; google/flax, flax/training/train_state.py.
+"""
+HOME = "jax_weights"
+"""Key in `extra`: what lies beside the parameters."""
+
+
+@dataclass(frozen=True)
+class JaxWeights:
+    """A tree of arrays."""
+
+    name: str = "jax-weights"
+    title: str = "weights alone: a tree of arrays, under params or bare"
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: VARIANTS)
+    containers: tuple[str, ...] = ("orbax", "flax")
+
+    def detect(self, checkpoint: Checkpoint) -> Evidence | None:
+        """Looks for a tree of arrays, and that nothing in it may be an optimizer's."""
+        if checkpoint.container not in self.containers or (found := _params(checkpoint.tree)) is None:
+            return None
+        where = "under params" if found is not checkpoint.tree else "at the top"
+        return Evidence(5, f"a tree of arrays {where}, and no optimizer")
+
+    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+        """Returns the canonical state.
+
+        Raises:
+            StateError: There are no parameters, or something beside them.
+            UsageError: Something is said of an optimizer.
+        """
+        tree = checkpoint.tree
+        found = _params(tree)
+        if found is None:
+            raise StateError("The checkpoint doesn't hold weights alone.", place=checkpoint.path)
+        params = {"/".join(keys): tensor for keys, tensor in _leaves(found)}
+        rest = {key: part for key, part in tree.items() if key != PARAMS} if found is not tree else {}
+        return weights_state(params, {HOME: rest} if rest else {}, checkpoint.step, hints)
+
+    def encode(self, state: TrainState) -> Encoded:
+        """Returns the tree, parameters under `params`.
+
+        Raises:
+            InexactError: The state has an optimizer.
+        """
+        require_weights(state, self.name)
+        tree: Tree = {}
+        for path, tensor in state.params.items():
+            tree = put(tree, tuple(path.split("/")), tensor)
+        beside = state.extra.get(HOME) or {}
+        dropped = dropped_from(state.extra, (HOME,), "the tree")
+        return Encoded({PARAMS: tree, **beside}, state.counts.updates, dropped=dropped)
+
+
+def _params(tree: Any) -> Mapping[str, Any] | None:
+    """Returns the parameters of a tree that holds nothing else; the tree itself if they stand bare."""
+    if not isinstance(tree, Mapping):
+        return None
+    part = tree.get(PARAMS)
+    if isinstance(part, Mapping):
+        return part if _is_model(part) and tree.keys() - {PARAMS} <= BESIDE else None
+    return tree if _is_model(tree) else None
+
+
+def _is_model(tree: Mapping[str, Any]) -> bool:
+    leaves = list(_leaves(tree))
+    return bool(leaves) and all(
+        isinstance(leaf, Tensor) and not OF_OPTIMIZERS & {*keys} for keys, leaf in leaves
+    )
+
+
+def _leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, part in tree.items():
+        if isinstance(part, Mapping):
+            yield from _leaves(part, (*above, str(key)))
+        else:
+            yield (*above, str(key)), part
+
+
+LAYOUT = JaxWeights()

@@ -1,0 +1,71 @@
+"""The layout `mxnet-weights`: a `.params` file without the `.states` of a trainer.
+
+In goes what `Block.save_parameters` wrote; out comes a state of all its arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.converters.layouts.dropped import dropped_from
+from statekit.converters.layouts.weights.state import VARIANTS, require_weights, weights_state
+from statekit.errors import StateError
+from statekit.files.checkpoint import Checkpoint
+from statekit.state.train_state import TrainState
+
+PARAMS, FILES = "params", "files"
+HOME = "mxnet_weights"
+"""Key in `extra`: how the file is written."""
+
+
+@dataclass(frozen=True)
+class MXNetWeights:
+    """A list of arrays by name."""
+
+    name: str = "mxnet-weights"
+    title: str = "weights alone: MXNet's .params"
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: VARIANTS)
+    containers: tuple[str, ...] = ("mxnet",)
+
+    def detect(self, checkpoint: Checkpoint) -> Evidence | None:
+        """Looks for parameters, and that there are no states."""
+        if checkpoint.container not in self.containers or not _is_model(checkpoint.tree):
+            return None
+        return Evidence(5, "arrays by name, and no states of a trainer")
+
+    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+        """Returns the canonical state.
+
+        Raises:
+            StateError: There are no parameters.
+            UsageError: Something is said of an optimizer.
+        """
+        tree = checkpoint.tree
+        if not _is_model(tree):
+            raise StateError("The checkpoint doesn't hold weights alone.", place=checkpoint.path)
+        params = {name.replace(".", "/"): tensor for name, tensor in tree[PARAMS].items()}
+        return weights_state(params, {HOME: tree.get(FILES, {})}, checkpoint.step, hints)
+
+    def encode(self, state: TrainState) -> Encoded:
+        """Returns the file's tree, names with dots, as Gluon has them.
+
+        Raises:
+            InexactError: The state has an optimizer.
+        """
+        require_weights(state, self.name)
+        files = state.extra.get(HOME)
+        params = {path.replace("/", "."): tensor for path, tensor in state.params.items()}
+        dropped = dropped_from(state.extra, (HOME,), "the file")
+        return Encoded(
+            {PARAMS: params, **({FILES: files} if files else {})}, state.counts.updates, dropped=dropped
+        )
+
+
+def _is_model(tree: Any) -> bool:
+    return isinstance(tree, Mapping) and tree.keys() == {PARAMS, FILES} and isinstance(tree[PARAMS], Mapping)
+
+
+LAYOUT = MXNetWeights()

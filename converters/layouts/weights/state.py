@@ -1,0 +1,58 @@
+"""The state of a run of which only the weights were saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from statekit.conversion.contracts import Hints
+from statekit.errors import InexactError, UsageError
+from statekit.state.schema import WEIGHTS
+from statekit.state.train_state import Counts, Optimizer, TrainState
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Tree
+
+VARIANTS: Mapping[str, tuple[str, ...]] = {WEIGHTS: ()}
+"""What these layouts hold."""
+
+
+def weights_state(
+    params: Mapping[str, Tensor], extra: Mapping[str, Tree], step: int | None, hints: Hints
+) -> TrainState:
+    """Returns the state of weights alone.
+
+    Args:
+        params: By path.
+        extra: What else the checkpoint holds.
+        step: Its step, if it has one.
+        hints: What the user says; there is no optimizer that anything could be said of.
+
+    Raises:
+        UsageError: The user says something of an optimizer.
+    """
+    said = {
+        "--hparams": hints.hyperparameters,
+        "--variant": hints.variant,
+        "--param-names": hints.param_names,
+    }
+    if asked := [option for option, value in said.items() if value]:
+        raise UsageError(
+            "The checkpoint holds weights alone: there is no optimizer that this could be said of.",
+            place=", ".join(asked),
+            remedy="leave it out, or name the file that holds the optimizer too",
+        )
+    done = step or 0
+    return TrainState(params, {}, Optimizer(WEIGHTS, None, ()), Counts(done, done), {}, extra)
+
+
+def require_weights(state: TrainState, layout: str) -> None:
+    """Refuses a state with an optimizer, which would be left behind.
+
+    Raises:
+        InexactError: It has one.
+    """
+    if state.optimizer.schema != WEIGHTS:
+        raise InexactError(
+            f"The layout {layout} holds weights alone, and the state has an optimizer.",
+            expected=WEIGHTS,
+            found=state.optimizer.schema,
+        )

@@ -1,0 +1,107 @@
+"""The layout `torch-weights`: a model's state_dict without an optimizer, bare or under a key.
+
+In goes what `torch.save(model.state_dict(), ...)`, safetensors, or `torch.distributed.checkpoint` hold of a model; out
+comes a state of all its tensors, as nothing tells parameters from buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.converters.layouts.dropped import dropped_from
+from statekit.converters.layouts.pytorch.parts import (
+    BESIDE,
+    MODELS,
+    find_parts,
+    is_plain,
+    model_place,
+    not_plain,
+    tied,
+)
+from statekit.converters.layouts.weights.state import VARIANTS, require_weights, weights_state
+from statekit.errors import StateError
+from statekit.files.checkpoint import MODEL_KEY, Checkpoint
+from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.ties import TIES, ties_of
+from statekit.tensors.tree import Path, Tree, at, loose, put, without
+
+READ = ("torch", "safetensors", "dcp", "dcp-safetensors", "hf-trainer", "accelerate")
+"""Containers in which a model may lie alone; those that are written are fewer, as the others' libraries want more."""
+PLACE = "torch_weights_place"
+"""Key in `extra`: where the model lies in the file."""
+
+
+@dataclass(frozen=True)
+class TorchWeights:
+    """A state_dict."""
+
+    name: str = "torch-weights"
+    title: str = "weights alone: a PyTorch model's state_dict, bare or under a key"
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: VARIANTS)
+    containers: tuple[str, ...] = ("torch", "safetensors", "dcp")
+
+    def detect(self, checkpoint: Checkpoint) -> Evidence | None:
+        """Looks for a model, and that there is no optimizer."""
+        place = _place(checkpoint) if checkpoint.container in READ else None
+        if place is None:
+            return None
+        where = f"at {'/'.join(map(str, place))}" if place else "at the top"
+        return Evidence(5, f"tensors by name {where}, and no optimizer")
+
+    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+        """Returns the canonical state.
+
+        Raises:
+            StateError: There is no model, or there is an optimizer.
+            UsageError: Something is said of an optimizer.
+        """
+        place = _place(checkpoint)
+        if place is None:
+            raise StateError("The checkpoint doesn't hold weights alone.", place=checkpoint.path)
+        tree = checkpoint.tree
+        model: Mapping[str, Tensor] = at(tree, place) if place else loose(tree)
+        rest = (
+            without(tree, place) if place else {key: part for key, part in tree.items() if key not in model}
+        )
+        ties = ties_of(model, model)
+        found: dict[str, Tree] = {
+            TIES: {_path(name): _path(one) for name, one in ties.items()},
+            BESIDE: rest,
+            PLACE: list(place),
+        }
+        params = {_path(str(name)): tensor for name, tensor in model.items() if name not in ties}
+        return weights_state(
+            params, {key: part for key, part in found.items() if part}, checkpoint.step, hints
+        )
+
+    def encode(self, state: TrainState) -> Encoded:
+        """Returns the file's tree: the model under a key, `model` unless the source had another.
+
+        Raises:
+            InexactError: The state has an optimizer.
+        """
+        require_weights(state, self.name)
+        place = tuple(state.extra.get(PLACE) or MODELS[0])
+        params = {path.replace("/", "."): tensor for path, tensor in state.params.items()}
+        beside = state.extra.get(BESIDE) or {}
+        kept = {key: part for key, part in beside.items() if is_plain(part)}
+        dropped = not_plain(beside, f"extra/{BESIDE}")
+        dropped |= dropped_from(state.extra, (BESIDE, PLACE, TIES), "the file")
+        tree = put(kept, place, {**params, **tied(state.extra, params)})
+        return Encoded(tree, state.counts.updates, dropped=dropped, parts={"model": place})
+
+
+def _place(checkpoint: Checkpoint) -> Path | None:
+    if find_parts(checkpoint, {}) is not None or not isinstance(checkpoint.tree, Mapping):
+        return None
+    return model_place(checkpoint.tree, checkpoint.meta.get(MODEL_KEY))
+
+
+def _path(name: str) -> str:
+    return name.replace(".", "/")
+
+
+LAYOUT = TorchWeights()

@@ -1,0 +1,206 @@
+"""Weights alone are converted as what they are: a state without an optimizer, and never with one that is made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_model, save_file
+
+import statekit
+import statekit.torch
+from statekit.cli.main import main
+from statekit.errors import StateError, StatekitError, UsageError
+from statekit.state.schema import WEIGHTS
+
+pytestmark = pytest.mark.torch
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+
+
+def sources(folder: Path) -> dict[str, Path]:
+    weights = net().state_dict()
+    torch.save(weights, folder / "bare.pt")
+    torch.save({"state_dict": weights, "epoch": 3}, folder / "keyed.pt")
+    save_file(weights, folder / "model.safetensors")
+    return {one: folder / one for one in ("bare.pt", "keyed.pt", "model.safetensors")}
+
+
+def printed(lines: list[str], names: dict[str, Any]) -> dict[str, Any]:
+    exec("\n".join(lines), names)
+    return names
+
+
+def same(left: torch.nn.Module, right: torch.nn.Module) -> bool:
+    pairs = zip(left.state_dict().values(), right.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", ["bare.pt", "keyed.pt", "model.safetensors"])
+@pytest.mark.parametrize("target", ["out.pt", "out-safetensors", "out-dcp", "out-statekit"])
+def test_weights_go_where_a_model_can_lie_alone_and_its_own_calls_load_them(
+    kind: str, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = sources(tmp_path)[kind]
+    assert main(["convert", str(path), str(tmp_path / target), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["plan"]["state"]["schema"] == WEIGHTS and document["next_update"] == []
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+    assert "load_optimizer" not in "\n".join(document["resume"])
+    if "dcp" not in target:
+        printed(document["resume"], {"model": model})
+        assert same(model, net())
+    else:
+        statekit.torch.load_params(tmp_path / target, model)
+        assert same(model, net())
+
+
+def test_what_lies_beside_weights_comes_back(tmp_path: Path) -> None:
+    path = sources(tmp_path)["keyed.pt"]
+    statekit.convert(path, tmp_path / "there", to="statekit")
+    statekit.convert(tmp_path / "there", tmp_path / "back.pt")
+    back = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert back["epoch"] == 3 and back["state_dict"].keys() == net().state_dict().keys()
+
+
+def test_it_is_said_that_there_is_no_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = sources(tmp_path)["bare.pt"]
+    for arguments in (["inspect", str(path)], ["convert", str(path), str(tmp_path / "out.pt")]):
+        assert main(arguments) == 0
+        assert "no optimizer's state to go on from" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(StateError, match=r"no optimizer state(.|\n)*load_params"):
+        statekit.torch.load_optimizer(path, net().named_parameters())
+    with pytest.raises(UsageError, match="no optimizer"):
+        statekit.open(path, hparams={"learning_rate": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("to", "layout"), [("hf-trainer", None), ("t5x", None), ("torch", "torch-optim"), ("deepspeed", None)]
+)
+def test_targets_of_runs_take_no_weights_alone(to: str, layout: str | None, tmp_path: Path) -> None:
+    with pytest.raises(StatekitError, match=r"no optimizer|can't hold|only be read"):
+        statekit.plan(sources(tmp_path)["bare.pt"], tmp_path / "out", to=to, layout=layout)
+
+
+def test_a_run_isnt_stripped_of_its_optimizer(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    with pytest.raises(UsageError, match="can't hold the state of adamw"):
+        statekit.plan(tmp_path / "run.pt", tmp_path / "out.pt", layout="torch-weights")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": torch.optim.SGD(model.parameters()).state_dict()},
+        tmp_path / "sgd.pt",
+    )
+    with pytest.raises(StatekitError, match="SGD"):
+        statekit.plan(tmp_path / "sgd.pt", tmp_path / "out.pt")
+
+
+def test_ties_of_weights_stay_shared(tmp_path: Path) -> None:
+    def made() -> tuple[torch.nn.Module, torch.nn.Linear, torch.nn.Linear]:
+        first, second = torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)
+        second.weight = first.weight
+        return torch.nn.ModuleDict({"a": first, "b": second}), first, second
+
+    model, first, _ = made()
+    torch.save(model.state_dict(), tmp_path / "tied.pt")
+    with statekit.open(tmp_path / "tied.pt") as opened:
+        assert list(opened.params) == ["a/weight"]
+    statekit.convert(tmp_path / "tied.pt", tmp_path / "folder", to="safetensors")
+    fresh, _, second = made()
+    load_model(fresh, tmp_path / "folder" / "model.safetensors")
+    assert torch.equal(second.weight, first.weight)
+
+
+def test_several_weights_ask_for_a_key(tmp_path: Path) -> None:
+    weights = net().state_dict()
+    torch.save({"net": weights, "average": weights}, tmp_path / "run.pt")
+    contents = statekit.inspect(tmp_path / "run.pt").contents
+    assert contents is not None and "net or average" in contents and "--model-key" in contents
+    with statekit.open(tmp_path / "run.pt", model_key="average") as opened:
+        assert opened.state.optimizer.schema == WEIGHTS
+
+
+@pytest.mark.jax
+def test_trees_of_arrays_come_and_go(tmp_path: Path) -> None:
+    import jax.numpy as jnp
+    import orbax.checkpoint as ocp
+    from flax.serialization import from_bytes, to_bytes
+
+    tree = {"dense": {"kernel": jnp.ones((4, 3)), "bias": jnp.arange(3.0)}}
+    for name, whole in (("under", {"params": tree}), ("bare", tree)):
+        (tmp_path / f"{name}.msgpack").write_bytes(to_bytes(whole))
+        ocp.PyTreeCheckpointer().save(tmp_path / name, whole)
+        for path in (tmp_path / name, tmp_path / f"{name}.msgpack"):
+            report = statekit.convert(path, tmp_path / f"to-orbax-{path.name}", to="orbax")
+            found = statekit.inspect(path)
+            assert sorted(p.tensor.name for p in found.parameters) == ["dense/bias", "dense/kernel"]
+            again = ocp.StandardCheckpointer().restore(report.target / "0" / "default", {"params": tree})
+            assert np.array_equal(again["params"]["dense"]["bias"], tree["dense"]["bias"])
+    statekit.convert(tmp_path / "under", tmp_path / "to.msgpack", to="flax")
+    assert (
+        from_bytes({"params": tree}, (tmp_path / "to.msgpack" / "checkpoint_0").read_bytes())["params"].keys()
+        == tree.keys()
+    )
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("beside", [{"opt_state": {"trace": {"w": 1.0}}}, {"velocity": {"w": 1.0}}])
+def test_a_tree_with_what_may_be_an_optimizers_isnt_weights_alone(
+    beside: dict[str, Any], tmp_path: Path
+) -> None:
+    from flax.serialization import to_bytes
+
+    arrays = {key: {"w": {"w": np.ones(3, np.float32)}} for key in beside}
+    (tmp_path / "x.msgpack").write_bytes(to_bytes({"params": {"w": np.ones(3, np.float32)}, **arrays}))
+    with pytest.raises(StatekitError, match="No layout"):
+        statekit.open(tmp_path / "x.msgpack")
+
+
+@pytest.mark.tensorflow
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras on NumPy 2
+def test_kerass_files_of_weights_come_and_go(tmp_path: Path) -> None:
+    import keras
+
+    keras.utils.set_random_seed(0)
+
+    def made() -> Any:
+        return keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2)])
+
+    model = made()
+    model.save_weights(tmp_path / "k.weights.h5")
+    model.save(tmp_path / "k.keras")
+    fresh = made()
+    statekit.convert(tmp_path / "k.weights.h5", tmp_path / "there.weights.h5")
+    fresh.load_weights(tmp_path / "there.weights.h5")
+    assert all(np.array_equal(a, b) for a, b in zip(fresh.get_weights(), model.get_weights(), strict=True))
+    statekit.convert(tmp_path / "k.keras", tmp_path / "there.keras")
+    again = keras.saving.load_model(tmp_path / "there.keras").get_weights()
+    assert all(np.array_equal(a, b) for a, b in zip(again, model.get_weights(), strict=True))
+    weights = {f"dense{'_1' * i}.{name}": torch.randn(shape) for i, shapes in enumerate(
+        [{"kernel": (4, 3), "bias": (3,)}, {"kernel": (3, 2), "bias": (2,)}]
+    ) for name, shape in shapes.items()}  # fmt: skip
+    torch.save(weights, tmp_path / "torch.pt")
+    statekit.convert(tmp_path / "torch.pt", tmp_path / "like.weights.h5", like=tmp_path / "k.weights.h5")
+    fresh.load_weights(tmp_path / "like.weights.h5")
+    assert all(
+        np.array_equal(a, b.numpy()) for a, b in zip(fresh.get_weights(), weights.values(), strict=True)
+    )
+
+
+def test_mxnets_parameters_come_and_go(tmp_path: Path) -> None:
+    statekit.convert(sources(tmp_path)["bare.pt"], tmp_path / "there", to="mxnet")
+    statekit.convert(tmp_path / "there" / "net.params", tmp_path / "back.pt")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+    model.load_state_dict(torch.load(tmp_path / "back.pt", weights_only=True)["model"])
+    assert same(model, net())
