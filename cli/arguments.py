@@ -53,6 +53,34 @@ containers, targets = completing(_containers), completing(_targets)
 layouts, variants = completing(_layouts), completing(_variants)
 
 
+def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds CHECKPOINT, and the options that say what it is and what it doesn't say.
+
+    The command gets `checkpoint`, `container`, `layout`, `step` and `hints`.
+    """
+    added = (
+        click.argument("checkpoint", type=click.Path(), callback=local_file),
+        click.option(
+            "--from",
+            "container",
+            metavar="CONTAINER",
+            shell_complete=containers,
+            help="What the file is, if it can't be told.",
+        ),
+        click.option(
+            "--layout",
+            metavar="LAYOUT",
+            shell_complete=layouts,
+            help="What its names mean, if it can't be told.",
+        ),
+        click.option(
+            "--step", type=int, metavar="N", help="The step of a run's folder. Default: the newest."
+        ),
+        hints_options,
+    )
+    return functools.reduce(lambda made, add: add(made), reversed(added), command)
+
+
 def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options that say what a checkpoint doesn't; the command gets `hints`."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from statekit.cli import output
-from statekit.cli.arguments import containers, hints_options, layouts, local_file
+from statekit.cli.arguments import checkpoint_options
 from statekit.cli.module_tree import Row, module_tree, rows
 from statekit.cli.output import Cell, Screen, Styled, Table
 from statekit.conversion.contracts import Hints
@@ -40,19 +40,7 @@ DROP = ("dtype", "bytes", "slot bytes", "rms", "zeros", "shape", "min", "max")
 
 
 @click.command("inspect")
-@click.argument("checkpoint", type=click.Path(), callback=local_file)
-@click.option(
-    "--from",
-    "container",
-    metavar="CONTAINER",
-    shell_complete=containers,
-    help="What the file is, if it can't be told.",
-)
-@click.option(
-    "--layout", metavar="LAYOUT", shell_complete=layouts, help="What its names mean, if it can't be told."
-)
-@click.option("--step", type=int, metavar="N", help="The step of a run's folder. Default: the newest.")
-@hints_options
+@checkpoint_options
 @click.option(
     "--filter", "pattern", metavar="GLOB", help="List only, but in full, parameters whose path matches."
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from statekit.cli import output
-from statekit.cli.arguments import containers, hints_options, layouts, local_file
+from statekit.cli.arguments import checkpoint_options
 from statekit.cli.plan_view import show_next
 from statekit.conversion.contracts import Hints
 from statekit.conversion.open_state import open_state
@@ -16,19 +16,7 @@ from statekit.tensors.tree import to_json
 
 
 @click.command("resume")
-@click.argument("checkpoint", type=click.Path(), callback=local_file)
-@click.option(
-    "--from",
-    "container",
-    metavar="CONTAINER",
-    shell_complete=containers,
-    help="What the file is, if it can't be told.",
-)
-@click.option(
-    "--layout", metavar="LAYOUT", shell_complete=layouts, help="What its names mean, if it can't be told."
-)
-@click.option("--step", type=int, metavar="N", help="The step of a run's folder. Default: the newest.")
-@hints_options
+@checkpoint_options
 @click.option(
     "--framework",
     type=click.Choice(frameworks()),

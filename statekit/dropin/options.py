@@ -115,8 +115,8 @@ class LansOptions(TypedDict, total=False):
     weight_decay: float | None
 
 
-class LambOptions(TypedDict, total=False):
-    """What LAMB takes beside its learning rate."""
+class AdamFamilyOptions(TypedDict, total=False):
+    """What LAMB and AdamW take beside their learning rate."""
 
     beta1: float
     beta2: float
@@ -143,40 +143,22 @@ class LambOptions(TypedDict, total=False):
     weight_decay: float | None
 
 
-class AdamWOptions(TypedDict, total=False):
+class LambOptions(AdamFamilyOptions, total=False):
+    """What LAMB takes beside its learning rate."""
+
+
+class AdamWOptions(AdamFamilyOptions, total=False):
     """What AdamW takes beside its learning rate."""
 
-    beta1: float
-    beta2: float
-    epsilon: float
-    epsilon_root: float
-    weight_decay_rate: float | None
-    exclude_from_weight_decay: Sequence[str] | Mapping[str, bool] | None
     amsgrad: bool
     nesterov: bool
     dtype_momentum: str | None
     decoupled_weight_decay: bool
     maximize: bool
-    global_norm_clip_threshold: float | None
-    clipnorm: float | None
-    clipvalue: float | None
-    loss_scale_factor: float | None
-    gradient_accumulation_steps: int | None
-    use_ema: bool
-    ema_momentum: float | None
-    ema_overwrite_frequency: int | None
 
-    b1: float
-    b2: float
-    beta_1: float
-    beta_2: float
     betas: Sequence[float]
-    eps: float
-    eps_root: float
-    global_clipnorm: float | None
     gradient_clipping: float | None
     mu_dtype: str | None
-    weight_decay: float | None
 
 
 OPTIONS: Mapping[str, type] = {

@@ -267,7 +267,24 @@ class Concatenated:
 
 
 @dataclass(frozen=True)
-class EighthRoot:
+class _EachElement:
+    """What a tensor becomes of which each element is computed by itself."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> Shape:
+        """The shape."""
+        return self.tensor.shape
+
+    @property
+    def grain(self) -> Shape:
+        """The tensor's cheapest block."""
+        return self.tensor.grain
+
+
+@dataclass(frozen=True)
+class EighthRoot(_EachElement):
     """What an eighth power stands for: sign(b) |b|^(1/8) / 128 in float32, by three square roots as in the original.
 
     Source: tensorflow/tensor2tensor, utils/quantization.py, `EighthPowerEncoding.decode`.
@@ -278,22 +295,10 @@ class EighthRoot:
         [-0.5, 0.0]
     """
 
-    tensor: Tensor
-
-    @property
-    def shape(self) -> Shape:
-        """The shape."""
-        return self.tensor.shape
-
     @property
     def dtype(self) -> DType:
         """Float32: an eighth of the relative error of what is stored is less than bfloat16 can say."""
         return DTYPES["float32"]
-
-    @property
-    def grain(self) -> Shape:
-        """The tensor's cheapest block."""
-        return self.tensor.grain
 
     def read(self, index: Index | None = None) -> Array:
         """Reads a block."""
@@ -307,28 +312,16 @@ class EighthRoot:
 
 
 @dataclass(frozen=True)
-class EighthPower:
+class EighthPower(_EachElement):
     """A tensor as an eighth power in bfloat16, sign(w) (128 |w|)^8, rounded to nearest; undoes `EighthRoot` to the bit.
 
     Source: tensorflow/tensor2tensor, utils/quantization.py, `EighthPowerEncoding.encode`.
     """
 
-    tensor: Tensor
-
-    @property
-    def shape(self) -> Shape:
-        """The shape."""
-        return self.tensor.shape
-
     @property
     def dtype(self) -> DType:
         """Bfloat16."""
         return DTYPES["bfloat16"]
-
-    @property
-    def grain(self) -> Shape:
-        """The tensor's cheapest block."""
-        return self.tensor.grain
 
     def read(self, index: Index | None = None) -> Array:
         """Reads a block."""
