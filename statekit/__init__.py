@@ -322,11 +322,10 @@ def _hints(
 ) -> Hints:
     from statekit.conversion.contracts import Hints
 
-    names = None if param_names is None else tuple(param_names)
-    return Hints(
-        dict(hparams or {}),
+    return Hints.given(
+        hparams,
         variant,
-        names,
+        param_names,
         model_key=model_key,
         optimizer_key=optimizer_key,
         names_from=names_from,

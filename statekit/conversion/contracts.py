@@ -72,6 +72,34 @@ class Hints:
     optimizer_key: str | None = None
     names_from: str | None = None
 
+    @classmethod
+    def given(
+        cls,
+        hparams: Mapping[str, Any] | None = None,
+        variant: str | None = None,
+        param_names: Sequence[str] | None = None,
+        *,
+        model: Mapping[str, Tensor] | None = None,
+        model_key: str | None = None,
+        optimizer_key: str | None = None,
+        names_from: str | None = None,
+    ) -> Hints:
+        """Returns hints as a caller gives them: any sequence of names, and None for what isn't said.
+
+        Example:
+            >>> Hints.given(None, "hf", ["w", "b"]).param_names
+            ('w', 'b')
+        """
+        return cls(
+            dict(hparams or {}),
+            variant,
+            None if param_names is None else tuple(param_names),
+            model,
+            model_key,
+            optimizer_key,
+            names_from,
+        )
+
     def keyed(self, checkpoint: Checkpoint) -> Checkpoint:
         """Returns a checkpoint that knows where its parts were said to lie."""
         keys = {MODEL_KEY: self.model_key, OPTIMIZER_KEY: self.optimizer_key}

@@ -86,22 +86,11 @@ def plan(
 ) -> Plan:
     """Says what a conversion will do, without reading a value.
 
-    Args:
-        source: A checkpoint, or a run's folder.
-        target: Where the result shall be.
-        from_: Container of the source; found by its content if None.
-        to: Container of the target, or `<layout>-<container>`; by the target's name if None.
-        layout: Layout of the target; the container's usual one if None.
-        step: Which step of a run's folder; the newest if None.
-        hints: What the source doesn't say.
-        step_offset: `keep`; `reset`, so that the second-moment decay starts anew; or the step where it starts.
-        require: The worst exactness allowed.
-        like: A file that Keras saved of the same model, trained or not: the target's parameters lie as in it.
+    The arguments are those of `statekit.plan`, which explains them; but `hints` are what the source doesn't say, and
+    `require` is a level of exactness.
 
     Raises:
-        UsageError: The options, or source and target, don't go together.
-        InexactError: The conversion would be less exact than required.
-        NotFoundError, FormatError, StateError: The source can't be opened.
+        As `statekit.plan`.
     """
     request = Request(Path(source), Path(target), from_, to, layout, step, hints, step_offset, require, like)
     return prepare(request)

@@ -82,7 +82,9 @@ def load_optimizer(
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    with open_state(Path(path), step=step, hints=_hints(hparams, variant, param_names, names_from)) as opened:
+    with open_state(
+        Path(path), step=step, hints=Hints.given(hparams, variant, param_names, names_from=names_from)
+    ) as opened:
         state = as_params(opened.state)[0]
         require_resumable(state, path, HOME, MAKERS)
         state = renamed(state, names or {}, path)
@@ -99,16 +101,6 @@ def load_optimizer(
         if len(groups) == 1 and len(groups[0].paths) == len(leaves.names):
             return built(specs[0]), _loaded(specs[0], state, groups[0], leaves)
         return _partition(specs, groups, state, leaves)
-
-
-def _hints(
-    hparams: Mapping[str, Any] | None,
-    variant: str | None,
-    param_names: Sequence[str] | None,
-    names_from: str | None,
-) -> Hints:
-    names = None if param_names is None else tuple(param_names)
-    return Hints(dict(hparams or {}), variant, names, names_from=names_from)
 
 
 def _partition(
@@ -210,7 +202,9 @@ def load_params(
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    with open_state(Path(path), step=step, hints=_hints(hparams, None, param_names, names_from)) as opened:
+    with open_state(
+        Path(path), step=step, hints=Hints.given(hparams, None, param_names, names_from=names_from)
+    ) as opened:
         leaves = leaves_of(params)
         state = renamed(as_params(opened.state)[0], names or {}, path)
         stored, dtypes = state.params, {path_of(name): leaf.dtype for name, leaf in leaves.by_name.items()}

@@ -85,9 +85,8 @@ def load_optimizer(
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    hints = Hints(
-        dict(hparams or {}), variant, _order(Path(path), variables, param_names), names_from=names_from
-    )
+    order = _order(Path(path), variables, param_names)
+    hints = Hints.given(hparams, variant, order, names_from=names_from)
     with open_state(Path(path), step=step, hints=hints) as opened:
         state = as_params(opened.state)[0]
         require_resumable(state, path, HOME, MAKERS, "Keras moves the variables of a model by one")
@@ -108,10 +107,10 @@ def load_optimizer(
     return optimizer
 
 
-def _order(path: Path, variables: Variables, given: Sequence[str] | None) -> tuple[str, ...] | None:
+def _order(path: Path, variables: Variables, given: Sequence[str] | None) -> Sequence[str] | None:
     """Returns the names given, or those of a model's trainable variables if a file of Keras numbers them."""
     if given is not None:
-        return tuple(given)
+        return given
     if not isinstance(variables, keras.Model) or detect_container(path)[0].name not in KERAS_FILES:
         return None
     return tuple(map(path_of, variables.trainable_variables))
@@ -277,9 +276,8 @@ def load_params(
     """
     model = isinstance(variables, keras.Model)
     wanted = list(variables.variables if isinstance(variables, keras.Model) else variables)
-    hints = Hints(
-        dict(hparams or {}), None, _order(Path(path), variables, param_names), names_from=names_from
-    )
+    order = _order(Path(path), variables, param_names)
+    hints = Hints.given(hparams, None, order, names_from=names_from)
     with open_state(Path(path), step=step, hints=hints) as opened:
         names = names or _renumbered(opened, wanted)
         state = as_params(opened.state)[0]

@@ -261,13 +261,12 @@ def _hints(
     variant: str | None,
 ) -> Hints:
     """Returns what the caller says of a checkpoint, the parameters that it has for it among that."""
-    listed = None if param_names is None else tuple(param_names)
     theirs = {path_of(mine): name for mine, name in names.items()}
     model: dict[str, Tensor] = {
         name: Stored(tuple(param.shape), dtype_of(param), _no_values(name), name, "the model")
         for name, param in ((theirs.get(path_of(n), n), p) for n, p in pairs if p.requires_grad)
     }
-    return Hints(dict(hparams or {}), variant, listed, model, names_from=names_from)
+    return Hints.given(hparams, variant, param_names, model=model, names_from=names_from)
 
 
 def _no_values(name: str) -> Callable[[object], Array]:
