@@ -89,13 +89,13 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
         multiple=True,
         metavar="FILE|KEY=VALUE",
         help="What the checkpoint doesn't say, by the original's own names: decay_rate=0.8, or a .gin or .json file. "
-        "May be repeated.",
+        "May be repeated. adamw/b2=0.95 is of one of several optimizers.",
     )
     @click.option(
         "--variant",
         metavar="NAME",
         shell_complete=variants,
-        help="Which variant of the optimizer ran, where the files can't tell.",
+        help="Which variant of the optimizer ran, where the files can't tell; of several: adafactor/hf,adamw/torch.",
     )
     @click.option(
         "--param-names",

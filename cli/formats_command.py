@@ -37,7 +37,8 @@ def command(matrix: bool, as_json: bool) -> None:
         files.add_row(row["name"], "yes", writes, " ".join(row["suffixes"]), row["title"])
     names = Table(("layout", "optimizers", "containers", "what"), drop=("containers",))
     for row in layouts:
-        names.add_row(row["name"], " ".join(row["optimizers"]), " ".join(row["containers"]), row["title"])
+        optimizers = " ".join(row["optimizers"]) + ", several in one run" * row["several"]
+        names.add_row(row["name"], optimizers, " ".join(row["containers"]), row["title"])
     stdout.show(files)
     stdout.say()
     stdout.show(names)
@@ -58,5 +59,6 @@ def _layout(layout: LayoutCard) -> dict[str, Any]:
         "name": layout.name,
         "title": layout.title,
         "optimizers": list(layout.variants),
+        "several": layout.holds_several,
         "containers": list(layout.containers),
     }

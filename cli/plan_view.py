@@ -171,5 +171,6 @@ def show_next(stdout: Screen, state: Mapping[str, Any]) -> None:
         ]
         if group.get("decay") is not None:
             parts.append(f"second-moment decay {group['decay']:.6g} (step_offset {group['step_offset']})")
-        label = f"group {i}, {plural(group['parameters'], 'parameter')}: " if len(groups) > 1 else ""
+        whose = f" of {group['schema']}" if "schema" in group else ""
+        label = f"group {i}, {plural(group['parameters'], 'parameter')}{whose}: " if len(groups) > 1 else ""
         stdout.say(f"{label}{'; '.join(parts)}", indent=2)

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from several_driving import ALL, SAVED, SHAPES, WRAPPERS, Run, flat, saved
+from several_driving import ALL, LABELS, SAVED, SHAPES, WRAPPERS, Run, flat, nested, saved
 
 from formats import save, values
 from statekit.conversion.convert import convert, plan
+from statekit.conversion.inspection import inspect
 from statekit.conversion.open_state import open_state
 from statekit.conversion.resume import of_plan, resume_lines
 from statekit.errors import StateError, UsageError
@@ -229,8 +230,6 @@ def test_a_part_without_a_schema_is_named_and_its_parameters_are_not_frozen(
     import optax.contrib
 
     small = {path: np.ones(shape, np.float32) for path, shape in SHAPES.items()}
-    from several_driving import LABELS, nested
-
     params = nested(small)
     rules = {"big": getattr(optax, which, optax.sgd)(0.1), "small": optax.adamw(0.1)}
     own = {"trace": optax.sgd(0.1, momentum=0.9)}
@@ -245,6 +244,48 @@ def test_a_part_without_a_schema_is_named_and_its_parameters_are_not_frozen(
     name = {"muon": "Muon", "lion": "Lion", "trace": "SGD with momentum"}[which]
     with pytest.raises(StateError, match=f"{name}, which has no schema yet(.|\n)*emb/kernel, head/kernel"):
         open_state(file)
+    seen = inspect(file)
+    assert seen.layout is None and f"{name}, which has no schema yet: 2 of 5 parameters" in str(seen.contents)
+    slots = {one.tensor.name: {slot.name for slot in one.slots} for one in seen.parameters}
+    assert slots["emb/kernel"] == ({"trace"} if which == "trace" else {"mu"})
+    assert slots["norm/scale"] == {"mu", "nu"}
+
+
+def masked(first: Any, second: Any) -> Any:
+    """Returns a chain in which each of two optimizers moves its own part, and nothing moves the rest."""
+    import optax
+
+    def mask(*labels: str) -> Any:
+        return nested({path: label in labels for path, label in LABELS.items()})
+
+    return optax.chain(optax.masked(first, mask("big")), optax.masked(second, mask("small", "fixed")))
+
+
+def test_a_chain_of_masked_optimizers_is_told_apart_too(tmp_path: Path) -> None:
+    import optax
+
+    params = run().saved[0]
+    pair = masked(optax.adafactor(0.1), optax.adamw(0.1))
+    with open_state(saved(tmp_path / "run", "orbax", params, pair.init(params))) as opened:
+        assert opened.state.optimizer.kinds == (("adafactor", "optax"), ("adamw", "optax"))
+        assert opened.groups[0].paths == BIG
+    pair = masked(optax.lion(0.1), optax.adamw(0.1))
+    file = saved(tmp_path / "lion", "orbax", params, pair.init(params))
+    with pytest.raises(StateError, match="Lion, which has no schema yet, for emb/kernel, head/kernel"):
+        open_state(file)
+
+
+def test_what_is_missing_is_asked_of_each_optimizer(files: Any) -> None:
+    from statekit.conversion.resume import of_checkpoint
+
+    with open_state(files()) as opened:
+        place, state = of_checkpoint(opened), to_json(opened.state.to_json())
+        for framework, rate in (("torch", "lr"), ("jax", "learning_rate")):
+            line = resume_lines(place, state, framework)[-1]
+            asked = '{"adafactor": ..., "adamw": ...}, hparams={"adafactor/beta1": ...}'
+            assert line.endswith(f", {rate}={asked})")
+        with pytest.raises(StateError, match="Keras moves the variables of a model by one"):
+            resume_lines(place, state, "tensorflow")
 
 
 @pytest.mark.parametrize("where", ["optax", "neutral"])

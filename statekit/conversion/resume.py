@@ -26,6 +26,7 @@ from statekit.conversion.resume_parts import (
     schedule_call,
     schedule_keys,
 )
+from statekit.errors import StateError
 from statekit.files.manifest import FILE
 from statekit.optim.adafactor import defaults, next_decay
 from statekit.optim.adafactor_forms import Hyperparameters
@@ -137,6 +138,13 @@ def resume_lines(place: Place, state: State, framework: str | None = None) -> li
     """
     entry = _entries().get((place.layout, place.container), {})
     values = _values(place, entry, state)
+    if framework in _data()["alone"] and _has_several(state):
+        raise StateError(
+            f"The run has several optimizers, and {_data()['alone'][framework]}.",
+            place=place.path,
+            found=" and ".join(state["schema"].split("+")),
+            remedy=f"go on in another framework: {', '.join(n for n in frameworks() if n not in _data()['alone'])}",
+        )
     said = _data()["frameworks"][framework] if framework else _native_lines(place, entry, values)
     lines = [Template(line) for line in said]
     return [
@@ -177,11 +185,9 @@ def _entries() -> dict[tuple[str, str], Mapping[str, Any]]:
 def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, str | None]:
     """Returns what may stand in a line, each as it is written there; None leaves the line out."""
     groups, schema = state["groups"], state["schema"]
-    several = len({json.dumps(_kind(state, group)) for group in groups}) > 1
     path = _step_path(place, entry.get("step"))
     constructor = _data()["constructors"].get(schema, {}).get(state["variant"])
-    arguments, others = ([], []) if several else _native_arguments(state)
-    missing = list(dict.fromkeys(name for group in groups for name in _missing(state, group)))
+    arguments, others = ([], []) if _has_several(state) else _native_arguments(state)
     offsets = {group["hyperparameters"].get("step_offset") or 0 for group in groups}
     rates = {repr(group["hyperparameters"].get(_RATE)) for group in groups}
     by_suffix = {Path(file).suffix: Path(file).name for file in place.files}
@@ -211,11 +217,11 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "unscheduled": None if call else "",
         "own_rate": "" if any(group["hyperparameters"].get("relative_step") for group in groups) else None,
         "own_scheduler": "None" if makes_its_own(place.schedules) else call,
-        "optimizer": "\n".join(_construction(place, state, constructor)),
+        "optimizer": "\n".join(_construction(place, state)),
         "not_arguments": f"not an argument of {constructor}: {', '.join(others)}" if others else None,
         "groups": "groups" if converted else _groups(groups),
-        "missing": "".join(f", {name}={_UNKNOWN}" for name in ("lr" if n == _RATE else n for n in missing)),
-        "missing_keras": "".join(f", {name}={_UNKNOWN}" for name in missing),
+        "missing": _missing_arguments(state, "lr"),
+        "missing_keras": _missing_arguments(state, _RATE),
         "step_offset": f"{max(offsets)}" if len(offsets) == 1 and max(offsets) else None,
         "rate": rates.pop() if len(rates) == 1 and rates != {"None"} else _UNKNOWN,
         "params_file": by_suffix.get(".params", "net.params"),
@@ -224,6 +230,28 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         **_weights(place, path),
         "mxnet_name": {"adamw": "adam"}.get(schema, schema),
     }
+
+
+def _has_several(state: State) -> bool:
+    return any("schema" in group for group in state["groups"])
+
+
+def _missing_arguments(state: State, rate: str) -> str:
+    """Returns the arguments of `load_optimizer` for what a step needs and nobody has said.
+
+    Args:
+        state: The state.
+        rate: What the learning rate is called there.
+    """
+    pairs = dict.fromkeys(
+        (_kind(state, group)["schema"], name) for group in state["groups"] for name in _missing(state, group)
+    )
+    if not _has_several(state):
+        names = dict.fromkeys(rate if name == _RATE else name for _, name in pairs)
+        return "".join(f", {name}={_UNKNOWN}" for name in names)
+    rates = ", ".join(f'"{schema}": {_UNKNOWN}' for schema, name in pairs if name == _RATE)
+    others = ", ".join(f'"{schema}/{name}": {_UNKNOWN}' for schema, name in pairs if name != _RATE)
+    return f", {rate}={{{rates}}}" * bool(rates) + f", hparams={{{others}}}" * bool(others)
 
 
 def _kind(state: State, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,7 +275,7 @@ def _weights(place: Place, path: Path) -> dict[str, str | None]:
     }
 
 
-def _construction(place: Place, state: State, constructor: str | None) -> list[str]:
+def _construction(place: Place, state: State) -> list[str]:
     """Returns the lines that make `optimizer`."""
 
     def call(group: Mapping[str, Any], code: Mapping[str, str]) -> str:

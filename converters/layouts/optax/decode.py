@@ -6,9 +6,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from statekit.conversion.contracts import Contents
 from statekit.converters.layouts.hyperparameters import Hyperparameters, ManifestRecord, manifest_state
 from statekit.converters.layouts.optax.links import (
     LABELLED,
+    SLOT_TREES,
+    STRANGER,
     STRANGERS,
     Link,
     children,
@@ -16,6 +19,7 @@ from statekit.converters.layouts.optax.links import (
     is_tensor,
     leaves,
     links,
+    strangers,
     under,
     with_sequences,
 )
@@ -142,9 +146,14 @@ def foreign(tree: Opened, stepped: Sequence[Slots]) -> list[Foreign]:
                 continue
             path, state = unmoved[names[start:]], under(inner, below[: start - 1])
             slots.setdefault(path, {})[names[start - 1]] = leaf
-            fields[_named(state)] = None
+            fields[named(state)] = None
         if slots:
             parts.append(Foreign(" and ".join(fields), "/".join(map(str, keys)), slots))
+    seen = {path for part in parts for path in part.slots}
+    for link in strangers(tree.checkpoint.tree):
+        slots_left = {p: s for p, s in slots_of([link]).items() if p in {*unmoved.values()} - seen}
+        if slots_left:
+            parts.append(Foreign(named(link.state), "/".join(map(str, link.path)), slots_left))
     return parts
 
 
@@ -156,11 +165,38 @@ def _partition_labels(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, Tree]
             yield from _partition_labels(node, (*path, key))
 
 
-def _named(state: Tree) -> str:
+def named(state: Tree) -> str:
     """Returns what optimizer a link's state is of, by its fields."""
     fields = tuple(map(str, state)) if isinstance(state, Mapping) else ()
     name = STRANGERS.get(frozenset(fields), f"a link with {', '.join(fields)}")
     return f"{name}, which has no schema yet"
+
+
+_KNOWN = {"adam": "AdamW or its like", "adafactor": "Adafactor", "ema": "momentum"}
+"""What links are that have a schema."""
+
+
+def described(checkpoint: Checkpoint) -> Contents | None:
+    """Returns what a checkpoint holds in which an optimizer without a schema has a part; None if none has."""
+    tree = with_sequences(checkpoint.tree) if checkpoint.meta.get(SEQUENCES_AS_MAPS) else checkpoint.tree
+    unknown = strangers(tree)
+    known = [link for link in links(tree) if link.kind in SLOT_TREES]
+    where = find_params(tree, [*known, *unknown], (*SLOT_TREES,)) if unknown else None
+    if where is None:
+        return None
+    params = dict(_params(tree, where, Faults()))
+    slots: dict[str, dict[str, Tensor]] = {}
+    parts: dict[str, set[str]] = {}
+    for link in (*unknown, *known):
+        name = named(link.state) if link.kind == STRANGER else _KNOWN.get(link.kind, link.kind)
+        for path, tensors in slots_of([link]).items():
+            slots.setdefault(path, {}).update(tensors)
+            parts.setdefault(name, set()).add(path)
+    what = "; ".join(f"{name}: {len(paths)} of {len(params)} parameters" for name, paths in parts.items())
+    used = {id(tensor) for tensor in params.values()}
+    used |= {id(tensor) for tensors in slots.values() for tensor in tensors.values()}
+    others = {name: tensor for name, tensor in checkpoint.tensors.items() if id(tensor) not in used}
+    return Contents(f"a run of Optax, {what}", params, slots, others)
 
 
 def slots_of(slot_links: Sequence[Link]) -> dict[str, dict[str, Tensor]]:

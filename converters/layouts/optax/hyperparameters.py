@@ -82,7 +82,7 @@ def core_link(link: Link, all_links: Sequence[Link], tree: Tree, params: Path) -
     before, behind, own_chain = 0, None, None
     injected: dict[str, Tensor] = {}
     others: list[str] = []
-    momentum = None
+    momentum, moved = None, _paths(link)
     for depth in reversed(range(len(link.path))):
         outer = link.path[:depth]
         node = under(tree, outer)
@@ -106,9 +106,14 @@ def core_link(link: Link, all_links: Sequence[Link], tree: Tree, params: Path) -
                 and not momentum
             ):
                 momentum = other
-            elif same and other.kind in ("ema", "adam", "adafactor"):
+            elif same and other.kind in ("ema", "adam", "adafactor") and not _paths(other).isdisjoint(moved):
                 others.append(other.kind)
     return CoreLink(link, before, behind, momentum, injected, tuple(others))
+
+
+def _paths(link: Link) -> set[Path]:
+    """Returns the parameters that a link has slots for."""
+    return {keys for _, own_tree in link.trees() for keys, leaf in leaves(own_tree) if is_tensor(leaf)}
 
 
 def _injected(node: Tree) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from statekit.conversion.contracts import Contents as Described
 from statekit.conversion.contracts import Encoded, Evidence, Exactness, Hints
 from statekit.converters.layouts.factor_inference import MINIMUM
 from statekit.converters.layouts.optax.construction import (
@@ -41,6 +42,7 @@ from statekit.converters.layouts.optax.construction import (
 from statekit.converters.layouts.optax.decode import (
     FACTOR_MAP,
     Slots,
+    described,
     entries_of,
     foreign,
     given_rule,
@@ -396,6 +398,10 @@ class Optax:
         place = "/".join(map(str, core_links[0].path)) or "the top"
         return Evidence(20, f"{place} has {', '.join(core_links[0].state)}, as a state of Optax has them")
 
+    def describe(self, checkpoint: Checkpoint) -> Described | None:
+        """Names the optimizers without a schema, and lists their slots by parameter."""
+        return described(checkpoint)
+
     def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
         """Returns the canonical state.
 
@@ -417,7 +423,7 @@ class Optax:
         slots = [part.slots for part in parts]
         updates = updates_of(core_links, slots, faults)
         faults += [
-            (f"has the state of {part.name} for {some(list(part.slots))}", part.place)
+            (f"has the state of {part.name}, for {some(list(part.slots))}", part.place)
             for part in foreign(tree, slots)
         ]
         specified = {

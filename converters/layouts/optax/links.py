@@ -59,6 +59,7 @@ SLOT_TREES: dict[str, tuple[str, ...]] = {
     "adafactor": ("v_row", "v_col", "v"),
     "adam": ("mu", "nu", "nu_max"),
     "ema": ("ema",),
+    "stranger": ("mu", "nu", "trace", "sum_of_squares", "e_g", "e_x"),
 }
 """The fields of a link's state that are trees like the parameters'."""
 _SLOTS = {name for names in SLOT_TREES.values() for name in names}
@@ -75,6 +76,8 @@ STRANGERS: dict[frozenset[str], str] = {
     frozenset({"e_g", "e_x"}): "Adadelta",
 }
 """Optimizers of Optax without a schema, by the fields of their states."""
+STRANGER = "stranger"
+"""The kind of their links."""
 _INNER = {"inner_state", "inner_opt_state", LABELLED}
 CORE_LINKS = ("adafactor", "adam")
 """The links that an optimizer of Optax is known by."""
@@ -117,6 +120,25 @@ def links(tree: Tree) -> list[Link]:
             ]
             stack += reversed(inner)
     return all_links
+
+
+def strangers(tree: Tree) -> list[Link]:
+    """Returns the states of links of optimizers that have no schema.
+
+    Parameters may have such names too: a state's fields are trees.
+    """
+    places: list[Link] = []
+    stack: list[tuple[Path, Any]] = [((), tree)]
+    while stack:
+        path, node = stack.pop()
+        few = isinstance(node, Mapping) and len(node) <= _MOST_FIELDS
+        if few and frozenset(node) in STRANGERS and _counts(node):
+            link = Link(STRANGER, path, node)
+            if any(children(own_tree) for _, own_tree in link.trees()):
+                places.append(link)
+                continue
+        stack += reversed([((*path, key), child) for key, child in children(node)])
+    return places
 
 
 def _counts(node: Mapping[str, Any]) -> bool:

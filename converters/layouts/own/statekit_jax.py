@@ -109,7 +109,7 @@ class StatekitJax:
         slots = [slots_of([link]) for link in core_links]
         updates = updates_of(core_links, slots, faults)
         faults += [
-            (f"has the state of {part.name} for {some(list(part.slots))}", part.place)
+            (f"has the state of {part.name}, for {some(list(part.slots))}", part.place)
             for part in foreign(tree, slots)
         ]
         known = stated(checkpoint, schemas, slots)
