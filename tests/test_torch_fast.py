@@ -404,11 +404,24 @@ def test_a_new_difference_between_variants_goes_the_way_of_the_text_unless_it_on
 
 
 @pytest.mark.parametrize("schema", FAST)
+def test_a_new_slot_goes_the_way_of_the_text(schema: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variant, rules = variant_of(schema), load_schema(schema)
+    config, known = config_of(schema, variant), next(iter(rules.slots.values()))
+    assert fast_path(schema, variant, config, torch.ones(6, 4)) is not None
+    for owner, is_followed in ((variant, False), ("another", True)):
+        more = {**rules.slots, "drift": replace(known, name="drift", aliases={owner: "drift"})}
+        other = replace(rules, slots=more)
+        monkeypatch.setattr(followed, "load_schema", lambda name, other=other: other)
+        assert (fast_path(schema, variant, config, torch.ones(6, 4)) is not None) == is_followed
+
+
+@pytest.mark.parametrize("schema", FAST)
 def test_what_a_path_follows_is_of_its_schema(schema: str) -> None:
     listed = importlib.import_module(f"statekit.torch.fast.{schema}").FOLLOWED
     read = {field.name for field in fields(hyper_of(config_of(schema, variant_of(schema))))}
     assert listed.hyper.keys() <= read
     assert listed.forms.keys() <= variant_constants(schema, variant_of(schema)).keys()
+    assert {*listed.slots} <= load_schema(schema).slots.keys()
 
 
 @pytest.mark.parametrize("schema", FAST)

@@ -14,6 +14,9 @@ from typing import Any
 from statekit.errors import Faults, NotFoundError, StateError, meant
 from statekit.tensors.tensor import Tensor
 
+OF_GROUPS = ("group", "group_history")
+"""Shape rules of slots that a group has as a whole."""
+
 
 @dataclass(frozen=True)
 class SlotSchema:
@@ -65,6 +68,21 @@ class OptimizerSchema:
                 remedy=meant(name, self.variants),
             )
         return self.variants[name]
+
+    def kept(self, *variants: str) -> tuple[str, ...]:
+        """Returns the slots that parameters may have in one of some variants, those of whole groups left out."""
+        return self._kept(variants, of_groups=False)
+
+    def kept_by_groups(self, *variants: str) -> tuple[str, ...]:
+        """Returns the slots that groups as a whole may have in one of some variants."""
+        return self._kept(variants, of_groups=True)
+
+    def _kept(self, variants: Collection[str], of_groups: bool) -> tuple[str, ...]:
+        return tuple(
+            name
+            for name, slot in self.slots.items()
+            if (slot.shape in OF_GROUPS) == of_groups and not slot.aliases.keys().isdisjoint(variants)
+        )
 
     @property
     def stepped(self) -> tuple[str, ...]:

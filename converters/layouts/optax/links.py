@@ -21,19 +21,15 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from statekit.state.schema import load_schema
 from statekit.tensors.tensor import Stored, Tensor
 from statekit.tensors.tree import Path, Tree
 
-OWN_FIELDS: dict[str, tuple[str, ...]] = {
-    "adafactor": ("v_row", "v_col", "v", "m", "average"),
-    "scaled_adam": ("delta", "exp_avg_sq", "param_rms", "scale_exp_avg_sq", "scale_grads"),
-    "lans": ("m", "v", "master"),
-    "lamb": ("m", "v", "average"),
-    "adamw": ("m", "v", "v_max", "average"),
-}
+_SCHEMAS = [load_schema(name) for name in ("adafactor", "scaled_adam", "lans", "lamb", "adamw")]
+OWN_FIELDS: dict[str, tuple[str, ...]] = {schema.name: schema.kept(*schema.stepped) for schema in _SCHEMAS}
 """By schema, the fields of the states of statekit.jax that are trees like the parameters', beside `count`."""
 OWN_GROUP_FIELDS: dict[str, tuple[str, ...]] = {
-    "scaled_adam": ("model_norms", "model_norm_threshold", "num_clipped"),
+    schema.name: names for schema in _SCHEMAS if (names := schema.kept_by_groups(*schema.stepped))
 }
 """By schema, the fields that belong to all parameters together."""
 

@@ -57,6 +57,7 @@ FOLLOWED = Followed(
         "clipping_over": ("non_batch", "tensor"),
         "xla_perturbation": (False, None),
     },
+    slots=("v_row", "v_col", "v", "m", "average"),
 )  # fmt: skip
 
 

@@ -98,6 +98,7 @@ FOLLOWED = Followed(
         "bias_correction": ("both", "in_learning_rate", "none"),
         "epsilon_place": ("beside_corrected_root", "beside_uncorrected_root"),
     },
+    slots=("m", "v", "v_max", "average"),
 )
 
 

@@ -1,7 +1,7 @@
 """What a fast path follows of a rule: only that it computes, and whatever else there is goes the reference text's way.
 
-A path lists the hyperparameters and forms that it follows. So one that a schema gets later is left to the text until a
-path lists it: silence never means that it may be ignored.
+A path lists the hyperparameters, forms and slots that it follows. So one that a schema gets later is left to the text
+until a path lists it: silence never means that it may be ignored.
 """
 
 from __future__ import annotations
@@ -28,25 +28,32 @@ class Followed:
             `if_absent` of the schema.
         forms: Constant of the variant -> forms. One that isn't here may make no difference but in rounding, by `effect`
             of the schema.
+        slots: Slots that it moves, or that only exist with hyperparameters which it leaves to the text. A variant whose
+            parameters may have others is the text's.
     """
 
     hyper: Mapping[str, Values]
     forms: Mapping[str, Values]
+    slots: tuple[str, ...]
 
     def fits(self, schema: str, variant: str, hyper: Any) -> bool:
         """Tells whether the path follows a variant's rule with hyperparameters as the optimizer's `settle` has them."""
         rules, constants = load_schema(schema), variant_constants(schema, variant)
         known, differences = rules.hyperparameters, rules.data["differences"]
-        return all(
-            _among(getattr(hyper, field.name), self.hyper[field.name])
-            if field.name in self.hyper
-            else _is_absent(known.get(field.name, {}), getattr(hyper, field.name))
-            for field in fields(hyper)
-        ) and all(
-            _among(form, self.forms[name])
-            if name in self.forms
-            else differences.get(name, {}).get("effect") in _UP_TO_ROUNDING
-            for name, form in constants.items()
+        return (
+            {*rules.kept(variant)} <= {*self.slots}
+            and all(
+                _among(getattr(hyper, field.name), self.hyper[field.name])
+                if field.name in self.hyper
+                else _is_absent(known.get(field.name, {}), getattr(hyper, field.name))
+                for field in fields(hyper)
+            )
+            and all(
+                _among(form, self.forms[name])
+                if name in self.forms
+                else differences.get(name, {}).get("effect") in _UP_TO_ROUNDING
+                for name, form in constants.items()
+            )
         )
 
 

@@ -38,6 +38,7 @@ FOLLOWED = Followed(
         "trust_ratio_on": ("all",),
         "norm_reads": ("before_update",),
     },
+    slots=("m", "v", "average"),
 )  # fmt: skip
 
 

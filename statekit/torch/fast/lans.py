@@ -33,6 +33,7 @@ FOLLOWED = Followed(
         "epsilon_place": ("beside_corrected_root",),
         "second_half_weight": ("old",),
     },
+    slots=("m", "v", "master"),
 )  # fmt: skip
 """A parameter that `multi_precision` concerns is float16, and goes the text's way."""
 

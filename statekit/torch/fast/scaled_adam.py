@@ -53,6 +53,7 @@ FOLLOWED = Followed(
         "tensor_bias_correction": ("below_99_percent",),
         "first_moment_bias_correction": ("none",),
     },
+    slots=("delta", "exp_avg_sq", "param_rms", "scale_exp_avg_sq", "scale_grads"),
 )  # fmt: skip
 """All that concerns clipping and the sizes is done by the text itself, or has been done when a path is called."""
 
