@@ -116,6 +116,11 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
         help="Where the weights lie in a PyTorch file, keys joined by /, if several may be meant.",
     )
     @click.option("--optimizer-key", metavar="KEY", help="Where the optimizer's state lies in it.")
+    @click.option(
+        "--accept-damaged",
+        is_flag=True,
+        help="Go on with a checkpoint that its manifest contradicts; says what does.",
+    )
     @functools.wraps(command)
     def run(
         *args: Any,
@@ -125,10 +130,17 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
         names_from: str | None,
         model_key: str | None,
         optimizer_key: str | None,
+        accept_damaged: bool,
         **options: Any,
     ) -> Any:
         hints = _hints(hparams, variant, param_names)
-        hints = replace(hints, model_key=model_key, optimizer_key=optimizer_key, names_from=names_from)
+        hints = replace(
+            hints,
+            model_key=model_key,
+            optimizer_key=optimizer_key,
+            names_from=names_from,
+            accept_damaged=accept_damaged,
+        )
         return command(*args, hints=hints, **options)
 
     return run

@@ -69,6 +69,7 @@ def open(
     names_from: Literal["config"] | None = None,
     model_key: str | None = None,
     optimizer_key: str | None = None,
+    accept_damaged: bool = False,
 ) -> OpenState:
     """Opens a checkpoint and decodes it to its canonical state; reads headers and scalars only.
 
@@ -84,6 +85,8 @@ def open(
             built without weights; it needs statekit[hf].
         model_key: Where the model's weights lie in a PyTorch file, keys joined by `/`, if several may be meant.
         optimizer_key: Where the optimizer's state lies in it.
+        accept_damaged: Whether to go on with a checkpoint that its manifest contradicts; `checkpoint.findings` say what
+            does.
 
     Returns:
         The opened state: `params`, `slots`, `groups`, `counts`, `hyperparameters`, and `tensors` by name.
@@ -106,7 +109,7 @@ def open(
     """
     from statekit.conversion.open_state import open_state
 
-    hints = _hints(hparams, variant, param_names, names_from, model_key, optimizer_key)
+    hints = _hints(hparams, variant, param_names, names_from, model_key, optimizer_key, accept_damaged)
     return open_state(_local(path), container=container, layout=layout, step=step, hints=hints)
 
 
@@ -122,6 +125,7 @@ def inspect(
     names_from: Literal["config"] | None = None,
     model_key: str | None = None,
     optimizer_key: str | None = None,
+    accept_damaged: bool = False,
     filter: str | None = None,
     stats: bool = False,
 ) -> Inspection:
@@ -138,6 +142,7 @@ def inspect(
         names_from: As in `open`.
         model_key: As in `open`.
         optimizer_key: As in `open`.
+        accept_damaged: As in `open`.
         filter: Glob for parameter paths and names of other tensors; `*` also matches `/`.
         stats: Whether to read all values and add norm, rms, min, max, zeros, NaN and Inf.
 
@@ -155,7 +160,7 @@ def inspect(
     from statekit.conversion.inspection import Request
     from statekit.conversion.inspection import inspect as inspected
 
-    hints = _hints(hparams, variant, param_names, names_from, model_key, optimizer_key)
+    hints = _hints(hparams, variant, param_names, names_from, model_key, optimizer_key, accept_damaged)
     return inspected(_local(path), Request(container, layout, step, hints, filter, stats))
 
 
@@ -173,6 +178,7 @@ def plan(
     names_from: Literal["config"] | None = None,
     model_key: str | None = None,
     optimizer_key: str | None = None,
+    accept_damaged: bool = False,
     step_offset: StepOffset = "keep",
     require: _Level = "rounding",
     like: _Path | None = None,
@@ -192,6 +198,7 @@ def plan(
         names_from: As in `open`.
         model_key: As in `open`.
         optimizer_key: As in `open`.
+        accept_damaged: As in `open`.
         step_offset: `keep`; `reset`, so that the second-moment decay starts anew; or the step where it starts.
         require: The least exactness allowed.
         like: A file that Keras saved of the same model, trained or not: the target's parameters lie as in it.
@@ -217,7 +224,7 @@ def plan(
         to=to,
         layout=layout,
         step=step,
-        hints=_hints(hparams, variant, param_names, names_from, model_key, optimizer_key),
+        hints=_hints(hparams, variant, param_names, names_from, model_key, optimizer_key, accept_damaged),
         step_offset=step_offset,
         require=Exactness[require.upper()],
         like=None if like is None else _local(like),
@@ -243,7 +250,7 @@ def convert(
 
     Raises:
         TargetExistsError: The target exists and mustn't be replaced.
-        CorruptError: A tensor of the source isn't what its manifest says.
+        CorruptError: The source isn't what its manifest says.
         CommitError: Writing failed, or what was written isn't what was meant; nothing was left at the target.
         InexactError, UsageError, NotFoundError, FormatError, StateError: As of `plan`.
 
@@ -319,6 +326,7 @@ def _hints(
     names_from: str | None,
     model_key: str | None,
     optimizer_key: str | None,
+    accept_damaged: bool,
 ) -> Hints:
     from statekit.conversion.contracts import Hints
 
@@ -329,6 +337,7 @@ def _hints(
         model_key=model_key,
         optimizer_key=optimizer_key,
         names_from=names_from,
+        accept_damaged=accept_damaged,
     )
 
 

@@ -17,7 +17,7 @@ from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.kept import ALL_BYTES, FIELD, LEAF_BYTES, by_leaf, kept_of, to_field, with_kept
 from statekit.conversion.open_state import open_state
-from statekit.errors import FormatError, RefusedError
+from statekit.errors import CorruptError, FormatError, RefusedError
 from statekit.files.manifest import require_manifest, sealed, to_text
 from statekit.tensors.tensor import in_memory
 from statekit.tensors.tree import Record, leaf_names, tensor_names, to_json
@@ -117,9 +117,10 @@ def test_a_run_that_goes_on_in_its_folder_keeps_what_was_kept_of_the_first_step(
 
 def test_a_manifest_of_another_step_is_said(tmp_path: Path) -> None:
     target = moved(LIGHTNING, tmp_path / "checkpoint_4", "t5x").rename(tmp_path / "checkpoint_7")
-    with open_state(target) as opened:
-        assert opened.checkpoint.manifest is None
-        assert "is of step 4, the checkpoint of step 7" in opened.checkpoint.findings[0].what
+    with pytest.raises(CorruptError, match="is of step 7, in the manifest 4"):
+        open_state(target)
+    with open_state(target, hints=Hints(accept_damaged=True)) as opened:
+        assert opened.checkpoint.manifest is None and opened.checkpoint.findings[0].damage
 
 
 @pytest.mark.skipif(not MXNET.exists(), reason="the compact recordings have no schedule of MXNet")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.steps import files_beside, trusted_manifest
+from statekit.converters.containers.steps import files_beside
 from statekit.converters.formats.dcp.metadata import Contents, read_metadata
 from statekit.converters.formats.dcp.tree import tree_of
 from statekit.converters.formats.dcp.values import read_values
@@ -29,9 +29,10 @@ from statekit.converters.formats.dcp.writer import write_dcp
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import NotFoundError
 from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.integrity import proof_beside
 from statekit.files.source import Budget, Files, opening, read_small
 from statekit.files.stage import Stage
-from statekit.tensors.tree import Tree
+from statekit.tensors.tree import Tree, tensor_names
 
 METADATA = ".metadata"
 _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})", re.DOTALL)
@@ -64,12 +65,14 @@ class Folder:
             others: Names of the container's files that aren't the folder's own.
         """
         tree = named(tree)
-        manifest, odd = trusted_manifest(self.path, None, tree, self.files)
+        proof = proof_beside(self.path, tensor_names(tree), self.files)
         notes = tuple(Finding(note, f"{self.path / METADATA}") for note in self.contents.notes)
         beside = files_beside(self.path, self._names | {*others})
         meta = {**self._meta, "steps": steps, "files_beside": beside}
-        findings = (*notes, *odd)
-        return Checkpoint(container, self.path, tree, meta, step, manifest, findings, self.files.close)
+        findings = (*notes, *proof.findings)
+        return Checkpoint(
+            container, self.path, tree, meta, step, proof.manifest, findings, self.files.close, proof.folder
+        )
 
     @property
     def _names(self) -> set[str]:

@@ -21,15 +21,16 @@ import numpy as np
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.huggingface.folder import moved_to
 from statekit.converters.containers.huggingface.model import SHARD_BYTES, find_model, open_model, save_model
-from statekit.converters.containers.steps import files_beside, trusted_manifest
+from statekit.converters.containers.steps import files_beside
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.checkpoint import SORTED, Checkpoint
+from statekit.files.integrity import proof_beside
 from statekit.files.manifest import strict_json
 from statekit.files.source import Budget, Files, first_bytes, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor, in_memory
-from statekit.tensors.tree import Tree
+from statekit.tensors.tree import Tree, tensor_names
 
 OPTIONS = "optimizer_hyperparameters.json"
 PREFIX = "optim."
@@ -77,10 +78,12 @@ class DcpSafetensors:
             model = {key: one for key, one in whole.tensors.items() if not key.startswith(PREFIX)}
             slots = {key.removeprefix(PREFIX): one for key, one in whole.tensors.items() if key not in model}
             tree = named({"model": model, "optimizer": {**_options(path, files), **slots}})
-            manifest, findings = trusted_manifest(path, None, tree, files)
+            proof = proof_beside(path, tensor_names(tree), files)
             beside = files_beside(path, {OPTIONS, *whole.files})
         meta = {SORTED: whole.is_sorted, "files_beside": beside}
-        return Checkpoint(self.name, path, tree, meta, None, manifest, findings, files.close)
+        return Checkpoint(
+            self.name, path, tree, meta, None, proof.manifest, proof.findings, files.close, proof.folder
+        )
 
     def fitted(self, encoded: Encoded) -> Encoded:
         """Returns a state of tensors alone, with options that JSON can hold; all else has no place here."""

@@ -12,7 +12,6 @@ Source: keras-team/keras, keras/src/saving/saving_lib.py, `save_weights_only`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +20,10 @@ from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.formats.hdf5.reader import open_hdf5
 from statekit.converters.formats.hdf5.writer import MANIFEST, write_hdf5
 from statekit.errors import NotFoundError, StatekitError
-from statekit.files.checkpoint import ATTRIBUTES, Checkpoint, Finding
+from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
 from statekit.files.durable import sync, writing
-from statekit.files.manifest import manifest_inside, strict_json
+from statekit.files.integrity import Proof, proof_inside
+from statekit.files.manifest import strict_json
 from statekit.files.source import Budget, as_file, first_bytes, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tree import tensor_names
@@ -65,8 +65,8 @@ class KerasH5:
         with opening(budget) as files:
             opened = open_hdf5(as_file(files.source(path)), f"{path}")
             files.on_close(opened.close)
-            manifest, findings = documents(opened.tree, path)
-        return Checkpoint(self.name, path, opened.tree, {}, None, manifest, findings, files.close)
+            proof = documents(opened.tree, path)
+        return Checkpoint(self.name, path, opened.tree, {}, None, proof.manifest, proof.findings, files.close)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes the file.
@@ -90,7 +90,7 @@ def refuse_step(path: Path, step: int | None) -> None:
         )
 
 
-def documents(tree: dict[str, Any], path: Path) -> tuple[Mapping[str, Any] | None, tuple[Finding, ...]]:
+def documents(tree: dict[str, Any], path: Path) -> Proof:
     """Takes the manifest out of a tree's attributes, and parses documents among them, in place."""
     attributes = tree.get(ATTRIBUTES, {})
     for name in (CONFIG, METADATA, SAYINGS):
@@ -99,9 +99,7 @@ def documents(tree: dict[str, Any], path: Path) -> tuple[Mapping[str, Any] | Non
     text = attributes.pop(MANIFEST, None)
     if ATTRIBUTES in tree and not attributes:
         del tree[ATTRIBUTES]
-    if not isinstance(text, str):
-        return None, ()
-    return manifest_inside(text, tensor_names(tree), path)
+    return proof_inside(text, tensor_names(tree), path) if isinstance(text, str) else Proof()
 
 
 CONTAINER = KerasH5()

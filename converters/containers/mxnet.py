@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.steps import trusted_manifest
 from statekit.converters.formats.mxnet.params import LIST, NPZ, form_of, read_params, write_list, write_npz
 from statekit.converters.formats.mxnet.records import CPU
 from statekit.converters.formats.mxnet.states import read_states, write_states
 from statekit.errors import FormatError, NotFoundError, StatekitError
 from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.integrity import proof_beside
 from statekit.files.source import Budget, Files, first_bytes, last_bytes, opening
 from statekit.files.stage import Stage
+from statekit.tensors.tree import tensor_names
 
 PARAMS, STATES = ".params", ".states"
 MODULE_PREFIXES = ("arg:", "aux:")
@@ -228,11 +229,13 @@ class MXNet:
         pair = find_pair(path, step)
         with opening(budget) as files:
             tree, notes = _tree(pair, files)
-            manifest, findings = trusted_manifest(pair.files[0], pair.step, tree, files, pair.files[1:])
+            proof = proof_beside(pair.files[0], tensor_names(tree), files, pair.step, pair.files[1:])
         beside = [Finding(note, f"{pair.states}") for note in notes]
         meta = {"steps": list(pair.steps)} if pair.steps else {}
-        findings = (*findings, *beside)
-        return Checkpoint(self.name, path, tree, meta, pair.step, manifest, findings, files.close)
+        findings = (*proof.findings, *beside)
+        return Checkpoint(
+            self.name, path, tree, meta, pair.step, proof.manifest, findings, files.close, proof.folder
+        )
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes both files, the states as MXNet does under Python 3.8 and newer.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -19,7 +19,8 @@ from typing import Any, Literal, TypeAlias
 from statekit.converters.formats.hparams import read_gin, read_text
 from statekit.errors import Faults, FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.files.manifest import FILE, about, files_below, find_manifest
+from statekit.files.integrity import proof_beside
+from statekit.files.manifest import FILE, files_below
 from statekit.files.source import Files, first_bytes
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Stored, Tensor
@@ -237,13 +238,21 @@ def step_checkpoint(
         files: Its open files, closed with it.
     """
     gin, gin_findings = gin_settings(step_folder.path)
-    manifest, manifest_findings = trusted_manifest(step_folder.path, step_folder.step, tree, files)
+    proof = proof_beside(step_folder.path, tensor_names(tree), files, step_folder.step)
     beside = files_beside(step_folder.path, known) if step_folder.path.is_dir() else []
     around = {"steps": list(step_folder.steps), "files_beside": beside, "gin": gin}
-    findings = (*step_folder.findings, *findings, *gin_findings, *manifest_findings)
+    findings = (*step_folder.findings, *findings, *gin_findings, *proof.findings)
     meta = {**meta, **around}
     return Checkpoint(
-        container, step_folder.path, tree, meta, step_folder.step, manifest, findings, files.close
+        container,
+        step_folder.path,
+        tree,
+        meta,
+        step_folder.step,
+        proof.manifest,
+        findings,
+        files.close,
+        proof.folder,
     )
 
 
@@ -283,32 +292,6 @@ def gin_settings(step: Path) -> tuple[dict[str, Any], tuple[Finding, ...]]:
         "references": dict(settings.references),
         "left_out": list(settings.left_out),
     }, ()
-
-
-def trusted_manifest(
-    place: Path, step: int | None, tree: Tree, files: Files, beside: Iterable[Path] = ()
-) -> tuple[Mapping[str, Any] | None, tuple[Finding, ...]]:
-    """Reads `statekit.json` in a checkpoint's folder or beside it, if it is about this step and these tensors.
-
-    Args:
-        place: The checkpoint's folder, or its file.
-        step: The step that the checkpoint itself says, in its name or within; None if its format says none.
-        tree: What it holds.
-        files: Its open files.
-        beside: Where it is a file: its other files, in the same folder.
-
-    Returns:
-        The manifest, if there is one that can be trusted; what was odd.
-    """
-    for folder in (place, place.parent) if place.is_dir() else (place.parent,):
-        within = None if folder == place else {place.name, *(file.name for file in beside)}
-        manifest, findings = find_manifest(folder, files, within)
-        if manifest is not None:
-            trusted, faults = about(manifest, tensor_names(tree), folder / FILE, step)
-            return trusted, faults or findings
-        if findings:
-            return None, findings
-    return None, ()
 
 
 _MAX_FILE_NAME = 255

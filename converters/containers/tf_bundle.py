@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.steps import trusted_manifest
 from statekit.converters.formats.crc32c import crc32c
 from statekit.converters.formats.storage import dense
 from statekit.converters.formats.tensor_bundle.entries import (
@@ -45,10 +44,12 @@ from statekit.converters.formats.tensor_bundle.table import (
 from statekit.converters.formats.tensor_bundle.writer import STATE_FILE, write_bundle
 from statekit.errors import CorruptError, Faults, FormatError, NotFoundError, StatekitError
 from statekit.files.checkpoint import Checkpoint
+from statekit.files.integrity import proof_beside
 from statekit.files.source import Budget, File, Files, last_bytes, opening, read_small, record
 from statekit.files.stage import Stage
 from statekit.tensors.object_graph import GRAPH, Graph
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Shape, index_shape
+from statekit.tensors.tree import tensor_names
 
 MAX_STRING_BYTES = 64 * 2**20
 """The largest string tensor that is read, in bytes: an object graph is one."""
@@ -96,11 +97,13 @@ class TFBundle:
             number = _number(prefix)
             place = prefix.with_name(f"{prefix.name}.index")
             data = [one for one in prefix.parent.iterdir() if one.name.startswith(f"{prefix.name}.data-")]
-            manifest, findings = trusted_manifest(place, number, tree, files, data)
+            proof = proof_beside(place, tensor_names(tree), files, number, data)
             meta: dict[str, Any] = {"prefix": prefix.name, "shards": shards.count}
             if isinstance(tree.get(GRAPH), bytes):
                 meta[GRAPH] = parse_graph(tree[GRAPH], f"{GRAPH} in {prefix}").to_record()
-        return Checkpoint(self.name, prefix, tree, meta, number, manifest, findings, files.close)
+        return Checkpoint(
+            self.name, prefix, tree, meta, number, proof.manifest, proof.findings, files.close, proof.folder
+        )
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes `model.ckpt-<step>` and the text file that names it, in one shard, byte for byte as TensorFlow does.

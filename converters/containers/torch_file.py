@@ -6,17 +6,16 @@ comes the object that was saved, tensors in it, objects of foreign classes as in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.formats.pytorch.reader import generation, named, read_object
 from statekit.converters.formats.pytorch.writer import MANIFEST_KEY, write_torch
 from statekit.errors import NotFoundError, StatekitError
-from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.files.manifest import manifest_inside
+from statekit.files.checkpoint import Checkpoint
+from statekit.files.integrity import Proof, proof_inside
 from statekit.files.source import Budget, Files, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tree import tensor_names
@@ -84,12 +83,12 @@ def open_torch(path: Path, files: Files) -> Checkpoint:
         raise NotFoundError("A torch file is a regular file.", place=path, found="a folder or a device")
     opened = read_object(files.source(path))
     tree = named(opened.tree)
-    manifest: Mapping[str, Any] | None = None
-    more: tuple[Finding, ...] = ()
+    proof = Proof()
     if isinstance(tree, dict) and isinstance(tree.get(MANIFEST_KEY), str):
-        manifest, more = manifest_inside(tree.pop(MANIFEST_KEY), tensor_names(tree), path)
-    findings = (*opened.findings, *more)
-    return Checkpoint(CONTAINER.name, path, tree, opened.meta, manifest=manifest, findings=findings)
+        text = tree.pop(MANIFEST_KEY)
+        proof = proof_inside(text, tensor_names(tree), path)
+    findings = (*opened.findings, *proof.findings)
+    return Checkpoint(CONTAINER.name, path, tree, opened.meta, manifest=proof.manifest, findings=findings)
 
 
 _BECAUSE = {

@@ -62,6 +62,7 @@ class Hints:
         model_key: Path of the model's part in the checkpoint's tree, keys joined by `/`; found if None.
         optimizer_key: Path of the optimizer's part; found if None.
         names_from: Where else the order of parameters shall be taken from, a way that the layout offers: `config`.
+        accept_damaged: Whether to go on with a checkpoint that its manifest contradicts.
     """
 
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
@@ -71,6 +72,7 @@ class Hints:
     model_key: str | None = None
     optimizer_key: str | None = None
     names_from: str | None = None
+    accept_damaged: bool = False
 
     @classmethod
     def given(
@@ -83,6 +85,7 @@ class Hints:
         model_key: str | None = None,
         optimizer_key: str | None = None,
         names_from: str | None = None,
+        accept_damaged: bool = False,
     ) -> Hints:
         """Returns hints as a caller gives them: any sequence of names, and None for what isn't said.
 
@@ -98,6 +101,7 @@ class Hints:
             model_key,
             optimizer_key,
             names_from,
+            accept_damaged,
         )
 
     def keyed(self, checkpoint: Checkpoint) -> Checkpoint:

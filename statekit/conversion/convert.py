@@ -7,6 +7,7 @@ report = convert(p)
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ from statekit.conversion.kept import FIELD, by_leaf, kept_of, to_field
 from statekit.conversion.plan import Plan, Request
 from statekit.conversion.prepared import carried_out, prepare
 from statekit.conversion.resume import in_manifest, resume_lines
-from statekit.errors import CommitError, CorruptError, Faults, printable
+from statekit.errors import CommitError, Faults, printable
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.durable import writing
+from statekit.files.integrity import check_no_damage, prove_files
 from statekit.files.manifest import files_below, tensor_entry
 from statekit.files.stage import Entries, OnProgress, Progress, Stage, check_target, silent, staged
 from statekit.state.train_state import StepOffset
@@ -107,7 +109,7 @@ def convert(plan: Plan, *, replace: bool = False, on_progress: OnProgress | None
     Raises:
         TargetExistsError: The target exists, other than as an empty folder, and mustn't be replaced.
         UsageError: The source isn't what it was when the plan was made.
-        CorruptError: A tensor of the source isn't what the source's manifest says.
+        CorruptError: The source isn't what its manifest says.
         CommitError: Writing failed, or what was written isn't what was meant; nothing was left at the target.
     """
     began = time.monotonic()
@@ -118,14 +120,24 @@ def convert(plan: Plan, *, replace: bool = False, on_progress: OnProgress | None
         checkpoint, tree = prepared.opened.checkpoint, prepared.encoded.tree
         passed = _passed_through(checkpoint, tree)
         rest: dict[str, str] = {}
+        damage = Faults((finding.what, finding.place) for finding in checkpoint.findings if finding.damage)
         kept = kept_of(prepared.state.extra, by_leaf(prepared.encoded.dropped, prepared.state.extra))
         records = {FIELD: to_field(kept.extra)} if plan.kept else {}
 
         def fields(streamed: Entries) -> Mapping[str, Any]:
             digest = _content_digest(checkpoint, _source_digests(rest, passed, streamed))
             names = files_below(stage.path) if stage.kind == "folder" else ()
-            return {**_manifest_fields(plan, digest, names), **records}
+            changed = _changed(checkpoint, _source_digests(rest, passed, streamed))
+            return {**_manifest_fields(plan, digest, names), **records, **_taken(checkpoint, damage, changed)}
 
+        def judge(faults: Faults) -> None:
+            if not plan.request.hints.accept_damaged:
+                check_no_damage(faults, checkpoint.path)
+
+        damage += prove_files(
+            checkpoint, lambda name, done, total: tell(Progress("check", name, done, total))
+        )
+        judge(damage)
         with staged(
             plan.request.target,
             prepared.kind,
@@ -135,12 +147,12 @@ def convert(plan: Plan, *, replace: bool = False, on_progress: OnProgress | None
             total=plan.bytes,
         ) as stage:
             rest.update(_digest_rest(checkpoint, passed, tell))
-            _prove(checkpoint, rest)
+            judge(_changed(checkpoint, rest))
             with writing(stage.target):  # a container may make files by other means than the stage's
                 prepared.container.write(prepared.encoded, stage)
             _check_streamed(plan, stage)
             digests = _source_digests(rest, passed, stage.tensors)
-            proven = _prove(checkpoint, digests)
+            judge(_changed(checkpoint, digests))
             files = stage.commit(prepared.reopen)
         return Report(
             target=stage.target,
@@ -150,7 +162,7 @@ def convert(plan: Plan, *, replace: bool = False, on_progress: OnProgress | None
             seconds=time.monotonic() - began,
             verified=len(stage.tensors),
             source_digest=_content_digest(checkpoint, digests) or "",
-            source_proven=proven,
+            source_proven=len(_stated(checkpoint).keys() & digests.keys()),
         )
 
 
@@ -163,6 +175,19 @@ def _check_streamed(plan: Plan, stage: Stage) -> None:
         if written.get(name) != planned.get(name)
     )
     faults.check(CommitError, "What was written isn't what was planned", place=stage.target)
+
+
+def _taken(checkpoint: Checkpoint, damage: Faults, changed: Faults) -> dict[str, Any]:
+    """Returns the manifest's field for a damaged source that was accepted: what contradicted its manifest, and where.
+
+    Files are named as in the source's folder: a manifest says nothing of this machine.
+    """
+    folder = checkpoint.manifest_folder or checkpoint.path.parent
+    named = [
+        (what, os.path.relpath(place, folder) if os.path.isabs(place) else place) for what, place in damage
+    ]
+    taken = [f"{what} @ {place}" for what, place in (*named, *changed)]
+    return {"damage": taken} if taken else {}
 
 
 def _manifest_fields(plan: Plan, digest: str | None, files: Iterable[str]) -> Mapping[str, Any]:
@@ -213,23 +238,19 @@ def _source_digests(rest: Mapping[str, str], passed: Mapping[str, str], streamed
     return {**rest, **{passed[name]: entry["blake3"] for name, entry in streamed.items() if name in passed}}
 
 
-def _prove(checkpoint: Checkpoint, digests: Mapping[str, str]) -> int:
-    """Compares digests with those of the source's manifest, and returns how many it has.
+def _stated(checkpoint: Checkpoint) -> Entries:
+    """Returns what the source's manifest says of its tensors."""
+    return checkpoint.manifest["tensors"] if checkpoint.manifest else {}
 
-    Raises:
-        CorruptError: Lists every tensor that isn't what the manifest says.
-    """
-    stated = checkpoint.manifest["tensors"] if checkpoint.manifest else {}
-    known = [name for name in digests if name in stated]
-    changed = [name for name in known if digests[name] != stated[name]["blake3"]]
-    if changed:
-        raise Faults(("doesn't fit its digest in the manifest", name) for name in changed).error(
-            CorruptError,
-            f"{len(changed)} tensors of the source have other values than when it was written.",
-            place=checkpoint.path,
-            remedy="restore the checkpoint from a copy",
-        )
-    return len(known)
+
+def _changed(checkpoint: Checkpoint, digests: Mapping[str, str]) -> Faults:
+    """Compares digests with those of the source's manifest."""
+    stated = _stated(checkpoint)
+    return Faults(
+        ("has other values than when it was written", name)
+        for name, digest in digests.items()
+        if name in stated and digest != stated[name]["blake3"]
+    )
 
 
 def _content_digest(checkpoint: Checkpoint, digests: Mapping[str, str]) -> str | None:

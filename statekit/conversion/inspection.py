@@ -14,7 +14,6 @@ from statekit.conversion.contracts import Contents, Hints, Layout
 from statekit.conversion.target import source_container
 from statekit.errors import NotFoundError, StateError, StatekitError, UnknownFormatError, printable, some
 from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.files.manifest import tensor_faults
 from statekit.state.run import RunState, run_of
 from statekit.state.schema import NO_OPTIMIZER, WEIGHTS, load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
@@ -236,6 +235,7 @@ def inspect(
         NotFoundError: Nothing is there, no such step, or nothing matches the pattern.
         UsageError: No such container or layout.
         FormatError: The bytes don't follow their format or can't be trusted.
+        CorruptError: The checkpoint isn't what its manifest says.
     """
     if request.container:
         chosen, implied = source_container(request.container)
@@ -244,14 +244,15 @@ def inspect(
     else:
         chosen, evidence = registry.detect_container(path)
         container = Choice(chosen.name, chosen.title, evidence.because)
-    with request.hints.keyed(chosen.open(path, request.step)) as checkpoint:
+    with registry.opened(chosen, path, request.step, request.hints) as checkpoint:
         opened = Inspection(checkpoint.path, container, None, checkpoint.step, checkpoint.meta)
-        opened = replace(opened, findings=(*checkpoint.findings, *_manifest_faults(checkpoint)))
+        opened = replace(opened, findings=checkpoint.findings)
         try:
             layout, because = _layout(checkpoint, request.layout)
             state = registry.decoded(layout, checkpoint, request.hints)
         except (UnknownFormatError, StateError) as error:
-            if request.layout or replace(request.hints, model_key=None, optimizer_key=None) != Hints():
+            unsaid = replace(request.hints, model_key=None, optimizer_key=None, accept_damaged=False)
+            if request.layout or unsaid != Hints():
                 raise
             return _native(opened, checkpoint, error, request, on_progress)
         named = replace(opened, layout=Choice(layout.name, layout.title, because))
@@ -277,11 +278,6 @@ def _layout(checkpoint: Checkpoint, name: str | None) -> tuple[Layout, str]:
         return registry.layout(name), NAMED
     layout, evidence = registry.detect_layout(checkpoint)
     return layout, evidence.because
-
-
-def _manifest_faults(checkpoint: Checkpoint) -> Iterator[Finding]:
-    for what, name in tensor_faults(checkpoint.manifest, checkpoint.tensors) if checkpoint.manifest else ():
-        yield Finding(what, name)
 
 
 def _native(

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 from statekit.conversion import registry
 from statekit.conversion.contracts import NO_HINTS, Evidence, Hints
 from statekit.conversion.target import source_container
-from statekit.errors import CorruptError, Faults, printable
+from statekit.errors import printable
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.manifest import tensor_faults
 from statekit.files.source import Budget
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import Counts, Group, KnownFrom, TrainState
@@ -178,6 +177,7 @@ def open_state(
     Raises:
         NotFoundError: Nothing is there, or no such step or name.
         FormatError: The bytes can't be trusted, or no format fits.
+        CorruptError: The checkpoint isn't what its manifest says.
         StateError: The names break the layout.
     """
     if container is not None:
@@ -186,9 +186,8 @@ def open_state(
     else:
         named, seen = registry.detect_container(path)
     budget = Budget()
-    checkpoint = hints.keyed(named.open(path, step, budget))
+    checkpoint = registry.opened(named, path, step, hints, budget)
     try:
-        _check_manifest(checkpoint)
         if layout is not None:
             meaning, why = registry.layout(layout), Evidence(0, "named by the user")
         else:
@@ -198,8 +197,3 @@ def open_state(
     except BaseException:
         checkpoint.close()
         raise
-
-
-def _check_manifest(checkpoint: Checkpoint) -> None:
-    faults = Faults(tensor_faults(checkpoint.manifest, checkpoint.tensors) if checkpoint.manifest else ())
-    faults.check(CorruptError, "The checkpoint doesn't hold what its manifest says", place=checkpoint.path)

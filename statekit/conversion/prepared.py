@@ -126,6 +126,7 @@ def prepare(request: Request) -> Plan:
             "step_offset": {"asked": request.step_offset, "value": _offset(state, request.step_offset)},
             "require": request.require.name.lower(),
             **({"like": request.like.name} if request.like is not None else {}),
+            **({"accept_damaged": True} if request.hints.accept_damaged else {}),
         }
         target = Side(container.name, layout.name, encoded.step)
         keeps = container.target_kind == "folder" or isinstance(container, KeepsManifest)

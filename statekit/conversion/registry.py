@@ -36,6 +36,8 @@ from statekit.errors import (
     listed,
 )
 from statekit.files.checkpoint import Checkpoint
+from statekit.files.integrity import check_undamaged
+from statekit.files.source import Budget
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 
@@ -178,6 +180,25 @@ def detect_layout(checkpoint: Checkpoint) -> tuple[Layout, Evidence]:
         )
     best = _best([(lay.name, e) for lay, e in fitting], f"{checkpoint.path}", "layout", "--layout")
     return fitting[best]
+
+
+def opened(
+    container: Container, path: Path, step: int | None, hints: Hints, budget: Budget | None = None
+) -> Checkpoint:
+    """Opens a checkpoint by its container, and refuses one that its manifest contradicts, unless the hints accept it.
+
+    Raises:
+        NotFoundError, FormatError: It can't be opened.
+        CorruptError: It isn't what its manifest says, as far as opening looks.
+    """
+    checkpoint = hints.keyed(container.open(path, step, budget))
+    try:
+        if not hints.accept_damaged:
+            check_undamaged(checkpoint)
+    except BaseException:
+        checkpoint.close()
+        raise
+    return checkpoint
 
 
 def contents(checkpoint: Checkpoint) -> Contents | None:

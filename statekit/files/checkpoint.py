@@ -26,10 +26,18 @@ MODEL_KEY, OPTIMIZER_KEY = "model_key", "optimizer_key"
 
 @dataclass(frozen=True)
 class Finding:
-    """Something odd that a reader met and carried on from, such as a chunk that is absent and reads as fill."""
+    """Something odd that a reader met and carried on from, such as a chunk that is absent and reads as fill.
+
+    Attributes:
+        what: What is odd.
+        place: Where.
+        damage: Whether it contradicts the checkpoint's manifest: whoever opens it decides whether to go on
+            (statekit/files/integrity.py).
+    """
 
     what: str
     place: str
+    damage: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,8 +50,9 @@ class Checkpoint:
         tree: Everything in it, with Tensors at the leaves.
         meta: What the container knows besides: format version, generation, files.
         step: The step in the folder's name, if the container has one there.
-        manifest: The `statekit.json` found with it, if its sizes and digests fit.
+        manifest: The `statekit.json` found with it, if sizes, digests of small files, names, shapes and dtypes fit.
         findings: What was odd.
+        manifest_folder: Where the files lie that the manifest names; None if it stands inside the checkpoint's file.
     """
 
     container: str
@@ -54,6 +63,7 @@ class Checkpoint:
     manifest: Mapping[str, Any] | None = None
     findings: tuple[Finding, ...] = ()
     on_close: Callable[[], None] = field(default=lambda: None, repr=False)
+    manifest_folder: Path | None = None
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from statekit.errors import CorruptError, Faults, FormatError, NotFoundError, RefusedError
-from statekit.files.checkpoint import Finding
 from statekit.files.source import SMALL_FILE, Files, read_small, source_digest
 from statekit.tensors.digest import json_digest
 from statekit.tensors.tensor import Tensor
@@ -148,7 +147,8 @@ def require_manifest(
     """
     path = folder / FILE
     manifest = parse(read_small(path, files), path)
-    faults = Faults(_file_faults(folder, manifest["files"], within))
+    check_inside(folder, manifest)
+    faults = Faults(file_faults(folder, manifest["files"]))
     faults.check(
         CorruptError,
         "The files of a checkpoint aren't those that were written",
@@ -156,85 +156,6 @@ def require_manifest(
         remedy="restore the checkpoint from a copy",
     )
     return manifest
-
-
-def find_manifest(
-    folder: Path, files: Files | None = None, within: Collection[str] | None = None
-) -> tuple[dict[str, Any] | None, tuple[Finding, ...]]:
-    """Reads the manifest that a folder of another format may hold.
-
-    Args:
-        folder: The folder.
-        files: The checkpoint's open files, whose budget holds the manifest.
-        within: The files and folders in it that are the checkpoint, by name; None if all are. What else lies in a run's
-            folder, the run goes on to write and to remove.
-
-    Returns:
-        The manifest if there is one that names the checkpoint and fits its files; what was odd about it or about the
-        files it doesn't name.
-    """
-    if not (folder / FILE).exists():
-        return None, ()
-    try:
-        manifest = require_manifest(folder, files, within)
-    except FormatError as error:
-        return None, (_untrusted(error.line, folder / FILE),)
-    if not any(_is_of(name, within) for name in manifest["files"]):
-        return None, ()
-    return manifest, tuple(
-        Finding("the manifest doesn't name this file", str(folder / name))
-        for name in unnamed_files(folder, manifest)
-        if _is_of(name, within)
-    )
-
-
-def _is_of(name: str, within: Collection[str] | None) -> bool:
-    """Tells whether a file, by relative name, is one of these or lies below one."""
-    return within is None or any(name == one or name.startswith(f"{one}/") for one in within)
-
-
-def about(
-    manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], place: object, step: int | None = None
-) -> tuple[Mapping[str, Any] | None, tuple[Finding, ...]]:
-    """Returns a manifest if it is about these tensors, by names, shapes and dtypes; None and what differs if not.
-
-    Args:
-        manifest: The manifest.
-        tensors: The checkpoint's, by name.
-        place: Where the manifest lies.
-        step: The step that the checkpoint itself says; None if its format says none.
-    """
-    faults, stated = tensor_faults(manifest, tensors), manifest["target"].get("step")
-    if None not in (step, stated) and step != stated:
-        faults = [(f"is of step {stated}, the checkpoint of step {step}", "target"), *faults]
-    if not faults:
-        return manifest, ()
-    (what, name), others = faults[0], len(faults) - 1
-    more = f", and {others} more" if others else ""
-    return None, (_untrusted(f"{what} @ {name}{more}", place),)
-
-
-def manifest_inside(
-    text: str, tensors: Mapping[str, Tensor], place: object
-) -> tuple[Mapping[str, Any] | None, tuple[Finding, ...]]:
-    """Reads the manifest that a file keeps inside; digests of tensors are compared when they are read.
-
-    Args:
-        text: The manifest, as it stands there.
-        tensors: The file's, by name.
-        place: The file.
-
-    Returns:
-        The manifest if it can be trusted and is about these tensors; what is odd about it.
-    """
-    try:
-        return about(parse(text, place), tensors, place)
-    except FormatError as error:
-        return None, (_untrusted(error.line, place),)
-
-
-def _untrusted(why: str, place: object) -> Finding:
-    return Finding(f"the manifest isn't trusted: {why}", str(place))
 
 
 def tensor_faults(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
@@ -285,29 +206,42 @@ def inside(relative: str) -> bool:
     return not any(part in ("", ".", "..") for part in parts) and not any(c in relative for c in "\\\0:")
 
 
-def _file_faults(
-    folder: Path, files: Mapping[str, Mapping[str, Any]], within: Collection[str] | None
-) -> list[tuple[str, str]]:
-    foreign = [name for name in files if not inside(name)]
+def check_inside(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Refuses a manifest that names files outside its folder.
+
+    Raises:
+        RefusedError: It does.
+    """
+    foreign = [name for name in manifest["files"] if not inside(name)]
     if foreign:
         raise RefusedError(
             "A manifest names files outside its folder.",
             place=folder / FILE,
             found=", ".join(map(repr, foreign)),
         )
-    faults = (
-        (_file_fault(folder / name, entry), name) for name, entry in files.items() if _is_of(name, within)
-    )
+
+
+def file_faults(
+    folder: Path, entries: Mapping[str, Mapping[str, Any]], *, whole: bool = False
+) -> list[tuple[str, str]]:
+    """Compares files with their entries in a manifest; returns what differs, as what and the file's name.
+
+    Args:
+        folder: Where the files lie.
+        entries: The entries by name.
+        whole: Whether large files are digested too, and not only compared in size.
+    """
+    faults = ((_file_fault(folder / name, entry, whole), name) for name, entry in entries.items())
     return [(fault, name) for fault, name in faults if fault]
 
 
-def _file_fault(path: Path, entry: Mapping[str, Any]) -> str:
+def _file_fault(path: Path, entry: Mapping[str, Any], whole: bool) -> str:
     try:
         with Files() as files:
             source = files.source(path)
             if source.size != entry["bytes"]:
                 return f"has {source.size} bytes, expected {entry['bytes']}"
-            if source.size <= SMALL_BYTES and source_digest(source) != entry["blake3"]:
+            if (whole or source.size <= SMALL_BYTES) and source_digest(source) != entry["blake3"]:
                 return f"was changed: it isn't the file with BLAKE3 {entry['blake3'][:16]}..."
     except (NotFoundError, FormatError) as error:
         return error.subject

@@ -29,7 +29,7 @@ from statekit.converters.containers.huggingface.model import (
     save_model,
     ties_in,
 )
-from statekit.converters.containers.steps import step_prefix, trusted_manifest
+from statekit.converters.containers.steps import step_prefix
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.containers.torch_file import open_torch
 from statekit.converters.formats.pickle.reader import read_pickle
@@ -37,13 +37,14 @@ from statekit.converters.formats.pytorch.reader import named
 from statekit.converters.formats.pytorch.writer import write_archive
 from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitError, UsageError
 from statekit.files.checkpoint import SORTED, Checkpoint, Finding
+from statekit.files.integrity import proof_beside
 from statekit.files.manifest import FILE, inside
 from statekit.files.source import Budget, File, Files, first_bytes, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Stored, Tensor, index_shape
 from statekit.tensors.ties import TIES, ties_of
 from statekit.tensors.tree import Path as Keys
-from statekit.tensors.tree import Tree, at, holds_records, loose, put, without
+from statekit.tensors.tree import Tree, at, holds_records, loose, put, tensor_names, without
 
 FILES = "files"
 """Key of the files that are carried as bytes, by name."""
@@ -340,10 +341,12 @@ class HuggingFaceFolder:
                     expected=step,
                     found=number,
                 )
-            manifest, odd = trusted_manifest(folder.path, number, tree, files)
+            proof = proof_beside(folder.path, tensor_names(tree), files, number)
         meta = {**meta, "steps": list(folder.steps)}
-        findings = (*folder.findings, *findings, *odd)
-        return Checkpoint(self.name, folder.path, tree, meta, number, manifest, findings, files.close)
+        findings = (*folder.findings, *findings, *proof.findings)
+        return Checkpoint(
+            self.name, folder.path, tree, meta, number, proof.manifest, findings, files.close, proof.folder
+        )
 
     def fitted(self, encoded: Encoded) -> Encoded:
         """Returns a state with its parts where the folder keeps them, and what the library can't do without."""
