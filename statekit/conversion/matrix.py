@@ -64,9 +64,9 @@ def cells() -> Iterator[Cell]:
         homes = [layout for layout in layouts if schema in layout.variants]
         for variant in load_schema(schema).variants:
             for layout in homes:
-                own = layout.keeps_rule(schema, (variant,))
+                keeps = layout.keeps_rule(schema, (variant,))
                 state, followed = bare(schema, variant), layout.variants[schema]
-                change = None if own else best_rule_change(state, (variant,), followed)
+                change = None if keeps else best_rule_change(state, (variant,), followed)
                 yield Cell(schema, variant, layout.name, change)
 
 

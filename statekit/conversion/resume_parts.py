@@ -23,8 +23,8 @@ def model_keys(tensors: Iterable[str], paths: Sequence[str]) -> str | None:
         paths: Some of its parameters.
     """
     ends = tuple("/" + path.replace("/", ".") for path in paths)
-    found = (name.removesuffix(end) for name in tensors for end in ends if name.endswith(end))
-    return next((_keys(place) for place in found if "/state" not in place), None)
+    places = (name.removesuffix(end) for name in tensors for end in ends if name.endswith(end))
+    return next((_keys(place) for place in places if "/state" not in place), None)
 
 
 def optimizer_keys(tensors: Iterable[str]) -> str | None:
@@ -33,8 +33,8 @@ def optimizer_keys(tensors: Iterable[str]) -> str | None:
     Args:
         tensors: Names of the file's tensors.
     """
-    found = (name.partition(mark)[0] for name in tensors for mark in _STATE if mark in name)
-    return next((_keys(place) for place in found), None)
+    places = (name.partition(mark)[0] for name in tensors for mark in _STATE if mark in name)
+    return next((_keys(place) for place in places), None)
 
 
 def schedule_keys(schedules: Iterable[Schedule]) -> str | None:
@@ -72,8 +72,8 @@ def makes_its_own(schedules: Iterable[Schedule]) -> bool:
 
 
 def _of_torch(schedules: Iterable[Schedule]) -> Schedule | None:
-    found = [one for one in schedules if one.place.startswith(_TORCH) and one.kind not in _ELSEWHERE]
-    return found[0] if len(found) == 1 else None
+    kept = [one for one in schedules if one.place.startswith(_TORCH) and one.kind not in _ELSEWHERE]
+    return kept[0] if len(kept) == 1 else None
 
 
 def _keys(place: str) -> str:

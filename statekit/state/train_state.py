@@ -112,8 +112,8 @@ class Optimizer:
         each = list(dict.fromkeys(kind for _, kind in pairs))
         if len(each) == 1:
             return Optimizer(*each[0], tuple(replace(one, schema=None, variant=None) for one, _ in pairs))
-        own = tuple(replace(one, schema=kind[0], variant=kind[1]) for one, kind in pairs)
-        return Optimizer("+".join(schema for schema, _ in each), None, own)
+        own_groups = tuple(replace(one, schema=kind[0], variant=kind[1]) for one, kind in pairs)
+        return Optimizer("+".join(schema for schema, _ in each), None, own_groups)
 
     def kind(self, group: Group) -> Kind:
         """Returns whose rule moves a group."""
@@ -263,7 +263,7 @@ class TrainState:
         return replace(
             self,
             params={path: param for path, param in self.params.items() if path in paths},
-            slots={path: own for path, own in self.slots.items() if path in paths},
+            slots={path: slots for path, slots in self.slots.items() if path in paths},
             rules={path: rule for path, rule in self.rules.items() if path in paths},
             optimizer=Optimizer.of(groups, [kind] * len(groups)),
             counts=replace(
