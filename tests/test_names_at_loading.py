@@ -171,6 +171,14 @@ def test_names_may_differ_in_jax(tmp_path: Path) -> None:
         assert np.array_equal(own, original.state[held[there]]["exp_avg"].numpy())
 
 
+def test_no_value_is_narrowed_in_jax(tmp_path: Path) -> None:
+    net, original = trained()
+    path = named_file(tmp_path, net, original)
+    low = {name: jnp.zeros(param.shape, jnp.bfloat16) for name, param in net.named_parameters()}
+    with pytest.raises(StateError, match="is float32 and would be narrowed to the model's bfloat16"):
+        statekit.jax.load_params(path, low)
+
+
 @pytest.mark.parametrize(
     ("names", "match"),
     [({"q.weight": "nowhere"}, "nowhere"), ({"a.weight": "z.weight"}, "two parameters")],

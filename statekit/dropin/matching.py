@@ -13,7 +13,7 @@ from statekit.errors import Faults, StateError, UsageError
 from statekit.state.options import BY_NAME
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.train_state import Group, TrainState
-from statekit.tensors.tensor import Shape
+from statekit.tensors.tensor import DType, Shape, Tensor, widens
 from statekit.tensors.ties import TIES
 from statekit.tensors.tree import Tree
 
@@ -149,6 +149,24 @@ def renamed(state: TrainState, names: Mapping[str, str], place: object) -> Train
         counts=replace(state.counts, behind={of(path): n for path, n in state.counts.behind.items()}),
         extra=extra,
     )
+
+
+def copy_fault(source: Tensor, shape: Shape, dtype: DType, whose: str = "the model") -> str:
+    """Returns why a checkpoint's tensor can't be copied to where there is this shape and dtype; "" if it can.
+
+    It may be widened, but not narrowed.
+
+    Example:
+        >>> import numpy as np
+        >>> from statekit.tensors.tensor import DTYPES, in_memory
+        >>> copy_fault(in_memory(np.ones((2, 3), np.float32)), (2, 3), DTYPES["bfloat16"])
+        "is float32 and would be narrowed to the model's bfloat16"
+    """
+    if source.shape != shape:
+        return f"has shape {source.shape}, in {whose} {shape}"
+    if not widens(source.dtype, dtype):
+        return f"is {source.dtype} and would be narrowed to {whose}'s {dtype}"
+    return ""
 
 
 def match_faults(

@@ -15,7 +15,7 @@ import optax
 from statekit.conversion.contracts import Hints
 from statekit.conversion.open_state import open_state
 from statekit.dropin.by_name import path_of
-from statekit.dropin.matching import Given, match_faults, renamed, require_resumable
+from statekit.dropin.matching import Given, copy_fault, match_faults, renamed, require_resumable
 from statekit.dropin.options import refuse_options
 from statekit.dropin.overrides import overridden, rate_of
 from statekit.errors import Faults, StateError
@@ -27,7 +27,7 @@ from statekit.optim.run import steps_for
 from statekit.state.options import FACTOR_MAP, RATE_NAMES, known_options, read_options, taken
 from statekit.state.stored_params import as_params, as_variable
 from statekit.state.train_state import Group, TrainState
-from statekit.tensors.tensor import Tensor, widens
+from statekit.tensors.tensor import Tensor
 
 HOME = "statekit.jax"
 MAKERS = {schema: schema for schema in STATES}
@@ -214,9 +214,10 @@ def load_params(
         }
         faults = _shape_faults(stored, map(path_of, stored), leaves)
         faults += [
-            (f"is {sources[path_of(name)].dtype} and would be narrowed to {leaf.dtype}", name)
+            (fault, name)
             for name, leaf in leaves.by_name.items()
-            if path_of(name) in sources and not widens(sources[path_of(name)].dtype, leaf.dtype)
+            if (source := sources.get(path_of(name))) is not None
+            and (fault := copy_fault(source, source.shape, leaf.dtype))
         ]
         Faults(faults).check(StateError, "The checkpoint's parameters don't fit", place=path, remedy=_REMEDY)
         placed = {

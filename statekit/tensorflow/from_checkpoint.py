@@ -13,7 +13,7 @@ from statekit.arrays.backend import backend
 from statekit.conversion.contracts import Hints
 from statekit.conversion.open_state import OpenState, open_state
 from statekit.conversion.registry import detect_container
-from statekit.dropin.matching import Given, match_faults, require_resumable
+from statekit.dropin.matching import Given, copy_fault, match_faults, require_resumable
 from statekit.dropin.overrides import overridden
 from statekit.errors import Faults, StateError, UnknownRuleError, UsageError
 from statekit.state.options import FACTOR_MAP, KERAS, RATE_NAMES, known_options, taken
@@ -23,7 +23,7 @@ from statekit.tensorflow.naming import normal, partners, path_of, twice
 from statekit.tensorflow.optimizer import Rate, SchemaOptimizer
 from statekit.tensorflow.optimizers import LAMB, LANS, Adafactor, AdamW, ScaledAdam
 from statekit.tensorflow.spec import by_keras
-from statekit.tensors.tensor import DTYPES, DType, Tensor, blocks, widens
+from statekit.tensors.tensor import DTYPES, DType, Tensor, blocks
 
 Variables: TypeAlias = Iterable[Any] | keras.Model
 Fault: TypeAlias = tuple[str, str]
@@ -238,7 +238,7 @@ def _targets(optimizer: SchemaOptimizer, state: TrainState, place: object) -> li
         if k not in mine
     ]
     pairs = [(mine[key], theirs[key], " ".join(key)) for key in mine if key in theirs]
-    Faults([*faults, *_misfits(pairs)]).check(
+    Faults([*faults, *_misfits(pairs, "the optimizer")]).check(
         StateError, "The checkpoint's slots don't fit the optimizer", place=place, remedy=_REMEDY
     )
     return [(target, source) for target, source, _ in pairs]
@@ -296,7 +296,7 @@ def load_params(
             for key, v in targets.items()
             if key in sources
         ]
-        Faults([*faults, *_misfits(pairs)]).check(
+        Faults([*faults, *_misfits(pairs, "the model")]).check(
             StateError, "The checkpoint's parameters don't fit the variables", place=path, remedy=_REMEDY
         )
         for target, source, _ in pairs:
@@ -307,13 +307,10 @@ def _dtype_of(variable: Any) -> DType:
     return DTYPES[keras.backend.standardize_dtype(variable.dtype)]
 
 
-def _misfits(pairs: Sequence[tuple[Any, Tensor, str]]) -> Iterator[Fault]:
+def _misfits(pairs: Sequence[tuple[Any, Tensor, str]], whose: str) -> Iterator[Fault]:
     for target, source, name in pairs:
-        mine = _dtype_of(target)
-        if tuple(target.shape) != source.shape:
-            yield f"has shape {source.shape} in the checkpoint, expected {tuple(target.shape)}", name
-        elif not widens(source.dtype, mine):
-            yield f"is {source.dtype} in the checkpoint and would be narrowed to {mine}", name
+        if fault := copy_fault(source, tuple(target.shape), _dtype_of(target), whose):
+            yield fault, name
 
 
 def _copied(target: Any, source: Tensor) -> None:

@@ -14,14 +14,14 @@ from statekit.conversion.contracts import Hints
 from statekit.conversion.open_state import open_state
 from statekit.conversion.registry import layout
 from statekit.dropin.by_name import path_of
-from statekit.dropin.matching import Given, match_faults, renamed, require_resumable
+from statekit.dropin.matching import Given, copy_fault, match_faults, renamed, require_resumable
 from statekit.dropin.overrides import overridden, rate_of
 from statekit.errors import Faults, StateError, UsageError
 from statekit.state.options import RATE_NAMES
 from statekit.state.schema import load_schema
 from statekit.state.stored_params import as_params, as_variable
 from statekit.state.train_state import Axis, Rule, TrainState
-from statekit.tensors.tensor import Array, Stored, Tensor, widens
+from statekit.tensors.tensor import Array, Stored, Tensor
 from statekit.torch.adafactor import Adafactor
 from statekit.torch.adamw import AdamW
 from statekit.torch.groups import rate_fault
@@ -225,12 +225,8 @@ def _fitted(
             faults.append(("isn't in the model", name))
             continue
         tensor = as_variable(state, name, dtype_of(target), makers) if name in state.params else stored_tensor
-        if tuple(target.shape) != tensor.shape:
-            faults.append((f"has shape {tensor.shape}, in the model {tuple(target.shape)}", name))
-        elif not widens(tensor.dtype, dtype_of(target)):
-            faults.append(
-                (f"is {tensor.dtype} and would be narrowed to the model's {dtype_of(target)}", name)
-            )
+        if fault := copy_fault(tensor, tuple(target.shape), dtype_of(target)):
+            faults.append((fault, name))
         elif target.is_meta:
             faults.append(("has no storage in the model: it is on the meta device", name))
         pairs.append((target, tensor))
