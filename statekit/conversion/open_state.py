@@ -121,10 +121,10 @@ class OpenState:
             f"{schema}, variant {variant or 'unknown'}" for schema, variant in self.state.optimizer.kinds
         )
         slots = sum(map(len, self.slots.values()))
-        held = f"{kinds}, {self.counts.updates} updates done, {len(self.params)} parameters, {slots} slots"
+        content = f"{kinds}, {self.counts.updates} updates done, {len(self.params)} parameters, {slots} slots"
         if self.state.optimizer.schema == WEIGHTS:
-            held = f"weights alone, {len(self.params)} tensors"
-        return f"{held}, container {self.checkpoint.container}, layout {self.layout}"
+            content = f"weights alone, {len(self.params)} tensors"
+        return f"{content}, container {self.checkpoint.container}, layout {self.layout}"
 
     def _repr_html_(self) -> str:
         """Returns what a notebook shows: a summary, the groups' hyperparameters, and the parameters with slots."""

@@ -65,12 +65,20 @@ class Adam:
         )  # fmt: skip
 
 
+def direction(adam: Adam, stacks: Stacks, room: torch.Tensor, maximize: bool = False) -> torch.Tensor:
+    """Moves the moments, and returns in `room` what Adam steps along, where the rule squares gradients by itself."""
+    g, m, v, x = stacks["grad"], stacks["m"], stacks["v"], room.zero_()
+    adam(-1.0, [x], [g], [m], [v], maximize=maximize)
+    overflow(g, v, x)
+    return x
+
+
 def held(rate: Value, given: Value) -> Value:
     """Returns a learning rate as a number, if it was given as one."""
     return rate if isinstance(given, torch.Tensor) else float(rate)
 
 
-def overflow(grad: torch.Tensor, v: torch.Tensor, direction: torch.Tensor) -> None:
+def overflow(grad: torch.Tensor, v: torch.Tensor, along: torch.Tensor) -> None:
     """Makes second moments infinite, and directions 0, where a gradient's square is more than float32 holds.
 
     The kernel multiplies with 1 - beta2 first and stays finite; rules that square first don't. Where asking is cheap,
@@ -80,7 +88,7 @@ def overflow(grad: torch.Tensor, v: torch.Tensor, direction: torch.Tensor) -> No
         return
     over = (grad * grad).isinf() & grad.isfinite()
     v.masked_fill_(over, math.inf)
-    direction.masked_fill_(over, 0.0)
+    along.masked_fill_(over, 0.0)
 
 
 FOLLOWED = Followed(
@@ -132,9 +140,7 @@ class FastAdamW:
 
         def kernel(part: slice, stacks: Stacks, rooms: Tensors) -> None:
             # The kernel would round the decayed parameter by itself; here the decay joins the direction.
-            p, g, m, v, x = *(stacks[name] for name in ("param", "grad", "m", "v")), rooms[0].zero_()
-            adam(-1.0, [x], [g], [m], [v], maximize=hyper.maximize)
-            overflow(g, v, x)
+            p, x = stacks["param"], direction(adam, stacks, rooms[0], hyper.maximize)
             p.sub_(x.add_(p, alpha=w).mul_(rate))
 
         in_stacks(kernel, {"param": params, **named}, {"grad": grads})

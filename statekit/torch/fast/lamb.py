@@ -17,7 +17,7 @@ from statekit.optim.lamb import Hyperparameters, Setting
 from statekit.optim.steps import Scene
 from statekit.optim.trust_ratio import RATIO
 from statekit.state.constants import variant_constants
-from statekit.torch.fast.adamw import Adam, overflow
+from statekit.torch.fast.adamw import Adam, direction
 from statekit.torch.fast.batching import Stacks, Tensors, along, by_name, in_stacks, plain, squares
 from statekit.torch.fast.followed import Followed
 from statekit.torch.fast.numba_runner import in_reach, run
@@ -70,9 +70,7 @@ class FastLamb:
         w = hyper.weight_decay_rate or 0.0
 
         def kernel(part: slice, stacks: Stacks, rooms: Tensors) -> None:
-            p, g, m, v, x = *(stacks[name] for name in ("param", "grad", "m", "v")), rooms[0].zero_()
-            adam(-1.0, [x], [g], [m], [v])
-            overflow(g, v, x)
+            p, x = stacks["param"], direction(adam, stacks, rooms[0])
             if w:
                 x.add_(p, alpha=w)
             norms = squares(p).sqrt_(), squares(x).sqrt_()
