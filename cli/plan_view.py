@@ -1,4 +1,4 @@
-"""A plan and a report as text."""
+"""Prints what a conversion will do, or has done: its sides, how exact it is and why, and what stays behind."""
 
 from __future__ import annotations
 

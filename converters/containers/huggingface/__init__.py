@@ -1,1 +1,5 @@
-"""Folders of Hugging Face's libraries: Trainer's, Accelerate's, and a model in safetensors."""
+"""Folders of Hugging Face's libraries: Trainer's, Accelerate's, and a model in safetensors.
+
+This package reads and writes what these libraries load, one module for each. In goes a folder, or a single
+safetensors file. Out comes a tree with the model, the optimizer and every other file, which PyTorch's layouts read.
+"""

@@ -2,7 +2,7 @@
 
 A pickle is a program for a stack machine that may import and call anything. This machine imports and calls nothing:
 a name it meets becomes a `Record` of that name, a call becomes the value of an inert constructor from an allow-list
-(`converters.pickle_names`) or, for an object of a foreign class, a `Record` of its class, arguments and state.
+(`names`) or, for an object of a foreign class, a `Record` of its class, arguments and state.
 Anything else is refused.
 """
 

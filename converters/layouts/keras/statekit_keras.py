@@ -5,8 +5,7 @@
 Slots have names, with `:` for the slashes of a path; the model's variables are numbered as Keras does it, and found by
 the names of their layers. Hyperparameters stand in the config of a `.keras` file; a `.weights.h5` file has none.
 
-Source: statekit/tensorflow/optimizer.py, `Engine.save_own_variables`, `get_config`;
-statekit/tensorflow/settings.py.
+Source: statekit/tensorflow/optimizer.py, `save_own_variables`, `get_config`; statekit/tensorflow/spec.py.
 """
 
 from __future__ import annotations

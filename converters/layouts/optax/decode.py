@@ -1,4 +1,8 @@
-"""What the links of optimizers hold, by parameter, for layouts whose states are trees like the parameters."""
+"""Reads optimizer states that are trees like the parameters, as those of Optax and statekit.jax are.
+
+In goes a checkpoint's tree. Out come its links, where its parameters are, slots by parameter, counts, and what has no
+meaning to an optimizer, kept so that the tree can be rebuilt.
+"""
 
 from __future__ import annotations
 
