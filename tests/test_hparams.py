@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from statekit.converters.containers.steps import find_gin
+from statekit.converters.containers.step_folders import find_gin
 from statekit.converters.formats.hparams import Settings, parse_value, read_gin, read_hparams
 from statekit.errors import FormatError, NotFoundError, UsageError
 

@@ -24,7 +24,7 @@ from statekit.converters.containers.keras_h5 import CONTAINER as H5
 from statekit.converters.containers.keras_zip import CONTAINER as ZIP
 from statekit.converters.formats.hdf5.reader import Names, open_hdf5
 from statekit.converters.formats.hdf5.writer import write_hdf5
-from statekit.converters.formats.tensor_bundle.object_graph import graph_bytes, parse_graph
+from statekit.converters.formats.tensor_bundle.graph_proto import graph_bytes, parse_graph
 from statekit.converters.layouts.keras.layout import LAYOUT
 from statekit.converters.layouts.keras.state import Kept, numbered, places
 from statekit.errors import (

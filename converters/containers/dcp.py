@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.steps import files_beside
+from statekit.converters.containers.step_folders import files_beside
 from statekit.converters.formats.dcp.metadata import Contents, read_metadata
 from statekit.converters.formats.dcp.tree import tree_of
 from statekit.converters.formats.dcp.values import read_values

@@ -21,7 +21,7 @@ import numpy as np
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.huggingface.folder import moved_to
 from statekit.converters.containers.huggingface.model import SHARD_BYTES, find_model, open_model, save_model
-from statekit.converters.containers.steps import files_beside
+from statekit.converters.containers.step_folders import files_beside
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.checkpoint import SORTED, Checkpoint

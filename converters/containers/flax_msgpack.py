@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.steps import FOLDER, find_step, sighted, step_checkpoint
+from statekit.converters.containers.step_folders import FOLDER, find_step, sighted, step_checkpoint
 from statekit.converters.formats.msgpack.reader import Inline, parse
 from statekit.converters.formats.msgpack.writer import NUMBER, SCALAR, gathered, packed
 from statekit.errors import FormatError, RefusedError

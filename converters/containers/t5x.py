@@ -19,7 +19,7 @@ from typing import Any, Literal
 import msgpack
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.steps import (
+from statekit.converters.containers.step_folders import (
     FOLDER,
     INDEX,
     array_names,

@@ -33,7 +33,7 @@ from statekit.converters.formats.tensor_bundle.entries import (
     parse_strings,
     slice_key,
 )
-from statekit.converters.formats.tensor_bundle.object_graph import graph_bytes, parse_graph
+from statekit.converters.formats.tensor_bundle.graph_proto import graph_bytes, parse_graph
 from statekit.converters.formats.tensor_bundle.table import (
     FOOTER_BYTES,
     MAGIC,

@@ -29,7 +29,7 @@ from statekit.converters.containers.huggingface.model import (
     save_model,
     ties_in,
 )
-from statekit.converters.containers.steps import step_prefix
+from statekit.converters.containers.step_folders import step_prefix
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.containers.torch_file import open_torch
 from statekit.converters.formats.pickle.reader import read_pickle

@@ -37,7 +37,7 @@ from statekit.converters.containers.orbax.metadata import (
     tree_of,
 )
 from statekit.converters.containers.orbax.writer import step_metadata, write_item
-from statekit.converters.containers.steps import (
+from statekit.converters.containers.step_folders import (
     INDEX,
     JSON_ITEM,
     METADATA,

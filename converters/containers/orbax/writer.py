@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.converters.containers.orbax.metadata import STRINGS, document_of
-from statekit.converters.containers.steps import JSON_ITEM, METADATA, array_names
+from statekit.converters.containers.step_folders import JSON_ITEM, METADATA, array_names
 from statekit.converters.formats.zarr.writer import encoded_chunks, header_bytes, header_for
 from statekit.files.durable import writing
 from statekit.files.stage import Stage

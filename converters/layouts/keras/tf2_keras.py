@@ -19,9 +19,7 @@ from dataclasses import dataclass, field
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.hyperparameters import manifest_state
-from statekit.converters.layouts.keras.layout import home_in
-from statekit.converters.layouts.keras.like import laid_out_like
-from statekit.converters.layouts.keras.object_graph import (
+from statekit.converters.layouts.keras.graph_optimizer import (
     ITERATIONS,
     TRAINED,
     VARIABLES,
@@ -33,6 +31,8 @@ from statekit.converters.layouts.keras.object_graph import (
     graph_home,
     tensors_of,
 )
+from statekit.converters.layouts.keras.layout import home_in
+from statekit.converters.layouts.keras.like import laid_out_like
 from statekit.converters.layouts.keras.state import (
     HOME,
     SCHEMAS,

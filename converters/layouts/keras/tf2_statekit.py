@@ -13,9 +13,7 @@ from typing import Any
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.hyperparameters import manifest_state
-from statekit.converters.layouts.keras.layout import home_in
-from statekit.converters.layouts.keras.like import laid_out_like
-from statekit.converters.layouts.keras.object_graph import (
+from statekit.converters.layouts.keras.graph_optimizer import (
     BASE_LISTS,
     VARIABLES,
     GraphOptimizer,
@@ -27,6 +25,8 @@ from statekit.converters.layouts.keras.object_graph import (
     tensors_of,
     values_of,
 )
+from statekit.converters.layouts.keras.layout import home_in
+from statekit.converters.layouts.keras.like import laid_out_like
 from statekit.converters.layouts.keras.state import (
     ACCUMULATOR,
     AVERAGE,

@@ -55,7 +55,7 @@ from statekit.converters.layouts.optax.decode import (
     updates_of,
 )
 from statekit.converters.layouts.optax.factoring import Factoring, factoring, placeholder, rule_of, usual_axes
-from statekit.converters.layouts.optax.hyperparameters import (
+from statekit.converters.layouts.optax.inferred_hyperparameters import (
     OPTIMIZER,
     VARIANT,
     CoreLink,

@@ -17,7 +17,7 @@ from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.factor_inference import fits, from_slots
 from statekit.converters.layouts.hyperparameters import Hyperparameters, OptimizerSpec, manifest_state
-from statekit.converters.layouts.t5x.hyperparameters import RULES, inferred, members, scale_by_path
+from statekit.converters.layouts.t5x.inferred_hyperparameters import RULES, inferred, members, scale_by_path
 from statekit.converters.layouts.t5x.rules import GivenRules, as_t5x, given_rules
 from statekit.converters.layouts.t5x.tree import (
     PLACEHOLDER,
