@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,11 @@ from entered import CONVERT, SOURCE, STEP, Call, entered
 ROOT = Path(__file__).parents[1]
 TEXT = architecture.PAGE.read_text(encoding="utf-8")
 LINK = re.compile(r"\]\(([^)#]+)\)")
+PACKAGES = [
+    f"{path.relative_to(ROOT)}"
+    for top in ("converters", "cli")
+    for path in sorted((ROOT / top).rglob("__init__.py"))
+]
 
 
 def section(title: str) -> str:
@@ -45,6 +51,15 @@ def test_files_that_are_named_without_a_link_are_there_too() -> None:
     named = re.findall(r"`([\w/]+/\w+\.py)`", TEXT)
     assert named
     assert [name for name in named if not list(ROOT.glob(f"**/{name}"))] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_says_what_it_does_and_what_goes_in_and_comes_out(package: str) -> None:
+    said = " ".join((ast.get_docstring(ast.parse((ROOT / package).read_bytes())) or "").split())
+    assert re.search(r"\b([Ii]n goe?s?|goe?s? in)\b", said) and re.search(
+        r"\b([Oo]ut comes?|comes? out)\b", said
+    )
+    assert len(re.findall(r"[.;:](?=\s|$)", said)) >= 3
 
 
 @pytest.mark.torch
