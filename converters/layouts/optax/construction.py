@@ -67,15 +67,15 @@ def construction(
     moved = {path for group in groups for path in group["paths"]}
     frozen = any(name.startswith("params/") and name.removeprefix("params/") not in moved for name in names)
     form = form_of_groups(settings, frozen or not mask or len({*schemas}) > 1, schemas)
-    own = _partition(groups, names, empty) if form == "parts" else None
-    groups, frozen_label = (own.groups, own.frozen) if own else (groups, FROZEN)
+    partition = _partition(groups, names, empty) if form == "parts" else None
+    groups, frozen_label = (partition.groups, partition.frozen) if partition else (groups, FROZEN)
     rates = {group["label"]: _rate(names, group["label"] if form == "parts" else "") for group in groups}
-    if own:  # a rate that doesn't count is a number
+    if partition:  # a rate that doesn't count is a number
         rates = {group["label"]: rates[group["label"]] or _number(group) for group in groups}
     used = dict.fromkeys(rate for one in rates.values() for rate in one.values() if rate != "...")
     return [
         *(f"# {rate}: the run's learning rate as a function of the updates done" for rate in used),
-        *(own.above if own else ()),
+        *(partition.above if partition else ()),
         *_lines(form, frozen_label if frozen else None, groups, call, rates, manifest, mask),
     ]
 
@@ -100,17 +100,17 @@ def _partition(
 ) -> _Partition | None:
     """Returns the partition that a checkpoint's names show; None if it is as statekit makes it, or can't be told."""
     link = re.compile(rf"(.*)/{PARTS}/([^/]+)/{INNER}(?:/(.*))?")
-    held: dict[str, list[str]] = {}
+    names_of: dict[str, list[str]] = {}
     above: dict[str, None] = {}
     for match in filter(None, map(link.fullmatch, names)):
         above[match[1]] = None
-        held.setdefault(match[2], []).append(f"/{match[3]}")
+        names_of.setdefault(match[2], []).append(f"/{match[3]}")
     labels = [
         next(
             (
                 label
-                for label, own in held.items()
-                if any(name.endswith(f"/{group['paths'][0]}") for name in own)
+                for label, slot_names in names_of.items()
+                if any(name.endswith(f"/{group['paths'][0]}") for name in slot_names)
             ),
             "",
         )
@@ -118,7 +118,7 @@ def _partition(
     ]
     if not all(labels) or len(above) != 1 or len({*labels}) != len(groups):
         return None
-    still = [match[2] for match in filter(None, map(link.fullmatch, empty)) if match[2] not in held]
+    still = [match[2] for match in filter(None, map(link.fullmatch, empty)) if match[2] not in names_of]
     place = next(iter(above))
     around = f"# the state lies in {place} there: put the optimizer where the run had it"
     labelled: list[Mapping[str, Any]] = [

@@ -136,8 +136,8 @@ def _contents(state: TrainState) -> Contents:
     def slot(path: str, native: str) -> Tensor | None:
         if path not in whose:
             return None
-        own = natives[whose[path].optimizer.schema]
-        of_another = native not in own and any(native in names for names in natives.values())
+        slot_names = natives[whose[path].optimizer.schema]
+        of_another = native not in slot_names and any(native in names for names in natives.values())
         return None if of_another else _slots(whose[path], path)[native]
 
     return Contents(state.params, slot, state.counts.updates, state.counts.schedule)
@@ -179,10 +179,10 @@ def _groups_below(frame: Tree, above: Path, state: TrainState) -> list[Group]:
     if len(state.optimizer.groups) == 1:
         return list(state.optimizer.groups)
     contents = _contents(state)
-    found: set[str] = set()
+    paths: set[str] = set()
     for mark in (mark for keys, mark in leaves(frame) if keys[: len(above)] == above):
-        found.update(slot_paths(mark, contents) or ())
-    return [group for group in state.optimizer.groups if found.intersection(group.paths)]
+        paths.update(slot_paths(mark, contents) or ())
+    return [group for group in state.optimizer.groups if paths.intersection(group.paths)]
 
 
 def _faults(state: TrainState) -> Iterator[tuple[str, str]]:

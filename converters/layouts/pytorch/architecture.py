@@ -142,21 +142,21 @@ def architecture(config: str, place: str, tensors: int) -> Architecture:
         FormatError: It can't be trusted, or transformers doesn't build it.
     """
     try:
-        told = json.loads(config)
+        document = json.loads(config)
     except (ValueError, RecursionError) as error:
         raise FormatError("This isn't valid JSON.", place=place, found=error) from None
-    if not isinstance(told, dict):
+    if not isinstance(document, dict):
         raise FormatError(
-            "A model's configuration isn't a JSON object.", place=place, found=type(told).__name__
+            "A model's configuration isn't a JSON object.", place=place, found=type(document).__name__
         )
-    if CODE in told:
+    if CODE in document:
         raise FormatError(
             "The model's architecture is code of its own, which isn't run.",
             place=place,
             found=CODE,
             remedy="give the names in the order of the parameters: --param-names FILE, in Python param_names=[...]",
         )
-    deep = {key: n for key, n in told.items() if "layer" in key and type(n) is int and n > tensors}
+    deep = {key: n for key, n in document.items() if "layer" in key and type(n) is int and n > tensors}
     if deep:
         raise FormatError(
             "A model's configuration has more layers than its file has tensors.", place=place, found=str(deep)
@@ -186,11 +186,11 @@ def architecture(config: str, place: str, tensors: int) -> Architecture:
         ) from None
     answer = next((line for line in done.stdout.splitlines() if line.startswith(_BEGIN)), None)
     if answer is None:
-        found = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]
+        last_words = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]
         raise FormatError(
             "transformers doesn't build the model's architecture.",
             place=place,
-            found=found,
+            found=last_words,
             remedy="give the names in the order of the parameters: --param-names FILE, in Python param_names=[...]",
         )
     record: dict[str, Any] = json.loads(answer.removeprefix(_BEGIN))
@@ -199,15 +199,15 @@ def architecture(config: str, place: str, tensors: int) -> Architecture:
     )
 
 
-def _without_kernels(told: Any) -> Any:
+def _without_kernels(document: Any) -> Any:
     """Returns a configuration without what names kernels, which are code that may be fetched."""
-    if isinstance(told, dict):
+    if isinstance(document, dict):
         return {
             key: _without_kernels(value)
-            for key, value in told.items()
+            for key, value in document.items()
             if not key.endswith("_implementation") and key not in ("use_kernels", "kernel_config")
         }
-    return [_without_kernels(one) for one in told] if isinstance(told, list) else told
+    return [_without_kernels(one) for one in document] if isinstance(document, list) else document
 
 
 def print_architecture() -> None:
@@ -218,13 +218,15 @@ def print_architecture() -> None:
     import torch
     import transformers
 
-    told: dict[str, Any] = _without_kernels(json.load(sys.stdin))
-    kind = told.get("model_type")
-    name = next(iter(told.get("architectures") or ()), None)
+    document: dict[str, Any] = _without_kernels(json.load(sys.stdin))
+    kind = document.get("model_type")
+    name = next(iter(document.get("architectures") or ()), None)
     model_class: Any = getattr(transformers, name, None) if isinstance(name, str) else None
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
         raise SystemExit(f"transformers {transformers.__version__} has no architecture {name!r}")
-    config = transformers.AutoConfig.for_model(kind, **{k: v for k, v in told.items() if k != "model_type"})
+    config = transformers.AutoConfig.for_model(
+        kind, **{k: v for k, v in document.items() if k != "model_type"}
+    )
     config._attn_implementation = "eager"
     own_config: Any = getattr(model_class, "config_class", ())
     if not isinstance(config, own_config):
