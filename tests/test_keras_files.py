@@ -539,3 +539,5 @@ def test_hints_are_canonical_or_keras_own(tmp_path: Path) -> None:
         assert opened.state.optimizer.groups[0].hyperparameters["weight_decay_rate"] == 0.25
     with pytest.raises(UsageError, match=r"isn't a hyperparameter of \w+ @ warp"):
         open_state(path, hints=Hints({"warp": 9}))
+    with pytest.raises(UsageError, match="is said twice"):
+        open_state(path, hints=Hints({"weight_decay": 0.25, "weight_decay_rate": 0.5}))

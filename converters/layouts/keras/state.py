@@ -18,7 +18,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -287,17 +287,7 @@ def state_of(parts: Parts, key: str, known: ManifestRecord | None, hints: Hints)
         {key: {name: part for name, part in home.items() if part not in ({}, None)}},
         tuple(notes),
     )
-    return canonical_hints(hints, schema.name).applied(state)
-
-
-def canonical_hints(hints: Hints, schema: str) -> Hints:
-    """Returns hints with Keras' names for hyperparameters replaced by canonical ones."""
-    rules = load_schema(schema)
-    native = {
-        str(spec["native"].get(VARIANT, {}).get("name", name)) for name, spec in rules.hyperparameters.items()
-    }
-    left = {n: v for n, v in hints.hyperparameters.items() if n not in native or n in rules.hyperparameters}
-    return replace(hints, hyperparameters={**left, **rules.canonical(VARIANT, hints.hyperparameters)})
+    return hints.applied(state)
 
 
 def usual_rule(shape: Shape) -> Rule:
