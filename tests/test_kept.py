@@ -115,6 +115,16 @@ def test_a_run_that_goes_on_in_its_folder_keeps_what_was_kept_of_the_first_step(
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
+def test_the_number_in_the_names_of_mxnets_files_may_be_an_epoch(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    for file in GOLDEN.glob("mxnet_lans/fused_bounds_clip_rescale/checkpoint/*"):
+        shutil.copyfile(file, tmp_path / "source" / f"net-0100{file.suffix}")
+    target = moved(tmp_path / "source", tmp_path / "run", "mxnet")
+    for path in (target, target / "net-0100.params", target / "net-0100.states"):
+        with open_state(path) as opened:
+            assert opened.checkpoint.manifest is not None and opened.state.counts.updates == 5
+
+
 def test_a_manifest_of_another_step_is_said(tmp_path: Path) -> None:
     target = moved(LIGHTNING, tmp_path / "checkpoint_4", "t5x").rename(tmp_path / "checkpoint_7")
     with pytest.raises(CorruptError, match="is of step 7, in the manifest 4"):

@@ -229,7 +229,8 @@ class MXNet:
         pair = find_pair(path, step)
         with opening(budget) as files:
             tree, notes = _tree(pair, files)
-            proof = proof_beside(pair.files[0], tensor_names(tree), files, pair.step, pair.files[1:])
+            first, *others = pair.files  # the number in their names is an epoch as often as a step
+            proof = proof_beside(first, tensor_names(tree), files, others=others)
         beside = [Finding(note, f"{pair.states}") for note in notes]
         meta = {"steps": list(pair.steps)} if pair.steps else {}
         findings = (*proof.findings, *beside)
