@@ -17,6 +17,7 @@ from typing import Any
 from statekit.conversion.contracts import Contents
 from statekit.converters.layouts.pytorch.param_order import found_order
 from statekit.converters.layouts.pytorch.parts import Parts, find_parts, model_place, possible_models
+from statekit.converters.layouts.pytorch.side_by_side import SideBySide, side_by_side
 from statekit.errors import StateError
 from statekit.files.checkpoint import MODEL_KEY, SORTED, Checkpoint
 from statekit.tensors.tensor import Shape, Tensor
@@ -42,6 +43,8 @@ class Signature:
 
 def contents_of(checkpoint: Checkpoint) -> Contents | None:
     """Returns what a file of PyTorch holds; None if it has neither an optimizer nor weights."""
+    if beside := side_by_side(checkpoint, {}):
+        return _several(checkpoint, beside)
     parts = find_parts(checkpoint, {})
     if parts is None:
         return _weights(checkpoint)
@@ -67,6 +70,26 @@ def contents_of(checkpoint: Checkpoint) -> Contents | None:
     taken |= {id(tensor) for tensors in owned.values() for tensor in tensors.values()}
     others = {key: tensor for key, tensor in checkpoint.tensors.items() if id(tensor) not in taken}
     return Contents(what, params, owned, others)
+
+
+def _several(checkpoint: Checkpoint, beside: SideBySide) -> Contents:
+    """Returns what a file holds that has several optimizers."""
+    said = []
+    for place, parts in zip(beside.places, beside.each, strict=True):
+        signature, count = signature_of(parts), sum(len(group["params"]) for group in parts.groups)
+        name = signature.name if signature else "an optimizer that isn't known by its slots and options"
+        schema = "" if signature and signature.schema else ", no schema yet"
+        said.append(f"{name} at {'/'.join(map(str, place))}{schema}: {count} parameters")
+    what = f"{len(said)} optimizers: {'; '.join(said)}"
+    params = {_path(key): tensor for key, tensor in beside.joint.model.items()}
+    try:
+        slots = dict(_by_parameter(beside.joint, bool(checkpoint.meta.get(SORTED))))
+    except StateError as error:
+        what, slots = f"{what}; whose their slots are isn't known: {error.line}", {}
+    taken = {id(tensor) for tensor in params.values()}
+    taken |= {id(tensor) for tensors in slots.values() for tensor in tensors.values()}
+    others = {key: tensor for key, tensor in checkpoint.tensors.items() if id(tensor) not in taken}
+    return Contents(what, params, slots, others)
 
 
 def signature_of(parts: Parts) -> Signature | None:

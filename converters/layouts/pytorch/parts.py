@@ -67,7 +67,9 @@ def optimizer_place(tree: Tree, key: str | None = None) -> Path | None:
     """
     if key is None and _is_optimizer(tree):
         return ()
-    return _place(OPTIMIZERS, {path: node for path, node in _nodes(tree, None) if _is_optimizer(node)}, key)
+    return part_place(
+        OPTIMIZERS, {path: node for path, node in nodes(tree, None) if _is_optimizer(node)}, key
+    )
 
 
 def model_place(tree: Tree, key: str | None = None, optimizer: Path | None = None) -> Path | None:
@@ -78,7 +80,7 @@ def model_place(tree: Tree, key: str | None = None, optimizer: Path | None = Non
     Raises:
         UsageError: There is none at the key.
     """
-    place = _place(MODELS, _models(tree, optimizer), key)
+    place = part_place(MODELS, _models(tree, optimizer), key)
     if place is None and key is None and isinstance(tree, Mapping) and loose(tree):
         return ()
     return place
@@ -91,7 +93,7 @@ def possible_models(tree: Tree) -> list[str]:
 
 def _models(tree: Tree, optimizer: Path | None) -> dict[Path, Any]:
     """Returns every part that may be a model, and that of an optimizer if its path is given."""
-    models = {path: node for path, node in _nodes(tree, optimizer) if path and _is_model(node)}
+    models = {path: node for path, node in nodes(tree, optimizer) if path and is_model(node)}
     if optimizer is None:
         return models
     moved = at(tree, optimizer)
@@ -106,7 +108,12 @@ def _may_be_of(optimizer: Mapping[str, Any], model: Mapping[str, Tensor]) -> boo
     return len(model) >= len(params) and all(param in model for param in params if isinstance(param, str))
 
 
-def _place(usual: Sequence[Path], models: Mapping[Path, Any], key: str | None) -> Path | None:
+def part_place(usual: Sequence[Path], models: Mapping[Path, Any], key: str | None) -> Path | None:
+    """Returns the path of a part: at `key`, or a usual one, or the only one that there is.
+
+    Raises:
+        UsageError: There is none at the key.
+    """
     if key is None:
         known = next((path for path in usual if path in models), None)
         return next(iter(models)) if known is None and len(models) == 1 else known
@@ -120,7 +127,7 @@ def _place(usual: Sequence[Path], models: Mapping[Path, Any], key: str | None) -
     return names[key]
 
 
-def _nodes(tree: Tree, other: Path | None, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def nodes(tree: Tree, other: Path | None, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yields what lies near the top of a tree, with paths; nothing at or below another part."""
     if path == other:
         return
@@ -130,19 +137,20 @@ def _nodes(tree: Tree, other: Path | None, path: Path = ()) -> Iterator[tuple[Pa
         keys = range(len(tree)) if isinstance(tree, list | tuple) and len(tree) < MOST_PARTS else keys
         for key in keys:
             if isinstance(part := tree[key], Mapping | list | tuple):
-                yield from _nodes(part, other, (*path, key))
+                yield from nodes(part, other, (*path, key))
 
 
 def model_in(tree: Tree) -> Tree:
     """Returns a model's state in a tree; the tree itself where it is nothing else."""
-    return next((at(tree, path) for path in MODELS if _is_model(at(tree, path))), tree)
+    return next((at(tree, path) for path in MODELS if is_model(at(tree, path))), tree)
 
 
 def _is_optimizer(node: Any) -> bool:
     return is_flat(node) or is_nested(node)
 
 
-def _is_model(node: Any) -> bool:
+def is_model(node: Any) -> bool:
+    """Tells whether a part of a tree may be a model: tensors by name, and nothing else."""
     return (
         isinstance(node, Mapping) and bool(node) and all(isinstance(leaf, Tensor) for leaf in node.values())
     )

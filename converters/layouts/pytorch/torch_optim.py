@@ -17,7 +17,7 @@ import numpy as np
 
 from statekit.conversion.contracts import Contents, Encoded, Evidence, Hints
 from statekit.converters.layouts.pytorch.architecture import BY_CONFIG, has_config, names_by_config
-from statekit.converters.layouts.pytorch.contents import contents_of
+from statekit.converters.layouts.pytorch.contents import contents_of, signature_of
 from statekit.converters.layouts.pytorch.param_order import REMEDY, found_order
 from statekit.converters.layouts.pytorch.parts import (
     GROUPS,
@@ -28,11 +28,12 @@ from statekit.converters.layouts.pytorch.parts import (
     join_parts,
     possible_models,
 )
+from statekit.converters.layouts.pytorch.side_by_side import side_by_side
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import SORTED, Checkpoint
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape
-from statekit.state.schema import OptimizerSchema, load_schema
+from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Shape, Tensor, in_memory
 from statekit.tensors.views import Squeezed
@@ -132,6 +133,12 @@ class TorchOptim:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at the options of the groups, and at the names of the slots."""
+        if beside := side_by_side(checkpoint, {}):
+            kinds = [_kind(parts) for parts in beside.each]
+            if self.form or not all(kinds):
+                return None
+            places = " and ".join("/".join(map(str, place)) for place in beside.places)
+            return Evidence(20, f"optimizers side by side at {places}")
         parts = find_parts(checkpoint, {})
         kind = _kind(parts) if parts else None
         forms = (self.form,) if self.form else ("index", "name")
@@ -153,13 +160,11 @@ class TorchOptim:
             StateError: Nothing tells which parameters are meant, or shapes break the layout; lists every fault.
             UsageError: A hint that the schema doesn't know.
         """
-        parts = find_parts(checkpoint, hints.model)
-        kind = _kind(parts) if parts else None
-        if parts is None or kind is None:
-            raise _incomplete(checkpoint)
-        schema, faults = load_schema(kind.schema), Faults()
+        parts, kinds, said_of_groups = _parts_and_kinds(checkpoint, hints)
+        faults = Faults()
         shapes = [
-            [_shape_of(kind, parts.state.get(i, {})) for i in group["params"]] for group in parts.groups
+            [_shape_of(kind, parts.state.get(i, {})) for i in group["params"]]
+            for kind, group in zip(kinds, parts.groups, strict=True)
         ]
         is_sorted = bool(checkpoint.meta.get(SORTED))
         given, said_by = hints.param_names, ""
@@ -170,11 +175,12 @@ class TorchOptim:
         moved = {name: None for names in order.groups for name in names}
         params = {_path(name): tensor for name, tensor in parts.model.items() if name in moved}
         faults += [("isn't in the model part", name) for name in moved if name not in parts.model]
-        rules = {path: kind.rule(p.shape) for path, p in params.items()}
+        kind_of = {_path(n): kind for kind, names in zip(kinds, order.groups, strict=True) for n in names}
+        rules = {path: kind_of[path].rule(p.shape) for path, p in params.items()}
         slots, counts, beside = {}, dict[str, int](), dict[str, Any]()
         said = (_BARE,) if _is_bare(parts) else _FORM_NOTES.get(parts.form, ())
-        notes = dict.fromkeys((*order.notes, *([said_by] if said_by else ()), *said))
-        for group, names in zip(parts.groups, order.groups, strict=True):
+        notes = dict.fromkeys((*order.notes, *([said_by] if said_by else ()), *said, *said_of_groups))
+        for kind, group, names in zip(kinds, parts.groups, order.groups, strict=True):
             for index, name in zip(group["params"], names, strict=True):
                 record = parts.state.get(index)
                 if record is None or name not in parts.model:
@@ -189,15 +195,17 @@ class TorchOptim:
                 beside |= {path: left} if left else {}
         faults.check(StateError, "The state doesn't fit the parameters", place=checkpoint.path)
         by_name = any(isinstance(index, str) for index in parts.state)
-        extra = extra_of(parts, moved, _options(kind))
+        extra = extra_of(parts, moved, {name for kind in kinds for name in _options(kind)})
         extra |= {k: part for k, part in ((_INFORMATION, beside), (_BY_NAME, by_name)) if part}
         return hints.applied(
             TrainState(
                 params,
                 slots,
-                Optimizer(kind.schema, kind.variant, tuple(_groups(kind, schema, parts, order.groups))),
+                Optimizer.of(
+                    list(_groups(kinds, parts, order.groups)), [(kind.schema, kind.variant) for kind in kinds]
+                ),
                 _counts(counts, params),
-                rules if kind.schema == "adafactor" else {},
+                {path: rule for path, rule in rules.items() if kind_of[path].schema == "adafactor"},
                 extra,
                 tuple(notes),
             )
@@ -242,6 +250,38 @@ class TorchOptim:
         params = {_name(path): tensor for path, tensor in state.params.items()}
         updates, placed = state.counts.updates, (_INFORMATION, _BY_NAME)
         return join_parts(state.extra, updates, params, groups, native, placed, self.form or "index")
+
+
+def _parts_and_kinds(checkpoint: Checkpoint, hints: Hints) -> tuple[Parts, list[TorchOptimizer], list[str]]:
+    """Returns the parts of a checkpoint, whose each group is, and what is said of how they lay.
+
+    Raises:
+        StateError: It hasn't both parts, or an optimizer that isn't known.
+    """
+    beside = side_by_side(checkpoint, hints.model)
+    if beside is None:
+        parts = find_parts(checkpoint, hints.model)
+        kind = _kind(parts) if parts else None
+        if parts is None or kind is None:
+            raise _incomplete(checkpoint)
+        return parts, [kind] * len(parts.groups), []
+    kinds = [(_kind(parts), len(parts.groups)) for parts in beside.each]
+    places = ["/".join(map(str, place)) for place in beside.places]
+    faults = Faults()
+    for place, (kind, _), parts in zip(places, kinds, beside.each, strict=True):
+        signature = signature_of(parts)
+        if kind is None:
+            faults.add(f"is {signature.name if signature else 'unknown'}, which has no schema yet", place)
+    faults.check(
+        StateError,
+        "Of the run's optimizers some can't be read",
+        place=checkpoint.path,
+        remedy=f"`statekit inspect` lists their slots; --optimizer-key {places[0]} takes one alone",
+    )
+    said = (
+        f"The file has {len(places)} optimizers, {' and '.join(places)}; their groups are numbered through."
+    )
+    return beside.joint, [kind for kind, count in kinds for _ in range(count) if kind], [said]
 
 
 def _incomplete(checkpoint: Checkpoint) -> StateError:
@@ -360,10 +400,9 @@ def _native(
     return record | dict(state.extra.get(_INFORMATION, {}).get(path, {}))
 
 
-def _groups(
-    kind: TorchOptimizer, schema: OptimizerSchema, parts: Parts, names: Sequence[Sequence[str]]
-) -> Iterator[Group]:
-    for i, (options, param_names) in enumerate(zip(parts.groups, names, strict=True)):
+def _groups(kinds: Sequence[TorchOptimizer], parts: Parts, names: Sequence[Sequence[str]]) -> Iterator[Group]:
+    for i, (kind, options, param_names) in enumerate(zip(kinds, parts.groups, names, strict=True)):
+        schema = load_schema(kind.schema)
         values = schema.canonical(kind.variant, options, f"param_groups/{i}")
         faults = Faults()
         for name, value in values.items():

@@ -20,6 +20,7 @@ from statekit.converters.layouts.pytorch.parts import (
     not_plain,
     tied,
 )
+from statekit.converters.layouts.pytorch.side_by_side import optimizer_places
 from statekit.converters.layouts.weights.state import VARIANTS, require_weights, weights_state
 from statekit.errors import StateError
 from statekit.files.checkpoint import MODEL_KEY, Checkpoint
@@ -95,7 +96,9 @@ class TorchWeights:
 
 
 def _place(checkpoint: Checkpoint) -> Path | None:
-    if find_parts(checkpoint, {}) is not None or not isinstance(checkpoint.tree, Mapping):
+    if not isinstance(checkpoint.tree, Mapping):
+        return None
+    if find_parts(checkpoint, {}) is not None or optimizer_places(checkpoint.tree):
         return None
     return model_place(checkpoint.tree, checkpoint.meta.get(MODEL_KEY))
 

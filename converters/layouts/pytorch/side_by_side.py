@@ -1,0 +1,131 @@
+"""Several optimizers of one model, saved side by side: each numbers its parameters by itself.
+
+    optimizers         [state_dict, state_dict], or by names of the run's own
+    optimizer_states   the same, as Lightning has it
+    optimizer_<name>   each under a key of its own, where none is called as a single one would be
+
+They become the groups of one: in the order in which they lie, numbered through. Which parameters are meant is told as
+for one optimizer, over all of them together: by their names, by shapes that only fit once, or by the user.
+Source: Lightning-AI/pytorch-lightning, src/lightning/pytorch/trainer/connectors/checkpoint_connector.py,
+`dump_checkpoint`; pytorch/pytorch torch/optim/optimizer.py, `Optimizer.state_dict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from statekit.converters.layouts.pytorch.parts import (
+    MODELS,
+    OPTIMIZERS,
+    Form,
+    Parts,
+    is_model,
+    is_nested,
+    nodes,
+    part_place,
+)
+from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Path, Tree, at, loose, put, without
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Optimizers of one model.
+
+    Attributes:
+        places: Path of each in the tree.
+        each: The parts of a checkpoint that had this one alone.
+        joint: The parts with the groups of all.
+    """
+
+    places: tuple[Path, ...]
+    each: tuple[Parts, ...]
+    joint: Parts
+
+
+def side_by_side(checkpoint: Checkpoint, own_model: Mapping[str, Tensor] | None = None) -> SideBySide | None:
+    """Returns the optimizers that lie side by side in a checkpoint; None if there is one, or none.
+
+    Args:
+        checkpoint: The checkpoint.
+        own_model: What stands for the model where the checkpoint has none.
+
+    Raises:
+        UsageError: The user named a key of the model at which there is none.
+    """
+    places = [] if checkpoint.meta.get(OPTIMIZER_KEY) is not None else optimizer_places(checkpoint.tree)
+    if not places:
+        return None
+    tree = checkpoint.tree
+    model_at = _model_place(tree, places, checkpoint.meta.get(MODEL_KEY))
+    if model_at is None and own_model is None:
+        return None
+    rest = _rest(tree, places)
+    if model_at is None:
+        model: Mapping[str, Tensor] = own_model or {}
+    elif model_at:
+        model, rest = at(tree, model_at), without(rest, model_at)
+    else:
+        model = loose(tree)
+        rest = {key: part for key, part in rest.items() if key not in model}
+    placed = (MODELS[0] if model_at is None else model_at, OPTIMIZERS[0])
+    each, groups, state, first = [], list[Mapping[str, Any]](), dict[Any, Mapping[str, Any]](), 0
+    for place in places:
+        optimizer = at(tree, place)
+        numbered = {i: first + i if isinstance(i, int) else i for i in _params(optimizer)}
+        first += max((i for i in numbered if isinstance(i, int)), default=-1) + 1
+        through = [
+            {**one, "params": [numbered[i] for i in one["params"]]} for one in optimizer["param_groups"]
+        ]
+        records = {numbered[i]: record for i, record in optimizer["state"].items() if i in numbered}
+        form: Form = "name" if any(isinstance(i, str) for i in numbered) else "index"
+        each.append(Parts(placed, dict(model), through, records, form, rest))
+        groups += through
+        state |= records
+    return SideBySide(
+        tuple(places), tuple(each), Parts(placed, dict(model), groups, state, each[0].form, rest)
+    )
+
+
+def optimizer_places(tree: Tree) -> list[Path]:
+    """Returns the paths of optimizers that lie side by side, at least two; none if there is a single one."""
+    places = [path for path, node in nodes(tree, None) if path and is_nested(node)]
+    above = {path[:-1] for path in places}
+    alone = any(path in OPTIMIZERS and len(path) == 1 for path in places)
+    return places if len(places) > 1 and len(above) == 1 and not alone else []
+
+
+def _params(optimizer: Mapping[str, Any]) -> list[Any]:
+    return [i for group in optimizer["param_groups"] for i in group["params"]]
+
+
+def _model_place(tree: Tree, optimizers: Sequence[Path], key: str | None) -> Path | None:
+    """Returns the path of the model that has what all the optimizers move; None if there isn't one."""
+    most = sum(len(_params(at(tree, place))) for place in optimizers)
+    models = {
+        path: node
+        for path, node in nodes(tree, None)
+        if path
+        and is_model(node)
+        and len(node) >= most
+        and not any(path[: len(place)] == place for place in optimizers)
+    }
+    place = part_place(MODELS, models, key)
+    return () if place is None and key is None and loose(tree) else place
+
+
+def _rest(tree: Tree, places: Sequence[Path]) -> Tree:
+    """Returns a tree without the optimizers, and without what held nothing else."""
+    last, above = {place[-1] for place in places}, places[0][:-1]
+    holder = at(tree, above)
+    rest: Tree = (
+        {key: part for key, part in holder.items() if key not in last}
+        if isinstance(holder, Mapping)
+        else [part for i, part in enumerate(holder) if i not in last]
+    )
+    if not above:
+        return rest
+    return put(tree, above, rest) if rest else without(tree, above)

@@ -1,0 +1,169 @@
+"""Several optimizers of torch, saved side by side, are one state, and go on together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from formats import values
+from statekit.conversion.contracts import Hints
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.inspection import inspect
+from statekit.conversion.open_state import open_state
+from statekit.errors import InexactError, StateError
+
+pytestmark = pytest.mark.torch
+MATRICES, VECTORS = {"a.weight": (6, 5), "c.weight": (4, 6)}, {"a.bias": (6,), "c.bias": (4,)}
+SHAPES = {**MATRICES, **VECTORS}
+SAVED, ALL = 3, 6
+
+
+class Run:
+    """Adafactor for matrices and AdamW for vectors, both of torch, each for its own parameters."""
+
+    def __init__(self, first: str = "Adafactor", named: bool = False) -> None:
+        import torch
+
+        random = np.random.default_rng(3)
+        self.params = {
+            name: torch.nn.Parameter(torch.from_numpy(random.normal(size=shape).astype(np.float32)))
+            for name, shape in SHAPES.items()
+        }
+        self.grads = [
+            {name: random.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+            for _ in range(ALL)
+        ]
+
+        def of(names: Mapping[str, Any]) -> list[Any]:
+            return [(name, self.params[name]) if named else self.params[name] for name in names]
+
+        self.optimizers = [
+            getattr(torch.optim, first)(of(MATRICES), lr=0.02),
+            torch.optim.AdamW(of(VECTORS), lr=0.003, betas=(0.8, 0.95)),
+        ]
+        self.step(0, SAVED)
+
+    def step(self, first: int, last: int) -> None:
+        import torch
+
+        for grads in self.grads[first:last]:
+            for name, param in self.params.items():
+                param.grad = torch.from_numpy(grads[name].copy())
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+    def save(self, form: str, file: Path) -> Path:
+        import torch
+
+        model = {name: param.data for name, param in self.params.items()}
+        first, second = (optimizer.state_dict() for optimizer in self.optimizers)
+        torch.save(
+            {
+                "list": {"model": model, "optimizers": [first, second], "epoch": 7},
+                "named": {"model": model, "optimizers": {"matrices": first, "vectors": second}, "epoch": 7},
+                "lightning": {"state_dict": model, "optimizer_states": [first, second], "epoch": 7},
+                "keys": {
+                    "model": model,
+                    "optimizer_matrices": first,
+                    "optimizer_vectors": second,
+                    "epoch": 7,
+                },
+            }[form],
+            file,
+        )
+        return file
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("form", ["list", "named", "lightning", "keys"])
+def test_they_are_the_groups_of_one_state(form: str, named: bool, tmp_path: Path) -> None:
+    """Of Lightning's two the first was taken for all, and of others none: "weights alone; no optimizer"."""
+    file = Run(named=named).save(form, tmp_path / "run.pt")
+    with open_state(file) as opened:
+        assert opened.state.optimizer.kinds == (("adafactor", "torch"), ("adamw", "torch"))
+        assert [{*group.paths} for group in opened.groups] == [
+            {"a/weight", "c/weight"},
+            {"a/bias", "c/bias"},
+        ]
+        assert opened.counts.updates == SAVED and not opened.counts.behind
+        assert opened.groups[1].hyperparameters["beta1"] == 0.8
+        assert {path: {*own} for path, own in opened.slots.items()} == {
+            "a/weight": {"v_row", "v_col"},
+            "c/weight": {"v_row", "v_col"},
+            "a/bias": {"m", "v"},
+            "c/bias": {"m", "v"},
+        }
+        assert opened.state.extra["torch"] == {"epoch": 7}
+        assert any("has 2 optimizers" in note for note in opened.state.assumptions)
+
+
+@pytest.mark.parametrize("where", ["file", "neutral", "statekit-torch"])
+def test_they_go_on_as_torch_does(where: str, tmp_path: Path) -> None:
+    import torch
+
+    import statekit.torch as st
+
+    run = Run()
+    source = run.save("list", tmp_path / "run.pt")
+    if where != "file":
+        to = {"neutral": ("statekit", None), "statekit-torch": ("torch", "statekit-torch")}[where]
+        convert(plan(source, tmp_path / "there", to=to[0], layout=to[1]))
+        with open_state(source) as before, open_state(tmp_path / "there") as after:
+            assert {p: values(own) for p, own in before.slots.items()} == {
+                p: values(own) for p, own in after.slots.items()
+            }
+        source = tmp_path / "there"
+    params = {name: torch.nn.Parameter(param.data.clone()) for name, param in run.params.items()}
+    optimizer = st.load_optimizer(source, params.items())
+    assert isinstance(optimizer, st.Partition)
+    run.step(SAVED, ALL)
+    for grads in run.grads[SAVED:]:
+        for name, param in params.items():
+            param.grad = torch.from_numpy(grads[name].copy())
+        optimizer.step()
+    for name, theirs in run.params.items():
+        largest = float(theirs.detach().abs().max())
+        # a few roundings of the parameter and of the step in each update
+        torch.testing.assert_close(params[name], theirs, rtol=0, atol=16 * (ALL - SAVED) * 2**-24 * largest)
+
+
+def test_equal_shapes_in_both_are_asked_for(tmp_path: Path) -> None:
+    import torch
+
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(params[:1]), torch.optim.Adafactor(params[1:])]
+    for param in params:
+        param.grad = torch.ones(3)
+    for optimizer in optimizers:
+        optimizer.step()
+    file = tmp_path / "run.pt"
+    model = {"a": params[0].data, "b": params[1].data}
+    torch.save({"model": model, "optimizers": [one.state_dict() for one in optimizers]}, file)
+    with pytest.raises(StateError, match=r"stands in groups \[0, 1\]"):
+        open_state(file)
+    with open_state(file, hints=Hints(param_names=("b", "a"))) as opened:
+        assert [group.paths for group in opened.groups] == [("b",), ("a",)]
+
+
+def test_one_without_a_schema_is_named(tmp_path: Path) -> None:
+    """Today's usual pair. It was "weights alone; no optimizer"."""
+    file = Run("Muon").save("keys", tmp_path / "run.pt")
+    contents = str(inspect(file).contents)
+    assert "Muon at optimizer_matrices, no schema yet: 2 parameters" in contents
+    assert "AdamW" in contents and "at optimizer_vectors: 2 parameters" in contents
+    listed = {one.tensor.name: {slot.name for slot in one.slots} for one in inspect(file).parameters}
+    assert listed["a/weight"] == {"momentum_buffer"}
+    with pytest.raises(StateError, match="is Muon, which has no schema yet @ optimizer_matrices"):
+        open_state(file, layout="torch-optim")
+    with open_state(file, hints=Hints(optimizer_key="optimizer_vectors")) as opened:
+        assert opened.state.optimizer.kinds == (("adamw", "torch"),)
+
+
+def test_what_a_target_changes_is_said_of_each(tmp_path: Path) -> None:
+    file = Run().save("list", tmp_path / "run.pt")
+    with pytest.raises(InexactError, match="adafactor's "):
+        plan(file, tmp_path / "out", to="orbax", layout="optax")
