@@ -137,7 +137,7 @@ class _Filling:
         self.updates = max(steps, default=0)
 
     def slots(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Tensor]], tuple[Group, ...]]:
-        """Returns slots by path, those of size that scalars have, by batch, and the groups with their own slots."""
+        """Returns slots by path, what belongs into `JOINT`, and the groups with their own slots."""
         slots: dict[str, dict[str, Tensor]] = {}
         joint: dict[str, dict[str, Tensor]] = {}
         groups = []

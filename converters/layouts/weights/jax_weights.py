@@ -56,9 +56,9 @@ class JaxWeights:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for a tree of arrays, and that nothing in it may be an optimizer's."""
-        if checkpoint.container not in self.containers or (found := _params(checkpoint.tree)) is None:
+        if checkpoint.container not in self.containers or (params := _params(checkpoint.tree)) is None:
             return None
-        where = "under params" if found is not checkpoint.tree else "at the top"
+        where = "under params" if params is not checkpoint.tree else "at the top"
         return Evidence(5, f"a tree of arrays {where}, and no optimizer")
 
     def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
@@ -69,11 +69,11 @@ class JaxWeights:
             UsageError: Something is said of an optimizer.
         """
         tree = checkpoint.tree
-        found = _params(tree)
-        if found is None:
+        node = _params(tree)
+        if node is None:
             raise StateError("The checkpoint doesn't hold weights alone.", place=checkpoint.path)
-        params = {"/".join(keys): tensor for keys, tensor in _leaves(found)}
-        rest = {key: part for key, part in tree.items() if key != PARAMS} if found is not tree else {}
+        params = {"/".join(keys): tensor for keys, tensor in _leaves(node)}
+        rest = {key: part for key, part in tree.items() if key != PARAMS} if node is not tree else {}
         return weights_state(params, {HOME: rest} if rest else {}, checkpoint.step, hints)
 
     def encode(self, state: TrainState) -> Encoded:

@@ -68,14 +68,14 @@ class TorchWeights:
             without(tree, place) if place else {key: part for key, part in tree.items() if key not in model}
         )
         ties = ties_of(model, model)
-        found: dict[str, Tree] = {
+        extra: dict[str, Tree] = {
             TIES: {_path(name): _path(one) for name, one in ties.items()},
             BESIDE: rest,
             PLACE: list(place),
         }
         params = {_path(str(name)): tensor for name, tensor in model.items() if name not in ties}
         return weights_state(
-            params, {key: part for key, part in found.items() if part}, checkpoint.step, hints
+            params, {key: part for key, part in extra.items() if part}, checkpoint.step, hints
         )
 
     def encode(self, state: TrainState) -> Encoded:
