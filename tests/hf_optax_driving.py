@@ -1,6 +1,6 @@
 """A run of Transformers' Trainer goes to Optax and back; run by itself, with PyTorch and JAX in one process.
 
-    python hf_optax_driving.py FOLDER gpt2|t5
+    python hf_optax_driving.py FOLDER gpt2|t5 [RATE]
 
 The result goes to `FOLDER/result.json`.
 """
@@ -34,8 +34,9 @@ USUAL: dict[str, Any] = {
     "max_steps": END, "per_device_train_batch_size": 2, "report_to": "none", "learning_rate": RATE,
     "max_grad_norm": 0.0, "use_cpu": True, "logging_steps": 1, "save_steps": FIRST, "disable_tqdm": True,
 }  # fmt: skip
+DECAY = 0.1
 OPTIONS: Mapping[str, dict[str, Any]] = {
-    "gpt2": {"optim": "adamw_torch", "weight_decay": 0.1},
+    "gpt2": {"optim": "adamw_torch", "weight_decay": DECAY},
     "t5": {"optim": "adafactor"},
 }
 
@@ -43,6 +44,62 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
 def rate(count: Any) -> Any:
     """Trainer's linear schedule."""
     return RATE * (END - count) / END
+
+
+def by_hand(folder: Path, groups: list[list[str]], recorder: Recorder) -> dict[str, Any]:
+    """Returns where optax.adamw ends from what Trainer saved, given to it as arrays: statekit has no part in it."""
+    import jax.numpy as jnp
+    import optax
+
+    state = torch.load(folder / "optimizer.pt", weights_only=True)["state"]
+    names = [name for group in groups for name in group]
+    mu, nu = (
+        {name: jnp.asarray(state[i][slot].numpy()) for i, name in enumerate(names)}
+        for slot in ("exp_avg", "exp_avg_sq")
+    )
+    optimizer = optax.adamw(rate, weight_decay=DECAY, mask={name: name in groups[0] for name in names})
+    params = {name: jnp.asarray(recorder.weights[FIRST][name]) for name in names}
+    adam, decay, schedule = optimizer.init(params)
+    count = jnp.asarray(FIRST, jnp.int32)
+    kept: Any = (adam._replace(count=count, mu=mu, nu=nu), decay, schedule._replace(count=count))
+    for step in range(FIRST, LAST):
+        grads = {name: jnp.asarray(recorder.grads[step][name]) for name in names}
+        updates, kept = optimizer.update(grads, kept, params)
+        params = optax.apply_updates(params, updates)
+    return {name: np.asarray(value) for name, value in params.items()}
+
+
+def corrections() -> dict[int, float]:
+    """Returns by how much an update of Optax' AdamW may be off, as a part of it, through its bias correction.
+
+    Optax makes 1 - beta^t in float32, which for beta2 is small in a run's first updates, and has few digits left;
+    PyTorch makes it in float64. beta itself is rounded, its power to two units in the last place at most, and the
+    difference is exact.
+    """
+
+    def part(beta: float, t: int) -> float:
+        rounded = float(np.float32(beta))
+        off = t * abs(rounded - beta) * beta ** (t - 1) + 2 * 2.0**-24
+        return off / (1 - beta**t)
+
+    return {step: part(0.9, step + 1) + part(0.999, step + 1) / 2 for step in range(FIRST, LAST)}
+
+
+def bounds(recorder: Recorder) -> dict[str, float]:
+    """Returns how far both may be apart in the end: by that correction, and by the grid of float32 at each update.
+
+    A weight is rounded twice at an update in either library, once for its decay; what both round alike in the slots is
+    less than eight units in the last place of an update.
+    """
+    found = {}
+    for name, first in recorder.weights[FIRST].items():
+        total = 0.0
+        for step, part in corrections().items():
+            before, after = recorder.weights[step][name], recorder.weights[step + 1][name]
+            total += float(abs(after - before).max()) * (part + 8 * 2.0**-24)
+            total += 2 * float(np.spacing(np.float32(abs(after).max())))
+        found[name] = total / float(abs(recorder.weights[LAST][name] - first).max())
+    return found
 
 
 def model_of(kind: str) -> torch.nn.Module:
@@ -88,6 +145,18 @@ class StopAt(transformers.TrainerCallback):  # type: ignore[misc]
 
 def values(model: torch.nn.Module) -> dict[str, Any]:
     return {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+
+
+def split(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns tensors by name, the joint bias of queries, keys and values as three."""
+    found: dict[str, Any] = {}
+    for name, value in named.items():
+        if name.endswith("c_attn.bias"):
+            thirds = zip(("queries", "keys", "values"), np.split(value, 3), strict=True)
+            found |= {f"{name} of {part}": third for part, third in thirds}
+        else:
+            found[name] = value
+    return found
 
 
 def arguments(kind: str, out: Path) -> Any:
@@ -161,10 +230,16 @@ def main(work: Path, kind: str) -> None:
         name: float(abs(found["params"][name] - value).max())
         for name, value in recorder.weights[LAST].items()
     }
+    result: dict[str, Any] = {}
+    if kind == "gpt2":
+        alone = by_hand(work / "whole" / f"checkpoint-{FIRST}", groups, recorder)
+        result["as_by_hand"] = all(np.array_equal(alone[n], found["params"][n]) for n in names)
+        allowed = bounds(recorder)
+        result["of_bound"] = max(error[name] / moved[name] / allowed[name] for name in names)
     said: dict[str, Any] = {"learning_rate": rate(LAST)}
     if kind == "gpt2":
         decays = {name.replace(".", "/"): name in groups[0] for name in names}
-        said |= {"weight_decay": 0.1, "exclude_from_weight_decay": {n: not d for n, d in decays.items()}}
+        said |= {"weight_decay": DECAY, "exclude_from_weight_decay": {n: not d for n, d in decays.items()}}
     else:
         said |= {"multiply_by_parameter_scale": False, "clipping_threshold": 1.0, "weight_decay_rate": None}
     back = plan(saved, work / "back", to="hf-trainer", hints=Hints(said))
@@ -174,8 +249,9 @@ def main(work: Path, kind: str) -> None:
     end = resumed(kind, work / "out" / f"checkpoint-{half}", work / "out", END)
     log = [(one["loss"], one["learning_rate"]) for one in end.state.log_history if "loss" in one]
     expected = [(one["loss"], one["learning_rate"]) for one in whole.state.log_history if "loss" in one]
-    last = values(end.model)
-    result = {
+    last, whole_last = split(values(end.model)), split(recorder.weights[END])
+    start, left = split(recorder.weights[FIRST]), split(recorder.weights[LAST])
+    result |= {
         "lines": found["lines"],
         "groups": [len(group) for group in groups],
         "optax": max(error[name] / moved[name] for name in error),
@@ -183,12 +259,18 @@ def main(work: Path, kind: str) -> None:
         "log": log,
         "expected": expected[LAST:],
         "weights": {
-            name: float(abs(last[name] - value).max()) / max(moved[name], 1e-12)
-            for name, value in recorder.weights[END].items()
+            name: float(abs(last[name] - value).max() / max(abs(left[name] - start[name]).max(), 1e-12))
+            for name, value in whole_last.items()
+        },
+        "grads": {
+            name: max(float(abs(split(grads)[name]).max()) for grads in recorder.grads.values())
+            for name in whole_last
         },
     }
     (work / "result.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 3:
+        RATE = USUAL["learning_rate"] = float(sys.argv[3])
     main(Path(sys.argv[1]), sys.argv[2])
