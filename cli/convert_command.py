@@ -14,7 +14,7 @@ from statekit.cli.plan_view import show_next, show_plan
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import Report, convert, plan
 from statekit.conversion.plan import Plan
-from statekit.conversion.resume import next_update, of_plan, resume_lines
+from statekit.conversion.resume import next_update, of_plan, resume_lines, unsaid
 from statekit.files.stage import Progress
 from statekit.state.train_state import StepOffset
 
@@ -159,5 +159,6 @@ def _show_report(stdout: Screen, report: Report) -> None:
         f"{report.verified} tensors read again and found as meant."
     )
     stdout.title("To go on from here:")
-    for line in resume_lines(of_plan(report.plan, report.files), report.plan.state):
+    place = of_plan(report.plan, report.files)
+    for line in resume_lines(place, report.plan.state) or [unsaid(place)]:
         stdout.say(line, indent=2, fold=False)

@@ -11,7 +11,7 @@ from statekit.cli.arguments import checkpoint_options
 from statekit.cli.plan_view import show_next
 from statekit.conversion.contracts import Hints
 from statekit.conversion.open_state import open_state
-from statekit.conversion.resume import frameworks, next_update, of_checkpoint, resume_lines
+from statekit.conversion.resume import frameworks, next_update, of_checkpoint, resume_lines, unsaid
 from statekit.tensors.tree import to_json
 
 
@@ -38,13 +38,13 @@ def command(
     `...` stands for what the checkpoint doesn't say.
     """
     with open_state(checkpoint, container=container, layout=layout, step=step, hints=hints) as opened:
-        state = to_json(opened.state.to_json())
-        lines = resume_lines(of_checkpoint(opened), state, framework)
+        state, place = to_json(opened.state.to_json()), of_checkpoint(opened)
+        lines = resume_lines(place, state, framework)
         if as_json:
             formats = {"container": opened.checkpoint.container, "layout": opened.layout}
             output.print_json("resume", {**formats, "next_update": next_update(state), "lines": lines})
             return
     stdout = output.screen()
-    for line in lines:
+    for line in lines or [unsaid(place)]:
         stdout.say(line, fold=False)
     show_next(stdout, state)

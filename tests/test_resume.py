@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import torch
 
-from goldens import GOLDEN
+from goldens import COMPACT, GOLDEN
 from statekit.cli.main import DONE, main
 from statekit.conversion import registry
 from statekit.conversion.contracts import Hints
@@ -56,6 +56,20 @@ def test_every_layout_has_lines_in_every_container_that_it_is_at_home_in(layout:
                 gin = layout in ("t5x", "megatron")
                 if not gin:
                     compile("\n".join(lines), "to go on", "exec")
+
+
+def test_where_nobody_has_said_how_to_go_on_another_way_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There stood a heading and nothing below it."""
+    source, target = COMPACT / "t5x" / "momentum_f32" / "checkpoint", tmp_path / "state.statekit"
+    assert main(["convert", str(source), str(target), "--layout", "t5x"]) == DONE
+    way = f"statekit resume {target} --framework torch"
+    assert way in " ".join(capsys.readouterr().out.split())
+    assert main(["resume", str(target)]) == DONE
+    assert way in " ".join(capsys.readouterr().out.split())
+    assert main([*way.split()[1:]]) == DONE
+    assert "load_optimizer" in capsys.readouterr().out
 
 
 def test_what_is_said_of_each_has_a_source_and_a_user() -> None:

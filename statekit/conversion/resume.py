@@ -165,6 +165,16 @@ def _native_lines(place: Place, entry: Mapping[str, Any], values: Mapping[str, s
     return list(entry.get("lines", ()))
 
 
+def unsaid(place: Place) -> str:
+    """Returns a sentence for those who ask how to go on from where nobody has said it."""
+    first, *others = frameworks()
+    return (
+        f"Nobody has told statekit how layout {place.layout} goes on from container {place.container}. "
+        f"Its own optimizers do: statekit resume {shlex.quote(str(place.path))} --framework {first} "
+        f"(or {', '.join(others)})"
+    )
+
+
 @cache
 def _data() -> dict[str, Any]:
     text = resources.files("statekit.converters").joinpath("resume.json").read_text(encoding="utf-8")
