@@ -14,7 +14,7 @@ help:
 	@echo "make demo      take a checkpoint that T5X wrote and go on in PyTorch"
 	@echo "make test      run the tests, long sweeps as a sample"
 	@echo "make test-all  run all tests in full"
-	@echo "make living    hold our steps against the living originals, LIVING_CASES drawn runs"
+	@echo "make living    hold our steps against the living originals, LIVING_CASES drawn runs; goes on where it was stopped, and writes docs/living.md"
 	@echo "make check     lint, check the layout of the code, type-check"
 	@echo "make format    lay out the code"
 	@echo "make package   build what is published, and try it in empty environments; needs a registry"
@@ -44,7 +44,7 @@ test-all: $(READY)
 
 LIVING_CASES ?= 20000
 living: $(READY)
-	@LIVING_CASES=$(LIVING_CASES) $(BIN)/pytest -q -s tests/living
+	@$(BIN)/python tests/living/sweep.py .living --cases $(LIVING_CASES) --table
 
 check: $(READY)
 	@$(BIN)/ruff check --quiet .
@@ -71,4 +71,4 @@ tables: $(READY)
 	@$(BIN)/python tests/accuracy_table.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .living

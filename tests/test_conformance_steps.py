@@ -47,7 +47,7 @@ MXNETS = {("lans", variant) for variant in ("mxnet_fused", "mxnet_unfused", "mxn
 ADAMS = {("adamw", "torch"), ("adamw", "optax"), ("lamb", "optax"), ("adafactor", "optax")}
 FOLLOWED = {
     "bfloat16": ADAFACTORS | SCALED_ADAMS | ADAMS,
-    "float16": ADAFACTORS | SCALED_ADAMS | (ADAMS - {("adafactor", "optax")}) | MXNETS,
+    "float16": ADAFACTORS | SCALED_ADAMS | ADAMS | MXNETS,
 }
 """Who steps parameters of low precision; everybody else refuses them."""
 LOW_SAMPLE = {

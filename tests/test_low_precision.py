@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -55,9 +56,37 @@ def test_float16_rounds_as_pytorch(mode: str) -> None:
 
 
 @pytest.mark.jax
-def test_float16_rounds_as_eager_optax() -> None:
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("family", ["adamw", "lamb"])
+def test_float16_rounds_as_optax(family: str, mode: str) -> None:
     arguments = {"learning_rate": 0.02, "weight_decay": 0.1}
-    assert faults(case("optax", "adamw", arguments, "eager", "float16")) == []
+    assert faults(case("optax", family, arguments, mode, "float16")) == []
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [("eager", "float16"), ("compiled", "float16"), ("compiled", "bfloat16")]
+)
+def test_low_precision_rounds_as_optaxs_adafactor(mode: str, dtype: str) -> None:
+    arguments = {"learning_rate": 0.02, "min_dim_size_to_factor": 4, "momentum": 0.9}
+    usual = tuple(dict.fromkeys(PARAMS, "usual") for _ in range(2))
+    assert faults(replace(case("optax", "adafactor", arguments, mode, dtype), grads=usual)) == []
+
+
+@pytest.mark.jax
+def test_the_norm_of_one_number_is_its_size_though_its_square_overflows() -> None:
+    params: Mapping[str, Shape] = {"s": (), "v": (1,)}
+    arguments = {"learning_rate": 0.02, "eps": 1e-6}
+    grads = tuple(dict.fromkeys(params, kind) for kind in ("small", "usual"))
+    assert (
+        faults(Case("optax", "lamb", ((arguments, ("s", "v")),), params, "float16", grads, "eager", 2)) == []
+    )
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_a_compiled_adamw_takes_its_corrections_in_float32() -> None:
+    assert faults(case("torch", "adamw", {"lr": 0.3}, "compiled", "float32")) == []
 
 
 @pytest.mark.torch

@@ -149,6 +149,10 @@ class Backend(Protocol):
         """Returns the first of two values, where the kernels of an original arrive at one or at the other."""
         return first()
 
+    def about(self, value: Value, dtype: str) -> Value | None:
+        """Returns all that lies within one rounding to `dtype` of a value; None where nothing is bounded."""
+        return None
+
     def one_minus_power(self, base: float, exponent: Value) -> Value:
         """Returns 1 - base**exponent without cancellation, as a number if the exponent is one; 0 < base < 1."""
 

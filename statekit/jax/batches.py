@@ -31,10 +31,10 @@ PARTS = 128
 
 def parts(grads: Arrays, stacks: Stacks) -> Iterator[tuple[Arrays, Stacks | None]]:
     """Yields gradients by path that are moved in one go, and how they are stacked if they are."""
-    yield {path: grad for path, grad in grads.items() if grad.size > STACK}, None
+    yield {path: grad for path, grad in grads.items() if not 0 < grad.size <= STACK}, None
     kinds: dict[tuple[Any, ...], list[str]] = {}
     for path, grad in grads.items():
-        if grad.size <= STACK:
+        if 0 < grad.size <= STACK:
             kinds.setdefault((grad.shape, str(grad.dtype)), []).append(path)
     for paths in kinds.values():
         for start in range(0, len(paths), PARTS):

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from statekit.arrays.backend import Backend, Value
+from statekit.arrays.promotion import LOW
 from statekit.errors import UnknownRuleError, UsageError
 from statekit.optim import adafactor_forms as forms
 from statekit.optim.adafactor_forms import Hyperparameters, Setting
@@ -205,7 +206,7 @@ def update(
     """
     constants = variant_constants("adafactor", scene.variant)
     squares, grad = getattr(grad, "squares", None), sum_of(grad)
-    scene = promoting(scene, constants["compute_dtype"], [param, grad, *slots.values()])
+    scene = promoting(scene, constants["compute_dtype"], [param, grad, *slots.values()], LOW)
     s = _setting(scene, config.hyper, config.rule, param)
     xp, step, hyper = s.xp, scene.step, s.hyper
     storage = STORAGE[s.form["parameter_storage"]]
@@ -355,9 +356,7 @@ def check(state: TrainState, group: Group) -> None:
     rounding = variant_constants("adafactor", variant)["compute_dtype"]
     for path in group.paths:
         dtype = state.params[path].dtype.name
-        # Optax' means of float16 are off by a unit in single elements: not reproduced.
-        reproduced = rounding in REPRODUCED and (rounding, dtype) != ("promoted", "float16")
-        if dtype != "float32" and not reproduced:
+        if dtype != "float32" and rounding not in REPRODUCED:
             raise UnknownRuleError(
                 "This variant rounds every operation of low precision, and that isn't reproduced yet.",
                 place=path,

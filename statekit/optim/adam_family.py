@@ -55,19 +55,22 @@ class AdamSetting(Setting[C, H], Generic[C, H]):
         rate: Learning rate, as the original holds it.
         step: Updates done so far (int, or 0-d integer array).
         dtype: What every operation of the original rounds its result to.
+        fused: Whether an original whose operations round by themselves was compiled.
     """
 
     rate: Value
     step: Value
     dtype: str
+    fused: bool = False
 
     @classmethod
     def of(cls, scene: Scene, form: C, hyper: H, dtype: str = "float32") -> AdamSetting[C, H]:
         """Returns the setting of an update of a parameter, `dtype` its own or its master's."""
         rate = RATE[form["lr_precision"]](scene.xp, scene.rate)
         each = form["compute_dtype"] == "each_operation"
-        rounds = each and execution_of(scene, form["compute_dtype"]) == "op_by_op"
-        return cls(scene.xp, form, hyper, rate, scene.step, dtype if rounds else "float32")
+        fused = each and execution_of(scene, form["compute_dtype"]) == "compiled"
+        rounds = each and not fused
+        return cls(scene.xp, form, hyper, rate, scene.step, dtype if rounds else "float32", fused)
 
     def returned(self, value: Value) -> Value:
         """Returns what an operation of the original returns."""
@@ -85,7 +88,13 @@ class AdamSetting(Setting[C, H], Generic[C, H]):
 
     def correction(self, beta: float, ahead: int = 1) -> Value:
         """Returns 1 - beta^t, t being this update's number (or one further on)."""
-        return CORRECTION[self.form["bias_correction_precision"]](self.xp, beta, self.step + ahead)
+        t, usual = self.step + ahead, CORRECTION[self.form["bias_correction_precision"]]
+        if not self.fused:
+            return usual(self.xp, beta, t)
+        # PyTorch's fused kernel takes it in float64 as well, what torch.compile makes of its text in float32.
+        return self.xp.either(
+            lambda: usual(self.xp, beta, t), lambda: CORRECTION["float32"](self.xp, beta, t)
+        )
 
     @cached_property
     def corrections(self) -> tuple[Value, Value]:

@@ -12,7 +12,7 @@ from statekit.arrays.promotion import LOW
 from statekit.errors import StateError
 from statekit.optim import adafactor, adamw, lamb, lans, scaled_adam
 from statekit.optim.keras_averages import follow_average
-from statekit.optim.steps import Arrays, Execution, Scene, Slots, Steps
+from statekit.optim.steps import Arrays, Execution, Scene, Slots, Steps, sum_of
 from statekit.state.constants import variant_constants
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, Rule, TrainState
@@ -253,7 +253,7 @@ def _batches(
     batches: dict[Hashable, tuple[Value | None, list[str]]] = {}
     for path, grad in grads.items():
         count = counts.get(path)
-        arrays = [params[path], grad, *slots[path].values()]
+        arrays = [params[path], sum_of(grad), *slots[path].values()]
         kind = (configs[path], tuple(slots[path]), tuple((xp.shape(a), xp.dtype(a)) for a in arrays))
         key = (kind, count if isinstance(count, int) else id(count)) if batched else path
         batches.setdefault(key, (count, []))[1].append(path)

@@ -111,12 +111,23 @@ USUAL: Mapping[str, Execution] = {"each_operation": "op_by_op"}
 """How an original usually runs, by `compute_dtype`: PyTorch's optimizers eagerly, all others compiled."""
 
 
-def promoting(scene: Scene, compute_dtype: str, arrays: Iterable[Value]) -> Scene:
-    """Returns a scene over JAX's promotion of dtypes, where that is the rule and some array is of low precision."""
-    if compute_dtype != "promoted" or not any_low(scene.xp, arrays):
+def promoting(
+    scene: Scene, compute_dtype: str, arrays: Iterable[Value], loose: tuple[str, ...] = ("float16",)
+) -> Scene:
+    """Returns a scene over JAX's promotion of dtypes, where that is the rule and some array is of low precision.
+
+    Args:
+        scene: The scene.
+        compute_dtype: The variant's constant.
+        arrays: The parameter, then all else that the update takes.
+        loose: Dtypes of a parameter whose compiled updates are followed within one rounding of each operation only.
+    """
+    held = list(arrays)
+    if compute_dtype != "promoted" or not any_low(scene.xp, held):
         return scene
     op_by_op = execution_of(scene, compute_dtype) == "op_by_op"
-    return replace(scene, xp=Promoting(scene.xp, op_by_op))
+    within = () if op_by_op or scene.xp.dtype(held[0]) not in loose else loose
+    return replace(scene, xp=Promoting(scene.xp, op_by_op, within))
 
 
 class Repeated(NamedTuple):

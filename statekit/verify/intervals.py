@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from statekit.arrays.backend import Backend, Value
-from statekit.tensors.tensor import DTYPES, Array
+from statekit.tensors.tensor import DTYPES, Array, float_info
 
 UNIT = 2.0**-24
 """Rounding unit of float32."""
@@ -189,6 +189,20 @@ class IntervalBackend(Backend):
     def rounded(self, value: Value, dtype: str) -> Value:
         # To float32 nothing is rounded that an operation didn't round: a contracted product stays as it is.
         return value if dtype == "float32" else self.widen(self.narrow(value, dtype))
+
+    def about(self, value: Value, dtype: str) -> Value | None:
+        info = float_info(DTYPES[dtype])
+        unit, least = float(info.eps) / 2, float(info.smallest_subnormal) / 2
+        # Rounding keeps the sign, and 0.
+        down, up = (np.abs(end) * unit + least for end in (value.low, value.high))
+        low = np.where(value.low >= 0, np.maximum(value.low - down, 0.0), value.low - down)
+        high = np.where(value.high <= 0, np.minimum(value.high + up, 0.0), value.high + up)
+        low, high = np.where(value.low == 0, 0.0, low), np.where(value.high == 0, 0.0, high)
+        kept = self.rounded(value, dtype)
+        finite = np.isfinite(kept.low) & np.isfinite(
+            kept.high
+        )  # what overflows, or isn't a number, stays that
+        return self.widen(Interval(np.where(finite, low, kept.low), np.where(finite, high, kept.high)))
 
     def number(self, value: Value) -> Value:
         if isinstance(value, Interval):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +23,8 @@ from statekit.tensors.tensor import DTYPES, Array, Shape, Tensor, in_memory
 from statekit.verify.systems.native_slots import canonical_slots
 
 Arrays = Mapping[str, Array]
+Sparse = Mapping[str, tuple[Array, Array]]
+"""Values of rows and which they are, by path."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,9 @@ class Case:
         grads: For each update, kind of gradient by path; a path that isn't there has none.
         mode: How the original runs: `eager`, `foreach`, `fused` or `compiled`.
         seed: Of all values.
+        backend: Where our step runs.
+        drop_in: Whether our optimizer class in the original's framework takes each update too.
+        back: Whether the original's own save goes into a statekit folder and back, and another goes on from it.
     """
 
     library: str
@@ -46,10 +53,15 @@ class Case:
     grads: tuple[Mapping[str, str], ...]
     mode: str = "eager"
     seed: int = 0
+    backend: str = "numpy"
+    drop_in: bool = False
+    back: bool = False
 
     @property
     def execution(self) -> Execution:
         """How the original ran, as recordings say it."""
+        if (self.library, self.family) == ("torch", "adafactor"):
+            return "op_by_op"  # PyTorch keeps it from being compiled: _disable_dynamo_if_unsupported
         if self.library in ("torch", "optax"):
             return "op_by_op" if self.mode in ("eager", "foreach") else "compiled"
         return "compiled" if self.mode == "compiled" or self.library == "transformers" else "op_by_op"
@@ -72,6 +84,12 @@ class Case:
         """Returns the gradients of an update, counted from 0."""
         return {path: self._gradient(path, kind, update) for path, kind in self.grads[update].items()}
 
+    def rows(self, update: int) -> dict[str, tuple[Array, Array]]:
+        """Returns the gradients that are rows for an original that takes them so: their values, and which they are."""
+        if self.library != "keras":
+            return {}
+        return {p: self._rows(p, update) for p, kind in self.grads[update].items() if kind == "rows"}
+
     def _drawn(self, what: str, shape: Shape, size: float) -> Array:
         rng = np.random.default_rng([self.seed, *what.encode()])
         return np.asarray(size * rng.standard_normal(shape)).astype(DTYPES[self.dtype])
@@ -81,12 +99,23 @@ class Case:
         usual = self._drawn(f"grad/{path}/{update}", shape, SIZES.get(kind, 1.0))
         if kind == "zeros":
             return np.zeros_like(usual)
+        if kind == "rows":
+            whole = np.zeros(shape, usual.dtype)
+            values, rows = self._rows(path, update)
+            np.add.at(whole, rows, values)
+            return whole
         if kind in ("one_hot", "nan") and usual.size:
             place = np.random.default_rng([self.seed, update]).integers(usual.size)
             flat = np.zeros_like(usual).reshape(-1) if kind == "one_hot" else usual.reshape(-1).copy()
             flat[place] = usual.reshape(-1)[place] if kind == "one_hot" else np.nan
             return flat.reshape(shape)
         return usual
+
+    def _rows(self, path: str, update: int) -> tuple[Array, Array]:
+        shape = self.params[path]
+        rng = np.random.default_rng([self.seed, update, *path.encode()])
+        rows = rng.integers(shape[0], size=5).astype(np.int32)
+        return rng.standard_normal((5, *shape[1:])).astype(DTYPES[self.dtype]), rows
 
 
 SIZES = {"usual": 1.0, "small": 1e-3, "tiny": 1e-9, "large": 30.0, "huge": 1e4}
@@ -99,8 +128,19 @@ class Run(Protocol):
     def state(self) -> TrainState:
         """Returns the canonical state that it holds."""
 
-    def update(self, grads: Arrays) -> None:
-        """Does one update."""
+    def update(self, grads: Arrays, rows: Sparse = MappingProxyType({})) -> None:
+        """Does one update.
+
+        Args:
+            grads: Gradients by path.
+            rows: Those among them that are given as rows.
+        """
+
+    def save(self, folder: Path) -> tuple[Path, dict[str, Any]]:
+        """Saves with the original's own saving; returns where, and what `statekit.plan` needs to be told of it."""
+
+    def load(self, path: Path) -> None:
+        """Loads what `save` writes with the original's own loading, into a run that has done nothing yet."""
 
 
 def canonical(
@@ -158,6 +198,11 @@ def _torch_class(case: Case) -> Any:
     return torch.optim.AdamW if case.family == "adamw" else torch.optim.Adafactor
 
 
+def dotted(path: str) -> str:
+    """Returns a path as PyTorch names it."""
+    return path.replace("/", ".")
+
+
 class TorchRun:
     """An optimizer of PyTorch or Transformers."""
 
@@ -173,13 +218,17 @@ class TorchRun:
         }
         kind = _torch_class(case)
         groups = [
-            {**arguments, "params": [self._params[p] for p in paths]} for arguments, paths in case.groups
+            {**arguments, "params": [(dotted(p), self._params[p]) for p in paths]}
+            for arguments, paths in case.groups
         ]
         how = {case.mode: True} if case.mode in ("foreach", "fused") else {}
         if case.mode == "eager" and case.library == "torch":
             how = {"foreach": False}
         self._optimizer = kind(groups, **how)
-        self._step = torch.compile(self._optimizer.step) if case.mode == "compiled" else self._optimizer.step
+        self._step = self._optimizer.step
+        if case.mode == "compiled":
+            torch.compiler.reset()  # after some recompilations it would run eagerly, without a word
+            self._step = torch.compile(self._optimizer.step)
 
     def state(self) -> TrainState:
         held, counts = {}, {}
@@ -199,13 +248,26 @@ class TorchRun:
         name = str(tensor.dtype).removeprefix("torch.")
         return np.asarray(wide).astype(DTYPES[name])
 
-    def update(self, grads: Arrays) -> None:
+    def update(self, grads: Arrays, rows: Sparse = MappingProxyType({})) -> None:
         for path, param in self._params.items():
             grad = grads.get(path)
             param.grad = (
                 None if grad is None else self._torch.from_numpy(grad.astype(np.float32)).to(param.dtype)
             )
         self._step()
+
+    def save(self, folder: Path) -> tuple[Path, dict[str, Any]]:
+        path = folder / "own.pt"
+        model = {dotted(name): param for name, param in self._params.items()}
+        self._torch.save({"model": model, "optimizer": self._optimizer.state_dict()}, path)
+        return path, {}
+
+    def load(self, path: Path) -> None:
+        held = self._torch.load(path, weights_only=False)
+        with self._torch.no_grad():
+            for name, param in self._params.items():
+                param.copy_(held["model"][dotted(name)])
+        self._optimizer.load_state_dict(held["optimizer"])
 
 
 class OptaxRun:
@@ -240,14 +302,31 @@ class OptaxRun:
         params = {path: np.asarray(array) for path, array in self._params.items()}
         return canonical(self._case, params, slots, self._updates)
 
-    def update(self, grads: Arrays) -> None:
+    def update(self, grads: Arrays, rows: Sparse = MappingProxyType({})) -> None:
         given = {path: self._jnp.asarray(grad) for path, grad in grads.items()}
         self._params, self._state = self._step(self._params, self._state, given)
         self._updates += 1
 
+    def save(self, folder: Path) -> tuple[Path, dict[str, Any]]:
+        from flax import serialization
+
+        path = folder / "checkpoint_1"
+        tree = {"params": self._params, "opt_state": self._state, "step": self._updates}
+        path.write_bytes(serialization.to_bytes(tree))
+        ((arguments, _),) = self._case.groups
+        return path, {"hparams": dict(arguments)}
+
+    def load(self, path: Path) -> None:
+        from flax import serialization
+
+        tree = {"params": self._params, "opt_state": self._state, "step": self._updates}
+        file = path if path.is_file() else next(path.glob("checkpoint_*"))
+        held = self._jax.tree.map(self._jnp.asarray, serialization.from_bytes(tree, file.read_bytes()))
+        self._params, self._state, self._updates = held["params"], held["opt_state"], int(held["step"])
+
 
 class KerasRun:
-    """An optimizer of Keras on TensorFlow."""
+    """An optimizer of Keras on TensorFlow, of a model that has the parameters as its weights."""
 
     def __init__(self, case: Case) -> None:
         import keras
@@ -257,7 +336,8 @@ class KerasRun:
         ((arguments, paths),) = case.groups
         self._paths = paths
         start = case.start()
-        self._params = [keras.Variable(start[path], name=path.replace("/", "_")) for path in paths]
+        self._model = keras.Sequential([keras.Input((1,)), *(holder(p, start[p]) for p in paths)])
+        self._params = self._model.trainable_variables
         made = dict(arguments)
         kind = {
             # Where nobody gives a decay AdamW has one of its own, and so has our variant.
@@ -266,6 +346,7 @@ class KerasRun:
             "adafactor": "Adafactor",
         }
         self._optimizer = getattr(keras.optimizers, kind[case.family])(**made)
+        self._model.compile(self._optimizer)
         self._optimizer.build(self._params)
         self._calls: dict[tuple[str, ...], Callable[..., Any]] = {}
 
@@ -280,19 +361,50 @@ class KerasRun:
         params = {path: np.asarray(p) for path, p in zip(self._paths, self._params, strict=True)}
         return canonical(self._case, params, held, int(self._optimizer.iterations.numpy()))
 
-    def update(self, grads: Arrays) -> None:
+    def update(self, grads: Arrays, rows: Sparse = MappingProxyType({})) -> None:
         present = tuple(path for path in self._paths if path in grads)
         own = [p for path, p in zip(self._paths, self._params, strict=True) if path in grads]
-        values = [self._tf.constant(grads[path]) for path in present]
+        values = [
+            slices(self._case, p, rows[p]) if p in rows else self._tf.constant(grads[p]) for p in present
+        ]
         if self._case.mode != "compiled":
             self._optimizer.apply_gradients(list(zip(values, own, strict=True)))
             return
-        if present not in self._calls:
-            self._calls[present] = self._tf.function(
+        key = (*present, *rows)
+        if key not in self._calls:
+            self._calls[key] = self._tf.function(
                 lambda given: self._optimizer.apply_gradients(list(zip(given, own, strict=True))),
                 jit_compile=True,
             )
-        self._calls[present](values)
+        self._calls[key](values)
+
+    def save(self, folder: Path) -> tuple[Path, dict[str, Any]]:
+        path = folder / "own.weights.h5"
+        self._model.save_weights(path)
+        ((arguments, _),) = self._case.groups
+        return path, {"hparams": dict(arguments)}
+
+    def load(self, path: Path) -> None:
+        self._model.load_weights(path)
+
+
+def holder(path: str, value: Array) -> Any:
+    """Returns a layer of Keras that has one weight, and does nothing with it."""
+    import keras
+
+    def build(layer: Any, input_shape: Any) -> None:
+        layer.add_weight(shape=value.shape, dtype=value.dtype.name, name="w").assign(value)
+
+    kind = type("Holder", (keras.layers.Layer,), {"build": build, "call": lambda layer, x: x})
+    return kind(name=path.partition("/")[0])
+
+
+def slices(case: Case, path: str, rows: tuple[Array, Array]) -> Any:
+    """Returns rows as TensorFlow has them."""
+    import tensorflow as tf
+
+    values, indices = map(tf.constant, rows)
+    return tf.IndexedSlices(values, indices, tf.constant(case.params[path]))
 
 
 RUNS: Mapping[str, Callable[[Case], Run]] = {
