@@ -24,7 +24,7 @@ from statekit.conversion.open_state import open_state
 from statekit.converters.containers.mxnet import CONTAINER
 from statekit.converters.layouts.mxnet.layout import MXNetOptim
 from statekit.converters.layouts.mxnet.mxnet_lans import LAYOUT as LANS
-from statekit.errors import InexactError, NotFoundError, StateError, UnknownFormatError
+from statekit.errors import InexactError, NotFoundError, StateError, UnknownFormatError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged
 from statekit.optim.run import load, store
@@ -141,6 +141,14 @@ def test_names_of_a_module_are_written_back(tmp_path: Path) -> None:
         written = write(LANS.encode(opened.state), tmp_path / "out")
     assert changed(written, folder) == []
     assert {f.name for f in written.glob("*.params")} == {"module_style.params"}
+
+
+@pytest.mark.parametrize("count", ["x", -1, 2.5, None, True])
+def test_a_count_that_cant_be_is_refused_where_states_alone_have_none(count: Any) -> None:
+    source = GOLDEN / UPDATER / "checkpoint" / "updater_states_only.states"
+    hints = Hints({"begin_num_update": count})
+    with pytest.raises(UsageError, match="begin_num_update"):
+        open_state(source, layout="mxnet-lans", hints=hints)
 
 
 def test_states_alone_are_anybodys(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from statekit.converters.layouts.mxnet.attributes import (
     written_counts,
 )
 from statekit.converters.layouts.mxnet.order import Numbered, numbered
-from statekit.errors import Faults, InexactError, StateError
+from statekit.errors import Faults, InexactError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, TrainState
@@ -194,6 +194,13 @@ class Reading:
         if self.cls is None:
             given = dict(hints.hyperparameters)
             updates = given.pop(COUNT, 0)
+            if type(updates) is not int or updates < 0:
+                raise UsageError(
+                    "A count of updates can't be this.",
+                    place=f"--hparams {COUNT}",
+                    expected="an integer from 0 on",
+                    found=repr(updates),
+                )
             return Counts(updates, updates), replace(hints, hyperparameters=given)
         done = {self.paths[i]: n - begin for i, n in self.counted.counts.items() if i in self.paths}
         updates = max(done.values(), default=0)
