@@ -25,7 +25,7 @@ from statekit.conversion.inspection import (
     inspect,
     unknown_hyperparameters,
 )
-from statekit.state.run import RunState
+from statekit.state.run import RunState, Schedule
 from statekit.state.train_state import Group
 from statekit.tensors.stats import Stats, total
 
@@ -227,7 +227,7 @@ def _run(run: RunState) -> Iterator[str]:
         at = "" if schedule.at is None else f" at step {schedule.at}"
         given = ", ".join(f"{key}={value!r:.60}" for key, value in schedule.parameters.items())
         kind = schedule.kind or "of a kind that its state doesn't tell"
-        yield f"schedule {kind}{at}: {given} @ {schedule.place}"
+        yield f"schedule {kind}{at}: {given}{_as_rates(schedule)} @ {schedule.place}"
     for part in run.parts:
         content = part.value
         plain = (
@@ -237,6 +237,15 @@ def _run(run: RunState) -> Iterator[str]:
         )
         yield f"{part.what}{f': {plain}' if content is not None and plain else ''} @ {part.place}"
     yield from (f"tied: {name} is {path}" for name, path in run.ties.items())
+
+
+def _as_rates(schedule: Schedule) -> str:
+    """Says what a schedule is as a function of the updates done, or why it is none that others have."""
+    told = schedule.rates[0] if schedule.rates else ""
+    if isinstance(told, str):
+        return f"; {told}" if told else ""
+    pieces = [f"{one.kind}{f' from {one.begins}' if one.begins else ''}" for one in told.pieces]
+    return f"; over the updates done: {', '.join(pieces)}"
 
 
 def _bytes(tensors: Iterable[TensorSummary]) -> int:

@@ -306,7 +306,8 @@ class Constructing(Protocol):
         Args:
             schema: Its schema.
             groups: The state's groups, as `TrainState.to_json` gives them, each with its `number` and, the same in
-                words, its `label`.
+                words, its `label`; `schedule` is the code for its learning rate as a schedule of Optax, or None, and
+                `unscheduled` says why.
             names: Names of the checkpoint's tensors; none if nobody knows them.
             empty: Names of its leaves that hold nothing.
             call: Gives the call of the optimizer's class for one group; its second argument is code for arguments that

@@ -19,6 +19,7 @@ from statekit.conversion import registry
 from statekit.conversion.contracts import Constructing
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import Plan
+from statekit.conversion.rate_code import JAX_NUMPY, MATH, optax_code, python_code
 from statekit.conversion.resume_parts import (
     makes_its_own,
     model_keys,
@@ -30,6 +31,7 @@ from statekit.errors import StateError
 from statekit.files.manifest import FILE
 from statekit.optim.adafactor import defaults, next_decay
 from statekit.optim.adafactor_forms import Hyperparameters
+from statekit.state.rates import Rates, Told
 from statekit.state.run import Schedule, run_of
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.tensors.tree import empty_names
@@ -203,7 +205,10 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
     by_suffix = {Path(file).suffix: Path(file).name for file in place.files}
     converted = _is_converted(place)
     call = schedule_call(place.schedules, _data()["schedules"])
+    if call and "lr_lambda)" in call and (code := _lambda(place, state)):
+        call = call.replace("lr_lambda)", f"{code})")
     paths = [path for group in groups for path in group["paths"]]
+    lines = _schedule_lines(place, state)
     return {
         "path": _quoted(path),
         "absolute": _quoted(path.absolute()),
@@ -222,6 +227,11 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "model_keys": model_keys(place.tensors, paths) or '["model"]',
         "optimizer_keys": optimizer_keys(place.tensors) or '["optimizer"]',
         "scheduler": call,
+        "math": "import math" if call and MATH in call else None,
+        **lines,
+        "missing_jax": f", {_RATE}=schedule{_missing_arguments(state, None)}"
+        if lines["jax_schedule"]
+        else _missing_arguments(state, _RATE),
         "scheduler_keys": schedule_keys(place.schedules),
         "scheduled": "" if call else None,
         "unscheduled": None if call else "",
@@ -230,7 +240,7 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "optimizer": "\n".join(_construction(place, state)),
         "not_arguments": f"not an argument of {constructor}: {', '.join(others)}" if others else None,
         "groups": "groups" if converted else _groups(groups),
-        "missing": _missing_arguments(state, "lr"),
+        "missing": _missing_arguments(state, "lr" if lines["new_schedule"] is None else None),
         "missing_keras": _missing_arguments(state, _RATE),
         "step_offset": f"{max(offsets)}" if len(offsets) == 1 and max(offsets) else None,
         "rate": rates.pop() if len(rates) == 1 and rates != {"None"} else _UNKNOWN,
@@ -246,15 +256,18 @@ def _has_several(state: State) -> bool:
     return any("schema" in group for group in state["groups"])
 
 
-def _missing_arguments(state: State, rate: str) -> str:
+def _missing_arguments(state: State, rate: str | None) -> str:
     """Returns the arguments of `load_optimizer` for what a step needs and nobody has said.
 
     Args:
         state: The state.
-        rate: What the learning rate is called there.
+        rate: What the learning rate is called there; None where a schedule gives it.
     """
     pairs = dict.fromkeys(
-        (_kind(state, group)["schema"], name) for group in state["groups"] for name in _missing(state, group)
+        (_kind(state, group)["schema"], name)
+        for group in state["groups"]
+        for name in _missing(state, group)
+        if name != _RATE or rate is not None
     )
     if not _has_several(state):
         names = dict.fromkeys(rate if name == _RATE else name for _, name in pairs)
@@ -301,13 +314,80 @@ def _construction(place: Place, state: State) -> list[str]:
         return f"{callee}({', '.join([*said, *(f'{name}={value}' for name, value in code.items())])})"
 
     layout = registry.layout(place.layout) if place.layout in registry.layout_names() else None
-    numbered = [{**group, "number": i, "label": str(i)} for i, group in enumerate(state["groups"])]
+    numbered = [
+        {**group, "number": i, "label": str(i), **_scheduled(place, state, i)}
+        for i, group in enumerate(state["groups"])
+    ]
     groups = [group for group in numbered if group["paths"]]
     if not isinstance(layout, Constructing) or not groups:
         return [f"optimizer = {call({'hyperparameters': {}}, {})}"]
     return layout.construction(
         state["schema"], groups, place.tensors, place.empty, call, _quoted(_manifest(place).absolute())
     )
+
+
+def _rates(place: Place, state: State, number: int) -> Told:
+    """Returns the learning rate of a group as a function of the updates done, or why nobody knows one."""
+    if len(place.schedules) != 1:
+        return "the run has several schedules" if place.schedules else ""
+    (one,) = place.schedules
+    told, at = one.of_group(number), state["counts"]["schedule"]
+    # What a schedule of PyTorch has counted is its argument; MXNet's gets the number of updates.
+    if isinstance(told, Rates) and one.place.startswith("extra/torch/") and one.at != at:
+        return f"{one.kind} stands at {one.at} after {at} updates: it counts something else, such as epochs"
+    return told
+
+
+def _scheduled(place: Place, state: State, number: int) -> dict[str, Any]:
+    told = _rates(place, state, number)
+    if isinstance(told, Rates):
+        return {"schedule": optax_code(told), "unscheduled": None}
+    rate = state["groups"][number]["hyperparameters"].get(_RATE)
+    known = f"the next update's is {rate!r}" if type(rate) in (int, float) and told else ""
+    return {"schedule": None, "unscheduled": "; ".join(one for one in (told, known) if one)}
+
+
+def _schedule_lines(place: Place, state: State) -> dict[str, str | None]:
+    """Returns what may stand in a line about a schedule, where its own system isn't the one that goes on."""
+    told = [_rates(place, state, number) for number in range(len(state["groups"]))]
+    rates = [one for one in told if isinstance(one, Rates)]
+    elsewhere = not any(one.place.startswith("extra/torch/") for one in place.schedules)
+    if (
+        _has_several(state)
+        or not rates
+        or len(rates) != len(told)
+        or len({json.dumps(one.to_json()) for one in rates}) > 1
+    ):
+        return {"new_schedule": None, "any_schedule": None, "jax_schedule": None}
+    code, optax, done = python_code(rates[0]), optax_code(rates[0]), state["counts"]["schedule"]
+    torch = [
+        *(["import math"] if MATH in code else []),
+        "import torch",
+        "for group in optimizer.param_groups:",
+        '    group["initial_lr"] = 1.0  # the function gives the rate itself',
+        f"scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, {code}, last_epoch={done - 1})",
+    ]
+    jax = [*(["import jax"] if JAX_NUMPY in optax else []), "import optax", f"schedule = {optax}"]
+    return {
+        "new_schedule": "\n".join(torch) if elsewhere else None,
+        "any_schedule": "\n".join(torch),
+        "jax_schedule": "\n".join(jax),
+    }
+
+
+def _lambda(place: Place, state: State) -> str | None:
+    """Returns the functions of a LambdaLR, where its Trainer's arguments say them."""
+    (one,) = place.schedules
+    bases = one.parameters.get("base_lrs") or ()
+    told = [one.of_group(number) for number in range(len(bases))]
+    if not told or not all(
+        isinstance(rates, Rates) and base for rates, base in zip(told, bases, strict=True)
+    ):
+        return None
+    codes = [
+        python_code(rates, base) for rates, base in zip(told, bases, strict=True) if isinstance(rates, Rates)
+    ]
+    return codes[0] if len(set(codes)) == 1 else f"[{', '.join(codes)}]"
 
 
 def _is_converted(place: Place) -> bool:

@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
 
+from statekit.state.rates import Told, mxnet_rates, torch_kind, torch_rates
 from statekit.tensors.ties import TIES
 from statekit.tensors.tree import Path, Record, Tree, to_json
 
+TRAINER_ARGUMENTS = "trainer_arguments"
+"""Key beside a Trainer's parts: those of its arguments that make its schedule, as its folder's container reads them."""
 Part: TypeAlias = Literal["scaler", "accumulation", "averages", "random", "data", "epoch", "trainer"]
 
 
@@ -27,16 +30,32 @@ class Schedule:
         parameters: What it was made with, as its state has it.
         at: Steps it has made, as it counts them; None where it doesn't count.
         place: Canonical name of the record that says so.
+        rates: What it does to each group, as a function of the updates done, or why there is no such form; one entry
+            where it does the same to all.
     """
 
     kind: str | None
     parameters: Mapping[str, Any]
     at: int | None
     place: str
+    rates: tuple[Told, ...] = ()
+
+    def of_group(self, number: int) -> Told:
+        """Returns what it does to a group, by its number."""
+        if not self.rates:
+            return f"nothing tells the base of {self.kind or 'the schedule'}"
+        return self.rates[number] if number < len(self.rates) else self.rates[0]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the schedule as plain data."""
-        return {"kind": self.kind, "parameters": to_json(self.parameters), "at": self.at, "place": self.place}
+        rates = [told if isinstance(told, str) else told.to_json() for told in self.rates]
+        plain = {
+            "kind": self.kind,
+            "parameters": to_json(self.parameters),
+            "at": self.at,
+            "place": self.place,
+        }
+        return {**plain, **({"rates": rates} if rates else {})}
 
 
 @dataclass(frozen=True)
@@ -87,31 +106,6 @@ class RunState:
 
 
 _PLAIN = (bool, int, float, str)
-TORCH_SCHEDULES: tuple[tuple[str, frozenset[str]], ...] = tuple(
-    (kind, frozenset(keys.split()))
-    for kind, keys in (
-        ("Eden", "lr_batches lr_epochs"),
-        ("OneCycleLR", "total_steps _anneal_func_type"),
-        ("CyclicLR", "total_size step_ratio"),
-        ("CosineAnnealingWarmRestarts", "T_0 T_mult"),
-        ("CosineAnnealingLR", "T_max eta_min"),
-        ("ReduceLROnPlateau", "factor patience num_bad_epochs"),
-        ("SequentialLR", "_schedulers _milestones"),
-        ("ChainedScheduler", "_schedulers"),
-        ("LambdaLR", "lr_lambdas"),
-        ("LinearLR", "start_factor end_factor total_iters"),
-        ("PolynomialLR", "power total_iters"),
-        ("ConstantLR", "factor total_iters"),
-        ("StepLR", "step_size gamma"),
-        ("MultiStepLR", "milestones gamma"),
-        ("ExponentialLR", "gamma"),
-    )
-)
-"""Class -> keys that its state has; the first that fits is meant. LambdaLR is also what transformers' get_scheduler
-makes, of functions that no state holds.
-
-Source: pytorch/pytorch torch/optim/lr_scheduler.py; k2-fsa/icefall egs/librispeech/ASR/zipformer/optim.py, `Eden`.
-"""
 _PLACE_IN_TIME = frozenset({"last_epoch", "_step_count", "step_count", "_last_lr", "_is_initial", "verbose"})
 _PLACE_IN_TIME |= {
     "_get_lr_called_within_step",
@@ -163,7 +157,7 @@ def run_of(extra: Mapping[str, Tree]) -> RunState:
     parts: list[RunPart] = []
     for path, node in _nodes(dict(extra), ("extra",)):
         name = "/".join(map(str, path))
-        if (schedule := _schedule(node, name)) is not None:
+        if (schedule := _schedule(node, name, _trainer_arguments(extra))) is not None:
             schedules.append(schedule)
         elif (what := _what(name)) is not None:
             parts.append(RunPart(what, name, _value(node, what)))
@@ -197,14 +191,28 @@ def _what(name: str) -> Part | None:
     return next((what for pattern, what in PLACES if fnmatchcase(name, pattern)), None)
 
 
-def _schedule(node: Tree, name: str) -> Schedule | None:
+def _trainer_arguments(extra: Mapping[str, Tree]) -> Mapping[str, Any] | None:
+    beside = extra.get("torch")
+    told = beside.get(TRAINER_ARGUMENTS) if isinstance(beside, Mapping) else None
+    return told if isinstance(told, Mapping) else None
+
+
+def _schedule(node: Tree, name: str, arguments: Mapping[str, Any] | None = None) -> Schedule | None:
     if isinstance(node, Record) and node.name.startswith(_MXNET):
         record = node.state if isinstance(node.state, Mapping) else {}
         at = next((record[key] for key in ("count", "cur_step_ind") if type(record.get(key)) is int), None)
-        return Schedule(node.name.rpartition(".")[2], dict(record), at, name)
+        kind = node.name.rpartition(".")[2]
+        return Schedule(kind, dict(record), at, name, (mxnet_rates(kind, record),))
     if not isinstance(node, Mapping) or not _TORCH & node.keys():
         return None
-    kind = next((kind for kind, keys in TORCH_SCHEDULES if keys <= node.keys()), None)
+    torch_class = torch_kind(node)
     at = next((node[key] for key in ("last_epoch", "batch") if type(node.get(key)) is int), None)
     given = {key: value for key, value in node.items() if key not in _PLACE_IN_TIME}
-    return Schedule(kind, given, at, name)
+    parts = node.get("_schedulers")  # a sequence of schedules has no bases of its own
+    first = parts[0] if isinstance(parts, (list, tuple)) and parts and isinstance(parts[0], Mapping) else {}
+    bases = node.get("base_lrs", first.get("base_lrs"))
+    rates = tuple(
+        torch_rates(torch_class, node, base, arguments)
+        for base in (bases if isinstance(bases, (list, tuple)) else ())
+    )
+    return Schedule(torch_class, given, at, name, rates)

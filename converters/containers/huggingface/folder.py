@@ -44,10 +44,14 @@ from statekit.files.stage import Stage
 from statekit.tensors.tensor import Stored, Tensor, index_shape
 from statekit.tensors.ties import TIES, ties_of
 from statekit.tensors.tree import Path as Keys
-from statekit.tensors.tree import Tree, at, holds_records, loose, put, tensor_names, without
+from statekit.tensors.tree import Record, Tree, at, holds_records, loose, put, tensor_names, without
 
 FILES = "files"
 """Key of the files that are carried as bytes, by name."""
+TRAINER_ARGUMENTS = "trainer_arguments"
+"""Key of those of Trainer's arguments that make its schedule."""
+TRAINING_ARGS = "training_args.bin"
+"""Trainer's arguments, a pickle; it is read inertly."""
 REST = "statekit.pt"
 """The file for what a conversion brings and these libraries have no file for."""
 PARTS: Mapping[str, tuple[str, ...]] = {
@@ -108,7 +112,33 @@ def open_beside(folder: Path, taken: Collection[str], files: Files) -> Beside:
         tree = {**rest, **tree}
         read.add(REST)
     carried, findings = _carried(folder, read, passed, files)
+    if TRAINING_ARGS in carried and TRAINER_ARGUMENTS not in tree:
+        told = _schedule_arguments(open_torch(folder / TRAINING_ARGS, files).tree, tree.get("trainer_state"))
+        tree |= {TRAINER_ARGUMENTS: told} if told else {}
     return Beside({**tree, **({FILES: carried} if carried else {})}, findings)
+
+
+_OF_SCHEDULES = (
+    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "max_steps", "learning_rate",
+)  # fmt: skip
+
+
+def _schedule_arguments(arguments: Tree, trainer_state: Tree) -> dict[str, Any]:
+    """Returns those of Trainer's arguments that make its schedule, as plain data; of steps those that it came to.
+
+    Source: huggingface/transformers, training_args.py, `TrainingArguments`; optimization.py, `get_scheduler`.
+    """
+    held = arguments.state if isinstance(arguments, Record) else None
+    if not isinstance(held, Mapping):
+        return {}
+    found = {key: held[key] for key in _OF_SCHEDULES if held.get(key) is not None}
+    kind = found.get("lr_scheduler_type")
+    if isinstance(kind, Record) and len(kind.args) == 1:  # an Enum
+        found["lr_scheduler_type"] = kind.args[0]
+    counted = trainer_state.get("max_steps") if isinstance(trainer_state, Mapping) else None
+    if type(counted) is int and counted > 0:
+        found["max_steps"] = counted
+    return found if not holds_records(found) and "lr_scheduler_type" in found else {}
 
 
 def write_part(stage: Stage, file: str, key: str, part: Tree) -> None:
@@ -389,6 +419,8 @@ class HuggingFaceFolder:
         number = _global_step(tree) or encoded.step
         prefix = step_prefix(stage, number, self.step_folder) if self.step_folder else ""
         files = tree.pop(FILES) if are_files(tree.get(FILES)) else {}
+        if TRAINING_ARGS in files:  # which says them
+            tree.pop(TRAINER_ARGUMENTS, None)
         stem = "adapter_model" if ADAPTER_CONFIG in files else "model"
         model, ties = tree.pop("model"), tree.pop(TIES, {})
 

@@ -72,12 +72,24 @@ def construction(
     rates = {group["label"]: _rate(names, group["label"] if form == "parts" else "") for group in groups}
     if partition:  # a rate that doesn't count is a number
         rates = {group["label"]: rates[group["label"]] or _number(group) for group in groups}
-    used = dict.fromkeys(rate for one in rates.values() for rate in one.values() if rate != "...")
+    used: dict[str, list[Mapping[str, Any]]] = {}
+    for group in groups:
+        for rate in rates[group["label"]].values():
+            used.setdefault(rate, []).append(group)
     return [
-        *(f"# {rate}: the run's learning rate as a function of the updates done" for rate in used),
+        *(line for rate, own_groups in used.items() if rate != "..." for line in _schedule(rate, own_groups)),
         *(partition.above if partition else ()),
         *_lines(form, frozen_label if frozen else None, groups, call, rates, manifest, mask),
     ]
+
+
+def _schedule(name: str, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the lines that make a schedule of groups, or say of it what is known."""
+    codes = {group.get("schedule") for group in groups}
+    if len(codes) == 1 and (code := codes.pop()):
+        return [*(["import jax"] if "jax.numpy" in code else []), f"{name} = {code}"]
+    why = "groups have several" if codes else groups[0].get("unscheduled")
+    return [f"# {name}: the run's learning rate as a function of the updates done{f'; {why}' if why else ''}"]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,256 @@
+"""A run's learning rate is one function of the updates done, and the code for it gives the original's own rates."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler as torch_schedules
+
+import statekit
+from goldens import GOLDEN
+from statekit.cli.main import main
+from statekit.conversion.rate_code import optax_code, python_code
+from statekit.state.rates import Rates
+from statekit.state.run import TRAINER_ARGUMENTS, run_of
+from statekit.tensors.tree import Record
+
+pytestmark = [pytest.mark.torch, pytest.mark.jax]
+DONE, MORE = 7, 50
+TRAINER = GOLDEN / "torch_formats/adamw_trainer/checkpoint/checkpoint-4"
+MXNET = GOLDEN / "mxnet_lans/trainer_scheduler_unfused/checkpoint"
+Made = Callable[[torch.optim.Optimizer], Any]
+
+TORCH: dict[str, Made] = {
+    "constant": lambda o: torch_schedules.ConstantLR(o, 0.3, 20),
+    "linear": lambda o: torch_schedules.LinearLR(o, 0.1, 0.7, 30),
+    "polynomial": lambda o: torch_schedules.PolynomialLR(o, 40, 1.7),
+    "cosine, on beyond its end": lambda o: torch_schedules.CosineAnnealingLR(o, 23, 0.001),
+    "exponential": lambda o: torch_schedules.ExponentialLR(o, 0.93),
+    "step": lambda o: torch_schedules.StepLR(o, 9, 0.5),
+    "multistep": lambda o: torch_schedules.MultiStepLR(o, [5, 20, 20, 31], 0.3),
+    "warm-up and cosine": lambda o: torch_schedules.SequentialLR(
+        o, [torch_schedules.LinearLR(o, 0.01, 1.0, 12), torch_schedules.CosineAnnealingLR(o, 60, 0.0)], [12]
+    ),
+    "a sequence that cuts a schedule short": lambda o: torch_schedules.SequentialLR(
+        o, [torch_schedules.ConstantLR(o, 0.5, 40), torch_schedules.StepLR(o, 11, 0.5)], [10]
+    ),
+}
+TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "linear": {"warmup_steps": 10, "max_steps": 70},
+    "cosine": {"warmup_steps": 10, "max_steps": 50},
+    "constant": {"max_steps": 50},
+    "constant_with_warmup": {"warmup_steps": 12, "max_steps": 50},
+    "polynomial": {"warmup_steps": 3, "max_steps": 40, "lr_scheduler_kwargs": {"power": 2.0, "lr_end": 1e-4}},
+    "inverse_sqrt": {"warmup_steps": 9, "max_steps": 50},
+}
+
+
+def optimizer() -> torch.optim.Optimizer:
+    first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    groups: list[dict[str, Any]] = [{"params": [first]}, {"params": [second], "lr": 0.02}]
+    return torch.optim.AdamW(groups, lr=0.1)
+
+
+def stepped(schedule: Any, times: int) -> list[list[float]]:
+    """Returns the rates of updates, before each of which the schedule stood."""
+    found = []
+    for _ in range(times):
+        found.append([group["lr"] for group in schedule.optimizer.param_groups])
+        schedule.optimizer.step()
+        schedule.step()
+    return found
+
+
+def held(schedule: Any) -> dict[str, Any]:
+    """Returns its state as a file has it."""
+    state = dict(schedule.state_dict())
+    if "_schedulers" in state:
+        state["_schedulers"] = [dict(one) for one in state["_schedulers"]]
+    return state
+
+
+def check(rates: Rates, due: list[float]) -> None:
+    """Holds the canonical form, Optax' schedule and PyTorch's LambdaLR to the rates that are due."""
+    import jax
+    import optax
+
+    names: dict[str, Any] = {"optax": optax, "jax": jax, "math": math}
+    ours = [rates.rate(DONE + i) for i in range(len(due))]
+    assert ours == pytest.approx(due, rel=1e-9, abs=1e-15)
+    schedule = eval(optax_code(rates), names)
+    # Optax counts and computes in float32: a rate of a difference is off by its terms' rounding.
+    scale = max(map(abs, due))
+    assert [float(schedule(DONE + i)) for i in range(len(due))] == pytest.approx(
+        due, rel=1e-6, abs=1e-6 * scale
+    )
+    going_on = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=0.5)
+    going_on.param_groups[0]["initial_lr"] = 1.0
+    function = eval(python_code(rates), names)
+    again = torch_schedules.LambdaLR(going_on, function, last_epoch=DONE - 1)
+    assert [rate for (rate,) in stepped(again, len(due))] == pytest.approx(due, rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # SequentialLR's own use of it
+@pytest.mark.parametrize("name", TORCH)
+def test_pytorchs_schedules_go_on_elsewhere_at_their_own_rates(name: str) -> None:
+    schedule = TORCH[name](optimizer())
+    stepped(schedule, DONE)
+    [found] = run_of({"torch": {"scheduler": held(schedule)}}).schedules
+    assert len(found.rates) == 2
+    due = stepped(schedule, MORE)
+    for group in range(2):
+        rates = found.of_group(group)
+        assert isinstance(rates, Rates), rates
+        check(rates, [one[group] for one in due])
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_trainers_arguments_tell_its_schedule(name: str) -> None:
+    from transformers.optimization import get_scheduler
+
+    told = TRANSFORMERS[name]
+    special = {"scheduler_specific_kwargs": told.get("lr_scheduler_kwargs")}
+    schedule = get_scheduler(name, optimizer(), told.get("warmup_steps", 0), told["max_steps"], **special)
+    stepped(schedule, DONE)
+    arguments = {"lr_scheduler_type": name, "learning_rate": 0.1, **told}
+    extra = {"torch": {"scheduler": held(schedule), TRAINER_ARGUMENTS: arguments}}
+    [found] = run_of(extra).schedules
+    due = stepped(schedule, MORE)
+    for group in range(2):
+        rates = found.of_group(group)
+        assert isinstance(rates, Rates), rates
+        check(rates, [one[group] for one in due])
+
+
+def mxnet_due(kind: str, state: dict[str, Any], number: int) -> float:
+    """Returns what MXNet's object gives for an update's number; its source is quoted in `mxnet_rates`."""
+    if number < state["warmup_steps"]:
+        part = number / state["warmup_steps"]
+        return float(state["warmup_begin_lr"] + (state["warmup_final_lr"] - state["warmup_begin_lr"]) * part)
+    if kind == "FactorScheduler":
+        while number > state["count"] + state["step"]:
+            state["count"] += state["step"]
+            state["base_lr"] = max(state["base_lr"] * state["factor"], state["stop_factor_lr"])
+        return float(state["base_lr"])
+    if kind == "MultiFactorScheduler":
+        while state["cur_step_ind"] < len(state["step"]) and number > state["step"][state["cur_step_ind"]]:
+            state["cur_step_ind"] += 1
+            state["base_lr"] *= state["factor"]
+        return float(state["base_lr"])
+    if number <= state["max_update"]:
+        part = (number - state["warmup_steps"]) / state["max_steps"]
+        shape = (
+            (1 - part) ** state.get("power", 0)
+            if kind == "PolyScheduler"
+            else (1 + math.cos(math.pi * part)) / 2
+        )
+        state["base_lr"] = state["final_lr"] + (state["base_lr_orig"] - state["final_lr"]) * shape
+    return float(state["base_lr"])
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 12])
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        ("FactorScheduler", {"step": 4, "factor": 0.7, "stop_factor_lr": 1e-3, "count": 0}),
+        ("MultiFactorScheduler", {"step": [6, 21, 33], "factor": 0.3, "cur_step_ind": 0, "count": 0}),
+        ("PolyScheduler", {"power": 2, "max_update": 40, "final_lr": 0.001, "base_lr_orig": 0.04}),
+        ("CosineScheduler", {"max_update": 40, "final_lr": 0.001, "base_lr_orig": 0.04}),
+    ],
+)
+def test_mxnets_schedules_go_on_elsewhere_at_their_own_rates(
+    kind: str, own: dict[str, Any], warmup: int
+) -> None:
+    state = {"base_lr": 0.04, "warmup_steps": warmup, "warmup_begin_lr": 0.01, "warmup_final_lr": 0.04, **own}
+    state |= {"warmup_mode": "linear", "max_steps": own.get("max_update", 0) - warmup}
+    for number in range(1, DONE + 1):
+        mxnet_due(kind, state, number)
+    record = Record(f"mxnet.lr_scheduler.{kind}", (), dict(state))
+    [found] = run_of({"mxnet": {"attributes": {"lr_scheduler": record}}}).schedules
+    rates = found.of_group(0)
+    assert isinstance(rates, Rates), rates
+    check(rates, [mxnet_due(kind, state, DONE + 1 + i) for i in range(MORE)])
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (torch_schedules.ReduceLROnPlateau, "ReduceLROnPlateau"),
+        (lambda o: torch_schedules.CosineAnnealingWarmRestarts(o, 5), "CosineAnnealingWarmRestarts"),
+        (lambda o: torch_schedules.LambdaLR(o, lambda step: 0.5**step), "function is in no file"),
+    ],
+)
+def test_what_is_no_such_function_is_named(
+    make: Made, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = torch.nn.Linear(3, 2)
+    own = torch.optim.AdamW(net.parameters(), lr=0.1)
+    schedule = make(own)
+    for param in net.parameters():
+        param.grad = torch.ones_like(param)
+    own.step()
+    schedule.step(*([1.0] if "Plateau" in why else []))
+    state = {"model": net.state_dict(), "optimizer": own.state_dict(), "scheduler": schedule.state_dict()}
+    torch.save(state, tmp_path / "run.pt")
+    assert main(["convert", str(tmp_path / "run.pt"), str(tmp_path / "out"), "--to", "orbax"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    if "Plateau" not in why:  # whose state has no base rates
+        assert why in said and "next update's is" in said
+    else:
+        assert "learning rate as a function of the updates done" in said
+
+
+def test_a_schedule_that_counts_epochs_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net = torch.nn.Linear(3, 2)
+    own = torch.optim.AdamW(net.parameters(), lr=0.1)
+    schedule = torch_schedules.StepLR(own, 3)
+    for _ in range(5):
+        for param in net.parameters():
+            param.grad = torch.ones_like(param)
+        own.step()
+    schedule.step()
+    state = {"model": net.state_dict(), "optimizer": own.state_dict(), "scheduler": schedule.state_dict()}
+    torch.save(state, tmp_path / "run.pt")
+    assert main(["convert", str(tmp_path / "run.pt"), str(tmp_path / "out"), "--to", "orbax"]) == 0
+    assert "StepLR stands at 1 after 5 updates" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_trainers_folder_prints_its_schedule_and_comes_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [schedule] = statekit.inspect(TRAINER).run.schedules
+    rates = schedule.of_group(0)
+    assert isinstance(rates, Rates)
+    recorded = torch.load(TRAINER / "scheduler.pt", weights_only=True)["_last_lr"][0]
+    assert rates.rate(4) == pytest.approx(recorded, rel=1e-12)
+    for target, options in (("there", ["--to", "orbax"]), ("there.pt", [])):
+        assert main(["convert", str(TRAINER), str(tmp_path / target), *options]) == 0
+        shown = capsys.readouterr().out
+        expected = (
+            f"schedule = {optax_code(rates)}" if target == "there" else "LambdaLR(optimizer, lambda step:"
+        )
+        assert expected in shown
+        assert statekit.inspect(tmp_path / target).run.schedules[0].rates == schedule.rates
+    statekit.convert(tmp_path / "there", tmp_path / "back", to="hf-trainer")
+    [back] = (tmp_path / "back").glob("checkpoint-*")
+    assert statekit.inspect(back).run.schedules[0].rates == schedule.rates
+    assert not (back / "statekit.pt").exists() or TRAINER_ARGUMENTS not in torch.load(back / "statekit.pt")
+
+
+def test_mxnets_run_goes_on_by_the_printed_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    if not MXNET.exists():
+        pytest.skip("the compact recordings have no schedule of MXNet")
+    due = json.loads((MXNET.parent / "meta.json").read_text())["learning_rate"]
+    [schedule] = statekit.inspect(MXNET).run.schedules
+    rates = schedule.of_group(0)
+    assert isinstance(rates, Rates)
+    assert [rates.rate(i) for i in range(4, len(due))] == pytest.approx(due[4:], rel=1e-12)
+    for framework, expected in (("torch", "last_epoch=3)"), ("jax", "learning_rate=schedule)")):
+        assert main(["resume", str(MXNET), "--framework", framework]) == 0
+        assert expected in capsys.readouterr().out
