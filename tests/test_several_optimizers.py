@@ -14,11 +14,13 @@ import pytest
 from several_driving import ALL, LABELS, SAVED, SHAPES, WRAPPERS, Run, flat, nested, saved
 
 from formats import save, values
+from statekit.arrays.backend import backend
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.inspection import inspect
 from statekit.conversion.open_state import open_state
 from statekit.conversion.resume import of_plan, resume_lines
 from statekit.errors import StateError, UsageError
+from statekit.optim.run import initial, load, mover, store
 from statekit.state.train_state import Optimizer
 from statekit.tensors.tree import tensor_names, to_json
 
@@ -325,6 +327,23 @@ def near(moved: Any) -> None:
         bound = (ALL - SAVED) * 16 * np.finfo(np.float32).eps * max(1e-3, float(abs(start).max()))
         assert float(abs(ours - theirs).max()) <= bound, path
         assert (path == "still") == np.array_equal(start, ours)
+
+
+def test_the_text_of_the_updates_moves_each_group_by_its_own(files: Any) -> None:
+    """What replay steps with, in NumPy: `mover` of a state with several optimizers."""
+    xp = backend("numpy")
+    with open_state(files(), hints=hints("adafactor/beta1=0.9", "adamw/weight_decay=0.1")) as opened:
+        state, live = opened.state, load(xp, opened.state)
+    move, moved = mover(xp, state), {*BIG, *SMALL}
+    for grads in run().grads[SAVED:ALL]:
+        live = move(live, {path: xp.asarray(grads[path]) for path in moved}, (1e-2, 1e-3))
+    near({path: xp.numpy(value) for path, value in live.params.items()})
+    after = store(xp, live, state)
+    assert after.optimizer.kinds == state.optimizer.kinds and after.counts.updates == ALL
+    fresh = initial(replace(state, slots={}))
+    assert {path: {*own} for path, own in fresh.slots.items()} == {
+        path: {*own} for path, own in state.slots.items()
+    }
 
 
 @pytest.mark.torch
