@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from statekit.conversion.contracts import Contents
 from statekit.converters.layouts.hyperparameters import Hyperparameters, ManifestRecord, manifest_state
 from statekit.converters.layouts.optax.links import (
+    KINDS,
     LABELLED,
     SLOT_TREES,
     STRANGER,
@@ -153,25 +154,29 @@ def foreign(tree: Opened, stepped: Sequence[Slots]) -> list[Foreign]:
             fields[named(state)] = None
         if slots:
             parts.append(Foreign(" and ".join(fields), "/".join(map(str, keys)), slots))
-    seen = {path for part in parts for path in part.slots}
+    left = {*unmoved.values()} - {path for part in parts for path in part.slots}
     for link in strangers(tree.checkpoint.tree):
-        slots_left = {p: s for p, s in slots_of([link]).items() if p in {*unmoved.values()} - seen}
-        if slots_left:
-            parts.append(Foreign(named(link.state), "/".join(map(str, link.path)), slots_left))
+        others = {path: tensors for path, tensors in slots_of([link]).items() if path in left}
+        if others:
+            parts.append(Foreign(named(link.state), "/".join(map(str, link.path)), others))
     return parts
 
 
-def _partition_labels(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, Tree]]:
-    for key, node in children(tree):
-        if key == LABELLED and isinstance(node, Mapping):
-            yield from (((*path, key, label), state) for label, state in node.items())
-        if children(node):
-            yield from _partition_labels(node, (*path, key))
+def _partition_labels(tree: Tree) -> Iterator[tuple[Path, Tree]]:
+    stack: list[tuple[Path, Any]] = [((), tree)]
+    while stack:
+        path, node = stack.pop()
+        below = children(node)
+        if path and path[-1] == LABELLED:
+            yield from (((*path, label), state) for label, state in below)
+        stack += [((*path, key), child) for key, child in below]
 
 
 def named(state: Tree) -> str:
     """Returns what optimizer a link's state is of, by its fields."""
     fields = tuple(map(str, state)) if isinstance(state, Mapping) else ()
+    if frozenset(fields) in KINDS:
+        return f"{KINDS[frozenset(fields)]}, of another library than the others"
     name = STRANGERS.get(frozenset(fields), f"a link with {', '.join(fields)}")
     return f"{name}, which has no schema yet"
 
