@@ -80,7 +80,10 @@ def _step_offset(ctx: click.Context, param: click.Parameter, value: str) -> Step
 @click.option(
     "--dry-run", is_flag=True, help="Say what would be done, tensor by tensor; read and write no values."
 )
-@click.option("--replace", is_flag=True, help="Put the result in the place of what is there.")
+@click.option(
+    "--replace", is_flag=True, help="Put the result in the place of what statekit wrote there before."
+)
+@click.option("--replace-foreign", is_flag=True, help="Put it in the place of any file or folder there.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     source: Path,
@@ -95,6 +98,7 @@ def command(
     like: Path | None,
     dry_run: bool,
     replace: bool,
+    replace_foreign: bool,
     as_json: bool,
 ) -> None:
     """Converts a checkpoint to another system.
@@ -114,7 +118,7 @@ def command(
         require=Exactness[require.upper()],
         like=like,
     )
-    report = None if dry_run else _carry_out(planned, replace)
+    report = None if dry_run else _carry_out(planned, replace, replace_foreign)
     if as_json:
         output.print_json("convert", _as_json(planned, report))
         return
@@ -125,7 +129,7 @@ def command(
         _show_report(stdout, report)
 
 
-def _carry_out(planned: Plan, replace: bool) -> Report:
+def _carry_out(planned: Plan, replace: bool, replace_foreign: bool) -> Report:
     with output.progress() as bar:
         task = bar.add_task("", total=None)
 
@@ -137,7 +141,7 @@ def _carry_out(planned: Plan, replace: bool) -> Report:
                 total=progress.total or None,
             )
 
-        return convert(planned, replace=replace, on_progress=tell)
+        return convert(planned, replace=replace, replace_foreign=replace_foreign, on_progress=tell)
 
 
 def _as_json(planned: Plan, report: Report | None) -> dict[str, Any]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
 from typing import NamedTuple, cast
 
 import click
@@ -17,6 +21,38 @@ COMPLETE = "_STATEKIT_COMPLETE"
 """Set by the shell: `bash_source` prints what the shell has to run, `bash_complete` completes a line."""
 DONE, WANTING, USAGE, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit codes: done; checked and found wanting; a call that makes no sense; could not do it; stopped by Ctrl-C."""
+STOPPED = 128
+"""Exit code of a verb that another signal stopped, less the signal's number: 143 after SIGTERM. Source: bash(1)."""
+STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end a verb as Ctrl-C does, with nothing left behind: a scheduler that preempts a job sends one."""
+
+
+class _Stopped(KeyboardInterrupt):
+    """A signal asked the verb to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise _Stopped(number)
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Lets the signals of `STOPPING` end what runs, where nobody else has said what they do."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    taken = [number for number in STOPPING if signal.getsignal(number) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, _stop)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
 
 class Verb(NamedTuple):
@@ -71,7 +107,7 @@ class Verbs(click.Group):
 def statekit(debug: bool) -> None:
     """Moves the optimizer state of a training run between frameworks.
 
-    Exit codes: 0 done, 1 checked and found wanting, 2 wrong usage, 3 could not do it, 130 stopped.
+    Exit codes: 0 done, 1 checked and found wanting, 2 wrong usage, 3 could not do it, 128 and more: stopped.
     """
 
 
@@ -84,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return shell_complete(statekit, {}, "statekit", COMPLETE, instruction)
     debug, as_json = False, "--json" in line
     try:
-        with statekit.make_context("statekit", line) as context:
+        with _stoppable(), statekit.make_context("statekit", line) as context:
             debug = context.params["debug"]
             code = statekit.invoke(context)
             sys.stdout.flush()
@@ -93,6 +129,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return stop.exit_code
     except click.ClickException as error:
         return _tell(_of_click(error), USAGE, as_json, heading=_usage(error))
+    except _Stopped as stopped:
+        return _tell(
+            StatekitError(f"Stopped by {signal.Signals(stopped.number).name}."),
+            STOPPED + stopped.number,
+            as_json,
+        )
     except (KeyboardInterrupt, click.Abort):
         return _tell(StatekitError("Stopped."), INTERRUPTED, as_json)
     except BrokenPipeError:  # whoever read our output has enough of it
@@ -131,7 +173,7 @@ def _tell(error: StatekitError, code: int, as_json: bool, heading: str = "") -> 
     """Prints an error on stderr and, with --json, as JSON on stdout (docs/command_line.md); returns the exit code."""
     from statekit.cli.output import folded_error
 
-    word = "" if code == INTERRUPTED else "Error: "
+    word = "" if code >= STOPPED else "Error: "
     click.echo(folded_error(f"{printable(heading, keep=chr(10))}{word}{error}"), err=True)
     if as_json:
         parts = {name: getattr(error, name) for name in ("subject", "place", "expected", "found", "remedy")}

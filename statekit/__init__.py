@@ -236,6 +236,7 @@ def convert(
     target: _Path | None = None,
     *,
     replace: bool = False,
+    replace_foreign: bool = False,
     on_progress: Callable[[Progress], object] | None = None,
     **options: Any,
 ) -> Report:
@@ -244,7 +245,9 @@ def convert(
     Args:
         source: A checkpoint, or a run's folder; or a plan, which says the target and all else.
         target: Where the result shall be.
-        replace: Whether an existing target may be replaced; it stays until the new one is proven and synced.
+        replace: Whether an existing target may be replaced that statekit wrote; it stays until the new one is proven
+            and synced.
+        replace_foreign: Whether any other file or folder may be replaced, too.
         on_progress: Told about every block.
         **options: Those of `plan`.
 
@@ -272,7 +275,7 @@ def convert(
         raise UsageError("A conversion needs a target.", expected="convert(source, target), or convert(plan)")
     else:
         planned = plan(source, target, **options)
-    return converted(planned, replace=replace, on_progress=on_progress)
+    return converted(planned, replace=replace, replace_foreign=replace_foreign, on_progress=on_progress)
 
 
 def replay(

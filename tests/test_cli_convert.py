@@ -156,5 +156,7 @@ def test_an_existing_target_stays_unless_replaced(tmp_path: Path, capsys: pytest
     assert main(["convert", str(RUN), str(target)]) == FAILED
     assert "--replace" in capsys.readouterr().err
     assert target.read_text(encoding="utf-8") == "mine"
-    converted(capsys, RUN, target, "--replace")
+    assert main(["convert", str(RUN), str(target), "--replace"]) == FAILED  # statekit didn't write it
+    assert "--replace-foreign" in capsys.readouterr().err
+    converted(capsys, RUN, target, "--replace-foreign")
     assert target.stat().st_size > 10_000

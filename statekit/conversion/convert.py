@@ -20,12 +20,21 @@ from statekit.conversion.kept import FIELD, by_leaf, kept_of, to_field
 from statekit.conversion.plan import Plan, Request
 from statekit.conversion.prepared import carried_out, prepare
 from statekit.conversion.resume import in_manifest, resume_lines
-from statekit.errors import CommitError, Faults, printable
+from statekit.errors import CommitError, Faults, StatekitError, TargetExistsError, printable
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.durable import writing
 from statekit.files.integrity import check_no_damage, prove_files
 from statekit.files.manifest import files_below, tensor_entry
-from statekit.files.stage import Entries, OnProgress, Progress, Stage, check_target, silent, staged
+from statekit.files.stage import (
+    Entries,
+    OnProgress,
+    Progress,
+    Stage,
+    check_target,
+    permissions,
+    silent,
+    staged,
+)
 from statekit.state.train_state import StepOffset
 from statekit.tensors.digest import json_digest, tensor_digest
 from statekit.tensors.tensor import nbytes
@@ -98,12 +107,20 @@ def plan(
     return prepare(request)
 
 
-def convert(plan: Plan, *, replace: bool = False, on_progress: OnProgress | None = None) -> Report:
+def convert(
+    plan: Plan,
+    *,
+    replace: bool = False,
+    replace_foreign: bool = False,
+    on_progress: OnProgress | None = None,
+) -> Report:
     """Carries out a plan: writes beside the target, proves what was written, gives it the target's name.
 
     Args:
         plan: What to do.
-        replace: Whether an existing target may be replaced; it stays until the new one is proven and synced.
+        replace: Whether an existing target may be replaced that statekit wrote; it stays until the new one is proven
+            and synced.
+        replace_foreign: Whether any other file or folder may be replaced, too.
         on_progress: Told about every block.
 
     Raises:
@@ -115,7 +132,10 @@ def convert(plan: Plan, *, replace: bool = False, on_progress: OnProgress | None
     began = time.monotonic()
     tell = on_progress or silent
     kind = registry.container_card(plan.target.container).target_kind or "file"
-    check_target(plan.request.target, kind, replace=replace)
+    replace = replace or replace_foreign
+    check_target(plan.request.target, kind, replace=replace, foreign=replace_foreign)
+    if kind == "file" and not replace_foreign:
+        _check_ours(plan.request.target)
     with carried_out(plan) as prepared:
         checkpoint, tree = prepared.opened.checkpoint, prepared.encoded.tree
         passed = _passed_through(checkpoint, tree)
@@ -142,6 +162,8 @@ def convert(plan: Plan, *, replace: bool = False, on_progress: OnProgress | None
             plan.request.target,
             prepared.kind,
             replace=replace,
+            foreign=replace_foreign,
+            mode=permissions(prepared.places),
             on_progress=tell,
             fields=fields,
             total=plan.bytes,
@@ -164,6 +186,27 @@ def convert(plan: Plan, *, replace: bool = False, on_progress: OnProgress | None
             source_digest=_content_digest(checkpoint, digests) or "",
             source_proven=len(_stated(checkpoint).keys() & digests.keys()),
         )
+
+
+def _check_ours(target: Path) -> None:
+    """Refuses to replace a file that statekit didn't write: one without a manifest inside.
+
+    Raises:
+        TargetExistsError: It isn't ours.
+    """
+    if not target.is_file() or target.is_symlink():
+        return
+    try:
+        with registry.detect_container(target)[0].open(target) as old:
+            if old.manifest is not None:
+                return
+    except StatekitError:
+        pass
+    raise TargetExistsError(
+        "The target is a file that statekit didn't write, or that was changed since.",
+        place=target,
+        remedy="choose another name, or move it away; --replace-foreign puts the result in its place",
+    )
 
 
 def _check_streamed(plan: Plan, stage: Stage) -> None:

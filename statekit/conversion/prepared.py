@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,6 +64,13 @@ class Prepared(AbstractContextManager["Prepared"]):
     def is_current(self) -> bool:
         """Whether the source's files are as they were."""
         return self.files == _files_of(self.opened.checkpoint.path)
+
+    @property
+    def places(self) -> Iterator[Path]:
+        """The source's files, and its folder if it has one of its own."""
+        path = self.opened.checkpoint.path
+        yield from (path,) if path.is_dir() else ()
+        yield from map(Path, self.files)
 
     @property
     def kind(self) -> TargetKind:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,6 +107,7 @@ class Stage:
     target: Path
     kind: TargetKind
     _replace: bool = False
+    _mode: int = 0o666
     _total: int = 0
     _fields: Fields = unknown_fields
     _on_progress: OnProgress = silent
@@ -184,6 +185,7 @@ class Stage:
                 for folder, _, _ in os.walk(self.path, topdown=False):
                     sync_folder(Path(folder))
             self._verify(reopen)
+            self._narrow()
             sync_folder(self.path.parent)
             self._take_name()
         return files
@@ -219,6 +221,14 @@ class Stage:
             if tensor_digest(tensor, tell) != self.tensors[name]["blake3"]:
                 yield "reads back with other values than were written", name
 
+    def _narrow(self) -> None:
+        """Takes from what was written the permissions that the source, or what is replaced, doesn't give."""
+        old = self.target if self._replace and os.path.exists(self.target) else None
+        limit = self._mode & (permissions(_all_of(old)) if old is not None else 0o666)
+        for path in _all_of(self.path):
+            allowed = _with_search(limit) if path.is_dir() else limit
+            path.chmod(stat.S_IMODE(path.stat().st_mode) & allowed)
+
     def _take_name(self) -> None:
         was_empty = self.kind == "folder" and _is_empty_folder(self.target)
         replaced = self._replace and not was_empty and os.path.lexists(self.target)
@@ -229,7 +239,7 @@ class Stage:
             try:
                 if was_empty:
                     mode = stat.S_IMODE(self.target.stat().st_mode)
-                    self.path.chmod(mode)
+                    self.path.chmod(mode & _with_search(self._mode))
                     rename_over_empty(self.path, self.target)
                 else:
                     rename_new(self.path, self.target)
@@ -259,6 +269,8 @@ def staged(
     kind: TargetKind,
     *,
     replace: bool = False,
+    foreign: bool = False,
+    mode: int = 0o666,
     on_progress: OnProgress | None = None,
     fields: Fields = unknown_fields,
     total: int = 0,
@@ -269,6 +281,8 @@ def staged(
         target: Where the checkpoint shall be; its parent must exist. A folder may take the place of an empty one.
         kind: Whether a file or a folder is written.
         replace: Whether an existing target may be replaced; it stays until the new one is proven and synced.
+        foreign: Whether a folder may be replaced that holds files which statekit didn't write there.
+        mode: Permissions that its files may have at most, as their source has; less where what is replaced has less.
         on_progress: Told about every block.
         fields: Gives the manifest's fields that the stage can't know.
         total: Bytes of all tensors that will be written; 0 if unknown.
@@ -280,7 +294,7 @@ def staged(
         CommitError: The disk lacks space, or the temporary folder can't be made.
     """
     target = Path(os.path.abspath(target))
-    check_target(target, kind, replace=replace)
+    check_target(target, kind, replace=replace, foreign=foreign)
     sweep(target.parent)
     _check_space(target, total)
     with writing(target):
@@ -290,12 +304,12 @@ def staged(
         if kind == "folder":
             with writing(target):
                 path.mkdir()  # ordinary permissions: the folder around it lets nobody in until the rename
-        yield Stage(path, target, kind, replace, total, fields, on_progress or silent)
+        yield Stage(path, target, kind, replace, mode, total, fields, on_progress or silent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def check_target(target: Path, kind: TargetKind, *, replace: bool) -> None:
+def check_target(target: Path, kind: TargetKind, *, replace: bool, foreign: bool = False) -> None:
     """Refuses a target that can't be written, before any work. Raises as `staged` does."""
     if target.name.startswith(".statekit-") or not target.name:
         raise UsageError("A target can't have this name.", place=target, expected="another than .statekit-*")
@@ -308,7 +322,9 @@ def check_target(target: Path, kind: TargetKind, *, replace: bool) -> None:
     if os.path.lexists(target):
         if not replace:
             raise _exists(target)
-        _check_ours(target)
+        _check_kind(target)
+        if not foreign:
+            _check_ours(target)
 
 
 def _check_space(target: Path, total: int) -> None:
@@ -337,8 +353,43 @@ def _check_ours(target: Path) -> None:
             "The target is a folder with files that statekit didn't write; replacing it would delete them.",
             place=target,
             found=some(foreign),
-            remedy="choose another name, or move the folder away",
+            remedy="choose another name, or move the folder away; --replace-foreign deletes them",
         )
+
+
+def _check_kind(target: Path) -> None:
+    """Refuses to put a checkpoint in the place of a device, a FIFO or a socket."""
+    mode = target.lstat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
+        raise TargetExistsError(
+            "The target is neither a file nor a folder.",
+            place=target,
+            found=stat.filemode(mode),
+            remedy="choose another name",
+        )
+
+
+def permissions(paths: Iterable[Path]) -> int:
+    """Returns what all of some files and folders let read and write: what their conversion may let at most.
+
+    A folder that only its owner may read counts as its files: what lies in it is for nobody else.
+    """
+    limit = 0o666
+    for path in paths:
+        with suppress(OSError):  # a link that leads nowhere
+            limit &= stat.S_IMODE(path.stat().st_mode)
+    return limit
+
+
+def _all_of(path: Path) -> Iterator[Path]:
+    yield path
+    if path.is_dir():
+        yield from path.rglob("*")
+
+
+def _with_search(mode: int) -> int:
+    """Returns the permissions of a folder whose files have these: who may read may enter."""
+    return mode | (mode & 0o444) >> 2
 
 
 def _is_empty_folder(path: Path) -> bool:
