@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import click
 from statekit.arrays.backend import BACKEND_NAMES, backend
 from statekit.cli.output import Table, print_json, progress, screen
 from statekit.converters.formats.hparams import read_hparams
-from statekit.errors import NotFoundError, UsageError, listed, printable
+from statekit.errors import NotFoundError, StatekitError, UsageError, listed, printable
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Replay, Start, Subject
 from statekit.verify.replay import replay as replayed
 from statekit.verify.verdict import worst
 
+DONE, WANTING, COULD_NOT = 0, 1, 3
+"""Exit codes."""
 ERROR, BOUND = "error/update", "error/bound"
 LEGEND = (
     "error: the largest difference of any element from the original's, after one update from the same state. "
@@ -71,7 +74,8 @@ def command(
     Opens each BUNDLE, decodes its native checkpoint or begins with fresh slots, goes on with the recorded gradients and
     learning rates, and compares every element of every step with what the original did, against the bound that float32
     arithmetic of the declared kind can reach (docs/bounds.md). What can't be replayed is listed with the reason. Exit
-    code 1 if one element lies outside.
+    code 1 if one element lies outside, 3 if one of several recordings can't be read; the others are replayed all the
+    same.
     """
     if checkpoint and len(bundles) > 1:
         raise UsageError(
@@ -82,52 +86,76 @@ def command(
         raise NotFoundError(
             "There is no such file or folder.", place=", ".join(map(str, missing)), remedy="check the path"
         )
-    subjects, skipped, fresh = _subjects(bundles, start, checkpoint, read_hparams(hparams).values)
+    failed: dict[str, str] = {}
+    rest = failed if len(bundles) > 1 else None
+    subjects, skipped, fresh = _subjects(bundles, start, checkpoint, read_hparams(hparams).values, rest)
     if trajectory:
         trajectory.mkdir(parents=True, exist_ok=True)
     results = []
     with progress("updates") as bar:
         for subject in subjects:
-            with subject.recording:
+            with kept_apart(subject.recording.name, rest), subject.recording:
                 results += [_replay(subject, name, trajectory, bar) for name in names or ("numpy",)]
     if not results:
         raise NotFoundError(
             "None of the paths is a recording that statekit can replay.",
-            found=listed(f"{name}: {why}" for name, why in skipped.items()),
+            found=listed(f"{name}: {why}" for name, why in {**skipped, **failed}.items()),
         )
     if as_json:
         data = {
             "results": [r.to_json() for r in results],
             "skipped": skipped,
             "fresh": fresh,
-            "passed": all(r.passed for r in results),
+            "failed": failed,
+            "passed": all(r.passed for r in results) and not failed,
         }
         print_json("replay", data)
     else:
-        _show(results, skipped, fresh)
-    return 0 if all(result.passed for result in results) else 1
+        _show(results, skipped, fresh, failed)
+    if not all(result.passed for result in results):
+        return WANTING
+    return COULD_NOT if failed else DONE
+
+
+@contextmanager
+def kept_apart(name: str, failed: dict[str, str] | None) -> Iterator[None]:
+    """Notes why a recording can't be replayed, so that the others are; raises it where there are no others (None)."""
+    try:
+        yield
+    except (StatekitError, OSError) as error:
+        if failed is None:
+            raise
+        failed[name] = " ".join(line.strip() for line in str(error).splitlines())
 
 
 def _subjects(
-    bundles: Sequence[Path], start: Start | None, checkpoint: Path | None, changes: Mapping[str, Any]
+    bundles: Sequence[Path],
+    start: Start | None,
+    checkpoint: Path | None,
+    changes: Mapping[str, Any],
+    failed: dict[str, str] | None,
 ) -> tuple[list[Subject], dict[str, str], dict[str, str]]:
     """Returns what can be replayed; what can't, and what has to start from fresh slots, each with the reason."""
-    subjects, skipped, fresh = [], {}, {}
+    subjects: list[Subject] = []
+    skipped: dict[str, str] = {}
+    fresh: dict[str, str] = {}
     for path in bundles:
-        try:
-            recording = open_recording(path)
-        except NotFoundError as error:
-            skipped["/".join(path.resolve().parts[-2:])] = f"{error.subject} ({error.found})"
-            continue
-        subject = Subject(recording, start or "checkpoint", checkpoint, changes)
-        why = subject.obstacle() if subject.start == "checkpoint" and checkpoint is None else ""
-        if why and start is None:
-            fresh[recording.name] = why
-            subject = replace(subject, start="init")
-        if why and start is not None:
-            skipped[recording.name] = why
-        else:
-            subjects.append(subject)
+        name = "/".join(path.resolve().parts[-2:])
+        with kept_apart(name, failed):
+            try:
+                recording = open_recording(path)
+            except NotFoundError as error:
+                skipped[name] = f"{error.subject} ({error.found})"
+                continue
+            subject = Subject(recording, start or "checkpoint", checkpoint, changes)
+            why = subject.obstacle() if subject.start == "checkpoint" and checkpoint is None else ""
+            if why and start is None:
+                fresh[recording.name] = why
+                subject = replace(subject, start="init")
+            if why and start is not None:
+                skipped[recording.name] = why
+            else:
+                subjects.append(subject)
     return subjects, skipped, fresh
 
 
@@ -139,7 +167,12 @@ def _replay(subject: Subject, name: str, trajectory: Path | None, bar: Any) -> R
     return replayed(subject, backend(name), file, lambda step: bar.advance(task))
 
 
-def _show(results: Sequence[Replay], skipped: Mapping[str, str], fresh: Mapping[str, str]) -> None:
+def _show(
+    results: Sequence[Replay],
+    skipped: Mapping[str, str],
+    fresh: Mapping[str, str],
+    failed: Mapping[str, str],
+) -> None:
     out = screen()
     grid = Table(
         ("recording", "backend", "start", "judged by", "updates", "tensors", ERROR, BOUND, "verdict"),
@@ -169,6 +202,8 @@ def _show(results: Sequence[Replay], skipped: Mapping[str, str], fresh: Mapping[
         out.say(f"from fresh slots {name}: {why}")
     for name, why in skipped.items():
         out.say(f"skipped {name}: {why}")
+    for name, why in failed.items():
+        out.say(f"FAILED {name}: {why}")
 
 
 def _faults(results: Sequence[Replay]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from safetensors.numpy import save_file
 from goldens import GOLDEN
 from statekit.cli import replay_command
 from statekit.cli.main import DONE, FAILED, USAGE, WANTING, main
+from statekit.errors import NotFoundError
 from statekit.verify.contract import DESCRIPTION, GRADS, TRAJECTORY
 from statekit.verify.recording import open_recording, to_json
 from statekit.verify.replay import Replay, Subject
+from statekit.verify.systems.tensorflow1 import adafactor_arguments
 
 CASE = GOLDEN / "t5x" / "momentum_f32"
 INCOMPARABLE = {
@@ -126,3 +129,149 @@ def test_a_difference_is_found_wanting(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_hyperparameter_that_nobody_knows_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", "--hparams", "decay_rat=0.7", str(CASE)]) == USAGE
     assert "did you mean decay_rate?" in capsys.readouterr().err
+
+
+def altered(folder: Path, case: str, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A recording that shares the files of a golden one, whose meta.json is changed."""
+    source = (GOLDEN / case).resolve()
+    folder.mkdir(parents=True)
+    for entry in source.iterdir():
+        if entry.name != "meta.json":
+            (folder / entry.name).symlink_to(entry)
+    meta = json.loads((source / "meta.json").read_text())
+    change(meta)
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return folder
+
+
+STRANGE: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
+    "a link among the arguments": (
+        "optax_adafactor/adafactor_orbax_v1",
+        lambda meta: meta["hyperparameters"].update(add_decayed_weights=0.01),
+    ),
+    "a link in the name": (
+        "optax_adafactor/adafactor_orbax_v1",
+        lambda meta: meta.update(optimizer="optax.chain(adafactor, add_decayed_weights)"),
+    ),
+    "Keras": (
+        "keras/adamw_ema_schedule_clip",
+        lambda meta: meta["hyperparameters"].update(add_decayed_weights=1),
+    ),
+    "MXNet": (
+        "mxnet_lans/zero_grad_nan",
+        lambda meta: meta["hyperparameters"].update(add_decayed_weights=1),
+    ),
+    "Tensor2Tensor": (
+        "t2t/late_beta1_scaled_extlr",
+        lambda meta: meta["hyperparameters"].update(add_decayed_weights=1),
+    ),
+    "PyTorch, in a group": (
+        "torch_adafactor/adafactor_bf16",
+        lambda meta: meta["extra"]["param_groups"][0].update(add_decayed_weights=1),
+    ),
+    "Transformers, in a group": (
+        "hf_adafactor/fixedlr_scale_beta1_wd",
+        lambda meta: meta["extra"]["param_groups"][0].update(add_decayed_weights=1),
+    ),
+    "icefall": (
+        "scaled_adam/gptsovits_basic",
+        lambda meta: meta["hyperparameters"].update(add_decayed_weights=1),
+    ),
+    "T5X": ("t5x/momentum_f32", lambda meta: meta["hyperparameters"].update(add_decayed_weights=1)),
+}
+
+
+@pytest.mark.parametrize("where", STRANGE)
+def test_what_a_recording_says_and_nobody_knows_is_refused_by_name(
+    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case, change = STRANGE[where]
+    assert main(["replay", "--start", "init", str(altered(tmp_path / "one", case, change))]) != DONE
+    assert "add_decayed_weights" in capsys.readouterr().err
+
+
+def test_a_bad_recording_never_hides_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = copied(tmp_path / "damaged")
+    (damaged / DESCRIPTION).write_text("{")
+    name, change = STRANGE["Keras"]
+    strange = altered(tmp_path / "strange", name, change)
+    bare = altered(tmp_path / "bare", name, lambda meta: meta.pop("extra"))
+    code, data = replayed(capsys, damaged, strange, CASE, bare)
+    assert code == FAILED and not data["passed"]
+    assert [result["passed"] for result in data["results"]] == [True]
+    assert {name.rpartition("/")[2] for name in data["failed"]} == {"damaged", "strange", "bare"}
+    assert "add_decayed_weights" in next(why for name, why in data["failed"].items() if "strange" in name)
+    assert main(["replay", str(damaged), str(CASE)]) == FAILED
+    assert "FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (
+            "adafactor_decay_rate_pow(exponent=0.7, offset=0)",
+            {"decay_type": "pow", "decay_rate": 0.7, "step_offset": 0},
+        ),
+        ("adafactor_decay_rate_pow(0.6, 3)", {"decay_type": "pow", "decay_rate": 0.6, "step_offset": 3}),
+        ("adafactor_decay_rate_pow(0.6, offset=3)", {"decay_rate": 0.6, "step_offset": 3}),
+        ("adafactor_decay_rate_adam(beta2=0.97)", {"decay_type": "adam", "beta2": 0.97}),
+    ],
+)
+def test_a_decay_in_words_is_read(said: str, expected: dict[str, Any]) -> None:
+    read = adafactor_arguments({"decay_rate": said})
+    assert expected.items() <= read.items()
+
+
+@pytest.mark.parametrize(
+    "said", ["adafactor_decay_rate_pow(power=0.7)", "adafactor_decay_rate_pow(1, 2, 3)", "my_decay(0.7)"]
+)
+def test_a_decay_in_unknown_words_is_refused(said: str) -> None:
+    with pytest.raises(NotFoundError):
+        adafactor_arguments({"decay_rate": said})
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("every", [2, 3])
+def test_an_update_of_several_gradients_is_replayed(
+    every: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import jax
+    import optax
+
+    options = {"learning_rate": 0.02, "min_dim_size_to_factor": 4, "multiply_by_parameter_scale": True}
+    inner = optax.adafactor(**options)  # type: ignore[arg-type]
+    optimizer, rng = optax.MultiSteps(inner, every), np.random.default_rng(3)
+    params: Any = {"w": jax.numpy.asarray(rng.normal(size=(6, 8)).astype(np.float32))}
+    state, grads, held = optimizer.init(params), {}, {}
+
+    def hold(step: int) -> None:
+        held[f"{step}/param/w"] = np.asarray(params["w"])
+        first = state.inner_opt_state[0]
+        for name in ("v_row", "v_col", "v"):
+            held[f"{step}/slot/w/inner_opt_state.0.{name}"] = np.asarray(getattr(first, name)["w"])
+        held[f"{step}/slot/w/acc_grads"] = np.asarray(state.acc_grads["w"])
+        held[f"{step}/global/inner_opt_state.0.count"] = np.asarray(first.count)
+        held[f"{step}/global/mini_step"] = np.asarray(state.mini_step)
+        held[f"{step}/global/gradient_step"] = np.asarray(state.gradient_step)
+
+    step = jax.jit(optimizer.update)
+    hold(0)
+    for number in range(1, 3 * every + 1):
+        grads[f"{number}/w"] = rng.normal(size=(6, 8)).astype(np.float32)
+        updates, state = step({"w": grads[f"{number}/w"]}, state, params)
+        params = optax.apply_updates(params, updates)
+        hold(number)
+    meta = {
+        "system": "optax_adafactor", "optimizer": f"optax.MultiSteps(adafactor, {every})",
+        "hyperparameters": {
+            **options, "decay_rate": 0.8, "decay_offset": 0, "clipping_threshold": 1.0, "momentum": None,
+            "weight_decay_rate": None, "eps": 1e-30, "factored": True,
+        },
+        "steps": 3 * every, "checkpoint_step": 0, "checkpoint": {"files": ["none"]},
+        "params": {"w": {"shape": [6, 8], "dtype": "float32"}}, "learning_rate": [0.02] * 3 * every, "extra": {},
+    }  # fmt: skip
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    save_file(grads, tmp_path / GRADS)
+    save_file(held, tmp_path / TRAJECTORY)
+    code, data = replayed(capsys, "--start", "init", tmp_path)
+    assert code == DONE and data["results"][0]["steps"] == [0, 3]

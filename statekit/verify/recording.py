@@ -21,10 +21,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
-import numpy as np
-
+from statekit.arrays.backend import Backend, Value
+from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.conversion.contracts import Hints
-from statekit.errors import FormatError, NotFoundError, UsageError
+from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.safetensors import OpenFile, open_safetensors
 from statekit.files.source import read_small
 from statekit.optim.steps import Execution
@@ -145,13 +145,19 @@ class Recording(AbstractContextManager["Recording"]):
 
     def gradients(self, update: int) -> dict[str, Tensor]:
         """Returns the gradients of one update, by path."""
+        xp, parts = NumpyBackend(), self._parts(update)
+        if len(parts) == 1:
+            return parts[0]
+        return {path: in_memory(xp.numpy(mean)) for path, mean in self.gradients_in(xp, update).items()}
+
+    def gradients_in(self, xp: Backend, update: int) -> dict[str, Value]:
+        """Returns the gradients of one update in a backend, the mean of several computed there."""
+        parts = self._parts(update)
+        return {path: running_mean(xp, [xp.asarray(p[path].read()) for p in parts]) for path in parts[0]}
+
+    def _parts(self, update: int) -> list[dict[str, Tensor]]:
         first, last = self.number(update - 1) + 1, self.number(update)
-        parts = [_below(self._tensors(GRADS), f"{number}/") for number in range(first, last + 1)]
-        return (
-            parts[0]
-            if len(parts) == 1
-            else {path: running_mean([p[path] for p in parts]) for path in parts[0]}
-        )
+        return [_below(self._tensors(GRADS), f"{number}/") for number in range(first, last + 1)]
 
     def state(self, step: int, trajectory: Trajectory, update: int) -> TrainState:
         """Returns a recorded state, with the hyperparameters of an update."""
@@ -174,15 +180,17 @@ class Recording(AbstractContextManager["Recording"]):
         return self.learning_rate[update - self.first - 1]
 
 
-def running_mean(gradients: Sequence[Tensor]) -> Tensor:
-    """Returns the mean of gradients as it runs; that of two is rounded once, however a compiler arranges it.
+def running_mean(xp: Backend, gradients: Sequence[Value]) -> Value:
+    """Returns the mean of gradients as it runs, in their dtype.
 
     Source: google-deepmind/optax, optax/transforms/_accumulation.py, `MultiSteps`.
     """
-    mean = np.zeros(gradients[0].shape, gradients[0].dtype)
-    for done, gradient in enumerate(gradients):
-        mean = mean + (gradient.read() - mean) / np.asarray(done + 1, mean.dtype)
-    return in_memory(mean)
+    if len(gradients) == 1:
+        return gradients[0]
+    mean = xp.widen(gradients[0])
+    for done, gradient in enumerate(gradients[1:], start=1):
+        mean = mean + (xp.widen(gradient) - mean) / float(done + 1)
+    return xp.narrow(mean, xp.dtype(gradients[0]))
 
 
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -210,19 +218,29 @@ def open_recording(folder: Path) -> Recording:
         FormatError: Its description breaks the form.
     """
     missing = [name for name in (GRADS, TRAJECTORY) if not (folder / name).is_file()]
-    description, foreign = folder / DESCRIPTION, folder / "meta.json"
-    if missing or not (description.is_file() or foreign.is_file()):
+    own, foreign = folder / DESCRIPTION, folder / "meta.json"
+    if missing or not (own.is_file() or foreign.is_file()):
         raise NotFoundError(
             "The path isn't a recording.",
             place=folder,
             expected=f"a folder with {DESCRIPTION} or meta.json, {GRADS} and {TRAJECTORY}",
             found=f"without {', '.join(missing) or DESCRIPTION}",
         )
-    if description.is_file():
-        return from_json(folder, _json(description))
+    if own.is_file():
+        return from_json(folder, _json(own))
     meta = _json(foreign)
     _check_sequence(folder / TRAJECTORY)
-    return from_json(folder, system(str(meta.get("system"))).describe(folder, meta))
+    try:
+        description = system(str(meta.get("system"))).describe(folder, meta)
+    except StatekitError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, StopIteration) as error:
+        raise FormatError(
+            "A recording's description isn't what its system's recordings have.",
+            place=foreign,
+            found=f"{type(error).__name__}: {error}",
+        ) from None
+    return from_json(folder, description)
 
 
 def _check_sequence(path: Path) -> None:

@@ -290,7 +290,7 @@ class _Stepper:
         phase = recording.phase(update)
         if phase.first not in self.moves:
             self.moves[phase.first] = self.make(xp, state, self.execution)
-        grads = {path: xp.asarray(tensor.read()) for path, tensor in recording.gradients(update).items()}
+        grads = recording.gradients_in(xp, update)
         return self.moves[phase.first](live, grads, recording.rate(update))
 
 

@@ -105,7 +105,10 @@ def runs(case: Case) -> bool:
         return False
     if case.back and (case.library, case.family) == ("keras", "adafactor") and not any(case.params.values()):
         return False
-    if (case.library, case.mode, case.dtype) == ("optax", "compiled", "float16") and not kinds <= {"usual", "large"}:
+    if (case.library, case.mode, case.dtype) == ("optax", "compiled", "float16") and not kinds <= {
+        "usual",
+        "large",
+    }:
         return False
     amsgrad = any(options.get("amsgrad") for options, _ in case.groups)
     return not (case.mode == "fused" and amsgrad and "nan" in kinds)

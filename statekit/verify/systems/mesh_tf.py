@@ -29,7 +29,7 @@ def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
     extra, arguments = meta["extra"], dict(meta["hyperparameters"])
     dtypes = extra["variable_dtype"]
     if schema == "adafactor":
-        arguments = adafactor_arguments(arguments)
+        arguments = {"step_offset": 0, **adafactor_arguments(arguments)}
         arguments["activation_dtype"] = dtypes["activation"]
     else:
         # get_optimizer passes these itself, whatever the run's configuration says.

@@ -11,13 +11,14 @@ MultiSteps counts micro-batches; what is replayed are its updates, each with the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from statekit.conversion.contracts import Hints
 from statekit.conversion.registry import layout
-from statekit.errors import NotFoundError, StateError
+from statekit.errors import Faults, NotFoundError, StateError, UnknownRuleError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, TrainState
@@ -45,6 +46,14 @@ ABSENT: Mapping[str, Mapping[str, Any]] = {
 BARE = {"momentum": None, "weight_decay_rate": None}
 """What a chain of links doesn't do unless one of them does."""
 GRADIENTS_PER_UPDATE = "every_k_schedule"
+LINKS = (
+    "clip", "clip_by_global_norm", "scale_by_factored_rms", "clip_by_block_rms", "scale_by_param_block_rms", "scale",
+)  # fmt: skip
+"""Links of a chain that are read; `scale` has the learning rate, which is recorded of every update."""
+READ_HERE = (*LINKS, GRADIENTS_PER_UPDATE, "static_args", "mask", "weight_decay_mask", "epsilon")
+"""Arguments that go into a group under other names; `static_args` says which ones inject_hyperparams leaves alone."""
+WORDS = ("optax", "chain", "MultiSteps", "inject_hyperparams", "in", "flax", "TrainState")
+"""What else an optimizer's name may say."""
 
 
 PARAMS, STATE = "params", "opt_state"
@@ -58,10 +67,12 @@ class Optax:
     def describe(self, folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the content of `recording.json` for Optax' `meta.json`."""
         schema, variant = kind(meta, KINDS)
+        said = str(meta["optimizer"])
+        _require_known_links(said)
         arguments = _arguments(meta["hyperparameters"])
         group = {
             **ABSENT[schema],
-            **arguments,
+            **{name: value for name, value in arguments.items() if name not in READ_HERE},
             "exclude_from_weight_decay": _excluded(
                 meta, arguments.get("mask", arguments.get("weight_decay_mask"))
             ),
@@ -75,7 +86,7 @@ class Optax:
         recorded = described(
             meta, [(1, int(meta["steps"]), spec)], _path(meta["checkpoint"]["files"]), "compiled"
         )
-        return _by_update(recorded, arguments.get(GRADIENTS_PER_UPDATE, 1))
+        return _by_update(recorded, arguments.get(GRADIENTS_PER_UPDATE) or _every(said))
 
     def decode(self, tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState:
         """Returns the canonical state of one step, through Optax' layout.
@@ -111,6 +122,24 @@ class Optax:
         named = {f"param/{path}": tensor for path, tensor in state.params.items()}
         leaves = ((tuple(map(str, keys)), leaf) for keys, leaf in walk(tree[STATE]))
         return named | {_name(keys, state.params): leaf for keys, leaf in leaves if isinstance(leaf, Tensor)}
+
+
+def _require_known_links(optimizer: str) -> None:
+    """Raises UnknownRuleError if an optimizer's name has a link, or something else, that isn't known."""
+    known = {*WORDS, *KINDS, *LINKS}
+    words = re.findall(r"[A-Za-z_]\w*", optimizer)
+    Faults([("isn't known", word) for word in words if word not in known]).check(
+        UnknownRuleError,
+        "A recording's optimizer has a part that statekit doesn't know, so that no step can follow it",
+        place=optimizer,
+        expected=", ".join(sorted(known)),
+    )
+
+
+def _every(optimizer: str) -> int:
+    """Returns how many gradients make an update, by an optimizer's name: `MultiSteps(adafactor, 3)`."""
+    called = re.search(r"MultiSteps\(.*,\s*(?:every_k_schedule\s*=\s*)?(\d+)\)", optimizer)
+    return int(called[1]) if called else 1
 
 
 def _names_links(tensors: Mapping[str, Tensor]) -> bool:

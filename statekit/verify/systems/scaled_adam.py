@@ -19,6 +19,7 @@ from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.verify.contract import FORMAT, TRAJECTORY, Phase
+from statekit.verify.systems.schema_named import require_known
 
 RESUMED = "resumed_trajectory.safetensors"
 JOINT = "unused_size_slots"
@@ -100,7 +101,10 @@ def _name(path: str) -> str:
 
 
 def _options(meta: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    known = load_schema("scaled_adam").hyperparameters
+    schema, variant = load_schema("scaled_adam"), str(meta["extra"]["generation"])
+    for said in (meta["hyperparameters"], group):
+        require_known(schema, variant, said)
+    known = schema.hyperparameters
     general = {name: meta["hyperparameters"][name] for name in known if name in meta["hyperparameters"]}
     return {**general, **group}
 

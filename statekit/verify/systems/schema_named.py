@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.errors import Faults, FormatError, NotFoundError, StateError
+from statekit.errors import Faults, FormatError, NotFoundError, StateError, UnknownRuleError
 from statekit.optim.run import initial
 from statekit.optim.steps import Execution
 from statekit.state.constants import variant_constants
@@ -220,7 +220,51 @@ def _groups(spec: Mapping[str, Any]) -> tuple[Group, ...]:
     return tuple(_group(schema, spec["variant"], group) for group in spec["groups"])
 
 
+BESIDE: Mapping[str, str] = {
+    "params": "the group's paths",
+    "param_names": "their names",
+    "param_idx2name": "their names",
+    "parameters_names": "their names",
+    "name": "the optimizer's own",
+    "foreach": "how PyTorch runs",
+    "fused": "how PyTorch runs",
+    "capturable": "how PyTorch runs",
+    "differentiable": "how PyTorch runs",
+    "use_locking": "how TensorFlow 1 runs",
+    "use_fused_step": "of MXNet: it is the variant",
+    "base_lr": "of a schedule; the rate of every update is recorded",
+    "show_dominant_parameters": "what ScaledAdam prints",
+    "sym": "whence MXNet takes multipliers, which are recorded",
+    "initial_lr": "of a schedule; the rate of every update is recorded",
+    "lr_scheduler": "the rate of every update is recorded",
+    "lr_decay": "the rate of every update is recorded",
+    "warmup_steps": "the rate of every update is recorded",
+    "train_steps": "the rate of every update is recorded",
+    "opt_name": "GPT-Neo's name of the optimizer",
+    "lr_mult": "of Megatron-Core: it is in the group's rate",
+    "wd_mult": "of Megatron-Core: it is in the group's weight decay",
+    "is_expert_parallel": "where Megatron-Core keeps the parameters",
+    "is_decoupled_lr": "of Megatron-Core: it is in the group's rate",
+}
+"""Arguments that the rule of no variant depends on, with what they are."""
+
+
+def require_known(schema: OptimizerSchema, variant: str, arguments: Mapping[str, Any]) -> None:
+    """Raises UnknownRuleError for what a description says of the optimizer and nobody here knows."""
+    unknown = [
+        ("isn't known", f"{name}={value!r:.60}")
+        for name, value in arguments.items()
+        if name not in BESIDE and not schema.canonical(variant, {name: value})
+    ]
+    Faults(unknown).check(
+        UnknownRuleError,
+        "A recording says something of its optimizer that statekit doesn't know, so that no step can follow it",
+        remedy=f"statekit schemas {schema.name} lists what variant {variant} takes",
+    )
+
+
 def _group(schema: OptimizerSchema, variant: str, arguments: Mapping[str, Any]) -> Group:
+    require_known(schema, variant, arguments)
     values = schema.canonical(variant, arguments)
     for name in RATE_NAMES:
         if name in values and schema.fault(name, values[name]):

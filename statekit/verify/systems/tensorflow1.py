@@ -37,19 +37,41 @@ def adafactor_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "decay_type": "pow",
         "beta2": None,
         "second_moment_decay": None,
-        "step_offset": 0,
     }
     decay = arguments.get("decay_rate")
     if isinstance(decay, int | float):
         decay_arguments |= {"decay_type": "given", "second_moment_decay": decay}
     elif decay is not None:
-        called = re.fullmatch(r"adafactor_decay_rate_(pow|adam)\(([\d.]+)(?:, *offset=(\d+))?\)", decay)
-        if called is None:
-            raise NotFoundError("A decay is described in unknown words.", found=decay)
-        decay_arguments["decay_type"] = called[1]
-        decay_arguments["decay_rate" if called[1] == "pow" else "beta2"] = float(called[2])
-        decay_arguments["step_offset"] = int(called[3] or 0)
+        decay_arguments |= _called(decay)
     return {**arguments, **decay_arguments}
+
+
+DECAYS: Mapping[str, Mapping[str, str]] = {
+    "pow": {"exponent": "decay_rate", "offset": "step_offset"},
+    "adam": {"beta2": "beta2"},
+}
+"""Arguments of `adafactor_decay_rate_<name>`, in order, by their canonical names."""
+
+
+def _called(decay: str) -> dict[str, Any]:
+    """Returns what a call says in words: `adafactor_decay_rate_pow(exponent=0.7, offset=0)`."""
+    called = re.fullmatch(r"adafactor_decay_rate_(pow|adam)\(([^()]*)\)", decay)
+    values: dict[str, Any] = {"decay_type": called[1]} if called else {}
+    names = dict(DECAYS[called[1]]) if called else {}
+    for place, argument in enumerate(called[2].split(",") if called else ()):
+        name, _, number = argument.strip().rpartition("=")
+        own = names.get(name.strip() or [*names][place] if place < len(names) or name else "")
+        if own is None or not re.fullmatch(r"[\d.eE+-]+", number.strip()):
+            called = None
+            break
+        values[own] = int(number) if own == "step_offset" else float(number)
+    if called is None:
+        raise NotFoundError(
+            "A decay is described in unknown words.",
+            expected=", ".join(f"adafactor_decay_rate_{n}({', '.join(a)})" for n, a in DECAYS.items()),
+            found=decay,
+        )
+    return values
 
 
 def own_rate(arguments: Mapping[str, Any]) -> bool:
