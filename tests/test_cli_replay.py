@@ -239,7 +239,7 @@ def test_an_update_of_several_gradients_is_replayed(
     import optax
 
     options = {"learning_rate": 0.02, "min_dim_size_to_factor": 4, "multiply_by_parameter_scale": True}
-    inner = optax.adafactor(**options)  # type: ignore[arg-type]
+    inner = optax.adafactor(**options)
     optimizer, rng = optax.MultiSteps(inner, every), np.random.default_rng(3)
     params: Any = {"w": jax.numpy.asarray(rng.normal(size=(6, 8)).astype(np.float32))}
     state, grads, held = optimizer.init(params), {}, {}
