@@ -371,3 +371,20 @@ def test_what_lightning_wrote_goes_on_in_lightning(tmp_path: Path) -> None:
     planned = plan(tmp_path / "a.ckpt", tmp_path / "b.ckpt", to="torch", layout="torch-optim", hints=order)
     [line] = resume_lines(of_plan(planned), planned.state)
     assert line == f'trainer.fit(model, ckpt_path="{tmp_path / "b.ckpt"}")'
+
+
+@pytest.mark.torch
+def test_t5x_is_told_the_arguments_without_which_it_would_make_another_run(tmp_path: Path) -> None:
+    """Gin's defaults multiply by the parameter's scale, and factor nothing below 128."""
+    from transformers.optimization import Adafactor
+
+    net = model()
+    fixed = {"lr": 0.01, "scale_parameter": False, "relative_step": False}
+    optimizer = Adafactor(net.parameters(), beta1=0.9, **fixed)
+    step(net, optimizer, 0)
+    planned = plan(saved(tmp_path, optimizer, net), tmp_path / "out", to="t5x", layout="t5x")
+    assert resume_lines(of_plan(planned), planned.state)[2:] == [
+        "adafactor.Adafactor.multiply_by_parameter_scale = False",
+        "adafactor.Adafactor.beta1 = 0.9",
+        "adafactor.Adafactor.min_dim_size_to_factor = 0",
+    ]

@@ -39,6 +39,7 @@ from statekit.tensors.tree import empty_names
 _RULES = ("factor_map", "logical_factor_rules")
 _RATE, _DEFAULT = "learning_rate", "default"
 _UNKNOWN = "..."
+_NEVER_IN_T5X = ("multiply_by_parameter_scale", "decay_rate", "clipping_threshold", "epsilon1")
 _ANYWHERE = Path("/path/to")
 State = Mapping[str, Any]
 """A state without its tensors, as `TrainState.to_json` gives it."""
@@ -220,6 +221,7 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "constructor": constructor,
         "module": _module(constructor),
         "arguments": ", ".join(arguments),
+        "gin": "\n".join(_gin(arguments)) or None if any(map(_says_arguments, groups)) else None,
         "converted": "" if converted else None,
         "manifest": _quoted(_manifest(place).absolute()),
         "by_name": "\n".join(_data()["by_name"]) if converted else None,
@@ -388,6 +390,18 @@ def _lambda(place: Place, state: State) -> str | None:
         python_code(rates, base) for rates, base in zip(told, bases, strict=True) if isinstance(rates, Rates)
     ]
     return codes[0] if len(set(codes)) == 1 else f"[{', '.join(codes)}]"
+
+
+def _says_arguments(group: Mapping[str, Any]) -> bool:
+    """Tells whether anybody said what T5X' own files never say; where nobody did, the run's own gin has it."""
+    return any(group["known_from"].get(name) in ("file", "given") for name in _NEVER_IN_T5X)
+
+
+def _gin(arguments: Iterable[str]) -> Iterator[str]:
+    """Yields the lines of gin that give T5X' Adafactor its arguments; its rate comes with each update."""
+    for name, _, value in (argument.partition("=") for argument in arguments):
+        if name not in (_RATE, "step_offset"):
+            yield f"adafactor.Adafactor.{name} = {value}"
 
 
 def _is_converted(place: Place) -> bool:
