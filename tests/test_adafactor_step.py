@@ -14,7 +14,7 @@ from statekit.optim import adafactor
 from statekit.optim.adafactor_forms import Hyperparameters
 from statekit.optim.run import move_group, steps_for
 from statekit.optim.steps import Scene
-from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState, next_decay
 from statekit.tensors.tensor import DTYPES, Array, in_memory
 
 R, C, B, N = Axis.ROW, Axis.COLUMN, Axis.BATCH, Axis.NONE
@@ -233,7 +233,7 @@ def test_low_precision_is_stepped_where_its_roundings_are_known(variant: str, fo
 
 
 def test_the_decay_for_people_knows_the_hole_at_the_offset() -> None:
-    assert adafactor.next_decay(0, 0, 0.8) == 0
-    assert adafactor.next_decay(1_000_000, 0, 0.8) == pytest.approx(1 - 1.58489e-05, rel=1e-8)
+    assert next_decay(0, 0, 0.8) == 0
+    assert next_decay(1_000_000, 0, 0.8) == pytest.approx(1 - 1.58489e-05, rel=1e-8)
     with pytest.raises(UsageError, match="NaN for good"):
-        adafactor.next_decay(3, 4, 0.8)
+        next_decay(3, 4, 0.8)

@@ -242,7 +242,7 @@ def rule_change_to(layout: LayoutCard, state: TrainState, source: str) -> RuleCh
         makers = (variant,) if variant else registry.layout_card(source).variants.get(schema, ())
         keeps = layout.keeps_rule(schema, makers)
         ways.append(None if keeps else best_rule_change(part, makers, layout.variants[schema]))
-    return joined_rule_change(state, ways)
+    return joined_rule_change(state, ways) if any(ways) else None
 
 
 def _nearest(opened: OpenState, request: Request) -> list[str]:

@@ -29,11 +29,11 @@ from statekit.conversion.resume_parts import (
 )
 from statekit.errors import StateError
 from statekit.files.manifest import FILE
-from statekit.optim.adafactor import defaults, next_decay
 from statekit.optim.adafactor_forms import Hyperparameters
 from statekit.state.rates import Rates, Told
 from statekit.state.run import Schedule, run_of
 from statekit.state.schema import WEIGHTS, load_schema
+from statekit.state.train_state import next_decay
 from statekit.tensors.tree import empty_names
 
 _RULES = ("factor_map", "logical_factor_rules")
@@ -509,7 +509,7 @@ def _missing(state: State, group: Mapping[str, Any]) -> Iterator[str]:
         yield _RATE
     if kind["schema"] == "adafactor" and kind["variant"]:
         needed = {field.name for field in fields(Hyperparameters)}
-        for name in defaults(kind["variant"]):
+        for name in load_schema(kind["schema"]).variant(kind["variant"])["defaults"]:
             if name in needed and name not in known:
                 yield name
 

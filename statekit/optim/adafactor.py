@@ -16,14 +16,13 @@ A is every axis that isn't BATCH. Source: google-research/t5x, t5x/adafactor.py,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from statekit.arrays.backend import Backend, Value
 from statekit.arrays.promotion import LOW
-from statekit.errors import UnknownRuleError, UsageError
+from statekit.errors import UnknownRuleError
 from statekit.optim import adafactor_forms as forms
 from statekit.optim.adafactor_forms import Hyperparameters, Setting
 from statekit.optim.adafactor_storage import STORAGE
@@ -286,21 +285,6 @@ CLIPPED: Mapping[str, Callable[[Scene, Group, Arrays], Arrays]] = {
     "chain": _limited,
 }
 """Gradients after clipping, by `gradient_clipping`."""
-
-
-def next_decay(step: int, step_offset: int, decay_rate: float) -> float:
-    """Returns the second-moment decay of the next update, as a number for people.
-
-    Raises:
-        UsageError: The offset lies beyond the step, where the decay is -inf or NaN.
-    """
-    if step_offset > step:
-        raise UsageError(
-            "The step offset lies beyond the step; the second moment would become NaN for good.",
-            expected=f"step_offset <= {step}",
-            found=step_offset,
-        )
-    return 1.0 - math.pow(step - step_offset + 1, -decay_rate)
 
 
 def _second_moment(

@@ -1,9 +1,10 @@
 """Factor rules: which axes of a parameter an Adafactor averages away, by its path and its shape.
 
-T5X has rules that people write; in the other variants the shape decides, as their constants in the schema say.
+T5X has rules that people write, by path or by what axes are called; in the other variants the shape decides, as their
+constants in the schema say.
 
-Source: T5X t5x/adafactor.py, `factor_name_to_factordim`, `HParamMap`, `Adafactor._parse_rule`, `_factored_dims`; of the
-others the sources in `schemas/adafactor.json`.
+Source: T5X t5x/adafactor.py, `factor_name_to_factordim`, `HParamMap`, `Adafactor._parse_rule`, `_factored_dims`,
+`set_param_axes`; of the others the sources in `schemas/adafactor.json`.
 """
 
 from __future__ import annotations
@@ -107,6 +108,73 @@ def label(value: Any) -> Axis:
         raise UsageError(
             "A factor rule has an unknown label.", expected=", ".join(_LABELS), found=repr(value)[:80]
         ) from None
+
+
+@dataclass(frozen=True)
+class GivenRules:
+    """The factor rules of a run, as they were told.
+
+    Attributes:
+        entries: Lines of the factor map, their values read; the first about a parameter counts.
+        by_axes: For each path, the labels that follow from its logical axis names.
+    """
+
+    entries: tuple[PathPattern, ...] = ()
+    by_axes: Mapping[str, tuple[Axis, ...]] | None = None
+
+    def find(self, path: str) -> tuple[bool, tuple[Axis, ...] | None]:
+        """Returns whether there is a rule for a path, and its labels (None: the heuristic)."""
+        if self.by_axes is not None and path in self.by_axes:
+            return True, self.by_axes[path]
+        entry = first_entry(self.entries, path)
+        return (False, None) if entry is None else (True, entry.value)
+
+
+def given_rules(factor_map: Any, logical_factor_rules: Any, logical_axes: Any) -> GivenRules:
+    """Reads the three hyperparameters that make factor rules: by path, or by what each axis is called.
+
+    Args:
+        factor_map: As `map_entries` reads it; None without one.
+        logical_factor_rules: Name of an axis -> label; None without.
+        logical_axes: Path -> names of its axes; None where nobody knows them.
+
+    Raises:
+        UsageError: One isn't of the form T5X takes, or names an unknown label or axis.
+    """
+    by_axes = None
+    if logical_factor_rules is not None and logical_axes is not None:
+        table = _mapping(logical_factor_rules, "logical_factor_rules")
+        by_axes = _from_axes(table, _mapping(logical_axes, "logical_axes"))
+    entries = () if factor_map is None else map_entries(factor_map, "factor_map")
+    return GivenRules(tuple(PathPattern(e.pattern, e.is_regex, labels(e.value)) for e in entries), by_axes)
+
+
+def _mapping(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise UsageError(f"{name} isn't a map.", expected="{name: value, ...}", found=repr(value)[:200])
+    return value
+
+
+def _from_axes(table: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, tuple[Axis, ...]]:
+    rules = {}
+    for path, names in axes.items():
+        unknown = [name for name in names if name not in table]
+        if unknown:
+            raise UsageError(
+                "logical_factor_rules doesn't know an axis.",
+                place=path,
+                expected=", ".join(table),
+                found=", ".join(map(str, unknown)),
+            )
+        roles = tuple(label(table[name]) for name in names)
+        if {Axis.ROW, Axis.COLUMN, Axis.NONE} <= set(roles):
+            raise UsageError(
+                "A parameter has ROW, COLUMN and NONE axes together.", place=path, found=", ".join(names)
+            )
+        if not {Axis.ROW, Axis.COLUMN} <= set(roles):
+            roles = tuple(Axis.BATCH if axis is Axis.BATCH else Axis.NONE for axis in roles)
+        rules[path] = roles
+    return rules
 
 
 def effective(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -377,3 +378,18 @@ class TrainState:
             "rules": {path: rule.to_json() for path, rule in self.rules.items()},
             "assumptions": list(self.assumptions),
         }
+
+
+def next_decay(updates: int, step_offset: int, decay_rate: float) -> float:
+    """Returns the decay of Adafactor's second moment in the next update, by `decay_type` pow, as a number for people.
+
+    Raises:
+        UsageError: The offset lies beyond the updates done, where the decay is -inf or NaN.
+    """
+    if step_offset > updates:
+        raise UsageError(
+            "The step offset lies beyond the step; the second moment would become NaN for good.",
+            expected=f"step_offset <= {updates}",
+            found=step_offset,
+        )
+    return 1.0 - math.pow(updates - step_offset + 1, -decay_rate)

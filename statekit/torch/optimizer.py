@@ -12,10 +12,10 @@ from torch._compile import _disable_dynamo
 
 from statekit.dropin.options import refuse_options
 from statekit.errors import Faults, UnknownRuleError, UsageError
-from statekit.optim.adafactor import next_decay
 from statekit.optim.run import steps_for
 from statekit.state.options import LOGICAL, offered, read_options
 from statekit.state.schema import OptimizerSchema
+from statekit.state.train_state import next_decay
 from statekit.torch.fast.batching import in_own_memory, laid_together
 from statekit.torch.groups import ParamGroup, check_named, rate_fault, read_group, settle_group
 from statekit.torch.slots import Slots, first_group_slots, first_slots

@@ -13,7 +13,6 @@ from typing import Any
 from statekit.conversion.contracts import Hints
 from statekit.converters.layouts.factor_inference import with_minimum
 from statekit.converters.layouts.hyperparameters import Hyperparameters, ManifestRecord, OptimizerSpec
-from statekit.converters.layouts.t5x.rules import STANDARD
 from statekit.converters.layouts.t5x.tree import NativeSlots
 from statekit.errors import Faults, UsageError
 from statekit.files.checkpoint import Checkpoint
@@ -27,7 +26,15 @@ RULES = ("factor_map", "logical_factor_rules", "logical_axes")
 
 _T5X = ("adafactor", "t5x")
 """Schema and variant."""
+STANDARD = {
+    "vocab": "COLUMN", "embed": "ROW", "mlp": "COLUMN", "heads": "COLUMN", "kv": "COLUMN", "joined_kv": "COLUMN",
+    "relpos_buckets": "NONE", "layers": "BATCH", "stack": "BATCH", "q_wi_fused": "COLUMN", "o_wo_fused": "COLUMN",
+    "multiquery_heads": "COLUMN", "kv_fused": "COLUMN", "layer_norm_scale": "NONE", "mlp_activations": "COLUMN",
+}  # fmt: skip
+"""What T5X's `standard_logical_factor_rules()` returns: label by logical axis. Source: T5X t5x/adafactor.py."""
+
 _STANDARD = "standard_logical_factor_rules()"
+_NAMED_STANDARD = re.compile(r"@?(\w+\.)*standard_logical_factor_rules(\(\))?")
 _TRAVERSALS = "traversals_and_optimizers"
 
 
@@ -91,6 +98,11 @@ def _from_gin(checkpoint: Checkpoint) -> tuple[Hyperparameters, list[str]]:
         f"{name}={values[name]!r} in {gin['file']} isn't used: it {fault}." for fault, name in options.faults
     ]
     return Hyperparameters().over(options.values, "file"), notes
+
+
+def logical_rules(value: Any) -> Any:
+    """Returns `logical_factor_rules`, T5X's own table where it is called by its function."""
+    return STANDARD if isinstance(value, str) and _NAMED_STANDARD.fullmatch(value) else value
 
 
 def _traversed(

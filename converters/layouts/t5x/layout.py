@@ -17,8 +17,13 @@ from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.factor_inference import fits, from_slots
 from statekit.converters.layouts.hyperparameters import Hyperparameters, OptimizerSpec, manifest_state
-from statekit.converters.layouts.t5x.inferred_hyperparameters import RULES, inferred, members, scale_by_path
-from statekit.converters.layouts.t5x.rules import GivenRules, as_t5x, given_rules
+from statekit.converters.layouts.t5x.inferred_hyperparameters import (
+    RULES,
+    inferred,
+    logical_rules,
+    members,
+    scale_by_path,
+)
 from statekit.converters.layouts.t5x.tree import (
     PLACEHOLDER,
     SLOTS,
@@ -29,9 +34,9 @@ from statekit.converters.layouts.t5x.tree import (
 )
 from statekit.errors import Faults, InexactError, StateError, some
 from statekit.files.checkpoint import Checkpoint
-from statekit.state.factoring import by_size, effective
+from statekit.state.factoring import GivenRules, by_size, effective, given_rules
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensors.tensor import DTYPES, Filled, Tensor, in_memory
+from statekit.tensors.tensor import DTYPES, Filled, Shape, Tensor, in_memory
 from statekit.tensors.tree import nested
 
 _EXTRA = ("flax_mutables", "t5x")
@@ -170,7 +175,7 @@ def _group(
     faults += _contradictions(slots_by_path, specified)
     own_rules = {}
     for path, slots in slots_by_path.items():
-        known = as_t5x(Rule.from_json(stated[path]), slots.shape) if path in stated else None
+        known = _as_t5x(Rule.from_json(stated[path]), slots.shape) if path in stated else None
         rule = known or _rule(path, slots, rules, settled)
         if (fault := _rule_fault(rule, slots)) is not None:
             faults.add(fault, path)
@@ -188,8 +193,14 @@ def _group(
 
 
 def _specified_rules(specified: Hyperparameters) -> GivenRules:
-    values = {name: specified.values.get(name) for name in RULES}
-    return given_rules(values["factor_map"], values["logical_factor_rules"], values["logical_axes"])
+    factor_map, by_axis, axes = (specified.values.get(name) for name in RULES)
+    return given_rules(factor_map, logical_rules(by_axis), axes)
+
+
+def _as_t5x(rule: Rule, shape: Shape) -> Rule:
+    """Returns a rule with T5X's labels: it reads a matrix by its size, whatever another system called row."""
+    other_way = rule.factored and len(rule.axes) == 2 and rule.axes == by_size(shape)[::-1]
+    return Rule(by_size(shape), rule.known_from) if other_way else rule
 
 
 def _has_batch(labels: tuple[Axis, ...] | None) -> bool:
@@ -302,7 +313,7 @@ def _placed(
         faults.add("has no second moment", path)
     faults += [(f"has slot {name}, for which T5X has no place", path) for name in slots if name not in SLOTS]
     if rule is not None and rule.factored and len(rule.axes) == 2 and Axis.BATCH not in rule.axes:
-        if as_t5x(rule, param.shape) != rule:
+        if _as_t5x(rule, param.shape) != rule:
             slots = {**slots, "v_row": slots["v_col"], "v_col": slots["v_row"]}
         elif rule.axes != by_size(param.shape):
             faults.add("is a matrix that is factored along one axis only", path)
