@@ -241,10 +241,10 @@ def _run(run: RunState) -> Iterator[str]:
 
 def _as_rates(schedule: Schedule) -> str:
     """Says what a schedule is as a function of the updates done, or why it is none that others have."""
-    told = schedule.rates[0] if schedule.rates else ""
-    if isinstance(told, str):
-        return f"; {told}" if told else ""
-    pieces = [f"{one.kind}{f' from {one.begins}' if one.begins else ''}" for one in told.pieces]
+    first = schedule.rates[0] if schedule.rates else ""
+    if isinstance(first, str):
+        return f"; {first}" if first else ""
+    pieces = [f"{one.kind}{f' from {one.begins}' if one.begins else ''}" for one in first.pieces]
     return f"; over the updates done: {', '.join(pieces)}"
 
 

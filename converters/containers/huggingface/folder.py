@@ -113,8 +113,10 @@ def open_beside(folder: Path, taken: Collection[str], files: Files) -> Beside:
         read.add(REST)
     carried, findings = _carried(folder, read, passed, files)
     if TRAINING_ARGS in carried and TRAINER_ARGUMENTS not in tree:
-        told = _schedule_arguments(open_torch(folder / TRAINING_ARGS, files).tree, tree.get("trainer_state"))
-        tree |= {TRAINER_ARGUMENTS: told} if told else {}
+        arguments = _schedule_arguments(
+            open_torch(folder / TRAINING_ARGS, files).tree, tree.get("trainer_state")
+        )
+        tree |= {TRAINER_ARGUMENTS: arguments} if arguments else {}
     return Beside({**tree, **({FILES: carried} if carried else {})}, findings)
 
 
@@ -128,17 +130,17 @@ def _schedule_arguments(arguments: Tree, trainer_state: Tree) -> dict[str, Any]:
 
     Source: huggingface/transformers, training_args.py, `TrainingArguments`; optimization.py, `get_scheduler`.
     """
-    held = arguments.state if isinstance(arguments, Record) else None
-    if not isinstance(held, Mapping):
+    fields = arguments.state if isinstance(arguments, Record) else None
+    if not isinstance(fields, Mapping):
         return {}
-    found = {key: held[key] for key in _OF_SCHEDULES if held.get(key) is not None}
-    kind = found.get("lr_scheduler_type")
+    settings = {key: fields[key] for key in _OF_SCHEDULES if fields.get(key) is not None}
+    kind = settings.get("lr_scheduler_type")
     if isinstance(kind, Record) and len(kind.args) == 1:  # an Enum
-        found["lr_scheduler_type"] = kind.args[0]
+        settings["lr_scheduler_type"] = kind.args[0]
     counted = trainer_state.get("max_steps") if isinstance(trainer_state, Mapping) else None
     if type(counted) is int and counted > 0:
-        found["max_steps"] = counted
-    return found if not holds_records(found) and "lr_scheduler_type" in found else {}
+        settings["max_steps"] = counted
+    return settings if not holds_records(settings) and "lr_scheduler_type" in settings else {}
 
 
 def write_part(stage: Stage, file: str, key: str, part: Tree) -> None:
