@@ -6,9 +6,10 @@ comes the object that was saved, tensors in it, objects of foreign classes as in
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.formats.pytorch.reader import generation, named, read_object
@@ -18,20 +19,34 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import Proof, proof_inside
 from statekit.files.source import Budget, Files, opening
 from statekit.files.stage import Stage
-from statekit.tensors.tree import tensor_names
+from statekit.tensors.tree import Path as Path_
+from statekit.tensors.tree import at, tensor_names, without
 
 """Faults of a manifest that are named."""
 
 
 @dataclass(frozen=True)
 class TorchFile:
-    """The container of `.pt`, `.pth`, `.bin` and `.ckpt` files, zip and legacy."""
+    """The container of `.pt`, `.pth`, `.bin` and `.ckpt` files, zip and legacy.
+
+    Attributes:
+        lightning: Whether runs are written with the parts that Lightning's Trainer asks for.
+    """
 
     name: str = "torch"
     title: str = "PyTorch file (torch.save), zip or legacy"
     suffixes: tuple[str, ...] = (".pt", ".pth", ".bin", ".ckpt")
     target_kind: Literal["file", "folder"] | None = "file"
     keeps_manifest: bool = True
+    lightning: bool = False
+
+    def for_target(self, target: Path) -> TorchFile:
+        """Returns the container that writes a `.ckpt` as Lightning has it."""
+        return replace(self, lightning=target.suffix == LIGHTNING)
+
+    def fitted(self, encoded: Encoded) -> Encoded:
+        """Returns a run's state as the target's library has it."""
+        return _as_lightning(encoded) if self.lightning else encoded
 
     def detect(self, path: Path) -> Evidence | None:
         """Looks at the first bytes, and at the directory at the end of a zip archive."""
@@ -89,6 +104,80 @@ def open_torch(path: Path, files: Files) -> Checkpoint:
         proof = proof_inside(text, tensor_names(tree), path)
     findings = (*opened.findings, *proof.findings)
     return Checkpoint(CONTAINER.name, path, tree, opened.meta, manifest=proof.manifest, findings=findings)
+
+
+LIGHTNING = ".ckpt"
+"""The suffix of Lightning's files."""
+_STATE_DICT: Path_ = ("state_dict",)
+_OPTIMIZER: Path_ = ("optimizer_states", 0)
+_VERSION = "2.0.0"
+"""The release whose form this is; later ones migrate it."""
+_SCHEDULERS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
+"""Keys under which others keep a scheduler's state."""
+
+
+def _as_lightning(encoded: Encoded) -> Encoded:
+    """Returns a run with its parts where Lightning has them, and what its Trainer asks for; a run of its own as it is.
+
+    Source: Lightning-AI/pytorch-lightning, src/lightning/pytorch/trainer/connectors/checkpoint_connector.py,
+    `restore_training_state`; loops/fit_loop.py, loops/training_epoch_loop.py, `global_step`.
+    """
+    places = encoded.parts
+    if not places.get("model") or not places.get("optimizer") or places["model"] == _STATE_DICT:
+        return encoded
+    model, optimizer = at(encoded.tree, places["model"]), at(encoded.tree, places["optimizer"])
+    rest = without(without(encoded.tree, places["optimizer"]), places["model"])
+    key = next((key for key in _SCHEDULERS if isinstance(rest.get(key), Mapping)), None)
+    schedule = [] if key is None else [rest.pop(key)]
+    moved = {places["model"]: _STATE_DICT, places["optimizer"]: _OPTIMIZER}
+    exactness = {_renamed(name, moved): value for name, value in encoded.exactness.items()}
+    tree = {
+        **rest,
+        "epoch": 0,
+        "global_step": encoded.step,
+        "pytorch-lightning_version": _VERSION,
+        "state_dict": model,
+        "loops": {"fit_loop": _loops(encoded.step)},
+        "callbacks": {},
+        "optimizer_states": [optimizer],
+        "lr_schedulers": schedule,
+    }
+    said = (
+        f"The source isn't a run of Lightning: the file says {encoded.step} updates of one batch each in epoch 0, "
+        "which begins its data anew; its Trainer takes an optimizer with these groups in this order."
+    )
+    parts = {**places, "model": _STATE_DICT, "optimizer": _OPTIMIZER}
+    return replace(
+        encoded, tree=tree, exactness=exactness, parts=parts, assumptions=(*encoded.assumptions, said)
+    )
+
+
+def _renamed(name: str, moved: Mapping[Path_, Path_]) -> str:
+    for old, new in moved.items():
+        if name.startswith(before := "/".join(map(str, old)) + "/"):
+            return "/".join([*map(str, new), name.removeprefix(before)])
+    return name
+
+
+def _loops(step: int) -> dict[str, Any]:
+    """Returns how far Lightning's loops are after so many updates of one batch each."""
+
+    def count(done: int, *more: str) -> dict[str, Any]:
+        names = ("ready", "completed", *more)
+        return {"total": dict.fromkeys(names, done), "current": dict.fromkeys(names, 0)}
+
+    return {
+        "state_dict": {},
+        "epoch_loop.state_dict": {},
+        "epoch_loop.batch_progress": {**count(step, "started", "processed"), "is_last_batch": False},
+        "epoch_loop.scheduler_progress": count(step),
+        "epoch_loop.automatic_optimization.state_dict": {},
+        "epoch_loop.automatic_optimization.optim_progress": {
+            "optimizer": {"step": count(step), "zero_grad": count(step, "started")}
+        },
+        "epoch_loop.manual_optimization.state_dict": {},
+        "epoch_progress": count(0, "started", "processed"),
+    }
 
 
 _BECAUSE = {

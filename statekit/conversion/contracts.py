@@ -247,6 +247,14 @@ class Fitting(Protocol):
 
 
 @runtime_checkable
+class ForTarget(Protocol):
+    """A container whose files are another library's by the target's name."""
+
+    def for_target(self, target: Path) -> Container:
+        """Returns the container as it writes a target."""
+
+
+@runtime_checkable
 class LikeModel(Protocol):
     """A layout whose files lie as the classes of a model's layers have it, which its own file of the model says."""
 

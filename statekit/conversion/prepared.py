@@ -18,6 +18,7 @@ from statekit.conversion.contracts import (
     Container,
     Encoded,
     Fitting,
+    ForTarget,
     KeepsEncoding,
     KeepsManifest,
     KeepsMasters,
@@ -106,6 +107,8 @@ def prepare(request: Request) -> Plan:
     """
     check_apart(request.source, request.target)
     container, implied = choose_container(request.target, request.to)
+    if isinstance(container, ForTarget):
+        container = container.for_target(request.target)
     opened = open_state(request.source, container=request.from_, step=request.step, hints=request.hints)
     try:
         state = opened.state.with_step_offset(request.step_offset)
