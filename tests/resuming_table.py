@@ -71,8 +71,10 @@ on three parameters, a matrix, a vector and a matrix, in one group. What they sa
 all slots, and the count of six updates. T5X is the repository at that commit without its data pipelines (seqio,
 airio); its Checkpointer restored the path that the gin lines name, into an Adafactor with the arguments that they
 name. icefall is its zipformer's optim.py. What the printed lines don't make was the program's: icefall's `Eden` and
-its groups, the optimizers of TensorFlow 1. Not run: Mesh-TensorFlow and Megatron as targets. DeepSpeed's folders and
-FSDP1's ranks are only read.
+its groups, the optimizers of TensorFlow 1, with the arguments that the lines name (Mesh-TensorFlow's
+`min_dim_size_to_factor=0` among them). Mesh-TensorFlow's global step went up after each update: in one `tf.group`
+with it, as programs often have it, the decay is that of either step, by chance. Not run: Megatron as a target.
+DeepSpeed's folders and FSDP1's ranks are only read.
 """
 OPTAX = """
 ## What PyTorch and Optax are apart
