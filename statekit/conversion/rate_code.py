@@ -72,27 +72,27 @@ def python_code(rates: Rates, over: float = 1.0) -> str:
 
 def _python(one: Piece) -> str:
     n = one.numbers
-    own = "step" if not one.origin else f"(step {'-' if one.origin > 0 else '+'} {abs(one.origin)})"
+    step = "step" if not one.origin else f"(step {'-' if one.origin > 0 else '+'} {abs(one.origin)})"
     match one.kind:
         case "constant":
             return f"{n['rate']!r}"
         case "linear":
-            return f"{n['start']!r} + {n['end'] - n['start']!r} * min({own} / {n['steps']!r}, 1)"
+            return f"{n['start']!r} + {n['end'] - n['start']!r} * min({step} / {n['steps']!r}, 1)"
         case "polynomial":
-            left = f"(1 - min({own} / {n['steps']!r}, 1)) ** {n['power']!r}"
+            left = f"(1 - min({step} / {n['steps']!r}, 1)) ** {n['power']!r}"
             return f"{n['end']!r} + {n['start'] - n['end']!r} * {left}"
         case "exponential":
-            return f"max({n['start']!r} * {n['factor']!r} ** ({own} / {n['every']!r}), {n['floor']!r})"
+            return f"max({n['start']!r} * {n['factor']!r} ** ({step} / {n['every']!r}), {n['floor']!r})"
         case "step":
-            count = f"(max({own}, 0) // {n['every']!r})"
+            count = f"(max({step}, 0) // {n['every']!r})"
             return f"max({n['start']!r} * {n['factor']!r} ** {count}, {n['floor']!r})"
         case "multistep":
-            return f"{n['start']!r} * {n['factor']!r} ** sum({own} >= at for at in {_list(n['at'])})"
+            return f"{n['start']!r} * {n['factor']!r} ** sum({step} >= at for at in {_list(n['at'])})"
         case "cosine":
-            turn = f"{MATH}cos({MATH}pi * {own} / {n['steps']!r})"
+            turn = f"{MATH}cos({MATH}pi * {step} / {n['steps']!r})"
             return f"{n['end']!r} + {n['start'] - n['end']!r} * (1 + {turn}) / 2"
         case "rsqrt":
-            return f"{n['start']!r} / {MATH}sqrt(({own} + {n['shift']!r}) / {n['shift']!r})"
+            return f"{n['start']!r} / {MATH}sqrt(({step} + {n['shift']!r}) / {n['shift']!r})"
 
 
 def _list(numbers: Sequence[int]) -> str:

@@ -333,31 +333,31 @@ def _rates(place: Place, state: State, number: int) -> Told:
     if len(place.schedules) != 1:
         return "the run has several schedules" if place.schedules else ""
     (one,) = place.schedules
-    told, at = one.of_group(number), state["counts"]["schedule"]
+    rates, at = one.of_group(number), state["counts"]["schedule"]
     # What a schedule of PyTorch has counted is its argument; MXNet's gets the number of updates.
-    if isinstance(told, Rates) and one.place.startswith("extra/torch/") and one.at != at:
+    if isinstance(rates, Rates) and one.place.startswith("extra/torch/") and one.at != at:
         return f"{one.kind} stands at {one.at} after {at} updates: it counts something else, such as epochs"
-    return told
+    return rates
 
 
 def _scheduled(place: Place, state: State, number: int) -> dict[str, Any]:
-    told = _rates(place, state, number)
-    if isinstance(told, Rates):
-        return {"schedule": optax_code(told), "unscheduled": None}
+    rates = _rates(place, state, number)
+    if isinstance(rates, Rates):
+        return {"schedule": optax_code(rates), "unscheduled": None}
     rate = state["groups"][number]["hyperparameters"].get(_RATE)
-    known = f"the next update's is {rate!r}" if type(rate) in (int, float) and told else ""
-    return {"schedule": None, "unscheduled": "; ".join(one for one in (told, known) if one)}
+    known = f"the next update's is {rate!r}" if type(rate) in (int, float) and rates else ""
+    return {"schedule": None, "unscheduled": "; ".join(one for one in (rates, known) if one)}
 
 
 def _schedule_lines(place: Place, state: State) -> dict[str, str | None]:
     """Returns what may stand in a line about a schedule, where its own system isn't the one that goes on."""
-    told = [_rates(place, state, number) for number in range(len(state["groups"]))]
-    rates = [one for one in told if isinstance(one, Rates)]
+    of_groups = [_rates(place, state, number) for number in range(len(state["groups"]))]
+    rates = [one for one in of_groups if isinstance(one, Rates)]
     elsewhere = not any(one.place.startswith("extra/torch/") for one in place.schedules)
     if (
         _has_several(state)
         or not rates
-        or len(rates) != len(told)
+        or len(rates) != len(of_groups)
         or len({json.dumps(one.to_json()) for one in rates}) > 1
     ):
         return {"new_schedule": None, "any_schedule": None, "jax_schedule": None}
@@ -381,13 +381,15 @@ def _lambda(place: Place, state: State) -> str | None:
     """Returns the functions of a LambdaLR, where its Trainer's arguments say them."""
     (one,) = place.schedules
     bases = one.parameters.get("base_lrs") or ()
-    told = [one.of_group(number) for number in range(len(bases))]
-    if not told or not all(
-        isinstance(rates, Rates) and base for rates, base in zip(told, bases, strict=True)
+    of_groups = [one.of_group(number) for number in range(len(bases))]
+    if not of_groups or not all(
+        isinstance(rates, Rates) and base for rates, base in zip(of_groups, bases, strict=True)
     ):
         return None
     codes = [
-        python_code(rates, base) for rates, base in zip(told, bases, strict=True) if isinstance(rates, Rates)
+        python_code(rates, base)
+        for rates, base in zip(of_groups, bases, strict=True)
+        if isinstance(rates, Rates)
     ]
     return codes[0] if len(set(codes)) == 1 else f"[{', '.join(codes)}]"
 

@@ -122,11 +122,11 @@ def promoting(
         arrays: The parameter, then all else that the update takes.
         loose: Dtypes of a parameter whose compiled updates are followed within one rounding of each operation only.
     """
-    held = list(arrays)
-    if compute_dtype != "promoted" or not any_low(scene.xp, held):
+    listed = list(arrays)
+    if compute_dtype != "promoted" or not any_low(scene.xp, listed):
         return scene
     op_by_op = execution_of(scene, compute_dtype) == "op_by_op"
-    within = () if op_by_op or scene.xp.dtype(held[0]) not in loose else loose
+    within = () if op_by_op or scene.xp.dtype(listed[0]) not in loose else loose
     return replace(scene, xp=Promoting(scene.xp, op_by_op, within))
 
 

@@ -44,29 +44,34 @@ class Piece:
 
     def rate(self, updates: int) -> float:
         """Returns the learning rate of the update after so many."""
-        own, held = updates - self.origin, self.numbers
+        done, numbers = updates - self.origin, self.numbers
         match self.kind:
             case "constant":
-                return float(held["rate"])
+                return float(numbers["rate"])
             case "linear":
-                part = min(max(own, 0), held["steps"]) / held["steps"]
-                return float(held["start"] + (held["end"] - held["start"]) * part)
+                part = min(max(done, 0), numbers["steps"]) / numbers["steps"]
+                return float(numbers["start"] + (numbers["end"] - numbers["start"]) * part)
             case "polynomial":
-                left = 1 - min(max(own, 0), held["steps"]) / held["steps"]
-                return float(held["end"] + (held["start"] - held["end"]) * left ** held["power"])
+                left = 1 - min(max(done, 0), numbers["steps"]) / numbers["steps"]
+                return float(numbers["end"] + (numbers["start"] - numbers["end"]) * left ** numbers["power"])
             case "cosine":
-                turn = math.cos(math.pi * own / held["steps"])
-                return float(held["end"] + (held["start"] - held["end"]) * (1 + turn) / 2)
+                turn = math.cos(math.pi * done / numbers["steps"])
+                return float(numbers["end"] + (numbers["start"] - numbers["end"]) * (1 + turn) / 2)
             case "exponential":
-                return float(max(held["start"] * held["factor"] ** (own / held["every"]), held["floor"]))
+                return float(
+                    max(numbers["start"] * numbers["factor"] ** (done / numbers["every"]), numbers["floor"])
+                )
             case "step":
                 return float(
-                    max(held["start"] * held["factor"] ** (max(own, 0) // held["every"]), held["floor"])
+                    max(
+                        numbers["start"] * numbers["factor"] ** (max(done, 0) // numbers["every"]),
+                        numbers["floor"],
+                    )
                 )
             case "multistep":
-                return float(held["start"] * held["factor"] ** bisect_right(held["at"], own))
+                return float(numbers["start"] * numbers["factor"] ** bisect_right(numbers["at"], done))
             case "rsqrt":
-                return float(held["start"] / math.sqrt((own + held["shift"]) / held["shift"]))
+                return float(numbers["start"] / math.sqrt((done + numbers["shift"]) / numbers["shift"]))
 
     def to_json(self) -> dict[str, Any]:
         """Returns the piece as plain data."""
@@ -189,27 +194,29 @@ def _sequence(state: Mapping[str, Any], base: float) -> Told:
     if not isinstance(parts, Sequence) or not isinstance(bounds, Sequence) or len(parts) != len(bounds) + 1:
         return "the state of SequentialLR doesn't say its schedules"
     for part, begins, ends in zip(parts, [0, *bounds], [*bounds, math.inf], strict=True):
-        told = torch_rates(torch_kind(part), part, base, None)
-        if isinstance(told, str):
-            return told
+        rates = torch_rates(torch_kind(part), part, base, None)
+        if isinstance(rates, str):
+            return rates
         moved = [
-            Piece(one.kind, begins + one.begins, begins + one.origin, one.numbers) for one in told.pieces
+            Piece(one.kind, begins + one.begins, begins + one.origin, one.numbers) for one in rates.pieces
         ]
         pieces += [one for one in moved if one.begins < ends]
     return Rates(tuple(pieces))
 
 
-def _transformers(base: float, told: Mapping[str, Any]) -> Told:
+def _transformers(base: float, arguments: Mapping[str, Any]) -> Told:
     """Returns what `get_scheduler` makes of a Trainer's arguments."""
-    kind, whole = told.get("lr_scheduler_type"), told.get("max_steps")
-    warm, extra = told.get("warmup_steps") or 0, told.get("lr_scheduler_kwargs") or {}
+    kind, whole = arguments.get("lr_scheduler_type"), arguments.get("max_steps")
+    warm, extra = arguments.get("warmup_steps") or 0, arguments.get("lr_scheduler_kwargs") or {}
     count = whole if type(whole) is int else 0
-    needs_whole = kind in ("linear", "cosine", "polynomial") or (0 < warm < 1) or told.get("warmup_ratio")
+    needs_whole = (
+        kind in ("linear", "cosine", "polynomial") or (0 < warm < 1) or arguments.get("warmup_ratio")
+    )
     if needs_whole and count <= 0:
         return f"{kind}: nobody said how many updates the run has"
     if 0 < warm < 1:
         warm = math.ceil(count * warm)
-    elif not warm and (ratio := told.get("warmup_ratio")):
+    elif not warm and (ratio := arguments.get("warmup_ratio")):
         warm = math.ceil(count * ratio)
     warm = int(warm)
     first = [_piece("linear", start=0.0, end=base, steps=warm)] if warm else []
@@ -226,7 +233,7 @@ def _transformers(base: float, told: Mapping[str, Any]) -> Told:
             return Rates((*first, _piece("cosine", warm, warm, start=base, end=0.0, steps=half)))
         case "polynomial" if extra.keys() <= {"lr_end", "power"}:
             # Its end is said for the rate that the optimizer was made with, and scaled with a group's own.
-            end = extra.get("lr_end", 1e-7) * base / told.get("learning_rate", base)
+            end = extra.get("lr_end", 1e-7) * base / arguments.get("learning_rate", base)
             power = extra.get("power", 1.0)
             return Rates(
                 (*first, _piece("polynomial", warm, warm, start=base, end=end, steps=steps, power=power))

@@ -48,7 +48,7 @@ class Schedule:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the schedule as plain data."""
-        rates = [told if isinstance(told, str) else told.to_json() for told in self.rates]
+        rates = [one if isinstance(one, str) else one.to_json() for one in self.rates]
         plain = {
             "kind": self.kind,
             "parameters": to_json(self.parameters),
@@ -193,8 +193,8 @@ def _what(name: str) -> Part | None:
 
 def _trainer_arguments(extra: Mapping[str, Tree]) -> Mapping[str, Any] | None:
     beside = extra.get("torch")
-    told = beside.get(TRAINER_ARGUMENTS) if isinstance(beside, Mapping) else None
-    return told if isinstance(told, Mapping) else None
+    arguments = beside.get(TRAINER_ARGUMENTS) if isinstance(beside, Mapping) else None
+    return arguments if isinstance(arguments, Mapping) else None
 
 
 def _schedule(node: Tree, name: str, arguments: Mapping[str, Any] | None = None) -> Schedule | None:

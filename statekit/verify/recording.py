@@ -218,16 +218,16 @@ def open_recording(folder: Path) -> Recording:
         FormatError: Its description breaks the form.
     """
     missing = [name for name in (GRADS, TRAJECTORY) if not (folder / name).is_file()]
-    own, foreign = folder / DESCRIPTION, folder / "meta.json"
-    if missing or not (own.is_file() or foreign.is_file()):
+    ours, foreign = folder / DESCRIPTION, folder / "meta.json"
+    if missing or not (ours.is_file() or foreign.is_file()):
         raise NotFoundError(
             "The path isn't a recording.",
             place=folder,
             expected=f"a folder with {DESCRIPTION} or meta.json, {GRADS} and {TRAJECTORY}",
             found=f"without {', '.join(missing) or DESCRIPTION}",
         )
-    if own.is_file():
-        return from_json(folder, _json(own))
+    if ours.is_file():
+        return from_json(folder, _json(ours))
     meta = _json(foreign)
     _check_sequence(folder / TRAJECTORY)
     try:

@@ -60,11 +60,11 @@ def _called(decay: str) -> dict[str, Any]:
     names = dict(DECAYS[called[1]]) if called else {}
     for place, argument in enumerate(called[2].split(",") if called else ()):
         name, _, number = argument.strip().rpartition("=")
-        own = names.get(name.strip() or [*names][place] if place < len(names) or name else "")
-        if own is None or not re.fullmatch(r"[\d.eE+-]+", number.strip()):
+        canonical = names.get(name.strip() or [*names][place] if place < len(names) or name else "")
+        if canonical is None or not re.fullmatch(r"[\d.eE+-]+", number.strip()):
             called = None
             break
-        values[own] = int(number) if own == "step_offset" else float(number)
+        values[canonical] = int(number) if canonical == "step_offset" else float(number)
     if called is None:
         raise NotFoundError(
             "A decay is described in unknown words.",
