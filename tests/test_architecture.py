@@ -77,3 +77,9 @@ def test_another_order_is_noticed() -> None:
     assert out_of_order(["a", "c"], happened) == []
     assert out_of_order(["b", "a"], happened) == ["a"]
     assert out_of_order(["a", "x"], happened) == ["x"]
+
+
+def test_a_module_that_is_only_imported_is_not_entered(tmp_path: Path) -> None:
+    """Its table is made by a generator, which is a function to Python."""
+    names = entered(Call("", "import statekit.state.rates"), SOURCE, tmp_path / "nothing.pt")
+    assert "statekit.state.rates" not in names

@@ -33,9 +33,15 @@ report, source, target, shapes = sys.argv[1:]
 files = {{}}
 
 def profile(frame, event, _):
-    code = frame.f_code
-    if event == "call" and code.co_flags & inspect.CO_OPTIMIZED:  # not the text of a module or of a class
-        files.setdefault(code.co_filename)
+    code, caller = frame.f_code, frame.f_back
+    if event != "call" or not code.co_flags & inspect.CO_OPTIMIZED:  # the text of a module or of a class
+        return
+    # A generator in a module's own text is part of that text: it runs as the module is imported.
+    if code.co_name.startswith("<") and caller and caller.f_code.co_name == "<module>" and (
+        caller.f_code.co_filename == code.co_filename
+    ):
+        return
+    files.setdefault(code.co_filename)
 
 threading.setprofile(profile)
 sys.setprofile(profile)
