@@ -47,7 +47,10 @@ _TORCH_MODELS = (
 )  # fmt: skip
 TORCH = [f"{target}/{model}" for target in _TORCH_TARGETS for model in _TORCH_MODELS]
 TORCH += [f"torch/torch-optim/lightning: {model}" for model in _TORCH_MODELS]
-JAX = ["orbax/optax/tree", "flax/optax/tree", "orbax/statekit-jax/tree", "flax/statekit-jax/tree"]
+_JAX_TARGETS = ("orbax/optax", "flax/optax", "orbax/statekit-jax", "flax/statekit-jax")
+JAX = [
+    f"{target}/{model}" for model in ("tree", "adafactor", "adafactor, momentum") for target in _JAX_TARGETS
+]
 CELLS = [*KERAS, *TORCH, *JAX]
 LIBRARIES = {
     "keras": ("keras", "tensorflow"), "keras-h5": ("keras", "tensorflow"), "tf-bundle": ("keras", "tensorflow"),

@@ -10,6 +10,14 @@ from resuming_run import RATE, UPDATES, Run, Values
 
 from statekit.conversion.contracts import Hints
 
+PLAIN: dict[str, Any] = {"min_dim_size_to_factor": 2, "multiply_by_parameter_scale": False}
+TOLD: dict[str, dict[str, Any]] = {
+    "tree": {"learning_rate": RATE, "b1": 0.8, "weight_decay": 1e-4},
+    "adafactor": {"learning_rate": RATE, **PLAIN},
+    "adafactor, momentum": {"learning_rate": RATE, **PLAIN, "momentum": 0.9},
+}
+"""What an optimizer's state doesn't say."""
+
 
 class JaxRun(Run):
     """Optax: AdamW on a tree of two layers."""
@@ -34,7 +42,11 @@ class JaxRun(Run):
         import orbax.checkpoint as ocp
 
         self.begin()
-        optimizer = optax.adamw(RATE, b1=0.8)
+        optimizer = {
+            "tree": lambda: optax.adamw(RATE, b1=0.8),
+            "adafactor": lambda: optax.adafactor(RATE, **PLAIN),
+            "adafactor, momentum": lambda: optax.adafactor(RATE, **PLAIN, momentum=0.9),
+        }[self.kind]()
         params = self.scope["params"]
         self.scope |= {
             "optimizer": optimizer,
@@ -43,7 +55,7 @@ class JaxRun(Run):
         self.update(0)
         with ocp.StandardCheckpointer() as saver:
             saver.save(folder.absolute() / "source" / "3" / "default", self.scope["state"])
-        return folder / "source", {"hints": Hints({"learning_rate": RATE, "b1": 0.8, "weight_decay": 1e-4})}
+        return folder / "source", {"hints": Hints(TOLD[self.kind])}
 
     def update(self, done: int) -> None:
         import jax
