@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,15 @@ import pytest
 from living.judging import faults
 from living.originals import Case
 
-from replaying import marks
+from goldens import COMPACT
+from replaying import BACKENDS, marks
 from statekit.arrays.backend import backend
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.arrays.promotion import Promoting, promoted
 from statekit.optim import adafactor_forms, adam_family
 from statekit.tensors.tensor import DTYPES, Shape
+from statekit.verify.recording import open_recording
+from statekit.verify.replay import Subject, replay
 
 PARAMS: Mapping[str, Shape] = {"a/kernel": (6, 8), "b": (8,), "s": ()}
 GRADS = tuple(dict.fromkeys(PARAMS, kind) for kind in ("usual", "small", "zeros", "usual"))
@@ -97,6 +101,16 @@ def test_a_compiled_adamw_takes_its_corrections_in_float32() -> None:
 def test_every_backend_rounds_alike(name: str) -> None:
     for library, family, arguments, mode in (ORIGINALS[0], ORIGINALS[5]):
         assert faults(case(library, family, arguments, mode, "bfloat16"), backend(name)) == []
+
+
+RECORDED = sorted((COMPACT / "low_precision").iterdir())
+
+
+@pytest.mark.parametrize("folder", RECORDED, ids=lambda path: path.name)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in BACKENDS])
+def test_what_was_recorded_is_replayed(name: str, folder: Path) -> None:
+    with open_recording(folder) as recording:
+        assert replay(Subject(recording, "init"), backend(name)).passed
 
 
 @pytest.mark.jax
