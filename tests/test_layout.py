@@ -25,7 +25,7 @@ OTHERS = {
     "transformers", "zarr",
 }  # fmt: skip
 """Names by which others' modules are imported."""
-MAX_GOLDEN_BYTES = 10_000_000
+MAX_GOLDEN_BYTES = 25_000_000
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 FAMILIES = {family: PROJECT["entry-points"][f"statekit.{family}"] for family in ("containers", "layouts")}
 
@@ -129,4 +129,6 @@ def test_the_recordings_are_small_and_unaltered() -> None:
     files = [path for path in COMPACT.rglob("*") if path.is_file() and path.name != "README.md"]
     assert sum(path.stat().st_size for path in files) < MAX_GOLDEN_BYTES
     if GOLDEN != COMPACT:
-        assert [p for p in files if not filecmp.cmp(p, GOLDEN / p.relative_to(COMPACT), shallow=False)] == []
+        # Those of low precision were recorded here, beside the living originals; all others are copies.
+        copies = [p for p in files if p.relative_to(COMPACT).parts[0] != "low_precision"]
+        assert [p for p in copies if not filecmp.cmp(p, GOLDEN / p.relative_to(COMPACT), shallow=False)] == []
