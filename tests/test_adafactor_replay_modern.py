@@ -208,7 +208,7 @@ def test_updates_of_several_gradients_take_their_running_mean(case: str) -> None
 
 @pytest.mark.parametrize("case", present(MICRO))
 def test_the_last_gradient_alone_isnt_the_mean(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("statekit.verify.recording.running_mean", lambda gradients: gradients[-1])
+    monkeypatch.setattr("statekit.verify.recording.running_mean", lambda xp, gradients: gradients[-1])
     with open_recording(GOLDEN / case) as recording:
         assert not judged(recording, backend("numpy")).passed
 

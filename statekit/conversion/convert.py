@@ -197,7 +197,7 @@ def _check_ours(target: Path) -> None:
     if not target.is_file() or target.is_symlink():
         return
     try:
-        with registry.detect_container(target)[0].open(target) as old:
+        with registry.opened(registry.detect_container(target)[0], target, None, NO_HINTS) as old:
             if old.manifest is not None:
                 return
     except StatekitError:
