@@ -192,7 +192,11 @@ def test_what_stops_a_verb_is_json_too(
     [
         ("statekit ", 1, {"inspect", "convert", "resume", "replay", "formats", "schemas", "demo"}),
         ("statekit convert a b --lay", 4, {"--layout"}),
-        ("statekit convert a b --layout torch-", 5, {"torch-optim", "torch-fqn", "torch-fqn-flat"}),
+        (
+            "statekit convert a b --layout torch-",
+            5,
+            {"torch-optim", "torch-fqn", "torch-fqn-flat", "torch-weights"},
+        ),
         ("statekit convert a b --to t5x", 5, {"t5x", "t5x-orbax"}),
         ("statekit inspect a --from saf", 4, {"safetensors"}),
         ("statekit inspect a --variant mxnet_u", 4, {"mxnet_unfused"}),
