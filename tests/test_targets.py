@@ -90,6 +90,11 @@ def umask() -> int:
     return value
 
 
+HEARD = """
+import signal
+heard = signal.default_int_handler if {0} == signal.SIGINT else signal.SIG_DFL
+signal.signal({0}, heard)
+"""
 HELD = """
 import sys, time
 from statekit.conversion import convert as module
@@ -108,7 +113,8 @@ sys.exit(main(["convert", *sys.argv[1:]]))
 def test_a_signal_leaves_nothing(number: signal.Signals, source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "targets"
     folder.mkdir()
-    line = [sys.executable, "-c", HELD, str(source), str(folder / "target"), "--to", "statekit"]
+    code = f"{HEARD.format(int(number))}{HELD}"  # a job in the background ignores some
+    line = [sys.executable, "-c", code, str(source), str(folder / "target"), "--to", "statekit"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None and job.stdout.readline() == "writing\n"
         assert any(folder.iterdir())
@@ -117,3 +123,14 @@ def test_a_signal_leaves_nothing(number: signal.Signals, source: Path, tmp_path:
         _, err = job.communicate(timeout=60)
     assert job.returncode == STOPPED + number and err.startswith("Stopped") and "Traceback" not in err
     assert not any(folder.iterdir())
+
+
+def test_a_signal_that_is_ignored_stays_ignored(source: Path, tmp_path: Path) -> None:
+    """As nohup asks for: only what nobody has decided about ends the verb."""
+    code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + HELD.replace("60", "1")
+    line = [sys.executable, "-c", code, str(source), str(tmp_path / "target"), "--to", "statekit"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None and job.stdout.readline() == "writing\n"
+        job.send_signal(signal.SIGHUP)
+        job.communicate(timeout=120)
+    assert job.returncode == 0 and (tmp_path / "target").is_dir()
