@@ -175,7 +175,9 @@ def test_kerass_files_of_weights_come_and_go(tmp_path: Path) -> None:
     keras.utils.set_random_seed(0)
 
     def made() -> Any:
-        return keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2)])
+        sizes = {"dense": 3, "dense_1": 2}  # Keras' own names count the layers of the whole process
+        layers = [keras.layers.Dense(size, name=name) for name, size in sizes.items()]
+        return keras.Sequential([keras.layers.Input((4,)), *layers])
 
     model = made()
     model.save_weights(tmp_path / "k.weights.h5")
