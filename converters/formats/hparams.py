@@ -234,5 +234,5 @@ def _bindings(text: str, place: object) -> Iterator[tuple[str, list[str]]]:
                 words = []
             elif token.type not in (*_SKIPPED, tokenize.INDENT, tokenize.ENDMARKER):
                 words.append(token.string)
-    except (tokenize.TokenError, SyntaxError) as error:
+    except (tokenize.TokenError, SyntaxError, UnicodeDecodeError) as error:  # the last from Python 3.13 on
         raise FormatError("A gin file can't be read.", place=place, found=str(error)) from error
