@@ -19,7 +19,7 @@ help:
 	@echo "make format    lay out the code"
 	@echo "make package   build what is published, and try it in empty environments; needs a registry"
 	@echo "make bench     measure memory and speed"
-	@echo "make tables    write converters/cards.json, docs/architecture.md and docs/conversions.md; go on in each target's own library and write docs/resuming.md; replay every recording in every backend and write docs/accuracy.md"
+	@echo "make tables    write converters/cards.json, docs/architecture.md and docs/conversions.md; go on in each target's own library and write docs/resuming.md; replay every recording in every backend and write docs/accuracy.md; write docs/reliability.md from what the suites left"
 	@echo "make clean     remove .venv and what the tools left"
 
 # torch goes first: with its version settled, nothing that follows chooses another build of it.
@@ -69,6 +69,7 @@ tables: $(READY)
 	@$(BIN)/python tests/conversion_table.py
 	@$(BIN)/python tests/resuming_table.py
 	@$(BIN)/python tests/accuracy_table.py
+	@$(BIN)/python tests/reliability_table.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .living
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .living .reliability
