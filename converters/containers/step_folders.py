@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from statekit.converters.formats.hparams import read_gin, read_text
+from statekit.converters.formats.hparams import read_gin, read_gin_call, read_text
 from statekit.errors import Faults, FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.integrity import proof_beside
@@ -276,14 +276,17 @@ def gin_settings(step: Path) -> tuple[dict[str, Any], tuple[Finding, ...]]:
     """Reads the gin file in a step's folder or in its run's.
 
     Returns:
-        File, values, references and what was left out; empty if there is none. What was odd.
+        File, values, references and what was left out; `schedule`, the call that makes the learning rate's. Empty if
+        there is no file. What was odd.
     """
     folder = step if step.is_dir() else step.parent
     path = find_gin([folder, folder.parent])
     if path is None:
         return {}, ()
     try:
-        settings = read_gin(read_text(path), path)
+        text = read_text(path)
+        settings = read_gin(text, path)
+        schedule = read_gin_call(text, path, "learning_rate_fn", "create_learning_rate_scheduler")
     except StatekitError as error:
         return {}, (Finding(f"the gin file can't be read: {' '.join(str(error).split())}", str(path)),)
     return {
@@ -291,6 +294,7 @@ def gin_settings(step: Path) -> tuple[dict[str, Any], tuple[Finding, ...]]:
         "values": dict(settings.values),
         "references": dict(settings.references),
         "left_out": list(settings.left_out),
+        **({} if schedule is None else {"schedule": vars(schedule)}),
     }, ()
 
 

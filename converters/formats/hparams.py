@@ -27,6 +27,8 @@ _CONSTANTS = {"null": None, "true": True, "false": False}
 _WORD = re.compile(r"[A-Za-z_][\w./:-]*")
 _NAME = re.compile(r"([a-z_]+/)?[A-Za-z_]\w*")
 """A name, after that of an optimizer where a run has several."""
+_CALL = re.compile(r"@(?:(.*)/)?(?:[\w.]*\.)?(\w+)\(\)")
+_INCLUDE = "include"
 _SKIPPED = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING)
 _MAX_MACROS = 100
 _MAX_EXPANDED = 2**16
@@ -45,6 +47,21 @@ class Settings:
     values: Mapping[str, Any] = field(default_factory=dict)
     references: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that a file speaks of, with the arguments that it says.
+
+    Attributes:
+        function: What is called, without its modules.
+        arguments: Value by name; the text of what isn't a literal.
+        whole: Whether nothing else may say further arguments: the file includes no other, and says the call itself.
+    """
+
+    function: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    whole: bool = True
 
 
 def read_hparams(arguments: Sequence[str], configurable: str = "Adafactor") -> Settings:
@@ -174,19 +191,61 @@ def read_gin(text: str, place: object, configurable: str = "Adafactor") -> Setti
     Raises:
         FormatError: The text isn't gin.
     """
+    return _settings(list(_bindings(text, place)), place, configurable)
+
+
+def read_gin_call(text: str, place: object, parameter: str, function: str) -> Call | None:
+    """Reads the call that a parameter is bound to, `parameter = @scope/module.function()`.
+
+    Args:
+        text: The file's.
+        place: Where it is.
+        parameter: The parameter's name.
+        function: What is called where the parameter isn't bound, but arguments of this are.
+
+    Returns:
+        None if there is neither.
+
+    Raises:
+        FormatError: The text isn't gin.
+    """
     lines = list(_bindings(text, place))
-    macros = {name: tokens for name, tokens in lines if "." not in name}
+    values = (tokens for selector, tokens in lines if selector.rpartition(".")[2] == parameter)
+    bound = {_expanded(tokens, _macros(lines)).replace(" ", "") for tokens in values}
+    names = {match[2]: match[1] or "" for one in bound if (match := _CALL.fullmatch(one))}
+    if len(bound) > 1 or (bound and not names):
+        return Call(" or ".join(sorted(bound)), whole=False)
+    named, scope = next(iter(names.items()), (function, ""))
+    settings = _settings(lines, place, named, scope)
+    arguments = {**settings.values, **settings.references}
+    if not bound and not arguments:
+        return None
+    included = any(selector == _INCLUDE for selector, _ in lines)
+    return Call(named, arguments, bool(bound) and not included)
+
+
+def _macros(lines: Sequence[tuple[str, list[str]]]) -> dict[str, list[str]]:
+    return {name: tokens for name, tokens in lines if "." not in name}
+
+
+def _settings(
+    lines: Sequence[tuple[str, list[str]]], place: object, configurable: str, scope: str | None = None
+) -> Settings:
+    """Returns the bindings of one configurable: in a scope, or, if that is None, in whatever scope all agree."""
+    macros = _macros(lines)
     bindings: dict[str, dict[str, list[str]]] = {}
     for selector, tokens in lines:
-        scope, _, path = selector.rpartition("/")
+        named, _, path = selector.rpartition("/")
         parts = path.split(".")
-        if len(parts) >= 2 and parts[-2] == configurable:
-            bindings.setdefault(parts[-1], {})[scope] = tokens
+        applies = not named or scope is None or f"{scope}/".startswith(f"{named}/")
+        if len(parts) >= 2 and parts[-2] == configurable and applies:
+            bindings.setdefault(parts[-1], {})[named] = tokens
     values: dict[str, Any] = {}
     references: dict[str, str] = {}
     left_out = []
     for name, scopes in bindings.items():
-        chosen = [scopes[""]] if "" in scopes else list(scopes.values())
+        inner = max(scopes, key=len) if scope is not None else ""
+        chosen = [scopes[inner]] if inner in scopes else list(scopes.values())
         texts = {_expanded(tokens, macros) for tokens in chosen}
         if len(texts) > 1:
             left_out.append(
@@ -218,7 +277,7 @@ def _expanded(tokens: Sequence[str], macros: Mapping[str, Sequence[str]], depth:
 
 
 def _bindings(text: str, place: object) -> Iterator[tuple[str, list[str]]]:
-    """Yields selector and value tokens of every binding; imports and includes are passed over."""
+    """Yields selector and value tokens of every binding, `include` and a name of every other file; no imports."""
     prefix = ""
     words: list[str] = []
     try:
@@ -231,6 +290,8 @@ def _bindings(text: str, place: object) -> Iterator[tuple[str, list[str]]]:
                 elif "=" in words:
                     at = words.index("=")
                     yield prefix + "".join(words[:at]), words[at + 1 :]
+                elif words[:1] == [_INCLUDE]:
+                    yield _INCLUDE, words[1:]
                 words = []
             elif token.type not in (*_SKIPPED, tokenize.INDENT, tokenize.ENDMARKER):
                 words.append(token.string)

@@ -20,19 +20,28 @@ def optax_code(rates: Rates) -> str:
     `exponential_decay`, `piecewise_constant_schedule`; _join.py, `join_schedules`, which passes the count from a
     boundary on.
     """
-    parts = [_from(_optax(one), one.begins - one.origin) for one in rates.pieces]
+    parts = [_optax(one, one.begins) for one in rates.pieces]
     if len(parts) == 1:
         return parts[0]
     bounds = [one.begins for one in rates.pieces[1:]]
     return f"optax.join_schedules([{', '.join(parts)}], {bounds!r})"
 
 
-def _from(code: str, shift: int) -> str:
-    """Returns a schedule that is asked for a later count than it is given."""
-    return code if not shift else f"lambda count: ({code})(count + {shift})"
+def _optax(one: Piece, begins: int) -> str:
+    """Returns the schedule that a piece is, asked for the updates done after a number of them."""
+    n, shift = one.numbers, begins - one.origin
+    if one.kind == "product":
+        code = f"lambda count: {' * '.join(f'({_optax(part, begins)})(count)' for part in n['of'])}"
+    else:
+        code = _optax_formula(one)
+        code = f"lambda count: ({code})(count + {shift})" if shift else code
+    own_floor = one.kind in ("exponential", "step")
+    if n.get("floor") is None or own_floor:
+        return code
+    return f"lambda count: {JAX_NUMPY}maximum(({code})(count), {n['floor']!r})"
 
 
-def _optax(one: Piece) -> str:
+def _optax_formula(one: Piece) -> str:
     n = one.numbers
     match one.kind:
         case "constant":
@@ -43,18 +52,13 @@ def _optax(one: Piece) -> str:
             return f"optax.polynomial_schedule({n['start']!r}, {n['end']!r}, {n['power']!r}, {n['steps']!r})"
         case "exponential" | "step":
             stairs = ", staircase=True" if one.kind == "step" else ""
-            floor = f", end_value={n['floor']!r}" if n["floor"] else ""
+            floor = f", end_value={n['floor']!r}" if n.get("floor") else ""
             return f"optax.exponential_decay({n['start']!r}, {n['every']!r}, {n['factor']!r}{stairs}{floor})"
         case "multistep":
             scales = {at: n["factor"] ** count for at, count in Counter(n["at"]).items()}
             return f"optax.piecewise_constant_schedule({n['start']!r}, {scales!r})"
-        case "cosine":
-            turn = f"{JAX_NUMPY}cos({JAX_NUMPY}pi * count / {n['steps']!r})"
-            return f"lambda count: {n['end']!r} + {n['start'] - n['end']!r} * (1 + {turn}) / 2"
-        case "rsqrt":
-            return (
-                f"lambda count: {n['start']!r} / {JAX_NUMPY}sqrt((count + {n['shift']!r}) / {n['shift']!r})"
-            )
+        case _:
+            return f"lambda count: {_formula(one, 'count', JAX_NUMPY)}"
 
 
 def python_code(rates: Rates, over: float = 1.0) -> str:
@@ -71,8 +75,24 @@ def python_code(rates: Rates, over: float = 1.0) -> str:
 
 
 def _python(one: Piece) -> str:
+    n, origin = one.numbers, one.origin
+    step = "step" if not origin else f"(step {'-' if origin > 0 else '+'} {abs(origin)})"
+    parts = (
+        [f"({_python(part)})" for part in n["of"]] if one.kind == "product" else [_formula(one, step, MATH)]
+    )
+    code = " * ".join(parts)
+    return code if n.get("floor") is None else f"max({code}, {n['floor']!r})"
+
+
+def _formula(one: Piece, step: str, functions: str) -> str:
+    """Returns a piece's formula without its floor.
+
+    Args:
+        one: The piece.
+        step: Code for its own count.
+        functions: Whose `cos` and `sqrt` it takes.
+    """
     n = one.numbers
-    step = "step" if not one.origin else f"(step {'-' if one.origin > 0 else '+'} {abs(one.origin)})"
     match one.kind:
         case "constant":
             return f"{n['rate']!r}"
@@ -82,17 +102,22 @@ def _python(one: Piece) -> str:
             left = f"(1 - min({step} / {n['steps']!r}, 1)) ** {n['power']!r}"
             return f"{n['end']!r} + {n['start'] - n['end']!r} * {left}"
         case "exponential":
-            return f"max({n['start']!r} * {n['factor']!r} ** ({step} / {n['every']!r}), {n['floor']!r})"
+            return f"{n['start']!r} * {n['factor']!r} ** ({step} / {n['every']!r})"
         case "step":
-            count = f"(max({step}, 0) // {n['every']!r})"
-            return f"max({n['start']!r} * {n['factor']!r} ** {count}, {n['floor']!r})"
+            return f"{n['start']!r} * {n['factor']!r} ** (max({step}, 0) // {n['every']!r})"
         case "multistep":
             return f"{n['start']!r} * {n['factor']!r} ** sum({step} >= at for at in {_list(n['at'])})"
-        case "cosine":
-            turn = f"{MATH}cos({MATH}pi * {step} / {n['steps']!r})"
+        case "cosine" | "restarts":
+            part = step if one.kind == "cosine" else f"({step} % {n['steps']!r})"
+            turn = f"{functions}cos({functions}pi * {part} / {n['steps']!r})"
             return f"{n['end']!r} + {n['start'] - n['end']!r} * (1 + {turn}) / 2"
         case "rsqrt":
-            return f"{n['start']!r} / {MATH}sqrt(({step} + {n['shift']!r}) / {n['shift']!r})"
+            return f"{n['start']!r} / {functions}sqrt(1 + {step} / {n['shift']!r})"
+        case "eden":
+            count = step if n["every"] == 1 else f"({step} // {n['every']!r})"
+            return f"{n['start']!r} * (1 + ({count} / {n['scale']!r}) ** 2) ** -{n['power']!r}"
+        case "product":
+            raise AssertionError("a product is the code of its factors")
 
 
 def _list(numbers: Sequence[int]) -> str:

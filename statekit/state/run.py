@@ -12,12 +12,17 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
 
-from statekit.state.rates import Told, mxnet_rates, torch_kind, torch_rates
+from statekit.state.rates import Told
+from statekit.state.schedules.called import called_rates
+from statekit.state.schedules.mxnet import mxnet_rates
+from statekit.state.schedules.pytorch import torch_kind, torch_rates
 from statekit.tensors.ties import TIES
 from statekit.tensors.tree import Path, Record, Tree, to_json
 
 TRAINER_ARGUMENTS = "trainer_arguments"
 """Key beside a Trainer's parts: those of its arguments that make its schedule, as its folder's container reads them."""
+CALLED = "schedule"
+"""Key of the call that makes a run's schedule, where a file or the user tells it: `function`, `arguments`, `whole`."""
 Part: TypeAlias = Literal["scaler", "accumulation", "averages", "random", "data", "epoch", "trainer"]
 
 
@@ -155,7 +160,9 @@ def run_of(extra: Mapping[str, Tree]) -> RunState:
     """
     schedules: list[Schedule] = []
     parts: list[RunPart] = []
-    for path, node in _nodes(dict(extra), ("extra",)):
+    if (told := _called(extra.get(CALLED))) is not None:
+        schedules.append(told)
+    for path, node in _nodes({key: part for key, part in extra.items() if key != CALLED}, ("extra",)):
         name = "/".join(map(str, path))
         if (schedule := _schedule(node, name, _trainer_arguments(extra))) is not None:
             schedules.append(schedule)
@@ -195,6 +202,16 @@ def _trainer_arguments(extra: Mapping[str, Tree]) -> Mapping[str, Any] | None:
     beside = extra.get("torch")
     arguments = beside.get(TRAINER_ARGUMENTS) if isinstance(beside, Mapping) else None
     return arguments if isinstance(arguments, Mapping) else None
+
+
+def _called(node: Tree) -> Schedule | None:
+    if not isinstance(node, Mapping):
+        return None
+    function, arguments = node.get("function"), node.get("arguments")
+    if not isinstance(function, str) or not isinstance(arguments, Mapping):
+        return None
+    rates = called_rates(function, arguments, bool(node.get("whole")))
+    return Schedule(function, dict(arguments), None, f"extra/{CALLED}", (rates,))
 
 
 def _schedule(node: Tree, name: str, arguments: Mapping[str, Any] | None = None) -> Schedule | None:

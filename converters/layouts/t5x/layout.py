@@ -35,6 +35,7 @@ from statekit.converters.layouts.t5x.tree import (
 from statekit.errors import Faults, InexactError, StateError, some
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.factoring import GivenRules, by_size, effective, given_rules
+from statekit.state.run import CALLED
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Filled, Shape, Tensor, in_memory
 from statekit.tensors.tree import nested
@@ -101,7 +102,9 @@ class T5XAdafactor:
         counts = Counts(native.step, known.schedule if known else native.step)
         said = (*notes, *_rule_notes(rules)) if known is None or hints.hyperparameters else known.assumptions
         optimizer = Optimizer("adafactor", variant, tuple(groups))
-        return TrainState(native.params, slots, optimizer, counts, rules, native.extra, said)
+        called = (checkpoint.meta.get("gin") or {}).get(CALLED)
+        extra = {**native.extra, **({CALLED: called} if called else {})}
+        return TrainState(native.params, slots, optimizer, counts, rules, extra, said)
 
     def encode(self, state: TrainState) -> Encoded:
         """Returns T5X's tree.

@@ -1,0 +1,149 @@
+"""The schedules of PyTorch and Transformers: by their states, and by a Trainer's arguments.
+
+Source: pytorch/pytorch torch/optim/lr_scheduler.py; huggingface/transformers src/transformers/optimization.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from statekit.state.rates import Piece, Rates, Told, piece
+
+TORCH_SCHEDULES: tuple[tuple[str, frozenset[str]], ...] = tuple(
+    (kind, frozenset(keys.split()))
+    for kind, keys in (
+        ("Eden", "lr_batches lr_epochs"),
+        ("OneCycleLR", "total_steps _anneal_func_type"),
+        ("CyclicLR", "total_size step_ratio"),
+        ("CosineAnnealingWarmRestarts", "T_0 T_mult"),
+        ("CosineAnnealingLR", "T_max eta_min"),
+        ("ReduceLROnPlateau", "factor patience num_bad_epochs"),
+        ("SequentialLR", "_schedulers _milestones"),
+        ("ChainedScheduler", "_schedulers"),
+        ("LambdaLR", "lr_lambdas"),
+        ("LinearLR", "start_factor end_factor total_iters"),
+        ("PolynomialLR", "power total_iters"),
+        ("ConstantLR", "factor total_iters"),
+        ("StepLR", "step_size gamma"),
+        ("MultiStepLR", "milestones gamma"),
+        ("ExponentialLR", "gamma"),
+    )
+)
+"""Class -> keys that its state has; the first that fits is meant. LambdaLR is also what transformers' get_scheduler
+makes, of functions that no state holds.
+
+Source: pytorch/pytorch torch/optim/lr_scheduler.py; k2-fsa/icefall egs/librispeech/ASR/zipformer/optim.py, `Eden`.
+"""
+
+
+def torch_kind(state: Mapping[str, Any]) -> str | None:
+    """Returns the class of a schedule of PyTorch by its state; None if that doesn't tell."""
+    return next((kind for kind, keys in TORCH_SCHEDULES if keys <= state.keys()), None)
+
+
+def torch_rates(
+    kind: str | None, state: Mapping[str, Any], base: float, arguments: Mapping[str, Any] | None
+) -> Told:
+    """Returns what a schedule of PyTorch or Transformers does to a group.
+
+    Args:
+        kind: Its class.
+        state: Its `state_dict()`.
+        base: The group's entry of its `base_lrs`.
+        arguments: Those of the Trainer that made it, where they are known: a LambdaLR's state hasn't its function.
+
+    Source: pytorch/pytorch torch/optim/lr_scheduler.py; huggingface/transformers src/transformers/optimization.py.
+    """
+    if type(base) not in (int, float):
+        return f"the base of {kind or 'the schedule'} isn't a number"
+    if kind == "LambdaLR":
+        return _transformers(base, arguments) if arguments else "a LambdaLR's function is in no file"
+    if kind == "SequentialLR":
+        return _sequence(state, base)
+    make = _TORCH.get(kind or "")
+    if make is None:
+        return f"{kind or 'a schedule of an unknown class'} isn't a function of the updates done that others have"
+    try:
+        return Rates(tuple(make(state, base)))
+    except (KeyError, TypeError, ZeroDivisionError):
+        return f"the state of {kind} doesn't say all of its arguments"
+
+
+_TORCH: Mapping[str, Callable[[Mapping[str, Any], float], list[Piece]]] = {
+    "ConstantLR": lambda s, b: [
+        piece("constant", rate=b * s["factor"]),
+        piece("constant", s["total_iters"], rate=b),
+    ],
+    "LinearLR": lambda s, b: [
+        piece("linear", start=b * s["start_factor"], end=b * s["end_factor"], steps=s["total_iters"])
+    ],
+    "PolynomialLR": lambda s, b: [
+        piece("polynomial", start=b, end=0.0, steps=s["total_iters"], power=s["power"])
+    ],
+    "CosineAnnealingLR": lambda s, b: [piece("cosine", start=b, end=s["eta_min"], steps=s["T_max"])],
+    "ExponentialLR": lambda s, b: [piece("exponential", start=b, factor=s["gamma"], every=1)],
+    "StepLR": lambda s, b: [piece("step", start=b, factor=s["gamma"], every=s["step_size"])],
+    "MultiStepLR": lambda s, b: [
+        piece(
+            "multistep",
+            start=b,
+            factor=s["gamma"],
+            at=sorted(int(at) for at, count in s["milestones"].items() for _ in range(count)),
+        )
+    ],
+}
+
+
+def _sequence(state: Mapping[str, Any], base: float) -> Told:
+    pieces: list[Piece] = []
+    parts, bounds = state.get("_schedulers"), state.get("_milestones")
+    if not isinstance(parts, Sequence) or not isinstance(bounds, Sequence) or len(parts) != len(bounds) + 1:
+        return "the state of SequentialLR doesn't say its schedules"
+    for part, begins, ends in zip(parts, [0, *bounds], [*bounds, math.inf], strict=True):
+        rates = torch_rates(torch_kind(part), part, base, None)
+        if isinstance(rates, str):
+            return rates
+        pieces += [one for one in (each.moved(begins) for each in rates.pieces) if one.begins < ends]
+    return Rates(tuple(pieces))
+
+
+def _transformers(base: float, arguments: Mapping[str, Any]) -> Told:
+    """Returns what `get_scheduler` makes of a Trainer's arguments."""
+    kind, whole = arguments.get("lr_scheduler_type"), arguments.get("max_steps")
+    warm, extra = arguments.get("warmup_steps") or 0, arguments.get("lr_scheduler_kwargs") or {}
+    count = whole if type(whole) is int else 0
+    needs_whole = (
+        kind in ("linear", "cosine", "polynomial") or (0 < warm < 1) or arguments.get("warmup_ratio")
+    )
+    if needs_whole and count <= 0:
+        return f"{kind}: nobody said how many updates the run has"
+    if 0 < warm < 1:
+        warm = math.ceil(count * warm)
+    elif not warm and (ratio := arguments.get("warmup_ratio")):
+        warm = math.ceil(count * ratio)
+    warm = int(warm)
+    first = [piece("linear", start=0.0, end=base, steps=warm)] if warm else []
+    steps = max(1, count - warm)
+    match kind:
+        case "constant":
+            return Rates((piece("constant", rate=base),))
+        case "constant_with_warmup":
+            return Rates((*first, piece("constant", warm, rate=base)))
+        case "linear":
+            return Rates((*first, piece("linear", warm, warm, start=base, end=0.0, steps=steps)))
+        case "cosine" if extra.keys() <= {"num_cycles"}:
+            half = steps / (2 * extra.get("num_cycles", 0.5))
+            return Rates((*first, piece("cosine", warm, warm, start=base, end=0.0, steps=half)))
+        case "polynomial" if extra.keys() <= {"lr_end", "power"}:
+            # Its end is said for the rate that the optimizer was made with, and scaled with a group's own.
+            end = extra.get("lr_end", 1e-7) * base / arguments.get("learning_rate", base)
+            power = extra.get("power", 1.0)
+            return Rates(
+                (*first, piece("polynomial", warm, warm, start=base, end=end, steps=steps, power=power))
+            )
+        case "inverse_sqrt" if extra.keys() <= {"timescale"}:
+            scale = extra.get("timescale") or warm or 10_000
+            return Rates((*first, piece("rsqrt", warm, warm, start=base, shift=scale)))
+    return f"Transformers' schedule {kind} isn't one that others have"

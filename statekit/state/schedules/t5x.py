@@ -1,0 +1,153 @@
+"""T5X's schedule: a product of factors that `create_learning_rate_scheduler` is told by name.
+
+Source: google-research/t5x t5x/utils.py, `create_learning_rate_scheduler`, at cc342d4; t5x/trainer.py, which asks it
+for the updates done before an update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from statekit.state.rates import Piece, Rates, Told, piece, product
+
+SCHEDULER = "create_learning_rate_scheduler"
+DEFAULTS: Mapping[str, Any] = {
+    "factors": "constant * linear_warmup * rsqrt_decay",
+    "base_learning_rate": 0.5,
+    "warmup_steps": 1000,
+    "decay_factor": 0.5,
+    "steps_per_decay": 20000,
+    "steps_per_cycle": 100000,
+    "step_offset": 0,
+    "min_learning_rate": 1e-8,
+}
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "constant": ("base_learning_rate",),
+    "linear_warmup": ("warmup_steps",),
+    "linear_decay": ("base_learning_rate", "warmup_steps", "decay_factor"),
+    "rsqrt_decay": ("warmup_steps",),
+    "rsqrt_normalized_decay": ("warmup_steps",),
+    "decay_every": ("decay_factor", "steps_per_decay"),
+    "cosine_decay": ("warmup_steps", "steps_per_cycle"),
+}
+"""Factor -> the arguments that it reads."""
+_DIVIDES = {
+    "linear_warmup": "warmup_steps",
+    "linear_decay": "warmup_steps",
+    "rsqrt_decay": "warmup_steps",
+    "rsqrt_normalized_decay": "warmup_steps",
+    "decay_every": "steps_per_decay",
+    "cosine_decay": "steps_per_cycle",
+}
+"""Factor -> the argument that it divides by."""
+_COUNTS = ("warmup_steps", "steps_per_decay", "steps_per_cycle", "step_offset")
+_LAST_STEP = 2**31 - 1
+"""The largest step that T5X counts."""
+
+
+def t5x_rates(arguments: Mapping[str, Any], whole: bool = True) -> Told:
+    """Returns what T5X's scheduler gives for the updates done.
+
+    Args:
+        arguments: Those of the call, by name.
+        whole: Whether they are all that it gets, so that its defaults stand for the others.
+    """
+    if unknown := [name for name in arguments if name not in DEFAULTS]:
+        return f"{SCHEDULER} has no argument {', '.join(unknown)} that is known here"
+    said = {**(DEFAULTS if whole else {}), **arguments}
+    factors = said.get("factors")
+    if not isinstance(factors, str):
+        return f"{SCHEDULER}: nobody said its factors" if factors is None else f"factors is {factors!r}"
+    names = [name.strip() for name in factors.split("*")]
+    if unknown := [name for name in names if name not in _NEEDS]:
+        return f"the factor {', '.join(map(repr, unknown))} isn't one of T5X's that is known here"
+    needed = dict.fromkeys(
+        [*(one for name in names for one in _NEEDS[name]), "step_offset", "min_learning_rate"]
+    )
+    if missing := [name for name in needed if name not in said]:
+        return f"{SCHEDULER}: nobody said {', '.join(missing)}"
+    if faults := [f"{name} is {said[name]!r}" for name in needed if not _fits(name, said[name])]:
+        return f"{SCHEDULER}: {', '.join(faults)}"
+    if names.count("linear_decay") > 1 or ("linear_decay" in names and said["min_learning_rate"] < 0):
+        return "linear_decay falls below 0, and then the product of factors turns its sign"
+    if zeros := [
+        f"{name} divides by {_DIVIDES[name]}" for name in names if said.get(_DIVIDES.get(name, "")) == 0
+    ]:
+        return f"{SCHEDULER}: {', '.join(zeros)}, which is 0"
+    rates = product(*(_FACTORS[name](said) for name in names))
+    floored = [_floored(rates, number, said["min_learning_rate"]) for number in range(len(rates.pieces))]
+    return Rates(tuple(_shifted(floored, said["step_offset"])))
+
+
+def _fits(name: str, value: Any) -> bool:
+    if name in _COUNTS:
+        return type(value) is int and (value >= 0 or name == "step_offset")
+    return (
+        type(value) in (int, float) and math.isfinite(value) and (value >= 0 or name == "min_learning_rate")
+    )
+
+
+def _from_warmup(said: Mapping[str, Any], before: Piece, after: Piece) -> Rates:
+    """Returns a factor that is one thing up to the warm-up's end, and another from there on."""
+    warm = said["warmup_steps"]
+    return Rates((*([before] if warm else []), after.moved(warm)))
+
+
+def _linear_decay(said: Mapping[str, Any]) -> Rates:
+    base, slope = float(said["base_learning_rate"]), said["decay_factor"]
+    rising = piece("linear", start=0.0, end=base, steps=said["warmup_steps"])
+    falling = piece("linear", start=base, end=0.0, steps=1 / slope) if slope else piece("constant", rate=base)
+    return _from_warmup(said, rising, falling)
+
+
+def _rsqrt(said: Mapping[str, Any], start: float) -> Rates:
+    falling = piece("rsqrt", start=start, shift=said["warmup_steps"])
+    return _from_warmup(said, piece("constant", rate=start), falling)
+
+
+def _cosine(said: Mapping[str, Any]) -> Rates:
+    falling = piece("restarts", start=1.0, end=0.0, steps=said["steps_per_cycle"])
+    return _from_warmup(said, piece("constant", rate=1.0), falling)
+
+
+def _warmup(said: Mapping[str, Any]) -> Rates:
+    rising = piece("linear", start=0.0, end=1.0, steps=said["warmup_steps"])
+    return _from_warmup(said, rising, piece("constant", rate=1.0))
+
+
+def _decay_every(said: Mapping[str, Any]) -> Rates:
+    return Rates((piece("step", start=1.0, factor=said["decay_factor"], every=said["steps_per_decay"]),))
+
+
+_FACTORS: Mapping[str, Callable[[Mapping[str, Any]], Rates]] = {
+    "constant": lambda said: Rates((piece("constant", rate=float(said["base_learning_rate"])),)),
+    "linear_warmup": _warmup,
+    "linear_decay": _linear_decay,
+    "rsqrt_decay": lambda said: _rsqrt(said, 1 / math.sqrt(said["warmup_steps"])),
+    "rsqrt_normalized_decay": lambda said: _rsqrt(said, 1.0),
+    "decay_every": _decay_every,
+    "cosine_decay": _cosine,
+}
+
+
+def _floored(rates: Rates, number: int, floor: float) -> Piece:
+    """Returns a piece that is at least the floor, which stands in it only where it may come below."""
+    one = rates.pieces[number]
+    if one.kind == "constant":
+        return replace(one, numbers={"rate": max(one.numbers["rate"], floor)})
+    ends = rates.pieces[number + 1].begins if number + 1 < len(rates.pieces) else _LAST_STEP
+    falls_once = one.kind in ("linear", "rsqrt", "step")
+    lowest = min(one.rate(one.begins), one.rate(ends)) if falls_once else 0.0
+    return one if lowest >= floor else replace(one, numbers={**one.numbers, "floor": floor})
+
+
+def _shifted(pieces: list[Piece], offset: int) -> list[Piece]:
+    """Returns pieces as they are where T5X counts from a number of updates on: before it, nothing moves."""
+    moved = [one.moved(offset) for one in pieces]
+    if offset > 0 and pieces[0].kind != "constant":
+        return [piece("constant", rate=pieces[0].rate(0)), *moved]
+    first = max(sum(one.begins <= 0 for one in moved), 1) - 1
+    return [replace(moved[first], begins=0), *moved[first + 1 :]]
