@@ -49,8 +49,20 @@ def _variants() -> Iterable[str]:
     return sorted({variant for name in schema_names() for variant in load_schema(name).variants})
 
 
-containers, targets = completing(_containers), completing(_targets)
-layouts, variants = completing(_layouts), completing(_variants)
+complete_containers, complete_targets = completing(_containers), completing(_targets)
+complete_layouts, complete_variants = completing(_layouts), completing(_variants)
+
+
+step_option = click.option(
+    "--step", type=int, metavar="N", help="The step of a run's folder. Default: the newest."
+)
+
+
+def from_option(parameter: str, text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns the option that names the container of what is read; the command gets it as `parameter`."""
+    return click.option(
+        "--from", parameter, metavar="CONTAINER", shell_complete=complete_containers, help=text
+    )
 
 
 def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,22 +72,14 @@ def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """
     added = (
         click.argument("checkpoint", type=click.Path(), callback=local_file),
-        click.option(
-            "--from",
-            "container",
-            metavar="CONTAINER",
-            shell_complete=containers,
-            help="What the file is, if it can't be told.",
-        ),
+        from_option("container", "What the file is, if it can't be told."),
         click.option(
             "--layout",
             metavar="LAYOUT",
-            shell_complete=layouts,
+            shell_complete=complete_layouts,
             help="What its names mean, if it can't be told.",
         ),
-        click.option(
-            "--step", type=int, metavar="N", help="The step of a run's folder. Default: the newest."
-        ),
+        step_option,
         hints_options,
     )
     return functools.reduce(lambda made, add: add(made), reversed(added), command)
@@ -94,7 +98,7 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @click.option(
         "--variant",
         metavar="NAME",
-        shell_complete=variants,
+        shell_complete=complete_variants,
         help="Which variant of the optimizer ran, where the files can't tell; of several: adafactor/hf,adamw/torch.",
     )
     @click.option(

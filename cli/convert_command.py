@@ -8,7 +8,14 @@ from typing import Any
 import click
 
 from statekit.cli import output
-from statekit.cli.arguments import containers, hints_options, layouts, local_file, targets
+from statekit.cli.arguments import (
+    complete_layouts,
+    complete_targets,
+    from_option,
+    hints_options,
+    local_file,
+    step_option,
+)
 from statekit.cli.output import Screen
 from statekit.cli.plan_view import show_next, show_plan
 from statekit.conversion.contracts import Exactness, Hints
@@ -34,26 +41,20 @@ def _step_offset(ctx: click.Context, param: click.Parameter, value: str) -> Step
 @click.command("convert")
 @click.argument("source", type=click.Path(), callback=local_file)
 @click.argument("target", type=click.Path(), callback=local_file)
-@click.option(
-    "--from",
-    "from_",
-    metavar="CONTAINER",
-    shell_complete=containers,
-    help="What the source is, if it can't be told.",
-)
+@from_option("from_", "What the source is, if it can't be told.")
 @click.option(
     "--to",
     metavar="CONTAINER",
-    shell_complete=targets,
+    shell_complete=complete_targets,
     help="What to write, if the target's name doesn't say it.",
 )
 @click.option(
     "--layout",
     metavar="LAYOUT",
-    shell_complete=layouts,
+    shell_complete=complete_layouts,
     help="How the target's optimizer wants its slots.",
 )
-@click.option("--step", type=int, metavar="N", help="The step of a run's folder. Default: the newest.")
+@step_option
 @hints_options
 @click.option(
     "--step-offset",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,9 +74,7 @@ def command(
         output.print_json("inspect", inspection.to_json())
         return
     stdout = output.screen()
-    show = _Show(
-        stdout, limit=MAX_ROWS if pattern is None else len(inspection.parameters) * 100 + 1, stats=stats
-    )
+    show = _Show(stdout, limit=MAX_ROWS if pattern is None else sys.maxsize, stats=stats)
     _summary(stdout, inspection)
     stdout.show_list("Run:", _run(inspection.run))
     if inspection.parameters:

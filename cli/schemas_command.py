@@ -9,8 +9,7 @@ from typing import Any
 import click
 
 from statekit.cli import output
-from statekit.cli.arguments import completing
-from statekit.cli.arguments import variants as all_variants
+from statekit.cli.arguments import complete_variants, completing
 from statekit.cli.output import Table
 from statekit.errors import check_name
 from statekit.state.schema import OptimizerSchema, load_schema, schema_names
@@ -26,7 +25,7 @@ SIDE_BY_SIDE = 3
     "variants",
     multiple=True,
     metavar="NAME",
-    shell_complete=all_variants,
+    shell_complete=complete_variants,
     help="Only this implementation; repeatable.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: of one schema, its file.")

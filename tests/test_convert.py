@@ -356,7 +356,7 @@ def test_a_container_without_a_layout_for_the_optimizer_is_refused(
 
 def test_a_source_can_be_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_state(source, container="statekit", layout="statekit", step=7) as opened:
-        assert {evidence.because for evidence in opened.evidence} == {"named by the user"}
+        assert {evidence.because for evidence in opened.evidence} == {"it was named"}
     with pytest.raises(UsageError, match="--from"):
         open_state(source, container="nope")
     with pytest.raises(NotFoundError):

@@ -61,7 +61,7 @@ def test_it_is_written_as_it_was(tmp_path: Path) -> None:
     convert(plan(SOURCE, tmp_path / "iter_0000004", to="megatron"))
     with open_state(tmp_path / "iter_0000004") as after:
         assert after.checkpoint.step == 4
-    with pytest.raises(UsageError, match="another iteration"):
+    with pytest.raises(UsageError, match="named for another step"):
         convert(plan(SOURCE, tmp_path / "iter_0000005", to="megatron"))
 
 

@@ -21,20 +21,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.step_folders import files_beside
-from statekit.converters.formats.dcp.metadata import Contents, read_metadata
+from statekit.converters.containers.step_folders import check_step, files_beside
+from statekit.converters.formats.dcp.metadata import METADATA, Contents, read_metadata
 from statekit.converters.formats.dcp.tree import tree_of
 from statekit.converters.formats.dcp.values import read_values
 from statekit.converters.formats.dcp.writer import write_dcp
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import NotFoundError
-from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.checkpoint import FILES_BESIDE, Checkpoint, Finding
 from statekit.files.integrity import proof_beside
 from statekit.files.source import Budget, Files, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tree import Tree, tensor_names
 
-METADATA = ".metadata"
 _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})", re.DOTALL)
 
 
@@ -68,7 +67,7 @@ class Folder:
         proof = proof_beside(self.path, tensor_names(tree), self.files)
         notes = tuple(Finding(note, f"{self.path / METADATA}") for note in self.contents.notes)
         beside = files_beside(self.path, self._names | {*others})
-        meta = {**self._meta, "steps": steps, "files_beside": beside}
+        meta = {**self._meta, "steps": steps, FILES_BESIDE: beside}
         findings = (*notes, *proof.findings)
         return Checkpoint(
             container, self.path, tree, meta, step, proof.manifest, findings, self.files.close, proof.folder
@@ -136,10 +135,7 @@ def step_folder(path: Path, step: int | None, mark: str, what: str) -> tuple[Pat
     if (path / mark).is_file():
         match = _STEP.fullmatch(path.name)
         number = int(match[1]) if match else None
-        if step is not None and step != number:
-            raise NotFoundError(
-                "This is the checkpoint of one step, and of another.", place=path, expected=step, found=number
-            )
+        check_step(step, number, path)
         return path, number, []
     folders = steps_below(path, mark)
     if not folders or (step is not None and step not in folders):

@@ -24,7 +24,7 @@ from statekit.converters.containers.huggingface.model import SHARD_BYTES, find_m
 from statekit.converters.containers.step_folders import files_beside
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError
-from statekit.files.checkpoint import SORTED, Checkpoint
+from statekit.files.checkpoint import FILES_BESIDE, SORTED, Checkpoint
 from statekit.files.integrity import proof_beside
 from statekit.files.manifest import strict_json
 from statekit.files.source import Budget, Files, first_bytes, opening, read_small
@@ -80,7 +80,7 @@ class DcpSafetensors:
             tree = named({"model": model, "optimizer": {**_options(path, files), **slots}})
             proof = proof_beside(path, tensor_names(tree), files)
             beside = files_beside(path, {OPTIONS, *whole.files})
-        meta = {SORTED: whole.is_sorted, "files_beside": beside}
+        meta = {SORTED: whole.is_sorted, FILES_BESIDE: beside}
         return Checkpoint(
             self.name, path, tree, meta, None, proof.manifest, proof.findings, files.close, proof.folder
         )

@@ -19,7 +19,13 @@ from typing import Any, Literal
 import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.step_folders import FOLDER, find_step, sighted, step_checkpoint
+from statekit.converters.containers.step_folders import (
+    FOLDER,
+    find_step,
+    named_for_step,
+    sighted,
+    step_checkpoint,
+)
 from statekit.converters.formats.msgpack.reader import Inline, parse
 from statekit.converters.formats.msgpack.writer import NUMBER, SCALAR, gathered, packed
 from statekit.errors import FormatError, RefusedError
@@ -71,8 +77,11 @@ class FlaxFile:
         """Writes `checkpoint_<step>` as `flax.training.checkpoints` does.
 
         Raises:
-            UsageError: The tree holds what Flax can't.
+            UsageError: The target is named for another step, or the tree holds what Flax can't.
         """
+        named_for_step(
+            stage, encoded.step, FOLDER
+        )  # a run's folder is never named for another step than its own
         with stage.file(FOLDER.format(step=encoded.step)) as output:
             for block in gathered(packed(encoded.tree, stage)):
                 output.write(block)

@@ -26,7 +26,7 @@ from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.containers.torch_file import open_torch
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import FormatError, NotFoundError, UsageError
-from statekit.files.checkpoint import Checkpoint
+from statekit.files.checkpoint import FILES_BESIDE, Checkpoint
 from statekit.files.source import Budget, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Shape, Tensor
@@ -70,7 +70,7 @@ class FsdpRanks:
             _check(path, [_number(file) for file in entries], ranks)
             tree = named(_joined(path, ranks))
         beside = files_beside(path, {file.name for file in entries})
-        meta = {"ranks": len(ranks), "files_beside": beside}
+        meta = {"ranks": len(ranks), FILES_BESIDE: beside}
         return Checkpoint(self.name, path, tree, meta, on_close=files.close)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:

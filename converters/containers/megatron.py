@@ -15,17 +15,18 @@ megatron/training/checkpointing.py, `get_checkpoint_name`.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.dcp import METADATA, open_folder, step_folder, steps_below
+from statekit.converters.containers.dcp import open_folder, step_folder, steps_below
+from statekit.converters.containers.step_folders import step_prefix
+from statekit.converters.formats.dcp.metadata import METADATA
 from statekit.converters.formats.dcp.writer import write_dcp
 from statekit.converters.formats.pytorch.reader import read_object
 from statekit.converters.formats.pytorch.writer import write_archive
-from statekit.errors import FormatError, RefusedError, StatekitError, UsageError
+from statekit.errors import FormatError, RefusedError, StatekitError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.manifest import strict_json
 from statekit.files.source import Budget, Files, opening, read_small
@@ -35,7 +36,7 @@ COMMON, SHARDED = "common", "sharded"
 """The parts of the tree."""
 _CONFIG, _COMMON_FILE = "metadata.json", "common.pt"
 _LATEST = "latest_checkpointed_iteration.txt"
-_ITERATION = re.compile(r"iter_(\d{7,18})")
+_ITERATION = "iter_{step:07d}"
 _WRITTEN = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -87,7 +88,7 @@ class Megatron:
         Raises:
             UsageError: The target is named for another iteration, or something can't be saved.
         """
-        prefix = _prefix(encoded.step, stage)
+        prefix = step_prefix(stage, encoded.step, _ITERATION)
         common, sharded = encoded.tree[COMMON], encoded.tree[SHARDED]
         with stage.file(f"{prefix}{_COMMON_FILE}") as file:
             write_archive(common, file, lambda name, tensor: stage.stream(f"{COMMON}/{name}", tensor))
@@ -97,20 +98,6 @@ class Megatron:
         if prefix:
             with stage.file(_LATEST) as file:
                 file.write(str(encoded.step).encode())
-
-
-def _prefix(step: int, stage: Stage) -> str:
-    """Returns the iteration's folder below the target, with its `/`; "" if the target is named for it."""
-    match = _ITERATION.fullmatch(stage.target.name)
-    if match is None:
-        return f"iter_{step:07d}/"
-    if int(match[1]) != step:
-        raise UsageError(
-            "The target is named for another iteration than the state has.",
-            place=stage.target,
-            expected=f"iter_{step:07d}",
-        )
-    return ""
 
 
 def _config(folder: Path, files: Files | None = None) -> dict[str, Any] | None:

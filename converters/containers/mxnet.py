@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
+from statekit.converters.containers.step_folders import check_step
 from statekit.converters.formats.mxnet.params import LIST, NPZ, form_of, read_params, write_list, write_npz
 from statekit.converters.formats.mxnet.records import CPU
 from statekit.converters.formats.mxnet.states import read_states, write_states
@@ -77,8 +78,7 @@ def find_pair(path: Path, step: int | None = None) -> Pair:
     if path.is_dir():
         return _in_folder(path, step)
     number = step_of(path)
-    if step is not None and step != number:
-        raise NotFoundError("The checkpoint has another step.", place=path, expected=step, found=number)
+    check_step(step, number, path)
     if not path.is_file():
         raise NotFoundError("There is no such file.", place=path, expected=f"a {STATES} or {PARAMS}")
     is_states = path.suffix != PARAMS and is_states_file(path)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.errors import CorruptError, Faults, FormatError, NotFoundError, StatekitError
+from statekit.converters.containers.step_folders import check_step
+from statekit.errors import CorruptError, Faults, FormatError, StatekitError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import (
     FILE,
@@ -61,10 +62,7 @@ class StatekitFolder:
         with opening(budget) as files:
             manifest = require_manifest(path, files)
             number = manifest["target"].get("step")
-            if step is not None and step != number:
-                raise NotFoundError(
-                    "The checkpoint has another step.", place=path, expected=step, found=number
-                )
+            check_step(step, number, path)
             tensors = _open_shards(path, manifest, files)
             tree = _restore(manifest, tensors, path / FILE)
         findings = tuple(

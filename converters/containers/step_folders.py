@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 from statekit.converters.formats.hparams import read_gin, read_gin_call, read_text
 from statekit.errors import Faults, FormatError, NotFoundError, StatekitError, UsageError
-from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.checkpoint import FILES_BESIDE, Checkpoint, Finding
 from statekit.files.integrity import proof_beside
 from statekit.files.manifest import FILE, files_below
 from statekit.files.source import Files, first_bytes
@@ -92,10 +92,7 @@ def locate(path: Path, step: int | None = None) -> StepFolder | None:
     kind = kind_of(path)
     if kind is not None:
         number = step_number(path)
-        if step is not None and step != number:
-            raise NotFoundError(
-                "This is the checkpoint of one step, and of another.", place=path, expected=step, found=number
-            )
+        check_step(step, number, path)
         return StepFolder(path, kind, number)
     return _among(path, step) if path.is_dir() else None
 
@@ -240,7 +237,7 @@ def step_checkpoint(
     gin, gin_findings = gin_settings(step_folder.path)
     proof = proof_beside(step_folder.path, tensor_names(tree), files, step_folder.step)
     beside = files_beside(step_folder.path, known) if step_folder.path.is_dir() else []
-    around = {"steps": list(step_folder.steps), "files_beside": beside, "gin": gin}
+    around = {"steps": list(step_folder.steps), FILES_BESIDE: beside, "gin": gin}
     findings = (*step_folder.findings, *findings, *gin_findings, *proof.findings)
     meta = {**meta, **around}
     return Checkpoint(
@@ -302,7 +299,7 @@ _MAX_FILE_NAME = 255
 
 
 FOLDER = "checkpoint_{step}"
-"""The name of a step's folder as T5X has it."""
+"""The name of a step's folder as T5X has it, and of its file as Flax has."""
 
 
 def step_prefix(stage: Stage, step: int, folder: str) -> str:
@@ -311,23 +308,47 @@ def step_prefix(stage: Stage, step: int, folder: str) -> str:
     Args:
         stage: Where is written.
         step: The state's.
-        folder: The name of a step's folder, with `{step}` for the number.
+        folder: The name of a step's folder, with `{step}`, or a format of it as `{step:07d}`, for the number.
 
     Raises:
         UsageError: The target is named for another step.
     """
-    name, start = stage.target.name, folder.partition("{step}")[0]
+    return "" if named_for_step(stage, step, folder) else f"{folder.format(step=step)}/"
+
+
+def named_for_step(stage: Stage, step: int, folder: str) -> bool:
+    """Tells whether the target is itself named for its step, as `step_prefix` has it.
+
+    Raises:
+        UsageError: It is named for another step.
+    """
+    name, start = stage.target.name, folder.partition("{step")[0]
+    expected = folder.format(step=step)
     if not (name.startswith(start) and name[len(start) :].isdecimal()):
-        return f"{folder.format(step=step)}/"
+        return False
     if int(name[len(start) :]) != step:
-        expected = folder.format(step=step)
         raise UsageError(
             "The target is named for another step than the state has.",
             place=stage.target,
             expected=expected,
             remedy=f"name it {expected}, or name the folder that shall hold it",
         )
-    return ""
+    return True
+
+
+def check_step(asked: int | None, number: int | None, place: Path) -> None:
+    """Refuses the one step that is at a path, where another was asked for.
+
+    Raises:
+        NotFoundError: It is another.
+    """
+    if asked is not None and asked != number:
+        raise NotFoundError(
+            "This is the checkpoint of another step than was asked for.",
+            place=place,
+            expected=asked,
+            found=number,
+        )
 
 
 def array_names(tree: Tree) -> dict[str, str]:

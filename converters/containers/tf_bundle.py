@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.conversion.contracts import Encoded, Evidence
+from statekit.converters.containers.step_folders import check_step
 from statekit.converters.formats.crc32c import crc32c
 from statekit.converters.formats.storage import dense
 from statekit.converters.formats.tensor_bundle.entries import (
@@ -180,10 +181,7 @@ def _prefix(path: Path, step: int | None) -> Path:
         path = path.with_name(shard[1])
     if not path.with_name(f"{path.name}.index").is_file():
         raise NotFoundError("There is no such checkpoint.", place=path, expected=f"{path.name}.index")
-    if step is not None and step != _number(path):
-        raise NotFoundError(
-            "The checkpoint has another step.", place=path, expected=step, found=_number(path)
-        )
+    check_step(step, _number(path), path)
     return path
 
 

@@ -19,10 +19,8 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import Proof, proof_inside
 from statekit.files.source import Budget, Files, opening
 from statekit.files.stage import Stage
-from statekit.tensors.tree import Path as Path_
+from statekit.tensors.tree import Path as Keys
 from statekit.tensors.tree import at, tensor_names, without
-
-"""Faults of a manifest that are named."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +106,8 @@ def open_torch(path: Path, files: Files) -> Checkpoint:
 
 LIGHTNING = ".ckpt"
 """The suffix of Lightning's files."""
-_STATE_DICT: Path_ = ("state_dict",)
-_OPTIMIZER: Path_ = ("optimizer_states", 0)
+_STATE_DICT: Keys = ("state_dict",)
+_OPTIMIZER: Keys = ("optimizer_states", 0)
 _VERSION = "2.0.0"
 """The release whose form this is; later ones migrate it."""
 _SCHEDULERS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
@@ -152,7 +150,7 @@ def _as_lightning(encoded: Encoded) -> Encoded:
     )
 
 
-def _renamed(name: str, moved: Mapping[Path_, Path_]) -> str:
+def _renamed(name: str, moved: Mapping[Keys, Keys]) -> str:
     for old, new in moved.items():
         if name.startswith(before := "/".join(map(str, old)) + "/"):
             return "/".join([*map(str, new), name.removeprefix(before)])

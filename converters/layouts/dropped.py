@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from statekit.files.checkpoint import FILES_BESIDE
 from statekit.tensors.tree import Tree, leaf_names
-
-_BESIDE = "files_beside"
 
 
 def dropped_from(extra: Mapping[str, Tree], placed: Collection[str], system: str) -> dict[str, str]:
@@ -17,10 +16,10 @@ def dropped_from(extra: Mapping[str, Tree], placed: Collection[str], system: str
         placed: Its keys that the target holds.
         system: What the target is called.
     """
-    others = {key: part for key, part in extra.items() if key not in (*placed, _BESIDE)}
+    others = {key: part for key, part in extra.items() if key not in (*placed, FILES_BESIDE)}
     dropped = {f"extra/{name}": f"{system} has no place for it" for name in leaf_names(others)}
-    for name in extra.get(_BESIDE, ()):
-        dropped[f"extra/{_BESIDE}/{name}"] = (
+    for name in extra.get(FILES_BESIDE, ()):
+        dropped[f"extra/{FILES_BESIDE}/{name}"] = (
             "a file beside the arrays; copy it yourself if the run shall go on with it"
         )
     return dropped

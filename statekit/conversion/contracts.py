@@ -18,7 +18,7 @@ from statekit.files.stage import Stage
 from statekit.state.options import checked_hparams, is_known
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
-from statekit.tensors.tree import Path as TreePath
+from statekit.tensors.tree import Path as Keys
 from statekit.tensors.tree import Tree
 
 
@@ -197,7 +197,7 @@ class Encoded:
     exactness: Mapping[str, tuple[Exactness, str]] = field(default_factory=dict)
     dropped: Mapping[str, str] = field(default_factory=dict)
     place: str = ""
-    parts: Mapping[str, TreePath] = field(default_factory=dict)
+    parts: Mapping[str, Keys] = field(default_factory=dict)
     by_name: Encoded | None = None
     assumptions: tuple[str, ...] = ()
 

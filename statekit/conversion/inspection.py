@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from statekit.conversion import registry
-from statekit.conversion.contracts import Contents, Hints, Layout
-from statekit.conversion.target import source_container
+from statekit.conversion.contracts import Contents, Hints
+from statekit.conversion.open_state import chosen_container, chosen_layout
 from statekit.errors import NotFoundError, StateError, StatekitError, UnknownFormatError, printable, some
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.state.run import RunState, run_of
@@ -21,7 +21,6 @@ from statekit.tensors.stats import Stats, measure
 from statekit.tensors.tensor import DTYPES, Shape, Tensor, nbytes
 from statekit.tensors.tree import tensor_names, to_json
 
-NAMED = "it was named"
 FACTORING = frozenset({"factor_map", "logical_factor_rules"})
 
 
@@ -237,25 +236,21 @@ def inspect(
         FormatError: The bytes don't follow their format or can't be trusted.
         CorruptError: The checkpoint isn't what its manifest says.
     """
-    if request.container:
-        chosen, implied = source_container(request.container)
-        container = Choice(chosen.name, chosen.title, NAMED)
-        request = replace(request, layout=request.layout or implied)
-    else:
-        chosen, evidence = registry.detect_container(path)
-        container = Choice(chosen.name, chosen.title, evidence.because)
+    chosen, evidence, name = chosen_container(path, request.container, request.layout)
+    container = Choice(chosen.name, chosen.title, evidence.because)
+    request = replace(request, layout=name)
     with registry.opened(chosen, path, request.step, request.hints) as checkpoint:
         opened = Inspection(checkpoint.path, container, None, checkpoint.step, checkpoint.meta)
         opened = replace(opened, findings=checkpoint.findings)
         try:
-            layout, because = _layout(checkpoint, request.layout)
+            layout, why = chosen_layout(checkpoint, request.layout)
             state = registry.decoded(layout, checkpoint, request.hints)
         except (UnknownFormatError, StateError) as error:
             unsaid = replace(request.hints, model_key=None, optimizer_key=None, accept_damaged=False)
             if request.layout or unsaid != Hints():
                 raise
             return _native(opened, checkpoint, error, request, on_progress)
-        named = replace(opened, layout=Choice(layout.name, layout.title, because))
+        named = replace(opened, layout=Choice(layout.name, layout.title, why.because))
         return _canonical(named, state, request, on_progress)
 
 
@@ -271,13 +266,6 @@ def _check_matched(seen: Inspection, request: Request, names: Iterable[str]) -> 
         found=request.pattern,
         remedy=f"try *{part}*, which matches {some(near)}" if near else "leave it out to see the names",
     )
-
-
-def _layout(checkpoint: Checkpoint, name: str | None) -> tuple[Layout, str]:
-    if name:
-        return registry.layout(name), NAMED
-    layout, evidence = registry.detect_layout(checkpoint)
-    return layout, evidence.because
 
 
 def _native(

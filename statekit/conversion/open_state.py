@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from statekit.conversion import registry
-from statekit.conversion.contracts import NO_HINTS, Evidence, Hints
+from statekit.conversion.contracts import NO_HINTS, Container, Evidence, Hints, Layout
 from statekit.conversion.target import source_container
 from statekit.errors import printable
 from statekit.files.checkpoint import Checkpoint
@@ -157,6 +157,40 @@ def _shown(text: object) -> str:
     return escape(printable(str(text)))
 
 
+_NAMED = Evidence(0, "it was named")
+
+
+def chosen_container(
+    path: Path, container: str | None, layout: str | None
+) -> tuple[Container, Evidence, str | None]:
+    """Returns the container that was named, or else the one that fits best; why; and the layout, if one is named.
+
+    Args:
+        path: A checkpoint, or a run's folder.
+        container: A container's name, or a shorthand that names a layout too; found by its content if None.
+        layout: A layout's name.
+
+    Raises:
+        NotFoundError: Nothing is there.
+        FormatError: No container fits.
+        UsageError: No such container.
+    """
+    if container is None:
+        return *registry.detect_container(path), layout
+    named, implied = source_container(container)
+    return named, _NAMED, layout or implied
+
+
+def chosen_layout(checkpoint: Checkpoint, layout: str | None) -> tuple[Layout, Evidence]:
+    """Returns the layout that was named, or else the one that fits best, and why.
+
+    Raises:
+        UnknownFormatError: No layout fits.
+        UsageError: No such layout.
+    """
+    return registry.detect_layout(checkpoint) if layout is None else (registry.layout(layout), _NAMED)
+
+
 def open_state(
     path: Path,
     *,
@@ -180,18 +214,11 @@ def open_state(
         CorruptError: The checkpoint isn't what its manifest says.
         StateError: The names break the layout.
     """
-    if container is not None:
-        named, implied = source_container(container)
-        layout, seen = layout or implied, Evidence(0, "named by the user")
-    else:
-        named, seen = registry.detect_container(path)
+    named, seen, layout = chosen_container(path, container, layout)
     budget = Budget()
     checkpoint = registry.opened(named, path, step, hints, budget)
     try:
-        if layout is not None:
-            meaning, why = registry.layout(layout), Evidence(0, "named by the user")
-        else:
-            meaning, why = registry.detect_layout(checkpoint)
+        meaning, why = chosen_layout(checkpoint, layout)
         state = registry.decoded(meaning, checkpoint, hints)
         return OpenState(checkpoint, meaning.name, (seen, why), state, budget)
     except BaseException:

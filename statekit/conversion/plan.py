@@ -173,7 +173,7 @@ class Plan:
             "kept": list(self.kept),
             "run": self.run.to_json(),
             "state": dict(self.state),
-            "crossing": self.rule_change.to_json() if self.rule_change is not None else None,
+            "crossing": self.rule_change.to_json() if self.rule_change is not None else None,  # a stored key
             "tensors": [entry.to_json() for entry in self.entries],
         }
 

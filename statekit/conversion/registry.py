@@ -53,9 +53,9 @@ def _points(group: str) -> dict[str, EntryPoint]:
     return {point.name: point for point in sorted(entry_points(group=group))}
 
 
-def _load(group: str, name: str) -> object:
+def _load(group: str, name: str, options: str) -> object:
     points, kind = _points(group), group.rpartition(".")[2][:-1]
-    return points[check_name(kind, name, points, f"--{kind}")].load()
+    return points[check_name(kind, name, points, options)].load()
 
 
 def container_names() -> list[str]:
@@ -74,7 +74,7 @@ def container(name: str) -> Container:
     Raises:
         UsageError: No such container.
     """
-    return cast(Container, _load(CONTAINERS, name))
+    return cast(Container, _load(CONTAINERS, name, "--from, --to"))
 
 
 def layout(name: str) -> Layout:
@@ -83,7 +83,7 @@ def layout(name: str) -> Layout:
     Raises:
         UsageError: No such layout.
     """
-    return cast(Layout, _load(LAYOUTS, name))
+    return cast(Layout, _load(LAYOUTS, name, "--layout"))
 
 
 def container_card(name: str) -> ContainerCard:

@@ -17,6 +17,9 @@ ATTRIBUTES = "@"
 SEQUENCES_AS_MAPS = "sequences_as_maps"
 """Key in `Checkpoint.meta` of containers that keep a sequence as a map with the keys "0", "1", ... and None as {}."""
 
+FILES_BESIDE = "files_beside"
+"""Key in `Checkpoint.meta` and in a state's `extra`: names of a step's files that don't belong to its arrays."""
+
 SORTED = "model_sorted"
 """Key in `Checkpoint.meta`: whether the model part is sorted by name, and not in the order of its parameters."""
 

@@ -295,7 +295,7 @@ def _second_moment(
     Where parts of the gradient are squared by themselves, it measures the root of their sum of squares instead.
     """
     xp, rule = s.xp, s.rule
-    q = forms.SQUARE[s.form["epsilon1_place"]](s, g) if squares is None else squares + xp.constant(s.epsilon1)
+    q = forms.SQUARE[s.form["epsilon1_place"]](s, g * g if squares is None else squares)
     blend, scaled = forms.BLEND[s.form["second_moment_update"]], s.form["precondition_form"]
     if not rule.factored:
         v = xp.cast(blend(s, xp.widen(slots["v"]), q, decay, mix), xp.dtype(slots["v"]))

@@ -266,9 +266,10 @@ def parameter_scale(s: Setting, p: Value) -> Value | None:
 
 
 SQUARE: Mapping[str, Callable[[Setting, Value], Value]] = {
-    "added_to_square": lambda s, g: g * g + s.xp.constant(s.epsilon1),
-    "clamp": lambda s, g: s.returned(g * g),
+    "added_to_square": lambda s, square: square + s.xp.constant(s.epsilon1),
+    "clamp": lambda s, square: s.returned(square),
 }
+"""What the second moment averages, of the gradient's square, by `epsilon1_place`: with epsilon1, or without."""
 
 
 def _squared_norm(s: Setting, q: Value, axes: tuple[int, ...]) -> Value:

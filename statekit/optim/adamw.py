@@ -31,8 +31,6 @@ from statekit.state.constants import AdamWConstants, variant_constants
 from statekit.state.stored_params import MASTER
 from statekit.state.train_state import Group, Rule, TrainState
 
-"""Every variant of the schema but tf1, of which there is no recording."""
-
 
 @dataclass(frozen=True)
 class Hyperparameters(AdamHyperparameters):

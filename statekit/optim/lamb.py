@@ -26,7 +26,6 @@ from statekit.optim.trust_ratio import NORM, RATIO
 from statekit.state.constants import LambConstants, variant_constants
 from statekit.state.train_state import Group, Rule, TrainState
 
-"""The variants of the schema of which there are recordings."""
 Hyperparameters = AdamHyperparameters
 Setting: TypeAlias = AdamSetting[LambConstants, AdamHyperparameters]
 

@@ -39,8 +39,6 @@ from statekit.state.constants import LansConstants, variant_constants
 from statekit.state.hyperparameters import require_float32, require_slots, settled
 from statekit.state.train_state import Group, Rule, TrainState
 
-"""Every variant of the schema whose rule is known in full."""
-
 
 @dataclass(frozen=True)
 class Hyperparameters:

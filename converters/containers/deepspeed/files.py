@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from statekit.converters.containers.step_folders import check_step
 from statekit.converters.formats.pytorch.reader import named, read_object
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
 from statekit.files.checkpoint import Finding
@@ -108,10 +109,8 @@ def locate(path: Path, step: int | None = None) -> Located | None:
     here = tag_of(path)
     if here is not None:
         number = _number(path)
-        if step is not None and number is not None and step != number:
-            raise NotFoundError(
-                "This is the checkpoint of one step, and of another.", place=path, expected=step, found=number
-            )
+        if number is not None:
+            check_step(step, number, path)
         return Located(here)
     return _among(path, step)
 

@@ -29,7 +29,7 @@ from statekit.converters.containers.huggingface.model import (
     save_model,
     ties_in,
 )
-from statekit.converters.containers.step_folders import step_prefix
+from statekit.converters.containers.step_folders import check_step, step_prefix
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.containers.torch_file import open_torch
 from statekit.converters.formats.pickle.reader import read_pickle
@@ -366,13 +366,8 @@ class HuggingFaceFolder:
         with opening(budget) as files:
             tree, meta, findings = _opened(folder.path, files)
             number = _global_step(tree)
-            if step is not None and number is not None and step != number:
-                raise NotFoundError(
-                    "This is the checkpoint of one step, and of another.",
-                    place=folder.path,
-                    expected=step,
-                    found=number,
-                )
+            if number is not None:
+                check_step(step, number, folder.path)
             proof = proof_beside(folder.path, tensor_names(tree), files, number)
         meta = {**meta, "steps": list(folder.steps)}
         findings = (*folder.findings, *findings, *proof.findings)

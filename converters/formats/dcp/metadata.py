@@ -20,6 +20,8 @@ from statekit.errors import CorruptError, Faults, FormatError, RefusedError
 from statekit.tensors.tensor import DType, Shape
 from statekit.tensors.tree import Path, Record
 
+METADATA = ".metadata"
+"""The file that tells what lies where."""
 MAX_RANK = 64
 _HOME = "torch.distributed."
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"

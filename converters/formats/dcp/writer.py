@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from statekit.converters.formats.dcp.metadata import Piece
+from statekit.converters.formats.dcp.metadata import METADATA, Piece
 from statekit.converters.formats.dcp.tree import flat_paths
 from statekit.converters.formats.pytorch.writer import Opcodes, write_archive
 from statekit.files.stage import Stage
@@ -51,7 +51,7 @@ def write_dcp(tree: Tree, stage: Stage, below: str = "", named: str = "", nested
     """
     entries = flat_paths(tree) if nested else {key: ((key,), value) for key, value in tree.items()}
     saved = list(_written(entries, stage, below, named))
-    with stage.file(f"{below}.metadata") as file:
+    with stage.file(f"{below}{METADATA}") as file:
         file.write(_Metadata().whole(saved, nested))
 
 

@@ -32,7 +32,7 @@ _CLASSES = {dtype: name for name, dtype in STORAGE_DTYPES.items() if name[0] not
 
 
 @dataclass(frozen=True)
-class Slot:
+class Placement:
     """Where a tensor lies in the file: its storage's key, and what it is of it (all, in C order)."""
 
     key: str
@@ -40,7 +40,7 @@ class Slot:
     dtype: DType
 
 
-def pickle_tree(tree: Tree, slots: Mapping[str, Slot]) -> bytes:
+def pickle_tree(tree: Tree, slots: Mapping[str, Placement]) -> bytes:
     """Pickles a tree; tensors refer to the storages of their slots, by native name.
 
     Raises:
@@ -108,7 +108,7 @@ class Opcodes:
 class _Writer(Opcodes):
     """Emits opcodes without recursion; a piece of bytes on the stack of work is emitted as it is."""
 
-    def __init__(self, slots: Mapping[str, Slot]) -> None:
+    def __init__(self, slots: Mapping[str, Placement]) -> None:
         super().__init__()
         self.slots = slots
         self.faults = Faults()
@@ -170,7 +170,7 @@ class _Writer(Opcodes):
             what = f"an object of {node.name}" if isinstance(node, Record) else type(node).__name__
             self.faults.add(what, "/".join(map(str, path)))
 
-    def _tensor(self, slot: Slot) -> None:
+    def _tensor(self, slot: Placement) -> None:
         # Source: torch/_tensor.py, `_reduce_ex_internal`: types without a storage class of their own are windows of
         # untyped storages.
         kind = _CLASSES.get(slot.dtype.name)
@@ -267,11 +267,11 @@ def write_archive(
     writer.finish()
 
 
-def _slots(tensors: dict[str, Tensor]) -> dict[str, Slot]:
+def _slots(tensors: dict[str, Tensor]) -> dict[str, Placement]:
     """Numbers the storages in order; tensors that read the same bytes share one, as tied weights do."""
     keys: dict[Any, str] = {}
     slots = {}
     for name, tensor in tensors.items():
         source = (tensor.fetch if isinstance(tensor, Stored) else id(tensor), tensor.shape, tensor.dtype)
-        slots[name] = Slot(keys.setdefault(source, str(len(keys))), tensor.shape, tensor.dtype)
+        slots[name] = Placement(keys.setdefault(source, str(len(keys))), tensor.shape, tensor.dtype)
     return slots

@@ -30,7 +30,7 @@ from statekit.converters.layouts.optax.links import (
 )
 from statekit.converters.layouts.optax.skeleton import frame_of
 from statekit.errors import Faults, StateError
-from statekit.files.checkpoint import SEQUENCES_AS_MAPS, Checkpoint
+from statekit.files.checkpoint import FILES_BESIDE, SEQUENCES_AS_MAPS, Checkpoint
 from statekit.state.factoring import PathPattern, first_entry, labels, map_entries
 from statekit.state.train_state import Group, Rule
 from statekit.tensors.tensor import Tensor
@@ -81,8 +81,8 @@ class Opened:
             form["items"] = True
         if step not in (None, updates):
             form["step"] = step
-        beside = list(meta.get("files_beside", ()))
-        return {key: form, **({"files_beside": beside} if beside else {})}
+        beside = list(meta.get(FILES_BESIDE, ()))
+        return {key: form, **({FILES_BESIDE: beside} if beside else {})}
 
 
 def opened(checkpoint: Checkpoint, kinds: Collection[str], faults: Faults) -> Opened:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from statekit.errors import Faults, StateError
-from statekit.files.checkpoint import Checkpoint
+from statekit.files.checkpoint import FILES_BESIDE, Checkpoint
 from statekit.tensors.tensor import DType, Shape, Stored, Tensor
 from statekit.tensors.tree import Tree, walk
 
@@ -178,6 +178,6 @@ def _rest(tree: Mapping[str, Any], meta: Mapping[str, Any]) -> dict[str, Tree]:
     parts = {
         "flax_mutables": tree.get("flax_mutables"),
         "t5x": rest,
-        "files_beside": list(meta.get("files_beside", ())),
+        FILES_BESIDE: list(meta.get(FILES_BESIDE, ())),
     }
     return {key: value for key, value in parts.items() if value}

@@ -24,7 +24,6 @@ from statekit.converters.layouts.tensorflow1.names import GLOBAL_STEP
 from statekit.converters.layouts.tensorflow1.powers import POWERS
 from statekit.errors import InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
-from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 from statekit.tensors.object_graph import GRAPH, SAVE_COUNTER, SLOT, SUFFIX, Builder, Graph, Slot
 from statekit.tensors.tensor import Tensor, in_memory
@@ -174,8 +173,3 @@ def _keys(checkpoint: Checkpoint) -> dict[str, str] | None:
 
 def _by_name(checkpoint: Checkpoint, keys: Mapping[str, str]) -> dict[str, Any]:
     return {name: checkpoint.tree[key] for name, key in keys.items()}
-
-
-def _slot_names(schema: str, variant: str) -> dict[str, str]:
-    slots = load_schema(schema).slots
-    return {name: slot.aliases[variant] for name, slot in slots.items() if variant in slot.aliases}
