@@ -13,6 +13,11 @@ import click
 from statekit.conversion.contracts import Hints
 from statekit.errors import printable
 
+FOLLOW_LINKS = (
+    "Read what links out of the checkpoint lead to; those in Hugging Face's cache are followed anyway."
+)
+"""What the option of that name does, as the help of each verb says it."""
+
 Complete = Callable[[click.Context, click.Parameter, str], list[str]]
 
 
@@ -125,6 +130,7 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
         is_flag=True,
         help="Go on with a checkpoint that its manifest contradicts; says what does.",
     )
+    @click.option("--follow-links", is_flag=True, help=FOLLOW_LINKS)
     @functools.wraps(command)
     def run(
         *args: Any,
@@ -135,6 +141,7 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
         model_key: str | None,
         optimizer_key: str | None,
         accept_damaged: bool,
+        follow_links: bool,
         **options: Any,
     ) -> Any:
         hints = _hints(hparams, variant, param_names)
@@ -144,6 +151,7 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
             optimizer_key=optimizer_key,
             names_from=names_from,
             accept_damaged=accept_damaged,
+            follow_links=follow_links,
         )
         return command(*args, hints=hints, **options)
 

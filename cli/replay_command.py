@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from statekit.arrays.backend import BACKEND_NAMES, backend
+from statekit.cli.arguments import FOLLOW_LINKS
 from statekit.cli.output import Table, print_json, progress, screen
 from statekit.converters.formats.hparams import read_hparams
 from statekit.errors import NotFoundError, StatekitError, UsageError, listed, printable
@@ -54,6 +55,7 @@ LEGEND = (
     metavar="FILE|KEY=VALUE",
     help="Canonical hyperparameters that our side uses instead.",
 )
+@click.option("--follow-links", is_flag=True, help=FOLLOW_LINKS)
 @click.option(
     "--trajectory",
     type=click.Path(file_okay=False, path_type=Path),
@@ -66,6 +68,7 @@ def command(
     start: Start | None,
     checkpoint: Path | None,
     hparams: tuple[str, ...],
+    follow_links: bool,
     trajectory: Path | None,
     as_json: bool,
 ) -> int:
@@ -88,7 +91,8 @@ def command(
         )
     failed: dict[str, str] = {}
     rest = failed if len(bundles) > 1 else None
-    subjects, skipped, fresh = _subjects(bundles, start, checkpoint, read_hparams(hparams).values, rest)
+    changes = read_hparams(hparams).values
+    subjects, skipped, fresh = _subjects(bundles, start, checkpoint, changes, follow_links, rest)
     if trajectory:
         trajectory.mkdir(parents=True, exist_ok=True)
     results = []
@@ -133,6 +137,7 @@ def _subjects(
     start: Start | None,
     checkpoint: Path | None,
     changes: Mapping[str, Any],
+    follow_links: bool,
     failed: dict[str, str] | None,
 ) -> tuple[list[Subject], dict[str, str], dict[str, str]]:
     """Returns what can be replayed; what can't, and what has to start from fresh slots, each with the reason."""
@@ -147,7 +152,7 @@ def _subjects(
             except NotFoundError as error:
                 skipped[name] = f"{error.subject} ({error.found})"
                 continue
-            subject = Subject(recording, start or "checkpoint", checkpoint, changes)
+            subject = Subject(recording, start or "checkpoint", checkpoint, changes, follow_links)
             why = subject.obstacle() if subject.start == "checkpoint" and checkpoint is None else ""
             if why and start is None:
                 fresh[recording.name] = why

@@ -70,6 +70,7 @@ def open(
     model_key: str | None = None,
     optimizer_key: str | None = None,
     accept_damaged: bool = False,
+    follow_links: bool = False,
 ) -> OpenState:
     """Opens a checkpoint and decodes it to its canonical state; reads headers and scalars only.
 
@@ -87,6 +88,8 @@ def open(
         optimizer_key: Where the optimizer's state lies in it.
         accept_damaged: Whether to go on with a checkpoint that its manifest contradicts; `checkpoint.findings` say what
             does.
+        follow_links: Whether to read what links out of the checkpoint lead to. Those within one repository of Hugging
+            Face's cache are followed anyway.
 
     Returns:
         The opened state: `params`, `slots`, `groups`, `counts`, `hyperparameters`, and `tensors` by name.
@@ -109,7 +112,9 @@ def open(
     """
     from statekit.conversion.open_state import open_state
 
-    hints = _hints(hparams, variant, param_names, names_from, model_key, optimizer_key, accept_damaged)
+    hints = _hints(
+        hparams, variant, param_names, names_from, model_key, optimizer_key, accept_damaged, follow_links
+    )
     return open_state(_local(path), container=container, layout=layout, step=step, hints=hints)
 
 
@@ -126,6 +131,7 @@ def inspect(
     model_key: str | None = None,
     optimizer_key: str | None = None,
     accept_damaged: bool = False,
+    follow_links: bool = False,
     filter: str | None = None,
     stats: bool = False,
 ) -> Inspection:
@@ -143,6 +149,7 @@ def inspect(
         model_key: As in `open`.
         optimizer_key: As in `open`.
         accept_damaged: As in `open`.
+        follow_links: As in `open`.
         filter: Glob for parameter paths and names of other tensors; `*` also matches `/`.
         stats: Whether to read all values and add norm, rms, min, max, zeros, NaN and Inf.
 
@@ -160,7 +167,9 @@ def inspect(
     from statekit.conversion.inspection import Request
     from statekit.conversion.inspection import inspect as inspected
 
-    hints = _hints(hparams, variant, param_names, names_from, model_key, optimizer_key, accept_damaged)
+    hints = _hints(
+        hparams, variant, param_names, names_from, model_key, optimizer_key, accept_damaged, follow_links
+    )
     return inspected(_local(path), Request(container, layout, step, hints, filter, stats))
 
 
@@ -179,6 +188,7 @@ def plan(
     model_key: str | None = None,
     optimizer_key: str | None = None,
     accept_damaged: bool = False,
+    follow_links: bool = False,
     step_offset: StepOffset = "keep",
     require: _Level = "rounding",
     like: _Path | None = None,
@@ -199,6 +209,7 @@ def plan(
         model_key: As in `open`.
         optimizer_key: As in `open`.
         accept_damaged: As in `open`.
+        follow_links: As in `open`.
         step_offset: `keep`; `reset`, so that the second-moment decay starts anew; or the step where it starts.
         require: The least exactness allowed.
         like: A file that Keras saved of the same model, trained or not: the target's parameters lie as in it.
@@ -224,7 +235,9 @@ def plan(
         to=to,
         layout=layout,
         step=step,
-        hints=_hints(hparams, variant, param_names, names_from, model_key, optimizer_key, accept_damaged),
+        hints=_hints(
+            hparams, variant, param_names, names_from, model_key, optimizer_key, accept_damaged, follow_links
+        ),
         step_offset=step_offset,
         require=Exactness[require.upper()],
         like=None if like is None else _local(like),
@@ -285,6 +298,7 @@ def replay(
     start: Literal["checkpoint", "init"] = "checkpoint",
     checkpoint: _Path | None = None,
     hparams: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
 ) -> Replay:
     """Continues a recorded run by our steps, and compares every element of every update with the original's.
 
@@ -294,6 +308,7 @@ def replay(
         start: From the recording's checkpoint, or from fresh slots.
         checkpoint: Start from this checkpoint instead; it must hold the same state.
         hparams: Canonical hyperparameters that our side uses instead of the recorded ones.
+        follow_links: As in `open`.
 
     Raises:
         NotFoundError: There is no recording, or it has no checkpoint.
@@ -313,7 +328,8 @@ def replay(
 
     beginning = None if checkpoint is None else _local(checkpoint)
     with open_recording(_local(recording)) as opened:
-        return replayed(Subject(opened, start, beginning, dict(hparams or {})), backend_named(backend))
+        subject = Subject(opened, start, beginning, dict(hparams or {}), follow_links)
+        return replayed(subject, backend_named(backend))
 
 
 def _local(path: _Path) -> Any:
@@ -330,6 +346,7 @@ def _hints(
     model_key: str | None,
     optimizer_key: str | None,
     accept_damaged: bool,
+    follow_links: bool,
 ) -> Hints:
     from statekit.conversion.contracts import Hints
 
@@ -341,6 +358,7 @@ def _hints(
         optimizer_key=optimizer_key,
         names_from=names_from,
         accept_damaged=accept_damaged,
+        follow_links=follow_links,
     )
 
 

@@ -22,9 +22,9 @@ from statekit.conversion import registry
 from statekit.conversion.contracts import Container, Encoded, Evidence, Exactness, Hints, Layout
 from statekit.converters.containers.statekit_dir import CONTAINER as FOLDER
 from statekit.converters.layouts.own.statekit_canonical import LAYOUT as CANONICAL
-from statekit.errors import CorruptError, InexactError, StateError, UnknownFormatError
+from statekit.errors import CorruptError, InexactError, RefusedError, StateError, UnknownFormatError
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.source import Budget
+from statekit.files.source import Budget, Files, read_small
 from statekit.files.stage import Stage
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import DTYPES, Index, Stored, Tensor, in_memory
@@ -178,9 +178,23 @@ class Toy:
             for span in spans.values():
                 _value(path, *span)
         tree = from_json(document["tree"], lambda told: self._tensor(path, told, spans[told["name"]]))
+        note = path.with_suffix(".note")
+        if note.exists():
+            tree["note"] = self._note(note, path, budget)
         if self.flaw == "restless":
             tree[f"opened {time.monotonic_ns()}"] = in_memory(np.zeros(1))
         return Checkpoint(self.name, path, tree)
+
+    def _note(self, note: Path, path: Path, budget: Budget | None) -> str:
+        if self.flaw == "follows links":
+            return note.read_text()
+        if self.flaw == "follows none" and note.is_symlink():
+            raise RefusedError("A link.", place=note)
+        with Files(budget, path) as files:
+            text = read_small(note, files).decode("latin-1")
+        if not text.endswith("\n"):
+            raise CorruptError("A toy's note is cut.", place=note)
+        return text
 
     def _complain(self, path: Path) -> None:
         if self.flaw == "untyped":
@@ -254,6 +268,8 @@ FLAWS = {
     "comes_back_as_written": "no numbers",
     "writes_the_same_twice": "dated",
     "notices_damage": "no checksum",
+    "stays_inside": "follows links",
+    "is_read_in_hugging_faces_cache": "follows none",
     "runs_no_code": "pickles",
 }
 
@@ -261,8 +277,9 @@ FLAWS = {
 @pytest.fixture
 def toy(tmp_path: Path) -> Sample:
     tree = {"a": {"b": in_memory(np.arange(6, dtype=np.float32).reshape(2, 3))}, "step": 4}
-    empty = Sample("toy", tmp_path / "empty")
-    return Sample("toy", Trial(Toy(), empty, tmp_path).write(tree, 4, "toy"))
+    path = Trial(Toy(), Sample("toy", tmp_path / "empty"), tmp_path).write(tree, 4, "toy")
+    path.with_suffix(".note").write_text("from the run\n")
+    return Sample("toy", path, path.parent, unchecked=("*.note",), optional=("*.note",))
 
 
 def toy_trial(flaw: str, sample: Sample, folder: Path, *peers: Container) -> Trial:

@@ -203,7 +203,7 @@ def test_reading_after_closing_says_so(path: Path) -> None:
 
 def test_files_are_closed_where_opening_a_checkpoint_fails(path: Path) -> None:
     budget, seen = Budget(), []
-    with pytest.raises(FormatError, match="odd"), opening(budget) as files:
+    with pytest.raises(FormatError, match="odd"), opening(budget=budget) as files:
         files.on_close(lambda: seen.append("library"))
         record(files.source(path), 0, 10, 100, "A header")
         assert budget.held == 10

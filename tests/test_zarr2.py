@@ -30,7 +30,7 @@ RANDOM = np.random.default_rng(3)
 
 def opened(folder: Path, **changes: Any) -> Stored:
     """Opens an array through its own header, some of it changed."""
-    store = FolderStore.of(folder.parent, Files())
+    store = FolderStore(folder.parent, Files(checkpoint=folder.parent))
     [data] = store.headers([f"{folder.name}/.zarray"])
     assert data is not None
     parsed = parse_zarray(json.dumps(json.loads(data) | changes).encode(), "here")
@@ -131,7 +131,7 @@ def test_dtypes_round_trip(tmp_path: Path, name: str) -> None:
     for key, pieces in encoded_chunks(stage, "t", tensor, stated):
         with stage.file(f"a/{key}") as output:
             output.writelines(pieces)
-    back = open_array(FolderStore.of(tmp_path, Files()), "a", again, "t").read()
+    back = open_array(FolderStore(tmp_path, Files()), "a", again, "t").read()
     assert back.dtype == values.dtype
     assert back.tobytes() == values.tobytes() == stage.streamed["t"]
 
@@ -169,7 +169,7 @@ def test_a_header_of_absurd_size_is_refused(tmp_path: Path) -> None:
     folder = write_array(tmp_path / "a", array(2), (2,))
     (folder / ".zarray").write_bytes(b" " * 2**17)
     with pytest.raises(RefusedError, match="header"):
-        FolderStore.of(tmp_path, Files()).headers(["a/.zarray"])
+        FolderStore(tmp_path, Files()).headers(["a/.zarray"])
 
 
 @pytest.mark.parametrize("shape", [[2**40, 2**40], [2**61]])
@@ -273,7 +273,7 @@ def test_an_absent_chunk_with_fill_is_told(tmp_path: Path) -> None:
     tensor = opened(folder, fill_value=2.5)
     assert np.array_equal(tensor.read(), np.concatenate([values[:2], np.full((2, 4), 2.5, np.float32)]))
     stated = parse_zarray(json.dumps(header((4, 4), (2, 4)) | {"fill_value": 2.5}).encode(), "here")
-    assert absent_chunks(FolderStore.of(tmp_path, Files()), "a", stated) == ["1.0"]
+    assert absent_chunks(FolderStore(tmp_path, Files()), "a", stated) == ["1.0"]
     nan = parse_zarray(json.dumps(header((4, 4), (2, 4)) | {"fill_value": "NaN"}).encode(), "here")
     assert nan.fill is not None
     assert math.isnan(nan.fill)
@@ -283,7 +283,7 @@ def test_an_absent_chunk_with_fill_is_told(tmp_path: Path) -> None:
 def test_absurd_fill_is_refused(tmp_path: Path, shape: tuple[int, ...], chunk: tuple[int, ...]) -> None:
     stated = Header(shape, chunk, DTYPES["float32"], "gzip", fill=0.0)
     with pytest.raises(RefusedError):
-        absent_chunks(FolderStore.of(tmp_path, Files()), "a", stated)
+        absent_chunks(FolderStore(tmp_path, Files()), "a", stated)
 
 
 def test_links_that_lead_out_are_refused(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_links_that_lead_out_are_refused(tmp_path: Path) -> None:
     own = write_array(inside / "own", array(4), (4,))
     (own / "0").unlink()
     (own / "0").symlink_to(outside / "0")
-    store = FolderStore.of(inside, Files())
+    store = FolderStore(inside, Files(checkpoint=inside))
     for key in ("folder/.zarray", "folder/0", "own/0"):
         with pytest.raises(RefusedError, match="leads out"):
             store.value(key)
@@ -309,7 +309,7 @@ def test_links_that_stay_inside_are_followed(tmp_path: Path) -> None:
     (folder / "0").symlink_to("../blob")
     (tmp_path / "run").symlink_to(".", target_is_directory=True)
     assert np.array_equal(opened(folder).read(), values)
-    assert FolderStore.of(tmp_path / "run", Files()).value("a/0") is not None
+    assert FolderStore(tmp_path / "run", Files()).value("a/0") is not None
 
 
 @pytest.mark.parametrize(
@@ -317,19 +317,19 @@ def test_links_that_stay_inside_are_followed(tmp_path: Path) -> None:
 )
 def test_keys_that_leave_the_store(tmp_path: Path, key: str) -> None:
     with pytest.raises(RefusedError):
-        FolderStore.of(tmp_path, Files()).value(key)
+        FolderStore(tmp_path, Files()).value(key)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(RefusedError):
-        FolderStore.of(tmp_path, Files()).value("pipe")
-    assert FolderStore.of(tmp_path, Files()).value("gone/0") is None
+        FolderStore(tmp_path, Files()).value("pipe")
+    assert FolderStore(tmp_path, Files()).value("gone/0") is None
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     folder = write_array(tmp_path / "a", array(4), (4,), None)
-    value = FolderStore.of(tmp_path, Files()).value("a/0")
+    value = FolderStore(tmp_path, Files()).value("a/0")
     assert value is not None
     (folder / "0").write_bytes(b"")
     with pytest.raises(CorruptError, match="ends before"):
@@ -375,9 +375,7 @@ def test_chunked_writing_is_read_by_tensorstore(
     theirs = ts.open(spec).result().read().result()
     assert stage.streamed["t"] == values.tobytes()
     assert theirs.tobytes() == values.tobytes()
-    assert (
-        open_array(FolderStore.of(tmp_path, Files()), "a", stated, "t").read().tobytes() == values.tobytes()
-    )
+    assert open_array(FolderStore(tmp_path, Files()), "a", stated, "t").read().tobytes() == values.tobytes()
 
 
 def test_a_part_of_a_small_chunk_is_checked_to_its_end(tmp_path: Path) -> None:
@@ -450,7 +448,7 @@ def test_a_database_with_links_out_is_refused(tmp_path: Path) -> None:
     data.rename(tmp_path / "elsewhere")
     data.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RefusedError, match="leads out"):
-        open_store(folder, Files())
+        open_store(folder, Files(checkpoint=folder))
 
 
 def test_addresses_are_refused_with_a_remedy() -> None:

@@ -29,7 +29,7 @@ def opened(folder: Path, **changes: Any) -> Stored:
     """Opens an array through its own header, some of it changed."""
     data = json.loads((folder / "zarr.json").read_text()) | changes
     header = parse_zarr_json(json.dumps(data).encode(), "here")
-    return open_array(FolderStore.of(folder.parent, Files()), folder.name, header, "tensor")
+    return open_array(FolderStore(folder.parent, Files()), folder.name, header, "tensor")
 
 
 def array(*shape: int) -> Array:
@@ -154,7 +154,7 @@ def test_an_absent_chunk_is_damage_or_told(tmp_path: Path) -> None:
     filled[:, 2:] = 0
     assert np.array_equal(opened(folder).read(), filled)
     header = parse_zarr_json((folder / "zarr.json").read_bytes(), "here")
-    store = FolderStore.of(tmp_path, Files())
+    store = FolderStore(tmp_path, Files())
     assert absent_chunks(store, "a", header) == ["c/0/0[0,1]", "c/1/0[0,1]"]
     (folder / "c" / "1" / "0").unlink()
     assert absent_chunks(store, "a", header) == ["c/0/0[0,1]", "c/1/0[0,0]", "c/1/0[0,1]"]
@@ -217,7 +217,7 @@ def test_absurd_fill_is_refused(tmp_path: Path) -> None:
         stated = header3(tuple(shape), tuple(shard), [sharding((chunk,))])
         header = parse_zarr_json(json.dumps(stated).encode(), "here")
         with pytest.raises(FormatError):
-            absent_chunks(FolderStore.of(folder.parent, Files()), "a", header)
+            absent_chunks(FolderStore(folder.parent, Files()), "a", header)
 
 
 def test_the_shards_of_these_tests_are_those_of_tensorstore(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ class Dcp:
             FormatError: Metadata or pieces don't follow the format or can't be trusted.
         """
         place, number, steps = step_folder(path, step, METADATA, "checkpoint of torch.distributed.checkpoint")
-        with opening(budget) as files:
+        with opening(path, budget) as files:
             folder = open_folder(place, files)
             tree = tree_of(folder.contents.paths, folder.values, f"{place / METADATA}")
             return folder.checkpoint(self.name, tree, number, steps)

@@ -73,7 +73,7 @@ class DcpSafetensors:
         if name is None or step is not None:
             asked = f"step {step}" if step is not None else None
             raise NotFoundError("There is no such checkpoint.", place=path, found=asked)
-        with opening(budget) as files:
+        with opening(path, budget) as files:
             whole = open_model(path, name, files)
             model = {key: one for key, one in whole.tensors.items() if not key.startswith(PREFIX)}
             slots = {key.removeprefix(PREFIX): one for key, one in whole.tensors.items() if key not in model}

@@ -63,7 +63,7 @@ class FlaxFile:
             FormatError: The file doesn't follow the format or can't be trusted.
         """
         step_folder = find_step(path, step, "flax")
-        with opening(budget) as files:
+        with opening(path, budget) as files:
             source = files.source(step_folder.path)
             tree = _with_tensors(parse(source), (), source.place)
             if not isinstance(tree, dict):

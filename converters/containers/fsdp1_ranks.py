@@ -65,7 +65,7 @@ class FsdpRanks:
                 "There are no files of ranks.", place=path, expected="rank0.pt ...", found=asked
             )
         entries = sorted((entry for entry in path.iterdir() if _RANK.fullmatch(entry.name)), key=_number)
-        with opening(budget) as files:
+        with opening(path, budget) as files:
             ranks = [open_torch(file, files).tree for file in entries[:MAX_RANKS]]
             _check(path, [_number(file) for file in entries], ranks)
             tree = named(_joined(path, ranks))

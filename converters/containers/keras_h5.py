@@ -62,7 +62,7 @@ class KerasH5:
             RefusedError: It wants values of other files, or filters that aren't allowed.
         """
         refuse_step(path, step)
-        with opening(budget) as files:
+        with opening(path, budget) as files:
             opened = open_hdf5(as_file(files.source(path)), f"{path}")
             files.on_close(opened.close)
             proof = documents(opened.tree, path)

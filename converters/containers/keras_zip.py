@@ -76,7 +76,7 @@ class KerasZip:
             FormatError: A member is missing, or no JSON.
         """
         refuse_step(path, step)
-        with opening(budget) as files:
+        with opening(path, budget) as files:
             file = files.source(path)
             members = _members(file)
             missing = [name for name in (CONFIG, WEIGHTS) if name not in members]

@@ -73,7 +73,7 @@ class Megatron:
             FormatError: Metadata or pieces don't follow the format or can't be trusted.
         """
         place, number, steps = step_folder(path, step, _CONFIG, "checkpoint of Megatron-Core")
-        with opening(budget) as files:
+        with opening(path, budget) as files:
             _backend(place, files)
             common = read_object(files.source(place / _COMMON_FILE))
             folder = open_folder(place, files)

@@ -227,7 +227,7 @@ class MXNet:
             FormatError: The files break their formats.
         """
         pair = find_pair(path, step)
-        with opening(budget) as files:
+        with opening(path, budget) as files:
             tree, notes = _tree(pair, files)
             first, *others = pair.files  # the number in their names is an epoch as often as a step
             proof = proof_beside(first, tensor_names(tree), files, others=others)

@@ -59,7 +59,7 @@ class StatekitFolder:
             FormatError: Manifest, tree or shards break the format.
             CorruptError: Files or tensors aren't those that were written.
         """
-        with opening(budget) as files:
+        with opening(path, budget) as files:
             manifest = require_manifest(path, files)
             number = manifest["target"].get("step")
             check_step(step, number, path)

@@ -234,7 +234,7 @@ def step_checkpoint(
         findings: What was odd.
         files: Its open files, closed with it.
     """
-    gin, gin_findings = gin_settings(step_folder.path)
+    gin, gin_findings = gin_settings(step_folder.path, files)
     proof = proof_beside(step_folder.path, tensor_names(tree), files, step_folder.step)
     beside = files_beside(step_folder.path, known) if step_folder.path.is_dir() else []
     around = {"steps": list(step_folder.steps), FILES_BESIDE: beside, "gin": gin}
@@ -269,7 +269,7 @@ def files_beside(folder: Path, known: set[str]) -> list[str]:
     return names
 
 
-def gin_settings(step: Path) -> tuple[dict[str, Any], tuple[Finding, ...]]:
+def gin_settings(step: Path, files: Files) -> tuple[dict[str, Any], tuple[Finding, ...]]:
     """Reads the gin file in a step's folder or in its run's.
 
     Returns:
@@ -281,7 +281,7 @@ def gin_settings(step: Path) -> tuple[dict[str, Any], tuple[Finding, ...]]:
     if path is None:
         return {}, ()
     try:
-        text = read_text(path)
+        text = read_text(path, files)
         settings = read_gin(text, path)
         schedule = read_gin_call(text, path, "learning_rate_fn", "create_learning_rate_scheduler")
     except StatekitError as error:

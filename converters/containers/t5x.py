@@ -73,10 +73,10 @@ class T5XFolder:
         """
         step_folder = find_step(path, step, "legacy")
         index = step_folder.path if step_folder.path.is_file() else step_folder.path / INDEX
-        with opening(budget) as files:
+        with opening(path, budget) as files:
             wrapper = parse(files.source(index))
             version = _version(wrapper, index)
-            arrays = Arrays(FolderStore.of(index.parent, files), bf16_as_uint16=version < VERSION)
+            arrays = Arrays(FolderStore(index.parent, files), bf16_as_uint16=version < VERSION)
             tree, findings, prefixes = arrays.with_tensors(wrapper["optimizer"])
             unread = [key for key in wrapper if key not in ("version", "optimizer")]
             findings += tuple(

@@ -90,8 +90,8 @@ class TFBundle:
             CorruptError: The index doesn't fit its checksums, or data files are missing or too short.
             FormatError: It breaks the format.
         """
-        prefix = _prefix(path, step)
-        with opening(budget) as files:
+        with opening(path, budget) as files:
+            prefix = _prefix(path, step, files)
             index = _index(prefix, files)
             shards = _Shards(prefix, parse_header(index.pop(b"", b""), f"{prefix}.index"), files)
             tree = _tree(index, shards, prefix)
@@ -171,10 +171,10 @@ class _Shards:
             )
 
 
-def _prefix(path: Path, step: int | None) -> Path:
+def _prefix(path: Path, step: int | None, files: Files | None = None) -> Path:
     """Finds the prefix that a path means."""
     if path.is_dir():
-        return _in_folder(path, step)
+        return _in_folder(path, step, files)
     if path.name.endswith(".index"):
         path = path.with_name(path.name[: -len(".index")])
     elif shard := re.fullmatch(r"(.+)\.data-\d{5}-of-\d{5}", path.name, re.DOTALL):
@@ -185,12 +185,12 @@ def _prefix(path: Path, step: int | None) -> Path:
     return path
 
 
-def _in_folder(folder: Path, step: int | None) -> Path:
+def _in_folder(folder: Path, step: int | None, files: Files | None) -> Path:
     prefixes = {p.name[: -len(".index")]: _number(p.with_suffix("")) for p in sorted(folder.glob("*.index"))}
     if step is not None:
         names = [name for name, number in prefixes.items() if number == step]
     else:
-        newest = _newest(folder)
+        newest = _newest(folder, files)
         names = [newest] if newest in prefixes else list(prefixes)
         if len(names) > 1:
             names.sort(key=lambda name: (prefixes[name] is None, prefixes[name]))
@@ -207,11 +207,13 @@ def _in_folder(folder: Path, step: int | None) -> Path:
     return folder / names[0]
 
 
-def _newest(folder: Path) -> str | None:
+def _newest(folder: Path, files: Files | None) -> str | None:
     """Returns what the text file `checkpoint` names, by its last part: the folder may have moved."""
     path = folder / STATE_FILE
+    if files is not None:
+        files.links.check(path)
     try:
-        match = _NEWEST.search(read_small(path, limit=_STATE_BYTES))
+        match = _NEWEST.search(read_small(path, files, _STATE_BYTES))
     except StatekitError:
         return None
     return match[1].decode("utf-8", "replace").rpartition("/")[2] if match else None

@@ -73,7 +73,7 @@ class TorchFile:
                 found=f"step {step}",
                 remedy="name the file of that step",
             )
-        with opening(budget) as files:
+        with opening(path, budget) as files:
             return replace(open_torch(path, files), on_close=files.close)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:

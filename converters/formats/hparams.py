@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.errors import FormatError, UsageError
-from statekit.files.source import read_small
+from statekit.files.source import Files, read_small
 
 MAX_BYTES = 2**20
 """The largest file or value that is read, in bytes."""
@@ -171,14 +171,18 @@ def _file_settings(path: Path, configurable: str) -> Settings:
     return Settings(values)
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, files: Files | None = None) -> str:
     """Reads a small text file.
+
+    Args:
+        path: The file.
+        files: Those of the checkpoint that it belongs to; None if the user named it.
 
     Raises:
         NotFoundError: No such file.
         FormatError: It is no regular file, larger than 1 MiB, or not UTF-8.
     """
-    data = read_small(path, limit=MAX_BYTES)
+    data = read_small(path, files, MAX_BYTES)
     try:
         return data.decode()
     except ValueError as error:

@@ -63,6 +63,7 @@ class Hints:
         optimizer_key: Path of the optimizer's part; found if None.
         names_from: Where else the order of parameters shall be taken from, a way that the layout offers: `config`.
         accept_damaged: Whether to go on with a checkpoint that its manifest contradicts.
+        follow_links: Whether to read what links out of it lead to.
     """
 
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
@@ -73,6 +74,7 @@ class Hints:
     optimizer_key: str | None = None
     names_from: str | None = None
     accept_damaged: bool = False
+    follow_links: bool = False
 
     @classmethod
     def given(
@@ -86,6 +88,7 @@ class Hints:
         optimizer_key: str | None = None,
         names_from: str | None = None,
         accept_damaged: bool = False,
+        follow_links: bool = False,
     ) -> Hints:
         """Returns hints as a caller gives them: any sequence of names, and None for what isn't said.
 
@@ -102,6 +105,7 @@ class Hints:
             optimizer_key,
             names_from,
             accept_damaged,
+            follow_links,
         )
 
     def keyed(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -227,7 +231,8 @@ class Container(Protocol):
     def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses headers and returns the checkpoint; of a run's folder, the newest step or the given one.
 
-        Files are read through `statekit.files.source`, which draws on `budget`, the job's; None if this is all of it.
+        Files are read through `statekit.files.source.opening`, which refuses links out of `path`, and draws on
+        `budget`, the job's; None if this is all of it.
 
         Raises:
             NotFoundError: No checkpoint, or no such step.

@@ -246,8 +246,10 @@ def inspect(
             layout, why = chosen_layout(checkpoint, request.layout)
             state = registry.decoded(layout, checkpoint, request.hints)
         except (UnknownFormatError, StateError) as error:
-            unsaid = replace(request.hints, model_key=None, optimizer_key=None, accept_damaged=False)
-            if request.layout or unsaid != Hints():
+            of_files = Hints(
+                accept_damaged=request.hints.accept_damaged, follow_links=request.hints.follow_links
+            )
+            if request.layout or replace(request.hints, model_key=None, optimizer_key=None) != of_files:
                 raise
             return _native(opened, checkpoint, error, request, on_progress)
         named = replace(opened, layout=Choice(layout.name, layout.title, why.because))

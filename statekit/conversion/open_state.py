@@ -215,7 +215,7 @@ def open_state(
         StateError: The names break the layout.
     """
     named, seen, layout = chosen_container(path, container, layout)
-    budget = Budget()
+    budget = Budget(follow_links=hints.follow_links)
     checkpoint = registry.opened(named, path, step, hints, budget)
     try:
         meaning, why = chosen_layout(checkpoint, layout)

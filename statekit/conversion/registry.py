@@ -191,6 +191,7 @@ def opened(
         NotFoundError, FormatError: It can't be opened.
         CorruptError: It isn't what its manifest says, as far as opening looks.
     """
+    budget = budget or Budget(follow_links=hints.follow_links)
     checkpoint = hints.keyed(container.open(path, step, budget))
     try:
         if not hints.accept_damaged:

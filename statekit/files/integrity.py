@@ -86,7 +86,7 @@ def proof_beside(
             if not entries:
                 continue
         stated = manifest["target"].get("step")
-        faults = [(what, f"{folder / name}") for what, name in file_faults(folder, entries)]
+        faults = [(what, f"{folder / name}") for what, name in file_faults(folder, entries, files)]
         faults += tensor_faults(manifest, tensors)
         if None not in (step, stated) and step != stated:
             faults.append((f"is of step {step}, in the manifest {stated}", f"{path}"))

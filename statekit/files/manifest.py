@@ -148,7 +148,7 @@ def require_manifest(
     path = folder / FILE
     manifest = parse(read_small(path, files), path)
     check_inside(folder, manifest)
-    faults = Faults(file_faults(folder, manifest["files"]))
+    faults = Faults(file_faults(folder, manifest["files"], files))
     faults.check(
         CorruptError,
         "The files of a checkpoint aren't those that were written",
@@ -222,27 +222,37 @@ def check_inside(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def file_faults(
-    folder: Path, entries: Mapping[str, Mapping[str, Any]], *, whole: bool = False
+    folder: Path,
+    entries: Mapping[str, Mapping[str, Any]],
+    files: Files | None = None,
+    *,
+    whole: bool = False,
 ) -> list[tuple[str, str]]:
     """Compares files with their entries in a manifest; returns what differs, as what and the file's name.
 
     Args:
         folder: Where the files lie.
         entries: The entries by name.
+        files: Those of the checkpoint that is opened, by whose links they may be reached.
         whole: Whether large files are digested too, and not only compared in size.
+
+    Raises:
+        RefusedError: A file lies behind a link out of the checkpoint.
     """
-    faults = ((_file_fault(folder / name, entry, whole), name) for name, entry in entries.items())
+    with Files() as opened:
+        by = files or opened
+        faults = [(_file_fault(folder / name, entry, by, whole), name) for name, entry in entries.items()]
     return [(fault, name) for fault, name in faults if fault]
 
 
-def _file_fault(path: Path, entry: Mapping[str, Any], whole: bool) -> str:
+def _file_fault(path: Path, entry: Mapping[str, Any], files: Files, whole: bool) -> str:
+    files.links.check(path)  # no fault of the file, and said with its own remedy
     try:
-        with Files() as files:
-            source = files.source(path)
-            if source.size != entry["bytes"]:
-                return f"has {source.size} bytes, expected {entry['bytes']}"
-            if (whole or source.size <= SMALL_BYTES) and source_digest(source) != entry["blake3"]:
-                return f"was changed: it isn't the file with BLAKE3 {entry['blake3'][:16]}..."
+        source = files.source(path)
+        if source.size != entry["bytes"]:
+            return f"has {source.size} bytes, expected {entry['bytes']}"
+        if (whole or source.size <= SMALL_BYTES) and source_digest(source) != entry["blake3"]:
+            return f"was changed: it isn't the file with BLAKE3 {entry['blake3'][:16]}..."
     except (NotFoundError, FormatError) as error:
         return error.subject
     return ""

@@ -29,6 +29,7 @@ import numpy as np
 from blake3 import blake3
 
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, UsageError
+from statekit.files.links import Links
 from statekit.tensors.tensor import Array
 
 MOST_OPEN = 64
@@ -50,10 +51,16 @@ class Limits:
 
 
 class Budget:
-    """What a job has taken of its limits. Made once for a job, which may open several checkpoints, by any thread."""
+    """What a job has taken of its limits. Made once for a job, which may open several checkpoints, by any thread.
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    Args:
+        limits: What it may take.
+        follow_links: Whether it may read what links out of its checkpoints lead to (statekit/files/links.py).
+    """
+
+    def __init__(self, limits: Limits | None = None, *, follow_links: bool = False) -> None:
         self.limits = limits or Limits()
+        self.follow_links = follow_links
         self._held = 0
         self._lock = threading.Lock()
 
@@ -197,15 +204,20 @@ def bytes_at(source: Source, start: int, count: int) -> bytes:
     return source.read(start, count).tobytes()
 
 
-def first_bytes(path: Path, count: int) -> bytes:
+def first_bytes(path: Path, count: int, files: Files | None = None) -> bytes:
     """Reads the first bytes of a file, fewer where it has fewer; for telling formats apart.
+
+    Args:
+        path: The file.
+        count: How many bytes.
+        files: Those of the checkpoint that it belongs to, if it is being opened.
 
     Raises:
         NotFoundError: There is no such file.
         FormatError: It can't be read, or is no regular file.
     """
-    with Files() as files:
-        source = files.source(path)
+    with Files() as opened:
+        source = (files or opened).source(path)
         return bytes_at(source, 0, min(count, source.size))
 
 
@@ -280,10 +292,12 @@ class Files:
 
     Args:
         budget: The job's; a new one if this checkpoint is the whole job.
+        checkpoint: What is opened, which links may not lead out of; None for a file that is read by itself.
     """
 
-    def __init__(self, budget: Budget | None = None) -> None:
+    def __init__(self, budget: Budget | None = None, checkpoint: Path | None = None) -> None:
         self.budget = budget or Budget()
+        self.links = Links(checkpoint, self.budget.follow_links)
         self._open: OrderedDict[Path, _Descriptor] = OrderedDict()
         self._lock = threading.Lock()
         self._closed = False
@@ -296,9 +310,10 @@ class Files:
         Raises:
             NotFoundError: There is no such file.
             FormatError: It can't be looked at.
-            RefusedError: It is a folder, a device, a FIFO or a socket.
+            RefusedError: It is a folder, a device, a FIFO or a socket, or lies behind a link out of the checkpoint.
         """
         with reading(path):
+            self.links.check(path)
             facts = path.stat()
         _check_regular(path, facts)
         return File(path, facts.st_size, (facts.st_dev, facts.st_ino), self)
@@ -376,13 +391,14 @@ def _check_regular(path: Path, facts: os.stat_result) -> None:
 
 
 @contextmanager
-def opening(budget: Budget | None = None) -> Iterator[Files]:
+def opening(checkpoint: Path | None = None, budget: Budget | None = None) -> Iterator[Files]:
     """Gives the files of a checkpoint that is being opened; closes them only if that fails.
 
     Args:
+        checkpoint: What is opened, as the user gave it; None for a file that is read by itself.
         budget: The job's.
     """
-    files = Files(budget)
+    files = Files(budget, checkpoint)
     try:
         yield files
     except BaseException:

@@ -46,6 +46,7 @@ def load_optimizer(
     names_from: Literal["config"] | None = None,
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
     **overrides: Any,
 ) -> tuple[optax.GradientTransformation, Any]:
     """Builds the optimizer that a checkpoint records, and loads its state by parameter name.
@@ -68,6 +69,7 @@ def load_optimizer(
             without weights; it needs statekit[hf].
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names, as in its configuration.
+        follow_links: Whether to read what links out of the checkpoint lead to.
         **overrides: Hyperparameters for every group, e.g. `clipping_threshold=None`; `step_offset="reset"` lets the
             second moment's decay start anew, as finetuning does. What can be overridden is the law that
             `statekit.dropin.overrides.overridden` states.
@@ -82,9 +84,8 @@ def load_optimizer(
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    with open_state(
-        Path(path), step=step, hints=Hints.given(hparams, variant, param_names, names_from=names_from)
-    ) as opened:
+    hints = Hints.given(hparams, variant, param_names, names_from=names_from, follow_links=follow_links)
+    with open_state(Path(path), step=step, hints=hints) as opened:
         state = as_params(opened.state)[0]
         require_resumable(state, path, HOME, MAKERS)
         state = renamed(state, names or {}, path)
@@ -183,6 +184,7 @@ def load_params(
     names_from: Literal["config"] | None = None,
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
 ) -> Any:
     """Returns a checkpoint's parameters in the place of others, by name, laid out over devices as they are.
 
@@ -196,15 +198,15 @@ def load_params(
         names_from: As in `load_optimizer`.
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names.
+        follow_links: As in `load_optimizer`.
 
     Raises:
         StateError: Parameters are missing on either side, or of other shapes or narrower dtypes; lists every one.
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    with open_state(
-        Path(path), step=step, hints=Hints.given(hparams, None, param_names, names_from=names_from)
-    ) as opened:
+    hints = Hints.given(hparams, None, param_names, names_from=names_from, follow_links=follow_links)
+    with open_state(Path(path), step=step, hints=hints) as opened:
         leaves = leaves_of(params)
         state = renamed(as_params(opened.state)[0], names or {}, path)
         stored, dtypes = state.params, {path_of(name): leaf.dtype for name, leaf in leaves.by_name.items()}

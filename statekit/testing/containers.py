@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -26,10 +27,11 @@ import numpy as np
 from statekit.conversion.contracts import Container
 from statekit.errors import StatekitError
 from statekit.files.checkpoint import Checkpoint
+from statekit.files.source import Budget
 from statekit.tensors.tensor import DTYPES, Index, Tensor, chunks, in_memory, nbytes, whole
 from statekit.tensors.tree import Tree, to_json, walk
 from statekit.testing.container_trials import Contents, Trial
-from statekit.testing.damage import Damage, damages, files_of, poisons, restored, within_budget
+from statekit.testing.damage import Damage, as_link, damages, files_of, poisons, restored, within_budget
 from statekit.testing.trees import mapped
 
 LEAST = 16
@@ -247,8 +249,7 @@ def notices_damage(trial: Trial) -> None:
                 damage.apply(file)
                 outcome = _outcome(trial.container, trial.path)
             if not _noticed(trial, file, damage, outcome, sound):
-                what = f"{outcome!r}" if isinstance(outcome, BaseException) else _unlike(outcome, sound)
-                broken.append(f"{trial.name_of(file)} {damage.what}: {what}")
+                broken.append(f"{trial.name_of(file)} {damage.what}: {_told(outcome, sound)}")
     assert not broken, f"{len(broken)} damages:\n" + "\n".join(broken[:20])
 
 
@@ -263,6 +264,58 @@ def _noticed(
         return _may_change(trial, file)
     less = outcome.values.items() <= sound.values.items()
     return damage.loses and less and _matches(trial.name_of(file), trial.sample.optional)
+
+
+def stays_inside(trial: Trial) -> None:
+    """A link out of the checkpoint is refused by its name, unless links shall be followed; a device is, even then.
+
+    What a checkpoint can do without may be passed over, and its own path may be a link.
+    """
+    sound, broken = trial.contents, []
+    for number, file in enumerate(file for file in trial.victims if file != trial.path):
+        data, elsewhere = file.read_bytes(), trial.work / f"elsewhere {number}"
+        elsewhere.write_bytes(data)
+        with restored(file, data):
+            file.unlink()
+            missing = _outcome(trial.container, trial.path)
+            file.symlink_to(elsewhere)
+            outcome = _outcome(trial.container, trial.path)
+            if not (_says_link(outcome, file) or _same(outcome, missing)):
+                broken.append(f"a link as {trial.name_of(file)}: {_told(outcome, sound)}")
+            outcome = _outcome(trial.container, trial.path, Budget(follow_links=True))
+            if not _same(outcome, sound):
+                broken.append(f"followed as {trial.name_of(file)}: {_told(outcome, sound)}")
+            as_link(file, Path("/dev/zero"))
+            outcome = _outcome(trial.container, trial.path, Budget(follow_links=True))
+            if not (isinstance(outcome, StatekitError) or _same(outcome, missing)):
+                broken.append(f"a device as {trial.name_of(file)}: {_told(outcome, sound)}")
+    assert not broken, f"{len(broken)} links:\n" + "\n".join(broken[:20])
+
+
+def _says_link(outcome: Contents | BaseException, file: Path) -> bool:
+    if isinstance(outcome, StatekitError):
+        return "leads out" in str(outcome) and str(file) in str(outcome)
+    return isinstance(outcome, Contents) and any("leads out" in finding for finding in outcome.findings)
+
+
+def _same(outcome: Contents | BaseException, other: Contents | BaseException) -> bool:
+    if not (isinstance(outcome, Contents) and isinstance(other, Contents)):
+        return False
+    return (outcome.values, outcome.view) == (other.values, other.view)
+
+
+def is_read_in_hugging_faces_cache(trial: Trial) -> None:
+    """In a snapshot of Hugging Face's cache every file is a link to a blob, and is read."""
+    repository = trial.work / "models--owner--name"
+    (repository / "blobs").mkdir(parents=True)
+    snapshot = repository / "snapshots" / "0123456789abcdef"
+    for number, file in enumerate(files_of(trial.root)):
+        blob, link = repository / "blobs" / f"{number:040}", snapshot / file.relative_to(trial.root.parent)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, blob)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    outcome = _outcome(trial.container, snapshot / trial.path.relative_to(trial.root.parent))
+    assert _same(outcome, trial.contents), _told(outcome, trial.contents)
 
 
 def runs_no_code(trial: Trial) -> None:
@@ -294,17 +347,19 @@ LAWS: Mapping[str, Law] = {
         comes_back_as_written,
         writes_the_same_twice,
         notices_damage,
+        stays_inside,
+        is_read_in_hugging_faces_cache,
         runs_no_code,
     )
 }
 
 
-def _outcome(container: Container, path: Path) -> Contents | BaseException:
+def _outcome(container: Container, path: Path, budget: Budget | None = None) -> Contents | BaseException:
     """Detects, opens and reads a checkpoint; returns what it holds, or the error that says why not."""
     try:
         with within_budget():
             container.detect(path)
-            with container.open(path) as opened:
+            with container.open(path, budget=budget) as opened:
                 return Contents.of(opened)
     except KeyboardInterrupt:
         raise
@@ -318,6 +373,10 @@ def _may_change(trial: Trial, file: Path) -> bool:
 
 def _matches(name: str, globs: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def _told(outcome: Contents | BaseException, sound: Contents) -> str:
+    return f"{outcome!r}" if isinstance(outcome, BaseException) else _unlike(outcome, sound)
 
 
 def _unlike(contents: Contents, sound: Contents) -> str:

@@ -8,6 +8,7 @@ import pickletools
 import resource
 import shutil
 import signal
+import stat
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,9 +58,11 @@ def damages(data: bytes, places: int) -> Iterator[Damage]:
     yield Damage("is missing", Path.unlink, loses=True)
     yield Damage("is empty", lambda path: path.write_bytes(b""))
     yield Damage("is a folder", _as_folder, loses=True)
-    yield Damage("is a link to nothing", lambda path: _as_link(path, path.with_name("nothing")), loses=True)
-    yield Damage("is a link to itself", lambda path: _as_link(path, path), loses=True)
+    yield Damage("is a link to nothing", lambda path: as_link(path, path.with_name("nothing")), loses=True)
+    yield Damage("is a link to itself", lambda path: as_link(path, path), loses=True)
     yield Damage("is a pipe", _as_pipe, loses=True)
+    yield Damage("is a socket", _as_socket, loses=True)
+    yield Damage("is a link to a device", lambda path: as_link(path, Path("/dev/zero")), loses=True)
     size = len(data)
     for length in sorted({*_spread(size, places), size - 1, 1} - {0, -1, size}):
         yield Damage(f"ends after {length} of {size} bytes", _writing(data[:length]))
@@ -100,6 +103,12 @@ def _poisoned_zip(data: bytes, call: bytes) -> Iterator[bytes]:
                 for info, part in members:
                     archive.writestr(info.filename, changed if info is victim else part)
             yield output.getvalue()
+
+
+def as_link(path: Path, target: Path) -> None:
+    """Puts a link in the place of a file."""
+    path.unlink()
+    path.symlink_to(target)
 
 
 @contextmanager
@@ -160,11 +169,11 @@ def _as_folder(path: Path) -> None:
     path.mkdir()
 
 
-def _as_link(path: Path, target: Path) -> None:
-    path.unlink()
-    path.symlink_to(target)
-
-
 def _as_pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
+
+
+def _as_socket(path: Path) -> None:
+    path.unlink()
+    os.mknod(path, stat.S_IFSOCK | 0o600)

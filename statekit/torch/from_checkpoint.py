@@ -65,6 +65,7 @@ def load_optimizer(
     names_from: Literal["config"] | None = None,
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
     **overrides: Any,
 ) -> torch.optim.Optimizer:
     """Builds the optimizer that a checkpoint records, and loads its state by parameter name.
@@ -90,6 +91,7 @@ def load_optimizer(
             has it if None.
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names, as in its configuration.
+        follow_links: Whether to read what links out of the checkpoint lead to.
         **overrides: Hyperparameters for every group, e.g. `clipping_threshold=None`; `step_offset="reset"` lets the
             second moment's decay start anew, as finetuning does. What can be overridden is the law that
             `statekit.dropin.overrides.overridden` states.
@@ -109,7 +111,7 @@ def load_optimizer(
         if fault := rate_fault(rate):
             raise UsageError("This can't be a learning rate.", place="lr", found=fault)
     pairs = _pairs(named_parameters)
-    hints = _hints(pairs, names or {}, param_names, names_from, hparams, variant)
+    hints = _hints(pairs, names or {}, param_names, names_from, hparams, variant, follow_links)
     with open_state(Path(path), step=step, hints=hints) as opened:
         state = as_params(opened.state)[0]
         require_resumable(state, path, HOME, MAKERS)
@@ -175,6 +177,7 @@ def load_params(
     names_from: Literal["config"] | None = None,
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
 ) -> None:
     """Copies a checkpoint's parameters into a model, by name, in place; nothing is copied unless all fit.
 
@@ -189,13 +192,15 @@ def load_params(
         names_from: As in `load_optimizer`.
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names.
+        follow_links: As in `load_optimizer`.
 
     Raises:
         StateError: Parameters are missing on either side, or of other shapes or narrower dtypes; lists every one.
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    hints = _hints(list(model.named_parameters()), names or {}, param_names, names_from, hparams, None)
+    pairs = list(model.named_parameters())
+    hints = _hints(pairs, names or {}, param_names, names_from, hparams, None, follow_links)
     with open_state(Path(path), step=step, hints=hints) as opened:
         state = renamed(as_params(opened.state)[0], names or {}, path)
         for target, source in _fitted(state, opened.makers, model, path):
@@ -255,6 +260,7 @@ def _hints(
     names_from: str | None,
     hparams: Mapping[str, Any] | None,
     variant: str | None,
+    follow_links: bool,
 ) -> Hints:
     """Returns what the caller says of a checkpoint, the parameters that it has for it among that."""
     theirs = {path_of(mine): name for mine, name in names.items()}
@@ -262,7 +268,9 @@ def _hints(
         name: Stored(tuple(param.shape), dtype_of(param), _no_values(name), name, "the model")
         for name, param in ((theirs.get(path_of(n), n), p) for n, p in pairs if p.requires_grad)
     }
-    return Hints.given(hparams, variant, param_names, model=model, names_from=names_from)
+    return Hints.given(
+        hparams, variant, param_names, model=model, names_from=names_from, follow_links=follow_links
+    )
 
 
 def _no_values(name: str) -> Callable[[object], Array]:

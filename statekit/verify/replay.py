@@ -119,12 +119,14 @@ class Subject:
         start: From the native checkpoint, or from fresh slots.
         checkpoint: Another checkpoint to start from; it must hold the same state.
         changes: Canonical hyperparameters that our side uses instead of the recorded ones.
+        follow_links: Whether to read what links out of the checkpoint lead to.
     """
 
     recording: Recording
     start: Start = "checkpoint"
     checkpoint: Path | None = None
     changes: Mapping[str, Any] | None = None
+    follow_links: bool = False
 
     @property
     def first(self) -> int:
@@ -170,14 +172,15 @@ class Subject:
             self.recording.system,
         )
         if self.checkpoint is None and system not in HINTED:
-            with native_state(path, self._said(update)) as state:
+            with native_state(path, self._said(update), self.follow_links) as state:
                 yield state
             return
-        with open_state(path, hints=Hints()) as bare:
+        with open_state(path, hints=Hints(follow_links=self.follow_links)) as bare:
             if bare.layout != system:
                 yield bare.state
                 return
-        with open_state(path, hints=self.recording.hints(update)) as opened:
+        hints = replace(self.recording.hints(update), follow_links=self.follow_links)
+        with open_state(path, hints=hints) as opened:
             yield opened.state
 
     def _said(self, update: int) -> TrainState:

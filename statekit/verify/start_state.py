@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def native_state(path: Path, said: TrainState) -> Iterator[TrainState]:
+def native_state(path: Path, said: TrainState, follow_links: bool = False) -> Iterator[TrainState]:
     """Opens a checkpoint and yields its state, moved as a recorded state says.
 
     Names may have a prefix in the file, such as the attribute that a Lightning module holds its network in; parameters
@@ -28,11 +28,12 @@ def native_state(path: Path, said: TrainState) -> Iterator[TrainState]:
     Args:
         path: The checkpoint.
         said: A recorded state of the run: its groups, hyperparameters, rules and names count.
+        follow_links: Whether to read what links out of the checkpoint lead to.
 
     Raises:
         StateError: The file makes no state, even with the names of its parameters.
     """
-    with _opened(path, said) as opened:
+    with _opened(path, said, follow_links) as opened:
         state = _moved(_renamed(opened.state, said), said)
         moved = {path for group in state.optimizer.groups for path in group.paths}
         params = {
@@ -54,16 +55,16 @@ def told(state: TrainState, said: TrainState) -> TrainState:
     return replace(state, optimizer=replace(said.optimizer, groups=groups), rules=said.rules)
 
 
-def _opened(path: Path, said: TrainState) -> OpenState:
+def _opened(path: Path, said: TrainState, follow_links: bool) -> OpenState:
     names = tuple(name for group in said.optimizer.groups for name in group.paths)
     try:
-        opened = open_state(path, hints=Hints())
+        opened = open_state(path, hints=Hints(follow_links=follow_links))
     except StateError:  # it may only number its parameters
-        return open_state(path, hints=Hints(param_names=names))
+        return open_state(path, hints=Hints(param_names=names, follow_links=follow_links))
     if {*names} <= _renamed(opened.state, said).params.keys():
         return opened
     opened.checkpoint.close()  # it may number those of some layers
-    return open_state(path, hints=Hints(param_names=names))
+    return open_state(path, hints=Hints(param_names=names, follow_links=follow_links))
 
 
 def _renamed(state: TrainState, said: TrainState) -> TrainState:

@@ -79,11 +79,13 @@ class DeepSpeedFolder:
             CorruptError: Ranks are missing, or what they hold doesn't make up the parameters.
             FormatError: A file can't be trusted.
         """
-        folder = locate(path, step)
-        if folder is None:
-            raise NotFoundError("There is no checkpoint of DeepSpeed.", place=path, remedy="check the path")
         findings: list[Finding] = []
-        with opening(budget) as files:
+        with opening(path, budget) as files:
+            folder = locate(path, step, files)
+            if folder is None:
+                raise NotFoundError(
+                    "There is no checkpoint of DeepSpeed.", place=path, remedy="check the path"
+                )
             tree = named(_tree(folder.tag, files, findings))
         number = tree["deepspeed"].get("global_steps")
         meta = {

@@ -97,7 +97,7 @@ def _ranks(folder: Path, names: list[str], pattern: re.Pattern[str]) -> dict[tup
     return {(int(match[1] or 0), int(match[2])): folder / name for match, name in matches if match}
 
 
-def locate(path: Path, step: int | None = None) -> Located | None:
+def locate(path: Path, step: int | None = None, files: Files | None = None) -> Located | None:
     """Finds the checkpoint at a path: itself, or of a run's folder the one that `latest` names, or the given step's.
 
     Raises:
@@ -112,10 +112,10 @@ def locate(path: Path, step: int | None = None) -> Located | None:
         if number is not None:
             check_step(step, number, path)
         return Located(here)
-    return _among(path, step)
+    return _among(path, step, files)
 
 
-def _among(run: Path, step: int | None) -> Located | None:
+def _among(run: Path, step: int | None, files: Files | None) -> Located | None:
     matches = sorted((int(m[1]), bool(m[2]), e) for e in run.iterdir() if (m := _TAG.fullmatch(e.name)))
     folders: dict[int, Path] = {}
     for number, _, entry in matches:  # the ranks' own files come before the universal copy of them
@@ -128,17 +128,17 @@ def _among(run: Path, step: int | None) -> Located | None:
                 "There is no such step.", place=run, expected=step, found=", ".join(map(str, steps))
             )
         return None if tag is None else Located(tag, steps)
-    named_ = next((name for file in LATEST if (name := _latest(run / file, bool(steps)))), None)
+    named_ = next((name for file in LATEST if (name := _latest(run / file, bool(steps), files))), None)
     newest = [run / named_] if named_ else [folders[n] for n in sorted(folders, reverse=True)]
     tag = next((tag for folder in newest if (tag := tag_of(folder)) is not None), None)
     return None if tag is None else Located(tag, steps)
 
 
-def _latest(file: Path, ours: bool) -> str | None:
+def _latest(file: Path, ours: bool, files: Files | None) -> str | None:
     """Returns the name in a file; None if there is none, or one that isn't a folder's beside files that aren't ours."""
     if not file.is_file():
         return None
-    name = first_bytes(file, _MAX_TAG).decode("utf-8", "replace").strip()
+    name = first_bytes(file, _MAX_TAG, files).decode("utf-8", "replace").strip()
     if inside(name) and "/" not in name and name.isprintable():
         return name
     if ours:

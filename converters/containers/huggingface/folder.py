@@ -171,7 +171,9 @@ def write_files(stage: Stage, prefix: str, files: Mapping[str, Tensor]) -> None:
         with stage.file(f"{prefix}{name}") as output:
             for block in stage.stream(f"{FILES}/{name}", tensor):
                 output.write(block)
-        if why := _uncarried(stage.path / f"{prefix}{name}"):
+        with Files() as written:
+            why = _uncarried(stage.path / f"{prefix}{name}", written)
+        if why:
             raise RefusedError(
                 "A file that lay beside a model can't be trusted.",
                 place=f"{FILES}/{name}",
@@ -213,7 +215,7 @@ def _carried(
         if entry.name in read:
             continue
         other = entry.name in passed or _MODEL.fullmatch(entry.name)
-        why = "another file is taken for what it holds" if other else _uncarried(entry)
+        why = "another file is taken for what it holds" if other else _uncarried(entry, files)
         if why:
             findings.append(Finding(f"isn't carried: {why}", str(entry)))
         else:
@@ -228,20 +230,18 @@ def _bytes_of(source: File) -> Tensor:
     return Stored((source.size,), np.dtype(np.uint8), fetch, source.path.name, source.place)
 
 
-def _uncarried(path: Path) -> str:
+def _uncarried(path: Path, files: Files) -> str:
     """Says why a file isn't carried; "" if it is."""
-    if path.is_symlink() or not path.is_file():
-        return "it is a link, a folder or a device"
-    if path.stat().st_size > MAX_CARRIED:
-        return f"it has more than {MAX_CARRIED} bytes"
-    if not path.name.endswith(_PICKLES):
-        return ""
     try:
-        with Files() as files:
+        if files.source(path).size > MAX_CARRIED:
+            return f"it has more than {MAX_CARRIED} bytes"
+        if not path.name.endswith(_PICKLES):
+            return ""
+        with Files() as opened:
             if TORCH.detect(path) is not None:
-                open_torch(path, files)
+                open_torch(path, opened)
             else:
-                read_pickle(read_small(path, files, MAX_CARRIED), str(path))
+                read_pickle(read_small(path, opened, MAX_CARRIED), str(path))
     except StatekitError as error:
         return error.subject.rstrip(".").lower()
     return ""
@@ -363,7 +363,7 @@ class HuggingFaceFolder:
         folder = _Folder(path) if alone else self._locate(path, step)
         if folder is None:
             raise NotFoundError(f"There is no folder of {self.name}.", place=path, remedy="check the path")
-        with opening(budget) as files:
+        with opening(path, budget) as files:
             tree, meta, findings = _opened(folder.path, files)
             number = _global_step(tree)
             if number is not None:

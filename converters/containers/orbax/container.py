@@ -87,7 +87,7 @@ def open_item(folder: Path, opened: Files) -> Item:
     Raises:
         FormatError: They don't follow the format or can't be trusted.
     """
-    files = FolderStore.of(folder, opened)
+    files = FolderStore(folder, opened)
     index, stated, document = files.value(INDEX), files.value(METADATA), files.value(JSON_ITEM)
     if index is stated is None and document is not None:
         return Item(
@@ -213,7 +213,7 @@ class OrbaxFolder:
                 place=step_folder.path,
                 expected=f"an item with {METADATA}",
             )
-        with opening(budget) as files:
+        with opening(path, budget) as files:
             opened = {folder: open_item(folder, files) for folder in folders}
             _require_all(step_folder.path, {folder.name for folder in folders}, files)
             trees: dict[str, Tree] = {folder.name: item.tree for folder, item in opened.items()}
@@ -254,7 +254,7 @@ class OrbaxFolder:
 
 def _require_all(step: Path, item_names: set[str], files: Files) -> None:
     """Raises FormatError if a step says that it has an item which isn't there."""
-    stated = FolderStore.of(step, files).value(STEP_METADATA)
+    stated = FolderStore(step, files).value(STEP_METADATA)
     document = None if stated is None else strict_json(read_whole(stated, MAX_BYTES), stated.place)
     handlers = document.get("item_handlers") if isinstance(document, dict) else None
     if isinstance(handlers, dict):

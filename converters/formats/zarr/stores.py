@@ -94,50 +94,24 @@ def checked_key(key: str, place: str) -> list[str]:
 
 @dataclass(frozen=True)
 class FolderStore:
-    """Files below a folder. A symbolic link that leads out of it is refused."""
+    """Files below a folder."""
 
-    root: str
+    folder: Path
     files: Files = field(repr=False, compare=False)
-
-    @staticmethod
-    def of(folder: Path, files: Files) -> FolderStore:
-        """Returns the store of a folder, which may itself be reached through links."""
-        return FolderStore(os.path.realpath(folder), files)
 
     @property
     def place(self) -> str:
-        return self.root
+        return str(self.folder)
 
     def value(self, key: str) -> Source | None:
         try:
-            return self.files.source(Path(self._inside(key)))
+            return self.files.source(self.folder.joinpath(*checked_key(key, self.place)))
         except NotFoundError:
             return None
 
     def headers(self, keys: Sequence[str]) -> list[bytes | None]:
         values = map(self.value, keys)
         return [None if value is None else read_whole(value) for value in values]
-
-    def _inside(self, key: str) -> str:
-        path = self.root
-        for name in checked_key(key, self.root):
-            path = f"{path}/{name}"
-            if os.path.islink(path):
-                _check_link(self.root, f"{self.root}/{key}")
-                return f"{self.root}/{key}"
-        return path
-
-
-def _check_link(root: str, path: str) -> None:
-    real = os.path.realpath(path)
-    if os.path.commonpath((root, real)) != root:
-        raise RefusedError(
-            "A symbolic link leads out of the checkpoint.",
-            place=path,
-            expected=f"a file below {root}",
-            found=real,
-            remedy="if you trust it, copy the checkpoint with its links resolved: cp -rL",
-        )
 
 
 @dataclass(frozen=True)
@@ -158,14 +132,14 @@ class OcdbtStore:
         """
         import tensorstore as ts
 
+        _check_files(folder, files)
         root = os.path.realpath(folder)
-        _check_files(root)
         context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE}})
         spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{root}/"}}
         try:
-            return OcdbtStore(root, ts.KvStore.open(spec, context=context).result(), files)
+            return OcdbtStore(str(folder), ts.KvStore.open(spec, context=context).result(), files)
         except (ValueError, OSError) as error:
-            raise _damaged(root, error) from error
+            raise _damaged(str(folder), error) from error
 
     def value(self, key: str) -> Source | None:
         checked_key(key, self.place)
@@ -260,18 +234,22 @@ class _Spans:
         self.store.files.hold(count, what, f"byte {start} of {self.place}")
 
 
-def _check_files(root: str) -> None:
+def _check_files(root: Path, files: Files) -> None:
     """Checks what tensorstore, which reads whatever is there, will find below a folder."""
-    for folder, folders, files in os.walk(root):
-        for path in (f"{folder}/{name}" for name in (*folders, *files)):
-            if os.path.islink(path):
-                _check_link(root, path)
-            elif not (os.path.isfile(path) or os.path.isdir(path)):  # a pipe would be waited for
-                raise _irregular(path)
-
-
-def _irregular(path: str) -> RefusedError:
-    return RefusedError("This isn't a regular file.", place=path)
+    seen: set[str] = set()
+    for folder, folders, names in os.walk(root, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:  # a link to a folder above it
+            folders.clear()
+            continue
+        seen.add(real)
+        for name in folders:
+            files.links.check(Path(folder, name))
+        for name in names:
+            path = Path(folder, name)
+            files.links.check(path)
+            if not path.is_file():  # a pipe would be waited for
+                raise RefusedError("This isn't a regular file.", place=path)
 
 
 def _damaged(place: str, error: Exception) -> CorruptError:
@@ -291,5 +269,6 @@ def open_store(folder: Path, files: Files) -> FolderStore | OcdbtStore:
     """
     if not folder.is_dir():
         raise NotFoundError("There is no such folder.", place=folder)
-    store = OcdbtStore if (folder / "manifest.ocdbt").exists() else FolderStore
-    return store.of(folder, files)
+    if (folder / "manifest.ocdbt").exists():
+        return OcdbtStore.of(folder, files)
+    return FolderStore(folder, files)
