@@ -118,7 +118,7 @@ def open(
     return open_state(_local(path), container=container, layout=layout, step=step, hints=hints)
 
 
-def inspect(
+def inspect(  # noqa: D417 - those of `open` are named in one line
     path: _Path,
     *,
     container: str | None = None,
@@ -139,17 +139,8 @@ def inspect(
 
     Args:
         path: A checkpoint, or a run's folder.
-        container: As in `open`.
-        layout: As in `open`.
-        step: As in `open`.
-        hparams: As in `open`.
-        variant: As in `open`.
-        param_names: As in `open`.
-        names_from: As in `open`.
-        model_key: As in `open`.
-        optimizer_key: As in `open`.
-        accept_damaged: As in `open`.
-        follow_links: As in `open`.
+        container, layout, step, hparams, variant, param_names, names_from, model_key, optimizer_key, accept_damaged,
+            follow_links: As in `open`.
         filter: Glob for parameter paths and names of other tensors; `*` also matches `/`.
         stats: Whether to read all values and add norm, rms, min, max, zeros, NaN and Inf.
 
@@ -173,7 +164,7 @@ def inspect(
     return inspected(_local(path), Request(container, layout, step, hints, filter, stats))
 
 
-def plan(
+def plan(  # noqa: D417 - those of `open` are named in one line
     source: _Path,
     target: _Path,
     *,
@@ -202,14 +193,8 @@ def plan(
         to: Container of the target, or `<layout>-<container>`; by the target's name if None.
         layout: Layout of the target; the container's usual one if None.
         step: Which step of a run's folder; the newest if None.
-        hparams: As in `open`.
-        variant: As in `open`.
-        param_names: As in `open`.
-        names_from: As in `open`.
-        model_key: As in `open`.
-        optimizer_key: As in `open`.
-        accept_damaged: As in `open`.
-        follow_links: As in `open`.
+        hparams, variant, param_names, names_from, model_key, optimizer_key, accept_damaged, follow_links:
+            As in `open`.
         step_offset: `keep`; `reset`, so that the second-moment decay starts anew; or the step where it starts.
         require: The least exactness allowed.
         like: A file that Keras saved of the same model, trained or not: the target's parameters lie as in it.

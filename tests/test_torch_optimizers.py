@@ -272,6 +272,9 @@ def test_a_gradient_scaler_drives_it(schema: str) -> None:
     assert optimizer.param_groups[0]["step"] == 1
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning"
+)  # torch._dynamo.guards
 @pytest.mark.parametrize("schema", EVERY)
 def test_a_compiled_step_is_the_same_step(schema: str) -> None:
     named, plain = parameters(), parameters()

@@ -26,9 +26,9 @@ from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.checkpoint import FILES_BESIDE, SORTED, Checkpoint
 from statekit.files.integrity import proof_beside
-from statekit.files.manifest import strict_json
 from statekit.files.source import Budget, Files, first_bytes, opening, read_small
 from statekit.files.stage import Stage
+from statekit.tensors.json_text import strict_json
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.tensors.tree import Tree, tensor_names
 

@@ -23,9 +23,9 @@ from statekit.errors import NotFoundError, StatekitError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
 from statekit.files.durable import sync, writing
 from statekit.files.integrity import Proof, proof_inside
-from statekit.files.manifest import strict_json
 from statekit.files.source import Budget, as_file, first_bytes, opening
 from statekit.files.stage import Stage
+from statekit.tensors.json_text import strict_json
 from statekit.tensors.tree import tensor_names
 
 MAGIC = b"\x89HDF\r\n\x1a\n"

@@ -29,9 +29,9 @@ from statekit.converters.formats.hdf5.reader import open_hdf5
 from statekit.converters.formats.hdf5.writer import write_hdf5
 from statekit.errors import CorruptError, FormatError, InexactError, RefusedError, StatekitError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint, Finding
-from statekit.files.manifest import strict_json
 from statekit.files.source import Budget, File, Files, Part, as_file, bytes_at, opening, require
 from statekit.files.stage import Stage
+from statekit.tensors.json_text import strict_json
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Index, Stored
 from statekit.tensors.tree import Tree
 

@@ -28,9 +28,9 @@ from statekit.converters.formats.pytorch.reader import read_object
 from statekit.converters.formats.pytorch.writer import write_archive
 from statekit.errors import FormatError, RefusedError, StatekitError
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.manifest import strict_json
 from statekit.files.source import Budget, Files, opening, read_small
 from statekit.files.stage import Stage
+from statekit.tensors.json_text import strict_json
 
 COMMON, SHARDED = "common", "sharded"
 """The parts of the tree."""

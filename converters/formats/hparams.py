@@ -19,6 +19,7 @@ from typing import Any
 
 from statekit.errors import FormatError, UsageError
 from statekit.files.source import Files, read_small
+from statekit.tensors.json_text import loose_json
 
 MAX_BYTES = 2**20
 """The largest file or value that is read, in bytes."""
@@ -160,10 +161,7 @@ def _file_settings(path: Path, configurable: str) -> Settings:
     text = read_text(path)
     if path.suffix == ".gin":
         return read_gin(text, path, configurable)
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FormatError("A file of hyperparameters isn't JSON.", place=path, found=str(error)) from error
+    values = loose_json(text, path)
     if not isinstance(values, dict):
         raise FormatError(
             "A file of hyperparameters isn't a JSON object.", place=path, found=type(values).__name__

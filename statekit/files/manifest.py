@@ -15,6 +15,7 @@ from typing import Any
 from statekit.errors import CorruptError, Faults, FormatError, NotFoundError, RefusedError
 from statekit.files.source import SMALL_FILE, Files, read_small, source_digest
 from statekit.tensors.digest import json_digest
+from statekit.tensors.json_text import strict_json
 from statekit.tensors.tensor import Tensor
 
 FILE = "statekit.json"
@@ -68,47 +69,6 @@ def parse(text: bytes | str, place: object) -> dict[str, Any]:
     faults = Faults(_shape_faults(document))
     faults.check(FormatError, "The manifest doesn't follow its format", place=place)
     return document
-
-
-def strict_json(text: bytes | str, place: object) -> Any:
-    """Parses JSON; refuses duplicate keys, NaN and infinities, numbers that overflow, and absurd sizes or nesting.
-
-    Raises:
-        FormatError: The text isn't JSON of that kind.
-    """
-    if len(text) > MAX_BYTES:
-        raise RefusedError(
-            "A JSON header is too large.",
-            place=place,
-            expected=f"at most {MAX_BYTES} bytes",
-            found=f"{len(text)}",
-        )
-    try:
-        unicode = text.decode("utf-8") if isinstance(text, bytes) else text
-        return json.loads(
-            unicode, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
-        )
-    except (ValueError, RecursionError) as error:
-        raise FormatError("This isn't valid JSON.", place=place, found=str(error)) from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) != len(pairs):
-        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-        raise ValueError(f"the key {twice!r} stands twice")
-    return record
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} isn't JSON")
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError(f"the number {digits[:40]} overflows")
-    return value
 
 
 def _shape_faults(document: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -260,7 +260,7 @@ def _check_sequence(path: Path) -> None:
 def _json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(read_small(path).decode("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError("A description isn't JSON.", place=path, found=error) from None
     if not isinstance(data, dict):
         raise FormatError("A description isn't a JSON object.", place=path, found=type(data).__name__)

@@ -41,6 +41,7 @@ from statekit.files.integrity import proof_beside
 from statekit.files.manifest import FILE, inside
 from statekit.files.source import Budget, File, Files, first_bytes, opening, read_small
 from statekit.files.stage import Stage
+from statekit.tensors.json_text import loose_json
 from statekit.tensors.tensor import Stored, Tensor, index_shape
 from statekit.tensors.ties import TIES, ties_of
 from statekit.tensors.tree import Path as Keys
@@ -197,10 +198,7 @@ def are_files(part: Any) -> bool:
 def _open_part(path: Path, files: Files) -> Tree:
     if not path.name.endswith(_JSON):
         return open_torch(path, files).tree
-    try:
-        part = json.loads(read_small(path, files))  # Trainer writes a loss that is NaN as NaN
-    except (ValueError, RecursionError) as error:
-        raise FormatError("This isn't valid JSON.", place=path, found=error) from None
+    part = loose_json(read_small(path, files), path)  # Trainer writes a loss that is NaN as NaN
     if not isinstance(part, dict):
         raise FormatError("A state isn't a JSON object.", place=path, found=type(part).__name__)
     return part

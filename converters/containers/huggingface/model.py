@@ -19,10 +19,11 @@ from typing import Any, TypeAlias
 
 from statekit.converters.containers.torch_file import open_torch
 from statekit.errors import CorruptError, Faults, FormatError
-from statekit.files.manifest import inside, strict_json
+from statekit.files.manifest import inside
 from statekit.files.safetensors import open_safetensors, save_safetensors, sharded
 from statekit.files.source import Files, read_small
 from statekit.files.stage import Stage
+from statekit.tensors.json_text import strict_json
 from statekit.tensors.tensor import Tensor, nbytes
 
 SHARD_BYTES = 5 * 10**9

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from statekit.errors import Faults, FormatError, UsageError
-from statekit.files.manifest import strict_json
+from statekit.tensors.json_text import strict_json
 from statekit.tensors.tensor import Shape, Stored, Tensor
 from statekit.tensors.tree import MAX_DEPTH, MAX_NODES, Tree, walk
 

@@ -6,7 +6,6 @@ Source: zarr-specs, "Zarr storage specification version 2"; "Zarr core specifica
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from statekit.converters.formats.storage import checked_shape
 from statekit.converters.formats.zarr.array import Header, Shards, checked_header
 from statekit.errors import FormatError
-from statekit.files.manifest import strict_json
+from statekit.tensors.json_text import loose_json, strict_json
 from statekit.tensors.tensor import DTYPES, DType, dtype_named
 
 ZARRAY = ".zarray"
@@ -28,10 +27,7 @@ def parse_zarray(data: bytes, place: str) -> Header:
     Raises:
         FormatError: It isn't an array of format 2, in C order, without filters, of a known dtype and compressor.
     """
-    try:
-        parsed = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise FormatError("An array's header isn't JSON.", place=place, found=str(error)[:200]) from error
+    parsed = loose_json(data, place)
     if not isinstance(parsed, dict):
         raise FormatError("An array's header isn't a JSON object.", place=place)
     expected = {"zarr_format": 2, "order": "C", "filters": None}

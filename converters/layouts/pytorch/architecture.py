@@ -23,6 +23,7 @@ import numpy as np
 
 from statekit.errors import FormatError, MissingExtraError, StateError
 from statekit.files.checkpoint import Checkpoint
+from statekit.tensors.json_text import loose_json
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import at
 
@@ -141,10 +142,7 @@ def architecture(config: str, place: str, tensors: int) -> Architecture:
         MissingExtraError: transformers isn't installed.
         FormatError: It can't be trusted, or transformers doesn't build it.
     """
-    try:
-        document = json.loads(config)
-    except (ValueError, RecursionError) as error:
-        raise FormatError("This isn't valid JSON.", place=place, found=error) from None
+    document = loose_json(config, place)
     if not isinstance(document, dict):
         raise FormatError(
             "A model's configuration isn't a JSON object.", place=place, found=type(document).__name__
