@@ -12,6 +12,7 @@ import click
 
 from statekit.conversion.contracts import Hints
 from statekit.errors import printable
+from statekit.files.budget import bytes_of
 
 FOLLOW_LINKS = (
     "Read what links out of the checkpoint lead to; those in Hugging Face's cache are followed anyway."
@@ -90,6 +91,10 @@ def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return functools.reduce(lambda made, add: add(made), reversed(added), command)
 
 
+def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    return None if value is None else bytes_of(value)
+
+
 def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options that say what a checkpoint doesn't; the command gets `hints`."""
 
@@ -131,6 +136,13 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
         help="Go on with a checkpoint that its manifest contradicts; says what does.",
     )
     @click.option("--follow-links", is_flag=True, help=FOLLOW_LINKS)
+    @click.option(
+        "--budget",
+        metavar="SIZE",
+        callback=_size,
+        help="How much memory headers, pickles and trees may take, such as 2GiB, and work in proportion; values of "
+        "tensors stream.  [default: 512MiB]",
+    )
     @functools.wraps(command)
     def run(
         *args: Any,
@@ -142,6 +154,7 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
         optimizer_key: str | None,
         accept_damaged: bool,
         follow_links: bool,
+        budget: int | None,
         **options: Any,
     ) -> Any:
         hints = _hints(hparams, variant, param_names)
@@ -152,6 +165,7 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
             names_from=names_from,
             accept_damaged=accept_damaged,
             follow_links=follow_links,
+            budget=budget,
         )
         return command(*args, hints=hints, **options)
 

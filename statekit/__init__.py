@@ -71,6 +71,7 @@ def open(
     optimizer_key: str | None = None,
     accept_damaged: bool = False,
     follow_links: bool = False,
+    budget: int | None = None,
 ) -> OpenState:
     """Opens a checkpoint and decodes it to its canonical state; reads headers and scalars only.
 
@@ -90,6 +91,8 @@ def open(
             does.
         follow_links: Whether to read what links out of the checkpoint lead to. Those within one repository of Hugging
             Face's cache are followed anyway.
+        budget: Bytes that may be held of headers, pickles and trees, and work in proportion; 512 MiB if None. Values of
+            tensors stream and need none of it.
 
     Returns:
         The opened state: `params`, `slots`, `groups`, `counts`, `hyperparameters`, and `tensors` by name.
@@ -113,7 +116,15 @@ def open(
     from statekit.conversion.open_state import open_state
 
     hints = _hints(
-        hparams, variant, param_names, names_from, model_key, optimizer_key, accept_damaged, follow_links
+        hparams,
+        variant,
+        param_names,
+        names_from,
+        model_key,
+        optimizer_key,
+        accept_damaged,
+        follow_links,
+        budget,
     )
     return open_state(_local(path), container=container, layout=layout, step=step, hints=hints)
 
@@ -132,6 +143,7 @@ def inspect(  # noqa: D417 - those of `open` are named in one line
     optimizer_key: str | None = None,
     accept_damaged: bool = False,
     follow_links: bool = False,
+    budget: int | None = None,
     filter: str | None = None,
     stats: bool = False,
 ) -> Inspection:
@@ -140,7 +152,7 @@ def inspect(  # noqa: D417 - those of `open` are named in one line
     Args:
         path: A checkpoint, or a run's folder.
         container, layout, step, hparams, variant, param_names, names_from, model_key, optimizer_key, accept_damaged,
-            follow_links: As in `open`.
+            follow_links, budget: As in `open`.
         filter: Glob for parameter paths and names of other tensors; `*` also matches `/`.
         stats: Whether to read all values and add norm, rms, min, max, zeros, NaN and Inf.
 
@@ -159,7 +171,15 @@ def inspect(  # noqa: D417 - those of `open` are named in one line
     from statekit.conversion.inspection import inspect as inspected
 
     hints = _hints(
-        hparams, variant, param_names, names_from, model_key, optimizer_key, accept_damaged, follow_links
+        hparams,
+        variant,
+        param_names,
+        names_from,
+        model_key,
+        optimizer_key,
+        accept_damaged,
+        follow_links,
+        budget,
     )
     return inspected(_local(path), Request(container, layout, step, hints, filter, stats))
 
@@ -180,6 +200,7 @@ def plan(  # noqa: D417 - those of `open` are named in one line
     optimizer_key: str | None = None,
     accept_damaged: bool = False,
     follow_links: bool = False,
+    budget: int | None = None,
     step_offset: StepOffset = "keep",
     require: _Level = "rounding",
     like: _Path | None = None,
@@ -193,7 +214,7 @@ def plan(  # noqa: D417 - those of `open` are named in one line
         to: Container of the target, or `<layout>-<container>`; by the target's name if None.
         layout: Layout of the target; the container's usual one if None.
         step: Which step of a run's folder; the newest if None.
-        hparams, variant, param_names, names_from, model_key, optimizer_key, accept_damaged, follow_links:
+        hparams, variant, param_names, names_from, model_key, optimizer_key, accept_damaged, follow_links, budget:
             As in `open`.
         step_offset: `keep`; `reset`, so that the second-moment decay starts anew; or the step where it starts.
         require: The least exactness allowed.
@@ -221,7 +242,15 @@ def plan(  # noqa: D417 - those of `open` are named in one line
         layout=layout,
         step=step,
         hints=_hints(
-            hparams, variant, param_names, names_from, model_key, optimizer_key, accept_damaged, follow_links
+            hparams,
+            variant,
+            param_names,
+            names_from,
+            model_key,
+            optimizer_key,
+            accept_damaged,
+            follow_links,
+            budget,
         ),
         step_offset=step_offset,
         require=Exactness[require.upper()],
@@ -332,6 +361,7 @@ def _hints(
     optimizer_key: str | None,
     accept_damaged: bool,
     follow_links: bool,
+    budget: int | None,
 ) -> Hints:
     from statekit.conversion.contracts import Hints
 
@@ -344,6 +374,7 @@ def _hints(
         names_from=names_from,
         accept_damaged=accept_damaged,
         follow_links=follow_links,
+        budget=budget,
     )
 
 

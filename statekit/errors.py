@@ -6,6 +6,7 @@ StatekitError
 ├── FormatError         (ValueError)         bytes that don't follow their format, or can't be trusted
 │   ├── CorruptError                         a checksum, digest or size disagrees with the data
 │   ├── RefusedError                         input that asks for code, foreign files or absurd memory
+│   │   └── BudgetError                      more memory or work than the job may take; --budget raises it
 │   └── UnknownFormatError                   no format fits, or several fit equally well
 ├── StateError          (ValueError)         a train state breaks its schema; lists every fault
 ├── InexactError        (ValueError)         a conversion would be less exact than required
@@ -92,6 +93,10 @@ class CorruptError(FormatError):
 
 class RefusedError(FormatError):
     """Input that asks for code, for files outside the checkpoint, or for absurd memory."""
+
+
+class BudgetError(RefusedError):
+    """More memory or work than the job may take: says which limit, at which byte, and the option that raises it."""
 
 
 class UnknownFormatError(FormatError):

@@ -12,8 +12,8 @@ import pytest
 from statekit.conversion import registry
 from statekit.conversion.contracts import Evidence, Hints
 from statekit.errors import StateError, UnknownFormatError
+from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.files.source import Budget
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, Index, Stored, Tensor
 

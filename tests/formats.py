@@ -20,9 +20,9 @@ from statekit.conversion.contracts import Container, Encoded, Evidence, Exactnes
 from statekit.converters.containers.statekit_dir import CONTAINER
 from statekit.converters.layouts.own.statekit_canonical import LAYOUT
 from statekit.errors import FormatError, StatekitError
+from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.manifest import parse
-from statekit.files.source import Budget
 from statekit.files.stage import Stage, staged, unknown_fields
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, Tensor, dtype_named, in_memory

@@ -23,8 +23,9 @@ from statekit.conversion.contracts import Container, Encoded, Evidence, Exactnes
 from statekit.converters.containers.statekit_dir import CONTAINER as FOLDER
 from statekit.converters.layouts.own.statekit_canonical import LAYOUT as CANONICAL
 from statekit.errors import CorruptError, InexactError, RefusedError, StateError, UnknownFormatError
+from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.source import Budget, Files, read_small
+from statekit.files.source import Files, read_small
 from statekit.files.stage import Stage
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import DTYPES, Index, Stored, Tensor, in_memory

@@ -31,8 +31,8 @@ from statekit.errors import (
     UsageError,
 )
 from statekit.files import manifest
+from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.source import Budget
 from statekit.files.stage import Progress
 from statekit.tensors.tensor import Array, Cast, Filled, Index, Stored, Tensor
 

@@ -4,7 +4,7 @@ import contextlib
 import struct
 import time
 import tracemalloc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ml_dtypes
@@ -17,6 +17,7 @@ from t5x_files import packed_array
 
 from statekit.converters.formats.msgpack.reader import Inline, parse
 from statekit.errors import FormatError, RefusedError
+from statekit.files.budget import Account
 from statekit.files.source import Held, filled
 from statekit.tensors.tensor import Array, Stored
 
@@ -32,6 +33,7 @@ class Watched:
     data: bytes
     spans: list[tuple[int, int]]
     place: str = "here"
+    account: Account = field(default_factory=Account)
 
     @property
     def size(self) -> int:
@@ -43,9 +45,6 @@ class Watched:
 
     def read(self, start: int, count: int) -> Array:
         return filled(self, start, count)
-
-    def hold(self, start: int, count: int, what: str) -> None:
-        """Takes nothing."""
 
 
 def parsed(tree: Any) -> Any:

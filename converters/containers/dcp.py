@@ -28,9 +28,10 @@ from statekit.converters.formats.dcp.values import read_values
 from statekit.converters.formats.dcp.writer import write_dcp
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import NotFoundError
+from statekit.files.budget import Budget
 from statekit.files.checkpoint import FILES_BESIDE, Checkpoint, Finding
 from statekit.files.integrity import proof_beside
-from statekit.files.source import Budget, Files, opening, read_small
+from statekit.files.source import Files, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tree import Tree, tensor_names
 
@@ -99,7 +100,8 @@ def open_folder(path: Path, files: Files) -> Folder:
         NotFoundError: A file isn't there.
         FormatError: Metadata or pieces don't follow the format or can't be trusted.
     """
-    contents = read_metadata(read_small(path / METADATA, files), f"{path / METADATA}")
+    place = path / METADATA
+    contents = read_metadata(read_small(place, files), f"{place}", files.account)
     return Folder(path, contents, read_values(contents, path, files), files)
 
 

@@ -24,9 +24,10 @@ from statekit.converters.containers.huggingface.model import SHARD_BYTES, find_m
 from statekit.converters.containers.step_folders import files_beside
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError
+from statekit.files.budget import Budget
 from statekit.files.checkpoint import FILES_BESIDE, SORTED, Checkpoint
 from statekit.files.integrity import proof_beside
-from statekit.files.source import Budget, Files, first_bytes, opening, read_small
+from statekit.files.source import Files, first_bytes, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.json_text import strict_json
 from statekit.tensors.tensor import Tensor, in_memory

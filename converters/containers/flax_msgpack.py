@@ -29,8 +29,9 @@ from statekit.converters.containers.step_folders import (
 from statekit.converters.formats.msgpack.reader import Inline, parse
 from statekit.converters.formats.msgpack.writer import NUMBER, SCALAR, gathered, packed
 from statekit.errors import FormatError, RefusedError
+from statekit.files.budget import Budget
 from statekit.files.checkpoint import SEQUENCES_AS_MAPS, Checkpoint
-from statekit.files.source import Budget, opening
+from statekit.files.source import opening
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Stored, in_memory
 from statekit.tensors.tree import Path as Keys

@@ -26,8 +26,9 @@ from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.containers.torch_file import open_torch
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import FormatError, NotFoundError, UsageError
+from statekit.files.budget import Budget
 from statekit.files.checkpoint import FILES_BESIDE, Checkpoint
-from statekit.files.source import Budget, opening
+from statekit.files.source import opening
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Tree

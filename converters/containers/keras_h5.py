@@ -20,10 +20,11 @@ from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.formats.hdf5.reader import open_hdf5
 from statekit.converters.formats.hdf5.writer import MANIFEST, write_hdf5
 from statekit.errors import NotFoundError, StatekitError
+from statekit.files.budget import Budget
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
 from statekit.files.durable import sync, writing
 from statekit.files.integrity import Proof, proof_inside
-from statekit.files.source import Budget, as_file, first_bytes, opening
+from statekit.files.source import as_file, first_bytes, opening
 from statekit.files.stage import Stage
 from statekit.tensors.json_text import strict_json
 from statekit.tensors.tree import tensor_names

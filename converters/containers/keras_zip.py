@@ -28,8 +28,9 @@ from statekit.converters.containers.keras_h5 import CONFIG, METADATA, documents,
 from statekit.converters.formats.hdf5.reader import open_hdf5
 from statekit.converters.formats.hdf5.writer import write_hdf5
 from statekit.errors import CorruptError, FormatError, InexactError, RefusedError, StatekitError
+from statekit.files.budget import Budget
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint, Finding
-from statekit.files.source import Budget, File, Files, Part, as_file, bytes_at, opening, require
+from statekit.files.source import File, Files, Part, as_file, bytes_at, hold, opening, require
 from statekit.files.stage import Stage
 from statekit.tensors.json_text import strict_json
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Index, Stored
@@ -192,7 +193,7 @@ def _document(file: File, info: zipfile.ZipInfo) -> bytes:
         raise RefusedError(
             "A document is too long.", place=f"{info.filename} in {path}", expected=MAX_DOCUMENT
         )
-    file.hold(info.header_offset, info.file_size, f"The document {info.filename}")
+    hold(file, info.header_offset, info.file_size, f"The document {info.filename}")
     with _zip_errors(path), _archive(file) as archive, archive.open(info) as member:
         data = member.read(MAX_DOCUMENT + 1)
     if len(data) != info.file_size:

@@ -27,8 +27,9 @@ from statekit.converters.formats.dcp.writer import write_dcp
 from statekit.converters.formats.pytorch.reader import read_object
 from statekit.converters.formats.pytorch.writer import write_archive
 from statekit.errors import FormatError, RefusedError, StatekitError
+from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.source import Budget, Files, opening, read_small
+from statekit.files.source import Files, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.json_text import strict_json
 

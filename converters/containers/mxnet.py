@@ -27,9 +27,10 @@ from statekit.converters.formats.mxnet.params import LIST, NPZ, form_of, read_pa
 from statekit.converters.formats.mxnet.records import CPU
 from statekit.converters.formats.mxnet.states import read_states, write_states
 from statekit.errors import FormatError, NotFoundError, StatekitError
+from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.integrity import proof_beside
-from statekit.files.source import Budget, Files, first_bytes, last_bytes, opening
+from statekit.files.source import Files, first_bytes, last_bytes, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tree import tensor_names
 

@@ -15,10 +15,11 @@ from typing import Any, Literal
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.step_folders import check_step
 from statekit.errors import CorruptError, Faults, FormatError, StatekitError
+from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import FILE, require_manifest, tensor_faults, unnamed_files
 from statekit.files.safetensors import open_safetensors, save_safetensors, sharded
-from statekit.files.source import Budget, Files, opening, read_small
+from statekit.files.source import Files, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.json_text import strict_json
 from statekit.tensors.tensor import Tensor

@@ -34,8 +34,9 @@ from statekit.converters.formats.zarr.headers import header_json
 from statekit.converters.formats.zarr.stores import FolderStore
 from statekit.converters.formats.zarr.writer import encoded_chunks, header_bytes, header_for
 from statekit.errors import FormatError, UsageError
+from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.files.source import Budget, opening
+from statekit.files.source import opening
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor, nbytes
 from statekit.tensors.tree import walk

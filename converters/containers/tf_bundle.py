@@ -44,9 +44,10 @@ from statekit.converters.formats.tensor_bundle.table import (
 )
 from statekit.converters.formats.tensor_bundle.writer import STATE_FILE, write_bundle
 from statekit.errors import CorruptError, Faults, FormatError, NotFoundError, StatekitError
+from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import proof_beside
-from statekit.files.source import Budget, File, Files, last_bytes, opening, read_small, record
+from statekit.files.source import File, Files, last_bytes, opening, read_small, record
 from statekit.files.stage import Stage
 from statekit.tensors.object_graph import GRAPH, Graph
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Shape, index_shape

@@ -15,9 +15,10 @@ from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.formats.pytorch.reader import generation, named, read_object
 from statekit.converters.formats.pytorch.writer import MANIFEST_KEY, write_torch
 from statekit.errors import NotFoundError, StatekitError
+from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import Proof, proof_inside
-from statekit.files.source import Budget, Files, opening
+from statekit.files.source import Files, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tree import Path as Keys
 from statekit.tensors.tree import at, tensor_names, without

@@ -22,7 +22,7 @@ SPARSE = 8
 """How many times more bytes than wanted may be read to read them at once."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Storage:
     """A flat run of values in a file, which tensors are windows of.
 
@@ -49,7 +49,7 @@ class Storage:
         return window(self, 0, (self.nbytes // self.dtype.itemsize,), (1,), self.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Window:
     """What a tensor is of its storage: offset and strides, in elements of `dtype`."""
 

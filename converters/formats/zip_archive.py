@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from statekit.errors import CommitError, CorruptError, FormatError, RefusedError
-from statekit.files.source import Source, bytes_at, check_size, record, short
+from statekit.files.source import Source, bytes_at, record, short
 from statekit.tensors.tensor import BLOCK_BYTES, Array
 
 LOCAL = struct.Struct("<IHHHHHIIIHH")
@@ -87,9 +87,11 @@ class Archive:
             RefusedError: It is larger than `limit`, or more than the job may hold.
         """
         member = self.members[name]
-        check_size(self.source, member.start, member.size, limit, what)
-        self.source.hold(member.start, member.size, what)
-        return self.read(name, 0, member.size).tobytes()
+        data = record(self.source, member.start, member.size, limit, what)
+        if member.crc:
+            self._compare(member, zlib.crc32(data))
+        self._checked.add(name)
+        return data
 
     def _crc(self, member: Member) -> int:
         crc = 0

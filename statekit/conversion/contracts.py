@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from statekit.errors import Faults, UsageError
+from statekit.files.budget import Budget, Limits
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
-from statekit.files.source import Budget
 from statekit.files.stage import Stage
 from statekit.state.options import checked_hparams, is_known
 from statekit.state.train_state import TrainState
@@ -64,6 +64,7 @@ class Hints:
         names_from: Where else the order of parameters shall be taken from, a way that the layout offers: `config`.
         accept_damaged: Whether to go on with a checkpoint that its manifest contradicts.
         follow_links: Whether to read what links out of it lead to.
+        budget: Bytes that the job may hold; the usual ones if None.
     """
 
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
@@ -75,6 +76,7 @@ class Hints:
     names_from: str | None = None
     accept_damaged: bool = False
     follow_links: bool = False
+    budget: int | None = None
 
     @classmethod
     def given(
@@ -89,6 +91,7 @@ class Hints:
         names_from: str | None = None,
         accept_damaged: bool = False,
         follow_links: bool = False,
+        budget: int | None = None,
     ) -> Hints:
         """Returns hints as a caller gives them: any sequence of names, and None for what isn't said.
 
@@ -106,7 +109,13 @@ class Hints:
             names_from,
             accept_damaged,
             follow_links,
+            budget,
         )
+
+    def job_budget(self) -> Budget:
+        """Returns a new budget for the job that these hints are for."""
+        limits = None if self.budget is None else Limits(self.budget)
+        return Budget(limits, follow_links=self.follow_links)
 
     def keyed(self, checkpoint: Checkpoint) -> Checkpoint:
         """Returns a checkpoint that knows where its parts were said to lie."""

@@ -246,10 +246,11 @@ def inspect(
             layout, why = chosen_layout(checkpoint, request.layout)
             state = registry.decoded(layout, checkpoint, request.hints)
         except (UnknownFormatError, StateError) as error:
+            hints = request.hints
             of_files = Hints(
-                accept_damaged=request.hints.accept_damaged, follow_links=request.hints.follow_links
+                accept_damaged=hints.accept_damaged, follow_links=hints.follow_links, budget=hints.budget
             )
-            if request.layout or replace(request.hints, model_key=None, optimizer_key=None) != of_files:
+            if request.layout or replace(hints, model_key=None, optimizer_key=None) != of_files:
                 raise
             return _native(opened, checkpoint, error, request, on_progress)
         named = replace(opened, layout=Choice(layout.name, layout.title, why.because))

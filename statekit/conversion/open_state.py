@@ -14,8 +14,8 @@ from statekit.conversion import registry
 from statekit.conversion.contracts import NO_HINTS, Container, Evidence, Hints, Layout
 from statekit.conversion.target import source_container
 from statekit.errors import printable
+from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.source import Budget
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import Counts, Group, KnownFrom, TrainState
 from statekit.tensors.tensor import Tensor
@@ -215,7 +215,7 @@ def open_state(
         StateError: The names break the layout.
     """
     named, seen, layout = chosen_container(path, container, layout)
-    budget = Budget(follow_links=hints.follow_links)
+    budget = hints.job_budget()
     checkpoint = registry.opened(named, path, step, hints, budget)
     try:
         meaning, why = chosen_layout(checkpoint, layout)

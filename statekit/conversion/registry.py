@@ -35,9 +35,9 @@ from statekit.errors import (
     check_name,
     listed,
 )
+from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import check_undamaged
-from statekit.files.source import Budget
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 
@@ -191,7 +191,7 @@ def opened(
         NotFoundError, FormatError: It can't be opened.
         CorruptError: It isn't what its manifest says, as far as opening looks.
     """
-    budget = budget or Budget(follow_links=hints.follow_links)
+    budget = budget or hints.job_budget()
     checkpoint = hints.keyed(container.open(path, step, budget))
     try:
         if not hints.accept_damaged:

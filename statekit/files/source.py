@@ -1,4 +1,4 @@
-"""Reads the files of a checkpoint: the one place that opens them, and the one budget for what they make us hold.
+"""Reads the files of a checkpoint: the one place that opens them, drawing on the job's budget.
 
 A file is a regular one or refused, without waiting for a FIFO's writer; it is opened when it is first read, read at
 any place by any thread, and never mapped: a file that shrinks is an error and not a signal. What lies outside of it is
@@ -20,7 +20,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -29,6 +29,7 @@ import numpy as np
 from blake3 import blake3
 
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, UsageError
+from statekit.files.budget import Account, Budget
 from statekit.files.links import Links
 from statekit.tensors.tensor import Array
 
@@ -37,64 +38,7 @@ MOST_OPEN = 64
 SMALL_FILE = 100_000_000
 """The largest file that is read as a whole, in bytes, where its format doesn't say less."""
 _DIGESTED_AT_ONCE = 2**20
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one job may take.
-
-    Attributes:
-        held: Bytes of headers, indices, pickles and documents that are held at a time; values of tensors stream.
-    """
-
-    held: int = 4 * 2**30
-
-
-class Budget:
-    """What a job has taken of its limits. Made once for a job, which may open several checkpoints, by any thread.
-
-    Args:
-        limits: What it may take.
-        follow_links: Whether it may read what links out of its checkpoints lead to (statekit/files/links.py).
-    """
-
-    def __init__(self, limits: Limits | None = None, *, follow_links: bool = False) -> None:
-        self.limits = limits or Limits()
-        self.follow_links = follow_links
-        self._held = 0
-        self._lock = threading.Lock()
-
-    @property
-    def held(self) -> int:
-        """Bytes that are held now."""
-        return self._held
-
-    def hold(self, count: int, what: str, place: str) -> None:
-        """Takes `count` bytes to hold, before they are allocated.
-
-        Args:
-            count: How many.
-            what: What they are, as an error begins: `The header of an archive`.
-            place: The file, and the byte in it.
-
-        Raises:
-            RefusedError: That is more than the job may hold.
-        """
-        with self._lock:
-            if self._held + count > self.limits.held:
-                raise RefusedError(
-                    f"{what} is more than this job may hold in memory.",
-                    place=place,
-                    expected=f"at most {self.limits.held} bytes held (the budget's limit `held`)",
-                    found=f"{count} bytes beside {self._held} that are held already",
-                    remedy="don't use this checkpoint unless you know who made it",
-                )
-            self._held += count
-
-    def free(self, count: int) -> None:
-        """Gives bytes back."""
-        with self._lock:
-            self._held -= count
+_READ_AT_ONCE = 2**23
 
 
 class Source(Protocol):
@@ -124,12 +68,18 @@ class Source(Protocol):
             UsageError: The file has been closed.
         """
 
-    def hold(self, start: int, count: int, what: str) -> None:
-        """Takes the bytes at `start` from the job's budget, to hold them.
+    @property
+    def account(self) -> Account:
+        """What reading it draws on."""
 
-        Raises:
-            RefusedError: That is more than the job may hold.
-        """
+
+def hold(source: Source, start: int, count: int, what: str) -> None:
+    """Takes the bytes at `start` from the job's budget, to hold them.
+
+    Raises:
+        BudgetError: That is more than the job may hold.
+    """
+    source.account.hold(count, what, byte_of(source, start))
 
 
 def byte_of(source: Source, start: int) -> str:
@@ -176,8 +126,13 @@ def record(source: Source, start: int, count: int, limit: int, what: str) -> byt
     """
     require(source, start, count)
     check_size(source, start, count, limit, what)
-    source.hold(start, count, what)
-    return source.read(start, count).tobytes()
+    hold(source, start, count, what)
+    if count <= _READ_AT_ONCE:
+        return bytes_at(source, start, count)
+    whole = io.BytesIO()  # which gives its bytes away without a copy
+    for at in range(0, count, _READ_AT_ONCE):
+        whole.write(source.read(start + at, min(_READ_AT_ONCE, count - at)).data)
+    return whole.getvalue()
 
 
 def check_size(source: Source, start: int, count: int, limit: int, what: str) -> None:
@@ -296,12 +251,11 @@ class Files:
     """
 
     def __init__(self, budget: Budget | None = None, checkpoint: Path | None = None) -> None:
-        self.budget = budget or Budget()
-        self.links = Links(checkpoint, self.budget.follow_links)
+        self.account = Account(budget)
+        self.links = Links(checkpoint, self.account.budget.follow_links)
         self._open: OrderedDict[Path, _Descriptor] = OrderedDict()
         self._lock = threading.Lock()
         self._closed = False
-        self._held = 0
         self._callbacks: list[Callable[[], None]] = []
 
     def source(self, path: Path) -> File:
@@ -318,16 +272,6 @@ class Files:
         _check_regular(path, facts)
         return File(path, facts.st_size, (facts.st_dev, facts.st_ino), self)
 
-    def hold(self, count: int, what: str, place: str) -> None:
-        """Takes bytes from the budget until the files are closed.
-
-        Raises:
-            RefusedError: That is more than the job may hold.
-        """
-        self.budget.hold(count, what, place)
-        with self._lock:
-            self._held += count
-
     def on_close(self, callback: Callable[[], None]) -> None:
         """Has something called before the files are closed: a library that reads through them is closed first."""
         self._callbacks.append(callback)
@@ -339,8 +283,7 @@ class Files:
         with self._lock:
             self._closed = True
             self._open.clear()
-            taken, self._held = self._held, 0
-        self.budget.free(taken)
+        self.account.close()
 
     def __enter__(self) -> Files:
         return self
@@ -435,12 +378,14 @@ class File:
             if not got:
                 raise short(self, start + done, len(into) - done, f"its end; it had {self.size} bytes before")
             done += got
+        self.files.account.read(done)
 
     def read(self, start: int, count: int) -> Array:
         return filled(self, start, count)
 
-    def hold(self, start: int, count: int, what: str) -> None:
-        self.files.hold(count, what, f"byte {start} of {self.path}")
+    @property
+    def account(self) -> Account:
+        return self.files.account
 
 
 def filled(source: Source, start: int, count: int) -> Array:
@@ -465,7 +410,7 @@ def source_digest(source: Source) -> str:
     return hasher.hexdigest()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """A run of bytes of a source, read as if it were a file."""
 
@@ -485,8 +430,9 @@ class Part:
         require(self, start, count)
         return self.whole.read(self.start + start, count)
 
-    def hold(self, start: int, count: int, what: str) -> None:
-        self.whole.hold(self.start + start, count, what)
+    @property
+    def account(self) -> Account:
+        return self.whole.account
 
 
 @dataclass(frozen=True)
@@ -495,6 +441,7 @@ class Held:
 
     data: bytes
     place: str
+    account: Account = field(default_factory=Account, repr=False, compare=False)
 
     @property
     def size(self) -> int:
@@ -506,9 +453,6 @@ class Held:
 
     def read(self, start: int, count: int) -> Array:
         return filled(self, start, count)
-
-    def hold(self, start: int, count: int, what: str) -> None:
-        """Takes nothing: the bytes are held."""
 
 
 class _AsFile(io.RawIOBase):

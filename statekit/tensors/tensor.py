@@ -160,7 +160,7 @@ def chunks(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[Array]:
         yield np.ascontiguousarray(tensor.read(index))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Stored:
     """A tensor that lies in a file. `fetch` gets a normal index and returns that block."""
 

@@ -24,7 +24,7 @@ MAX_NAME_BYTES = 4096
 _PLAIN = (str, int, float, bytes, type(None), dict, list, tuple)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Record:
     """An object of a class that statekit doesn't know, kept as data: its dotted name, arguments and state."""
 
@@ -36,26 +36,31 @@ class Record:
 def walk(tree: Tree) -> Iterator[tuple[Path, Any]]:
     """Yields every leaf with its path of keys, in order; an empty dict, list or tuple is a leaf.
 
+    What parts share comes once for each of them: readers have counted that (statekit/files/budget.py).
+
     Raises:
-        FormatError: The tree is cyclic, deeper than 512 levels, or expands to more than 2 000 000 nodes.
+        FormatError: The tree is cyclic, or deeper than 512 levels.
     """
-    count = 0
-    stack: list[tuple[Path, Any]] = [((), tree)]
-    while stack:
-        path, node = stack.pop()
-        count += 1
-        if count > MAX_NODES or len(path) > MAX_DEPTH:
+    inside: list[tuple[Path, Iterator[tuple[Any, Any]]]] = []
+    path, node = (), tree
+    while True:
+        if len(path) > MAX_DEPTH:
             raise FormatError(
-                "A checkpoint's tree is too large to be one.",
+                "A checkpoint's tree is too deep to be one.",
                 place="/".join(map(str, path[:8])),
-                expected=f"at most {MAX_NODES} nodes, {MAX_DEPTH} levels, no cycles",
-                found=f"node {count} at level {len(path)}",
+                expected=f"at most {MAX_DEPTH} levels, no cycles",
             )
         children = _children(node)
         if children is None:
             yield path, node
         else:
-            stack.extend(((*path, key), child) for key, child in reversed(children))
+            inside.append((path, children))
+        child = None
+        while inside and (child := next(inside[-1][1], None)) is None:
+            inside.pop()
+        if child is None:
+            return
+        path, node = (*inside[-1][0], child[0]), child[1]
 
 
 def holds_records(tree: Tree) -> bool:
@@ -72,14 +77,14 @@ def record_names(tree: Tree) -> Iterator[str]:
         yield from record_names(part)
 
 
-def _children(node: Any) -> list[tuple[Any, Any]] | None:
+def _children(node: Any) -> Iterator[tuple[Any, Any]] | None:
     if isinstance(node, Mapping) and node:
-        return list(node.items())
+        return iter(node.items())
     if isinstance(node, (list, tuple)) and node:
-        return list(enumerate(node))
+        return iter(enumerate(node))
     if isinstance(node, Record) and (node.args or node.state is not None):
         parts = [("args", node.args)] if node.args else []
-        return [*parts, ("state", node.state)] if node.state is not None else parts
+        return iter([*parts, ("state", node.state)] if node.state is not None else parts)
     return None
 
 

@@ -26,8 +26,8 @@ import numpy as np
 
 from statekit.conversion.contracts import Container
 from statekit.errors import StatekitError
+from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.source import Budget
 from statekit.tensors.tensor import DTYPES, Index, Tensor, chunks, in_memory, nbytes, whole
 from statekit.tensors.tree import Tree, to_json, walk
 from statekit.testing.container_trials import Contents, Trial

@@ -26,8 +26,9 @@ from statekit.converters.containers.deepspeed.universal import universal_state
 from statekit.converters.containers.deepspeed.zero import Shapes, joined, part_of
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, UsageError
+from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.files.source import Budget, Files, opening
+from statekit.files.source import Files, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Cast, Shape, Tensor
 from statekit.tensors.tree import Record, Tree, to_json

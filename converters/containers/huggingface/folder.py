@@ -36,10 +36,11 @@ from statekit.converters.formats.pickle.reader import read_pickle
 from statekit.converters.formats.pytorch.reader import named
 from statekit.converters.formats.pytorch.writer import write_archive
 from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitError, UsageError
+from statekit.files.budget import Budget
 from statekit.files.checkpoint import SORTED, Checkpoint, Finding
 from statekit.files.integrity import proof_beside
 from statekit.files.manifest import FILE, inside
-from statekit.files.source import Budget, File, Files, first_bytes, opening, read_small
+from statekit.files.source import File, Files, first_bytes, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.json_text import loose_json
 from statekit.tensors.tensor import Stored, Tensor, index_shape
@@ -235,11 +236,12 @@ def _uncarried(path: Path, files: Files) -> str:
             return f"it has more than {MAX_CARRIED} bytes"
         if not path.name.endswith(_PICKLES):
             return ""
-        with Files() as opened:
+        with Files(files.account.budget) as opened:
             if TORCH.detect(path) is not None:
                 open_torch(path, opened)
             else:
-                read_pickle(read_small(path, opened, MAX_CARRIED), str(path))
+                data = read_small(path, opened, MAX_CARRIED)
+                read_pickle(data, str(path), account=opened.account)
     except StatekitError as error:
         return error.subject.rstrip(".").lower()
     return ""

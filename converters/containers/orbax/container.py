@@ -54,9 +54,10 @@ from statekit.converters.containers.stored_arrays import ArrayPlace, Arrays
 from statekit.converters.formats.msgpack.reader import parse as parse_msgpack
 from statekit.converters.formats.zarr.stores import FolderStore, open_store, read_whole
 from statekit.errors import CorruptError, Faults, FormatError
+from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import MAX_BYTES
-from statekit.files.source import Budget, Files, opening
+from statekit.files.source import Files, opening
 from statekit.files.stage import Stage
 from statekit.tensors.json_text import strict_json
 from statekit.tensors.tree import Tree

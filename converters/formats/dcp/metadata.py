@@ -17,6 +17,7 @@ from statekit.converters.formats.pickle.names import shown
 from statekit.converters.formats.pickle.reader import read_pickle
 from statekit.converters.formats.pytorch.reader import torch_calls, torch_dtype
 from statekit.errors import CorruptError, Faults, FormatError, RefusedError
+from statekit.files.budget import Account
 from statekit.tensors.tensor import DType, Shape
 from statekit.tensors.tree import Path, Record
 
@@ -87,15 +88,20 @@ class _Reading:
         return piece
 
 
-def read_metadata(data: bytes, place: str) -> Contents:
+def read_metadata(data: bytes, place: str, account: Account | None = None) -> Contents:
     """Reads and checks the pickle; lists every fault.
+
+    Args:
+        data: The file.
+        place: Its path.
+        account: What reading it draws on.
 
     Raises:
         RefusedError: It calls for code, names files elsewhere, or asks for absurd memory.
         CorruptError: Pieces are missing, overlap, or leave holes.
         FormatError: It isn't what PyTorch writes.
     """
-    pickled = read_pickle(data, place, calls=torch_calls)
+    pickled = read_pickle(data, place, calls=torch_calls, account=account)
     whole = _whole(pickled.value, place)
     listed, stored = whole.get("state_dict_metadata"), whole.get("storage_data")
     if not isinstance(listed, dict) or not isinstance(stored, dict):

@@ -15,6 +15,7 @@ import numpy as np
 
 from statekit.converters.formats.storage import checked_shape, dense
 from statekit.errors import CorruptError, FormatError, RefusedError
+from statekit.files.budget import Account
 from statekit.files.source import Part, Source, byte_of, bytes_at, filled, require
 from statekit.tensors.tensor import Array, DType, Shape, Stored, dtype_named, in_memory
 from statekit.tensors.tree import MAX_DEPTH, MAX_NAME_BYTES, MAX_NODES
@@ -80,8 +81,9 @@ class _Joined:
     def read(self, start: int, count: int) -> Array:
         return filled(self, start, count)
 
-    def hold(self, start: int, count: int, what: str) -> None:
-        self.parts[0].hold(start, count, what)
+    @property
+    def account(self) -> Account:
+        return self.parts[0].account
 
 
 class _Cursor:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from statekit.converters.formats.pickle.reader import TruncatedPickle, Unpickled, Vocabulary, read_pickle
 from statekit.errors import FormatError, RefusedError
-from statekit.files.source import Part, Source, byte_of, bytes_at, record
+from statekit.files.source import Part, Source, byte_of, bytes_at, hold, record
 
 KEPT_BYTES = 256
 """Byte strings up to this stay where they are."""
@@ -49,7 +49,8 @@ def read_thin_pickle(source: Source, calls: Vocabulary) -> Unpickled:
     place = source.place
     head = bytes_at(source, 0, min(2, source.size))
     if head[:1] != b"\x80" or head[1:] < b"\x03":
-        return read_pickle(record(source, 0, source.size, MAX_WHOLE, "A pickle"), place, calls=calls)
+        data = record(source, 0, source.size, MAX_WHOLE, "A pickle")
+        return read_pickle(data, place, calls=calls, account=source.account)
     thin = _Thinning(source)
     extents = thin.extents
     read = read_pickle(
@@ -57,6 +58,7 @@ def read_thin_pickle(source: Source, calls: Vocabulary) -> Unpickled:
         f"{place} (positions without arrays)",
         calls=calls,
         persistent=lambda number: extents[number],
+        account=source.account,
     )
     return replace(read, end=thin.at)
 
@@ -95,7 +97,7 @@ class _Thinning:
             if len(out) > MAX_THIN:
                 raise _too_large(f"{self.source.place}, without its arrays", MAX_THIN, len(out))
             if code == _STOP:
-                self.source.hold(0, len(out), "A pickle without its arrays")
+                hold(self.source, 0, len(out), "A pickle without its arrays")
                 return bytes(out)
 
     def _sizes(self, code: int) -> tuple[int, int]:

@@ -4,12 +4,16 @@ A pickle is a program for a stack machine that may import and call anything. Thi
 a name it meets becomes a `Record` of that name, a call becomes the value of an inert constructor from an allow-list
 (`names`) or, for an object of a foreign class, a `Record` of its class, arguments and state.
 Anything else is refused.
+
+What the machine holds and does is counted as it goes, in bytes and steps of the job's budget: a few bytes of a pickle
+can copy a large dict again and again, or use a large tuple as a key many times.
 """
 
 from __future__ import annotations
 
 import codecs
 import struct
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,17 +29,26 @@ from statekit.converters.formats.pickle.names import (
     shown,
 )
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
+from statekit.files.budget import NODE_BYTES, Account
 from statekit.tensors.tensor import Tensor
-from statekit.tensors.tree import MAX_DEPTH, MAX_NODES, Record
+from statekit.tensors.tree import MAX_DEPTH, Record
 
 Persistent: TypeAlias = Callable[[Any], Any]
 
 MAX_KEY_DEPTH = 16
 MAX_KEY_NODES = 1000
-MAX_COMPOSITE_KEYS = 200_000
+MAX_EQUAL_HASHES = 16
+"""Different compound keys of one hash: CPython's hash of a tuple of numbers isn't keyed, so that many can be chosen
+to collide, and a dict of n such takes n squared comparisons."""
 MAX_INT_KEY = 2**61 - 1
 """Larger integers can be chosen to collide in a dict: CPython hashes them modulo this prime."""
 MAX_NOTES = 20
+_SLOT, _ITEM, _ENTRY, _OBJECT = 8, 64, 104, 640
+"""Bytes that are counted for a reference, for a small object, for an entry of a dict, and for the value of a call.
+
+Measured in CPython 3.11: an empty dict has 64 bytes, one with an entry 232, a large one 104 for each; a tuple has 40
+and 8 for each part; a tensor over a storage, with what describes it, 800.
+"""
 
 
 class TruncatedPickle(CorruptError):
@@ -46,11 +59,14 @@ class Machine:
     """The stack machine: bytes, position, stack, marks and memo."""
 
     __slots__ = (
-        "at", "calls", "data", "final", "grown", "keys", "marks", "memo", "mentioned", "notes", "origin",
-        "persistent", "place", "pos", "stack",
+        "account", "at", "calls", "cost", "data", "final", "grown", "hashes", "keys", "marks", "memo", "mentioned",
+        "notes", "origin", "persistent", "place", "pos", "stack", "work",
     )  # fmt: skip
 
-    def __init__(self, data: bytes, place: str, start: int, persistent: Persistent | None) -> None:
+    def __init__(
+        self, data: bytes, place: str, start: int, persistent: Persistent | None, account: Account
+    ) -> None:
+        self.account, self.cost, self.work = account, 0, 0
         self.data, self.place, self.pos, self.at = data, place, start, start
         self.calls: dict[str, Call] = dict(CALLS)
         self.persistent = persistent
@@ -58,7 +74,8 @@ class Machine:
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
         self.notes: dict[str, None] = {}
-        self.keys = 0
+        self.keys: set[str] = set()
+        self.hashes: dict[int, int] = {}
         # Pickle makes an object in steps (create, append, set items, give state) while Records are frozen: each
         # step makes another Record. `final` leads from the one that the memo holds to the newest one, `origin` back.
         self.final: dict[int, tuple[Record, Any]] = {}
@@ -82,6 +99,32 @@ class Machine:
         """Makes the error for a pickle that ends too early."""
         return TruncatedPickle("A pickle is cut off.", place=self.where(), found=f"{len(self.data)} bytes")
 
+    def settle(self) -> None:
+        """Asks the budget for what the machine has come to hold, and for the work that it did, since last time."""
+        cost, work, self.cost, self.work = self.cost, self.work, 0, 0
+        self.account.hold(cost, "A pickle", self.where())
+        self.account.step(work, "A pickle", self.where())
+
+    def copied(self, parts: Collection[Any]) -> None:
+        """Counts what a call copies: its arguments, and what these hold themselves."""
+        self.work += len(parts)
+        if self.work > BATCH:
+            self.settle()
+        self.cost += _ENTRY + _SLOT * len(parts)
+        for part in parts:
+            kind = part.__class__
+            if kind is dict:
+                self.cost += _ENTRY * len(part)
+                self.work += len(part)
+            elif kind is list or kind is tuple:
+                self.cost += _SLOT * len(part)
+                self.work += len(part)
+            elif kind is str or kind is bytes:
+                self.cost += len(part)
+                self.work += len(part) // _ITEM
+        if self.cost > LARGE or self.work > BATCH:
+            self.settle()
+
     def note(self, text: str) -> None:
         """Remembers what had no place in the tree."""
         if len(self.notes) < MAX_NOTES:
@@ -92,6 +135,9 @@ class Machine:
         end = self.pos + count
         if end > len(self.data):
             raise self.truncated()
+        if count > LARGE:
+            self.cost += count
+            self.settle()
         piece = self.data[self.pos : end]
         self.pos = end
         return piece
@@ -101,6 +147,9 @@ class Machine:
         end = self.data.find(b"\n", self.pos)
         if end < 0:
             raise self.truncated()
+        self.cost += _ITEM + 4 * (end - self.pos)
+        if self.cost > LARGE:
+            self.settle()
         piece = self.data[self.pos : end]
         self.pos = end + 1
         return piece
@@ -108,6 +157,7 @@ class Machine:
     def cut(self) -> list[Any]:
         """Returns all above the last mark."""
         items, self.stack = self.stack, self.marks.pop()
+        self.cost += _SLOT * len(items)
         return items
 
     def call(self, callee: Any, args: Any) -> Any:
@@ -128,6 +178,8 @@ class Machine:
                     remedy="if you trust its origin, open it with the program that wrote it and save plain data",
                 )
             self.calls[name] = make
+        self.copied(args)
+        self.cost += _OBJECT if args else 0
         return self._make(make, args)
 
     def new(self, cls: Any, args: Any) -> Any:
@@ -135,6 +187,7 @@ class Machine:
         if cls.__class__ is not Record or args.__class__ is not tuple:
             raise self.broken("an object of something that isn't a class")
         make = self.calls.get(cls.name)
+        self.copied(args)
         return self._make(make, args) if make else Record(cls.name, args)
 
     def _make(self, make: Call, args: tuple[Any, ...]) -> Any:
@@ -153,6 +206,7 @@ class Machine:
 
     def become(self, new: Any) -> None:
         """Puts a more complete form of the object in place of the one on top of the stack."""
+        self.cost += 4 * _ENTRY
         old = self.stack[-1]
         origin = self.origin.pop(id(old), old)
         if id(origin) in self.mentioned:
@@ -173,6 +227,7 @@ class Machine:
         if target.args and target.args[-1].__class__ is kind and id(target.args[-1]) in self.grown:
             return target.args[-1]
         items = kind()
+        self.copied(target.args)
         self.grown.add(id(items))
         self.become(Record(target.name, (*target.args, items), target.state))
         return items
@@ -185,10 +240,22 @@ class Machine:
             raise self.refused("A dict has a huge key.", "integers below 2**61", f"{value.bit_length()} bits")
         if value is None or value.__class__ in (str, bool, float, bytes):
             return value
-        self.keys += 1
-        if self.keys > MAX_COMPOSITE_KEYS:
-            raise self.refused("Dicts have too many compound keys.", f"at most {MAX_COMPOSITE_KEYS}", "more")
-        return self._frozen(value, MAX_KEY_DEPTH, [MAX_KEY_NODES])
+        left = [MAX_KEY_NODES]
+        key = self._frozen(value, MAX_KEY_DEPTH, left)
+        self.work += MAX_KEY_NODES - left[0]
+        text = repr(key)
+        self.cost += len(text) + _ITEM * (MAX_KEY_NODES - left[0])
+        if self.cost > LARGE or self.work > BATCH:
+            self.settle()
+        if text not in self.keys:  # texts are hashed with a secret
+            self.keys.add(text)
+            hashed = hash(key)
+            self.hashes[hashed] = equal = self.hashes.get(hashed, 0) + 1
+            if equal > MAX_EQUAL_HASHES:
+                raise self.refused(
+                    "Keys of dicts collide.", f"at most {MAX_EQUAL_HASHES} of one hash", "more"
+                )
+        return key
 
     def _frozen(self, value: Any, depth: int, left: list[int]) -> Any:
         left[0] -= 1
@@ -218,17 +285,27 @@ Op: TypeAlias = Callable[[Machine], None]
 
 
 def _constant(value: Any) -> Op:
-    return lambda m: m.stack.append(value)
+    def op(m: Machine) -> None:
+        m.cost += _SLOT
+        m.stack.append(value)
+
+    return op
 
 
 def _fresh(kind: Callable[[], Any]) -> Op:
-    return lambda m: m.stack.append(kind())
+    def op(m: Machine) -> None:
+        m.cost += _ITEM + 2 * _SLOT
+        m.stack.append(kind())
+
+    return op
 
 
 def _number(code: str) -> Op:
     layout = struct.Struct(code)
+    cost = _SLOT if layout.size == 1 else _ITEM  # CPython has one object for each small integer
 
     def op(m: Machine) -> None:
+        m.cost += cost
         m.stack.append(layout.unpack_from(m.data, m.pos)[0])
         m.pos += layout.size
 
@@ -244,20 +321,29 @@ def _sized(code: str, decode: Callable[[Machine, bytes], Any]) -> Op:
         if count < 0:
             raise m.broken(f"a length of {count}")
         m.stack.append(decode(m, m.take(count)))
+        m.cost += sys.getsizeof(m.stack[-1])
 
     return op
 
 
-def _text(_: Machine, raw: bytes) -> str:
+def _text(m: Machine, raw: bytes) -> str:
+    _widen(m, raw)
     return str(raw, "utf-8", "surrogatepass")
 
 
-def _old_text(_: Machine, raw: bytes) -> str | bytes:
+def _old_text(m: Machine, raw: bytes) -> str | bytes:
     # Python 2 wrote text and bytes alike; text is what torch.load's default encoding takes them for.
+    _widen(m, raw)
     try:
         return str(raw, "utf-8")
     except UnicodeDecodeError:
         return raw
+
+
+def _widen(m: Machine, raw: bytes) -> None:
+    if len(raw) > LARGE and not raw.isascii():  # one character may make four bytes of each
+        m.cost += 3 * len(raw)
+        m.settle()
 
 
 def _raw(_: Machine, raw: bytes) -> bytes:
@@ -304,36 +390,43 @@ def _unicode_line(m: Machine) -> None:
 
 
 def _tuple(m: Machine) -> None:
+    m.cost += _ITEM
     items = tuple(m.cut())
     m.stack.append(items)
 
 
 def _tuple1(m: Machine) -> None:
+    m.cost += _ITEM
     m.stack[-1] = (m.stack[-1],)
 
 
 def _tuple2(m: Machine) -> None:
+    m.cost += _ITEM
     last = m.stack.pop()
     m.stack[-1] = (m.stack[-1], last)
 
 
 def _tuple3(m: Machine) -> None:
+    m.cost += _ITEM
     last, middle = m.stack.pop(), m.stack.pop()
     m.stack[-1] = (m.stack[-1], middle, last)
 
 
 def _list(m: Machine) -> None:
+    m.cost += _ITEM
     items = m.cut()
     m.stack.append(items)
 
 
 def _dict(m: Machine) -> None:
+    m.cost += _ITEM
     items = m.cut()
     m.stack.append({})
     _set(m, items)
 
 
 def _frozenset(m: Machine) -> None:
+    m.cost += _OBJECT
     items = m.cut()
     m.stack.append(Record("builtins.frozenset", (items,)))
 
@@ -364,6 +457,7 @@ def _set(m: Machine, pairs: list[Any]) -> None:
     if len(pairs) % 2:
         raise m.broken("a key without a value")
     target = m.items(dict)
+    m.cost += _ITEM + _ENTRY * (len(pairs) // 2)
     for i in range(0, len(pairs), 2):
         key = pairs[i]
         target[key if key.__class__ is str else m.key(key)] = pairs[i + 1]
@@ -379,6 +473,7 @@ def _setitems(m: Machine) -> None:
 
 
 def _mark(m: Machine) -> None:
+    m.cost += _ITEM
     m.marks.append(m.stack)
     m.stack = []
 
@@ -391,6 +486,7 @@ def _pop(m: Machine) -> None:
 
 
 def _dup(m: Machine) -> None:
+    m.cost += _SLOT
     m.stack.append(m.stack[-1])
 
 
@@ -399,6 +495,7 @@ def _pop_mark(m: Machine) -> None:
 
 
 def _get(m: Machine, index: int) -> None:
+    m.cost += _SLOT
     value = m.memo[index]
     if value.__class__ is Record:
         newest = m.final.get(id(value))
@@ -412,10 +509,12 @@ def _get(m: Machine, index: int) -> None:
 def _put(m: Machine, index: int) -> None:
     if index < 0:
         raise m.broken("a negative place in the memo")
+    m.cost += _ENTRY
     m.memo[index] = m.stack[-1]
 
 
 def _memoize(m: Machine) -> None:
+    m.cost += _ENTRY
     m.memo[len(m.memo)] = m.stack[-1]
 
 
@@ -426,6 +525,7 @@ def _binget(m: Machine) -> None:
 
 def _binput(m: Machine) -> None:
     m.pos += 1
+    m.cost += _ENTRY
     m.memo[m.data[m.pos - 1]] = m.stack[-1]
 
 
@@ -448,6 +548,7 @@ _WORD = struct.Struct("<I").unpack_from
 def _named(m: Machine, module: Any, name: Any) -> Record:
     if module.__class__ is not str or name.__class__ is not str:
         raise m.broken("a name that isn't text")
+    m.copied((module, name))
     return Record(modern_name(module, name))
 
 
@@ -481,6 +582,9 @@ def _newobj(m: Machine) -> None:
 
 def _newobj_ex(m: Machine) -> None:
     keywords, args = m.stack.pop(), m.stack.pop()
+    if args.__class__ is not tuple:
+        raise m.broken("arguments that aren't a tuple")
+    m.copied(args)
     m.stack[-1] = m.new(m.stack[-1], (*args, keywords) if keywords else args)
 
 
@@ -502,6 +606,10 @@ def _build(m: Machine) -> None:
         if target.state is not None:
             raise m.broken(f"a second state for an object of {shown(target.name)}")
         build: Build = BUILDS.get(target.name, _with_state)
+        if build is not _with_state:
+            m.copied((state,))
+            m.copied(state if state.__class__ is tuple else ())
+            m.cost += _OBJECT
         m.become(build(target, state))
     elif target.__class__ is dict or isinstance(target, Tensor):
         _note_attributes(m, "a dict" if target.__class__ is dict else "a tensor", state)
@@ -514,6 +622,7 @@ def _with_state(target: Record, state: Any) -> Record:
 
 
 def _note_attributes(m: Machine, owner: str, state: Any) -> None:
+    m.copied((state,))
     names = list(state) if isinstance(state, dict) else ["state"]
     # Every torch state_dict carries `_metadata`, the versions of its modules.
     for name in [name for name in names if name != "_metadata"][:MAX_ATTRIBUTES]:
@@ -530,6 +639,8 @@ def _binpersid(m: Machine) -> None:
         raise m.refused(
             "A pickle refers to something outside itself.", "all values inside", "a persistent id"
         )
+    m.copied((m.stack[-1],))
+    m.cost += _OBJECT
     m.stack[-1] = m.persistent(m.stack[-1])
 
 
@@ -573,13 +684,9 @@ TABLE: list[Op] = [_OPS.get(chr(code), _unknown) for code in range(256)]
 Vocabulary: TypeAlias = Callable[[Callable[[str], None]], Mapping[str, Call]]
 
 BATCH = 4096
-"""Opcodes between two checks of the budgets."""
-MIN_OPCODES = 1_000_000
-MAX_OPCODES = 50_000_000
-"""A tensor of an optimizer takes about 22 opcodes in 70 bytes, so the budget grows with the pickle up to this."""
-MAX_STACK = 1_000_000
-"""Values at once: a tuple lies there whole before it is made, lists and dicts come in thousands."""
-MAX_MARKS = 10_000
+"""Opcodes between two questions to the budget."""
+LARGE = 2**20
+"""Bytes that aren't taken before the budget has been asked."""
 
 
 @dataclass(frozen=True)
@@ -604,10 +711,9 @@ def read_pickle(
     start: int = 0,
     calls: Vocabulary | None = None,
     persistent: Persistent | None = None,
+    account: Account | None = None,
 ) -> Unpickled:
     """Reads one pickle as inert data.
-
-    Opcodes are limited to 1 000 000 or half the bytes of `data`, whichever is more, and to 50 000 000 in any case.
 
     Args:
         data: The bytes that hold the pickle.
@@ -616,33 +722,37 @@ def read_pickle(
         calls: Makes the inert constructors besides the plain ones (dotted name -> function of the argument tuple);
             it is given a function to call with what has no place in the tree, for `notes`.
         persistent: Returns the value of a persistent id; None refuses them.
+        account: What it draws on; one of its own if None.
 
     Raises:
         TruncatedPickle: `data` ends before the pickle does.
-        RefusedError: It calls what isn't inert, asks for absurd memory, holds itself, or expands to a tree of more
-            than 2 000 000 nodes or 512 levels.
+        BudgetError: It asks for more memory or work than the job may take; what parts share counts again for each.
+        RefusedError: It calls what isn't inert, holds itself, or has more than 512 levels.
         FormatError: The bytes aren't a pickle.
     """
-    machine = Machine(data, place, start, persistent)
-    if calls:
-        machine.calls |= calls(machine.note)
-    _run(machine)
-    if not machine.stack:
-        raise machine.broken("no value at its end")
-    value = machine.stack[-1]
-    _bound(value, place)
+    if account is None:
+        account = Account()
+        account.read(len(data))
+    with account.passing() as taken:
+        machine = Machine(data, place, start, persistent, taken)
+        if calls:
+            machine.calls |= calls(machine.note)
+        _run(machine)
+        if not machine.stack:
+            raise machine.broken("no value at its end")
+        value = machine.stack[-1]
+        nodes = _expanded(value, place, taken)
+    account.nodes(nodes, "What a pickle holds", place)
     return Unpickled(value, machine.pos, tuple(machine.notes))
 
 
 def _run(m: Machine) -> None:
     """Runs to the STOP opcode, whose value is then on top of the stack."""
     try:
-        limit = min(max(MIN_OPCODES, len(m.data) // 2), MAX_OPCODES)
-        for _ in range(limit // BATCH + 1):
-            if _batch(m):
-                return
-            _check_budgets(m)
-        raise m.refused("A pickle takes too many steps.", f"at most {limit} opcodes", "more")
+        while not _batch(m):
+            m.work += BATCH
+            m.settle()
+        m.settle()
     except StatekitError:
         raise
     except struct.error:
@@ -667,21 +777,18 @@ def _batch(m: Machine) -> bool:
     return False
 
 
-def _check_budgets(m: Machine) -> None:
-    deep = len(m.stack) + sum(map(len, m.marks))
-    if deep > MAX_STACK or len(m.marks) > MAX_MARKS:
-        raise m.refused(
-            "A pickle piles up too much.",
-            f"at most {MAX_STACK} values on the stack, {MAX_MARKS} marks",
-            f"{deep} values, {len(m.marks)} marks",
-        )
+def _expanded(tree: Any, place: str, account: Account) -> int:
+    """Returns the nodes of a tree once what its parts share is written out, visiting each part once.
 
-
-def _bound(tree: Any, place: str) -> None:
-    """Refuses cycles and trees that are too large once what they share is written out, visiting each part once."""
+    Raises:
+        BudgetError: They are more than the job may hold.
+        RefusedError: It has cycles, or too many levels.
+    """
+    most = account.budget.limits.held // NODE_BYTES
     sizes: dict[int, tuple[int, int]] = {}  # id -> nodes, levels; leaves aren't listed
     above: set[int] = set()
     work = [(tree, False)]
+    counted = 0
     while work:
         node, finished = work.pop()
         if not finished:
@@ -689,16 +796,23 @@ def _bound(tree: Any, place: str) -> None:
             if not parts or id(node) in sizes:
                 continue
             if id(node) in above:
-                raise _too_large(place, "a part that holds itself")
+                raise _refused(place, "a part that holds itself")
             above.add(id(node))
+            counted += NODE_BYTES + _SLOT * len(parts)
+            if counted > LARGE:
+                account.hold(counted, "What a pickle holds", place)
+                counted = 0
             work.append((node, True))
             work.extend((part, False) for part in parts)
             continue
         above.discard(id(node))
         inner = [sizes.get(id(part), (1, 0)) for part in _parts(node)]
         size = sizes[id(node)] = (1 + sum(n for n, _ in inner), 1 + max(depth for _, depth in inner))
-        if size[0] > MAX_NODES or size[1] > MAX_DEPTH:
-            raise _too_large(place, f"{size[0]} nodes, {size[1]} levels")
+        if size[0] > most:
+            account.nodes(size[0], "What a pickle holds", place)
+        if size[1] > MAX_DEPTH:
+            raise _refused(place, f"{size[1]} levels")
+    return sizes.get(id(tree), (1, 0))[0]
 
 
 def _parts(node: Any) -> Collection[Any]:
@@ -709,10 +823,10 @@ def _parts(node: Any) -> Collection[Any]:
     return (node.args, node.state) if node.__class__ is Record else ()
 
 
-def _too_large(place: str, found: str) -> RefusedError:
+def _refused(place: str, what: str) -> RefusedError:
     return RefusedError(
-        "What a pickle holds is too large to be a checkpoint.",
+        "What a pickle holds can't be a checkpoint.",
         place=place,
-        expected=f"at most {MAX_NODES} nodes, {MAX_DEPTH} levels, no cycles",
-        found=found,
+        expected=f"at most {MAX_DEPTH} levels, no cycles",
+        found=what,
     )

@@ -300,9 +300,9 @@ def read_legacy(source: Source) -> LegacyFile:
 
 def _legacy_pickles(data: bytes, storages: _Storages) -> tuple[Unpickled, Unpickled]:
     """Reads the five pickles; returns the saved object and the list of storage keys."""
-    place = storages.source.place
-    magic = read_pickle(data, place)
-    version = read_pickle(data, place, start=magic.end)
+    place, account = storages.source.place, storages.source.account
+    magic = read_pickle(data, place, account=account)
+    version = read_pickle(data, place, start=magic.end, account=account)
     if magic.value != LEGACY_MAGIC or version.value != LEGACY_PROTOCOL:
         raise FormatError(
             "A file isn't a legacy torch file.",
@@ -310,9 +310,16 @@ def _legacy_pickles(data: bytes, storages: _Storages) -> tuple[Unpickled, Unpick
             expected=f"magic number {LEGACY_MAGIC:#x}, protocol {LEGACY_PROTOCOL}",
             found=f"{shown(magic.value)}, {shown(version.value)}",
         )
-    machine = read_pickle(data, place, start=version.end)
-    saved = read_pickle(data, place, start=machine.end, calls=torch_calls, persistent=storages.resolve)
-    return saved, read_pickle(data, place, start=saved.end)
+    machine = read_pickle(data, place, start=version.end, account=account)
+    saved = read_pickle(
+        data,
+        place,
+        start=machine.end,
+        calls=torch_calls,
+        persistent=storages.resolve,
+        account=account,
+    )
+    return saved, read_pickle(data, place, start=saved.end, account=account)
 
 
 def _locate_storages(storages: _Storages, keys: Any, at: int) -> int:
@@ -424,6 +431,7 @@ def _open_zip(source: Source) -> Opened:
         f"{pickled} in {source.place}",
         calls=torch_calls,
         persistent=partial(_storage, archive, root, order != sys.byteorder, storages),
+        account=source.account,
     )
     findings = [Finding(note, source.place) for note in pickled_tree.notes]
     bare = sum(1 for member in archive.members.values() if member.size and not member.crc)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from statekit.errors import CorruptError, NotFoundError, RefusedError, UsageError
+from statekit.files.budget import Account
 from statekit.files.source import Files, Held, Source, check_size, filled, record, require
 from statekit.tensors.tensor import Array
 
@@ -153,7 +154,8 @@ class OcdbtStore:
                 raise ValueError("The value is empty, or the file it lies in is missing.")
         except (ValueError, OSError) as error:
             raise _damaged(place, error) from error
-        return None if not data else Held(data, place)
+        self.files.account.read(len(data))
+        return None if not data else Held(data, place, self.files.account)
 
     def headers(self, keys: Sequence[str]) -> list[bytes | None]:
         for key in keys:
@@ -167,8 +169,9 @@ class OcdbtStore:
         for key, header in zip(keys, data, strict=True):
             if header is not None:
                 place = f"{key} in {self.place}"
-                check_size(Held(header, place), 0, len(header), HEADER_BYTES, "A header")
-                self.files.hold(len(header), "A header", place)
+                check_size(Held(header, place, self.files.account), 0, len(header), HEADER_BYTES, "A header")
+                self.files.account.read(len(header))
+                self.files.account.hold(len(header), "A header", place)
         return data
 
     def keys(self) -> list[str]:
@@ -230,8 +233,9 @@ class _Spans:
     def read(self, start: int, count: int) -> Array:
         return filled(self, start, count)
 
-    def hold(self, start: int, count: int, what: str) -> None:
-        self.store.files.hold(count, what, f"byte {start} of {self.place}")
+    @property
+    def account(self) -> Account:
+        return self.store.files.account
 
 
 def _check_files(root: Path, files: Files) -> None:

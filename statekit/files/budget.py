@@ -1,0 +1,201 @@
+"""The budget of a job: how much memory and work reading may take, however many files and readers there are.
+
+One number says it all, bytes of memory; `--budget` raises it. What a job holds (headers, indices, pickles, trees; the
+values of tensors stream) is counted before it is allocated, and given back when the checkpoint is closed. Work is
+counted in steps, and may grow with the bytes that were read, not with time: an honest file on a slow disk passes. Of
+disk reading takes nothing. Readers ask here and have no limits of their own, so that limits can't multiply.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from statekit.errors import BudgetError, UsageError
+
+DEFAULT = 512 * 2**20
+"""Bytes that a job may hold unless it is told otherwise."""
+NODE_BYTES = 128
+"""What one value of a tree is taken to need, in bytes: its object, and its place in a dict or list."""
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
+
+
+def bytes_of(text: str) -> int:
+    """Returns the bytes that a size such as `2GiB`, `800 MB` or `4096` names; K, M, G and T count in powers of 1024.
+
+    Raises:
+        UsageError: It names none.
+
+    Example:
+        >>> bytes_of("1.5GiB")
+        1610612736
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError("This isn't a size.", place="--budget", expected="such as 2GiB", found=text)
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one job may take.
+
+    Attributes:
+        held: Bytes of headers, indices, pickles, documents and trees that are held at a time.
+    """
+
+    held: int = DEFAULT
+
+    def steps(self, read: int) -> int:
+        """Returns how many steps of work are allowed once so many bytes were read.
+
+        That is a million by default, and one for two bytes: a tensor of an optimizer takes about 22 opcodes in 70
+        bytes of a pickle. No more are explained by bytes than a sixteenth of those that may be held.
+        """
+        return self.held // 512 + min(read, self.held // 8) // 2
+
+
+class Budget:
+    """What a job has taken of its limits. Made once for a job, which may open several checkpoints, by any thread.
+
+    Args:
+        limits: What it may take.
+        follow_links: Whether it may read what links out of its checkpoints lead to (statekit/files/links.py).
+    """
+
+    def __init__(self, limits: Limits | None = None, *, follow_links: bool = False) -> None:
+        self.limits = limits or Limits()
+        self.follow_links = follow_links
+        self._held = self._steps = self._read = 0
+        self._lock = threading.Lock()
+
+    @property
+    def held(self) -> int:
+        """Bytes that are held now."""
+        return self._held
+
+    def hold(self, count: int, what: str, place: str) -> None:
+        """Takes `count` bytes to hold, before they are allocated.
+
+        Args:
+            count: How many.
+            what: What they are, as an error begins: `The header of an archive`.
+            place: The file, and the byte in it.
+
+        Raises:
+            BudgetError: That is more than the job may hold.
+        """
+        with self._lock:
+            if self._held + count > self.limits.held:
+                raise BudgetError(
+                    f"{what} is more than this job may hold in memory.",
+                    place=place,
+                    expected=f"at most {self.limits.held} bytes held (the budget's limit `held`)",
+                    found=f"{count} bytes beside {self._held} that are held already",
+                    remedy=_raised(self._held + count),
+                )
+            self._held += count
+
+    def free(self, count: int) -> None:
+        """Gives bytes back."""
+        with self._lock:
+            self._held -= count
+
+    def read(self, count: int) -> None:
+        """Notes that so many bytes were read, which explain work."""
+        with self._lock:
+            self._read += count
+
+    def step(self, count: int, what: str, place: str) -> None:
+        """Takes `count` steps of work.
+
+        Args:
+            count: How many.
+            what: What is at work, as an error begins: `A pickle`.
+            place: The file, and the byte in it.
+
+        Raises:
+            BudgetError: That is more than the bytes explain that were read so far.
+        """
+        with self._lock:
+            self._steps += count
+            most = self.limits.steps(self._read)
+            if self._steps > most:
+                raise BudgetError(
+                    f"{what} takes more work than its bytes explain.",
+                    place=place,
+                    expected=f"at most {most} steps for {self._read} bytes (the budget's limit `steps`)",
+                    found=f"{self._steps} steps",
+                    remedy=_raised(2 * self.limits.held),
+                )
+
+
+def _raised(least: int) -> str:
+    """Returns what to do about a limit, with a budget of at least so many bytes."""
+    gigabytes = 1
+    while gigabytes * 2**30 < least:
+        gigabytes *= 2
+    option = f"--budget {gigabytes}GiB (in Python budget={gigabytes} * 2**30)"
+    return f"if you know who made this checkpoint, allow it more: {option}"
+
+
+class Account:
+    """What one checkpoint, or one part of the work on it, takes of a job's budget; all is given back when it is closed.
+
+    Args:
+        budget: The job's; a new one if this is all of it.
+    """
+
+    def __init__(self, budget: Budget | None = None) -> None:
+        self.budget = budget or Budget()
+        self._held = 0
+        self._lock = threading.Lock()
+
+    def hold(self, count: int, what: str, place: str) -> None:
+        """Takes bytes, as `Budget.hold` does."""
+        self.budget.hold(count, what, place)
+        with self._lock:
+            self._held += count
+
+    def nodes(self, count: int, what: str, place: str) -> None:
+        """Takes the bytes that so many values of a tree are taken to need.
+
+        Raises:
+            BudgetError: That is more than the job may hold.
+        """
+        if count * NODE_BYTES > self.budget.limits.held:
+            raise BudgetError(
+                f"{what} is too large to be a checkpoint.",
+                place=place,
+                expected=f"at most {self.budget.limits.held // NODE_BYTES} values (the budget's limit `held`)",
+                found=f"{count} values of {NODE_BYTES} bytes",
+                remedy=_raised(count * NODE_BYTES),
+            )
+        self.hold(count * NODE_BYTES, what, place)
+
+    def step(self, count: int, what: str, place: str) -> None:
+        """Takes steps of work, as `Budget.step` does."""
+        self.budget.step(count, what, place)
+
+    def read(self, count: int) -> None:
+        """Notes that so many bytes were read."""
+        self.budget.read(count)
+
+    @contextmanager
+    def passing(self) -> Iterator[Account]:
+        """Gives an account for what is held only while something is parsed."""
+        taken = Account(self.budget)
+        try:
+            yield taken
+        finally:
+            taken.close()
+
+    def close(self) -> None:
+        """Gives back what is held."""
+        with self._lock:
+            taken, self._held = self._held, 0
+        self.budget.free(taken)
