@@ -20,7 +20,6 @@ StatekitError
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from difflib import get_close_matches
 from typing import TypeVar
 
 
@@ -142,6 +141,8 @@ def meant(name: str, known: Iterable[str]) -> str:
         >>> meant("xyz", ["adamw", "lamb"])
         ''
     """
+    from difflib import get_close_matches
+
     plain = {_plain(one): one for one in known}
     near = get_close_matches(_plain(name), plain, n=1, cutoff=0.7)
     return f"did you mean {plain[near[0]]}?" if near else ""

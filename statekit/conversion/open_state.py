@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from html import escape
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -154,6 +153,8 @@ def _table(title: str, head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -
 
 
 def _shown(text: object) -> str:
+    from html import escape
+
     return escape(printable(str(text)))
 
 

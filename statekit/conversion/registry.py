@@ -48,9 +48,18 @@ MOST_ENTRIES = 1000
 """How many entries of a folder are looked at for checkpoints."""
 
 
-@cache
 def _points(group: str) -> dict[str, EntryPoint]:
-    return {point.name: point for point in sorted(entry_points(group=group))}
+    return _installed()[group]
+
+
+@cache
+def _installed() -> dict[str, dict[str, EntryPoint]]:
+    """Returns the entry points of both groups; they are looked up once, in a file of each installed package."""
+    every = entry_points()
+    return {
+        group: {point.name: point for point in sorted(every.select(group=group))}
+        for group in (CONTAINERS, LAYOUTS)
+    }
 
 
 def _load(group: str, name: str, options: str) -> object:

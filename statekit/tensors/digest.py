@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,10 @@ def tensor_bytes(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _ahead(blocks: Iterator[memoryview]) -> Iterator[memoryview]:
+    from concurrent.futures import (
+        ThreadPoolExecutor,
+    )  # it brings logging along, which most calls have no use for
+
     with ThreadPoolExecutor(1, "statekit-read-ahead") as reader:
         coming = reader.submit(next, blocks, _END)
         while block := coming.result():
