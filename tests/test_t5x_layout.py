@@ -14,13 +14,12 @@ from goldens import GOLDEN, bundles
 from statekit.conversion import registry
 from statekit.conversion.contracts import Hints
 from statekit.converters.containers.t5x import CONTAINER as T5X
-from statekit.converters.layouts.factor_inference import from_slots
 from statekit.converters.layouts.t5x.inferred_hyperparameters import STANDARD
 from statekit.converters.layouts.t5x.layout import LAYOUT
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged, unknown_fields
-from statekit.state.factoring import by_size, effective
+from statekit.state.factoring import by_size, effective, from_slots
 from statekit.state.train_state import Axis, Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, in_memory
 from statekit.tensors.tree import tensor_names

@@ -29,9 +29,8 @@ from statekit.files.checkpoint import FILES_BESIDE, SORTED, Checkpoint
 from statekit.files.integrity import proof_beside
 from statekit.files.source import Files, first_bytes, opening, read_small
 from statekit.files.stage import Stage
-from statekit.tensors.json_text import strict_json
 from statekit.tensors.tensor import Tensor, in_memory
-from statekit.tensors.tree import Tree, tensor_names
+from statekit.tensors.tree import Tree, strict_json, tensor_names
 
 OPTIONS = "optimizer_hyperparameters.json"
 PREFIX = "optim."

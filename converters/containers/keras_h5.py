@@ -26,8 +26,7 @@ from statekit.files.durable import sync, writing
 from statekit.files.integrity import Proof, proof_inside
 from statekit.files.source import as_file, first_bytes, opening
 from statekit.files.stage import Stage
-from statekit.tensors.json_text import strict_json
-from statekit.tensors.tree import tensor_names
+from statekit.tensors.tree import strict_json, tensor_names
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 CONFIG, METADATA = "config.json", "metadata.json"

@@ -32,9 +32,8 @@ from statekit.files.budget import Budget
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint, Finding
 from statekit.files.source import File, Files, Part, as_file, bytes_at, hold, opening, require
 from statekit.files.stage import Stage
-from statekit.tensors.json_text import strict_json
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Index, Stored
-from statekit.tensors.tree import Tree
+from statekit.tensors.tree import Tree, strict_json
 
 WEIGHTS = "model.weights.h5"
 MAX_DOCUMENT = 64 * 2**20

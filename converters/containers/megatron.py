@@ -31,7 +31,7 @@ from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.source import Files, opening, read_small
 from statekit.files.stage import Stage
-from statekit.tensors.json_text import strict_json
+from statekit.tensors.tree import strict_json
 
 COMMON, SHARDED = "common", "sharded"
 """The parts of the tree."""

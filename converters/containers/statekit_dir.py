@@ -21,9 +21,8 @@ from statekit.files.manifest import FILE, require_manifest, tensor_faults, unnam
 from statekit.files.safetensors import open_safetensors, save_safetensors, sharded
 from statekit.files.source import Files, opening, read_small
 from statekit.files.stage import Stage
-from statekit.tensors.json_text import strict_json
 from statekit.tensors.tensor import Tensor
-from statekit.tensors.tree import Tree, from_json, tensor_names, to_json
+from statekit.tensors.tree import Tree, from_json, strict_json, tensor_names, to_json
 
 SHARD_BYTES = 4 * 2**30
 """How many bytes of tensors a shard holds at most; a larger tensor has a shard to itself."""

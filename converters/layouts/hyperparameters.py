@@ -6,7 +6,7 @@ the manifest's record; out come the groups of a state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import Group, Kind, KnownFrom
 from statekit.tensors.tree import from_json
+
+MINIMUM = "min_dim_size_to_factor"
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,34 @@ class Hyperparameters:
     def assumed(self) -> dict[str, Any]:
         """Returns those that are merely assumed."""
         return {name: value for name, value in self.values.items() if self.known_from[name] == "assumed"}
+
+
+def with_minimum(
+    hyperparameters: Hyperparameters, factored: Sequence[int], unfactored: Sequence[int]
+) -> tuple[Hyperparameters, list[str]]:
+    """Returns hyperparameters whose min_dim_size_to_factor fits the slots, and what is open about it.
+
+    Args:
+        hyperparameters: Hyperparameters with the usual minimum.
+        factored: The deciding size of each parameter that is factored.
+        unfactored: That of each that could be and isn't.
+    """
+    low, high = max(unfactored, default=-1) + 1, min(factored, default=None)
+    if low <= hyperparameters.values[MINIMUM] and (high is None or hyperparameters.values[MINIMUM] <= high):
+        return hyperparameters, []
+    if high is None:
+        return hyperparameters.over({MINIMUM: low}, "assumed"), [
+            f"{MINIMUM} is at least {low}; {low} is assumed."
+        ]
+    if low == high:
+        return hyperparameters.over({MINIMUM: high}, "file"), []
+    if low < high:
+        return hyperparameters.over({MINIMUM: high}, "assumed"), [
+            f"{MINIMUM} is from {low} to {high}; {high} is assumed."
+        ]
+    return hyperparameters, [
+        f"{MINIMUM} is open: a parameter with a size of {high} is factored, one with {low - 1} isn't."
+    ]
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Any
 from statekit.errors import CorruptError, Faults, FormatError, NotFoundError, RefusedError
 from statekit.files.source import SMALL_FILE, Files, read_small, source_digest
 from statekit.tensors.digest import json_digest
-from statekit.tensors.json_text import strict_json
 from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import strict_json
 
 FILE = "statekit.json"
 FORMAT = "statekit-manifest"

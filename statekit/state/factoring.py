@@ -1,7 +1,7 @@
 """Factor rules: which axes of a parameter an Adafactor averages away, by its path and its shape.
 
 T5X has rules that people write, by path or by what axes are called; in the other variants the shape decides, as their
-constants in the schema say.
+constants in the schema say. Where neither is known, the shapes of slots show what the rule was.
 
 Source: T5X t5x/adafactor.py, `factor_name_to_factordim`, `HParamMap`, `Adafactor._parse_rule`, `_factored_dims`,
 `set_param_axes`; of the others the sources in `schemas/adafactor.json`.
@@ -9,6 +9,7 @@ Source: T5X t5x/adafactor.py, `factor_name_to_factordim`, `HParamMap`, `Adafacto
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +18,14 @@ from typing import Any
 import numpy as np
 
 from statekit.errors import UsageError
-from statekit.state.train_state import Axis
-from statekit.tensors.tensor import Shape
+from statekit.state.constants import variant_constants
+from statekit.state.train_state import Axis, Rule
+from statekit.tensors.tensor import Shape, Tensor
 
 HEURISTIC = "HEURISTIC"
 """The value of a factor map's entry that leaves a parameter to its shape."""
 
+_MAX_RANK = 8
 _LABELS = {
     "row": Axis.ROW, "col": Axis.COLUMN, "column": Axis.COLUMN, "batch": Axis.BATCH,
     "none": Axis.NONE, "unfactorized": Axis.NONE,
@@ -256,3 +259,47 @@ def by_shape(
         if form["factored_minimum"] == "none" or shape[row] >= min_dim_size_to_factor:
             axes[column], axes[row] = Axis.COLUMN, Axis.ROW
     return tuple(axes)
+
+
+def fits(labels: tuple[Axis, ...], shape: Shape, row: Shape, column: Shape) -> bool:
+    """Tells whether factored slots of these shapes follow from labels."""
+    rule = Rule(labels, "file")
+    return (
+        rule.factored and rule.slot_shape("v_row", shape) == row and rule.slot_shape("v_col", shape) == column
+    )
+
+
+def from_slots(shape: Shape, row: Shape, column: Shape, by_logical_axes: bool) -> Rule | None:
+    """Finds the rule of a factored parameter from the shapes of its slots; None if no rule gives them.
+
+    A matrix with vectors for slots was factored by its size; nothing else does that. It counts as proven unless it is
+    square. Otherwise every labelling that T5X takes is tried, and axes that both slots keep are taken for BATCH. That
+    is proven only where labels come from logical axes, which allow no NONE beside ROW and COLUMN.
+    """
+    if len(shape) == 2 and fits(by_size(shape), shape, row, column):
+        return Rule(by_size(shape), "assumed" if shape[0] == shape[1] else "file")
+    if len(shape) > _MAX_RANK:
+        return None
+    labellings = itertools.product((Axis.ROW, Axis.COLUMN, Axis.BATCH), repeat=len(shape))
+    taken = (labels for labels in labellings if len(shape) > 2 or Axis.BATCH in labels)
+    fitting = [labels for labels in taken if fits(labels, shape, row, column)]
+    if not fitting:
+        return None
+    proven = len(fitting) == 1 and (by_logical_axes or Axis.BATCH not in fitting[0])
+    return Rule(fitting[0], "file" if proven else "assumed")
+
+
+def shown_rule(shape: Shape, slots: Mapping[str, Tensor], variant: str | None) -> Rule | None:
+    """Returns the rule of a parameter as its slots show it, or as the variant has it where that goes by shape alone."""
+    constants = variant_constants("adafactor", variant) if variant else {"factored_rank": "two_or_rule"}
+    by_rule = constants["factored_rank"] == "two_or_rule"
+    if "v_row" not in slots:
+        return Rule((Axis.NONE,) * len(shape), "file" if len(shape) < 2 or not by_rule else "assumed")
+    row, column = slots["v_row"].shape, slots["v_col"].shape
+    if not by_rule and len(shape) > 1 and fits(axes := by_shape(constants, shape, True), shape, row, column):
+        open_tie = constants["tie_break"] == "argsort" and len(shape) > 3 and row == column
+        return Rule(axes, "assumed" if open_tie else "file")
+    for axes in ((Axis.ROW, Axis.COLUMN), (Axis.COLUMN, Axis.ROW)):
+        if len(shape) == 2 and fits(axes, shape, row, column):
+            return Rule(axes, "assumed" if shape[0] == shape[1] else "file")
+    return from_slots(shape, row, column, False)

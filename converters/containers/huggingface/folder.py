@@ -42,11 +42,20 @@ from statekit.files.integrity import proof_beside
 from statekit.files.manifest import FILE, inside
 from statekit.files.source import File, Files, first_bytes, opening, read_small
 from statekit.files.stage import Stage
-from statekit.tensors.json_text import loose_json
 from statekit.tensors.tensor import Stored, Tensor, index_shape
 from statekit.tensors.ties import TIES, ties_of
 from statekit.tensors.tree import Path as Keys
-from statekit.tensors.tree import Record, Tree, at, holds_records, loose, put, tensor_names, without
+from statekit.tensors.tree import (
+    Record,
+    Tree,
+    at,
+    holds_records,
+    loose,
+    loose_json,
+    put,
+    tensor_names,
+    without,
+)
 
 FILES = "files"
 """Key of the files that are carried as bytes, by name."""

@@ -59,8 +59,7 @@ from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.manifest import MAX_BYTES
 from statekit.files.source import Files, opening
 from statekit.files.stage import Stage
-from statekit.tensors.json_text import strict_json
-from statekit.tensors.tree import Tree
+from statekit.tensors.tree import Tree, strict_json
 
 _MAX_METADATA = 100_000_000
 _MAX_JSON = 16 * 2**20

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from statekit.errors import Faults, FormatError, UsageError
-from statekit.tensors.json_text import strict_json
 from statekit.tensors.tensor import Shape, Stored, Tensor
-from statekit.tensors.tree import MAX_DEPTH, MAX_NODES, Tree, walk
+from statekit.tensors.tree import MAX_DEPTH, MAX_NODES, Tree, strict_json, walk
 
 _SEQUENCE, _DICT = 1, 2
 _EMPTY: dict[str, Any] = {"None": None, "NamedTuple": None, "Dict": {}, "List": [], "Tuple": ()}

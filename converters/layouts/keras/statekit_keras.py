@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
-from statekit.converters.layouts.factor_inference import shown_rule
 from statekit.converters.layouts.hyperparameters import ManifestRecord, manifest_state
 from statekit.converters.layouts.keras.layout import (
     OPTIMIZER,
@@ -46,7 +45,7 @@ from statekit.converters.layouts.keras.variables import (
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
 from statekit.state.constants import variant_constants
-from statekit.state.factoring import map_entries
+from statekit.state.factoring import map_entries, shown_rule
 from statekit.state.options import CLASSES, FACTOR, KERAS, LOGICAL, RATE_NAMES, offered, rule_of
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.converters.layouts.factor_inference import MINIMUM, with_minimum
-from statekit.converters.layouts.hyperparameters import Hyperparameters
+from statekit.converters.layouts.hyperparameters import MINIMUM, Hyperparameters, with_minimum
 from statekit.converters.layouts.optax.factoring import Factoring
 from statekit.converters.layouts.optax.links import Link, is_tensor, leaves, sequence, under
 from statekit.errors import UsageError

@@ -27,7 +27,7 @@ import numpy as np
 
 from statekit.conversion.contracts import Contents as Described
 from statekit.conversion.contracts import Encoded, Evidence, Exactness, Hints
-from statekit.converters.layouts.factor_inference import MINIMUM
+from statekit.converters.layouts.hyperparameters import MINIMUM
 from statekit.converters.layouts.optax.construction import (
     BY_RATE,
     DECAY,

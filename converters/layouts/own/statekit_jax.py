@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
-from statekit.converters.layouts.factor_inference import shown_rule
 from statekit.converters.layouts.hyperparameters import Hyperparameters
 from statekit.converters.layouts.optax.construction import (
     FROZEN,
@@ -59,6 +58,7 @@ from statekit.converters.layouts.optax.skeleton import (
 )
 from statekit.errors import Faults, InexactError, StateError, some
 from statekit.files.checkpoint import Checkpoint
+from statekit.state.factoring import shown_rule
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, Kind, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor

@@ -11,8 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from statekit.conversion.contracts import Hints
-from statekit.converters.layouts.factor_inference import with_minimum
-from statekit.converters.layouts.hyperparameters import Hyperparameters, ManifestRecord, OptimizerSpec
+from statekit.converters.layouts.hyperparameters import (
+    Hyperparameters,
+    ManifestRecord,
+    OptimizerSpec,
+    with_minimum,
+)
 from statekit.converters.layouts.t5x.tree import NativeSlots
 from statekit.errors import Faults, UsageError
 from statekit.files.checkpoint import Checkpoint

@@ -15,7 +15,6 @@ import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
-from statekit.converters.layouts.factor_inference import fits, from_slots
 from statekit.converters.layouts.hyperparameters import Hyperparameters, OptimizerSpec, manifest_state
 from statekit.converters.layouts.t5x.inferred_hyperparameters import (
     RULES,
@@ -34,7 +33,7 @@ from statekit.converters.layouts.t5x.tree import (
 )
 from statekit.errors import Faults, InexactError, StateError, some
 from statekit.files.checkpoint import Checkpoint
-from statekit.state.factoring import GivenRules, by_size, effective, given_rules
+from statekit.state.factoring import GivenRules, by_size, effective, fits, from_slots, given_rules
 from statekit.state.run import CALLED
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Filled, Shape, Tensor, in_memory
