@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,12 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "May be repeated. adamw/b2=0.95 is of one of several optimizers.",
     )
     @click.option(
+        "--schedule",
+        metavar="CALL|FILE",
+        help="What makes the run's learning rate, where its files don't say it, as the program has it: "
+        "'optax.cosine_decay_schedule(1e-3, 10000)', or a .gin file of T5X.",
+    )
+    @click.option(
         "--variant",
         metavar="NAME",
         shell_complete=complete_variants,
@@ -147,6 +153,7 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def run(
         *args: Any,
         hparams: tuple[str, ...],
+        schedule: str | None,
         variant: str | None,
         param_names: Path | None,
         names_from: str | None,
@@ -163,6 +170,7 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
             model_key=model_key,
             optimizer_key=optimizer_key,
             names_from=names_from,
+            schedule=_schedule(schedule),
             accept_damaged=accept_damaged,
             follow_links=follow_links,
             budget=budget,
@@ -170,6 +178,18 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(*args, hints=hints, **options)
 
     return run
+
+
+def _schedule(text: str | None) -> Mapping[str, Any] | None:
+    if text is None:
+        return None
+    if text.endswith(".gin"):
+        from statekit.converters.formats.hparams import read_gin_schedule
+
+        return vars(read_gin_schedule(Path(text)))
+    from statekit.state.schedules.call_text import parse_call
+
+    return parse_call(text)
 
 
 def _hints(hparams: tuple[str, ...], variant: str | None, param_names: Path | None) -> Hints:

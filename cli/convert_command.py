@@ -125,7 +125,7 @@ def command(
         return
     stdout = output.screen()
     show_plan(stdout, planned, tensors=dry_run)
-    show_next(stdout, planned.state)
+    show_next(stdout, planned.state, planned.run.schedules)
     if report:
         _show_report(stdout, report)
 
@@ -151,7 +151,7 @@ def _as_json(planned: Plan, report: Report | None) -> dict[str, Any]:
         "plan_digest": planned.digest,
         "findings": [vars(finding) for finding in planned.findings],
         "report": report.to_json() if report else None,
-        "next_update": next_update(planned.state),
+        "next_update": next_update(planned.state, planned.run.schedules),
         "resume": resume_lines(of_plan(planned, report.files if report else ()), planned.state),
     }
 

@@ -26,6 +26,7 @@ from statekit.conversion.inspection import (
     inspect,
     unknown_hyperparameters,
 )
+from statekit.state.rates import Piece
 from statekit.state.run import RunState, Schedule
 from statekit.state.train_state import Group
 from statekit.tensors.stats import Stats, total
@@ -243,8 +244,13 @@ def _as_rates(schedule: Schedule) -> str:
     first = schedule.rates[0] if schedule.rates else ""
     if isinstance(first, str):
         return f"; {first}" if first else ""
-    pieces = [f"{one.kind}{f' from {one.begins}' if one.begins else ''}" for one in first.pieces]
+    pieces = [f"{_kinds(one)}{f' from {one.begins}' if one.begins else ''}" for one in first.pieces]
     return f"; over the updates done: {', '.join(pieces)}"
+
+
+def _kinds(piece: Piece) -> str:
+    """Says of what kind a piece of a schedule is, or its factors are."""
+    return " times ".join(map(_kinds, piece.numbers["of"])) if piece.kind == "product" else piece.kind
 
 
 def _bytes(tensors: Iterable[TensorSummary]) -> int:

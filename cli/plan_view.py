@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from posixpath import commonpath
 from typing import Any
 
@@ -12,6 +12,7 @@ from statekit.conversion.contracts import Exactness
 from statekit.conversion.plan import Plan, PlannedTensor
 from statekit.conversion.resume import next_update
 from statekit.errors import some
+from statekit.state.run import Schedule
 from statekit.state.schema import NO_OPTIMIZER, WEIGHTS
 
 FOLDED_AT = 3
@@ -154,13 +155,13 @@ def _sources(expression: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield from (p for p in parts if isinstance(p, Mapping) and "op" in p)
 
 
-def show_next(stdout: Screen, state: Mapping[str, Any]) -> None:
-    """Prints what the next update of each group will use."""
+def show_next(stdout: Screen, state: Mapping[str, Any], schedules: Sequence[Schedule]) -> None:
+    """Prints what the next update of each group will use; `schedules` are the run's."""
     if state["schema"] == WEIGHTS:
         stdout.title("The next update will use:")
         stdout.say("a new optimizer: nothing here says which", indent=2)
         return
-    groups = next_update(state)
+    groups = next_update(state, schedules)
     stdout.title("The next update will use:")
     for i, group in enumerate(groups):
         rate = group["learning_rate"]

@@ -42,9 +42,11 @@ def command(
         lines = resume_lines(place, state, framework)
         if as_json:
             formats = {"container": opened.checkpoint.container, "layout": opened.layout}
-            output.print_json("resume", {**formats, "next_update": next_update(state), "lines": lines})
+            output.print_json(
+                "resume", {**formats, "next_update": next_update(state, place.schedules), "lines": lines}
+            )
             return
     stdout = output.screen()
     for line in lines or [unsaid(place)]:
         stdout.say(line, fold=False)
-    show_next(stdout, state)
+    show_next(stdout, state, place.schedules)

@@ -67,6 +67,7 @@ def open(
     variant: str | None = None,
     param_names: Sequence[str] | None = None,
     names_from: Literal["config"] | None = None,
+    schedule: str | None = None,
     model_key: str | None = None,
     optimizer_key: str | None = None,
     accept_damaged: bool = False,
@@ -85,6 +86,8 @@ def open(
         param_names: Names in the order of the optimizer's parameters, where it only numbers them.
         names_from: `config`: take that order from the architecture that config.json beside a Trainer's weights names,
             built without weights; it needs statekit[hf].
+        schedule: The call that makes the run's learning rate, where its files don't say it, as the program has it:
+            `optax.cosine_decay_schedule(1e-3, 10000)`. Nothing of it is run.
         model_key: Where the model's weights lie in a PyTorch file, keys joined by `/`, if several may be meant.
         optimizer_key: Where the optimizer's state lies in it.
         accept_damaged: Whether to go on with a checkpoint that its manifest contradicts; `checkpoint.findings` say what
@@ -120,6 +123,7 @@ def open(
         variant,
         param_names,
         names_from,
+        schedule,
         model_key,
         optimizer_key,
         accept_damaged,
@@ -139,6 +143,7 @@ def inspect(  # noqa: D417 - those of `open` are named in one line
     variant: str | None = None,
     param_names: Sequence[str] | None = None,
     names_from: Literal["config"] | None = None,
+    schedule: str | None = None,
     model_key: str | None = None,
     optimizer_key: str | None = None,
     accept_damaged: bool = False,
@@ -151,8 +156,8 @@ def inspect(  # noqa: D417 - those of `open` are named in one line
 
     Args:
         path: A checkpoint, or a run's folder.
-        container, layout, step, hparams, variant, param_names, names_from, model_key, optimizer_key, accept_damaged,
-            follow_links, budget: As in `open`.
+        container, layout, step, hparams, variant, param_names, names_from, schedule, model_key, optimizer_key,
+            accept_damaged, follow_links, budget: As in `open`.
         filter: Glob for parameter paths and names of other tensors; `*` also matches `/`.
         stats: Whether to read all values and add norm, rms, min, max, zeros, NaN and Inf.
 
@@ -175,6 +180,7 @@ def inspect(  # noqa: D417 - those of `open` are named in one line
         variant,
         param_names,
         names_from,
+        schedule,
         model_key,
         optimizer_key,
         accept_damaged,
@@ -196,6 +202,7 @@ def plan(  # noqa: D417 - those of `open` are named in one line
     variant: str | None = None,
     param_names: Sequence[str] | None = None,
     names_from: Literal["config"] | None = None,
+    schedule: str | None = None,
     model_key: str | None = None,
     optimizer_key: str | None = None,
     accept_damaged: bool = False,
@@ -214,8 +221,8 @@ def plan(  # noqa: D417 - those of `open` are named in one line
         to: Container of the target, or `<layout>-<container>`; by the target's name if None.
         layout: Layout of the target; the container's usual one if None.
         step: Which step of a run's folder; the newest if None.
-        hparams, variant, param_names, names_from, model_key, optimizer_key, accept_damaged, follow_links, budget:
-            As in `open`.
+        hparams, variant, param_names, names_from, schedule, model_key, optimizer_key, accept_damaged, follow_links,
+            budget: As in `open`.
         step_offset: `keep`; `reset`, so that the second-moment decay starts anew; or the step where it starts.
         require: The least exactness allowed.
         like: A file that Keras saved of the same model, trained or not: the target's parameters lie as in it.
@@ -246,6 +253,7 @@ def plan(  # noqa: D417 - those of `open` are named in one line
             variant,
             param_names,
             names_from,
+            schedule,
             model_key,
             optimizer_key,
             accept_damaged,
@@ -357,6 +365,7 @@ def _hints(
     variant: str | None,
     param_names: Sequence[str] | None,
     names_from: str | None,
+    schedule: str | None,
     model_key: str | None,
     optimizer_key: str | None,
     accept_damaged: bool,
@@ -364,6 +373,7 @@ def _hints(
     budget: int | None,
 ) -> Hints:
     from statekit.conversion.contracts import Hints
+    from statekit.state.schedules.call_text import parse_call
 
     return Hints.given(
         hparams,
@@ -372,6 +382,7 @@ def _hints(
         model_key=model_key,
         optimizer_key=optimizer_key,
         names_from=names_from,
+        schedule=None if schedule is None else parse_call(schedule),
         accept_damaged=accept_damaged,
         follow_links=follow_links,
         budget=budget,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from statekit.converters.formats.hparams import read_gin, read_gin_call, read_text
+from statekit.converters.formats.hparams import SCHEDULE_IN_GIN, read_gin, read_gin_call, read_text
 from statekit.errors import Faults, FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.checkpoint import FILES_BESIDE, Checkpoint, Finding
 from statekit.files.integrity import proof_beside
@@ -283,7 +283,7 @@ def gin_settings(step: Path, files: Files) -> tuple[dict[str, Any], tuple[Findin
     try:
         text = read_text(path, files)
         settings = read_gin(text, path)
-        schedule = read_gin_call(text, path, "learning_rate_fn", "create_learning_rate_scheduler")
+        schedule = read_gin_call(text, path, *SCHEDULE_IN_GIN)
     except StatekitError as error:
         return {}, (Finding(f"the gin file can't be read: {' '.join(str(error).split())}", str(path)),)
     return {

@@ -226,6 +226,26 @@ def read_gin_call(text: str, place: object, parameter: str, function: str) -> Ca
     return Call(named, arguments, bool(bound) and not included)
 
 
+def read_gin_schedule(path: Path) -> Call:
+    """Reads the call that makes the learning rate's schedule from a gin file of T5X.
+
+    Raises:
+        UsageError: The gin file says none.
+        NotFoundError: No such file.
+        FormatError: The file isn't gin.
+    """
+    call = read_gin_call(read_text(path), path, *SCHEDULE_IN_GIN)
+    if call is None:
+        raise UsageError(
+            "The gin file says no schedule.", place=path, expected=f"{SCHEDULE_IN_GIN[0]} = @...()"
+        )
+    return call
+
+
+SCHEDULE_IN_GIN = ("learning_rate_fn", "create_learning_rate_scheduler")
+"""The parameter of T5X's trainer that a schedule is bound to, and its usual function. Source: T5X t5x/trainer.py."""
+
+
 def _macros(lines: Sequence[tuple[str, list[str]]]) -> dict[str, list[str]]:
     return {name: tokens for name, tokens in lines if "." not in name}
 

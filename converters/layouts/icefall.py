@@ -10,6 +10,7 @@ Source: k2-fsa/icefall, egs/librispeech/ASR/zipformer/optim.py, `BatchedOptimize
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,8 @@ from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import SORTED, Checkpoint
 from statekit.optim import scaled_adam
 from statekit.optim.scaled_adam_clip import batches
+from statekit.state.schedules.called import KEY as CALLED
+from statekit.state.schedules.icefall import IN_RUN, eden
 from statekit.state.schema import all_variants, load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import Shape, Tensor, in_memory
@@ -32,6 +35,7 @@ from statekit.tensors.views import Slice, Stack
 SCHEMA = "scaled_adam"
 JOINT = "unused_size_slots"
 """In `extra`: what the seed generation keeps for a batch of one-element parameters and never uses, by first member."""
+_SCHEDULER = "scheduler"
 _SHARED = ("model_norms", "model_norm_threshold", "num_clipped")
 _SIZE = ("param_rms", "scale_exp_avg_sq", "scale_grads")
 _LATE_AXIS = ("scale_grads",)
@@ -79,6 +83,8 @@ class Icefall:
             StateError, "The slots don't fit the parameters", place=checkpoint.path, remedy=REMEDY
         )
         extra = extra_of(parts, moved, known)
+        if (called := _schedule_call(parts)) is not None:
+            extra[CALLED] = called
         state = TrainState(
             params,
             slots,
@@ -269,6 +275,27 @@ def _unknown_variant(variant: str | None) -> tuple[str, ...]:
         return ()
     known = ", ".join(load_schema(SCHEMA).variants)
     return (f"The file doesn't say which generation ran: {known}. Name it with --variant.",)
+
+
+def _schedule_call(parts: Parts) -> dict[str, Any] | None:
+    """Returns the call of the run's schedule as far as the file says it: its state is two counts.
+
+    train.py puts its own settings beside them. Where the groups' rates are Eden's without a warm-up, that is over.
+    """
+    rest = parts.rest if isinstance(parts.rest, Mapping) else {}
+    state = rest.get(_SCHEDULER)
+    if not isinstance(state, Mapping) or not all(type(state.get(name)) is int for name in ("batch", "epoch")):
+        return None
+    said = {name: rest[name] for name in IN_RUN if type(rest.get(name)) in (int, float)}
+    rates = [(group.get("base_lr", group.get("initial_lr")), group.get("lr")) for group in parts.groups]
+    if {"lr_batches", "lr_epochs"} <= said.keys() and all(
+        type(base) is float
+        and type(rate) is float
+        and math.isclose(eden(base, said, state["batch"], state["epoch"]), rate, rel_tol=1e-9)
+        for base, rate in rates
+    ):
+        said |= {"warmup_batches": 0, "warmup_start": 1.0}
+    return {"function": "Eden", "arguments": said, "whole": False}
 
 
 def _path(name: str) -> str:

@@ -62,6 +62,7 @@ class Hints:
         model_key: Path of the model's part in the checkpoint's tree, keys joined by `/`; found if None.
         optimizer_key: Path of the optimizer's part; found if None.
         names_from: Where else the order of parameters shall be taken from, a way that the layout offers: `config`.
+        schedule: The call that makes the schedule of the learning rate, as `state.schedules.called` has it.
         accept_damaged: Whether to go on with a checkpoint that its manifest contradicts.
         follow_links: Whether to read what links out of it lead to.
         budget: Bytes that the job may hold; the usual ones if None.
@@ -74,6 +75,7 @@ class Hints:
     model_key: str | None = None
     optimizer_key: str | None = None
     names_from: str | None = None
+    schedule: Mapping[str, Any] | None = None
     accept_damaged: bool = False
     follow_links: bool = False
     budget: int | None = None
@@ -89,6 +91,7 @@ class Hints:
         model_key: str | None = None,
         optimizer_key: str | None = None,
         names_from: str | None = None,
+        schedule: Mapping[str, Any] | None = None,
         accept_damaged: bool = False,
         follow_links: bool = False,
         budget: int | None = None,
@@ -107,6 +110,7 @@ class Hints:
             model_key,
             optimizer_key,
             names_from,
+            schedule,
             accept_damaged,
             follow_links,
             budget,

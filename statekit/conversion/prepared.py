@@ -131,6 +131,7 @@ def prepare(request: Request) -> Plan:
             "variant": request.hints.variant,
             **({"param_names": list(names)} if (names := request.hints.param_names) else {}),
             **({"names_from": way} if (way := request.hints.names_from) is not None else {}),
+            **({"schedule": dict(call)} if (call := request.hints.schedule) is not None else {}),
             **({"model_key": key} if (key := request.hints.model_key) is not None else {}),
             **({"optimizer_key": key} if (key := request.hints.optimizer_key) is not None else {}),
             "step_offset": {"asked": request.step_offset, "value": _offset(state, request.step_offset)},

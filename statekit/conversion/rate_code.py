@@ -29,19 +29,36 @@ def optax_code(rates: Rates) -> str:
 
 def _optax(one: Piece, begins: int) -> str:
     """Returns the schedule that a piece is, asked for the updates done after a number of them."""
+    if one.origin == begins and (one.numbers.get("floor") is None or one.kind in _FLOORED):
+        named = _optax_named(one)
+        if named is not None:
+            return named
+    return f"lambda count: {_optax_value(one, begins)}"
+
+
+_FLOORED = ("exponential", "step")
+"""The kinds of which Optax' own function takes a floor."""
+
+
+def _optax_value(one: Piece, begins: int) -> str:
+    """Returns the rate that a piece is, of `count`, the updates done after a number of them."""
     n, shift = one.numbers, begins - one.origin
+    count = f"count + {shift}" if shift else "count"
     if one.kind == "product":
-        code = f"lambda count: {' * '.join(f'({_optax(part, begins)})(count)' for part in n['of'])}"
+        code = " * ".join(f"({_optax_value(part, begins)})" for part in n["of"])
+    elif (named := _optax_named(one)) is not None:
+        code = f"{named}({count})"
     else:
-        code = _optax_formula(one)
-        code = f"lambda count: ({code})(count + {shift})" if shift else code
-    own_floor = one.kind in ("exponential", "step")
-    if n.get("floor") is None or own_floor:
-        return code
-    return f"lambda count: {JAX_NUMPY}maximum(({code})(count), {n['floor']!r})"
+        code = _formula(one, f"({count})" if shift else count, JAX_NUMPY)
+    return (
+        code
+        if n.get("floor") is None or one.kind in _FLOORED
+        else f"{JAX_NUMPY}maximum({code}, {n['floor']!r})"
+    )
 
 
-def _optax_formula(one: Piece) -> str:
+def _optax_named(one: Piece) -> str | None:
+    """Returns Optax' own function of a piece, of its own count; None if it has none."""
     n = one.numbers
     match one.kind:
         case "constant":
@@ -57,8 +74,7 @@ def _optax_formula(one: Piece) -> str:
         case "multistep":
             scales = {at: n["factor"] ** count for at, count in Counter(n["at"]).items()}
             return f"optax.piecewise_constant_schedule({n['start']!r}, {scales!r})"
-        case _:
-            return f"lambda count: {_formula(one, 'count', JAX_NUMPY)}"
+    return None
 
 
 def python_code(rates: Rates, over: float = 1.0) -> str:

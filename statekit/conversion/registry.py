@@ -39,6 +39,7 @@ from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import check_undamaged
 from statekit.state.schema import load_schema
+from statekit.state.told_schedule import told_schedule, with_own_rate
 from statekit.state.train_state import TrainState
 
 CONTAINERS = "statekit.containers"
@@ -229,7 +230,8 @@ def decoded(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> TrainState:
     Raises:
         FormatError: What the manifest kept isn't a part of a state.
         StateError: The checkpoint's names aren't the layout's.
-        UsageError: A hint that no schema of the layout knows, or a variant that the checkpoint itself speaks against.
+        UsageError: A hint that no schema of the layout knows, a variant that the checkpoint itself speaks against, or a
+            schedule that isn't the run's.
     """
     if hints.variant is not None:
         known = [variant for schema in layout.variants for variant in load_schema(schema).variants]
@@ -260,7 +262,8 @@ def decoded(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> TrainState:
             found=f"{type(error).__name__}: {error}",
             remedy="leave out --layout: the names say which it is",
         ) from error
-    return with_kept(state, checkpoint.manifest, checkpoint.path)
+    state = with_kept(state, checkpoint.manifest, checkpoint.path)
+    return with_own_rate(state) if hints.schedule is None else told_schedule(state, hints.schedule)
 
 
 def _check_variant(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import resources
@@ -19,7 +19,7 @@ from statekit.conversion import registry
 from statekit.conversion.contracts import Constructing
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import Plan
-from statekit.conversion.rate_code import JAX_NUMPY, MATH, optax_code, python_code
+from statekit.conversion.rate_code import MATH
 from statekit.conversion.resume_parts import (
     makes_its_own,
     model_keys,
@@ -27,10 +27,10 @@ from statekit.conversion.resume_parts import (
     schedule_call,
     schedule_keys,
 )
+from statekit.conversion.resume_rates import RatesOf
 from statekit.errors import StateError
 from statekit.files.manifest import FILE
 from statekit.optim.adafactor_forms import Hyperparameters
-from statekit.state.rates import Rates, Told
 from statekit.state.run import Schedule, run_of
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.train_state import next_decay
@@ -205,11 +205,13 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
     rates = {repr(group["hyperparameters"].get(_RATE)) for group in groups}
     by_suffix = {Path(file).suffix: Path(file).name for file in place.files}
     converted = _is_converted(place)
+    rates_of = RatesOf(place.schedules, state)
     call = schedule_call(place.schedules, _data()["schedules"])
-    if call and "lr_lambda)" in call and (code := _lambda(place, state)):
+    if call and "lr_lambda)" in call and (code := rates_of.lambdas()):
         call = call.replace("lr_lambda)", f"{code})")
     paths = [path for group in groups for path in group["paths"]]
-    lines = _schedule_lines(place, state)
+    several = _has_several(state)
+    torch, jax = (None, None) if several else (rates_of.torch_lines(), rates_of.jax_lines())
     return {
         "path": _quoted(path),
         "absolute": _quoted(path.absolute()),
@@ -230,9 +232,14 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "optimizer_keys": optimizer_keys(place.tensors) or '["optimizer"]',
         "scheduler": call,
         "math": "import math" if call and MATH in call else None,
-        **lines,
+        "new_schedule": None if call else torch or rates_of.comment(),
+        "eden": (eden := rates_of.icefall_call()),
+        "eden_state": "" if eden else None,
+        "other_schedule": None if eden or call else torch or rates_of.comment(),
+        "any_schedule": torch or rates_of.comment(),
+        "jax_schedule": jax or rates_of.comment(),
         "missing_jax": f", {_RATE}=schedule{_missing_arguments(state, None)}"
-        if lines["jax_schedule"]
+        if jax
         else _missing_arguments(state, _RATE),
         "scheduler_keys": schedule_keys(place.schedules),
         "scheduled": "" if call else None,
@@ -242,7 +249,7 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "optimizer": "\n".join(_construction(place, state)),
         "not_arguments": f"not an argument of {constructor}: {', '.join(others)}" if others else None,
         "groups": "groups" if converted else _groups(groups),
-        "missing": _missing_arguments(state, "lr" if lines["new_schedule"] is None else None),
+        "missing": _missing_arguments(state, None if torch and not call else "lr"),
         "missing_keras": _missing_arguments(state, _RATE),
         "step_offset": f"{max(offsets)}" if len(offsets) == 1 and max(offsets) else None,
         "rate": rates.pop() if len(rates) == 1 and rates != {"None"} else _UNKNOWN,
@@ -316,8 +323,9 @@ def _construction(place: Place, state: State) -> list[str]:
         return f"{callee}({', '.join([*said, *(f'{name}={value}' for name, value in code.items())])})"
 
     layout = registry.layout(place.layout) if place.layout in registry.layout_names() else None
+    rates_of = RatesOf(place.schedules, state)
     numbered = [
-        {**group, "number": i, "label": str(i), **_scheduled(place, state, i)}
+        {**group, "number": i, "label": str(i), **rates_of.in_optax(i)}
         for i, group in enumerate(state["groups"])
     ]
     groups = [group for group in numbered if group["paths"]]
@@ -326,72 +334,6 @@ def _construction(place: Place, state: State) -> list[str]:
     return layout.construction(
         state["schema"], groups, place.tensors, place.empty, call, _quoted(_manifest(place).absolute())
     )
-
-
-def _rates(place: Place, state: State, number: int) -> Told:
-    """Returns the learning rate of a group as a function of the updates done, or why nobody knows one."""
-    if len(place.schedules) != 1:
-        return "the run has several schedules" if place.schedules else ""
-    (one,) = place.schedules
-    rates, at = one.of_group(number), state["counts"]["schedule"]
-    # What a schedule of PyTorch has counted is its argument; MXNet's gets the number of updates.
-    if isinstance(rates, Rates) and one.place.startswith("extra/torch/") and one.at != at:
-        return f"{one.kind} stands at {one.at} after {at} updates: it counts something else, such as epochs"
-    return rates
-
-
-def _scheduled(place: Place, state: State, number: int) -> dict[str, Any]:
-    rates = _rates(place, state, number)
-    if isinstance(rates, Rates):
-        return {"schedule": optax_code(rates), "unscheduled": None}
-    rate = state["groups"][number]["hyperparameters"].get(_RATE)
-    known = f"the next update's is {rate!r}" if type(rate) in (int, float) and rates else ""
-    return {"schedule": None, "unscheduled": "; ".join(one for one in (rates, known) if one)}
-
-
-def _schedule_lines(place: Place, state: State) -> dict[str, str | None]:
-    """Returns what may stand in a line about a schedule, where its own system isn't the one that goes on."""
-    of_groups = [_rates(place, state, number) for number in range(len(state["groups"]))]
-    rates = [one for one in of_groups if isinstance(one, Rates)]
-    elsewhere = not any(one.place.startswith("extra/torch/") for one in place.schedules)
-    if (
-        _has_several(state)
-        or not rates
-        or len(rates) != len(of_groups)
-        or len({json.dumps(one.to_json()) for one in rates}) > 1
-    ):
-        return {"new_schedule": None, "any_schedule": None, "jax_schedule": None}
-    code, optax, done = python_code(rates[0]), optax_code(rates[0]), state["counts"]["schedule"]
-    torch = [
-        *(["import math"] if MATH in code else []),
-        "import torch",
-        "for group in optimizer.param_groups:",
-        '    group["initial_lr"] = 1.0  # the function gives the rate itself',
-        f"scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, {code}, last_epoch={done - 1})",
-    ]
-    jax = [*(["import jax"] if JAX_NUMPY in optax else []), "import optax", f"schedule = {optax}"]
-    return {
-        "new_schedule": "\n".join(torch) if elsewhere else None,
-        "any_schedule": "\n".join(torch),
-        "jax_schedule": "\n".join(jax),
-    }
-
-
-def _lambda(place: Place, state: State) -> str | None:
-    """Returns the functions of a LambdaLR, where its Trainer's arguments say them."""
-    (one,) = place.schedules
-    bases = one.parameters.get("base_lrs") or ()
-    of_groups = [one.of_group(number) for number in range(len(bases))]
-    if not of_groups or not all(
-        isinstance(rates, Rates) and base for rates, base in zip(of_groups, bases, strict=True)
-    ):
-        return None
-    codes = [
-        python_code(rates, base)
-        for rates, base in zip(of_groups, bases, strict=True)
-        if isinstance(rates, Rates)
-    ]
-    return codes[0] if len(set(codes)) == 1 else f"[{', '.join(codes)}]"
 
 
 def _says_arguments(group: Mapping[str, Any]) -> bool:
@@ -516,22 +458,27 @@ def _missing(state: State, group: Mapping[str, Any]) -> Iterator[str]:
                 yield name
 
 
-def next_update(state: State) -> list[dict[str, Any]]:
+def next_update(state: State, schedules: Sequence[Schedule] = ()) -> list[dict[str, Any]]:
     """Returns what the next update of each group will use, as far as the state says.
+
+    Args:
+        state: The state.
+        schedules: What is known of the run's schedules.
 
     Returns:
         For each group: its parameters; `learning_rate` (None where whoever steps must give it); `update`, the number
         of updates done; `schedule`, the argument of a learning-rate schedule; and for Adafactor `step_offset` and
         `decay`, the second moment's.
     """
+    rates_of = RatesOf(schedules, state)
     counts = state["counts"]
     rows = []
-    for group in state["groups"]:
+    for number, group in enumerate(state["groups"]):
         known, kind = group["hyperparameters"], _kind(state, group)
         row: dict[str, Any] = {
             **({"schema": kind["schema"]} if "schema" in group else {}),
             "parameters": len(group["paths"]),
-            "learning_rate": known.get(_RATE),
+            "learning_rate": rates_of.next(number),
             "update": counts["updates"],
             "schedule": counts["schedule"],
         }

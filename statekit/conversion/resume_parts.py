@@ -11,7 +11,7 @@ _TORCH = "extra/torch/"
 """Where the canonical names of what lay beside model and optimizer in a torch file begin."""
 _STATE = ("/state/", "/state.")
 """What stands between an optimizer's place and a parameter's, in its forms by index or name, and flat."""
-_ELSEWHERE = ("Eden",)
+_ELSEWHERE = ("Eden", "Eden2")
 """Schedules that aren't torch's own."""
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -143,6 +143,19 @@ class Rates:
 
 Told: TypeAlias = Rates | str
 """A schedule's canonical form, or why it has none."""
+
+
+def joined(parts: Sequence[Rates], bounds: Sequence[int]) -> Rates:
+    """Returns schedules one after the other; each is asked for the updates done since it began.
+
+    Args:
+        parts: The schedules.
+        bounds: How many updates are done when each but the first begins.
+    """
+    pieces: list[Piece] = []
+    for rates, begins, ends in zip(parts, [0, *bounds], [*bounds, math.inf], strict=True):
+        pieces += [one for one in (each.moved(begins) for each in rates.pieces) if one.begins < ends]
+    return Rates(tuple(pieces))
 
 
 def product(*factors: Rates) -> Rates:

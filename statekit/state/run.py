@@ -8,11 +8,12 @@ schedule is its kind, its parameters and where it stands.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
 
 from statekit.state.rates import Told
+from statekit.state.schedules.called import KEY as CALLED
 from statekit.state.schedules.called import called_rates
 from statekit.state.schedules.mxnet import mxnet_rates
 from statekit.state.schedules.pytorch import torch_kind, torch_rates
@@ -21,8 +22,6 @@ from statekit.tensors.tree import Path, Record, Tree, to_json
 
 TRAINER_ARGUMENTS = "trainer_arguments"
 """Key beside a Trainer's parts: those of its arguments that make its schedule, as its folder's container reads them."""
-CALLED = "schedule"
-"""Key of the call that makes a run's schedule, where a file or the user tells it: `function`, `arguments`, `whole`."""
 Part: TypeAlias = Literal["scaler", "accumulation", "averages", "random", "data", "epoch", "trainer"]
 
 
@@ -122,6 +121,18 @@ _PLACE_IN_TIME |= {
 }
 _TORCH = frozenset({"last_epoch", "base_lrs", "lr_batches"})
 """One of these is in the state of every schedule of torch, or of icefall."""
+_SCHEDULERS = ("*/scheduler", "*/lr_scheduler", "*/lr_schedulers/*", "*/opt_param_scheduler")
+"""Where records of schedules lie whose keys don't tell their class.
+
+Source: torch_file.py's own; Lightning, checkpoint_connector.py, `dump_checkpoint`; DeepSpeed, engine.py,
+`_save_checkpoint`; Megatron-LM, checkpointing.py, `generate_state_dict`.
+"""
+COUNTED = ("schedule",)
+"""What stands in the form that a state keeps of an Optax checkpoint, where a schedule counts."""
+_INJECTED = "hyperparams_states"
+_NO_FUNCTION = (
+    "a state of Optax has the count of a schedule alone: its function is in no file, and --schedule tells it"
+)
 _MXNET = "mxnet.lr_scheduler."
 """Where MXNet's schedules are. Source: apache/mxnet python/mxnet/lr_scheduler.py."""
 PLACES: tuple[tuple[str, Part], ...] = (
@@ -160,16 +171,70 @@ def run_of(extra: Mapping[str, Tree]) -> RunState:
     """
     schedules: list[Schedule] = []
     parts: list[RunPart] = []
-    if (told := _called(extra.get(CALLED))) is not None:
-        schedules.append(told)
+    around = _Around.of(extra)
+    counts: list[Schedule] = []
     for path, node in _nodes({key: part for key, part in extra.items() if key != CALLED}, ("extra",)):
         name = "/".join(map(str, path))
-        if (schedule := _schedule(node, name, _trainer_arguments(extra))) is not None:
+        if (schedule := _schedule(node, name, around)) is not None:
             schedules.append(schedule)
+        elif isinstance(node, Mapping) and node.get("count") == COUNTED and _is_of_rate(path):
+            counts.append(Schedule(None, {}, None, name, (_NO_FUNCTION,)))
         elif (what := _what(name)) is not None:
             parts.append(RunPart(what, name, _value(node, what)))
     ties = extra.get(TIES)
-    return RunState(tuple(schedules), tuple(parts), dict(ties) if isinstance(ties, Mapping) else {})
+    told = _with_call(schedules or counts[:1], around)
+    return RunState(tuple(told), tuple(parts), dict(ties) if isinstance(ties, Mapping) else {})
+
+
+@dataclass(frozen=True)
+class _Around:
+    """What lies around a schedule's record and says more of it.
+
+    Attributes:
+        arguments: Those of the Trainer that made it.
+        bases: The rate that each group began with, where its options say it.
+        call: The call that makes it.
+    """
+
+    arguments: Mapping[str, Any] | None = None
+    bases: tuple[float, ...] = ()
+    call: Mapping[str, Any] | None = None
+
+    @staticmethod
+    def of(extra: Mapping[str, Tree]) -> _Around:
+        beside, groups, call = extra.get("torch"), extra.get("param_groups"), extra.get(CALLED)
+        arguments = beside.get(TRAINER_ARGUMENTS) if isinstance(beside, Mapping) else None
+        options = (
+            [one if isinstance(one, Mapping) else {} for one in groups] if isinstance(groups, list) else []
+        )
+        bases = [one.get("base_lr", one.get("initial_lr")) for one in options]
+        return _Around(
+            arguments if isinstance(arguments, Mapping) else None,
+            tuple(bases) if bases and all(type(base) in (int, float) for base in bases) else (),
+            call if isinstance(call, Mapping) else None,
+        )
+
+
+def _is_of_rate(path: Path) -> bool:
+    """Tells whether a count of Optax is that of the learning rate's schedule, and not of another hyperparameter's."""
+    return _INJECTED not in path or path[-1] == "learning_rate"
+
+
+def _with_call(schedules: list[Schedule], around: _Around) -> list[Schedule]:
+    """Returns the schedules of a run where a call tells what makes them: of one it says what that does."""
+    if around.call is None:
+        return schedules
+    name, arguments = around.call.get("function"), around.call.get("arguments")
+    place = f"extra/{CALLED}"
+    if len(schedules) != 1:
+        said = arguments if isinstance(arguments, Mapping) else {}
+        return [Schedule(str(name), said, None, place, (called_rates(around.call),)), *schedules]
+    (one,) = schedules
+    bases = one.parameters.get("base_lrs")
+    each = bases if isinstance(bases, (list, tuple)) and bases else around.bases or (None,)
+    said = {**one.parameters, **(arguments if isinstance(arguments, Mapping) else {})}
+    rates = tuple(called_rates(around.call, base) for base in each)
+    return [replace(one, kind=one.kind or str(name), parameters=said, rates=rates)]
 
 
 def _nodes(tree: Tree, path: Path) -> Iterator[tuple[Path, Tree]]:
@@ -198,29 +263,13 @@ def _what(name: str) -> Part | None:
     return next((what for pattern, what in PLACES if fnmatchcase(name, pattern)), None)
 
 
-def _trainer_arguments(extra: Mapping[str, Tree]) -> Mapping[str, Any] | None:
-    beside = extra.get("torch")
-    arguments = beside.get(TRAINER_ARGUMENTS) if isinstance(beside, Mapping) else None
-    return arguments if isinstance(arguments, Mapping) else None
-
-
-def _called(node: Tree) -> Schedule | None:
-    if not isinstance(node, Mapping):
-        return None
-    function, arguments = node.get("function"), node.get("arguments")
-    if not isinstance(function, str) or not isinstance(arguments, Mapping):
-        return None
-    rates = called_rates(function, arguments, bool(node.get("whole")))
-    return Schedule(function, dict(arguments), None, f"extra/{CALLED}", (rates,))
-
-
-def _schedule(node: Tree, name: str, arguments: Mapping[str, Any] | None = None) -> Schedule | None:
+def _schedule(node: Tree, name: str, around: _Around = _Around()) -> Schedule | None:
     if isinstance(node, Record) and node.name.startswith(_MXNET):
         record = node.state if isinstance(node.state, Mapping) else {}
         at = next((record[key] for key in ("count", "cur_step_ind") if type(record.get(key)) is int), None)
         kind = node.name.rpartition(".")[2]
         return Schedule(kind, dict(record), at, name, (mxnet_rates(kind, record),))
-    if not isinstance(node, Mapping) or not _TORCH & node.keys():
+    if not isinstance(node, Mapping) or not _is_scheduler(node, name):
         return None
     torch_class = torch_kind(node)
     at = next((node[key] for key in ("last_epoch", "batch") if type(node.get(key)) is int), None)
@@ -229,7 +278,13 @@ def _schedule(node: Tree, name: str, arguments: Mapping[str, Any] | None = None)
     first = parts[0] if isinstance(parts, (list, tuple)) and parts and isinstance(parts[0], Mapping) else {}
     bases = node.get("base_lrs", first.get("base_lrs"))
     rates = tuple(
-        torch_rates(torch_class, node, base, arguments)
+        torch_rates(torch_class, node, base, around.arguments)
         for base in (bases if isinstance(bases, (list, tuple)) else ())
     )
     return Schedule(torch_class, given, at, name, rates)
+
+
+def _is_scheduler(node: Mapping[Any, Any], name: str) -> bool:
+    """Tells whether a record is the state of a schedule, by its keys or by where it lies."""
+    placed = any(fnmatchcase(name, pattern) for pattern in _SCHEDULERS)
+    return bool(_TORCH & node.keys()) or (placed and any(type(one) in (int, float) for one in node.values()))

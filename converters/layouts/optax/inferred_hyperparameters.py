@@ -116,9 +116,16 @@ def _paths(link: Link) -> set[Path]:
 
 
 def _injected(node: Tree) -> dict[str, Tensor]:
+    """Returns the values of inject_hyperparams but those that a schedule makes: they are the last update's."""
+    states = node.get("hyperparams_states") if isinstance(node, Mapping) else None
+    scheduled = [name for name, state in states.items() if state] if isinstance(states, Mapping) else []
     record = node.get("hyperparams") if isinstance(node, Mapping) else None
     scalars = record.items() if isinstance(record, Mapping) else ()
-    return {str(k): v for k, v in scalars if is_tensor(v) and v.shape == () and v.dtype.kind in "fiubV"}
+    return {
+        str(name): value
+        for name, value in scalars
+        if is_tensor(value) and value.shape == () and value.dtype.kind in "fiubV" and name not in scheduled
+    }
 
 
 def schema_of(core: CoreLink, asked: Any) -> tuple[str, str]:

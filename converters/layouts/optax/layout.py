@@ -85,6 +85,7 @@ from statekit.converters.layouts.optax.skeleton import (
 )
 from statekit.errors import Faults, InexactError, StateError, some
 from statekit.files.checkpoint import Checkpoint
+from statekit.state.run import run_of
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor, in_memory
@@ -347,7 +348,7 @@ def _rate(state: TrainState, chain: _Chain) -> Tree:
 
 def _is_scheduled(state: TrainState) -> bool:
     """Tells whether a scheduler moved the rate: the one in the groups is then that of a moment."""
-    return any(
+    return bool(run_of(state.extra).schedules) or any(
         leaf is not None and any(isinstance(key, str) and _SCHEDULED.search(key) for key in keys)
         for keys, leaf in walk(dict(state.extra))
     )

@@ -26,11 +26,12 @@ from statekit.conversion.contracts import Encoded, Exactness
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.optax.links import Link, is_tensor, leaves, replaced, under
 from statekit.errors import StateError
+from statekit.state.run import COUNTED
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.tensors.tree import Path, Tree, leaf_names, nested
 
-PARAMS, SLOT, GROUP, COUNT, SCHEDULE = "params", "slot", "group", "count", "schedule"
+PARAMS, SLOT, GROUP, COUNT, SCHEDULE = "params", "slot", "group", "count", COUNTED[0]
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from statekit.converters.layouts.t5x.tree import (
 from statekit.errors import Faults, InexactError, StateError, some
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.factoring import GivenRules, by_size, effective, fits, from_slots, given_rules
-from statekit.state.run import CALLED
+from statekit.state.schedules.called import KEY as CALLED
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Filled, Shape, Tensor, in_memory
 from statekit.tensors.tree import nested

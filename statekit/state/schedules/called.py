@@ -1,26 +1,79 @@
-"""Schedules that somebody tells by the call that makes them: a run's gin file, or the user."""
+"""Schedules that somebody tells by the call that makes them: a run's gin file, or the user.
+
+A call stands in a state's extra as plain data: `function`, its name without modules; `arguments`, by name, or by
+their number where they were told by their place, an inner call as such a record again; and `whole`, whether it gets
+no others, so that the function's own defaults stand for them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from statekit.state.rates import Told
-from statekit.state.schedules.t5x import SCHEDULER, t5x_rates
+from statekit.state.rates import Rates, Told, joined
+from statekit.state.schedules import icefall, optax, pytorch, t5x
+from statekit.state.schedules.function import Function, is_count
 
-READERS: Mapping[str, Callable[[Mapping[str, Any], bool], Told]] = {SCHEDULER: t5x_rates}
-"""Function -> what its call comes to, of its arguments and whether they are all."""
+KEY = "schedule"
+"""Where the call stands in the extra."""
 
 
-def called_rates(function: str, arguments: Mapping[str, Any], whole: bool) -> Told:
-    """Returns what a call comes to.
+def called_rates(call: Any, base: float | None = None) -> Told:
+    """Returns what a call comes to, or what is wrong with it or unknown, by its name.
 
     Args:
-        function: What is called.
-        arguments: By name.
-        whole: Whether these are all that it gets, so that its own defaults stand for the others.
+        call: Its record.
+        base: The learning rate that a group of parameters begins with; None if nobody knows it.
     """
-    reader = READERS.get(function)
-    if reader is None:
-        return f"{function} isn't a schedule that is known here: {', '.join(READERS)} are"
-    return reader(arguments, whole)
+    record = call if isinstance(call, Mapping) else {}
+    name, arguments = record.get("function"), record.get("arguments")
+    if not isinstance(name, str) or not isinstance(arguments, Mapping):
+        return f"{call!r:.80} is no call of a schedule"
+    function = FUNCTIONS.get(name)
+    if function is None:
+        return f"{name} isn't a schedule that is known here; these are: {', '.join(FUNCTIONS)}"
+    said = named_arguments(function, arguments)
+    if isinstance(said, str):
+        return f"{name} {said}"
+    whole = function.defaults if record.get("whole") else {}
+    told = function.read({**whole, **said}, base)
+    if isinstance(told, Rates):
+        return told
+    return f"{name}: {told}{'' if record.get('whole') else '; --schedule tells it'}"
+
+
+def named_arguments(function: Function, arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    """Returns arguments by their names, without those that say nothing of the rate, or what is wrong with them."""
+    by_number = {str(i): name for i, name in enumerate(function.parameters)}
+    named = [(by_number.get(str(key), str(key)), value) for key, value in arguments.items()]
+    if unknown := [name for name, _ in named if name not in function.parameters]:
+        return f"has no argument {', '.join(unknown)} that is known here"
+    if len({name for name, _ in named}) < len(named):
+        return "gets an argument twice"
+    return {name: value for name, value in named if name not in function.beside}
+
+
+def _join(said: Mapping[str, Any], base: float | None) -> Told:
+    """Returns schedules of Optax one after the other. Source: google-deepmind/optax optax/schedules/_join.py."""
+    parts, bounds = said.get("schedules"), said.get("boundaries")
+    if not isinstance(parts, list) or not isinstance(bounds, list) or len(parts) != len(bounds) + 1:
+        return "schedules and boundaries don't go together"
+    if not all(map(is_count, bounds)) or sorted(bounds) != bounds:
+        return f"boundaries are {bounds!r:.80}"
+    each: list[Rates] = []
+    for part in parts:
+        rates = called_rates(part, base)
+        if isinstance(rates, str):
+            return rates
+        each.append(rates)
+    return joined(each, bounds)
+
+
+FUNCTIONS: Mapping[str, Function] = {
+    **t5x.FUNCTIONS,
+    **optax.FUNCTIONS,
+    "join_schedules": Function(("schedules", "boundaries"), _join),
+    **pytorch.FUNCTIONS,
+    **icefall.FUNCTIONS,
+}
+"""By the name without modules, what makes a schedule."""

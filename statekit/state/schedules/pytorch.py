@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from statekit.state.rates import Piece, Rates, Told, piece
+from statekit.state.rates import Piece, Rates, Told, joined, piece
+from statekit.state.schedules.function import Function, fault
 
 TORCH_SCHEDULES: tuple[tuple[str, frozenset[str]], ...] = tuple(
     (kind, frozenset(keys.split()))
@@ -97,16 +98,16 @@ _TORCH: Mapping[str, Callable[[Mapping[str, Any], float], list[Piece]]] = {
 
 
 def _sequence(state: Mapping[str, Any], base: float) -> Told:
-    pieces: list[Piece] = []
     parts, bounds = state.get("_schedulers"), state.get("_milestones")
     if not isinstance(parts, Sequence) or not isinstance(bounds, Sequence) or len(parts) != len(bounds) + 1:
         return "the state of SequentialLR doesn't say its schedules"
-    for part, begins, ends in zip(parts, [0, *bounds], [*bounds, math.inf], strict=True):
+    each: list[Rates] = []
+    for part in parts:
         rates = torch_rates(torch_kind(part), part, base, None)
         if isinstance(rates, str):
             return rates
-        pieces += [one for one in (each.moved(begins) for each in rates.pieces) if one.begins < ends]
-    return Rates(tuple(pieces))
+        each.append(rates)
+    return joined(each, bounds)
 
 
 def _transformers(base: float, arguments: Mapping[str, Any]) -> Told:
@@ -147,3 +148,58 @@ def _transformers(base: float, arguments: Mapping[str, Any]) -> Told:
             scale = extra.get("timescale") or warm or 10_000
             return Rates((*first, piece("rsqrt", warm, warm, start=base, shift=scale)))
     return f"Transformers' schedule {kind} isn't one that others have"
+
+
+_WARM, _WHOLE, _SPECIAL = "num_warmup_steps", "num_training_steps", "scheduler_specific_kwargs"
+_ARGUMENTS = {_WARM: "warmup_steps", _WHOLE: "max_steps"}
+"""Parameters of Transformers' functions -> arguments of its Trainer."""
+
+
+_NEEDS = {
+    "constant": (),
+    "constant_with_warmup": (_WARM,),
+    "inverse_sqrt": (_WARM,),
+    **dict.fromkeys(("linear", "cosine", "polynomial"), (_WARM, _WHOLE)),
+}
+"""Schedule -> the numbers of updates that it takes."""
+
+
+def _called(kind: Any, said: Mapping[str, Any], base: float | None) -> Told:
+    """Returns what a function of Transformers makes, for a group that begins with a rate."""
+    if kind not in [*_NEEDS]:
+        return f"Transformers' schedule {kind!r:.80} isn't one that others have"
+    if why := fault({**said, "rate": base}, ["rate", *_NEEDS[kind]], _NEEDS[kind]):
+        return why.replace("nobody said rate", "nobody said the rate that it multiplies")
+    special = said.get(_SPECIAL) or {}
+    others = {name: said[name] for name in said if name not in (*_ARGUMENTS, _SPECIAL)}
+    others |= special if isinstance(special, Mapping) else {_SPECIAL: special}
+    others = {name: value for name, value in others.items() if value is not None}
+    if why := fault(others, others):
+        return why
+    arguments = {_ARGUMENTS[name]: said[name] for name in _NEEDS[kind]}
+    arguments |= {"lr_scheduler_type": kind, "lr_scheduler_kwargs": others}
+    return _transformers(0.0 if base is None else base, arguments)
+
+
+def _function(kind: str | None, *parameters: str) -> Function:
+    return Function(
+        ("optimizer", *parameters, "last_epoch"),
+        lambda said, base: _called(kind, said, base),
+        beside=("optimizer", "last_epoch"),
+    )
+
+
+FUNCTIONS: dict[str, Function] = {
+    "get_constant_schedule": _function("constant"),
+    "get_constant_schedule_with_warmup": _function("constant_with_warmup", _WARM),
+    "get_linear_schedule_with_warmup": _function("linear", _WARM, _WHOLE),
+    "get_cosine_schedule_with_warmup": _function("cosine", _WARM, _WHOLE, "num_cycles"),
+    "get_polynomial_decay_schedule_with_warmup": _function("polynomial", _WARM, _WHOLE, "lr_end", "power"),
+    "get_inverse_sqrt_schedule": _function("inverse_sqrt", _WARM, "timescale"),
+    "get_scheduler": Function(
+        ("name", "optimizer", _WARM, _WHOLE, _SPECIAL),
+        lambda said, base: _called(said.get("name"), {k: v for k, v in said.items() if k != "name"}, base),
+        beside=("optimizer",),
+    ),
+}
+"""Source: huggingface/transformers src/transformers/optimization.py."""

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from statekit.state.rates import Piece, Rates, Told, piece, product
+from statekit.state.schedules.function import Function, fault
 
-SCHEDULER = "create_learning_rate_scheduler"
-DEFAULTS: Mapping[str, Any] = {
+_DEFAULTS: Mapping[str, Any] = {
     "factors": "constant * linear_warmup * rsqrt_decay",
     "base_learning_rate": 0.5,
     "warmup_steps": 1000,
@@ -43,51 +43,43 @@ _DIVIDES = {
     "cosine_decay": "steps_per_cycle",
 }
 """Factor -> the argument that it divides by."""
-_COUNTS = ("warmup_steps", "steps_per_decay", "steps_per_cycle", "step_offset")
+_COUNTS = ("warmup_steps", "steps_per_decay", "steps_per_cycle")
 _LAST_STEP = 2**31 - 1
 """The largest step that T5X counts."""
 
 
-def t5x_rates(arguments: Mapping[str, Any], whole: bool = True) -> Told:
-    """Returns what T5X's scheduler gives for the updates done.
-
-    Args:
-        arguments: Those of the call, by name.
-        whole: Whether they are all that it gets, so that its defaults stand for the others.
-    """
-    if unknown := [name for name in arguments if name not in DEFAULTS]:
-        return f"{SCHEDULER} has no argument {', '.join(unknown)} that is known here"
-    said = {**(DEFAULTS if whole else {}), **arguments}
+def _read(said: Mapping[str, Any], base: float | None) -> Told:
+    """Returns what T5X's scheduler gives for the updates done; no group has a rate of its own there."""
     factors = said.get("factors")
     if not isinstance(factors, str):
-        return f"{SCHEDULER}: nobody said its factors" if factors is None else f"factors is {factors!r}"
+        return "nobody said factors" if factors is None else f"factors is {factors!r:.80}"
     names = [name.strip() for name in factors.split("*")]
     if unknown := [name for name in names if name not in _NEEDS]:
         return f"the factor {', '.join(map(repr, unknown))} isn't one of T5X's that is known here"
     needed = dict.fromkeys(
         [*(one for name in names for one in _NEEDS[name]), "step_offset", "min_learning_rate"]
     )
-    if missing := [name for name in needed if name not in said]:
-        return f"{SCHEDULER}: nobody said {', '.join(missing)}"
-    if faults := [f"{name} is {said[name]!r}" for name in needed if not _fits(name, said[name])]:
-        return f"{SCHEDULER}: {', '.join(faults)}"
-    if names.count("linear_decay") > 1 or ("linear_decay" in names and said["min_learning_rate"] < 0):
-        return "linear_decay falls below 0, and then the product of factors turns its sign"
+    counts = [name for name in _COUNTS if name in needed]
+    if why := fault(said, needed, counts, ["step_offset"]):
+        return why
+    if type(said["step_offset"]) is not int:
+        return f"step_offset is {said['step_offset']!r:.80}"
+    negative = [
+        name for name in needed if name not in ("step_offset", "min_learning_rate") and said[name] < 0
+    ]
+    if (
+        negative
+        or ("linear_decay" in names and said["min_learning_rate"] < 0)
+        or names.count("linear_decay") > 1
+    ):
+        return f"the product of its factors turns its sign: {', '.join(negative) or 'linear_decay falls below 0'}"
     if zeros := [
         f"{name} divides by {_DIVIDES[name]}" for name in names if said.get(_DIVIDES.get(name, "")) == 0
     ]:
-        return f"{SCHEDULER}: {', '.join(zeros)}, which is 0"
+        return f"{', '.join(zeros)}, which is 0"
     rates = product(*(_FACTORS[name](said) for name in names))
     floored = [_floored(rates, number, said["min_learning_rate"]) for number in range(len(rates.pieces))]
     return Rates(tuple(_shifted(floored, said["step_offset"])))
-
-
-def _fits(name: str, value: Any) -> bool:
-    if name in _COUNTS:
-        return type(value) is int and (value >= 0 or name == "step_offset")
-    return (
-        type(value) in (int, float) and math.isfinite(value) and (value >= 0 or name == "min_learning_rate")
-    )
 
 
 def _from_warmup(said: Mapping[str, Any], before: Piece, after: Piece) -> Rates:
@@ -151,3 +143,8 @@ def _shifted(pieces: list[Piece], offset: int) -> list[Piece]:
         return [piece("constant", rate=pieces[0].rate(0)), *moved]
     first = max(sum(one.begins <= 0 for one in moved), 1) - 1
     return [replace(moved[first], begins=0), *moved[first + 1 :]]
+
+
+FUNCTIONS: Mapping[str, Function] = {
+    "create_learning_rate_scheduler": Function((*_DEFAULTS,), _read, _DEFAULTS)
+}

@@ -1,0 +1,137 @@
+"""The learning rate of a run that goes on: as lines of the systems that have it made anew, or as a comment.
+
+In go the run's schedules and its state; out come lines that make the schedule where the run stands, wherever it is a
+function of the updates done. Where it isn't, or nobody knows it, a comment says so: a rate is never taken for constant
+because nothing else is known.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from statekit.conversion.rate_code import JAX_NUMPY, MATH, optax_code, python_code
+from statekit.state.rates import Rates, Told
+from statekit.state.run import Schedule
+from statekit.state.schedules.icefall import FUNCTIONS, SETTINGS
+
+_RATES = ("learning_rate", "lr")
+"""What schemas call a learning rate."""
+
+
+@dataclass(frozen=True)
+class RatesOf:
+    """The learning rates of a run.
+
+    Attributes:
+        schedules: What is known of its schedules.
+        state: The state without its tensors.
+    """
+
+    schedules: Sequence[Schedule]
+    state: Mapping[str, Any]
+
+    @property
+    def done(self) -> int:
+        """Where the schedule stands: its argument for the next update."""
+        return int(self.state["counts"]["schedule"])
+
+    def of(self, number: int) -> Told:
+        """Returns the rate of a group as a function of the updates done, or why nobody knows one; "" if it has none."""
+        if len(self.schedules) != 1:
+            return "the run has several schedules" if self.schedules else ""
+        (one,) = self.schedules
+        rates = one.of_group(number)
+        # What a schedule of PyTorch has counted is its argument; MXNet's gets the number of updates.
+        if isinstance(rates, Rates) and one.place.startswith("extra/torch/") and one.at != self.done:
+            return f"{one.kind} stands at {one.at} after {self.done} updates: it counts something else, such as epochs"
+        return rates
+
+    def next(self, number: int) -> Any:
+        """Returns the rate of a group's next update; None where nobody knows it."""
+        rates = self.of(number)
+        return rates.rate(self.done) if isinstance(rates, Rates) else self._stored(number)
+
+    def _stored(self, number: int) -> Any:
+        known = self.state["groups"][number]["hyperparameters"]
+        return next((known[name] for name in _RATES if name in known), None)
+
+    def _each(self) -> list[Rates]:
+        """Returns the rates of all groups; none if one isn't known."""
+        groups = [self.of(number) for number in range(len(self.state["groups"]))]
+        known = [rates for rates in groups if isinstance(rates, Rates)]
+        return known if len(known) == len(groups) else []
+
+    def _same(self) -> Rates | None:
+        """Returns the rates that all groups have; None if they differ, or one isn't known."""
+        each = self._each()
+        return each[0] if len({json.dumps(rates.to_json()) for rates in each}) == 1 else None
+
+    def in_optax(self, number: int) -> dict[str, Any]:
+        """Returns the code for a group's schedule in Optax, `schedule`, or why there is none, `unscheduled`."""
+        rates = self.of(number)
+        if isinstance(rates, Rates):
+            return {"schedule": optax_code(rates), "unscheduled": None}
+        return {"schedule": None, "unscheduled": self._why(rates, number)}
+
+    def _why(self, reason: str, number: int) -> str:
+        rate = self._stored(number)
+        known = f"the next update's is {rate!r}" if type(rate) in (int, float) and reason else ""
+        return "; ".join(one for one in (reason, known) if one)
+
+    def comment(self) -> str | None:
+        """Returns a line that says why the lines beside it don't make the run's schedule; None if it has none."""
+        groups = range(len(self.state["groups"]))
+        why = next((f"{rates}" for rates in map(self.of, groups) if isinstance(rates, str) and rates), "")
+        why = why or ("groups have several" if self.schedules and self._same() is None and groups else "")
+        return f"# the run's learning rate follows a schedule that is not made here: {why}" if why else None
+
+    def torch_lines(self) -> str | None:
+        """Returns the lines that make the schedule of an `optimizer` of PyTorch; None if nobody knows it."""
+        each = self._each()
+        if not each:
+            return None
+        codes = [python_code(rates) for rates in each]
+        code = codes[0] if len({*codes}) == 1 else f"[{', '.join(codes)}]"
+        lines = [
+            *(["import math"] if MATH in code else []),
+            "import torch",
+            "for group in optimizer.param_groups:",
+            '    group["initial_lr"] = 1.0  # the function gives the rate itself',
+            f"scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, {code}, last_epoch={self.done - 1})",
+        ]
+        return "\n".join(lines)
+
+    def icefall_call(self) -> str | None:
+        """Returns the call of icefall's own schedule, `...` for what nobody said; None if the run has another."""
+        if len(self.schedules) != 1 or self.schedules[0].kind not in FUNCTIONS:
+            return None
+        (one,) = self.schedules
+        names = [name for name in FUNCTIONS[str(one.kind)].parameters if name in SETTINGS]
+        said = ", ".join(f"{name}={one.parameters.get(name, ...)!r}" for name in names)
+        return f"{one.kind}(optimizer, {said})".replace("Ellipsis", "...")
+
+    def jax_lines(self) -> str | None:
+        """Returns the lines that make the schedule of Optax, `schedule`; None if nobody knows one for all groups."""
+        rates = self._same()
+        if rates is None:
+            return None
+        code = optax_code(rates)
+        imports = [*(["import jax"] if JAX_NUMPY in code else []), "import optax"]
+        return "\n".join([*imports, f"schedule = {code}"])
+
+    def lambdas(self) -> str | None:
+        """Returns the functions of a LambdaLR that multiply the rates which its state has, where they are known."""
+        (one,) = self.schedules
+        bases = one.parameters.get("base_lrs") or ()
+        of_groups = [one.of_group(number) for number in range(len(bases))]
+        codes = [
+            python_code(rates, base)
+            for rates, base in zip(of_groups, bases, strict=True)
+            if isinstance(rates, Rates) and base
+        ]
+        if not bases or len(codes) < len(bases):
+            return None
+        return codes[0] if len({*codes}) == 1 else f"[{', '.join(codes)}]"

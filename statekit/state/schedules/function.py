@@ -1,0 +1,57 @@
+"""A function or class of some system that makes a schedule: what it is told, and what it comes to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from statekit.state.rates import Told
+
+
+@dataclass(frozen=True)
+class Function:
+    """What makes a schedule.
+
+    Attributes:
+        parameters: Its parameters, in their order.
+        read: What it comes to, of its arguments by name and the learning rate that a group of parameters begins with,
+            which is None where nobody knows it. An argument may be missing, or anything.
+        defaults: What stands for an argument that a call leaves out.
+        beside: Parameters that say nothing of the rate.
+    """
+
+    parameters: tuple[str, ...]
+    read: Callable[[Mapping[str, Any], float | None], Told]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
+
+
+def is_number(value: Any) -> bool:
+    """Tells whether a value is a finite number."""
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def is_count(value: Any) -> bool:
+    """Tells whether a value is a number of updates."""
+    return type(value) is int and value >= 0
+
+
+def fault(
+    said: Mapping[str, Any], needed: Iterable[str], counts: Iterable[str] = (), others: Iterable[str] = ()
+) -> str | None:
+    """Returns what is wrong with arguments that shall be numbers: those that nobody said, or those that are none.
+
+    Args:
+        said: The arguments.
+        needed: Those that it takes.
+        counts: Those of them that are numbers of updates.
+        others: Those of them that aren't numbers.
+    """
+    names = list(needed)
+    if missing := [name for name in names if said.get(name) is None]:
+        return f"nobody said {', '.join(missing)}"
+    fits = {name: is_count if name in counts else is_number for name in names if name not in others}
+    wrong = [f"{name} is {said[name]!r:.80}" for name, is_fit in fits.items() if not is_fit(said[name])]
+    return ", ".join(wrong) or None

@@ -1,0 +1,89 @@
+"""The schedule that a user tells of a run, held against what the run's files say of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from statekit.errors import UsageError
+from statekit.state.rates import Rates
+from statekit.state.run import Schedule, run_of
+from statekit.state.schedules import icefall
+from statekit.state.schedules.called import FUNCTIONS, KEY, named_arguments
+from statekit.state.train_state import TrainState
+
+_RATES = ("learning_rate", "lr")
+"""What schemas call a learning rate."""
+
+
+def told_schedule(state: TrainState, call: Mapping[str, Any]) -> TrainState:
+    """Returns a state whose schedule is the one that a user tells.
+
+    What the run's files say of the same call stays where the user says nothing else.
+
+    Args:
+        state: The state.
+        call: The call's record, as `schedules.called` has it.
+
+    Raises:
+        UsageError: Nothing is known of such a schedule, or something that it needs isn't, or the rates that the run's
+            files hold aren't its.
+    """
+    before = state.extra.get(KEY)
+    name, function = call.get("function"), FUNCTIONS.get(str(call.get("function")))
+    if isinstance(before, Mapping) and function is not None and _same(name, before.get("function")):
+        stated = {key: value for key, value in before["arguments"].items() if key in function.parameters}
+        said = named_arguments(function, call["arguments"])
+        call = {**call, "arguments": {**stated, **said}} if not isinstance(said, str) else call
+    told = replace(state, extra={**state.extra, KEY: dict(call)})
+    schedule = run_of(told.extra).schedules[0]
+    faults = [rates for rates in schedule.rates if isinstance(rates, str)]
+    faults = faults or [*_against(told, schedule)]
+    if faults:
+        raise UsageError(
+            "The schedule that was told can't be the run's.",
+            place="--schedule",
+            expected=f"{name}({', '.join(function.parameters)})" if function else ", ".join(FUNCTIONS),
+            found=faults[0],
+        )
+    return told
+
+
+def _same(name: Any, other: Any) -> bool:
+    return name == other or {name, other} <= icefall.FUNCTIONS.keys()
+
+
+def _against(state: TrainState, schedule: Schedule) -> Iterator[str]:
+    """Yields what a run's file says against the schedule that it is told to have: the rates of its groups."""
+    if schedule.at is None:
+        return
+    # icefall's is asked before an update, PyTorch's after it.
+    updates = schedule.at - 1 if schedule.kind in icefall.FUNCTIONS else schedule.at
+    for number, group in enumerate(state.optimizer.groups):
+        rates = schedule.of_group(number)
+        stored = next((group.hyperparameters[name] for name in _RATES if name in group.hyperparameters), None)
+        if (
+            isinstance(rates, Rates)
+            and type(stored) is float
+            and not math.isclose(rates.rate(updates), stored, rel_tol=1e-6)
+        ):
+            yield f"it gives {rates.rate(updates)!r} at {schedule.at}, and group {number} has {stored!r}"
+
+
+def with_own_rate(state: TrainState) -> TrainState:
+    """Returns a state that says of a rate which a user gave that the run's isn't constant, where it has a schedule."""
+    groups = state.optimizer.groups
+    given = [
+        group.hyperparameters[n] for group in groups for n in _RATES if group.known_from.get(n) == "given"
+    ]
+    schedules = run_of(state.extra).schedules if given else ()
+    if not schedules or all(isinstance(one, Rates) for each in schedules for one in each.rates):
+        return state
+    said = (
+        f"The run's learning rate follows a schedule ({schedules[0].kind or 'whose function no file has'}):"
+        f" {' and '.join(map(repr, dict.fromkeys(given)))} is taken for the next update's, and what goes on without a"
+        " schedule keeps it. --schedule tells the function."
+    )
+    return replace(state, assumptions=(*state.assumptions, said))
