@@ -22,11 +22,12 @@ from statekit.converters.layouts.own.statekit_canonical import LAYOUT
 from statekit.errors import FormatError, StatekitError
 from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.manifest import parse
+from statekit.files.integrity import proof_inside
 from statekit.files.stage import Stage, staged, unknown_fields
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, Tensor, dtype_named, in_memory
 from statekit.tensors.tree import from_json, tensor_names, to_json
+from statekit.testing.container_trials import open_proven
 
 FACTORED = Rule((Axis.ROW, Axis.COLUMN), "file")
 
@@ -167,8 +168,9 @@ class Packed:
             array = np.frombuffer(data[start:stop], dtype).reshape(described["shape"])
             return in_memory(array, described["name"], str(path))
 
-        stated = parse(json.dumps(record["manifest"]), path)
-        return Checkpoint(self.name, path, from_json(record["tree"], tensor), step=step, manifest=stated)
+        proof, findings = proof_inside(json.dumps(record["manifest"]), path)
+        tree = from_json(record["tree"], tensor)
+        return Checkpoint(self.name, path, tree, step=step, findings=findings, proof=proof)
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,7 @@ def damaged_copies(source: Path, folder: Path, every: int = 1) -> Iterator[tuple
 def read_all(container: Container, path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]] | None:
     """Returns everything a checkpoint holds, or None if that is refused with a typed error."""
     try:
-        with container.open(path) as opened:
+        with open_proven(container, path) as opened:
             return values(opened.tensors)
     except StatekitError:
         return None
@@ -239,7 +241,7 @@ def check_conformance(container: Container, encoded: Encoded, target: Path) -> C
         container.write(encoded, stage)
         stage.commit(container.open)
     assert container.detect(target) is not None
-    opened = container.open(target)
+    opened = open_proven(container, target)
     assert opened.tensors.keys() == tensor_names(encoded.tree).keys()
     assert values(opened.tensors) == values(tensor_names(encoded.tree))
     assert opened.manifest is not None

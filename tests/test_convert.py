@@ -30,7 +30,7 @@ from statekit.errors import (
     UnknownFormatError,
     UsageError,
 )
-from statekit.files import manifest
+from statekit.files import file_changes, manifest
 from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import Progress
@@ -454,7 +454,7 @@ def test_a_damaged_source_is_noticed_as_it_streams(
 ) -> None:
     if change == "derived":
         register(monkeypatch, Packed(), Renamed(change=lambda _, tensor: Cast(tensor, tensor.dtype)))
-    monkeypatch.setattr(manifest, "SMALL_BYTES", 0)  # else its file's digest tells when it is opened
+    monkeypatch.setattr(file_changes, "SMALL_BYTES", 0)  # else its file's digest tells when it is opened
     path = source / SHARD
     flip(path, path.read_bytes().index(arrays()["dense/kernel"].tobytes()) + 5)
     with pytest.raises(CorruptError, match="params/dense/kernel") as caught:

@@ -26,6 +26,7 @@ from statekit.converters.formats.msgpack import writer
 from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitError
 from statekit.tensors.tensor import in_memory
 from statekit.tensors.tree import nested
+from statekit.testing.container_trials import open_proven
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay
 
@@ -295,7 +296,7 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
     for _, copy, _ in damaged_copies(tmp_path / "run", tmp_path / "copies"):
         found = read_all(FLAX, copy)
         if found not in (None, sound):
-            assert FLAX.open(copy).manifest is None
+            assert open_proven(FLAX, copy).manifest is None
         noticed += found != sound
     assert sound is not None and noticed > 5
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from statekit.conversion.convert import convert, plan
 from statekit.conversion.inspection import Request, inspect
 from statekit.conversion.open_state import open_state
 from statekit.errors import CorruptError, StatekitError
-from statekit.files import integrity, manifest
+from statekit.files import file_changes, integrity, manifest
 
 ADAMW = GOLDEN / "torch_formats/adamw_legacy/checkpoint/checkpoint.pt"
 TRAINER = GOLDEN / "torch_formats/adamw_trainer/checkpoint/checkpoint-4"
@@ -79,7 +80,7 @@ def test_a_flipped_bit_in_any_file_stops_a_conversion(
 ) -> None:
     target = written(to, tmp_path / "written")
     if large:  # as if every file were too large to be digested when it is opened
-        monkeypatch.setattr(manifest, "SMALL_BYTES", 0)
+        monkeypatch.setattr(file_changes, "SMALL_BYTES", 0)
         monkeypatch.setattr(integrity, "SMALL_BYTES", 0)
     unnoticed = []
     for file in (f for f in files_of(target) if f.stat().st_size and f.name not in THE_RUNS):
@@ -97,7 +98,7 @@ def test_a_flipped_bit_in_any_file_stops_a_conversion(
     convert(plan(target, tmp_path / "again.statekit"))
 
 
-@pytest.mark.parametrize("to", ["orbax", "flax", "dcp-safetensors", "hf-trainer", "safetensors"])
+@pytest.mark.parametrize("to", ["orbax", "flax", "dcp-safetensors", "hf-trainer", "safetensors", "statekit"])
 def test_damage_is_accepted_when_asked_for_and_stands_in_the_lineage(to: str, tmp_path: Path) -> None:
     """Of formats without checksums; the others refuse the bytes themselves."""
     target = written(to, tmp_path / "written")
@@ -111,7 +112,10 @@ def test_damage_is_accepted_when_asked_for_and_stands_in_the_lineage(to: str, tm
     assert [finding.place for finding in seen.findings if finding.damage] == [str(file)]
     report = statekit.convert(target, tmp_path / "again.statekit", accept_damaged=True)
     damage = json.loads((report.target / manifest.FILE).read_text())["damage"]
-    assert len(damage) == 1 and damage[0].endswith(f" @ {file.relative_to(target)}")
+    assert len(damage) == 2 and damage[0].endswith(f" @ {file.relative_to(target)}")
+    with open_state(ADAMW) as opened:  # whose value it was: the last of the longest, as they lie
+        name = max(opened.params, key=lambda path: len(opened.params[path].read().tobytes()))
+    assert damage[1].startswith("has other values") and damage[1].endswith(name.rpartition("/")[2])
 
 
 @pytest.mark.parametrize("to", FILES)
@@ -139,3 +143,50 @@ def test_a_consumers_next_step_beside_ours_is_none_of_the_manifests_business(tmp
     shutil.rmtree(ours)  # the trainer's rotation
     with open_state(theirs) as opened:
         assert not [finding for finding in opened.checkpoint.findings if finding.damage]
+
+
+def test_a_changed_record_of_the_neutral_folder_is_refused_and_accepted_when_asked_for(
+    tmp_path: Path,
+) -> None:
+    target = written("statekit", tmp_path / "written")
+    place = target / manifest.FILE
+    text = place.read_text()
+    place.write_text(text.replace('"updates": 4', '"updates": 6'))
+    assert place.read_text() != text
+    with pytest.raises(CorruptError, match="changed after it was written"):
+        open_state(target)
+    with open_state(target, hints=Hints(accept_damaged=True)) as opened:
+        assert opened.counts.updates == 6
+    report = statekit.convert(target, tmp_path / "again.pt", accept_damaged=True)
+    with open_state(report.target) as opened:
+        assert opened.checkpoint.manifest is not None
+        assert "its digest doesn't fit" in opened.checkpoint.manifest["damage"][0]
+
+
+def test_a_file_of_what_a_manifest_is_about_is_held_to_its_own_entry(tmp_path: Path) -> None:
+    target = written("safetensors", tmp_path / "written")
+    model = target / "model.safetensors"
+    with open_state(model) as opened:
+        assert not opened.checkpoint.findings and opened.checkpoint.manifest is None
+    flip(model, 8 * model.stat().st_size - 1)
+    with pytest.raises(CorruptError, match="was changed"):
+        open_state(model)
+
+
+def test_what_befell_a_file_is_told_by_its_time_where_that_tells(tmp_path: Path) -> None:
+    target = written("orbax", tmp_path / "written")
+    file = changed_value(target)
+    with pytest.raises(CorruptError, match="changed since it was written @"):
+        open_state(target)
+    old = (target / manifest.FILE).stat().st_mtime - 60
+    os.utime(file, (old, old))
+    with pytest.raises(CorruptError, match=r"is damaged: .* nobody wrote to it since"):
+        open_state(target)
+    copy = tmp_path / "copy"
+    shutil.copytree(target, copy, copy_function=shutil.copyfile)
+    late = (copy / manifest.FILE).stat().st_mtime + 60
+    for path in copy.rglob("*"):
+        os.utime(path, (late, late))
+    os.utime(copy / manifest.FILE, (late - 1, late - 1))
+    with pytest.raises(CorruptError, match="was changed since it was written, or is damaged"):
+        open_state(copy)

@@ -18,6 +18,7 @@ from statekit.conversion.open_state import open_state
 from statekit.converters.containers.orbax.container import CONTAINER as ORBAX
 from statekit.tensors.tensor import Array, in_memory
 from statekit.tensors.tree import nested
+from statekit.testing.container_trials import open_proven
 
 pytestmark = pytest.mark.jax
 
@@ -266,7 +267,7 @@ def test_damage_to_what_was_written_is_noticed(tmp_path: Path) -> None:
         found = read_all(ORBAX, copy)
         refused += found is None
         if found not in (None, expected):
-            opened = ORBAX.open(copy)
+            opened = open_proven(ORBAX, copy)
             assert opened.manifest is None and opened.findings[0].damage, what
             noticed += 1
     assert refused > 5 and noticed

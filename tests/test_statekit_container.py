@@ -20,7 +20,8 @@ import pytest
 from safetensors import safe_open
 
 from formats import FACTORED, save, small_state, snapshot, values
-from statekit.conversion.contracts import Encoded, Hints
+from statekit.conversion import registry
+from statekit.conversion.contracts import NO_HINTS, Encoded, Hints
 from statekit.converters.containers import statekit_dir
 from statekit.converters.containers.statekit_dir import CONTAINER
 from statekit.converters.layouts.own.statekit_canonical import LAYOUT
@@ -33,7 +34,7 @@ from statekit.errors import (
     StatekitError,
     UsageError,
 )
-from statekit.files import manifest
+from statekit.files import file_changes, manifest
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged
 from statekit.state.train_state import Axis, Rule, TrainState
@@ -49,6 +50,10 @@ def folder(tmp_path: Path) -> Path:
     return save(small_state(), tmp_path / "ckpt")
 
 
+def opened(folder: Path, step: int | None = None) -> Checkpoint:
+    return registry.opened(CONTAINER, folder, step, NO_HINTS)
+
+
 def reseal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Changes a manifest the way an attacker would: with a digest that fits."""
     path = folder / manifest.FILE
@@ -61,7 +66,7 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def test_a_state_comes_back_as_it_was(folder: Path) -> None:
     state = small_state()
-    with CONTAINER.open(folder) as checkpoint:
+    with opened(folder) as checkpoint:
         assert LAYOUT.detect(checkpoint) is not None
         back = LAYOUT.decode(checkpoint, Hints())
         assert list(back.params) == list(state.params)
@@ -80,7 +85,7 @@ def test_state_of_groups_comes_back(tmp_path: Path) -> None:
     state = small_state()
     group = replace(state.optimizer.groups[0], slots={"model_norms": in_memory(np.arange(3.0))})
     state = replace(state, optimizer=replace(state.optimizer, groups=(group,)))
-    with CONTAINER.open(save(state, tmp_path / "ckpt")) as checkpoint:
+    with opened(save(state, tmp_path / "ckpt")) as checkpoint:
         assert "groups/0/model_norms" in checkpoint.tensors
         back = LAYOUT.decode(checkpoint, Hints())
         assert values(back.optimizer.groups[0].slots) == values(group.slots)
@@ -103,7 +108,7 @@ def test_every_kind_of_record_comes_back(tmp_path: Path) -> None:
     with staged(tmp_path / "ckpt", "folder") as stage:
         CONTAINER.write(Encoded(tree, 0), stage)
         stage.commit(CONTAINER.open)
-    with CONTAINER.open(tmp_path / "ckpt") as checkpoint:
+    with opened(tmp_path / "ckpt") as checkpoint:
         back = checkpoint.tree
         assert values(checkpoint.tensors) == values(tensor_names(tree))
         assert back["ints"].keys() == tree["ints"].keys()  # type: ignore[attr-defined]  # a tree of anything
@@ -117,7 +122,7 @@ def test_every_kind_of_record_comes_back(tmp_path: Path) -> None:
 def test_not_a_number_comes_back(tmp_path: Path) -> None:
     state = small_state(clipping_threshold=float("inf"))
     state = replace(state, extra={**state.extra, "loss": {"last": float("nan")}})
-    with CONTAINER.open(save(state, tmp_path / "ckpt")) as checkpoint:
+    with opened(save(state, tmp_path / "ckpt")) as checkpoint:
         back = LAYOUT.decode(checkpoint, Hints())
     assert math.isinf(back.optimizer.groups[0].hyperparameters["clipping_threshold"])
     assert math.isnan(back.extra["loss"]["last"])
@@ -149,7 +154,7 @@ def test_the_example_in_the_standard_reads_the_folder(
     scope: dict[str, Any] = {"folder": str(folder)}
     exec(example[1], scope)
     tensors = scope["tensors"]
-    with CONTAINER.open(folder) as checkpoint:
+    with opened(folder) as checkpoint:
         assert {name: array.tobytes() for name, array in tensors.items()} == {
             name: tensor.read().tobytes() for name, tensor in checkpoint.tensors.items()
         }
@@ -182,7 +187,7 @@ def test_large_states_are_cut_into_shards_in_order(tmp_path: Path, monkeypatch: 
             found[path.name] = "".join(sorted(shard.keys()))
     names = [f"tensors-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)]
     assert found == dict(zip(names, ["ab", "c", "d", "e"], strict=True))
-    with CONTAINER.open(tmp_path / "ckpt") as checkpoint:
+    with opened(tmp_path / "ckpt") as checkpoint:
         assert values(checkpoint.tensors) == values(tree)
 
 
@@ -200,7 +205,7 @@ def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_names_that_collide_elsewhere_are_fine_here(folder: Path) -> None:
-    with CONTAINER.open(folder) as checkpoint:
+    with opened(folder) as checkpoint:
         assert {"params/dense/kernel", "params/dense.kernel"} <= checkpoint.tensors.keys()
 
 
@@ -222,10 +227,10 @@ def test_detection_tells_our_folder_from_another_with_a_manifest(folder: Path, t
 
 
 def test_another_step_isnt_there(folder: Path) -> None:
-    with CONTAINER.open(folder, 7):
+    with opened(folder, 7):
         pass
     with pytest.raises(NotFoundError, match="expected: 8"):
-        CONTAINER.open(folder, 8)
+        opened(folder, 8)
 
 
 # What may have happened to a folder since
@@ -274,28 +279,28 @@ def test_damage_is_a_typed_error(folder: Path, how: str, error: type[StatekitErr
     damaged(folder, how)
     assert CONTAINER.detect(folder) is not None
     with pytest.raises(error, match=what) as caught:
-        CONTAINER.open(folder)
+        opened(folder)
     assert str(folder) in str(caught.value)
 
 
 def test_a_missing_manifest_is_a_typed_error(folder: Path) -> None:
     (folder / manifest.FILE).unlink()
     with pytest.raises(NotFoundError, match=re.escape(manifest.FILE)):
-        CONTAINER.open(folder)
+        opened(folder)
 
 
 def test_damage_in_a_large_shard_is_found_in_its_header_at_once_and_in_its_data_when_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save(small_state(), tmp_path / "ckpt")
-    monkeypatch.setattr(manifest, "SMALL_BYTES", 0)  # as if the shard were large
+    monkeypatch.setattr(file_changes, "SMALL_BYTES", 0)  # as if the shard were large
     shard = folder / SHARD
     good = shard.read_bytes()
     shard.write_bytes(good.replace(b'"statekit"', b'"stateKit"'))
     with pytest.raises(CorruptError, match="its header isn't the one"):
-        CONTAINER.open(folder)
+        opened(folder)
     shard.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    with CONTAINER.open(folder) as checkpoint:
+    with opened(folder) as checkpoint:
         stated = manifest.require_manifest(folder)["tensors"]
         wrong = [n for n, t in checkpoint.tensors.items() if stated[n]["blake3"] != _digest_or_none(t)]
     assert len(wrong) == 1
@@ -320,7 +325,7 @@ def test_no_flipped_bit_goes_unseen(folder: Path) -> None:
         if name == manifest.FILE and not _changes_json(files[name], bytes(data)):
             continue
         with pytest.raises(StatekitError):
-            CONTAINER.open(folder)
+            opened(folder)
         (folder / name).write_bytes(files[name])
 
 
@@ -335,7 +340,7 @@ def _changes_json(before: bytes, after: bytes) -> bool:
 def test_foreign_file_names_are_refused(folder: Path, name: str) -> None:
     reseal(folder, lambda m: m["files"].update({name: {"bytes": 1, "blake3": "0" * 64}}))
     with pytest.raises(RefusedError, match="outside its folder"):
-        CONTAINER.open(folder)
+        opened(folder)
 
 
 def test_a_fifo_or_an_endless_manifest_is_refused(folder: Path) -> None:
@@ -343,17 +348,17 @@ def test_a_fifo_or_an_endless_manifest_is_refused(folder: Path) -> None:
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(RefusedError, match="regular file"):
-        CONTAINER.open(folder)
+        opened(folder)
     path.unlink()
     path.touch()
     os.truncate(path, 2**40)  # sparse
     with pytest.raises(RefusedError, match="at most"):
-        CONTAINER.open(folder)
+        opened(folder)
 
 
 def test_files_that_the_manifest_doesnt_name_are_reported(folder: Path) -> None:
     (folder / "README").write_text("mine")
-    with CONTAINER.open(folder) as checkpoint:
+    with opened(folder) as checkpoint:
         (finding,) = checkpoint.findings
     assert finding.place == str(folder / "README")
 
@@ -385,27 +390,27 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
 def test_a_hostile_manifest_is_a_typed_error(folder: Path, case: str) -> None:
     reseal(folder, HOSTILE[case])
     with pytest.raises(FormatError):
-        CONTAINER.open(folder)
+        opened(folder)
 
 
 def test_deep_trees_are_a_typed_error(folder: Path) -> None:
     path = folder / manifest.FILE
     path.write_text('{"tree": ' + "[" * 100_000 + "]" * 100_000 + "}")
     with pytest.raises(FormatError):
-        CONTAINER.open(folder)
+        opened(folder)
     deep: Any = 0
     for _ in range(480):
         deep = [deep]
     reseal(save(small_state(), folder.parent / "deep"), lambda m: m["tree"]["extra"].update(x=deep))
     with suppress(FormatError):  # it may be beyond what this interpreter nests, but says so
-        CONTAINER.open(folder.parent / "deep").close()
+        opened(folder.parent / "deep").close()
 
 
 def test_newer_manifests_are_refused_with_a_remedy(folder: Path) -> None:
     path = folder / manifest.FILE
     path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
     with pytest.raises(FormatError, match="newer"):
-        CONTAINER.open(folder)
+        opened(folder)
 
 
 # The layout
@@ -424,18 +429,18 @@ RECORDS: dict[str, Callable[[dict[str, Any]], object]] = {
 @pytest.mark.parametrize("case", RECORDS)
 def test_a_record_that_isnt_a_state_is_a_typed_error(folder: Path, case: str) -> None:
     reseal(folder, lambda m: RECORDS[case](m["state"]))
-    with CONTAINER.open(folder) as checkpoint, pytest.raises((StateError, NotFoundError)):
+    with opened(folder) as checkpoint, pytest.raises((StateError, NotFoundError)):
         LAYOUT.decode(checkpoint, Hints())
 
 
 def test_params_that_arent_tensors_are_a_typed_error(folder: Path) -> None:
     reseal(folder, lambda m: m["tree"]["params"].update(x=5))
-    with CONTAINER.open(folder) as checkpoint, pytest.raises(StateError, match="x isn't a tensor"):
+    with opened(folder) as checkpoint, pytest.raises(StateError, match="x isn't a tensor"):
         LAYOUT.decode(checkpoint, Hints())
 
 
 def test_hints_override_and_are_known_as_given(folder: Path) -> None:
-    with CONTAINER.open(folder) as checkpoint:
+    with opened(folder) as checkpoint:
         state = LAYOUT.decode(checkpoint, Hints({"decay_rate": 0.9}, variant="hf"))
         assert state.optimizer.variant == "hf"
         assert state.optimizer.groups[0].hyperparameters["decay_rate"] == 0.9
@@ -450,12 +455,12 @@ def test_swapped_rows_and_columns_are_refused(tmp_path: Path) -> None:
     assert state.rules["dense/kernel"] == FACTORED
     folder = save(state, tmp_path / "ckpt")
     reseal(folder, lambda m: m["state"]["rules"].update({"dense/kernel": swapped.to_json()}))
-    with CONTAINER.open(folder) as checkpoint, pytest.raises(StateError, match="v_row"):
+    with opened(folder) as checkpoint, pytest.raises(StateError, match="v_row"):
         LAYOUT.decode(checkpoint, Hints())
 
 
 def test_a_copy_elsewhere_is_the_same_checkpoint(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "copy")
-    with CONTAINER.open(tmp_path / "copy") as checkpoint:
+    with opened(tmp_path / "copy") as checkpoint:
         state: TrainState = LAYOUT.decode(checkpoint, Hints())
         assert state.counts.updates == 7

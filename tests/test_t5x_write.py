@@ -19,6 +19,7 @@ from statekit.errors import CommitError, FormatError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged
 from statekit.tensors.tensor import Array, in_memory
+from statekit.testing.container_trials import open_proven
 
 CASES = [bundle.name for bundle in bundles("t5x")]
 CLAIM = "statekit.json"
@@ -29,7 +30,7 @@ def write(container: Container, encoded: Encoded, target: Path) -> Checkpoint:
     with staged(target, "folder") as stage:
         container.write(encoded, stage)
         stage.commit(container.open)
-    return container.open(target)
+    return open_proven(container, target)
 
 
 def encoded(checkpoint: Checkpoint) -> Encoded:

@@ -22,6 +22,7 @@ from statekit.errors import CommitError, UsageError
 from statekit.files.stage import staged
 from statekit.tensors.tensor import BLOCK_BYTES, DTYPES, Filled, chunks, in_memory
 from statekit.tensors.tree import Record
+from statekit.testing.container_trials import open_proven
 
 
 def tree(kind: type[dict[Any, Any]] = dict) -> dict[Any, Any]:
@@ -60,7 +61,7 @@ def test_plain_torch_load_reads_what_is_written(
     assert type(loaded["optimizer"]["param_groups"][0]["lr"]) is float
     assert type(loaded["optimizer"]["param_groups"][0]["betas"][1]) is float
     assert type(loaded["step"]) is int
-    with CONTAINER.open(path) as checkpoint:
+    with open_proven(CONTAINER, path) as checkpoint:
         assert assert_same(checkpoint.tree, loaded, "") == 1 + len(DTYPES) + 2 + 3
         assert checkpoint.findings == ()
 
@@ -83,7 +84,7 @@ def test_written_files_suit_an_optimizer(tmp_path: Path) -> None:
 
 def test_round_trip_keeps_bytes_tree_and_manifest(tmp_path: Path) -> None:
     path = save(tmp_path / "a.pt", tree())
-    with CONTAINER.open(path) as checkpoint:
+    with open_proven(CONTAINER, path) as checkpoint:
         assert checkpoint.manifest is not None
         assert checkpoint.manifest["tensors"]["model/w"]["shape"] == [7, 5]
         assert "statekit" not in checkpoint.tree
@@ -120,7 +121,7 @@ def test_tensors_that_share_bytes_share_them_in_the_file(tmp_path: Path) -> None
 
     weight = torch.arange(1000.0)
     torch.save({"tied": weight, "also": weight.clone(), "embed": weight}, tmp_path / "a.pt")
-    with CONTAINER.open(tmp_path / "a.pt") as checkpoint:
+    with open_proven(CONTAINER, tmp_path / "a.pt") as checkpoint:
         path = save(tmp_path / "b.pt", checkpoint.tree)
     loaded = torch.load(path, weights_only=True)
     assert loaded["tied"].data_ptr() == loaded["embed"].data_ptr() != loaded["also"].data_ptr()
@@ -128,10 +129,10 @@ def test_tensors_that_share_bytes_share_them_in_the_file(tmp_path: Path) -> None
 
 
 def test_a_bare_tensor_and_a_list(tmp_path: Path) -> None:
-    with CONTAINER.open(save(tmp_path / "t.pt", in_memory(np.arange(3.0)))) as checkpoint:
+    with open_proven(CONTAINER, save(tmp_path / "t.pt", in_memory(np.arange(3.0)))) as checkpoint:
         assert checkpoint.manifest is None
         assert checkpoint.tensors[""].read().tolist() == [0, 1, 2]
-    with CONTAINER.open(save(tmp_path / "l.pt", [in_memory(np.arange(2.0)), 5])) as checkpoint:
+    with open_proven(CONTAINER, save(tmp_path / "l.pt", [in_memory(np.arange(2.0)), 5])) as checkpoint:
         assert list(checkpoint.tensors) == ["0"]
 
 
@@ -174,7 +175,7 @@ def test_large_offsets_are_written_in_64_bits(tmp_path: Path, monkeypatch: pytes
     assert b"PK\x06\x06" in path.read_bytes()
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
-    with CONTAINER.open(path) as checkpoint:
+    with open_proven(CONTAINER, path) as checkpoint:
         assert checkpoint.tensors["model/w"].read().sum() == 124_750
         assert checkpoint.tensors["rest"].read().tolist() == [0, 1, 2]
 
@@ -195,7 +196,7 @@ def test_writing_and_reading_hold_a_few_blocks(tmp_path: Path) -> None:
     tracemalloc.start()
     try:
         path = save(tmp_path / "a.pt", {"big": big, "after": in_memory(np.arange(3))})
-        with CONTAINER.open(path) as checkpoint:
+        with open_proven(CONTAINER, path) as checkpoint:
             assert all(block.flat[0] == 1.5 for block in chunks(checkpoint.tensors["big"]))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -208,7 +209,7 @@ def test_a_transposed_tensor_streams_in_little_memory(tmp_path: Path) -> None:
     import torch
 
     torch.save({"t": torch.arange(2**24, dtype=torch.int32).reshape(2**11, 2**13).T}, tmp_path / "a.pt")
-    with CONTAINER.open(tmp_path / "a.pt") as checkpoint:
+    with open_proven(CONTAINER, tmp_path / "a.pt") as checkpoint:
         tensor = checkpoint.tensors["t"]
         tensor.read((slice(0, 1), slice(0, 1)))  # the checksum's pass
         tracemalloc.start()
@@ -241,7 +242,7 @@ def test_a_manifest_that_does_not_fit_is_not_trusted(tmp_path: Path) -> None:
     ):
         # mypy can't infer a lambda whose defaults bind what the loop changes.
         changed = rewritten(path, lambda data, old=old, new=new: data.replace(old, new))  # type: ignore[misc]
-        with CONTAINER.open(changed) as checkpoint:
+        with open_proven(CONTAINER, changed) as checkpoint:
             assert checkpoint.manifest is None
             assert checkpoint.findings[0].damage
             assert "statekit" not in checkpoint.tree
@@ -256,7 +257,7 @@ def test_a_manifest_for_other_tensors_is_not_trusted(tmp_path: Path) -> None:
     torch.save(
         {**loaded, "more": torch.ones(1)}, tmp_path / "b.pt"
     )  # resumed, trained on and saved with the old text
-    with CONTAINER.open(tmp_path / "b.pt") as checkpoint:
+    with open_proven(CONTAINER, tmp_path / "b.pt") as checkpoint:
         assert checkpoint.manifest is None
         assert checkpoint.findings[0].damage and checkpoint.findings[0].place == "more"
 
@@ -266,5 +267,5 @@ def test_a_module_called_statekit_is_no_manifest(tmp_path: Path) -> None:
     import torch
 
     torch.save({"statekit": {"w": torch.ones(1)}}, tmp_path / "a.pt")
-    with CONTAINER.open(tmp_path / "a.pt") as checkpoint:
+    with open_proven(CONTAINER, tmp_path / "a.pt") as checkpoint:
         assert list(checkpoint.tensors) == ["statekit/w"]

@@ -30,10 +30,9 @@ from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import NotFoundError
 from statekit.files.budget import Budget
 from statekit.files.checkpoint import FILES_BESIDE, Checkpoint, Finding
-from statekit.files.integrity import proof_beside
 from statekit.files.source import Files, opening, read_small
 from statekit.files.stage import Stage
-from statekit.tensors.tree import Tree, tensor_names
+from statekit.tensors.tree import Tree
 
 _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})", re.DOTALL)
 
@@ -64,14 +63,11 @@ class Folder:
             steps: Those of the run's folder.
             others: Names of the container's files that aren't the folder's own.
         """
-        tree = named(tree)
-        proof = proof_beside(self.path, tensor_names(tree), self.files)
         notes = tuple(Finding(note, f"{self.path / METADATA}") for note in self.contents.notes)
         beside = files_beside(self.path, self._names | {*others})
         meta = {**self._meta, "steps": steps, FILES_BESIDE: beside}
-        findings = (*notes, *proof.findings)
         return Checkpoint(
-            container, self.path, tree, meta, step, proof.manifest, findings, self.files.close, proof.folder
+            container, self.path, named(tree), meta, step, notes, self.files.close, is_numbered=False
         )
 
     @property

@@ -26,11 +26,10 @@ from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.budget import Budget
 from statekit.files.checkpoint import FILES_BESIDE, SORTED, Checkpoint
-from statekit.files.integrity import proof_beside
 from statekit.files.source import Files, first_bytes, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor, in_memory
-from statekit.tensors.tree import Tree, strict_json, tensor_names
+from statekit.tensors.tree import Tree, strict_json
 
 OPTIONS = "optimizer_hyperparameters.json"
 PREFIX = "optim."
@@ -78,12 +77,9 @@ class DcpSafetensors:
             model = {key: one for key, one in whole.tensors.items() if not key.startswith(PREFIX)}
             slots = {key.removeprefix(PREFIX): one for key, one in whole.tensors.items() if key not in model}
             tree = named({"model": model, "optimizer": {**_options(path, files), **slots}})
-            proof = proof_beside(path, tensor_names(tree), files)
             beside = files_beside(path, {OPTIONS, *whole.files})
         meta = {SORTED: whole.is_sorted, FILES_BESIDE: beside}
-        return Checkpoint(
-            self.name, path, tree, meta, None, proof.manifest, proof.findings, files.close, proof.folder
-        )
+        return Checkpoint(self.name, path, tree, meta, on_close=files.close)
 
     def fitted(self, encoded: Encoded) -> Encoded:
         """Returns a state of tensors alone, with options that JSON can hold; all else has no place here."""

@@ -21,12 +21,12 @@ from statekit.converters.formats.hdf5.reader import open_hdf5
 from statekit.converters.formats.hdf5.writer import MANIFEST, write_hdf5
 from statekit.errors import NotFoundError, StatekitError
 from statekit.files.budget import Budget
-from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
+from statekit.files.checkpoint import ATTRIBUTES, Checkpoint, Finding, Proof
 from statekit.files.durable import sync, writing
-from statekit.files.integrity import Proof, proof_inside
+from statekit.files.integrity import proof_inside
 from statekit.files.source import as_file, first_bytes, opening
 from statekit.files.stage import Stage
-from statekit.tensors.tree import strict_json, tensor_names
+from statekit.tensors.tree import strict_json
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 CONFIG, METADATA = "config.json", "metadata.json"
@@ -65,8 +65,8 @@ class KerasH5:
         with opening(path, budget) as files:
             opened = open_hdf5(as_file(files.source(path)), f"{path}")
             files.on_close(opened.close)
-            proof = documents(opened.tree, path)
-        return Checkpoint(self.name, path, opened.tree, {}, None, proof.manifest, proof.findings, files.close)
+            proof, findings = documents(opened.tree, path)
+        return Checkpoint(self.name, path, opened.tree, {}, None, findings, files.close, proof=proof)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes the file.
@@ -90,7 +90,7 @@ def refuse_step(path: Path, step: int | None) -> None:
         )
 
 
-def documents(tree: dict[str, Any], path: Path) -> Proof:
+def documents(tree: dict[str, Any], path: Path) -> tuple[Proof | None, tuple[Finding, ...]]:
     """Takes the manifest out of a tree's attributes, and parses documents among them, in place."""
     attributes = tree.get(ATTRIBUTES, {})
     for name in (CONFIG, METADATA, SAYINGS):
@@ -99,7 +99,7 @@ def documents(tree: dict[str, Any], path: Path) -> Proof:
     text = attributes.pop(MANIFEST, None)
     if ATTRIBUTES in tree and not attributes:
         del tree[ATTRIBUTES]
-    return proof_inside(text, tensor_names(tree), path) if isinstance(text, str) else Proof()
+    return proof_inside(text, path) if isinstance(text, str) else (None, ())
 
 
 CONTAINER = KerasH5()

@@ -90,14 +90,14 @@ class KerasZip:
             weights = _Weights(file, members[WEIGHTS])
             opened = open_hdf5(weights.stream, f"{path}:{WEIGHTS}")
             files.on_close(opened.close)
-            proof = documents(opened.tree, path)
+            proof, findings = documents(opened.tree, path)
             tree = {ATTRIBUTES: {**opened.tree.pop(ATTRIBUTES, {}), **documents_read}, **opened.tree}
             others = sorted(members.keys() - {CONFIG, METADATA, WEIGHTS})
             beside = (Finding("a member that isn't read", f"{name} in {path}") for name in others)
-            findings = (*proof.findings, *beside)
+            findings = (*findings, *beside)
             tree = _checked(tree, weights)
         meta = {"keras_version": documents_read.get(METADATA, {}).get("keras_version"), "not_read": others}
-        return Checkpoint(self.name, path, tree, meta, None, proof.manifest, findings, files.close)
+        return Checkpoint(self.name, path, tree, meta, None, findings, files.close, proof=proof)
 
     def fitted(self, encoded: Encoded) -> Encoded:
         """Returns the state as it is, if the model's config is there.

@@ -29,10 +29,8 @@ from statekit.converters.formats.mxnet.states import read_states, write_states
 from statekit.errors import FormatError, NotFoundError, StatekitError
 from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.files.integrity import proof_beside
 from statekit.files.source import Files, first_bytes, last_bytes, opening
 from statekit.files.stage import Stage
-from statekit.tensors.tree import tensor_names
 
 PARAMS, STATES = ".params", ".states"
 MODULE_PREFIXES = ("arg:", "aux:")
@@ -230,13 +228,18 @@ class MXNet:
         pair = find_pair(path, step)
         with opening(path, budget) as files:
             tree, notes = _tree(pair, files)
-            first, *others = pair.files  # the number in their names is an epoch as often as a step
-            proof = proof_beside(first, tensor_names(tree), files, others=others)
-        beside = [Finding(note, f"{pair.states}") for note in notes]
+        findings = tuple(Finding(note, f"{pair.states}") for note in notes)
         meta = {"steps": list(pair.steps)} if pair.steps else {}
-        findings = (*proof.findings, *beside)
         return Checkpoint(
-            self.name, path, tree, meta, pair.step, proof.manifest, findings, files.close, proof.folder
+            self.name,
+            path,
+            tree,
+            meta,
+            pair.step,
+            findings,
+            files.close,
+            pair.files,
+            is_numbered=False,  # it is an epoch as often as a step
         )
 
     def write(self, encoded: Encoded, stage: Stage) -> None:

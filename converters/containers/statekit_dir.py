@@ -16,8 +16,9 @@ from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.step_folders import check_step
 from statekit.errors import CorruptError, Faults, FormatError, StatekitError
 from statekit.files.budget import Budget
-from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.files.manifest import FILE, require_manifest, tensor_faults, unnamed_files
+from statekit.files.checkpoint import Checkpoint, Finding, Proof
+from statekit.files.file_changes import file_faults
+from statekit.files.manifest import FILE, check_inside, parse_damaged
 from statekit.files.safetensors import open_safetensors, save_safetensors, sharded
 from statekit.files.source import Files, opening, read_small
 from statekit.files.stage import Stage
@@ -26,6 +27,7 @@ from statekit.tensors.tree import Tree, from_json, strict_json, tensor_names, to
 
 SHARD_BYTES = 4 * 2**30
 """How many bytes of tensors a shard holds at most; a larger tensor has a shard to itself."""
+_RESTORE = "restore the checkpoint from a copy"
 _SHARD = re.compile(r"tensors-\d{5,}-of-\d{5,}\.safetensors")
 
 
@@ -47,29 +49,29 @@ class StatekitFolder:
         return Evidence(30, f"{FILE} says so") if _claims(path / FILE) else None
 
     def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
-        """Parses the manifest and the shards' headers, and proves that they fit each other.
+        """Parses the manifest and the shards' headers.
 
         Raises:
             NotFoundError: No manifest, or another step than asked for.
             FormatError: Manifest, tree or shards break the format.
-            CorruptError: Files or tensors aren't those that were written.
+            CorruptError: A shard can't be opened.
         """
         with opening(path, budget) as files:
-            manifest = require_manifest(path, files)
+            manifest, damage = parse_damaged(read_small(path / FILE, files), path / FILE)
+            check_inside(path, manifest)
             number = manifest["target"].get("step")
             check_step(step, number, path)
-            tensors = _open_shards(path, manifest, files)
+            tensors, faults = _open_shards(path, manifest, files)
             tree = _restore(manifest, tensors, path / FILE)
-        findings = tuple(
-            Finding("the manifest doesn't name this file", str(path / name))
-            for name in unnamed_files(path, manifest)
-        )
+        findings = tuple(Finding(what, place, True) for what, place in (*damage, *faults))
+        entries = {path / name: entry for name, entry in manifest["files"].items()}
+        proof = Proof(path / FILE, manifest, entries, manifest["tensors"])
         meta = {
             "version": manifest["version"],
             "tool": manifest.get("tool"),
             "files": len(manifest["files"]) + 1,
         }
-        return Checkpoint(self.name, path, tree, meta, number, manifest, findings, files.close)
+        return Checkpoint(self.name, path, tree, meta, number, findings, files.close, proof=proof)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes the shards; the rest of the tree goes into the manifest.
@@ -115,24 +117,29 @@ def _claims(path: Path) -> bool:
     return isinstance(target, dict) and target.get("container") == "statekit"
 
 
-def _open_shards(path: Path, manifest: Mapping[str, Any], files: Files) -> dict[str, Tensor]:
+def _open_shards(
+    path: Path, manifest: Mapping[str, Any], files: Files
+) -> tuple[dict[str, Tensor], list[tuple[str, str]]]:
+    """Returns the tensors of all shards, and what contradicts the manifest.
+
+    Raises:
+        CorruptError: A shard isn't one any more, or isn't there.
+    """
     tensors: dict[str, Tensor] = {}
-    faults = Faults()
-    headers = manifest.get("headers")
+    faults, headers = list[tuple[str, str]](), manifest.get("headers")
+    entries = {path / name: entry for name, entry in manifest["files"].items()}
     for name in (n for n in manifest["files"] if n.endswith(".safetensors")):
-        shard = open_safetensors(path / name, files)
+        try:
+            shard = open_safetensors(path / name, files)
+        except StatekitError as error:
+            lost = Faults((fault.what, f"{fault.path}") for fault in file_faults(entries, path / FILE, files))
+            lost.check(CorruptError, "The shards can't be opened", place=path, remedy=_RESTORE)
+            raise error
         if not isinstance(headers, dict) or headers.get(name) != shard.header_digest:
-            faults.add("its header isn't the one that was written", name)
+            faults.append(("its header isn't the one that was written", f"{path / name}"))
         faults += [("stands in two shards", tensor) for tensor in shard.tensors if tensor in tensors]
         tensors.update(shard.tensors)
-    faults += tensor_faults(manifest, tensors)
-    faults.check(
-        CorruptError,
-        "The shards don't hold what the manifest says",
-        place=path,
-        remedy="restore the checkpoint from a copy",
-    )
-    return tensors
+    return tensors, faults
 
 
 def _restore(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], place: Path) -> Tree:

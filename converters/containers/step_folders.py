@@ -19,12 +19,11 @@ from typing import Any, Literal, TypeAlias
 from statekit.converters.formats.hparams import SCHEDULE_IN_GIN, read_gin, read_gin_call, read_text
 from statekit.errors import Faults, FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.checkpoint import FILES_BESIDE, Checkpoint, Finding
-from statekit.files.integrity import proof_beside
-from statekit.files.manifest import FILE, files_below
+from statekit.files.manifest import files_below, is_manifest
 from statekit.files.source import Files, first_bytes
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Stored, Tensor
-from statekit.tensors.tree import Tree, tensor_names, walk
+from statekit.tensors.tree import Tree, walk
 
 StepKind: TypeAlias = Literal["legacy", "orbax", "flax"]
 """Who wrote a step: T5X before Orbax (msgpack with zarr folders), Orbax, or Flax (a msgpack file)."""
@@ -235,22 +234,11 @@ def step_checkpoint(
         files: Its open files, closed with it.
     """
     gin, gin_findings = gin_settings(step_folder.path, files)
-    proof = proof_beside(step_folder.path, tensor_names(tree), files, step_folder.step)
     beside = files_beside(step_folder.path, known) if step_folder.path.is_dir() else []
     around = {"steps": list(step_folder.steps), FILES_BESIDE: beside, "gin": gin}
-    findings = (*step_folder.findings, *findings, *gin_findings, *proof.findings)
+    findings = (*step_folder.findings, *findings, *gin_findings)
     meta = {**meta, **around}
-    return Checkpoint(
-        container,
-        step_folder.path,
-        tree,
-        meta,
-        step_folder.step,
-        proof.manifest,
-        findings,
-        files.close,
-        proof.folder,
-    )
+    return Checkpoint(container, step_folder.path, tree, meta, step_folder.step, findings, files.close)
 
 
 def files_beside(folder: Path, known: set[str]) -> list[str]:
@@ -262,7 +250,7 @@ def files_beside(folder: Path, known: set[str]) -> list[str]:
     """
     names: list[str] = []
     for entry in sorted(folder.iterdir()):
-        if entry.name in known or entry.name == FILE:
+        if entry.name in known or is_manifest(entry.name):
             continue
         below = [f"{entry.name}/{name}" for name in files_below(entry)] if entry.is_dir() else [entry.name]
         names += below[: _MAX_NAMED - len(names)]

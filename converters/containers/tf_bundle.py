@@ -46,12 +46,10 @@ from statekit.converters.formats.tensor_bundle.writer import STATE_FILE, write_b
 from statekit.errors import CorruptError, Faults, FormatError, NotFoundError, StatekitError
 from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.integrity import proof_beside
 from statekit.files.source import File, Files, last_bytes, opening, read_small, record
 from statekit.files.stage import Stage
 from statekit.tensors.object_graph import GRAPH, Graph
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Shape, index_shape
-from statekit.tensors.tree import tensor_names
 
 MAX_STRING_BYTES = 64 * 2**20
 """The largest string tensor that is read, in bytes: an object graph is one."""
@@ -98,14 +96,13 @@ class TFBundle:
             tree = _tree(index, shards, prefix)
             number = _number(prefix)
             place = prefix.with_name(f"{prefix.name}.index")
-            data = [one for one in prefix.parent.iterdir() if one.name.startswith(f"{prefix.name}.data-")]
-            proof = proof_beside(place, tensor_names(tree), files, number, data)
+            data = sorted(
+                one for one in prefix.parent.iterdir() if one.name.startswith(f"{prefix.name}.data-")
+            )
             meta: dict[str, Any] = {"prefix": prefix.name, "shards": shards.count}
             if isinstance(tree.get(GRAPH), bytes):
                 meta[GRAPH] = parse_graph(tree[GRAPH], f"{GRAPH} in {prefix}").to_record()
-        return Checkpoint(
-            self.name, prefix, tree, meta, number, proof.manifest, proof.findings, files.close, proof.folder
-        )
+        return Checkpoint(self.name, prefix, tree, meta, number, (), files.close, (place, *data))
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes `model.ckpt-<step>` and the text file that names it, in one shard, byte for byte as TensorFlow does.

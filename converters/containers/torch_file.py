@@ -17,11 +17,11 @@ from statekit.converters.formats.pytorch.writer import MANIFEST_KEY, write_torch
 from statekit.errors import NotFoundError, StatekitError
 from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.integrity import Proof, proof_inside
+from statekit.files.integrity import proof_inside
 from statekit.files.source import Files, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tree import Path as Keys
-from statekit.tensors.tree import at, tensor_names, without
+from statekit.tensors.tree import at, without
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,11 @@ def open_torch(path: Path, files: Files) -> Checkpoint:
         raise NotFoundError("A torch file is a regular file.", place=path, found="a folder or a device")
     opened = read_object(files.source(path))
     tree = named(opened.tree)
-    proof = Proof()
+    proof, findings = None, opened.findings
     if isinstance(tree, dict) and isinstance(tree.get(MANIFEST_KEY), str):
-        text = tree.pop(MANIFEST_KEY)
-        proof = proof_inside(text, tensor_names(tree), path)
-    findings = (*opened.findings, *proof.findings)
-    return Checkpoint(CONTAINER.name, path, tree, opened.meta, manifest=proof.manifest, findings=findings)
+        proof, faults = proof_inside(tree.pop(MANIFEST_KEY), path)
+        findings = (*findings, *faults)
+    return Checkpoint(CONTAINER.name, path, tree, opened.meta, None, findings, proof=proof)
 
 
 LIGHTNING = ".ckpt"

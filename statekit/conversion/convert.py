@@ -155,7 +155,9 @@ def convert(
                 check_no_damage(faults, checkpoint.path)
 
         damage += prove_files(
-            checkpoint, lambda name, done, total: tell(Progress("check", name, done, total))
+            checkpoint,
+            prepared.opened.budget,
+            lambda name, done, total: tell(Progress("check", name, done, total)),
         )
         judge(damage)
         with staged(
@@ -184,7 +186,8 @@ def convert(
             seconds=time.monotonic() - began,
             verified=len(stage.tensors),
             source_digest=_content_digest(checkpoint, digests) or "",
-            source_proven=len(_stated(checkpoint).keys() & digests.keys()),
+            source_proven=len(_stated(checkpoint).keys() & digests.keys())
+            - len(_changed(checkpoint, digests)),
         )
 
 
@@ -198,7 +201,7 @@ def _check_ours(target: Path) -> None:
         return
     try:
         with registry.opened(registry.detect_container(target)[0], target, None, NO_HINTS) as old:
-            if old.manifest is not None:
+            if old.manifest is not None and old.proof is not None and old.proof.is_inside:
                 return
     except StatekitError:
         pass
@@ -225,7 +228,7 @@ def _taken(checkpoint: Checkpoint, damage: Faults, changed: Faults) -> dict[str,
 
     Files are named as in the source's folder: a manifest says nothing of this machine.
     """
-    folder = checkpoint.manifest_folder or checkpoint.path.parent
+    folder = checkpoint.path.parent if checkpoint.proof is None else checkpoint.proof.place.parent
     named = [
         (what, os.path.relpath(place, folder) if os.path.isabs(place) else place) for what, place in damage
     ]
@@ -282,8 +285,10 @@ def _source_digests(rest: Mapping[str, str], passed: Mapping[str, str], streamed
 
 
 def _stated(checkpoint: Checkpoint) -> Entries:
-    """Returns what the source's manifest says of its tensors."""
-    return checkpoint.manifest["tensors"] if checkpoint.manifest else {}
+    """Returns what the source's manifest says of its tensors; not of those whose shape or dtype is another."""
+    stated = checkpoint.proof.tensors if checkpoint.proof else {}
+    named = ((name, stated[name], tensor) for name, tensor in checkpoint.tensors.items() if name in stated)
+    return {name: entry for name, entry, tensor in named if entry == tensor_entry(tensor, entry["blake3"])}
 
 
 def _changed(checkpoint: Checkpoint, digests: Mapping[str, str]) -> Faults:

@@ -31,6 +31,7 @@ from statekit.conversion.rule_change import RuleChange, best_rule_change, joined
 from statekit.conversion.target import check_apart, choose_container, choose_layout
 from statekit.errors import Faults, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
+from statekit.files.integrity import files_of, proven
 from statekit.files.stage import TargetKind
 from statekit.state.stored_params import as_params, check_known, decoded
 from statekit.state.train_state import StepOffset, TrainState
@@ -64,7 +65,7 @@ class Prepared(AbstractContextManager["Prepared"]):
     @property
     def is_current(self) -> bool:
         """Whether the source's files are as they were."""
-        return self.files == _files_of(self.opened.checkpoint.path)
+        return self.files == _facts_of(self.opened.checkpoint)
 
     @property
     def places(self) -> Iterator[Path]:
@@ -83,6 +84,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         """Opens what was written, and checks that it decodes to the same step and params."""
         written = self.container.open(path, budget=self.opened.budget)
         try:
+            written = proven(written, self.opened.budget)
             stored = _outline(self.layout.decode(written, NO_HINTS))
             meant = _outline(self.state)
             faults = Faults(
@@ -145,7 +147,7 @@ def prepare(request: Request) -> Plan:
             opened.checkpoint, opened.layout, state, encoded, target, options, request, rule_change, keeps
         )
         plan.check()
-        files = _files_of(opened.checkpoint.path)
+        files = _facts_of(opened.checkpoint)
     except BaseException:
         opened.close()
         raise
@@ -183,15 +185,9 @@ def _close(prepared: list[Prepared]) -> None:
         prepared.pop().opened.close()
 
 
-def _files_of(path: Path) -> dict[str, tuple[int, int, int]]:
-    """Returns size, time of change in nanoseconds and number of each of a checkpoint's files.
-
-    Beside a file, or a prefix of file names, those whose names begin as its own do are taken for the checkpoint's.
-    """
-    if path.is_dir():
-        paths = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
-    else:
-        paths = [p for p in path.parent.iterdir() if p.name.startswith(path.name.partition(".")[0])]
+def _facts_of(checkpoint: Checkpoint) -> dict[str, tuple[int, int, int]]:
+    """Returns size, time of change in nanoseconds and number of each of a checkpoint's files, its manifest's too."""
+    paths = [*files_of(checkpoint), *([checkpoint.proof.place] if checkpoint.proof else [])]
     return {str(p): (s.st_size, s.st_mtime_ns, s.st_ino) for p in paths if (s := _stat(p)) is not None}
 
 
@@ -219,7 +215,7 @@ def _like(layout: Layout, state: TrainState, path: Path) -> TrainState:
             remedy="leave it out, or name a layout of Keras with --layout",
         )
     container, _ = registry.detect_container(path)
-    with container.open(path) as model:
+    with registry.opened(container, path, None, NO_HINTS) as model:
         return layout.like(state, model)
 
 

@@ -37,7 +37,7 @@ from statekit.errors import (
 )
 from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.integrity import check_undamaged
+from statekit.files.integrity import check_undamaged, proven
 from statekit.state.schema import load_schema
 from statekit.state.told_schedule import told_schedule, with_own_rate
 from statekit.state.train_state import TrainState
@@ -202,8 +202,9 @@ def opened(
         CorruptError: It isn't what its manifest says, as far as opening looks.
     """
     budget = budget or hints.job_budget()
-    checkpoint = hints.keyed(container.open(path, step, budget))
+    checkpoint = container.open(path, step, budget)
     try:
+        checkpoint = hints.keyed(proven(checkpoint, budget))
         if not hints.accept_damaged:
             check_undamaged(checkpoint)
     except BaseException:

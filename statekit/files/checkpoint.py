@@ -44,6 +44,28 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Proof:
+    """A manifest, and what it says of one checkpoint (statekit/files/integrity.py).
+
+    Attributes:
+        place: The manifest's file; the checkpoint's own, if the manifest stands inside.
+        manifest: The manifest.
+        files: Size and digest of the checkpoint's files, by path; none of a file that has the manifest inside.
+        tensors: Shape, dtype and digest of its tensors, by native name.
+        is_whole: Whether the manifest is about the checkpoint, and not about one of which it is a part: then it has
+            other names for the tensors, and `tensors` is empty.
+        is_inside: Whether the manifest stands inside the checkpoint's file.
+    """
+
+    place: Path
+    manifest: Mapping[str, Any]
+    files: Mapping[Path, Mapping[str, Any]] = field(default_factory=dict)
+    tensors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    is_whole: bool = True
+    is_inside: bool = False
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """An opened checkpoint. Opening parsed headers only; tensors read when asked.
 
@@ -53,9 +75,13 @@ class Checkpoint:
         tree: Everything in it, with Tensors at the leaves.
         meta: What the container knows besides: format version, generation, files.
         step: The step in the folder's name, if the container has one there.
-        manifest: The `statekit.json` found with it, if sizes, digests of small files, names, shapes and dtypes fit.
+        parts: Its files, where it is a file or several in a folder that may hold others; the first of them has its
+            manifest beside. Empty if it is `path` and all below.
         findings: What was odd.
-        manifest_folder: Where the files lie that the manifest names; None if it stands inside the checkpoint's file.
+        proof: Its manifest, if there is one; a container finds one that stands inside its file, `proven` all others.
+        manifest: The manifest, if what opening has looked at fits it: sizes, digests of small files, names, shapes and
+            dtypes.
+        is_numbered: Whether `step` is the step, and not a number at the end of a name, which may count something else.
     """
 
     container: str
@@ -63,10 +89,12 @@ class Checkpoint:
     tree: Tree
     meta: Mapping[str, Any] = field(default_factory=dict)
     step: int | None = None
-    manifest: Mapping[str, Any] | None = None
     findings: tuple[Finding, ...] = ()
     on_close: Callable[[], None] = field(default=lambda: None, repr=False)
-    manifest_folder: Path | None = None
+    parts: tuple[Path, ...] = ()
+    proof: Proof | None = None
+    manifest: Mapping[str, Any] | None = None
+    is_numbered: bool = True
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:

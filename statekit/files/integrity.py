@@ -1,34 +1,39 @@
 """The one verdict on a checkpoint's integrity: is it what its manifest says?
 
-A container hands over what it opened. Beside it or inside it may lie a manifest; what contradicts one that is about
-these very files is damage. Whoever opens the checkpoint refuses that (`check_undamaged`), unless the user has asked to
-go on. Opening compares sizes, small files, names, shapes and dtypes; `prove_files` reads what else the manifest names.
+In goes a checkpoint as its container opened it. `proven` finds its manifest, whatever the container: beside it, in its
+folder or the run's, or inside its file; and compares sizes, small files, names, shapes and dtypes. What contradicts a
+manifest that is about these very files is damage, and whoever opens the checkpoint refuses that (`check_undamaged`)
+unless the user has asked to go on; `prove_files` reads what else the manifest names. Files and steps that no manifest
+names are none of its business: a run goes on in its folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from statekit.errors import CorruptError, Faults, StatekitError
-from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.errors import BudgetError, CorruptError, Faults, StatekitError
+from statekit.files.budget import Budget
+from statekit.files.checkpoint import Checkpoint, Finding, Proof
+from statekit.files.file_changes import SMALL_BYTES, file_faults
 from statekit.files.manifest import (
+    CHECKPOINT,
     FILE,
-    SMALL_BYTES,
+    beside,
     check_inside,
-    file_faults,
+    files_below,
+    is_manifest,
     parse,
     tensor_faults,
     unnamed_files,
 )
 from statekit.files.source import Files, read_small
-from statekit.tensors.tensor import Tensor
 
 _REMEDY = (
-    "restore the checkpoint from a copy; --accept-damaged (in Python accept_damaged=True) goes on with what is there, "
-    "without the manifest"
+    "restore the checkpoint from a copy, or seal it anew if it was changed on purpose (`statekit seal`); "
+    "--accept-damaged (in Python accept_damaged=True) goes on with what is there, without the manifest"
 )
 
 
@@ -36,76 +41,138 @@ def _nobody(name: str, done: int, total: int) -> None:
     """Tells nobody."""
 
 
-@dataclass(frozen=True)
-class Proof:
-    """What a manifest says of a checkpoint.
-
-    Attributes:
-        manifest: The manifest, if there is one and nothing looked at so far contradicts it.
-        findings: What contradicts it, as damage; and what lies beside the files that it names.
-        folder: Where the manifest lies, and the files that it names; None if it stands inside the checkpoint's file.
-    """
-
-    manifest: Mapping[str, Any] | None = None
-    findings: tuple[Finding, ...] = ()
-    folder: Path | None = None
-
-
-def proof_beside(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    files: Files,
-    step: int | None = None,
-    others: Iterable[Path] = (),
-) -> Proof:
-    """Returns the proof of a checkpoint by the `statekit.json` in its folder or, failing that, in the run's.
-
-    In a run's folder only the checkpoint's own files count: the run goes on to write others, and removes old ones. A
-    manifest that names none of them is another checkpoint's.
-
-    Args:
-        path: The checkpoint's folder, or its file.
-        tensors: Every tensor in it, by name.
-        files: Its open files, whose budget holds the manifest.
-        step: The step that the checkpoint itself says, in its name or within; None if its format says none.
-        others: Where it is a file: its other files, in the same folder.
-    """
-    for folder in (path, path.parent) if path.is_dir() else (path.parent,):
-        place = folder / FILE
-        if not place.exists():
-            continue
-        try:
-            manifest = parse(read_small(place, files), place)
-            check_inside(folder, manifest)
-        except StatekitError as error:
-            return Proof(None, (Finding(f"the manifest isn't trusted: {error.line}", f"{place}", True),))
-        entries = manifest["files"]
-        if folder != path:
-            names = {path.name, *(file.name for file in others)}
-            entries = {name: entry for name, entry in entries.items() if name.partition("/")[0] in names}
-            if not entries:
-                continue
-        stated = manifest["target"].get("step")
-        faults = [(what, f"{folder / name}") for what, name in file_faults(folder, entries, files)]
-        faults += tensor_faults(manifest, tensors)
-        if None not in (step, stated) and step != stated:
-            faults.append((f"is of step {step}, in the manifest {stated}", f"{path}"))
-        if faults:
-            return Proof(None, _damage(faults), folder)
-        unnamed = unnamed_files(path, manifest) if folder == path else []
-        findings = (Finding("the manifest doesn't name this file", f"{folder / name}") for name in unnamed)
-        return Proof(manifest, tuple(findings), folder)
-    return Proof()
-
-
-def proof_inside(text: str, tensors: Mapping[str, Tensor], path: Path) -> Proof:
-    """Returns the proof of a checkpoint that is one file, by the manifest inside it."""
+def proof_inside(text: str, path: Path) -> tuple[Proof | None, tuple[Finding, ...]]:
+    """Returns the proof of a checkpoint that is one file, by the manifest inside it; or why that isn't trusted."""
     try:
         manifest = parse(text, path)
     except StatekitError as error:
-        return Proof(None, (Finding(f"the manifest inside isn't trusted: {error.line}", f"{path}", True),))
-    damage = _damage(tensor_faults(manifest, tensors))
-    return Proof(None, damage) if damage else Proof(manifest)
+        return None, (Finding(f"the manifest inside isn't trusted: {error.line}", f"{path}", True),)
+    return Proof(path, manifest, {}, manifest["tensors"], is_inside=True), ()
+
+
+def proven(checkpoint: Checkpoint, budget: Budget | None = None) -> Checkpoint:
+    """Returns an opened checkpoint with its proof, and with all that contradicts it as damage among its findings.
+
+    A manifest beside a file outweighs the one inside, over which it was sealed.
+
+    Args:
+        checkpoint: As its container opened it.
+        budget: The job's, which holds the manifest until the checkpoint is closed.
+
+    Raises:
+        RefusedError: A file that the manifest names lies behind a link out of the checkpoint.
+    """
+    files = Files(budget, checkpoint.path)
+    try:
+        compared = _compared(checkpoint, files)
+    except BaseException:
+        files.close()
+        raise
+
+    def close() -> None:
+        files.close()
+        checkpoint.on_close()
+
+    return replace(compared, on_close=close)
+
+
+def _compared(checkpoint: Checkpoint, files: Files) -> Checkpoint:
+    findings = list(checkpoint.findings)
+    proof = checkpoint.proof
+    if proof is None or proof.is_inside:
+        proof = _beside(checkpoint, files, findings) or proof
+    if proof is None:
+        return replace(checkpoint, findings=tuple(findings))
+    findings += [Finding(what, place, True) for what, place in _faults(checkpoint, proof, files)]
+    if proof.place == checkpoint.path / FILE:
+        unnamed = unnamed_files(checkpoint.path, proof.manifest)
+        findings += [
+            Finding("the manifest doesn't name this file", f"{checkpoint.path / name}") for name in unnamed
+        ]
+    trusted = proof.is_whole and not any(finding.damage for finding in findings)
+    return replace(
+        checkpoint, proof=proof, manifest=proof.manifest if trusted else None, findings=tuple(findings)
+    )
+
+
+def _beside(checkpoint: Checkpoint, files: Files, findings: list[Finding]) -> Proof | None:
+    """Returns the proof by the nearest manifest that names one of a checkpoint's files; notes one that isn't trusted.
+
+    In a run's folder only the checkpoint's own files count: the run goes on to write others, and removes old ones.
+    """
+    for place in _places(checkpoint):
+        if not place.is_file():
+            continue
+        try:
+            manifest = parse(read_small(place, files), place)
+            check_inside(place.parent, manifest)
+        except BudgetError:
+            raise
+        except StatekitError as error:
+            findings.append(Finding(f"the manifest isn't trusted: {error.line}", f"{place}", True))
+            return None
+        files_named = {place.parent / name: entry for name, entry in manifest["files"].items()}
+        mine = {path: entry for path, entry in files_named.items() if _is_part(path, checkpoint)}
+        if mine or place.parent == checkpoint.path:
+            is_whole = _is_whole(checkpoint, place, manifest)
+            return Proof(place, manifest, mine, manifest["tensors"] if is_whole else {}, is_whole)
+    return None
+
+
+def _places(checkpoint: Checkpoint) -> Iterator[Path]:
+    """Yields where a checkpoint's manifest may lie: its own place, then those of the folders that it lies in."""
+    yield manifest_place(checkpoint)
+    top = top_of(checkpoint)
+    yield top.parent / FILE
+    yield top.parent.parent / FILE
+
+
+def manifest_place(checkpoint: Checkpoint) -> Path:
+    """Returns where a manifest of a checkpoint alone lies: in its folder, or beside its file."""
+    top = top_of(checkpoint)
+    return top / FILE if top.is_dir() else beside(top)
+
+
+def top_of(checkpoint: Checkpoint) -> Path:
+    """Returns a checkpoint's folder, or the file that stands for it."""
+    return checkpoint.parts[0] if checkpoint.parts else checkpoint.path
+
+
+def files_of(checkpoint: Checkpoint) -> list[Path]:
+    """Returns a checkpoint's files, sorted; no manifest is among them."""
+    tops = checkpoint.parts or (checkpoint.path,)
+    files = [
+        file
+        for top in tops
+        for file in ([top / name for name in files_below(top)] if top.is_dir() else [top])
+    ]
+    return sorted(file for file in files if not is_manifest(file.name))
+
+
+def _is_part(path: Path, checkpoint: Checkpoint) -> bool:
+    return any(path.is_relative_to(part) for part in checkpoint.parts or (checkpoint.path,))
+
+
+def _is_whole(checkpoint: Checkpoint, place: Path, manifest: Mapping[str, Any]) -> bool:
+    """Tells whether a manifest is about a checkpoint, and not about what it is a part of."""
+    top, stated = top_of(checkpoint), manifest.get(CHECKPOINT)
+    if stated is not None:
+        is_it = place.parent / stated == top
+    else:  # written before manifests said it
+        is_it = place.parent in (top, top.parent) and manifest["target"]["container"] == checkpoint.container
+    return is_it or not tensor_faults(manifest, checkpoint.tensors)
+
+
+def _faults(checkpoint: Checkpoint, proof: Proof, files: Files) -> list[tuple[str, str]]:
+    """Returns what contradicts a checkpoint's proof, as far as opening looks."""
+    faults = [(fault.what, f"{fault.path}") for fault in file_faults(proof.files, proof.place, files)]
+    if not proof.is_whole:
+        return faults
+    faults += tensor_faults(proof.manifest, checkpoint.tensors)
+    stated = proof.manifest["target"].get("step")
+    if checkpoint.is_numbered and None not in (checkpoint.step, stated) and checkpoint.step != stated:
+        faults.append((f"is of step {checkpoint.step}, in the manifest {stated}", f"{checkpoint.path}"))
+    return faults
 
 
 def check_undamaged(checkpoint: Checkpoint) -> None:
@@ -115,8 +182,6 @@ def check_undamaged(checkpoint: Checkpoint) -> None:
         CorruptError: Lists everything that does.
     """
     faults = Faults((finding.what, finding.place) for finding in checkpoint.findings if finding.damage)
-    if checkpoint.manifest is not None:  # not every container asks for a proof
-        faults += tensor_faults(checkpoint.manifest, checkpoint.tensors)
     check_no_damage(faults, checkpoint.path)
 
 
@@ -134,25 +199,30 @@ def check_no_damage(faults: Faults, place: object) -> None:
     )
 
 
-def prove_files(checkpoint: Checkpoint, tell: Callable[[str, int, int], object] = _nobody) -> Faults:
+def prove_files(
+    checkpoint: Checkpoint, budget: Budget, tell: Callable[[str, int, int], object] = _nobody
+) -> Faults:
     """Reads the files that opening compared in size only, and returns those that aren't what the manifest says.
 
     Args:
         checkpoint: An opened checkpoint.
+        budget: The job's.
         tell: Gets the name of each file that has been read, and how many bytes of how many are done.
     """
-    faults, done = Faults(), 0
-    folder = checkpoint.manifest_folder
-    entries = checkpoint.manifest["files"] if checkpoint.manifest and folder else {}
-    large = {name: entry for name, entry in entries.items() if entry["bytes"] > SMALL_BYTES}
-    total = sum(entry["bytes"] for entry in large.values())
-    for name, entry in large.items():
-        assert folder is not None
-        faults += ((what, f"{folder / name}") for what, _ in file_faults(folder, {name: entry}, whole=True))
-        done += entry["bytes"]
-        tell(name, done, total)
-    return faults
+    proof, done = checkpoint.proof, 0
+    if proof is None:
+        return Faults()
+    known = {finding.place for finding in checkpoint.findings if finding.damage}
+    large = [
+        path for path, entry in proof.files.items() if entry["bytes"] > SMALL_BYTES and f"{path}" not in known
+    ]
+    total = sum(proof.files[path]["bytes"] for path in large)
 
+    def count(path: Path) -> None:
+        nonlocal done
+        done += proof.files[path]["bytes"]
+        tell(path.name, done, total)
 
-def _damage(faults: Iterable[tuple[str, str]]) -> tuple[Finding, ...]:
-    return tuple(Finding(what, place, True) for what, place in faults)
+    with Files(budget, checkpoint.path) as files:
+        faults = file_faults(proof.files, proof.place, files, large, count)
+    return Faults((fault.what, f"{fault.path}") for fault in faults if f"{fault.path}" not in known)

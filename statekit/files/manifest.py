@@ -1,30 +1,32 @@
-"""The manifest: what a target holds, digest by digest, and when a reader may trust it.
+"""The manifest: what a checkpoint holds, digest by digest, and when a reader may trust it.
 
-A folder holds it as `statekit.json`; a file keeps the same document inside. docs/format.md defines every field.
+A folder holds it as `statekit.json`; a file that statekit writes keeps the same document inside, and one that it seals
+has it beside, as `statekit.<name>.json`. docs/format.md defines every field.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from statekit.errors import CorruptError, Faults, FormatError, NotFoundError, RefusedError
+from statekit.errors import CorruptError, Faults, FormatError, RefusedError
 from statekit.files.source import SMALL_FILE, Files, read_small, source_digest
 from statekit.tensors.digest import json_digest
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import strict_json
 
 FILE = "statekit.json"
+_BESIDE = "statekit.{}.json"
+CHECKPOINT = "checkpoint"
+"""Field: which checkpoint it is about, its folder or the file that stands for it, relative to the manifest's folder."""
 FORMAT = "statekit-manifest"
 VERSION = 1
 MAX_BYTES = SMALL_FILE
 """The largest manifest that is read, in bytes."""
-SMALL_BYTES = 2**20
-"""Files up to this size, in bytes, are digested when a checkpoint is opened; the digests of tensors cover the rest."""
 
 
 def sealed(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,12 +41,42 @@ def to_text(manifest: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(rows) + "\n}\n"
 
 
+def beside(file: Path) -> Path:
+    """Returns where the manifest of a checkpoint that is a file lies.
+
+    The name begins with none that a trainer's steps begin with, so that nobody takes it for one.
+    """
+    return file.with_name(_BESIDE.format(file.name))
+
+
+def is_manifest(name: str) -> bool:
+    """Tells whether a file's name is that of a manifest, of a folder or of a file."""
+    start, _, end = _BESIDE.partition("{}")
+    return name == FILE or (name.startswith(start) and name.endswith(end) and len(name) > len(start + end))
+
+
 def parse(text: bytes | str, place: object) -> dict[str, Any]:
     """Parses a manifest and proves that it says what its writer wrote.
 
     Raises:
         FormatError: Not a manifest of this format, or of a newer version.
         CorruptError: The manifest was changed after it was written.
+    """
+    document, faults = parse_damaged(text, place)
+    faults.check(
+        CorruptError,
+        "The manifest isn't what was written",
+        place=place,
+        remedy="restore the checkpoint from a copy",
+    )
+    return document
+
+
+def parse_damaged(text: bytes | str, place: object) -> tuple[dict[str, Any], Faults]:
+    """Parses a manifest; returns it with what speaks against it, which is its own digest.
+
+    Raises:
+        FormatError: Not a manifest of this format, or of a newer version.
     """
     document = strict_json(text, place)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -58,17 +90,12 @@ def parse(text: bytes | str, place: object) -> dict[str, Any]:
             remedy="read it with the statekit that wrote it, or a newer one",
         )
     digest = json_digest({key: value for key, value in document.items() if key != "digest"})
+    faults = Faults()
     if document.get("digest") != digest:
-        raise CorruptError(
-            "The manifest was changed after it was written.",
-            place=place,
-            expected=f"digest {digest}",
-            found=repr(document.get("digest")),
-            remedy="restore the checkpoint from a copy",
-        )
-    faults = Faults(_shape_faults(document))
-    faults.check(FormatError, "The manifest doesn't follow its format", place=place)
-    return document
+        faults.add("was changed after it was written: its digest doesn't fit", f"{place}")
+    shapes = Faults(_shape_faults(document))
+    shapes.check(FormatError, "The manifest doesn't follow its format", place=place)
+    return document, faults
 
 
 def _shape_faults(document: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -90,31 +117,21 @@ _FILE_FIELDS = {"bytes": int, "blake3": str}
 _TENSOR_FIELDS = {"shape": list, "dtype": str, "blake3": str}
 
 
-def require_manifest(
-    folder: Path, files: Files | None = None, within: Collection[str] | None = None
-) -> dict[str, Any]:
-    """Reads the manifest of a folder that must have one, and checks the folder's files against it.
+def require_manifest(folder: Path, files: Files | None = None) -> dict[str, Any]:
+    """Reads the manifest of a folder that must have one.
 
     Args:
         folder: The folder.
         files: The checkpoint's open files, whose budget holds the manifest.
-        within: The files and folders in it that are the checkpoint, by name; None if all are.
 
     Raises:
         NotFoundError: No manifest.
         FormatError: Not a manifest, or one that names files outside the folder.
-        CorruptError: A file is missing, has another size, or (up to 1 MiB) another digest.
+        CorruptError: It was changed after it was written.
     """
     path = folder / FILE
     manifest = parse(read_small(path, files), path)
     check_inside(folder, manifest)
-    faults = Faults(file_faults(folder, manifest["files"], files))
-    faults.check(
-        CorruptError,
-        "The files of a checkpoint aren't those that were written",
-        place=folder,
-        remedy="restore the checkpoint from a copy",
-    )
     return manifest
 
 
@@ -148,7 +165,9 @@ def file_entry(path: Path) -> dict[str, Any]:
 def unnamed_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
     """Returns the files below a folder, by relative name, that its manifest doesn't name."""
     names = files_below(folder)
-    return [name for name in names if name not in manifest["files"] and name != FILE]
+    return [
+        name for name in names if name not in manifest["files"] and not is_manifest(name.rpartition("/")[2])
+    ]
 
 
 def files_below(folder: Path) -> list[str]:
@@ -179,40 +198,3 @@ def check_inside(folder: Path, manifest: Mapping[str, Any]) -> None:
             place=folder / FILE,
             found=", ".join(map(repr, foreign)),
         )
-
-
-def file_faults(
-    folder: Path,
-    entries: Mapping[str, Mapping[str, Any]],
-    files: Files | None = None,
-    *,
-    whole: bool = False,
-) -> list[tuple[str, str]]:
-    """Compares files with their entries in a manifest; returns what differs, as what and the file's name.
-
-    Args:
-        folder: Where the files lie.
-        entries: The entries by name.
-        files: Those of the checkpoint that is opened, by whose links they may be reached.
-        whole: Whether large files are digested too, and not only compared in size.
-
-    Raises:
-        RefusedError: A file lies behind a link out of the checkpoint.
-    """
-    with Files() as opened:
-        by = files or opened
-        faults = [(_file_fault(folder / name, entry, by, whole), name) for name, entry in entries.items()]
-    return [(fault, name) for fault, name in faults if fault]
-
-
-def _file_fault(path: Path, entry: Mapping[str, Any], files: Files, whole: bool) -> str:
-    files.links.check(path)  # no fault of the file, and said with its own remedy
-    try:
-        source = files.source(path)
-        if source.size != entry["bytes"]:
-            return f"has {source.size} bytes, expected {entry['bytes']}"
-        if (whole or source.size <= SMALL_BYTES) and source_digest(source) != entry["blake3"]:
-            return f"was changed: it isn't the file with BLAKE3 {entry['blake3'][:16]}..."
-    except (NotFoundError, FormatError) as error:
-        return error.subject
-    return ""

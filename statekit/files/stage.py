@@ -31,7 +31,9 @@ from statekit.errors import (
 )
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.durable import exchange, new_file, rename_new, rename_over_empty, sync_folder, writing
+from statekit.files.integrity import top_of
 from statekit.files.manifest import (
+    CHECKPOINT,
     FILE,
     file_entry,
     files_below,
@@ -161,7 +163,7 @@ class Stage:
 
     def manifest(self) -> dict[str, Any]:
         """Returns the manifest of what was streamed so far, for containers that keep it inside their file."""
-        return self._manifest({})
+        return sealed(self._manifest_fields({}))
 
     def commit(self, reopen: Callable[[Path], Checkpoint]) -> Entries:
         """Proves what was written, gives it the target's name, and syncs.
@@ -178,29 +180,50 @@ class Stage:
         """
         with writing(self.target):
             files = self._file_entries()
-            if self.kind == "folder":
-                with new_file(self.path / FILE) as output:
-                    output.write(to_text(self._manifest(files)).encode("ascii"))
-                files[FILE] = file_entry(self.path / FILE)
+            if (
+                self.kind == "folder"
+            ):  # what can be said only of the opened checkpoint is added once it is proven
+                self._write_manifest(files, {})
+                facts = self._verify(reopen)
+                (self.path / FILE).unlink()
+                files[FILE] = self._write_manifest(files, facts)
                 for folder, _, _ in os.walk(self.path, topdown=False):
                     sync_folder(Path(folder))
-            self._verify(reopen)
+            else:
+                self._verify(reopen)
             self._narrow()
             sync_folder(self.path.parent)
             self._take_name()
         return files
 
-    def _manifest(self, files: Entries) -> dict[str, Any]:
-        return sealed({**self._fields(self.tensors), **self._kept, "tensors": self.tensors, "files": files})
+    def _manifest_fields(self, files: Entries) -> dict[str, Any]:
+        return {**self._fields(self.tensors), **self._kept, "tensors": self.tensors, "files": files}
+
+    def _write_manifest(self, files: Entries, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes the manifest and reads it again; returns its file's entry."""
+        manifest, place = sealed({**self._manifest_fields(files), **facts}), self.path / FILE
+        with new_file(place) as output:
+            output.write(to_text(manifest).encode("ascii"))
+        try:
+            again = parse(read_small(place), place)
+        except StatekitError as error:
+            raise CommitError(
+                "The manifest can't be read again.", place=self.target, found=error, remedy=_REPORT
+            ) from error
+        if again["digest"] != manifest["digest"]:
+            raise CommitError("The manifest isn't what was meant.", place=self.target, remedy=_REPORT)
+        return file_entry(place)
 
     def _file_entries(self) -> dict[str, dict[str, Any]]:
         if self.kind == "file":
             return {self.path.name: file_entry(self.path)}
         return {name: file_entry(self.path / name) for name in files_below(self.path)}
 
-    def _verify(self, reopen: Callable[[Path], Checkpoint]) -> None:
+    def _verify(self, reopen: Callable[[Path], Checkpoint]) -> dict[str, Any]:
+        """Compares what was written with what was meant; returns what the manifest says of the opened checkpoint."""
         try:
             with reopen(self.path) as written:
+                facts = {CHECKPOINT: top_of(written).relative_to(self.path).as_posix()}
                 faults = Faults(tensor_faults({"tensors": self.tensors}, written.tensors))
                 faults += self._value_faults(written.tensors) if not faults else []
         except (StatekitError, OSError) as error:
@@ -208,6 +231,7 @@ class Stage:
                 "What was written can't be read again.", place=self.target, found=error, remedy=_REPORT
             ) from error
         faults.check(CommitError, "What was written isn't what was meant", place=self.target, remedy=_REPORT)
+        return facts
 
     def _value_faults(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
         done = 0

@@ -9,7 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from statekit.conversion.contracts import Container, Encoded
+from statekit.conversion.contracts import Container, Encoded, Hints
+from statekit.conversion.registry import opened
+from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged
 from statekit.tensors.tree import Tree, to_json
@@ -64,6 +66,11 @@ class Contents:
         return Contents(values, to_json(checkpoint.tree), frozenset(f.what for f in checkpoint.findings))
 
 
+def open_proven(container: Container, path: Path, budget: Budget | None = None) -> Checkpoint:
+    """Opens a checkpoint; what contradicts its manifest, if there is one, is among its findings."""
+    return opened(container, path, None, Hints(accept_damaged=True), budget)
+
+
 @dataclass(frozen=True)
 class Trial:
     """A container and a checkpoint of it.
@@ -108,8 +115,8 @@ class Trial:
 
     def read(self) -> Contents:
         """Opens the copy and reads everything."""
-        with self.container.open(self.path) as opened:
-            return Contents.of(opened)
+        with open_proven(self.container, self.path) as checkpoint:
+            return Contents.of(checkpoint)
 
     @property
     def victims(self) -> list[Path]:

@@ -30,7 +30,7 @@ from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
 from statekit.tensors.tensor import DTYPES, Index, Tensor, chunks, in_memory, nbytes, whole
 from statekit.tensors.tree import Tree, to_json, walk
-from statekit.testing.container_trials import Contents, Trial
+from statekit.testing.container_trials import Contents, Trial, open_proven
 from statekit.testing.damage import Damage, as_link, damages, files_of, poisons, restored, within_budget
 from statekit.testing.trees import mapped
 
@@ -83,7 +83,7 @@ def passes_over_what_is_not_its(trial: Trial) -> None:
 
 def describes_what_it_holds(trial: Trial) -> None:
     """Names, shapes and dtypes are known before reading and are those of the values; the rest can be shown as JSON."""
-    with trial.container.open(trial.path) as opened:
+    with open_proven(trial.container, trial.path) as opened:
         assert opened.container == trial.container.name, f"says it is a {opened.container}"
         assert opened.tensors, "holds no tensors"
         json.dumps([to_json(opened.tree), to_json(dict(opened.meta))], allow_nan=False)
@@ -102,7 +102,7 @@ def describes_what_it_holds(trial: Trial) -> None:
 
 def blocks_are_parts_of_the_whole(trial: Trial) -> None:
     """Whatever block is asked for: it is what the whole tensor has there."""
-    with trial.container.open(trial.path) as opened:
+    with open_proven(trial.container, trial.path) as opened:
         for name, tensor in opened.tensors.items():
             value = tensor.read()
             for index in _blocks(tensor):
@@ -162,7 +162,7 @@ def _inverted(data: bytes, spans: Mapping[str, tuple[int, int]]) -> bytes:
 def _require_noise(trial: Trial, file: Path, spans: Mapping[str, tuple[int, int]]) -> None:
     where = trial.name_of(file)
     try:
-        opened = trial.container.open(trial.path)
+        opened = open_proven(trial.container, trial.path)
     except StatekitError as error:
         assert not trial.sample.plain, f"opening reads the values in {where}: {error}"
         return
@@ -185,10 +185,10 @@ def opens_large_in_little(trial: Trial) -> None:
     """Opening reads a little, however large a tensor is, if the container can write one."""
     if not trial.writes:
         return
-    with trial.container.open(trial.path) as opened:
+    with open_proven(trial.container, trial.path) as opened:
         target = trial.write(*_enlarged(opened), "large")
     before = _bytes_read()
-    with trial.container.open(target) as again:
+    with open_proven(trial.container, target) as again:
         read = _bytes_read() - before
         assert any(nbytes(tensor) >= LARGE for tensor in again.tensors.values()), "isn't large"
     assert read <= LITTLE, f"opening reads {read} bytes"
@@ -213,11 +213,11 @@ def comes_back_as_written(trial: Trial) -> None:
     """What it wrote it detects, and reads with the same tree and the same bits."""
     if not trial.writes:
         return
-    with trial.container.open(trial.path) as opened:
+    with open_proven(trial.container, trial.path) as opened:
         tree, step = opened.tree, opened.step
         target = trial.write(tree, step, "once")
         assert trial.container.detect(target), "doesn't detect what it wrote"
-        with trial.container.open(target) as again:
+        with open_proven(trial.container, target) as again:
             contents = Contents.of(again)
     assert contents.values == trial.contents.values, f"other tensors: {_unlike(contents, trial.contents)}"
     assert contents.view == trial.contents.view, "the tree is another one"
@@ -228,7 +228,7 @@ def writes_the_same_twice(trial: Trial) -> None:
     """Two writes give equal files, where statekit writes the bytes itself."""
     if not trial.writes or trial.sample.writes == "anew":
         return
-    with trial.container.open(trial.path) as opened:
+    with open_proven(trial.container, trial.path) as opened:
         first, second = (trial.write(opened.tree, opened.step, folder) for folder in ("one", "two"))
     names = [[file.relative_to(target) for file in files_of(target)] for target in (first, second)]
     assert names[0] == names[1], f"other files: {set(names[0]) ^ set(names[1])}"
@@ -359,7 +359,7 @@ def _outcome(container: Container, path: Path, budget: Budget | None = None) -> 
     try:
         with within_budget():
             container.detect(path)
-            with container.open(path, budget=budget) as opened:
+            with open_proven(container, path, budget) as opened:
                 return Contents.of(opened)
     except KeyboardInterrupt:
         raise

@@ -33,6 +33,7 @@ from statekit.state.schema import WEIGHTS, load_schema, schema_names
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, in_memory
 from statekit.tensors.tree import Tree, tensor_names, to_json, walk
+from statekit.testing.container_trials import open_proven
 from statekit.testing.leaves import unread, unwritten
 from statekit.testing.step_cases import PLAIN, TABLE, case
 from statekit.testing.steps import tensors
@@ -349,7 +350,7 @@ def comes_through_files(making: Making) -> None:
     with staged(target, making.container.target_kind) as stage:
         making.container.write(encoded, stage)
         stage.commit(making.container.open)
-    with making.container.open(target) as checkpoint:
+    with open_proven(making.container, target) as checkpoint:
         back = making.layout.decode(checkpoint, Hints(variant=making.state.optimizer.variant))
         _require_same(making.state, back, encoded)
 

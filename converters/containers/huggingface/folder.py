@@ -38,24 +38,13 @@ from statekit.converters.formats.pytorch.writer import write_archive
 from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitError, UsageError
 from statekit.files.budget import Budget
 from statekit.files.checkpoint import SORTED, Checkpoint, Finding
-from statekit.files.integrity import proof_beside
-from statekit.files.manifest import FILE, inside
+from statekit.files.manifest import inside, is_manifest
 from statekit.files.source import File, Files, first_bytes, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Stored, Tensor, index_shape
 from statekit.tensors.ties import TIES, ties_of
 from statekit.tensors.tree import Path as Keys
-from statekit.tensors.tree import (
-    Record,
-    Tree,
-    at,
-    holds_records,
-    loose,
-    loose_json,
-    put,
-    tensor_names,
-    without,
-)
+from statekit.tensors.tree import Record, Tree, at, holds_records, loose, loose_json, put, without
 
 FILES = "files"
 """Key of the files that are carried as bytes, by name."""
@@ -107,7 +96,7 @@ def open_beside(folder: Path, taken: Collection[str], files: Files) -> Beside:
         FormatError: The optimizer's state, or another part, can't be trusted.
     """
     tree: dict[str, Tree] = {}
-    read, passed = {FILE, *taken}, set[str]()
+    read, passed = {*taken}, set[str]()
     for key, names in PARTS.items():
         name = next((one for one in names if (folder / one).is_file()), None)
         part = None if name is None else _open_part(folder / name, files)
@@ -220,7 +209,7 @@ def _carried(
     carried: dict[str, Tensor] = {}
     findings = []
     for entry in sorted(folder.iterdir()):
-        if entry.name in read:
+        if entry.name in read or is_manifest(entry.name):
             continue
         other = entry.name in passed or _MODEL.fullmatch(entry.name)
         why = "another file is taken for what it holds" if other else _uncarried(entry, files)
@@ -377,12 +366,9 @@ class HuggingFaceFolder:
             number = _global_step(tree)
             if number is not None:
                 check_step(step, number, folder.path)
-            proof = proof_beside(folder.path, tensor_names(tree), files, number)
         meta = {**meta, "steps": list(folder.steps)}
-        findings = (*folder.findings, *findings, *proof.findings)
-        return Checkpoint(
-            self.name, folder.path, tree, meta, number, proof.manifest, findings, files.close, proof.folder
-        )
+        findings = (*folder.findings, *findings)
+        return Checkpoint(self.name, folder.path, tree, meta, number, findings, files.close)
 
     def fitted(self, encoded: Encoded) -> Encoded:
         """Returns a state with its parts where the folder keeps them, and what the library can't do without."""

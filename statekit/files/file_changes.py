@@ -1,0 +1,107 @@
+"""What has become of files since their manifest was written: the same, changed since, or damaged.
+
+Bytes that aren't those that were written were changed by somebody or by an accident, and the bytes themselves don't
+tell. Their times may: a file that is older than its manifest was written to by nobody since, and one that is younger
+was, unless the whole folder is a copy, in which sound files are younger too. Where times say nothing, both are said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from statekit.errors import FormatError, NotFoundError
+from statekit.files.source import Files, source_digest
+
+SMALL_BYTES = 2**20
+"""Files up to this size, in bytes, are digested when a checkpoint is opened; digests of tensors cover larger ones."""
+
+
+class Change(Enum):
+    """What befell a file."""
+
+    REWRITTEN = "was changed since it was written"
+    DAMAGED = "is damaged: it isn't what was written, and by its time nobody wrote to it since"
+    UNTOLD = "was changed since it was written, or is damaged"
+    LOST = "isn't there"
+
+
+@dataclass(frozen=True)
+class FileFault:
+    """A file that isn't the one that a manifest names.
+
+    Attributes:
+        path: The file.
+        change: What befell it.
+        what: The same in words, with sizes where they differ.
+    """
+
+    path: Path
+    change: Change
+    what: str
+
+
+def file_faults(
+    entries: Mapping[Path, Mapping[str, Any]],
+    manifest: Path,
+    files: Files,
+    digested: Collection[Path] | None = None,
+    tell: Callable[[Path], object] = lambda path: None,
+) -> list[FileFault]:
+    """Compares files with their entries in a manifest: sizes, and digests.
+
+    Args:
+        entries: Size and digest by path.
+        manifest: The manifest's own file, which is as old as what it says.
+        files: Those of the checkpoint that is opened, by whose links they may be reached.
+        digested: Those whose bytes are read; small ones if None.
+        tell: Gets each file that was read.
+
+    Raises:
+        RefusedError: A file lies behind a link out of the checkpoint.
+    """
+    wrong = {}
+    for path, entry in entries.items():
+        read = entry["bytes"] <= SMALL_BYTES if digested is None else path in digested
+        if (fault := _wrong(path, entry, files, read)) is not None:
+            wrong[path] = fault
+        if read:
+            tell(path)
+    written = _time(manifest)
+    is_copy = any(_time(path) > written for path in entries if path not in wrong)
+    return [_fault(path, what, written, is_copy) for path, what in wrong.items()]
+
+
+def _wrong(path: Path, entry: Mapping[str, Any], files: Files, read: bool) -> _Wrong | None:
+    files.links.check(path)  # no fault of the file, and said with its own remedy
+    try:
+        source = files.source(path)
+        if source.size != entry["bytes"]:
+            return _Wrong(f"has {source.size} bytes, expected {entry['bytes']}")
+        return _Wrong("") if read and source_digest(source) != entry["blake3"] else None
+    except (NotFoundError, FormatError) as error:
+        return _Wrong(error.subject, True)
+
+
+class _Wrong(NamedTuple):
+    what: str
+    is_lost: bool = False
+
+
+def _fault(path: Path, wrong: _Wrong, written: int, is_copy: bool) -> FileFault:
+    if wrong.is_lost:
+        return FileFault(path, Change.LOST, wrong.what)
+    later = Change.UNTOLD if is_copy else Change.REWRITTEN
+    change = later if _time(path) > written else Change.DAMAGED
+    return FileFault(path, change, f"{change.value}; it {wrong.what}" if wrong.what else change.value)
+
+
+def _time(path: Path) -> int:
+    """Returns when a file was last written to, in nanoseconds; 0 if nobody knows."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
