@@ -170,7 +170,7 @@ def canonical(
     for path, own in held.items():
         named: dict[str, Tensor] = {name: in_memory(array, name) for name, array in own.items()}
         rule = rules.get(path)
-        slots[path] = named if rule is None else canonical_slots(constants, rule, tensors[path], named)
+        slots[path] = named if rule is None else canonical_slots(case.variant, rule, tensors[path], named)
     optimizer = Optimizer(case.family, case.variant, tuple(groups))
     state = TrainState(tensors, slots, optimizer, Counts(updates, updates, behind or {}), rules)
     fresh = [path for path in tensors if path not in held]

@@ -19,6 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from statekit.errors import Faults, InexactError, StateError
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape, swapped
 from statekit.state.schema import load_schema
+from statekit.state.stored_slots import FACTORED, placeholder, stored_shape
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Filled, Shape, Tensor, in_memory
 
@@ -89,12 +91,16 @@ def places(schema: str, shapes: Sequence[Shape], kept: Kept) -> Iterator[tuple[i
 
 
 def slot_shape(slot: str, shape: Shape) -> Shape:
-    """Returns the shape of a slot: Adafactor factors the last two axes of everything that has two."""
-    if slot not in ("v_row", "v_col"):
-        return shape
-    if len(shape) < 2:
-        return ()
-    return shape[:-1] if slot == "v_row" else (*shape[:-2], shape[-1])
+    """Returns the shape of a slot, or of what stands for it."""
+    stands = _placeholder(slot, shape)
+    return stored_shape(VARIANT, slot, usual_rule(shape), shape) if stands is None else stands.shape
+
+
+def _placeholder(slot: str, shape: Shape) -> Tensor | None:
+    """Returns what stands for a slot that a parameter doesn't use; None for the others."""
+    if slot not in FACTORED or usual_rule(shape).factored:
+        return None
+    return placeholder(VARIANT, slot, DTYPES["float32"])
 
 
 def numbered(
@@ -148,10 +154,10 @@ def _fit(schema: str, variables: Sequence[Tensor], kept: Kept) -> Numbered | Non
         if variable.shape != shape or (name == RATE and variable.dtype.kind not in "fV"):
             return None
         if i is not None:
-            placeholder = name in ("v_row", "v_col") and len(shapes[i]) < 2
-            if placeholder != (variable.dtype.kind in "iu"):
+            unused = _placeholder(name, shapes[i]) is not None
+            if unused != (variable.dtype.kind in "iu"):
                 return None
-            slots[i] |= {} if placeholder else {name: variable}
+            slots[i] |= {} if unused else {name: variable}
     return Numbered(kept, shapes, variables[0], variables[1] if kept.rate else None, tuple(slots))
 
 
@@ -290,6 +296,7 @@ def state_of(parts: Parts, key: str, known: ManifestRecord | None, hints: Hints)
     return hints.applied(state)
 
 
+@cache
 def usual_rule(shape: Shape) -> Rule:
     """Returns how Keras' Adafactor factors a parameter."""
     return Rule(by_shape(variant_constants("adafactor", VARIANT), shape, True), "file")
@@ -365,7 +372,7 @@ def variables_of(
     kept = _kept(state, home, slots, order, faults)
     variables: list[tuple[int | None, str, Tensor]] = []
     dtype = DTYPES[str(home.get("iteration_dtype", "int64"))]
-    for i, name, shape in places(schema, [state.params[path].shape for path in order], kept):
+    for i, name, _ in places(schema, [state.params[path].shape for path in order], kept):
         if name == ITERATION:
             variables.append((i, name, in_memory(np.asarray(calls_of(state, home), dtype), ITERATION)))
         elif i is None:
@@ -374,8 +381,8 @@ def variables_of(
             variables.append((i, name, in_memory(value, RATE)))
         elif name in slots[i]:
             variables.append((i, name, slots[i].pop(name)))
-        elif name in ("v_row", "v_col") and not shape and len(state.params[order[i]].shape) < 2:
-            variables.append((i, name, Filled((), DTYPES["int32"], 0, "a vector has no factors")))
+        elif (stands := _placeholder(name, state.params[order[i]].shape)) is not None:
+            variables.append((i, name, stands))
         else:
             faults.add(f"has no slot {name}", order[i])
     faults += [

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape
+from statekit.state.stored_slots import PLACEHOLDER
 from statekit.state.train_state import Axis, Rule
-from statekit.tensors.tensor import DTYPES, Filled, Shape, Tensor
+from statekit.tensors.tensor import Shape, Tensor
 
-PLACEHOLDER: Shape = (1,)
 _SETTLED_RANK = 3
 """Up to this rank the order of equal axes is the same in every numpy."""
 
@@ -78,8 +78,3 @@ def _pairs(shape: Shape, row: Shape, column: Shape) -> list[tuple[Axis, ...]]:
             if (rule.slot_shape("v_row", shape), rule.slot_shape("v_col", shape)) == (row, column):
                 fitting.append(rule.axes)
     return fitting
-
-
-def placeholder(param: Tensor) -> Tensor:
-    """Returns what stands for a slot that isn't in use."""
-    return Filled(PLACEHOLDER, DTYPES[param.dtype.name], 0.0, "Optax' placeholder")

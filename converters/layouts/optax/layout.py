@@ -54,7 +54,7 @@ from statekit.converters.layouts.optax.decode import (
     stated,
     updates_of,
 )
-from statekit.converters.layouts.optax.factoring import Factoring, factoring, placeholder, rule_of, usual_axes
+from statekit.converters.layouts.optax.factoring import Factoring, factoring, rule_of, usual_axes
 from statekit.converters.layouts.optax.inferred_hyperparameters import (
     OPTIMIZER,
     VARIANT,
@@ -87,8 +87,9 @@ from statekit.errors import Faults, InexactError, StateError, some
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.run import run_of
 from statekit.state.schema import OptimizerSchema, load_schema
+from statekit.state.stored_slots import FACTORED, WHOLE, with_placeholders
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensors.tensor import Tensor, in_memory
+from statekit.tensors.tensor import DTYPES, Tensor, in_memory
 from statekit.tensors.tree import Path, Tree, nested, walk
 
 Specified: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -154,11 +155,9 @@ def _slots(state: TrainState, path: str) -> dict[str, Tensor]:
     """Returns a parameter's slots by Optax' names, with placeholders where Adafactor doesn't use one."""
     schema = load_schema(state.optimizer.schema)
     slots = state.slots[path]
-    fields = {schema.slots[name].aliases[VARIANT]: tensor for name, tensor in slots.items()}
     if schema.name == "adafactor":
-        empty = placeholder(state.params[path])
-        fields = {"v_row": empty, "v_col": empty, "v": empty, **fields}
-    return fields
+        slots = with_placeholders(VARIANT, slots, (*FACTORED, *WHOLE), DTYPES[state.params[path].dtype.name])
+    return {schema.slots[name].aliases[VARIANT]: tensor for name, tensor in slots.items()}
 
 
 def _with_given(frame: Tree, state: TrainState) -> Tree:

@@ -34,11 +34,10 @@ from statekit.files.checkpoint import SORTED, Checkpoint
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape
 from statekit.state.schema import load_schema
+from statekit.state.stored_slots import FACTORED, stored_shape
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Shape, Tensor, in_memory
 from statekit.tensors.views import Squeezed
-
-_FACTORED = ("v_row", "v_col")
 
 
 @dataclass(frozen=True)
@@ -324,7 +323,7 @@ def _shape_of(kind: TorchOptimizer, record: Mapping[str, Any]) -> Shape | None:
         if kind.form["reduced_axis"] == "kept":
             return (*row[:-1], column[-1]) if row and column else None
         return (*row, column[-1]) if column else None
-    return next((tensor.shape for name, tensor in tensors.items() if name not in _FACTORED), None)
+    return next((tensor.shape for name, tensor in tensors.items() if name not in FACTORED), None)
 
 
 def _slots(
@@ -339,8 +338,8 @@ def _slots(
         tensor = record.get(native)
         if not isinstance(tensor, Tensor):
             continue
-        expected = rule.slot_shape(name, shape) if name in _FACTORED else shape
-        stored = _kept(rule, name, shape) if kind.form.get("reduced_axis") == "kept" else expected
+        expected = rule.slot_shape(name, shape) if name in FACTORED else shape
+        stored = stored_shape(kind.variant, name, rule, shape)
         if tensor.shape != stored:
             faults.add(f"{native} has shape {tensor.shape}, expected {stored}", path)
         else:
@@ -362,14 +361,6 @@ def _unknown_numbers(state: TrainState) -> Iterator[tuple[str, str]]:
                     f"{name} isn't known, and {slot} is in use: name it (--hparams {name}=...)",
                     f"groups/{i}",
                 )
-
-
-def _kept(rule: Rule, name: str, shape: Shape) -> Shape:
-    """Returns the shape of a slot whose averaged axes stay with length 1."""
-    if name not in _FACTORED:
-        return shape
-    gone = rule.dims(Axis.COLUMN if name == "v_row" else Axis.ROW)
-    return tuple(1 if i in gone else n for i, n in enumerate(shape))
 
 
 def _native(
@@ -395,8 +386,8 @@ def _native(
         if name not in names:
             faults.add(f"has slot {name}, for which there is no place", path)
             continue
-        kept = kind.form.get("reduced_axis") == "kept" and name in _FACTORED
-        record[names[name]] = Squeezed(tensor, _kept(rule, name, param.shape)) if kept else tensor
+        stored = stored_shape(kind.variant, name, rule, param.shape)
+        record[names[name]] = tensor if stored == tensor.shape else Squeezed(tensor, stored)
     return record | dict(state.extra.get(_INFORMATION, {}).get(path, {}))
 
 

@@ -24,7 +24,6 @@ from statekit.converters.layouts.t5x.inferred_hyperparameters import (
     scale_by_path,
 )
 from statekit.converters.layouts.t5x.tree import (
-    PLACEHOLDER,
     SLOTS,
     Native,
     NativeSlots,
@@ -35,8 +34,9 @@ from statekit.errors import Faults, InexactError, StateError, some
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.factoring import GivenRules, by_size, effective, fits, from_slots, given_rules
 from statekit.state.schedules.called import KEY as CALLED
+from statekit.state.stored_slots import with_placeholders
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensors.tensor import DTYPES, Filled, Shape, Tensor, in_memory
+from statekit.tensors.tensor import DTYPES, Shape, Tensor, in_memory
 from statekit.tensors.tree import nested
 
 _EXTRA = ("flax_mutables", "t5x")
@@ -319,10 +319,8 @@ def _placed(
             slots = {**slots, "v_row": slots["v_col"], "v_col": slots["v_row"]}
         elif rule.axes != by_size(param.shape):
             faults.add("is a matrix that is factored along one axis only", path)
-    return {
-        name: slots.get(name, Filled(PLACEHOLDER, DTYPES["float32"], 0.0, "T5X's placeholder"))
-        for name in sorted(SLOTS)
-    }
+    filled = with_placeholders("t5x", slots, SLOTS, DTYPES["float32"])
+    return {name: filled[name] for name in sorted(SLOTS)}
 
 
 def _dropped(state: TrainState) -> dict[str, str]:

@@ -15,11 +15,11 @@ import numpy as np
 
 from statekit.errors import Faults, StateError
 from statekit.files.checkpoint import FILES_BESIDE, Checkpoint
+from statekit.state.stored_slots import PLACEHOLDER
 from statekit.tensors.tensor import DType, Shape, Stored, Tensor
 from statekit.tensors.tree import Tree, walk
 
 SLOTS = ("v_row", "v_col", "v", "m")
-PLACEHOLDER: Shape = (1,)
 
 
 @dataclass(frozen=True)

@@ -122,9 +122,8 @@ def decode(tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState
     other_tensors.check(rest, spec, step + _base(groups))
     ordered = {path: params[path] for group in groups for path in group.paths}
     rules = dict(_rules(ordered, groups, spec))
-    constants = variant_constants(schema.name, variant)
     slots = {
-        path: canonical_slots(constants, rules[path], params[path], arrays) if path in rules else arrays
+        path: canonical_slots(variant, rules[path], params[path], arrays) if path in rules else arrays
         for path, arrays in recorded.items()
     }
     unused = _others(tensors, params, slots, native)
@@ -294,11 +293,8 @@ def _rules(
 
 
 def _unborn(state: TrainState) -> bool:
-    return state.counts.updates == 0 and _constants(state).get("slots_created") == "first_gradient"
-
-
-def _constants(state: TrainState) -> Mapping[str, Any]:
-    return variant_constants(state.optimizer.schema, str(state.optimizer.variant))
+    constants = variant_constants(state.optimizer.schema, str(state.optimizer.variant))
+    return state.counts.updates == 0 and constants.get("slots_created") == "first_gradient"
 
 
 def _base(groups: Sequence[Group]) -> int:
@@ -312,12 +308,11 @@ def encode(state: TrainState, phase: Phase) -> dict[str, Tensor]:
     if _unborn(state):
         return named
     native = aliases(load_schema(state.optimizer.schema), variant)
-    constants = _constants(state)
     slots: dict[str, Tensor] = {}
     for path, arrays in state.slots.items():
         rule = state.rules.get(path)
         native_arrays = (
-            arrays.items() if rule is None else native_slots(constants, rule, state.params[path], arrays)
+            arrays.items() if rule is None else native_slots(variant, rule, state.params[path], arrays)
         )
         slots |= {f"slot/{path}/{native[name]}": tensor for name, tensor in native_arrays}
     updates = state.counts.updates + _base(state.optimizer.groups)
