@@ -40,6 +40,22 @@ optimizer.step()
 assert not torch.equal(before, layer.weight)
 """,
     "cpu": "import numba",
+    "hf": """
+import pathlib, statekit, torch, transformers
+config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=8, vocab_size=16)
+model = transformers.GPT2LMHeadModel(config)
+groups = [[p for p in model.parameters() if (p.ndim > 1) is decayed] for decayed in (True, False)]
+optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+model(torch.zeros(1, 4, dtype=torch.int64)).logits.sum().backward()
+optimizer.step()
+step = pathlib.Path("checkpoint-1")
+model.save_pretrained(step)
+torch.save(optimizer.state_dict(), step / "optimizer.pt")
+step.joinpath("trainer_state.json").write_text('{"global_step": 1}')
+with statekit.open(step, names_from="config") as state:
+    moment = state.slots["transformer/ln_f/weight"]["m"].read()
+    assert (moment == optimizer.state[model.transformer.ln_f.weight]["exp_avg"].numpy()).all()
+""",
     "jax": """
 import jax, jax.numpy as jnp, statekit.jax
 params = {"w": jnp.ones((4, 4))}
@@ -56,6 +72,8 @@ assert (variable.numpy() != before).all()
 """,
 }
 """For each extra, what it is there for. (`dev` and `tpu` are for working on statekit.)"""
+BROUGHT = {"hf": {"torch"}, "all": {"torch", "jax", "tensorflow"}}
+"""The frameworks that an extra brings, where it isn't the one of its own name."""
 
 
 def build(work: Path) -> tuple[Path, Path]:
@@ -159,11 +177,12 @@ def trial(python: Path, extra: str, work: Path) -> None:
     _run(0, work, statekit, "convert", source, "torch-ckpt.pt")
     _run(0, work, statekit, "convert", "torch-ckpt.pt", "back-to-t5x", "--to", "t5x")
     _run(0, work, statekit, "inspect", "back-to-t5x", "--json")
-    for name in {"torch", "jax", "tensorflow"} - ({extra} if extra != "all" else {*IMPORTS}):
+    brought = BROUGHT.get(extra, {extra})
+    for name in {"torch", "jax", "tensorflow"} - brought:
         assert f"pip install 'statekit[{name}]'" in _run(1, work, python, "-c", f"import statekit.{name}")
     for name in IMPORTS if extra == "all" else [extra] if extra else []:
         _run(0, work, python, "-c", IMPORTS[name])
-    if extra in ("torch", "all"):
+    if "torch" in brought:
         assert "goes on as T5X did" in _run(0, work, statekit, "demo")
     else:
         assert "pip install 'statekit[torch]'" in _run(3, work, statekit, "demo")
