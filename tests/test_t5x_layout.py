@@ -23,6 +23,7 @@ from statekit.state.factoring import by_size, effective, from_slots
 from statekit.state.train_state import Axis, Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, in_memory
 from statekit.tensors.tree import tensor_names
+from statekit.testing.container_trials import open_proven
 
 CASES = [bundle.name for bundle in bundles("t5x")]
 ROW, COLUMN, BATCH, NONE = Axis.ROW, Axis.COLUMN, Axis.BATCH, Axis.NONE
@@ -407,7 +408,7 @@ def converted(state: TrainState, target: Path) -> Checkpoint:
     with staged(target, "folder", fields=lambda tensors: fields) as stage:
         T5X.write(LAYOUT.encode(state), stage)
         stage.commit(T5X.open)
-    return T5X.open(target)
+    return open_proven(T5X, target)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -427,7 +428,7 @@ def test_a_manifest_that_does_not_fit_is_not_believed(tmp_path: Path) -> None:
     converted(original, tmp_path / "run")
     target = tmp_path / "run" / "checkpoint_4" / "target.encoder.encoder_norm.scale" / "0"
     target.write_bytes(target.read_bytes()[:-1] + b"\1")
-    checkpoint = T5X.open(tmp_path / "run")
+    checkpoint = open_proven(T5X, tmp_path / "run")
     assert checkpoint.manifest is None
     assert [finding.place for finding in checkpoint.findings if finding.damage] == [str(target)]
 
