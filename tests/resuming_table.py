@@ -73,8 +73,17 @@ airio); its Checkpointer restored the path that the gin lines name, into an Adaf
 name. icefall is its zipformer's optim.py. What the printed lines don't make was the program's: icefall's `Eden` and
 its groups, the optimizers of TensorFlow 1, with the arguments that the lines name (Mesh-TensorFlow's
 `min_dim_size_to_factor=0` among them). Mesh-TensorFlow's global step went up after each update: in one `tf.group`
-with it, as programs often have it, the decay is that of either step, by chance. Not run: Megatron as a target.
-DeepSpeed's folders and FSDP1's ranks are only read.
+with it, as programs often have it, the decay is that of either step, by chance.
+
+Megatron-LM ran without a GPU: its calls of CUDA were answered by the CPU, and where `FusedAdam` stands, a class with
+Apex' groups and state and torch's arithmetic stood in for Apex' own. What ran of it is its arguments, its schedule,
+`get_megatron_optimizer`, and `load_checkpoint` and `save_checkpoint` with the printed flags, for two groups: matrices
+with weight decay and a bias without. In bfloat16 the weights compared are the float32 masters, and slots were compared
+too. Without FusedAdam Megatron-Core's DistributedOptimizer can't load what it saved itself. The lines that are printed
+for a run with a schedule of its own, Megatron-Core's calls, went on as exactly.
+
+DeepSpeed's folders and FSDP1's ranks are only read: they are flat pieces that the run's engine cuts by its own
+configuration, for its own number of ranks. For FSDP there is its gathered form instead (`dcp`, `torch-fqn`).
 """
 OPTAX = """
 ## What PyTorch and Optax are apart

@@ -217,6 +217,8 @@ ALL = (
         "torch_formats/adamw_megatron_core/checkpoint/iter_0000004",
         unchecked=(".metadata",),
     ),
+    written("megatron", "megatron-float16", "adamw", "torch", unchecked=(".metadata",)),
+    written("megatron", "megatron-distributed", "adamw", "torch", unchecked=(".metadata",)),
     recorded("fsdp1-ranks", "torch-optim", "torch_formats/adamw_fsdp1_rank_local_flat/checkpoint"),
     alone("torch", "torch-weights"),
     alone("flax", "jax-weights"),

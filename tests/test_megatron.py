@@ -18,7 +18,10 @@ from statekit.conversion.open_state import open_state
 from statekit.conversion.registry import detect_container
 from statekit.converters.containers.dcp import CONTAINER as DCP
 from statekit.converters.containers.megatron import CONTAINER
-from statekit.converters.layouts.megatron import LAYOUT
+from statekit.converters.layouts.megatron.layout import LAYOUT
+from statekit.converters.layouts.megatron.megatron_distributed import LAYOUT as DISTRIBUTED
+from statekit.converters.layouts.megatron.megatron_float16 import LAYOUT as FLOAT16
+from statekit.converters.layouts.pytorch.torch_fqn import LAYOUT as BY_NAME
 from statekit.errors import InexactError, NotFoundError, RefusedError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import Counts, TrainState
@@ -115,6 +118,95 @@ def slots(**shapes: tuple[int, ...]) -> dict[str, Any]:
         for name, shape in named.items()
         for slot in ("exp_avg", "exp_avg_sq")
     }
+
+
+def of_torch(*groups: dict[str, Any], **extra: Any) -> TrainState:
+    """A float32 run of torch's AdamW after three updates: a matrix, a vector and a matrix."""
+    shapes = {"a.weight": (2, 3), "a.bias": (2,), "b.weight": (3, 2)}
+    params = [[n for n, s in shapes.items() if (len(s) == 1) == bool(i)] for i in range(2)]
+    named = [list(shapes)] if len(groups) == 1 else params
+    records = {
+        name: {"step": 3, "exp_avg": Filled(shape, F32), "exp_avg_sq": Filled(shape, F32)}
+        for name, shape in shapes.items()
+    }
+    tree = {
+        "model": {name: Filled(shape, F32) for name, shape in shapes.items()},
+        "optimizer": {
+            "state": records,
+            "param_groups": [{**group, "params": of} for group, of in zip(groups, named, strict=True)],
+        },
+        **extra,
+    }
+    return BY_NAME.decode(Checkpoint("dcp", Path("x"), tree), Hints())
+
+
+def test_a_run_from_elsewhere_has_what_each_optimizer_of_megatron_looks_for(tmp_path: Path) -> None:
+    """megatron-core 0.16.1 found no masters, no schedule, no count of FusedAdam's, and raised KeyErrors."""
+    state = of_torch(adam(), adam(0.0))
+    for layout in (LAYOUT, FLOAT16, DISTRIBUTED):
+        save(tmp_path / layout.name, layout.encode(state).tree, CONTAINER)
+        with open_state(tmp_path / layout.name) as again:
+            assert again.layout == layout.name and again.state.counts.updates == 3
+            tree = again.checkpoint.tree
+            outer = tree["common"]["optimizer"]
+            inner = outer if layout is LAYOUT else outer["optimizer"]
+            assert [g["wd_mult"] for g in inner["param_groups"]] == [1.0, 0.0]
+            assert all(g["step"] == 3 and g["bias_correction"] is True for g in inner["param_groups"])
+            assert ("state" in inner) == (layout is not DISTRIBUTED)
+            schedule = tree["common"]["opt_param_scheduler"]
+            assert (schedule["max_lr"], schedule["end_wd"], schedule["num_steps"]) == (0.1, 0.1, 3)
+            of_bias = {key for key in tree["sharded"] if key.endswith(".a.bias")}
+            master = () if layout.masters is None else (layout.masters,)
+            slots_of = {"exp_avg", "exp_avg_sq", *master}
+            assert of_bias == {f"optimizer.state.{slot}.a.bias" for slot in slots_of}
+    content = tree["common"]["content_metadata"]
+    assert content["distrib_optim_sharding_type"] == outer["param_state_sharding_type"] == "fully_reshardable"
+
+
+def test_a_run_without_weight_decay_gets_the_groups_of_the_rule() -> None:
+    (first, second) = FLOAT16.encode(of_torch(adam(0.0))).tree["common"]["optimizer"]["optimizer"][
+        "param_groups"
+    ]
+    assert (first["wd_mult"], second["wd_mult"]) == (1.0, 0.0) and first["weight_decay"] == 0.0
+    encoded = LAYOUT.encode(of_torch(adam()))
+    (only,) = encoded.tree["common"]["optimizer"]["param_groups"]
+    assert only["wd_mult"] == 1.0 and any("config_overrides" in note for note in encoded.assumptions)
+    equal = of_torch(adam(), adam(0.0, wd_mult=1.0))
+    with pytest.raises(InexactError, match="same multipliers"):
+        LAYOUT.encode(equal)
+
+
+def test_a_schedule_that_is_not_constant_is_not_written_as_one() -> None:
+    scheduler = {"last_epoch": 3, "base_lrs": [0.2], "step_size": 1, "gamma": 0.5, "_step_count": 4}
+    encoded = LAYOUT.encode(of_torch(adam(), adam(0.0), scheduler=scheduler))
+    assert "opt_param_scheduler" not in encoded.tree["common"]
+    assert any("StepLR" in note for note in encoded.assumptions)
+    encoded = LAYOUT.encode(of_torch(adam(), adam(0.0, lr=0.3)))
+    assert "opt_param_scheduler" not in encoded.tree["common"]
+
+
+def test_of_two_counts_the_one_that_moved_is_meant() -> None:
+    """FusedAdam counts in its groups and leaves common_step where the file had it; torch's AdamW the other way."""
+    for common_step, step in ((3, 9), (9, 3)):
+        optimizer = {"param_groups": [adam(step=step)], "state": {"common_step": common_step}}
+        tree = {"common": {"optimizer": optimizer}, "sharded": slots(w=(2, 2))}
+        assert LAYOUT.decode(Checkpoint("megatron", Path("x"), tree), Hints()).counts.updates == 9
+
+
+def test_arguments_of_megatron_lm_hold_a_signal(tmp_path: Path) -> None:
+    """Its `exit_signal`, in 0.16.1: every folder that its trainer had written was refused."""
+    import argparse
+    import signal
+
+    import torch
+
+    there = tmp_path / "iter_0000004"
+    shutil.copytree(SOURCE, there)
+    (there / "common.pt").chmod(0o644)
+    common = torch.load(there / "common.pt", weights_only=False)
+    torch.save({**common, "args": argparse.Namespace(exit_signal=signal.SIGTERM)}, there / "common.pt")
+    with open_state(there) as opened:
+        assert opened.checkpoint.tree["common"]["args"].state["exit_signal"].name == "signal.Signals"
 
 
 def test_stacked_layers_count_without_their_first_axis() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import copy
 import json
+import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from statekit.conversion.resume import Place, of_plan, resume_lines
 from statekit.converters import __path__ as converters
 from statekit.files.manifest import FILE
 from statekit.schemas import __path__ as schemas
+from statekit.state.run import Schedule
 from statekit.state.schema import load_schema
 
 DATA = json.loads((Path(converters[0]) / "resume.json").read_text(encoding="utf-8"))
@@ -53,8 +56,7 @@ def test_every_layout_has_lines_in_every_container_that_it_is_at_home_in(layout:
                 lines = resume_lines(place, state(schema, variant, groups))
                 assert lines and any("/run" in line for line in lines)
                 assert not any("$" in line or "None(" in line for line in lines), lines
-                gin = layout in ("t5x", "megatron")
-                if not gin:
+                if layout != "t5x" and container != "megatron":  # gin, and words of a command line
                     compile("\n".join(lines), "to go on", "exec")
 
 
@@ -174,8 +176,14 @@ def test_a_path_cannot_become_code() -> None:
     for layout, container in HOMES:
         for schema, variants in registry.layout_card(layout).variants.items():
             lines = resume_lines(Place(container, layout, path, 3), state(schema, next(iter(variants), None)))
-            if layout == "megatron":
-                assert lines == [f"--load {shlex.quote(str(path.parent))} --ckpt-format torch_dist"]
+            if container == "megatron":
+                (line,) = lines
+                assert line.startswith(f"--load {shlex.quote(str(path.parent))} --ckpt-format torch_dist ")
+                assert all(
+                    re.fullmatch(r"--[a-z0-9_-]+", word)
+                    for word in shlex.split(line)[3:]
+                    if word != "torch_dist"
+                )
             elif layout != "t5x":
                 tree = ast.parse("\n".join(lines))
                 modules = {
@@ -185,6 +193,25 @@ def test_a_path_cannot_become_code() -> None:
                     for name in node.names
                 }
                 assert "os" not in modules
+
+
+def test_megatron_lm_is_told_what_it_can_load(tmp_path: Path) -> None:
+    """With a schedule that it can't have, Megatron-Core's own calls; these very lines went on in 0.16.1."""
+    known = state("adamw", "torch")
+    own = Schedule("OptimizerParamScheduler", {}, 15, "extra/megatron_common/opt_param_scheduler")
+    other = Schedule("StepLR", {}, 3, "extra/torch/scheduler")
+    place = Place("megatron", "megatron-distributed", tmp_path, 3, converted=True)
+    flags = (
+        "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --use-checkpoint-opt_param-scheduler"
+    )
+    for schedules in ((), (own,)):
+        (line,) = resume_lines(replace(place, schedules=schedules), known)
+        assert line == f"--load {tmp_path} --ckpt-format torch_dist {flags}"
+    lines = resume_lines(replace(place, schedules=(other,)), known)
+    ast.parse("\n".join(lines))
+    assert any("dist_checkpointing.load" in line for line in lines) and not any("--load" in x for x in lines)
+    (line,) = resume_lines(replace(place, layout="megatron", converted=False), known)
+    assert line == f"--load {tmp_path} --ckpt-format torch_dist"
 
 
 def test_files_that_keep_their_names_are_named(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from statekit.conversion.resume_rates import RatesOf
 from statekit.errors import StateError
 from statekit.files.manifest import FILE
 from statekit.optim.adafactor_forms import Hyperparameters
-from statekit.state.run import Schedule, run_of
+from statekit.state.run import MEGATRON, Schedule, run_of
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.train_state import next_decay
 from statekit.tensors.tree import empty_names
@@ -212,6 +212,7 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
     paths = [path for group in groups for path in group["paths"]]
     several = _has_several(state)
     torch, jax = (None, None) if several else (rates_of.torch_lines(), rates_of.jax_lines())
+    megatron = _megatron_schedule(place, state)
     return {
         "path": _quoted(path),
         "absolute": _quoted(path.absolute()),
@@ -257,8 +258,23 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "states_file": by_suffix.get(".states", "trainer.states"),
         "optimized": None if schema == WEIGHTS else "",
         **_weights(place, path),
+        "flags": entry.get("flags", {}).get(place.layout),
+        "megatron_schedule": megatron,
+        "without_schedule": None if megatron is not None else "",
         "mxnet_name": {"adamw": "adam"}.get(schema, schema),
     }
+
+
+def _megatron_schedule(place: Place, state: State) -> str | None:
+    """Returns the flag by which Megatron-LM takes the schedule that a converted file has; None where it has none."""
+    known = [group["hyperparameters"] for group in state["groups"]]
+    rates = {group.get(_RATE) for group in known}
+    decays = {group.get("weight_decay_rate") for group in known} - {0.0}
+    made = not place.schedules and len(rates) == 1 and rates != {None} and len(decays) <= 1
+    if not _is_converted(place):
+        return ""
+    has_one = made or any(one.kind == MEGATRON for one in place.schedules)
+    return " --use-checkpoint-opt_param-scheduler" if has_one else None
 
 
 def _has_several(state: State) -> bool:

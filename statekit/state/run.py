@@ -135,6 +135,10 @@ _NO_FUNCTION = (
 )
 _MXNET = "mxnet.lr_scheduler."
 """Where MXNet's schedules are. Source: apache/mxnet python/mxnet/lr_scheduler.py."""
+MEGATRON = "OptimizerParamScheduler"
+"""Megatron-LM's schedule. Source: NVIDIA/Megatron-LM megatron/core/optimizer_param_scheduler.py, `state_dict`."""
+_OF_MEGATRON = frozenset({"lr_decay_style", "lr_decay_steps", "num_steps"})
+_COUNTS_SAMPLES = "Megatron-LM's schedule counts samples, not updates"
 PLACES: tuple[tuple[str, Part], ...] = (
     ("*/scaler", "scaler"),
     ("*/grad_scaler", "scaler"),
@@ -269,6 +273,10 @@ def _schedule(node: Tree, name: str, around: _Around = _Around()) -> Schedule | 
         at = next((record[key] for key in ("count", "cur_step_ind") if type(record.get(key)) is int), None)
         kind = node.name.rpartition(".")[2]
         return Schedule(kind, dict(record), at, name, (mxnet_rates(kind, record),))
+    if isinstance(node, Mapping) and node.keys() >= _OF_MEGATRON:
+        given = {key: value for key, value in node.items() if key != "num_steps"}
+        at = node["num_steps"] if type(node["num_steps"]) is int else None
+        return Schedule(MEGATRON, given, at, name, (_COUNTS_SAMPLES,))
     if not isinstance(node, Mapping) or not _is_scheduler(node, name):
         return None
     torch_class = torch_kind(node)

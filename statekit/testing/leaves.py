@@ -27,6 +27,10 @@ UNREAD: Mapping[str, str] = {
 """Records of a checkpoint that decoding needn't read: pattern of their names -> why."""
 IMPLIED: Mapping[str, str] = {
     "extra/torch_by_name": "a layout by name is by name whatever the source was",
+    "extra/megatron_mixed_precision": "a layout of one of Megatron-Core's optimizers is, whatever the source was",
+    "extra/megatron_master": "the same",
+    "extra/megatron_common/optimizer/param_state_sharding_type": "the same",
+    "extra/megatron_common/content_metadata/distrib_optim_sharding_type": "the same",
     "extra/files_beside/*": "dropped by the files' names, which are the values",
     "extra/keras/class": "follows from the state's optimizer",
     "extra/keras/iteration": "follows from the state's counts, and outweighs them only where they don't tell",

@@ -32,7 +32,7 @@ _KEPT_CLASSES = frozenset({
     "builtins.object", "collections.deque", "datetime.date", "datetime.datetime", "datetime.time",
     "datetime.timedelta", "datetime.timezone", "decimal.Decimal", "fractions.Fraction", "functools.partial",
     "pathlib.Path", "pathlib.PosixPath", "pathlib.PurePath", "pathlib.PurePosixPath", "pathlib.PureWindowsPath",
-    "pathlib.WindowsPath", "random.Random", "types.SimpleNamespace", "uuid.UUID",
+    "pathlib.WindowsPath", "random.Random", "signal.Signals", "types.SimpleNamespace", "uuid.UUID",
 })  # fmt: skip
 _KEPT_FUNCTIONS = frozenset({
     "numpy.dtype",

@@ -2,32 +2,36 @@
 
     sharded  <name>                            a parameter of the model, or a buffer
              optimizer.state.<slot>.<name>     exp_avg, exp_avg_sq; the float32 master: fp32_param, or param
-    common   optimizer/param_groups            options without parameters; under `optimizer` again beside a scaler
+    common   optimizer/param_groups            options without parameters; by `optimizer` again beside masters
              optimizer/state/common_step       the count of updates, or `step` of every group
+             opt_param_scheduler               the schedule
 
-Which parameters a group moves isn't said: Megatron-Core finds a group again by its multipliers. By its standard rule
-those whose name ends with .bias and those of one axis have no weight decay. Layers of one kind may be stacked along
-a first axis, which doesn't count.
+FP32Optimizer has no masters. Float16OptimizerWithFloat16Params has them of what has less than float32, and the
+DistributedOptimizer of everything: see `float16` and `distributed`.
 Source: NVIDIA/Megatron-LM megatron/core/optimizer/optimizer.py, `Float16OptimizerWithFloat16Params`, `FP32Optimizer`;
-distrib_optimizer.py, `sharded_param_state_fully_reshardable`; __init__.py, `get_standard_config_overrides`.
+distrib_optimizer.py, `sharded_param_state_fully_reshardable`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
+from statekit.converters.layouts.megatron.groups import with_params, without_params
+from statekit.converters.layouts.megatron.schedule import KEY, constant_schedule
 from statekit.converters.layouts.pytorch.parts import BESIDE, PLACES, is_plain, not_plain
 from statekit.converters.layouts.pytorch.torch_fqn import LAYOUT as BY_NAME
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
+from statekit.state.run import run_of
 from statekit.state.stored_params import MASTER
 from statekit.state.train_state import TrainState
-from statekit.tensors.tensor import Shape, Tensor
+from statekit.tensors.tensor import DTYPES, Cast, Tensor
 from statekit.tensors.tree import Tree
 
 COMMON, SHARDED = "common", "sharded"
@@ -39,12 +43,10 @@ _COMMON, _OBJECTS = "megatron_common", "megatron_objects"
 """Keys in `extra`: what lies in common.pt beside the optimizer; what is cut and no tensor."""
 _IN_SCALER, _MASTER_NAME = "megatron_mixed_precision", "megatron_master"
 """Keys in `extra`: whether the optimizer lies beside a scaler; what masters are called."""
-_MULTIPLIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-_STACKED = re.compile(r"(^|\.)layers\.(?!\d)")
-_RULE = (
-    "The file doesn't say which parameters its groups move; by Megatron-Core's standard rule those named *.bias and "
-    "those of one axis are the group without weight decay."
-)
+_SHARDING, _CONTENT = "param_state_sharding_type", "content_metadata"
+"""Where it is said how a distributed optimizer gathers what ranks hold: beside the groups, and for Megatron-LM."""
+_AVOIDED = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+"""What Megatron-LM says of every checkpoint that it writes."""
 _FUSED = "The optimizer is FusedAdam, which equals torch's AdamW up to rounding."
 _SHOWN = 20
 
@@ -61,13 +63,20 @@ class _Parts:
 
 @dataclass(frozen=True)
 class MegatronAdam:
-    """Adam of Megatron-Core."""
+    """Adam of Megatron-Core.
+
+    Attributes:
+        masters: What its optimizer calls the float32 copies that it moves; None where it has them or not, as it was.
+        sharding: How its optimizer gathers what ranks hold, where it says so beside the groups.
+    """
 
     name: str = "megatron"
     title: str = "Adam of Megatron-Core, with float32 masters where the model has less"
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"adamw": ("torch",)})
     containers: tuple[str, ...] = ("megatron",)
     keeps_masters: bool = True
+    masters: str | None = None
+    sharding: str | None = None
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at the keys of what is cut."""
@@ -76,9 +85,16 @@ class MegatronAdam:
             isinstance(tree.get(k), Mapping) for k in (COMMON, SHARDED)
         ):
             return None
-        if _inner(tree[COMMON]) is None:
+        if _inner(tree[COMMON]) is None or self._is_other(tree[COMMON]["optimizer"]):
             return None
-        return Evidence(20, f"{COMMON}/optimizer/param_groups beside keys of {SHARDED}")
+        between = "" if self.masters is None else "/optimizer"
+        said = "" if self.sharding is None else f", {_SHARDING}"
+        return Evidence(20, f"{COMMON}/optimizer{between}/param_groups{said} beside keys of {SHARDED}")
+
+    def _is_other(self, optimizer: Mapping[str, Any]) -> bool:
+        """Tells whether an optimizer is of one of the other forms."""
+        has_masters = "param_groups" not in optimizer
+        return (has_masters, _SHARDING in optimizer) != (self.masters is not None, self.sharding is not None)
 
     def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
         """Returns the canonical state.
@@ -93,22 +109,28 @@ class MegatronAdam:
             raise _unknown(checkpoint, parts.unknown)
         moved = [name for name in parts.model if name in parts.state] or list(parts.model)
         shapes = {name: parts.model[name].shape for name in moved}
-        groups, notes = _grouped(optimizer["param_groups"], shapes, checkpoint)
+        stated, said_of_class = _as_torch(optimizer["param_groups"])
+        groups, notes = with_params(stated, shapes, checkpoint)
         step = _step(optimizer)
         state = {
             name: {"step": step, **{_SLOTS[slot]: t for slot, t in record.items() if _SLOTS[slot] != MASTER}}
             for name, record in parts.state.items()
         }
-        tree = {
-            "model": dict(parts.model),
-            "optimizer": {"state": state, "param_groups": groups},
-        }
-        decoded = BY_NAME.decode(replace(checkpoint, tree=tree), hints)
         masters = {
-            name.replace(".", "/"): {MASTER: tensor}
+            name: tensor
             for name, record in parts.state.items()
             for slot, tensor in record.items()
             if _SLOTS[slot] == MASTER
+        }
+        # What is of float32 itself has no second copy: what the optimizer moves is the parameter.
+        moved_itself = {name: t for name, t in masters.items() if parts.model[name].dtype == t.dtype}
+        tree = {
+            "model": {**parts.model, **moved_itself},
+            "optimizer": {"state": state, "param_groups": groups},
+        }
+        decoded = BY_NAME.decode(replace(checkpoint, tree=tree), hints)
+        beside = {
+            name.replace(".", "/"): {MASTER: t} for name, t in masters.items() if name not in moved_itself
         }
         called = next(
             (slot for record in parts.state.values() for slot in record if _SLOTS[slot] == MASTER), None
@@ -122,10 +144,10 @@ class MegatronAdam:
         return replace(
             decoded,
             slots={
-                path: {**param_slots, **masters.get(path, {})} for path, param_slots in decoded.slots.items()
+                path: {**param_slots, **beside.get(path, {})} for path, param_slots in decoded.slots.items()
             },
             extra={**decoded.extra, **{key: part for key, part in extra.items() if part}},
-            assumptions=(*decoded.assumptions, *notes),
+            assumptions=(*decoded.assumptions, *said_of_class, *notes),
         )
 
     def encode(self, state: TrainState) -> Encoded:
@@ -145,8 +167,10 @@ class MegatronAdam:
         extra = {key: part for key, part in state.extra.items() if key not in stored_here}
         encoded = BY_NAME.encode(replace(state, slots=bare, extra=extra))
         model, optimizer = encoded.tree.pop("model"), encoded.tree.pop("optimizer")
-        groups = [_with_multipliers(group, state.counts.updates) for group in optimizer["param_groups"]]
-        _check_groups(groups, {name: tensor.shape for name, tensor in model.items()})
+        shapes = {name: tensor.shape for name, tensor in model.items()}
+        kept, beside, sharding = self._beside(state)
+        updates = state.counts.updates
+        groups, notes = without_params(optimizer["param_groups"], shapes, updates, sharding is not None)
         steps = [record.pop("step") for record in optimizer["state"].values()]
         if foreign := {slot for record in optimizer["state"].values() for slot in record} - _SLOTS.keys():
             raise InexactError(
@@ -157,21 +181,26 @@ class MegatronAdam:
         sharded: dict[str, Tree] = dict(model)
         for name, record in optimizer["state"].items():
             sharded |= {f"{_STATE}{slot}.{name}": tensor for slot, tensor in record.items()}
-        key = state.extra.get(_MASTER_NAME) or _MASTER_KEY
-        for path, slots in state.slots.items():
-            if MASTER in slots:
-                sharded[f"{_STATE}{key}.{path.replace('/', '.')}"] = slots[MASTER]
-        inner = {
-            "state": {"common_step": steps[0]} if steps else {},
-            "param_groups": [{k: v for k, v in group.items() if k != "params"} for group in groups],
+        nested = self.masters is not None or bool(state.extra.get(_IN_SCALER))
+        key = self.masters or state.extra.get(_MASTER_NAME) or _MASTER_KEY
+        masters = {
+            path.replace("/", "."): slots[MASTER] for path, slots in state.slots.items() if MASTER in slots
         }
-        kept = {k: part for k, part in state.extra.get(_COMMON, {}).items() if is_plain(part)}
-        beside = kept.pop("optimizer", {})
+        if self.masters or (nested and state.extra.get(_MASTER_NAME)):
+            begun = [name for name in optimizer["state"] if name not in masters]
+            masters |= {name: _in_full(model[name]) for name in begun}
+            notes += _said_of_masters([name for name in begun if model[name].dtype.itemsize < 4])
+        sharded |= {f"{_STATE}{key}.{name}": tensor for name, tensor in masters.items()}
+        inner: dict[str, Tree] = {"param_groups": groups}
+        if sharding is None:
+            inner["state"] = {"common_step": steps[0]} if steps else {}
+        if _COMMON not in state.extra:
+            schedule, said = constant_schedule(groups, run_of(state.extra).schedules, updates)
+            kept |= {KEY: schedule} if schedule else {}
+            notes += (said,)
         common = {
-            "optimizer": {**beside, "optimizer": inner}
-            if state.extra.get(_IN_SCALER)
-            else {**beside, **inner},
-            "iteration": state.counts.updates,
+            "optimizer": {**beside, "optimizer": inner} if nested else {**beside, **inner},
+            "iteration": updates,
             "checkpoint_version": 3.0,
             **kept,
         }
@@ -182,7 +211,38 @@ class MegatronAdam:
             encoded,
             tree={COMMON: common, SHARDED: {**sharded, **state.extra.get(_OBJECTS, {})}},
             dropped=dropped,
+            assumptions=(*encoded.assumptions, *notes),
         )
+
+    def _beside(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any], str | None]:
+        """Returns what a source of Megatron-Core had in common.pt, what beside its optimizer, and how ranks share."""
+        kept = {k: part for k, part in state.extra.get(_COMMON, {}).items() if is_plain(part)}
+        beside = dict(kept.pop("optimizer", {}))
+        before = beside.pop(_SHARDING, None)
+        sharding = self.sharding or (None if self.masters else before)
+        if sharding is not None:
+            beside[_SHARDING] = sharding
+            kept[_CONTENT] = {**_AVOIDED, **kept.get(_CONTENT, {}), "distrib_optim_sharding_type": sharding}
+        return kept, beside, sharding
+
+
+def _as_torch(groups: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], tuple[str, ...]]:
+    """Returns groups with the options of torch's AdamW, and what is said of the class that has others."""
+    if not any("bias_correction" in group and "amsgrad" not in group for group in groups):
+        return list(groups), ()
+    return [{"amsgrad": False, "maximize": False, **group} for group in groups], (_FUSED,)
+
+
+def _in_full(param: Tensor) -> Tensor:
+    """Returns a parameter as the float32 master that begins as it."""
+    return param if param.dtype == DTYPES["float32"] else Cast(param, DTYPES["float32"])
+
+
+def _said_of_masters(low: Sequence[str]) -> tuple[str, ...]:
+    if not low:
+        return ()
+    shown = ", ".join(low[:_SHOWN]) + ", ..." * (len(low) > _SHOWN)
+    return (f"The source has no float32 masters of {shown}: each begins as the parameter itself.",)
 
 
 def _inner(common: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -237,82 +297,20 @@ def _unknown(checkpoint: Checkpoint, keys: Sequence[str]) -> StateError:
 
 
 def _step(optimizer: Mapping[str, Any]) -> Any:
+    """Returns the count of updates: the largest that stands there.
+
+    torch's AdamW counts in the state, FusedAdam in the groups. A file may have both, of which a run moves its own.
+    """
     state = optimizer.get("state")
-    if isinstance(state, Mapping) and "common_step" in state:
-        return state["common_step"]
-    return next((group["step"] for group in optimizer["param_groups"] if "step" in group), None)
+    said = [state["common_step"]] if isinstance(state, Mapping) and "common_step" in state else []
+    said += [group["step"] for group in optimizer["param_groups"] if "step" in group]
+    return max(said, key=_count, default=None)
 
 
-def _grouped(
-    groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Shape], checkpoint: Checkpoint
-) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Returns the groups with their parameters, and what was assumed."""
-    fused = any("bias_correction" in group for group in groups)
-    notes = (_FUSED,) if fused else ()
-    full = [{**({"amsgrad": False, "maximize": False} if fused else {}), **group} for group in groups]
-    if len(full) == 1:
-        return [{**full[0], "params": list(shapes)}], notes
-    without = [_is_without_decay(group) for group in full]
-    if len(full) != 2 or without[0] == without[1]:
-        multipliers = [
-            ", ".join(f"{k} {group[k]}" for k in _MULTIPLIERS if k in group) or "no multipliers"
-            for group in full
-        ]
-        raise StateError(
-            "Nothing tells which parameters the groups move.",
-            place=checkpoint.path,
-            expected="one group, or one with and one without weight decay",
-            found="; ".join(multipliers),
-        )
-    params = [
-        [name for name, shape in shapes.items() if _has_no_decay(name, shape) == one] for one in without
-    ]
-    return [{**group, "params": names_of} for group, names_of in zip(full, params, strict=True)], (
-        *notes,
-        _RULE,
-    )
-
-
-def _is_without_decay(group: Mapping[str, Any]) -> bool:
-    return bool(group.get("wd_mult", group.get("weight_decay")) == 0)
-
-
-def _has_no_decay(name: str, shape: Shape) -> bool:
-    return name.endswith(".bias") or len(shape) - bool(_STACKED.search(name)) == 1
-
-
-def _with_multipliers(group: Mapping[str, Any], updates: int) -> dict[str, Any]:
-    """Returns a group with what Megatron-Core finds it again by, and with its count if it has one."""
-    usual = {
-        "wd_mult": 0.0 if group.get("weight_decay") == 0 else 1.0,
-        "lr_mult": 1.0,
-        "is_expert_parallel": False,
-        "is_decoupled_lr": False,
-    }
-    return {**usual, **group, **({"step": updates} if "step" in group else {})}
-
-
-def _check_groups(groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Shape]) -> None:
-    """Refuses groups that the rule wouldn't make again."""
-    if len(groups) == 1:
-        return
-    faults = Faults(_misplaced(groups, shapes))
-    if len(groups) > 2:
-        faults.add(f"are {len(groups)} groups", "param_groups")
-    if faults:
-        raise faults.error(
-            InexactError,
-            "Megatron-Core's files don't say which parameters a group moves, and its rule makes other groups.",
-            expected="one group, or those named *.bias and those of one axis apart, without weight decay",
-            remedy="write another container, such as dcp",
-        )
-
-
-def _misplaced(groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Shape]) -> Iterable[tuple[str, str]]:
-    for group in groups:
-        for name in group["params"]:
-            if _has_no_decay(name, shapes[name]) != _is_without_decay(group):
-                yield "stands with weight decay" if not _is_without_decay(group) else "stands without", name
+def _count(step: Any) -> float:
+    """Returns a count for comparing; what is none is the largest, so that it is found to be none."""
+    value = step.read() if isinstance(step, Tensor) and step.shape == () else step
+    return float(value) if isinstance(value, (int, float, np.ndarray, np.generic)) else np.inf
 
 
 LAYOUT = MegatronAdam()
