@@ -49,6 +49,12 @@ def _layouts() -> Iterable[str]:
     return layout_names()
 
 
+def _maps() -> Iterable[str]:
+    from statekit.maps.model_map import map_names
+
+    return map_names()
+
+
 def _variants() -> Iterable[str]:
     from statekit.state.schema import load_schema, schema_names
 
@@ -57,6 +63,7 @@ def _variants() -> Iterable[str]:
 
 complete_containers, complete_targets = completing(_containers), completing(_targets)
 complete_layouts, complete_variants = completing(_layouts), completing(_variants)
+complete_maps = completing(_maps)
 
 
 step_option = click.option(

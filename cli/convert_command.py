@@ -10,6 +10,7 @@ import click
 from statekit.cli import output
 from statekit.cli.arguments import (
     complete_layouts,
+    complete_maps,
     complete_targets,
     from_option,
     hints_options,
@@ -22,7 +23,9 @@ from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import Report, convert, plan
 from statekit.conversion.plan import Plan
 from statekit.conversion.resume import next_update, of_plan, resume_lines, unsaid
+from statekit.converters.formats.hparams import read_hparams
 from statekit.files.stage import Progress
+from statekit.maps.model_map import maps_of
 from statekit.state.train_state import StepOffset
 
 OFFSETS: dict[str, StepOffset] = {"keep": "keep", "reset": "reset"}
@@ -36,6 +39,16 @@ def _step_offset(ctx: click.Context, param: click.Parameter, value: str) -> Step
         return int(value)
     except ValueError:
         raise click.BadParameter(f"{value!r} is neither keep, reset nor a number.") from None
+
+
+def _renaming(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> dict[str, str]:
+    pairs = {}
+    for one in value:
+        pattern, equals, replacement = one.partition("=")
+        if not pattern or not equals:
+            raise click.BadParameter(f"{one!r} isn't PATTERN=REPLACEMENT.")
+        pairs[pattern] = replacement
+    return pairs
 
 
 @click.command("convert")
@@ -79,6 +92,26 @@ def _step_offset(ctx: click.Context, param: click.Parameter, value: str) -> Step
     help="A file that Keras saved of the same model, trained or not: parameters are laid out as in it.",
 )
 @click.option(
+    "--map",
+    "map_name",
+    metavar="SOURCE:TARGET",
+    shell_complete=complete_maps,
+    help="From one codebase's model to another's: t5x-t5:hf-t5. Slots follow their parameters.",
+)
+@click.option(
+    "--config",
+    multiple=True,
+    metavar="FILE|KEY=VALUE",
+    help="What the map needs to know of the model: num_heads=12, or its config.json. May be repeated.",
+)
+@click.option(
+    "--rename",
+    multiple=True,
+    metavar="PATTERN=REPLACEMENT",
+    callback=_renaming,
+    help="Other names for parameters, by a regular expression; before the map. May be repeated.",
+)
+@click.option(
     "--dry-run", is_flag=True, help="Say what would be done, tensor by tensor; read and write no values."
 )
 @click.option(
@@ -97,6 +130,9 @@ def command(
     step_offset: StepOffset,
     require: str,
     like: Path | None,
+    map_name: str | None,
+    config: tuple[str, ...],
+    rename: dict[str, str],
     dry_run: bool,
     replace: bool,
     replace_foreign: bool,
@@ -118,6 +154,7 @@ def command(
         step_offset=step_offset,
         require=Exactness[require.upper()],
         like=like,
+        maps=maps_of(map_name, read_hparams(config).values, rename),
     )
     report = None if dry_run else _carry_out(planned, replace, replace_foreign)
     if as_json:

@@ -46,6 +46,7 @@ def show_plan(stdout: Screen, plan: Plan, tensors: bool) -> None:
     elif tensors:
         stdout.say(f"More than {MAX_ROWS} tensors: --json lists them.")
     for title, lines in (
+        ("Mapped:", _mapped(plan, tensors)),
         ("Not bitwise:", _inexact(plan)),
         ("Different in the target's rule:", _differences(plan)),
         ("Made up for by hyperparameters:", plan.rule_change.compensated_by if plan.rule_change else ()),
@@ -88,11 +89,24 @@ def folded(reasons: Mapping[str, str]) -> Iterator[str]:
         yield f"{common}{f': {reason}' if reason else ''}{count}"
 
 
+def _mapped(plan: Plan, each: bool) -> Iterator[str]:
+    """Yields what became of the source's parameters: in all, or of each with its slots."""
+    if each and len(plan.mapped) <= MAX_ROWS:
+        for one in plan.mapped:
+            how = ", ".join((*one.operations, *one.slots))
+            yield f"{', '.join(one.sources)} -> {one.target}" + (f" ({how})" if how else "")
+    elif plan.mapped:
+        sources = {path for one in plan.mapped for path in one.sources}
+        slots = sum(len(one.slots) for one in plan.mapped)
+        yield f"all {len(sources)} parameters, to {len(plan.mapped)} with {slots} slots; --dry-run --json lists them"
+
+
 def _inexact(plan: Plan) -> Iterator[str]:
     kinds: dict[tuple[Exactness, str], list[str]] = {}
-    for entry in plan.entries:
-        if entry.exactness > Exactness.BITWISE:
-            kinds.setdefault((entry.exactness, entry.reason), []).append(entry.name)
+    parts = [(one.target, one) for one in plan.mapped] + [(entry.name, entry) for entry in plan.entries]
+    for name, part in parts:
+        if part.exactness > Exactness.BITWISE:
+            kinds.setdefault((part.exactness, part.reason), []).append(name)
     for (exactness, reason), names in kinds.items():
         yield f"{exactness.name.lower()}: {reason} ({some(names)})"
 

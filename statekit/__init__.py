@@ -211,6 +211,9 @@ def plan(  # noqa: D417 - those of `open` are named in one line
     step_offset: StepOffset = "keep",
     require: _Level = "rounding",
     like: _Path | None = None,
+    map: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    rename: Mapping[str, str] | None = None,
 ) -> Plan:
     """Says what a conversion will do, tensor by tensor, without reading or writing a value.
 
@@ -226,6 +229,10 @@ def plan(  # noqa: D417 - those of `open` are named in one line
         step_offset: `keep`; `reset`, so that the second-moment decay starts anew; or the step where it starts.
         require: The least exactness allowed.
         like: A file that Keras saved of the same model, trained or not: the target's parameters lie as in it.
+        map: From the source's model to that of another codebase, e.g. `t5x-t5:hf-t5`: names and axes of the parameters,
+            and every slot with them.
+        config: What the map needs to know of the model and no checkpoint says, e.g. `{"num_heads": 12}`.
+        rename: Regular expression -> replacement, as `re.sub` takes them, for the names of parameters; before the map.
 
     Raises:
         InexactError: The conversion would be less exact than required.
@@ -240,6 +247,7 @@ def plan(  # noqa: D417 - those of `open` are named in one line
     """
     from statekit.conversion.contracts import Exactness
     from statekit.conversion.convert import plan as planned
+    from statekit.maps.model_map import maps_of
 
     return planned(
         _local(source),
@@ -263,6 +271,7 @@ def plan(  # noqa: D417 - those of `open` are named in one line
         step_offset=step_offset,
         require=Exactness[require.upper()],
         like=None if like is None else _local(like),
+        maps=maps_of(map, config, rename),
     )
 
 

@@ -19,7 +19,7 @@ FLOORS = (
     ("statekit.tensors", "statekit.schemas"),
     ("statekit.state", "statekit.files", "statekit.arrays"),
     ("statekit.conversion.contracts", "statekit.optim"),
-    ("statekit.converters.formats",),
+    ("statekit.converters.formats", "statekit.maps"),
     ("statekit.converters.containers", "statekit.converters.layouts"),
     ("statekit.conversion", "statekit.dropin"),
     ("statekit.torch", "statekit.jax", "statekit.tensorflow"),

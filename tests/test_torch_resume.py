@@ -486,3 +486,17 @@ def test_weights_alone_are_no_state_to_go_on_with(tmp_path: Path) -> None:
     bare = replace(state, slots={}, rules={})
     with pytest.raises(StateError, match="no optimizer state"):
         load_optimizer(save(bare, tmp_path / "statekit"), [])
+
+
+def test_tensors_of_different_values_dont_go_into_one_that_the_model_ties(tmp_path: Path) -> None:
+    embed, head = (torch.nn.Linear(2, 3, bias=False) for _ in range(2))
+    model = torch.nn.ModuleDict({"embed": embed, "head": head})
+    torch.save(model.state_dict(), tmp_path / "apart.pt")
+    head.weight = embed.weight
+    before = embed.weight.detach().clone()
+    with pytest.raises(StateError, match="one tensor with embed"):
+        load_params(tmp_path / "apart.pt", model)
+    assert torch.equal(embed.weight, before)
+    torch.save({name: torch.ones(3, 2) for name in ("embed.weight", "head.weight")}, tmp_path / "alike.pt")
+    load_params(tmp_path / "alike.pt", model)
+    assert torch.equal(embed.weight, torch.ones(3, 2))

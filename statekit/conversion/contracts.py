@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -15,28 +14,12 @@ from statekit.errors import Faults, UsageError
 from statekit.files.budget import Budget, Limits
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
 from statekit.files.stage import Stage
+from statekit.state.exactness import Exactness as Exactness  # noqa: PLC0414 - part of the contract
 from statekit.state.options import checked_hparams, is_known
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Path as Keys
 from statekit.tensors.tree import Tree
-
-
-class Exactness(IntEnum):
-    """How exact a converted tensor is; lower is better."""
-
-    BITWISE = 0
-    """Every bit is kept."""
-    ROUNDING = 1
-    """Equal in real arithmetic: the target continues the same run."""
-    STATISTICS = 2
-    """What the target's rule would hold had it run from the start; but that rule makes another update."""
-    ESTIMATE = 3
-    """The current second-moment estimate is kept, its later evolution isn't."""
-    LOSSY = 4
-    """A best approximation with a measured size."""
-    REFUSED = 5
-    """Can't be done."""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from statekit.files.stage import (
     silent,
     staged,
 )
+from statekit.maps.links import StateMap
 from statekit.state.train_state import StepOffset
 from statekit.tensors.digest import json_digest, tensor_digest
 from statekit.tensors.tensor import nbytes
@@ -94,16 +95,19 @@ def plan(
     step_offset: StepOffset = "keep",
     require: Exactness = Exactness.ROUNDING,
     like: Path | None = None,
+    maps: tuple[StateMap, ...] = (),
 ) -> Plan:
     """Says what a conversion will do, without reading a value.
 
-    The arguments are those of `statekit.plan`, which explains them; but `hints` are what the source doesn't say, and
-    `require` is a level of exactness.
+    The arguments are those of `statekit.plan`, which explains them; but `hints` are what the source doesn't say,
+    `require` is a level of exactness, and `maps` are what `statekit.maps.model_map.maps_of` makes of the last three.
 
     Raises:
         As `statekit.plan`.
     """
-    request = Request(Path(source), Path(target), from_, to, layout, step, hints, step_offset, require, like)
+    request = Request(
+        Path(source), Path(target), from_, to, layout, step, hints, step_offset, require, like, maps
+    )
     return prepare(request)
 
 
@@ -246,9 +250,16 @@ def _manifest_fields(plan: Plan, digest: str | None, files: Iterable[str]) -> Ma
         "resume": resume_lines(in_manifest(plan, files), plan.state),
         "dropped": dict(plan.dropped),
         "inexact": {
-            entry.name: {"exactness": entry.exactness.name.lower(), "reason": entry.reason}
-            for entry in plan.entries
-            if entry.exactness > Exactness.BITWISE
+            **{
+                one.target: {"exactness": one.exactness.name.lower(), "reason": one.reason}
+                for one in plan.mapped
+                if one.exactness > Exactness.BITWISE
+            },
+            **{
+                entry.name: {"exactness": entry.exactness.name.lower(), "reason": entry.reason}
+                for entry in plan.entries
+                if entry.exactness > Exactness.BITWISE
+            },
         },
     }
 

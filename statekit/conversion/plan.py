@@ -13,6 +13,7 @@ from statekit.conversion.kept import Kept, by_leaf, kept_of
 from statekit.conversion.rule_change import RuleChange
 from statekit.errors import Faults, InexactError, printable
 from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.maps.links import Mapped, StateMap
 from statekit.state.run import RunState, run_of
 from statekit.state.train_state import StepOffset, TrainState
 from statekit.tensors.digest import json_digest
@@ -39,6 +40,7 @@ class Request:
         step_offset: `keep`, `reset` (to the number of updates done) or a number.
         require: The worst exactness allowed.
         like: A file of the same model, whose places the target's parameters get.
+        maps: What gives the parameters the names and axes of another model, one after the other.
     """
 
     source: Path
@@ -51,6 +53,7 @@ class Request:
     step_offset: StepOffset = "keep"
     require: Exactness = Exactness.ROUNDING
     like: Path | None = None
+    maps: tuple[StateMap, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ class Plan:
         options: What was asked for that changes the result.
         state: Schema, variant, steps, groups, rules: the state without its tensors, as the target has it.
         rule_change: How the run goes on under another rule; None if the target may follow the source's own.
+        mapped: What the maps made of every parameter; empty without one.
         findings: What was odd about the source; not part of the digest, as it names places on this machine.
         request: What was asked for, with paths; not part of the digest.
         empty: Names of the target's leaves that hold nothing; not part of the digest.
@@ -135,6 +139,7 @@ class Plan:
     options: Mapping[str, Any]
     state: Mapping[str, Any]
     rule_change: RuleChange | None
+    mapped: tuple[Mapped, ...]
     findings: tuple[Finding, ...]
     request: Request
     empty: tuple[str, ...] = field(default=(), repr=False, compare=False)
@@ -151,6 +156,7 @@ class Plan:
         whole = [Exactness.LOSSY for _ in _lost(self.dropped)]
         if self.rule_change is not None:
             whole.append(self.rule_change.exactness)
+        whole += [one.exactness for one in self.mapped]
         return max([Exactness.BITWISE, *whole, *(entry.exactness for entry in self.entries)])
 
     @cached_property
@@ -175,6 +181,7 @@ class Plan:
             "state": dict(self.state),
             "crossing": self.rule_change.to_json() if self.rule_change is not None else None,  # a stored key
             "tensors": [entry.to_json() for entry in self.entries],
+            **({"mapped": [one.to_json() for one in self.mapped]} if self.mapped else {}),
         }
 
     def __repr__(self) -> str:
@@ -196,6 +203,11 @@ class Plan:
             for entry in self.entries
             if entry.exactness > allowed
         )
+        faults += [
+            (f"{one.exactness.name.lower()}: {one.reason}", one.target)
+            for one in self.mapped
+            if one.exactness > allowed
+        ]
         if allowed < Exactness.LOSSY:
             faults += [(f"dropped: {self.dropped[name]}", name) for name in _lost(self.dropped)]
         faults.check(
@@ -216,6 +228,7 @@ def build_plan(
     options: Mapping[str, Any],
     request: Request,
     rule_change: RuleChange | None = None,
+    mapped: tuple[Mapped, ...] = (),
     keeps_manifest: bool = True,
 ) -> Plan:
     """Builds the plan of a conversion from names, shapes and dtypes alone.
@@ -229,6 +242,7 @@ def build_plan(
         options: What was asked for that changes the result.
         request: What was asked for.
         rule_change: How the state came under another rule, if it did.
+        mapped: What maps made of its parameters.
         keeps_manifest: Whether the target has a manifest, to keep what the target itself has no place for.
     """
     sources = {name for tensor in checkpoint.tensors.values() for name in _stored_names(tensor.to_json())}
@@ -247,6 +261,7 @@ def build_plan(
         options=to_json(options),
         state=to_json(state.to_json()),
         rule_change=rule_change,
+        mapped=mapped,
         findings=checkpoint.findings,
         request=request,
         empty=tuple(empty_names(encoded.tree)),

@@ -33,6 +33,7 @@ from statekit.errors import Faults, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import files_of, proven
 from statekit.files.stage import TargetKind
+from statekit.maps.links import carried_through
 from statekit.state.stored_params import as_params, check_known, decoded
 from statekit.state.train_state import StepOffset, TrainState
 
@@ -119,6 +120,7 @@ def prepare(request: Request) -> Plan:
         if not (isinstance(layout, KeepsEncoding) and layout.keeps_encoding):
             check_known(state, opened.makers)
             state = state.each(decoded)
+        state, mapped = carried_through(state, request.maps)
         rule_change = rule_change_to(registry.layout_card(layout.name), state, opened.layout)
         if rule_change is not None:
             rule_change.check(request.require, lambda: _nearest(opened, request))
@@ -139,12 +141,22 @@ def prepare(request: Request) -> Plan:
             "step_offset": {"asked": request.step_offset, "value": _offset(state, request.step_offset)},
             "require": request.require.name.lower(),
             **({"like": request.like.name} if request.like is not None else {}),
+            **({"maps": [one.to_json() for one in request.maps]} if request.maps else {}),
             **({"accept_damaged": True} if request.hints.accept_damaged else {}),
         }
         target = Side(container.name, layout.name, encoded.step)
         keeps = container.target_kind == "folder" or isinstance(container, KeepsManifest)
         plan = build_plan(
-            opened.checkpoint, opened.layout, state, encoded, target, options, request, rule_change, keeps
+            opened.checkpoint,
+            opened.layout,
+            state,
+            encoded,
+            target,
+            options,
+            request,
+            rule_change,
+            mapped,
+            keeps,
         )
         plan.check()
         files = _facts_of(opened.checkpoint)

@@ -48,10 +48,14 @@ class Rule:
         """Whether the second moment is kept as `v_row` and `v_col` instead of `v`."""
         return bool(self.dims(Axis.ROW, Axis.COLUMN))
 
+    def kept(self, slot: str) -> tuple[int, ...]:
+        """Returns the parameter's axes that `v_row` or `v_col` has kept, in order."""
+        gone = self.dims(Axis.COLUMN if slot == "v_row" else Axis.ROW)
+        return tuple(i for i in range(len(self.axes)) if i not in gone)
+
     def slot_shape(self, slot: str, shape: Shape) -> Shape:
         """Returns the shape of `v_row` or `v_col` for a parameter's shape."""
-        gone = self.dims(Axis.COLUMN if slot == "v_row" else Axis.ROW)
-        return tuple(n for i, n in enumerate(shape) if i not in gone)
+        return tuple(shape[i] for i in self.kept(slot))
 
     def to_json(self) -> dict[str, Any]:
         """Returns the rule as it stands in a manifest."""

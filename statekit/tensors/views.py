@@ -1,4 +1,4 @@
-"""Tensors made of others, which are read when they are: axes of length 1, slices, stacks, means, pieces, powers."""
+"""Tensors made of others, which are read when they are: other axes, slices, stacks, means, pieces, powers."""
 
 from __future__ import annotations
 
@@ -153,6 +153,179 @@ class Stack:
     def to_json(self) -> dict[str, Any]:
         """Describes the tensor."""
         return {"op": "stack", "sources": [tensor.to_json() for tensor in self.tensors], "axis": self.axis}
+
+
+@dataclass(frozen=True)
+class Permuted:
+    """A tensor with its axes in another order: the new axis i is the tensor's axis `order[i]`.
+
+    Raises:
+        UsageError: `order` doesn't name each axis once.
+
+    Example:
+        >>> from statekit.tensors.tensor import in_memory
+        >>> Permuted(in_memory(np.arange(6).reshape(2, 3)), (1, 0)).read().tolist()
+        [[0, 3], [1, 4], [2, 5]]
+    """
+
+    tensor: Tensor
+    order: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if sorted(self.order) != list(range(len(self.tensor.shape))):
+            raise UsageError(
+                "An order of axes doesn't name each once.",
+                expected=f"{len(self.tensor.shape)} axes",
+                found=self.order,
+            )
+
+    @property
+    def shape(self) -> Shape:
+        """The shape."""
+        return tuple(self.tensor.shape[i] for i in self.order)
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype."""
+        return self.tensor.dtype
+
+    @property
+    def grain(self) -> Shape:
+        """The cheapest block, in the new order."""
+        return tuple(self.tensor.grain[i] for i in self.order)
+
+    def read(self, index: Index | None = None) -> Array:
+        """Reads a block."""
+        index = normal_index(index, self.shape)
+        inner = tuple(index[self.order.index(i)] for i in range(len(self.order)))
+        return np.ascontiguousarray(self.tensor.read(inner).transpose(self.order))
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes the tensor."""
+        return {"op": "permuted", "source": self.tensor.to_json(), "order": list(self.order)}
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A tensor whose axes `axis` and `axis + 1` are one, the second running faster; undoes `Parted`.
+
+    Example:
+        >>> from statekit.tensors.tensor import in_memory
+        >>> Merged(in_memory(np.arange(6).reshape(2, 3)), 0).read((slice(2, 5),)).tolist()
+        [2, 3, 4]
+    """
+
+    tensor: Tensor
+    axis: int
+
+    @property
+    def shape(self) -> Shape:
+        """The shape."""
+        return self._joined(self.tensor.shape)
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype."""
+        return self.tensor.dtype
+
+    @property
+    def grain(self) -> Shape:
+        """The cheapest block: whole runs of the second axis."""
+        grain, at = self.tensor.grain, self.axis
+        return self._joined((*grain[: at + 1], self.tensor.shape[at + 1], *grain[at + 2 :]))
+
+    def _joined(self, sizes: Shape) -> Shape:
+        at = self.axis
+        return (*sizes[:at], sizes[at] * sizes[at + 1], *sizes[at + 2 :])
+
+    def read(self, index: Index | None = None) -> Array:
+        """Reads a block: of the first of the two axes all that it reaches into, which is then cut."""
+        index, at = normal_index(index, self.shape), self.axis
+        wanted, run = index[at], self.tensor.shape[at + 1]
+        if 0 in index_shape(index):
+            return np.empty(index_shape(index), self.dtype)
+        first, last = wanted.start // run, -(-wanted.stop // run)
+        inner = (*index[:at], slice(first, last), slice(0, run), *index[at + 1 :])
+        block = self.tensor.read(inner)
+        block = block.reshape((*block.shape[:at], -1, *block.shape[at + 2 :]))
+        cut = slice(wanted.start - first * run, wanted.stop - first * run)
+        return np.ascontiguousarray(block[(slice(None),) * at + (cut,)])
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes the tensor."""
+        return {"op": "merged", "source": self.tensor.to_json(), "axis": self.axis}
+
+
+@dataclass(frozen=True)
+class Parted:
+    """A tensor whose axis `axis` is two, of which the first has the length `outer`; undoes `Merged`.
+
+    Raises:
+        UsageError: The axis isn't a multiple of that.
+
+    Example:
+        >>> from statekit.tensors.tensor import in_memory
+        >>> Parted(in_memory(np.arange(6)), 0, 2).read().tolist()
+        [[0, 1, 2], [3, 4, 5]]
+    """
+
+    tensor: Tensor
+    axis: int
+    outer: int
+
+    def __post_init__(self) -> None:
+        length = self.tensor.shape[self.axis]
+        if self.outer < 1 or length % self.outer:
+            raise UsageError(
+                "An axis can't be parted so.", expected=f"a divisor of {length}", found=self.outer
+            )
+
+    @property
+    def _run(self) -> int:
+        return self.tensor.shape[self.axis] // self.outer
+
+    @property
+    def shape(self) -> Shape:
+        """The shape."""
+        sizes = self.tensor.shape
+        return (*sizes[: self.axis], self.outer, self._run, *sizes[self.axis + 1 :])
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype."""
+        return self.tensor.dtype
+
+    @property
+    def grain(self) -> Shape:
+        """The cheapest block, in the new axes."""
+        grain, run = self.tensor.grain, self._run
+        length = grain[self.axis]
+        return (
+            *grain[: self.axis],
+            max(1, length // max(run, 1)),
+            min(length, run),
+            *grain[self.axis + 1 :],
+        )
+
+    def read(self, index: Index | None = None) -> Array:
+        """Reads a block: all that the first of the two axes selects, which is then cut along the second."""
+        index, at = normal_index(index, self.shape), self.axis
+        if 0 in index_shape(index):
+            return np.empty(index_shape(index), self.dtype)
+        outer, run = index[at], self._run
+        inner = (*index[:at], slice(outer.start * run, outer.stop * run), *index[at + 2 :])
+        block = self.tensor.read(inner)
+        block = block.reshape((*block.shape[:at], -1, run, *block.shape[at + 1 :]))
+        return np.ascontiguousarray(block[(slice(None),) * (at + 1) + (index[at + 1],)])
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes the tensor."""
+        return {
+            "op": "parted",
+            "source": self.tensor.to_json(),
+            "axis": self.axis,
+            "outer": self.outer,
+        }
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,13 @@ from statekit.dropin.by_name import path_of
 from statekit.dropin.matching import Given, copy_fault, match_faults, renamed, require_resumable
 from statekit.dropin.overrides import overridden, rate_of
 from statekit.errors import Faults, StateError, UsageError
+from statekit.maps.links import carried_through
+from statekit.maps.model_map import maps_of
 from statekit.state.options import RATE_NAMES
 from statekit.state.schema import load_schema
 from statekit.state.stored_params import as_params, as_variable
 from statekit.state.train_state import Axis, Rule, TrainState
-from statekit.tensors.tensor import Array, Stored, Tensor
+from statekit.tensors.tensor import Array, Stored, Tensor, same_values
 from statekit.torch.adafactor import Adafactor
 from statekit.torch.adamw import AdamW
 from statekit.torch.groups import rate_fault
@@ -65,6 +67,8 @@ def load_optimizer(
     names_from: Literal["config"] | None = None,
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
+    map: str | None = None,
+    config: Mapping[str, Any] | None = None,
     follow_links: bool = False,
     **overrides: Any,
 ) -> torch.optim.Optimizer:
@@ -91,6 +95,9 @@ def load_optimizer(
             has it if None.
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names, as in its configuration.
+        map: From the checkpoint's model to that of another codebase, e.g. `t5x-t5:hf-t5`; `names` are of its names
+            then.
+        config: What the map needs to know of the model and no checkpoint says, e.g. `{"num_heads": 12}`.
         follow_links: Whether to read what links out of the checkpoint lead to.
         **overrides: Hyperparameters for every group, e.g. `clipping_threshold=None`; `step_offset="reset"` lets the
             second moment's decay start anew, as finetuning does. What can be overridden is the law that
@@ -111,9 +118,11 @@ def load_optimizer(
         if fault := rate_fault(rate):
             raise UsageError("This can't be a learning rate.", place="lr", found=fault)
     pairs = _pairs(named_parameters)
-    hints = _hints(pairs, names or {}, param_names, names_from, hparams, variant, follow_links)
+    maps = maps_of(map, config)
+    model = [] if maps else pairs  # the checkpoint has other ones
+    hints = _hints(model, names or {}, param_names, names_from, hparams, variant, follow_links)
     with open_state(Path(path), step=step, hints=hints) as opened:
-        state = as_params(opened.state)[0]
+        state = carried_through(as_params(opened.state)[0], maps)[0]
         require_resumable(state, path, HOME, MAKERS)
         state = renamed(state, names or {}, path)
         state = overridden(state, overrides, "lr", lambda schema: f"{HOME}.{MAKERS[schema]}(...)")
@@ -177,6 +186,8 @@ def load_params(
     names_from: Literal["config"] | None = None,
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
+    map: str | None = None,
+    config: Mapping[str, Any] | None = None,
     follow_links: bool = False,
 ) -> None:
     """Copies a checkpoint's parameters into a model, by name, in place; nothing is copied unless all fit.
@@ -192,6 +203,8 @@ def load_params(
         names_from: As in `load_optimizer`.
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names.
+        map: As in `load_optimizer`.
+        config: As in `load_optimizer`.
         follow_links: As in `load_optimizer`.
 
     Raises:
@@ -199,10 +212,11 @@ def load_params(
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    pairs = list(model.named_parameters())
+    maps = maps_of(map, config)
+    pairs = [] if maps else list(model.named_parameters())
     hints = _hints(pairs, names or {}, param_names, names_from, hparams, None, follow_links)
     with open_state(Path(path), step=step, hints=hints) as opened:
-        state = renamed(as_params(opened.state)[0], names or {}, path)
+        state = renamed(carried_through(as_params(opened.state)[0], maps)[0], names or {}, path)
         for target, source in _fitted(state, opened.makers, model, path):
             copy_into(target, source)
 
@@ -225,9 +239,14 @@ def _fitted(
     ]
     faults += [("isn't in the checkpoint", name) for name, t in required.items() if id(t) not in covered]
     pairs = []
+    into: dict[int, tuple[str, Tensor]] = {}
     for key, (name, stored_tensor) in sources.items():
         if (target := targets.get(key)) is None:
             faults.append(("isn't in the model", name))
+            continue
+        other, first = into.setdefault(id(target), (name, stored_tensor))
+        if other != name and not same_values(first, stored_tensor):
+            faults.append((f"is one tensor with {other} in the model, and has other values", name))
             continue
         tensor = as_variable(state, name, dtype_of(target), makers) if name in state.params else stored_tensor
         if fault := copy_fault(tensor, tuple(target.shape), dtype_of(target)):

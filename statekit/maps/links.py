@@ -1,0 +1,240 @@
+"""Carries a map out: a state under other names, in which every slot has followed its parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from statekit.errors import Faults, InexactError, StateError
+from statekit.maps.operations import Operation, Piece
+from statekit.state.exactness import Exactness
+from statekit.state.options import BY_NAME
+from statekit.state.stored_params import DECODED
+from statekit.state.train_state import Counts, Group, TrainState
+from statekit.tensors.ties import TIES
+
+_BY_PATTERN = ("factor_map", "exclude_from_weight_decay", "exclude_from_parameter_scale")
+"""Hyperparameters that say something of names that fit a pattern, which other names may not."""
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Link:
+    """Which parameters one of the target is made of, and how.
+
+    Attributes:
+        sources: Their paths.
+        target: Its path.
+        operations: What is done to them, in this order.
+    """
+
+    sources: tuple[str, ...]
+    target: str
+    operations: tuple[Operation, ...] = ()
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """What became of one parameter of the target, and of its slots.
+
+    Attributes:
+        target: Its path.
+        sources: The paths that it is made of.
+        operations: What was done, in words.
+        slots: The slots that went along.
+        exactness: How exactly training goes on with it.
+        reason: Why that isn't bitwise; empty if it is.
+    """
+
+    target: str
+    sources: tuple[str, ...]
+    operations: tuple[str, ...]
+    slots: tuple[str, ...]
+    exactness: Exactness
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as it stands in a plan."""
+        return {
+            "target": self.target,
+            "sources": list(self.sources),
+            "operations": list(self.operations),
+            "slots": list(self.slots),
+            "exactness": self.exactness.name.lower(),
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A state that a map was carried out on.
+
+    Attributes:
+        state: What it became.
+        mapped: Every parameter of it.
+    """
+
+    state: TrainState
+    mapped: tuple[Mapped, ...]
+
+
+def carried(
+    state: TrainState, links: Sequence[Link], ties: Mapping[str, str] | None = None, place: object = None
+) -> Carried:
+    """Carries links out on a state; every parameter must be a source of one.
+
+    Args:
+        state: The state.
+        links: What becomes of its parameters, in the order of the new state.
+        ties: Further names of parameters of the new state: name -> path. Those of the state follow by its paths if
+            None.
+        place: The map, for errors.
+
+    Raises:
+        StateError: What the state holds doesn't fit; lists every fault.
+        InexactError: What it holds doesn't tell what the target would hold; lists every such parameter.
+    """
+    of: dict[str, list[str]] = {}
+    for link in links:
+        for source in link.sources:
+            of.setdefault(source, []).append(link.target)
+    faults, refused = Faults(), Faults()
+    targets = [link.target for link in links]
+    faults += [
+        ("would be the name of two parameters", name) for name in {*targets} if targets.count(name) > 1
+    ]
+    faults += [("isn't covered by the map", path) for path in state.params if path not in of]
+    pieces: dict[str, Piece] = {}
+    for link in links:
+        try:
+            pieces[link.target] = _made(state, link)
+        except StateError as error:
+            faults.add(error.subject, ", ".join(link.sources))
+        except InexactError as error:
+            refused.add(error.subject, ", ".join(link.sources))
+    faults += _split_groups(state, links)
+    groups = [_group(group, links, faults) for group in state.optimizer.groups]
+    behind = _of_targets(state.counts.behind, links, "updates done", faults)
+    faults.check(StateError, "The map doesn't fit the state", place=place)
+    refused.check(InexactError, "The map can't be carried out exactly on the state", place=place)
+    extra = dict(state.extra)
+    if DECODED in extra:
+        extra[DECODED] = [target for path in extra[DECODED] for target in of.get(path, ())]
+    if ties is None:
+        ties = {name: target for name, path in extra.get(TIES, {}).items() for target in of[path][:1]}
+    extra.pop(TIES, None)
+    if ties:
+        extra[TIES] = dict(ties)
+    after = TrainState(
+        {path: piece.param for path, piece in pieces.items()},
+        {
+            link.target: pieces[link.target].slots
+            for link in links
+            if any(path in state.slots for path in link.sources)
+        },
+        replace(state.optimizer, groups=tuple(groups)),
+        Counts(state.counts.updates, state.counts.schedule, behind),
+        {path: piece.rule for path, piece in pieces.items() if piece.rule is not None},
+        extra,
+        state.assumptions,
+    )
+    return Carried(after, tuple(_mapped(link, pieces[link.target]) for link in links))
+
+
+class StateMap(Protocol):
+    """What makes another state of one."""
+
+    def apply(self, state: TrainState) -> Carried:
+        """Returns the state under other names."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what was asked for, as it stands in a plan."""
+
+
+def carried_through(state: TrainState, maps: Iterable[StateMap]) -> tuple[TrainState, tuple[Mapped, ...]]:
+    """Returns what maps make of a state, one after the other, and of every parameter by the names of the source."""
+    mapped: tuple[Mapped, ...] = ()
+    for one in maps:
+        result = one.apply(state)
+        state, mapped = result.state, _after(mapped, result.mapped)
+    return state, mapped
+
+
+def _after(before: Sequence[Mapped], mapped: Sequence[Mapped]) -> tuple[Mapped, ...]:
+    """Returns what became of every parameter in both of two maps."""
+    if not before:
+        return tuple(mapped)
+    made = {one.target: one for one in before}
+    joined = []
+    for one in mapped:
+        parts = [made[path] for path in one.sources]
+        worst = max([one, *parts], key=lambda part: part.exactness)
+        words = dict.fromkeys(word for part in parts for word in part.operations)
+        joined.append(
+            replace(
+                one,
+                sources=tuple(path for part in parts for path in part.sources),
+                operations=(*words, *one.operations),
+                exactness=worst.exactness,
+                reason=worst.reason,
+            )
+        )
+    return tuple(joined)
+
+
+def _mapped(link: Link, piece: Piece) -> Mapped:
+    words = tuple(map(str, link.operations))
+    return Mapped(link.target, link.sources, words, tuple(piece.slots), piece.exactness, piece.reason)
+
+
+def _made(state: TrainState, link: Link) -> Piece:
+    pieces = tuple(
+        Piece(_schema(state, path), state.params[path], state.slots.get(path, {}), state.rules.get(path))
+        for path in link.sources
+    )
+    for operation in link.operations:
+        pieces = operation.of(pieces)
+    (piece,) = pieces
+    return piece
+
+
+def _schema(state: TrainState, path: str) -> str:
+    group = state.group_of(path) if state.optimizer.several else None
+    return state.optimizer.schema if group is None else state.optimizer.kind(group)[0]
+
+
+def _group(group: Group, links: Sequence[Link], faults: Faults) -> Group:
+    moved = set(group.paths)
+    links = [link for link in links if moved.issuperset(link.sources)]
+    said = dict(group.hyperparameters)
+    for name, value in said.items():
+        if name in BY_NAME and isinstance(value, Mapping):
+            said[name] = _of_targets(value, links, name, faults)
+        elif name in (*_BY_PATTERN, *BY_NAME) and value and not isinstance(value, bool):
+            faults.add("is said of names that fit a pattern, and the map changes names", name)
+    order = {path: i for i, path in enumerate(group.paths)}
+    links.sort(key=lambda link: order[link.sources[0]])
+    return replace(group, paths=tuple(link.target for link in links), hyperparameters=said)
+
+
+def _of_targets(
+    values: Mapping[str, Value], links: Iterable[Link], what: str, faults: Faults
+) -> dict[str, Value]:
+    """Returns what was said of some parameters, of those that they have become."""
+    said: dict[str, Value] = {}
+    for link in links:
+        known = [values[path] for path in link.sources if path in values]
+        if known and (len(known) < len(link.sources) or any(one != known[0] for one in known)):
+            faults.add(f"is made of parameters with different {what}", link.target)
+        elif known:
+            said[link.target] = known[0]
+    return said
+
+
+def _split_groups(state: TrainState, links: Iterable[Link]) -> Iterator[tuple[str, str]]:
+    """Yields the parameters that would be made of some of several groups, or of some that no group moves."""
+    group_of = {path: i for i, group in enumerate(state.optimizer.groups) for path in group.paths}
+    for link in links:
+        if len({group_of.get(path) for path in link.sources}) > 1:
+            yield "is made of parameters of several groups", link.target

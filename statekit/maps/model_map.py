@@ -1,0 +1,429 @@
+"""Model maps: from the names of one codebase's model to another's, and how the axes of each differ.
+
+A map is a JSON file below `converters/models`, held to `schemas/statekit-map.schema.json`. Its templates are paths with
+fields: `{word}` of a table of words that both sides know by other names, and `{number}`, which counts, as layers do. It
+is read in both directions.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import resources
+from itertools import product
+from typing import Any
+
+from statekit.errors import Faults, StateError, UsageError, check_name
+from statekit.maps.links import Carried, Link, StateMap, carried
+from statekit.maps.operations import Merge, Operation, Part, Permute, Stack, Unstack
+from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import Shape
+from statekit.tensors.ties import TIES
+
+_FIELD = re.compile(r"\{(\w+)\}")
+_NUMBER = r"0|[1-9]\d{0,5}"
+Binding = Mapping[str, str | int]
+"""What the fields of a template stand for: a word of the first side, or a number."""
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """A path with fields, of one side of a map.
+
+    Attributes:
+        text: The path.
+        words: For each field that is no number: the first side's word -> this side's.
+    """
+
+    text: str
+    words: Mapping[str, Mapping[str, str]]
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The names of the fields, each once."""
+        return tuple(dict.fromkeys(_FIELD.findall(self.text)))
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The names of those that count."""
+        return tuple(name for name in self.fields if name not in self.words)
+
+    def binding(self, path: str) -> dict[str, str | int] | None:
+        """Returns what the fields stand for in a path, or None if it doesn't fit."""
+        match = self._pattern.fullmatch(path)
+        if match is None:
+            return None
+        first = {name: {mine: one for one, mine in table.items()} for name, table in self.words.items()}
+        return {
+            name: first[name][text] if name in first else int(text)
+            for name, text in match.groupdict().items()
+        }
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        text, seen = "", set[str]()
+        for i, part in enumerate(_FIELD.split(self.text)):
+            if i % 2 == 0:
+                text += re.escape(part)
+            elif part in seen:
+                text += f"(?P={part})"
+            else:
+                words = self.words.get(part)
+                text += f"(?P<{part}>{'|'.join(map(re.escape, words.values())) if words else _NUMBER})"
+                seen.add(part)
+        return re.compile(text)
+
+    def path(self, binding: Binding) -> str:
+        """Returns the path that a binding gives."""
+        return _FIELD.sub(lambda m: self._word(m[1], binding[m[1]]), self.text)
+
+    def _word(self, name: str, value: str | int) -> str:
+        return self.words[name][str(value)] if name in self.words else str(value)
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One line of a map, in the direction in which it is gone.
+
+    Attributes:
+        source: Template of the parameters that are read.
+        target: Template of those that are made.
+        operations: As the map's file has them, first to last in this direction.
+        when: The choice and the alternative that the line is for, such as `mlp`, `gated`; None if it is for all.
+    """
+
+    source: Template
+    target: Template
+    operations: tuple[Mapping[str, Any], ...] = ()
+    when: tuple[str, str] | None = None
+
+    @property
+    def unstacked(self) -> str | None:
+        """The number that counts what is unstacked from each source; None if nothing is."""
+        return next((str(one["over"]) for one in self.operations if one["op"] == "unstack"), None)
+
+    @property
+    def stacked(self) -> str | None:
+        """The number that counts what each target is stacked of; None if nothing is."""
+        return next((str(one["over"]) for one in self.operations if one["op"] == "stack"), None)
+
+
+@dataclass(frozen=True)
+class ModelMap:
+    """A map from one codebase's model to another's.
+
+    Attributes:
+        name: `<source>:<target>`.
+        titles: What the two sides are, for people.
+        entries: The lines.
+        choices: What a model may have one way or another: its name -> the alternatives.
+        ties: Further names that the target has for some of its parameters.
+        old_ties: Those that the source has.
+        refused: Names of the source that the target can't hold, each with the reason.
+        needed: Names of the configuration that the operations take, each with what it is.
+        config: What was said of them.
+    """
+
+    name: str
+    titles: tuple[str, str]
+    entries: tuple[Entry, ...]
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ties: Mapping[str, str] = field(default_factory=dict)
+    old_ties: Mapping[str, str] = field(default_factory=dict)
+    refused: tuple[tuple[Template, str], ...] = ()
+    needed: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what was asked for, as it stands in a plan."""
+        return {"name": self.name, "config": dict(self.config)}
+
+    def apply(self, state: TrainState) -> Carried:
+        """Returns a state under the other side's names.
+
+        Raises:
+            StateError: Names of either side aren't covered, or what they name doesn't fit; lists every fault.
+            InexactError: The state doesn't tell what the target would hold; lists every such parameter.
+            UsageError: What the map needs to know wasn't said; lists every name.
+        """
+        shapes = {path: param.shape for path, param in state.params.items()}
+        faults = Faults()
+        links = list(self._links(shapes, faults))
+        made = {link.target for link in links}
+        for name, path in state.extra.get(TIES, {}).items():
+            if self.old_ties.get(name) != path:
+                faults.add(f"is a further name of {path}, which the map doesn't know", name)
+        faults.check(
+            StateError,
+            f"The map {self.name} doesn't fit the checkpoint",
+            place=f"from {self.titles[0]} to {self.titles[1]}",
+            remedy=f"name the map of its model: {', '.join(map_names())}; or rename its parameters: --rename",
+        )
+        ties = {name: path for name, path in self.ties.items() if path in made and name not in made}
+        return carried(state, links, ties, self.name)
+
+    def _links(self, shapes: Mapping[str, Shape], faults: Faults) -> Iterator[Link]:
+        refused = {
+            path: why
+            for path in shapes
+            for template, why in self.refused
+            if template.binding(path) is not None
+        }
+        if refused:  # the rest of such a model wouldn't fit either
+            faults += [(f"can't be held by the target: {why}", path) for path, why in refused.items()]
+            return
+        bound = {
+            entry: {path: b for path in shapes if (b := entry.source.binding(path)) is not None}
+            for entry in self.entries
+        }
+        chosen = dict(self._chosen(bound, faults))
+        active = [
+            entry for entry in self.entries if entry.when is None or chosen[entry.when[0]] == entry.when[1]
+        ]
+        covered = {path for entry in self.entries for path in bound[entry]} | refused.keys()
+        faults += [("isn't a name that the map knows", path) for path in shapes if path not in covered]
+        counts = self._counts(active, bound, shapes, faults)
+        links = [link for entry in active for link in self._of_entry(entry, bound[entry], counts, faults)]
+        order = {path: i for i, path in enumerate(shapes)}
+        yield from sorted(links, key=lambda link: order[link.sources[0]])
+
+    def _chosen(
+        self, bound: Mapping[Entry, Mapping[str, Binding]], faults: Faults
+    ) -> Iterator[tuple[str, str]]:
+        """Yields each choice with the alternative that the names show; one without names if none show another."""
+        for choice, alternatives in self.choices.items():
+            seen: dict[str, str] = {}
+            for entry, paths in bound.items():
+                if entry.when is not None and entry.when[0] == choice and paths:
+                    seen.setdefault(entry.when[1], next(iter(paths)))
+            if len(seen) > 1:
+                (one, path), (other, _) = list(seen.items())[:2]
+                faults.add(f"is of a model with {choice} {one}, and others are of one with {other}", path)
+            named = {entry.when[1] for entry in bound if entry.when is not None and entry.when[0] == choice}
+            unnamed = [one for one in alternatives if one not in named]
+            yield choice, next(iter(seen), (unnamed or list(alternatives))[0])
+
+    def _counts(
+        self,
+        entries: Iterable[Entry],
+        bound: Mapping[Entry, Mapping[str, Binding]],
+        shapes: Mapping[str, Shape],
+        faults: Faults,
+    ) -> dict[str, int]:
+        """Returns how many there are of what each number counts: as many as the names, or a stacked axis, show."""
+        counts: dict[str, int] = {}
+        for entry in entries:
+            for path, binding in bound[entry].items():
+                for name in entry.source.numbers:
+                    counts[name] = max(counts.get(name, 0), int(binding[name]) + 1)
+                if (over := entry.unstacked) is not None:
+                    axis = next(one["axis"] for one in entry.operations if one["op"] == "unstack")
+                    length = shapes[path][axis] if axis < len(shapes[path]) else 0
+                    if counts.setdefault(over, length) != length:
+                        faults.add(f"has {length} along axis {axis}, others have {counts[over]}", path)
+        return counts
+
+    def _of_entry(
+        self, entry: Entry, bound: Mapping[str, Binding], counts: Mapping[str, int], faults: Faults
+    ) -> Iterator[Link]:
+        for name in {*entry.source.numbers, *entry.target.numbers}:
+            if not counts.get(name):
+                faults.add("is missing in the checkpoint, in every number", entry.source.text)
+                return
+        ranges: list[Sequence[str | int]] = [
+            range(counts[name]) if name in entry.source.numbers else tuple(entry.source.words[name])
+            for name in entry.source.fields
+        ]
+        bindings = [dict(zip(entry.source.fields, values, strict=True)) for values in product(*ranges)]
+        paths = {entry.source.path(binding): binding for binding in bindings}
+        missing = [path for path in paths if path not in bound]
+        faults += [
+            (f"is missing in the checkpoint; the target needs it for {_target(entry, paths[path])}", path)
+            for path in missing
+        ]
+        if missing:
+            return
+        if (over := entry.unstacked) is not None:
+            for path, binding in paths.items():
+                for place in range(counts[over]):
+                    yield Link(
+                        (path,),
+                        entry.target.path({**binding, over: place}),
+                        self._operations(entry, place),
+                    )
+            return
+        parts: dict[str, list[str]] = {}
+        for path, binding in paths.items():
+            parts.setdefault(entry.target.path(binding), []).append(path)
+        for target, sources in parts.items():
+            yield Link(tuple(sources), target, self._operations(entry))
+
+    def _operations(self, entry: Entry, place: int = 0) -> tuple[Operation, ...]:
+        return tuple(self._operation(one, place) for one in entry.operations)
+
+    def _operation(self, one: Mapping[str, Any], place: int) -> Operation:
+        match one["op"]:
+            case "permute":
+                return Permute(tuple(one["order"]))
+            case "merge":
+                return Merge(one["axis"], self.config.get(one["outer"]))
+            case "part":
+                return Part(one["axis"], self._said(one["outer"]))
+            case "unstack":
+                return Unstack(one["axis"], place)
+            case _:
+                return Stack(one["axis"])
+
+    def _said(self, name: str) -> int:
+        if name not in self.config:
+            raise UsageError(
+                f"The map {self.name} needs to know {name}, which no checkpoint says: {self.needed[name]}.",
+                place="--config",
+                remedy=f"say it: --config {name}=..., or --config config.json with the model's",
+            )
+        return int(self.config[name])
+
+
+def _target(entry: Entry, binding: Binding) -> str:
+    unbound = {name: f"{{{name}}}" for name in entry.target.numbers if name not in binding}
+    return entry.target.path({**binding, **unbound})
+
+
+_INVERSE = {"merge": "part", "part": "merge", "unstack": "stack", "stack": "unstack"}
+
+
+def _inverse(one: Mapping[str, Any]) -> dict[str, Any]:
+    if one["op"] == "permute":
+        return {**one, "order": [one["order"].index(i) for i in range(len(one["order"]))]}
+    return {**one, "op": _INVERSE[one["op"]]}
+
+
+def map_names() -> tuple[str, ...]:
+    """Returns the names of the maps there are, in both directions."""
+    files = resources.files("statekit.converters").joinpath("models").iterdir()
+    sides = sorted(tuple(file.name[:-5].split(".")) for file in files if file.name.endswith(".json"))
+    return tuple(name for a, b in sides for name in (f"{a}:{b}", f"{b}:{a}"))
+
+
+def load(name: str, config: Mapping[str, Any] | None = None) -> ModelMap:
+    """Returns a map by its name, `<source>:<target>`.
+
+    Args:
+        name: The name.
+        config: What no checkpoint says of the model, such as `num_heads`; a model's whole config.json may be given.
+
+    Raises:
+        UsageError: There is no such map, or a value isn't one that it takes.
+    """
+    check_name("map", name, map_names(), "--map")
+    a, b = name.split(":")
+    folder = resources.files("statekit.converters").joinpath("models")
+    forward = folder.joinpath(f"{a}.{b}.json")
+    turned = not forward.is_file()
+    file = folder.joinpath(f"{b}.{a}.json") if turned else forward
+    return _read(name, json.loads(file.read_text(encoding="utf-8")), turned, config or {})
+
+
+def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str, Any]) -> ModelMap:
+    """Reads a map in one of its directions."""
+    source, target = ("target", "source") if turned else ("source", "target")
+    words = data.get("words", {})
+    tables = {
+        "source": {name: {one: one for one in table} for name, table in words.items()},
+        "target": words,
+    }
+    entries = []
+    for line in data["parameters"]:
+        steps = [dict(one) for one in line.get("operations", ())]
+        entries.append(
+            Entry(
+                Template(line[source], tables[source]),
+                Template(line[target], tables[target]),
+                tuple(map(_inverse, reversed(steps))) if turned else tuple(steps),
+                next(iter(line["when"].items())) if "when" in line else None,
+            )
+        )
+    needed = {key: str(what) for key, what in data.get("config", {}).items()}
+    said = {key: config[key] for key in needed if config.get(key) is not None}
+    faults = Faults(
+        (f"is {value!r:.80}, expected a number from 1 on", key)
+        for key, value in said.items()
+        if type(value) is not int or value < 1
+    )
+    faults.check(UsageError, f"The map {name} can't take its configuration", place="--config")
+    refused = tuple(
+        (Template(one[source], tables[source]), str(one["because"]))
+        for one in data.get("refused", ())
+        if source in one
+    )
+    return ModelMap(
+        name,
+        (data[source]["title"], data[target]["title"]),
+        tuple(entries),
+        {choice: tuple(alternatives) for choice, alternatives in data.get("choices", {}).items()},
+        data[target].get("ties", {}),
+        data[source].get("ties", {}),
+        refused,
+        needed,
+        said,
+    )
+
+
+@dataclass(frozen=True)
+class Renaming:
+    """Other names by regular expressions; nothing else changes.
+
+    Attributes:
+        pairs: Each a pattern, searched in every path, and its replacement as `re.sub` takes it; one after the other.
+    """
+
+    pairs: tuple[tuple[str, str], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what was asked for, as it stands in a plan."""
+        return {"rename": [list(pair) for pair in self.pairs]}
+
+    def apply(self, state: TrainState) -> Carried:
+        """Returns a state under the other names.
+
+        Raises:
+            UsageError: A pattern can't be read, or fits no name.
+            StateError: Two parameters would have one name.
+        """
+        names = {path: path for path in state.params}
+        faults = Faults()
+        for pattern, replacement in self.pairs:
+            try:
+                after = {path: re.sub(pattern, replacement, name) for path, name in names.items()}
+            except (re.error, IndexError, RecursionError) as error:
+                faults.add(f"can't be read: {error}", f"{pattern}={replacement}")
+                continue
+            if all(re.search(pattern, name) is None for name in names.values()):
+                faults.add("fits no name", pattern)
+            names = after
+        faults.check(UsageError, "The names can't be changed so", place="--rename")
+        return carried(state, [Link((path,), name) for path, name in names.items()], None, "--rename")
+
+
+def maps_of(
+    name: str | None, config: Mapping[str, Any] | None = None, rename: Mapping[str, str] | None = None
+) -> tuple[StateMap, ...]:
+    """Returns what was asked for: other names first, then a model map.
+
+    Args:
+        name: The model map's name; None without.
+        config: What it is told of the model.
+        rename: Patterns and replacements.
+
+    Raises:
+        UsageError: There is no such map, it can't take its configuration, or there is none to take it.
+    """
+    if config and name is None:
+        raise UsageError(
+            "There is no map that could take a configuration.", place="--config", remedy="name it: --map"
+        )
+    renaming = (Renaming(tuple(rename.items())),) if rename else ()
+    return (*renaming, *((load(name, config),) if name is not None else ()))

@@ -1,0 +1,295 @@
+"""The algebra: what becomes of a parameter, and of all that an optimizer keeps of it, when its axes change.
+
+Every slot has kept some of its parameter's axes: a full one all of them, `v_row` and `v_col` those that their rule
+left. So an operation says two things: what becomes of the labels of the axes, and what becomes of a tensor that has
+kept some of them. Nothing is read; all are views. docs/transforms.md derives it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from statekit.errors import InexactError, StateError
+from statekit.state.exactness import Exactness
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Axis, Rule
+from statekit.tensors import views
+from statekit.tensors.tensor import Tensor
+
+Label = TypeVar("Label")
+_SAY_RULES = "give the run's factor rules: logical_factor_rules with logical_axes, or factor_map (--hparams)"
+_WHOLE = "what is computed over a whole tensor (its root mean square, its norm) was computed over the stack"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter with its slots, on its way through a map.
+
+    Attributes:
+        schema: Name of the schema that its slots are of.
+        param: The parameter.
+        slots: Its slots, by canonical name.
+        rule: How it is factored; None where nobody knows, or the optimizer doesn't factor.
+        exactness: How exactly training goes on so far. The values are kept to the bit in any case.
+        reason: Why it isn't bitwise; empty if it is.
+    """
+
+    schema: str
+    param: Tensor
+    slots: Mapping[str, Tensor]
+    rule: Rule | None = None
+    exactness: Exactness = Exactness.BITWISE
+    reason: str = ""
+
+    def kept(self, slot: str) -> tuple[int, ...] | None:
+        """Returns the parameter's axes that a slot has kept; None for one that doesn't go by them."""
+        kind = load_schema(self.schema).slots[slot].shape
+        if kind == "parameter":
+            return tuple(range(len(self.param.shape)))
+        if kind in ("row", "column") and self.rule is not None:
+            return self.rule.kept(slot)
+        return None
+
+
+class Operation(ABC):
+    """What turns parameters with their slots into others."""
+
+    @abstractmethod
+    def of(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+        """Returns what the pieces become.
+
+        Raises:
+            StateError: They haven't the axes for it.
+            InexactError: What they hold doesn't tell what the result would hold.
+        """
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """Says it in a few words, for a plan."""
+
+
+class _OfEach(Operation):
+    """An operation on each piece by itself."""
+
+    def of(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+        return tuple(map(self._of, pieces))
+
+    def _of(self, piece: Piece) -> Piece:
+        self._check(piece)
+        rank = len(piece.param.shape)
+        slots = {}
+        for name, slot in piece.slots.items():
+            kept = piece.kept(name)
+            slots[name] = self._other_slot(name, slot) if kept is None else self._view(slot, kept)
+        rule = piece.rule and Rule(self._labels(piece.rule.axes), piece.rule.known_from)
+        return replace(
+            piece,
+            param=self._view(piece.param, tuple(range(rank))),
+            slots=slots,
+            rule=rule,
+            **self._cost(piece),
+        )
+
+    def _other_slot(self, name: str, slot: Tensor) -> Tensor:
+        raise InexactError(f"has slot {name}, of which nobody knows what becomes of it: {self}")
+
+    def _cost(self, piece: Piece) -> dict[str, Any]:
+        return {}
+
+    @abstractmethod
+    def _check(self, piece: Piece) -> None:
+        """Refuses a piece that this can't be done with."""
+
+    @abstractmethod
+    def _labels(self, labels: tuple[Label, ...]) -> tuple[Label, ...]:
+        """Returns what becomes of something that stands with each axis."""
+
+    @abstractmethod
+    def _view(self, tensor: Tensor, kept: tuple[int, ...]) -> Tensor:
+        """Returns what becomes of a tensor that has kept some of the parameter's axes."""
+
+
+@dataclass(frozen=True)
+class Permute(_OfEach):
+    """Axes in another order: bitwise for every slot, whose averaged axes move along.
+
+    Attributes:
+        order: The new axis i is the axis `order[i]`.
+    """
+
+    order: tuple[int, ...]
+
+    def _check(self, piece: Piece) -> None:
+        if sorted(self.order) != list(range(len(piece.param.shape))):
+            raise StateError(f"has shape {piece.param.shape}, but shall be {self}")
+
+    def _labels(self, labels: tuple[Label, ...]) -> tuple[Label, ...]:
+        return tuple(labels[i] for i in self.order)
+
+    def _view(self, tensor: Tensor, kept: tuple[int, ...]) -> Tensor:
+        order = tuple(kept.index(i) for i in self.order if i in kept)
+        return tensor if order == tuple(range(len(order))) else views.Permuted(tensor, order)
+
+    def _other_slot(self, name: str, slot: Tensor) -> Tensor:
+        return slot  # one number for the parameter, whatever the order of its axes
+
+    def __str__(self) -> str:
+        return "transposed" if self.order == (1, 0) else f"axes {list(self.order)}"
+
+
+@dataclass(frozen=True)
+class Merge(_OfEach):
+    """Two neighbouring axes as one: bitwise where the rule treats both alike.
+
+    Attributes:
+        axis: The first of the two.
+        outer: Its length, where somebody said it.
+    """
+
+    axis: int
+    outer: int | None = None
+
+    def _check(self, piece: Piece) -> None:
+        shape, rule = piece.param.shape, piece.rule
+        if len(shape) < self.axis + 2:
+            raise StateError(f"has shape {shape}, but shall have {self}")
+        if self.outer not in (None, shape[self.axis]):
+            raise StateError(
+                f"has length {shape[self.axis]} along axis {self.axis}, not {self.outer} as was said"
+            )
+        if rule is not None and rule.axes[self.axis] is not rule.axes[self.axis + 1]:
+            first, second = (axis.value for axis in rule.axes[self.axis : self.axis + 2])
+            raise InexactError(f"has a {first} and a {second} axis, which can't be one")
+
+    def _labels(self, labels: tuple[Label, ...]) -> tuple[Label, ...]:
+        return (*labels[: self.axis], *labels[self.axis + 1 :])
+
+    def _view(self, tensor: Tensor, kept: tuple[int, ...]) -> Tensor:
+        return views.Merged(tensor, kept.index(self.axis)) if self.axis in kept else tensor
+
+    def __str__(self) -> str:
+        return f"axes {self.axis} and {self.axis + 1} merged"
+
+
+@dataclass(frozen=True)
+class Part(_OfEach):
+    """One axis as two, both of which the rule treats as it did the one; undoes `Merge`.
+
+    Attributes:
+        axis: The axis.
+        outer: The length of the first of the two.
+    """
+
+    axis: int
+    outer: int
+
+    def _check(self, piece: Piece) -> None:
+        shape = piece.param.shape
+        if len(shape) <= self.axis or self.outer < 1 or shape[self.axis] % self.outer:
+            raise StateError(f"has shape {shape}, but shall have {self}")
+
+    def _labels(self, labels: tuple[Label, ...]) -> tuple[Label, ...]:
+        return (*labels[: self.axis + 1], *labels[self.axis :])
+
+    def _view(self, tensor: Tensor, kept: tuple[int, ...]) -> Tensor:
+        return views.Parted(tensor, kept.index(self.axis), self.outer) if self.axis in kept else tensor
+
+    def __str__(self) -> str:
+        return f"axis {self.axis} parted into {self.outer}"
+
+
+@dataclass(frozen=True)
+class Unstack(_OfEach):
+    """One of the tensors that were stacked along an axis.
+
+    Bitwise along a BATCH axis, which the rule treats so that every tensor goes on by itself. Along a NONE axis each
+    value is kept, but what the update computes over the whole parameter was computed over the stack: statistics. What
+    was averaged away along the axis can't be told apart.
+
+    Attributes:
+        axis: The axis.
+        place: Which.
+    """
+
+    axis: int
+    place: int
+
+    def _check(self, piece: Piece) -> None:
+        if len(piece.param.shape) <= self.axis:
+            raise StateError(f"has shape {piece.param.shape}, and no axis {self.axis} to be unstacked")
+        if not piece.slots or piece.rule is None:
+            return
+        label = piece.rule.axes[self.axis]
+        if piece.rule.known_from == "assumed":
+            raise InexactError(
+                f"is unstacked along axis {self.axis}, and nobody said whether that is a BATCH axis; {_SAY_RULES}"
+            )
+        if label in (Axis.ROW, Axis.COLUMN):
+            slot = "v_col" if label is Axis.ROW else "v_row"
+            raise InexactError(
+                f"is unstacked along its {label.value} axis {self.axis}, which {slot} has averaged away"
+            )
+
+    def _cost(self, piece: Piece) -> dict[str, Any]:
+        by_itself = not piece.slots or (piece.rule and piece.rule.axes[self.axis] is Axis.BATCH)
+        return {} if by_itself else {"exactness": Exactness.STATISTICS, "reason": _WHOLE}
+
+    def _labels(self, labels: tuple[Label, ...]) -> tuple[Label, ...]:
+        return (*labels[: self.axis], *labels[self.axis + 1 :])
+
+    def _view(self, tensor: Tensor, kept: tuple[int, ...]) -> Tensor:
+        return views.Slice(tensor, kept.index(self.axis), self.place) if self.axis in kept else tensor
+
+    def __str__(self) -> str:
+        return f"number {self.place} of axis {self.axis}"
+
+
+@dataclass(frozen=True)
+class Stack(Operation):
+    """Tensors of one shape along a new axis, a BATCH one of the rule, so that each goes on by itself; undoes `Unstack`.
+
+    Attributes:
+        axis: The new axis.
+    """
+
+    axis: int
+
+    def of(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+        first = pieces[0]
+        for piece in pieces:
+            if _form(piece) != _form(first):
+                raise StateError(f"is stacked of unlike parts: {_form(first)} and {_form(piece)}")
+        if first.slots and first.rule is None:
+            raise InexactError(
+                "is stacked, and nobody knows whether its optimizer treats each part by itself"
+            )
+        rank = len(first.param.shape)
+        if rank < self.axis:
+            raise StateError(f"has shape {first.param.shape}, and can't be stacked along axis {self.axis}")
+        slots = {}
+        for name in first.slots:
+            if (kept := first.kept(name)) is None:
+                raise InexactError(f"has slot {name}, of which nobody knows what becomes of it: {self}")
+            slots[name] = self._view([piece.slots[name] for piece in pieces], kept)
+        rule = first.rule
+        if rule is not None:
+            rule = replace(rule, axes=(*rule.axes[: self.axis], Axis.BATCH, *rule.axes[self.axis :]))
+        worst = max(pieces, key=lambda piece: piece.exactness)
+        param = self._view([piece.param for piece in pieces], tuple(range(rank)))
+        return (replace(worst, param=param, slots=slots, rule=rule),)
+
+    def _view(self, tensors: Sequence[Tensor], kept: tuple[int, ...]) -> Tensor:
+        return views.Stack(tuple(tensors), sum(i < self.axis for i in kept))
+
+    def __str__(self) -> str:
+        return f"stacked along axis {self.axis}"
+
+
+def _form(piece: Piece) -> str:
+    """Says what must be alike in tensors that are stacked."""
+    rule = ", ".join(axis.value for axis in piece.rule.axes) if piece.rule else "no rule"
+    slots = ", ".join(f"{name} {slot.dtype} {slot.shape}" for name, slot in sorted(piece.slots.items()))
+    return f"{piece.param.dtype} {piece.param.shape}, {rule}, {slots or 'no slots'}"

@@ -1,0 +1,160 @@
+"""A T5 that T5X trained goes on in Hugging Face's; run by itself, with Transformers.
+
+    python t5_driving.py BUNDLE FOLDER
+
+Converts the recording's checkpoint of update 8 into `FOLDER`, goes on to update 16 on the recorded batches, and writes
+`FOLDER/result.json`: for each way of going on, how far logits, losses and weights are from those that T5X recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.numpy import load_file
+
+import statekit
+from statekit.torch import Adafactor, load_optimizer, load_params
+
+START, END = 8, 16
+KINDS: Mapping[str, tuple[str, str, str]] = {
+    "t5": ("T5Config", "T5ForConditionalGeneration", "t5x-t5:hf-t5"),
+}
+
+
+class Run:
+    """A recorded run of T5X."""
+
+    def __init__(self, bundle: Path, kind: str) -> None:
+        self.meta = json.loads((bundle / "meta.json").read_text())
+        self.extra, self.kind = self.meta["extra"], KINDS[kind]
+        self.checkpoint = bundle / "checkpoint" / f"checkpoint_{START}"
+        names = ("batches", "losses", "logits", "trajectory")
+        self.batches, self.losses, self.logits, self.trajectory = (
+            load_file(bundle / f"{name}.safetensors") for name in names
+        )
+
+    def model(self) -> Any:
+        """Returns Hugging Face's model, with weights of its own under a head that isn't tied."""
+        said = self.extra["model_config"]
+        config = getattr(transformers, self.kind[0])(
+            vocab_size=said["vocab_size"], d_model=said["emb_dim"], d_kv=said["head_dim"],
+            d_ff=said["mlp_dim"], num_layers=said["num_encoder_layers"],
+            num_decoder_layers=said["num_decoder_layers"], num_heads=said["num_heads"], dropout_rate=0.0,
+            feed_forward_proj="relu" if said["mlp_activations"] == ["relu"] else "gated-gelu",
+            tie_word_embeddings=said["logits_via_embedding"], pad_token_id=0, decoder_start_token_id=0,
+        )  # fmt: skip
+        model = getattr(transformers, self.kind[1])(config)
+        if not said[
+            "logits_via_embedding"
+        ]:  # from transformers 5 on a model that isn't loaded ties the head anyway
+            model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
+            model.config.tie_word_embeddings = False
+        return model
+
+    def outputs(self, model: Any, update: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the logits for the batch of an update, and the loss as the recording defines it."""
+        batch = {
+            name.partition("/")[2]: torch.from_numpy(array)
+            for name, array in self.batches.items()
+            if name.startswith(f"{update}/")
+        }
+        tokens = batch["encoder_input_tokens"].long()
+        logits = model(
+            input_ids=tokens,
+            attention_mask=(tokens > 0).long(),
+            decoder_input_ids=batch["decoder_input_tokens"].long(),
+        ).logits
+        targets = batch["decoder_target_tokens"].long()
+        each = torch.logsumexp(logits, -1) - logits.gather(-1, targets[..., None])[..., 0]
+        total = (batch["decoder_loss_weights"] * each).sum()
+        return logits, total / (self.extra["loss"]["loss_normalizing_factor"] or 1.0)
+
+
+def errors(run: Run, model: Any, optimizer: Any, mapped: list[dict[str, Any]]) -> dict[str, float]:
+    """Goes on to the last update, and returns the worst error of a loss, and of a tensor's movement (l2 norms)."""
+    worst = 0.0
+    for update in range(START + 1, END + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = float(run.losses["learning_rate"][update - 1])
+        optimizer.zero_grad()
+        _, loss = run.outputs(model, update)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        recorded = float(run.losses["loss_float64"][update - 1])
+        worst = max(worst, abs(float(loss.detach()) - recorded) / abs(recorded))
+    return {"loss": worst, "weights": max(moved(run, model, mapped))}
+
+
+def moved(run: Run, model: Any, mapped: list[dict[str, Any]]) -> Iterator[float]:
+    """Yields for each tensor of the model how far it is from T5X's, per movement since the checkpoint."""
+    weights = dict(model.named_parameters())
+    assert len(mapped) == len(weights)
+    for one in mapped:
+        before, after = (reference(run, one, update) for update in (START, END))
+        ours = weights[one["target"].replace("/", ".")].detach().numpy()
+        yield float(np.linalg.norm(ours - after) / np.linalg.norm(after - before))
+
+
+def reference(run: Run, one: dict[str, Any], update: int) -> Any:
+    """Returns a recorded parameter as Hugging Face has it."""
+    array = run.trajectory[f"{update}/param/{one['sources'][0]}"].astype(np.float64)
+    return array.T if "transposed" in one["operations"] else array
+
+
+def swapped(optimizer: Any) -> None:
+    """Exchanges what square matrices keep by row and by column."""
+    for slots in optimizer.state.values():
+        if "v_row" in slots and slots["v_row"].shape == slots["v_col"].shape:
+            slots["v_row"], slots["v_col"] = slots["v_col"], slots["v_row"]
+
+
+def main(bundle: Path, folder: Path, kind: str) -> None:
+    """Goes on in every way."""
+    transformers.utils.logging.set_verbosity_error()
+    run = Run(bundle, kind)
+    hparams = {
+        name: run.meta["hyperparameters"][name] for name in ("logical_factor_rules", "min_dim_size_to_factor")
+    }
+    hparams["logical_axes"] = run.extra["axes"]
+    report = statekit.convert(run.checkpoint, folder / "run.pt", map=run.kind[2], hparams=hparams)
+    mapped = report.plan.to_json()["mapped"]
+    result: dict[str, Any] = {"exactness": report.plan.exactness.name, "mapped": mapped}
+
+    model = run.model()
+    model.load_state_dict(torch.load(folder / "run.pt", weights_only=True)["model"])
+    with torch.no_grad():
+        logits = run.outputs(model, START + 1)[0].numpy()
+    recorded = run.logits[f"{START}/batch_{START + 1}/logits"]
+    real = run.batches[f"{START + 1}/decoder_target_tokens"] > 0
+    result["logits"] = float(np.abs(logits - recorded)[real].max() / np.abs(recorded).max())
+    result["converted"] = errors(
+        run, model, load_optimizer(folder / "run.pt", model.named_parameters()), mapped
+    )
+
+    model = run.model()
+    load_params(run.checkpoint, model, map=run.kind[2], hparams=hparams)
+    straight = load_optimizer(run.checkpoint, model.named_parameters(), map=run.kind[2], hparams=hparams)
+    result["straight"] = errors(run, model, straight, mapped)
+
+    model.load_state_dict(torch.load(folder / "run.pt", weights_only=True)["model"])
+    optimizer = load_optimizer(folder / "run.pt", model.named_parameters())
+    swapped(optimizer)
+    result["swapped"] = errors(run, model, optimizer, mapped)
+
+    model.load_state_dict(torch.load(folder / "run.pt", weights_only=True)["model"])
+    cold = Adafactor(
+        model.named_parameters(), lr=1.0, min_dim_size_to_factor=hparams["min_dim_size_to_factor"]
+    )
+    result["cold"] = errors(run, model, cold, mapped)
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,376 @@
+"""Maps: every operation does to each slot what a run under the other names would have kept, and says what it can't."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from statekit.errors import InexactError, StateError, UsageError
+from statekit.maps.links import Link, carried
+from statekit.maps.model_map import Renaming, load, map_names, maps_of
+from statekit.maps.operations import Merge, Operation, Part, Permute, Piece, Stack, Unstack
+from statekit.state.exactness import Exactness
+from statekit.state.train_state import Axis, Counts, Group, KnownFrom, Optimizer, Rule, TrainState
+from statekit.tensors.tensor import Array, Index, Tensor, blocks, in_memory
+from statekit.tensors.ties import TIES
+
+MODELS = resources.files("statekit.converters").joinpath("models")
+ROW, COLUMN, BATCH, NONE = Axis.ROW, Axis.COLUMN, Axis.BATCH, Axis.NONE
+
+
+def statistics(squares: Array, rule: Rule) -> dict[str, Array]:
+    """Returns what a rule keeps of squared gradients, computed from all of them."""
+    if not rule.factored:
+        return {"v": squares, "m": -squares}
+    return {
+        "v_row": squares.mean(axis=rule.dims(COLUMN)),
+        "v_col": squares.mean(axis=rule.dims(ROW)),
+        "m": -squares,
+    }
+
+
+def piece_of(squares: Array, rule: Rule) -> Piece:
+    slots = {name: in_memory(slot) for name, slot in statistics(squares, rule).items()}
+    return Piece("adafactor", in_memory(squares), slots, rule)
+
+
+def labels_of(rank: int, draw: st.DrawFn) -> tuple[Axis, ...]:
+    factored = draw(st.booleans()) and rank > 1
+    if not factored:
+        return tuple(draw(st.sampled_from((BATCH, NONE))) for _ in range(rank))
+    axes = [draw(st.sampled_from((ROW, COLUMN, BATCH))) for _ in range(rank)]
+    first, second = draw(st.permutations(range(rank)))[:2]
+    axes[first], axes[second] = ROW, COLUMN
+    return tuple(axes)
+
+
+@st.composite
+def parameters(draw: st.DrawFn) -> tuple[Array, Rule]:
+    """Draws squared gradients and a rule; small integers and powers of two, so that every mean is exact."""
+    shape = tuple(draw(st.lists(st.sampled_from((1, 2, 4)), min_size=1, max_size=4)))
+    seed = draw(st.integers(0, 2**16))
+    squares = np.random.default_rng(seed).integers(0, 64, shape).astype(np.float64)
+    return squares, Rule(labels_of(len(shape), draw), "given")
+
+
+Step = tuple[Operation, Operation, Callable[[Array], Array]]
+"""An operation, what undoes it, and what NumPy does to an array of the parameter's shape."""
+
+
+@st.composite
+def step(draw: st.DrawFn, shape: tuple[int, ...], rule: Rule) -> Step:
+    """Draws an operation on each piece that the rule allows, and that can be undone by another such."""
+    rank = len(shape)
+    alike = [i for i, (one, next_one) in enumerate(pairwise(rule.axes)) if one is next_one]
+    kind = draw(st.sampled_from(("permute", "part", *(("merge",) if alike else ()))))
+    if kind == "merge":
+        axis = draw(st.sampled_from(alike))
+        sizes = (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+        return Merge(axis), Part(axis, shape[axis]), lambda a: a.reshape(sizes)
+    if kind == "part":
+        axis = draw(st.integers(0, rank - 1))
+        outer = draw(st.sampled_from([n for n in (1, 2, 4) if shape[axis] % n == 0]))
+        sizes = (*shape[:axis], outer, shape[axis] // outer, *shape[axis + 1 :])
+        return Part(axis, outer), Merge(axis, outer), lambda a: a.reshape(sizes)
+    order = tuple(draw(st.permutations(range(rank))))
+    return Permute(order), Permute(tuple(np.argsort(order).tolist())), lambda a: a.transpose(order)
+
+
+def same(left: Piece, squares: Array, slots: Mapping[str, Array]) -> None:
+    np.testing.assert_array_equal(left.param.read(), squares)
+    assert left.slots.keys() == slots.keys()
+    for name, slot in slots.items():
+        np.testing.assert_array_equal(left.slots[name].read(), slot, err_msg=name)
+
+
+@settings(max_examples=150, deadline=None)
+@given(parameters(), st.data())
+def test_a_chain_gives_what_the_target_would_have_kept_and_its_inverse_the_same_bits(
+    drawn: tuple[Array, Rule], data: st.DataObject
+) -> None:
+    squares, rule = drawn
+    first = piece = piece_of(squares, rule)
+    after = squares
+    undone: list[Operation] = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        assert piece.rule is not None
+        operation, undo, of_array = data.draw(step(after.shape, piece.rule))
+        (piece,) = operation.of([piece])
+        after, undone = of_array(after), [undo, *undone]
+        assert piece.rule is not None
+        same(piece, after, statistics(after, piece.rule))
+        assert piece.exactness is Exactness.BITWISE
+    for undo in undone:
+        (piece,) = undo.of([piece])
+    assert piece.rule == rule
+    same(piece, squares, {name: slot.read() for name, slot in first.slots.items()})
+
+
+@settings(max_examples=100, deadline=None)
+@given(parameters(), st.integers(0, 4), st.sampled_from((1, 2, 4)))
+def test_stacked_parameters_keep_what_each_kept_and_come_apart_to_the_bit(
+    drawn: tuple[Array, Rule], axis: int, count: int
+) -> None:
+    squares, rule = drawn
+    axis = min(axis, squares.ndim)
+    each = [squares + i for i in range(count)]
+    (stack,) = Stack(axis).of([piece_of(one, rule) for one in each])
+    together = np.stack(each, axis)
+    assert stack.rule is not None and stack.rule.axes[axis] is BATCH
+    same(stack, together, statistics(together, stack.rule))
+    for place, one in enumerate(each):
+        (apart,) = Unstack(axis, place).of([stack])
+        assert apart.rule == rule
+        assert apart.exactness is Exactness.BITWISE
+        same(apart, one, statistics(one, rule))
+
+
+VIEWS: tuple[tuple[Operation, Callable[[Array], Array]], ...] = (
+    (Permute((2, 0, 1)), lambda a: a.transpose(2, 0, 1)),
+    (Merge(0), lambda a: a.reshape(12, 5)),
+    (Merge(1), lambda a: a.reshape(3, 20)),
+    (Part(1, 2), lambda a: a.reshape(3, 2, 2, 5)),
+)
+
+
+@pytest.mark.parametrize(("operation", "of_array"), VIEWS, ids=lambda one: str(one)[:24])
+def test_any_block_of_a_view_is_read_by_itself(operation: Operation, of_array: Any) -> None:
+    array = np.arange(60.0).reshape(3, 4, 5)
+    (piece,) = operation.of([Piece("adafactor", in_memory(array), {})])
+    whole, tensor = of_array(array), piece.param
+    assert tensor.shape == whole.shape
+    for index in every_block(whole.shape):
+        np.testing.assert_array_equal(tensor.read(index), whole[index])
+    streamed = [tensor.read(index).ravel() for index in blocks(tensor, 56)]
+    np.testing.assert_array_equal(np.concatenate(streamed), whole.ravel())
+
+
+def every_block(shape: tuple[int, ...]) -> list[Index]:
+    blocks: list[Index] = [()]
+    for n in shape:
+        blocks = [(*head, slice(a, b)) for head in blocks for a in range(n + 1) for b in range(a, n + 1)]
+    return blocks
+
+
+# What can't be done, or not exactly, is said.
+
+
+def test_what_was_averaged_away_cannot_be_unstacked() -> None:
+    piece = piece_of(np.ones((2, 4)), Rule((ROW, COLUMN), "given"))
+    with pytest.raises(InexactError, match="COLUMN axis 1, which v_row has averaged away"):
+        Unstack(1, 0).of([piece])
+
+
+def test_axes_that_the_rule_treats_unlike_cannot_be_one() -> None:
+    piece = piece_of(np.ones((2, 4)), Rule((ROW, COLUMN), "given"))
+    with pytest.raises(InexactError, match="a ROW and a COLUMN axis"):
+        Merge(0).of([piece])
+
+
+def test_unstacking_along_an_axis_that_was_no_batch_is_labelled() -> None:
+    (apart,) = Unstack(0, 1).of([piece_of(np.ones((2, 4)), Rule((NONE, NONE), "given"))])
+    assert apart.exactness is Exactness.STATISTICS
+    assert "over the stack" in apart.reason
+
+
+def test_an_assumed_rule_is_asked_for_before_a_stack_comes_apart() -> None:
+    piece = piece_of(np.ones((2, 4)), Rule((BATCH, NONE), "assumed"))
+    with pytest.raises(InexactError, match="logical_factor_rules"):
+        Unstack(0, 1).of([piece])
+
+
+# Maps as data.
+
+
+@pytest.mark.parametrize("file", sorted(file.name for file in MODELS.iterdir()))
+def test_maps_follow_their_schema(file: str) -> None:
+    schema = json.loads(resources.files("statekit.schemas").joinpath("statekit-map.schema.json").read_text())
+    data = json.loads(MODELS.joinpath(file).read_text())
+    jsonschema.Draft202012Validator(schema).validate(data)
+    for name in map_names():
+        one = load(name)
+        for entry in one.entries:
+            counted = {entry.unstacked, entry.stacked} - {None}
+            assert set(entry.source.fields) ^ set(entry.target.fields) == counted
+            assert entry.when is None or entry.when[1] in one.choices[entry.when[0]]
+
+
+def t5(layers: int = 2, gated: bool = True, tied: bool = False, known: KnownFrom = "file") -> TrainState:
+    """Returns the state of a little T5 of T5X, every matrix factored but the tables of relative positions."""
+    shapes: dict[str, tuple[int, ...]] = {"token_embedder/embedding": (12, 4)}
+    if not tied:
+        shapes["decoder/logits_dense/kernel"] = (4, 12)
+    for side, parts in (
+        ("encoder", {"attention": "pre_attention"}),
+        (
+            "decoder",
+            {"self_attention": "pre_self_attention", "encoder_decoder_attention": "pre_cross_attention"},
+        ),
+    ):
+        shapes |= {f"{side}/relpos_bias/rel_embedding": (2, 3), f"{side}/{side}_norm/scale": (4,)}
+        for i in range(layers):
+            at = f"{side}/layers_{i}"
+            for part, norm in parts.items():
+                shapes[f"{at}/{norm}_layer_norm/scale"] = (4,)
+                shapes |= {f"{at}/{part}/{name}/kernel": (4, 6) for name in ("query", "key", "value")}
+                shapes[f"{at}/{part}/out/kernel"] = (6, 4)
+            shapes[f"{at}/pre_mlp_layer_norm/scale"] = (4,)
+            shapes |= {f"{at}/mlp/{name}/kernel": (4, 8) for name in (("wi_0", "wi_1") if gated else ("wi",))}
+            shapes[f"{at}/mlp/wo/kernel"] = (8, 4)
+    rng = np.random.default_rng(3)
+    params: dict[str, Tensor] = {}
+    slots: dict[str, Mapping[str, Tensor]] = {}
+    rules = {}
+    for path, shape in shapes.items():
+        axes = (NONE,) * len(shape)
+        if len(shape) == 2 and "relpos" not in path:
+            axes = (ROW, COLUMN) if shape[0] <= shape[1] else (COLUMN, ROW)
+        rules[path] = Rule(axes, known)
+        piece = piece_of(rng.random(shape), rules[path])
+        params[path], slots[path] = piece.param, piece.slots
+    group = Group(
+        tuple(shapes), {"multiply_by_parameter_scale": {path: "norm" not in path for path in shapes}}
+    )
+    return TrainState(params, slots, Optimizer("adafactor", "t5x", (group,)), Counts(8, 8), rules)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_t5_goes_to_hugging_face_and_back_with_every_bit_and_name(gated: bool, tied: bool) -> None:
+    state = t5(gated=gated, tied=tied)
+    there = load("t5x-t5:hf-t5").apply(state)
+    heads = {"encoder/embed_tokens/weight", "decoder/embed_tokens/weight"} | (
+        {"lm_head/weight"} if tied else set()
+    )
+    assert there.state.extra[TIES] == dict.fromkeys(heads, "shared/weight")
+    accounted = [(path, slot) for one in there.mapped for path in one.sources for slot in one.slots]
+    assert sorted(accounted) == sorted((path, slot) for path, slots in state.slots.items() for slot in slots)
+    query = "encoder/block/1/layer/0/SelfAttention/q/weight"
+    np.testing.assert_array_equal(
+        there.state.params[query].read(), state.params["encoder/layers_1/attention/query/kernel"].read().T
+    )
+    assert there.state.rules[query].axes == (COLUMN, ROW)
+    scaled = there.state.optimizer.groups[0].hyperparameters["multiply_by_parameter_scale"]
+    assert scaled[query] is True and scaled["encoder/final_layer_norm/weight"] is False
+    back = load("hf-t5:t5x-t5").apply(there.state).state
+    assert (list(back.params), back.rules, back.optimizer) == (
+        list(state.params),
+        state.rules,
+        state.optimizer,
+    )
+    assert TIES not in back.extra
+    for path, slots in state.slots.items():
+        for name, slot in {"": state.params[path], **slots}.items():
+            other = back.slots[path][name] if name else back.params[path]
+            assert other.read().tobytes() == slot.read().tobytes()
+
+
+def without(state: TrainState, *paths: str) -> TrainState:
+    groups = tuple(
+        replace(g, paths=tuple(p for p in g.paths if p not in paths), hyperparameters={})
+        for g in state.optimizer.groups
+    )
+    return replace(
+        state,
+        params={p: t for p, t in state.params.items() if p not in paths},
+        slots={p: t for p, t in state.slots.items() if p not in paths},
+        rules={p: t for p, t in state.rules.items() if p not in paths},
+        optimizer=replace(state.optimizer, groups=groups),
+    )
+
+
+def with_param(state: TrainState, path: str) -> TrainState:
+    return replace(state, params={**state.params, path: in_memory(np.ones((2, 3)))})
+
+
+def test_every_name_that_is_missing_or_unknown_is_listed() -> None:
+    lost = "encoder/layers_0/attention/query/kernel", "decoder/relpos_bias/rel_embedding"
+    state = with_param(with_param(without(t5(), *lost), "adapter/kernel"), "encoder/layers_01/mlp/wo/kernel")
+    with pytest.raises(StateError) as error:
+        load("t5x-t5:hf-t5").apply(state)
+    places = {place: what for what, place in error.value.faults}
+    assert places.keys() == {*lost, "adapter/kernel", "encoder/layers_01/mlp/wo/kernel"}
+    assert "encoder/block/0/layer/0/SelfAttention/q/weight" in places[lost[0]]
+
+
+def test_a_model_of_both_kinds_is_refused() -> None:
+    with pytest.raises(StateError, match="model with mlp"):
+        load("t5x-t5:hf-t5").apply(with_param(t5(), "encoder/layers_0/mlp/wi/kernel"))
+
+
+def test_tables_of_relative_positions_for_every_layer_are_refused_for_t5_by_name() -> None:
+    state = with_param(t5(), "encoder/encoder/relpos_bias/rel_embedding")
+    with pytest.raises(StateError, match="table of relative positions of its own") as error:
+        load("t5x-t5:hf-t5").apply(state)
+    assert [place for _, place in error.value.faults] == ["encoder/encoder/relpos_bias/rel_embedding"]
+
+
+def test_a_further_name_that_the_map_doesnt_know_is_refused() -> None:
+    there = load("t5x-t5:hf-t5").apply(t5()).state
+    odd = replace(there, extra={TIES: {**there.extra[TIES], "encoder/again": "shared/weight"}})
+    with pytest.raises(StateError, match="further name of shared/weight"):
+        load("hf-t5:t5x-t5").apply(odd)
+
+
+def test_names_change_by_regular_expressions() -> None:
+    state = t5(layers=1)
+    after = Renaming((("^encoder/", "enc/"), (r"layers_(\d+)", r"layer/\1"))).apply(state)
+    assert "enc/layer/0/mlp/wo/kernel" in after.state.params
+    assert len(after.state.slots) == len(state.slots)
+    with pytest.raises(UsageError, match="fits no name"):
+        Renaming((("^nothing", "x"),)).apply(state)
+    with pytest.raises(StateError, match="two parameters"):
+        Renaming((("wi_1", "wi_0"),)).apply(state)
+
+
+def test_what_is_said_of_names_that_fit_a_pattern_doesnt_pass_a_map() -> None:
+    state = t5(layers=1).with_hyperparameters(exclude_from_weight_decay=["norm"])
+    with pytest.raises(StateError, match="names that fit a pattern"):
+        Renaming((("^encoder/", "enc/"),)).apply(state)
+
+
+def test_parameters_of_several_groups_make_no_stack() -> None:
+    state = t5(layers=1)
+    paths = tuple(path for path in state.params if path.endswith("layer_norm/scale"))
+    groups = Group(paths[:1]), Group(tuple(path for path in state.params if path != paths[0]))
+    apart = replace(state, optimizer=Optimizer("adafactor", "t5x", groups))
+    links = [Link(paths, "norms", (Stack(1),)), *(Link((p,), p) for p in state.params if p not in paths)]
+    assert carried(state.with_hyperparameters(multiply_by_parameter_scale=True), links).state.rules[
+        "norms"
+    ].axes == (NONE, BATCH)
+    with pytest.raises(StateError, match="several groups"):
+        carried(apart, links)
+
+
+def test_a_map_that_isnt_there_and_a_configuration_without_a_map_are_refused() -> None:
+    with pytest.raises(UsageError, match="did you mean t5x-t5:hf-t5"):
+        load("t5x-t5:hf_t5")
+    with pytest.raises(UsageError, match="no map"):
+        maps_of(None, {"num_heads": 4})
+
+
+def test_a_conversion_shows_what_became_of_every_parameter(tmp_path: Path) -> None:
+    import statekit
+
+    source = Path(__file__).parent / "golden" / "t5x" / "momentum_f32" / "checkpoint"
+    planned = statekit.plan(
+        source, tmp_path / "run.pt", rename={"^token_embedder/embedding$": "shared/weight"}
+    )
+    mapped = {tuple(one["sources"]): one["target"] for one in planned.to_json()["mapped"]}
+    assert mapped["token_embedder/embedding",] == "shared/weight"
+    assert "model/shared.weight" in {entry.name for entry in planned.entries}
+    assert planned.options["maps"] == [{"rename": [["^token_embedder/embedding$", "shared/weight"]]}]
+    report = statekit.convert(planned)
+    with statekit.open(report.target) as state:
+        assert len(mapped) == len(state.params)

@@ -1,0 +1,55 @@
+"""T5s that T5X trained go on in Hugging Face's as T5X went on: the recorded logits, losses and weights follow."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from goldens import GOLDEN
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(not (GOLDEN / "t5x_train").is_dir(), reason="the recordings of T5X aren't there"),
+]
+
+LOGITS, LOSS, WEIGHTS = 1e-5, 2e-6, 2e-4
+"""The most that logits may differ, per their largest; a loss, relatively; a tensor, per its movement.
+
+T5X itself, compiled without optimization, comes to 4.6e-7 for losses and 1.8e-5 for weights; ten mistakes in a
+conversion exceed both limits, the smallest by six times.
+"""
+
+
+@pytest.fixture(scope="module", params=["t5_10_tied", "t5_11_unscanned"])
+def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp(request.param)
+    script = Path(__file__).with_name("t5_driving.py")
+    subprocess.run(
+        [sys.executable, str(script), str(GOLDEN / "t5x_train" / request.param), str(folder), "t5"],
+        check=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    return json.loads((folder / "result.json").read_text())
+
+
+def test_every_tensor_is_carried_to_the_bit_and_the_model_gives_the_recorded_logits(result: Any) -> None:
+    assert result["exactness"] == "BITWISE"
+    assert result["logits"] <= LOGITS
+
+
+@pytest.mark.parametrize("way", ["converted", "straight"])
+def test_training_goes_on_as_it_did_in_t5x(result: Any, way: str) -> None:
+    assert result[way]["loss"] <= LOSS
+    assert result[way]["weights"] <= WEIGHTS
+
+
+@pytest.mark.parametrize("mistake", ["swapped", "cold"])
+def test_mistakes_with_the_slots_are_noticed(result: Any, mistake: str) -> None:
+    assert result[mistake]["loss"] > LOSS
+    assert result[mistake]["weights"] > WEIGHTS
