@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
-    except Exception as error:
+    except Exception as error:  # whatever it is, a user gets an error of ours, and --debug the traceback
         if debug:
             raise
         return _tell(_typed(error), USAGE if isinstance(error, UsageError) else FAILED, as_json)

@@ -168,8 +168,8 @@ def inspect(  # noqa: D417 - those of `open` are named in one line
 
     Example:
         >>> import statekit
-        >>> found = statekit.inspect("t5x-ckpt", filter="*embedding")
-        >>> [(p.tensor.name, [slot.name for slot in p.slots]) for p in found.parameters][1]
+        >>> inspection = statekit.inspect("t5x-ckpt", filter="*embedding")
+        >>> [(p.tensor.name, [slot.name for slot in p.slots]) for p in inspection.parameters][1]
         ('token_embedder/embedding', ['v_row', 'v_col', 'm'])
     """
     from statekit.conversion.inspection import Request

@@ -153,7 +153,7 @@ def sweep(
         folder = parent / str(at)
         folder.mkdir()
         # mypy can't infer a lambda whose defaults bind what the loop changes.
-        result = apart(lambda at=at, folder=folder: point(source, folder / name, options, fault, at))  # type: ignore[misc]
+        result = apart(lambda at=at, folder=folder: point(source, folder / name, options, fault, at))  # type: ignore[misc]  # bound by defaults
         outcomes[f"{result['code']}: {result['state']}"] += 1
         if result["bad"] or result["code"] == UNTOUCHED:
             return {"points": points.index(at), "outcomes": dict(outcomes), "bad": result["bad"]}

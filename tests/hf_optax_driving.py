@@ -118,7 +118,7 @@ def model_of(kind: str) -> torch.nn.Module:
     return made
 
 
-class Recorder(transformers.TrainerCallback):  # type: ignore[misc]
+class Recorder(transformers.TrainerCallback):  # type: ignore[misc]  # its base is untyped
     """Keeps the gradients of each update and the weights after it."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Recorder(transformers.TrainerCallback):  # type: ignore[misc]
         self.weights[state.global_step] = values(others["model"])
 
 
-class StopAt(transformers.TrainerCallback):  # type: ignore[misc]
+class StopAt(transformers.TrainerCallback):  # type: ignore[misc]  # its base is untyped
     """Stops a run before its end."""
 
     def __init__(self, step: int) -> None:

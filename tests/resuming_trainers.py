@@ -13,7 +13,7 @@ from resuming_run import RATE, UPDATES, Values
 from resuming_torch import SETTINGS, WARM, Setting, TorchRun, layers, moved
 
 
-class Config(transformers.PretrainedConfig):  # type: ignore[misc]
+class Config(transformers.PretrainedConfig):  # type: ignore[misc]  # its base is untyped
     """Says which setting a model of Transformers is made for."""
 
     model_type = "statekit-resuming"
@@ -23,11 +23,11 @@ class Config(transformers.PretrainedConfig):  # type: ignore[misc]
         self.kind = kind
 
 
-class Pretrained(transformers.PreTrainedModel):  # type: ignore[misc]
+class Pretrained(transformers.PreTrainedModel):  # type: ignore[misc]  # its base is untyped
     """The plain model as one of Transformers; a call gives a loss whose gradients are an update's."""
 
     config_class = Config
-    _tied_weights_keys = {"head.weight": "emb.weight"}  # noqa: RUF012
+    _tied_weights_keys = {"head.weight": "emb.weight"}  # noqa: RUF012 - as transformers declares it
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -168,7 +168,7 @@ class LightningRun(TorchRun):
 
         run = self
 
-        class Module(lightning.LightningModule):  # type: ignore[misc]
+        class Module(lightning.LightningModule):  # type: ignore[misc]  # its base is untyped
             def __init__(self) -> None:
                 super().__init__()
                 layers(self, run.setting)

@@ -139,7 +139,7 @@ def test_parts_are_found_under_other_keys_where_they_are_unique(tmp_path: Path) 
     with statekit.open(path) as state:
         assert state.counts.updates == 1 and list(state.params) == ["0/weight", "1/weight"]
     back = torch.load(tmp_path / "back.pt", weights_only=True)
-    assert back["epoch"] == 3 and back["net"].keys() == tree["net"].keys()  # type: ignore[attr-defined]
+    assert back["epoch"] == 3 and back["net"].keys() == tree["net"].keys()  # type: ignore[attr-defined]  # a field of this kind alone
     assert back["train"]["opt"]["state"].keys() == {0, 1}
 
 

@@ -186,7 +186,7 @@ def test_code_in_a_piece_is_not_run(part: str, tmp_path: Path) -> None:
     canary, tree = tmp_path / "canary", {"model": {"w": Filled((2,), np.dtype("float32"))}, "note": "n" * 500}
     container: Container = CONTAINER
     if part == "common":
-        container, tree = MEGATRON_CONTAINER, {"common": {"a": 1}, "sharded": {"w": tree["model"]["w"]}}  # type: ignore[index]
+        container, tree = MEGATRON_CONTAINER, {"common": {"a": 1}, "sharded": {"w": tree["model"]["w"]}}  # type: ignore[index]  # a tree
     place = save(tmp_path / "iter_0000004", tree, container)
     torch.save(Canary(canary), tmp_path / "song.pt")
     song = (tmp_path / "song.pt").read_bytes()

@@ -25,20 +25,20 @@ jax = pytest.importorskip("jax")
 pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 
-# Imported only where the frameworks are: hence E402.
-from tensorflow_driving import variable  # noqa: E402
+# Imported only where the frameworks are.
+from tensorflow_driving import variable
 
-import statekit.jax  # noqa: E402
-import statekit.tensorflow  # noqa: E402
-import statekit.torch  # noqa: E402
-from formats import save  # noqa: E402
-from statekit.dropin.options import OPTIONS  # noqa: E402
-from statekit.errors import StatekitError  # noqa: E402
-from statekit.optim.run import initial  # noqa: E402
-from statekit.state.options import native_options, taken  # noqa: E402
-from statekit.state.schema import load_schema  # noqa: E402
-from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState  # noqa: E402
-from statekit.tensors.tensor import in_memory  # noqa: E402
+import statekit.jax
+import statekit.tensorflow
+import statekit.torch
+from formats import save
+from statekit.dropin.options import OPTIONS
+from statekit.errors import StatekitError
+from statekit.optim.run import initial
+from statekit.state.options import native_options, taken
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.tensors.tensor import in_memory
 
 CLASSES = {
     "adafactor": "Adafactor", "scaled_adam": "ScaledAdam", "lans": "LANS", "lamb": "LAMB", "adamw": "AdamW",

@@ -54,11 +54,11 @@ def test_every_public_name_is_there(name: str) -> None:
 
 def test_a_name_that_isnt_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="nosuch"):
-        statekit.nosuch  # noqa: B018
+        statekit.nosuch  # noqa: B018 - looking it up is the test
 
 
 def test_help_is_a_page_about_the_verbs() -> None:
-    page = pydoc.render_doc(statekit, renderer=pydoc.plaintext)  # type: ignore[attr-defined]
+    page = pydoc.render_doc(statekit, renderer=pydoc.plaintext)  # type: ignore[attr-defined]  # typeshed has no renderer
     assert len(page.splitlines()) < 250
     functions = [
         line.split("(")[0].strip() for line in page.splitlines() if line.startswith("    ") and "(" in line

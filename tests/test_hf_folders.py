@@ -243,7 +243,7 @@ def test_large_models_are_cut_where_the_library_reads_shards(
     source = save(tmp_path / "a.pt", made(DIFFERENT))
     for name, limit in (("safetensors", 40), ("accelerate", None)):
         kind = registry.container(name)
-        assert kind.shard_bytes == (5 * 10**9 if limit else None)  # type: ignore[attr-defined]
+        assert kind.shard_bytes == (5 * 10**9 if limit else None)  # type: ignore[attr-defined]  # a field of this kind alone
     small = hf_folder.HuggingFaceFolder(
         "safetensors", "", safetensors.CONTAINER.parts, safetensors.CONTAINER.fits, shard_bytes=40
     )

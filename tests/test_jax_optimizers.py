@@ -14,13 +14,13 @@ import pytest
 pytestmark = pytest.mark.jax
 jax = pytest.importorskip("jax")
 
-# Imported only where JAX is: hence E402.
-import jax.numpy as jnp  # noqa: E402
-import optax  # noqa: E402
-from jax_judging import Moment, faults, in_float32, spec_by  # noqa: E402
+# Imported only where JAX is.
+import jax.numpy as jnp
+import optax
+from jax_judging import Moment, faults, in_float32, spec_by
 
-import statekit.jax as sj  # noqa: E402
-from statekit.errors import UnknownRuleError, UsageError  # noqa: E402
+import statekit.jax as sj
+from statekit.errors import UnknownRuleError, UsageError
 
 OPTIMIZERS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (sj.adafactor, {"min_dim_size_to_factor": 4, "beta1": 0.9}),

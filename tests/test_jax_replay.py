@@ -13,25 +13,25 @@ import pytest
 pytestmark = pytest.mark.jax
 jax = pytest.importorskip("jax")
 
-# Imported only where JAX is: hence E402.
-import jax.numpy as jnp  # noqa: E402
-import optax  # noqa: E402
+# Imported only where JAX is.
+import jax.numpy as jnp
+import optax
 
-import statekit.jax as sj  # noqa: E402
-from goldens import GOLDEN  # noqa: E402
-from replaying import present  # noqa: E402
-from statekit.arrays.backend import Backend, backend  # noqa: E402
-from statekit.conversion.open_state import open_state  # noqa: E402
-from statekit.errors import UsageError  # noqa: E402
-from statekit.jax.from_checkpoint import spec_of  # noqa: E402
-from statekit.jax.leaves import leaves_of  # noqa: E402
-from statekit.jax.states import State  # noqa: E402
-from statekit.jax.transformation import built, slots_of, state_of  # noqa: E402
-from statekit.optim.run import Live, Move  # noqa: E402
-from statekit.optim.steps import Execution  # noqa: E402
-from statekit.state.train_state import TrainState  # noqa: E402
-from statekit.verify.recording import open_recording  # noqa: E402
-from statekit.verify.replay import Subject, replay  # noqa: E402
+import statekit.jax as sj
+from goldens import GOLDEN
+from replaying import present
+from statekit.arrays.backend import Backend, backend
+from statekit.conversion.open_state import open_state
+from statekit.errors import UsageError
+from statekit.jax.from_checkpoint import spec_of
+from statekit.jax.leaves import leaves_of
+from statekit.jax.states import State
+from statekit.jax.transformation import built, slots_of, state_of
+from statekit.optim.run import Live, Move
+from statekit.optim.steps import Execution
+from statekit.state.train_state import TrainState
+from statekit.verify.recording import open_recording
+from statekit.verify.replay import Subject, replay
 
 QUICK = present(
     "t5x/momentum_f32",

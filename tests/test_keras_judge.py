@@ -243,7 +243,7 @@ def test_a_model_whose_attributes_are_a_foreign_states_paths_loads_it(tmp_path: 
     from statekit.state.train_state import Axis
 
     @keras.saving.register_keras_serializable()
-    class Outer(keras.Model):  # type: ignore[misc]
+    class Outer(keras.Model):  # type: ignore[misc]  # its base is untyped
         def __init__(self) -> None:
             super().__init__()
             self.net = Inner()
@@ -251,7 +251,7 @@ def test_a_model_whose_attributes_are_a_foreign_states_paths_loads_it(tmp_path: 
         def call(self, inputs: Any) -> Any:
             return self.net(inputs)
 
-    class Inner(keras.layers.Layer):  # type: ignore[misc]
+    class Inner(keras.layers.Layer):  # type: ignore[misc]  # its base is untyped
         def __init__(self) -> None:
             super().__init__()
             self.dense = keras.layers.Dense(3)

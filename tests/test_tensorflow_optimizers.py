@@ -20,7 +20,7 @@ pytestmark = [
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
-from statekit import tensorflow as st  # noqa: E402
+from statekit import tensorflow as st
 
 KINDS: dict[str, Callable[..., Any]] = {
     "Adafactor": lambda **k: st.Adafactor(1e-2, beta1=0.9, min_dim_size_to_factor=2, **k),
@@ -271,7 +271,7 @@ def test_what_cannot_be_is_refused_with_every_fault() -> None:
     ):
         st.AdamW(1e-2, b1=0.9, amsgrid=True)  # type: ignore[call-arg]  # the fault
     with pytest.raises(UsageError) as found:
-        st.Adafactor(1e-2, **{"weight_decay": 0.1, "decay_rate": "fast", "clip": 2})  # type: ignore[arg-type]
+        st.Adafactor(1e-2, **{"weight_decay": 0.1, "decay_rate": "fast", "clip": 2})  # type: ignore[arg-type]  # the faults
     assert all(name in str(found.value) for name in ("weight_decay_rate", "decay_rate", "clip"))
     with pytest.raises(StateError, match="can't step"):
         st.AdamW(1e-2, variant="tf1")

@@ -27,12 +27,12 @@ pytestmark = [
 ]
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 pytest.importorskip("tensorflow")
-# Imported only where TensorFlow is: hence E402.
-import keras  # noqa: E402
-import tensorflow as tf  # noqa: E402
-import tensorflow_driving as driving  # noqa: E402
+# Imported only where TensorFlow is.
+import keras
+import tensorflow as tf
+import tensorflow_driving as driving
 
-from statekit.tensorflow import load_optimizer, load_params  # noqa: E402
+from statekit.tensorflow import load_optimizer, load_params
 
 QUICK = present(
     "t5x/momentum_f32",

@@ -91,7 +91,7 @@ def test_round_trip_keeps_bytes_tree_and_manifest(tmp_path: Path) -> None:
         assert checkpoint.tree["plain"] == tree()["plain"]
         assert checkpoint.tree["empty"] == tree()["empty"]
         # Tensors of a container have names; the Protocol doesn't say so.
-        names = [name for name, tensor in checkpoint.tensors.items() if tensor.name != name]  # type: ignore[attr-defined]
+        names = [name for name, tensor in checkpoint.tensors.items() if tensor.name != name]  # type: ignore[attr-defined]  # a field of this kind alone
         assert names == []
         again = save(tmp_path / "b.pt", checkpoint.tree)
     assert again.read_bytes() == path.read_bytes()
@@ -241,7 +241,7 @@ def test_a_manifest_that_does_not_fit_is_not_trusted(tmp_path: Path) -> None:
         (b'"w": {', b'"x": {'),
     ):
         # mypy can't infer a lambda whose defaults bind what the loop changes.
-        changed = rewritten(path, lambda data, old=old, new=new: data.replace(old, new))  # type: ignore[misc]
+        changed = rewritten(path, lambda data, old=old, new=new: data.replace(old, new))  # type: ignore[misc]  # bound by defaults
         with open_proven(CONTAINER, changed) as checkpoint:
             assert checkpoint.manifest is None
             assert checkpoint.findings[0].damage

@@ -47,7 +47,7 @@ class Named(torch.nn.Module):
         return {"loss": torch.stack(terms).sum()}
 
 
-class InOrder(transformers.Trainer):  # type: ignore[misc]
+class InOrder(transformers.Trainer):  # type: ignore[misc]  # its base is untyped
     """Takes the data as they come."""
 
     def _get_train_sampler(self, *given: Any) -> None:
@@ -113,7 +113,7 @@ def two_saves(folder: Path, out: Path) -> dict[str, Any]:
     }
 
 
-class Counts(transformers.TrainerCallback, ExportableState):  # type: ignore[misc]
+class Counts(transformers.TrainerCallback, ExportableState):  # type: ignore[misc]  # its base is untyped
     """Keeps a state, as EarlyStoppingCallback does."""
 
     seen = 0

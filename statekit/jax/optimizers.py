@@ -40,7 +40,7 @@ def takes_options(schema: str, usual: str) -> Callable[[Maker], Maker]:
         arguments = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
         names = OPTIONS[schema].__annotations__
         options = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=...) for name in names]
-        make.__signature__ = signature.replace(parameters=[*arguments, *options])  # type: ignore[attr-defined]
+        make.__signature__ = signature.replace(parameters=[*arguments, *options])  # type: ignore[attr-defined]  # a function
         return make
 
     return lambda make: documented(schema, usual)(named(make))

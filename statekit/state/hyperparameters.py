@@ -29,8 +29,7 @@ def settled(kind: type[T], schema: str, variant: str, group: Group) -> T:
     """
     rules, given = load_schema(schema), group.hyperparameters
     offered, values = rules.variant(variant)["defaults"], {**rules.settings(variant), **given}
-    # Typing has no bound for "a dataclass" outside of typeshed.
-    needed = [field for field in fields(kind) if field.default is MISSING]  # type: ignore[arg-type]
+    needed = [field for field in fields(kind) if field.default is MISSING]  # type: ignore[arg-type]  # a dataclass
     missing = [
         field.name
         for field in needed

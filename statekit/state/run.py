@@ -186,8 +186,8 @@ def run_of(extra: Mapping[str, Tree]) -> RunState:
         elif (what := _what(name)) is not None:
             parts.append(RunPart(what, name, _value(node, what)))
     ties = extra.get(TIES)
-    told = _with_call(schedules or counts[:1], around)
-    return RunState(tuple(told), tuple(parts), dict(ties) if isinstance(ties, Mapping) else {})
+    schedules = _with_call(schedules or counts[:1], around)
+    return RunState(tuple(schedules), tuple(parts), dict(ties) if isinstance(ties, Mapping) else {})
 
 
 @dataclass(frozen=True)

@@ -37,18 +37,18 @@ def told_schedule(state: TrainState, call: Mapping[str, Any]) -> TrainState:
         stated = {key: value for key, value in before["arguments"].items() if key in function.parameters}
         said = named_arguments(function, call["arguments"])
         call = {**call, "arguments": {**stated, **said}} if not isinstance(said, str) else call
-    told = replace(state, extra={**state.extra, KEY: dict(call)})
-    schedule = run_of(told.extra).schedules[0]
+    changed = replace(state, extra={**state.extra, KEY: dict(call)})
+    schedule = run_of(changed.extra).schedules[0]
     faults = [rates for rates in schedule.rates if isinstance(rates, str)]
-    faults = faults or [*_against(told, schedule)]
+    faults = faults or [*_against(changed, schedule)]
     if faults:
         raise UsageError(
-            "The schedule that was told can't be the run's.",
+            "The schedule that was changed can't be the run's.",
             place="--schedule",
             expected=f"{name}({', '.join(function.parameters)})" if function else ", ".join(FUNCTIONS),
             found=faults[0],
         )
-    return told
+    return changed
 
 
 def _same(name: Any, other: Any) -> bool:

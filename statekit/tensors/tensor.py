@@ -246,7 +246,7 @@ def _described(tensor: Tensor) -> dict[str, Any]:
 
 def float_info(dtype: DType) -> Any:
     """Returns what NumPy's finfo says, for the low-precision dtypes too."""
-    return ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+    return ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]  # ml_dtypes' is untyped
 
 
 def widens(source: DType, target: DType) -> bool:

@@ -28,11 +28,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
-from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from living.cases import KINDS, cases, runs  # noqa: E402
-from living.judging import faults  # noqa: E402
-from living.originals import Case  # noqa: E402
+from living.cases import KINDS, cases, runs
+from living.judging import faults
+from living.originals import Case
 
 Kind = tuple[str, str, str]
 WHOLE = sum(count for count, _ in KINDS.values())
@@ -101,15 +101,17 @@ def judged(kind: Kind, number: int, size: int) -> dict[str, Any]:
     began, counts, wrong = time.monotonic(), Counter[str](), []
     for case in part_of(kind, number, size):
         try:
-            found = faults(case)
-        except Exception:
-            found = [traceback.format_exc(limit=-4)]
+            shown = faults(case)
+        except (
+            Exception
+        ):  # a fault of the case, which its line of the table tells; others are judged all the same
+            shown = [traceback.format_exc(limit=-4)]
         counts.update(cases=1, updates=len(case.grads))
         counts.update(drop_in=case.drop_in, back=case.back, backend=case.backend != "numpy")
         counts[case.dtype] += 1
-        if found:
-            wrong.append({"case": repr(case), "faults": found[:5]})
-            print(f"{'-'.join(kind)} part {number}: {case}\n    " + "\n    ".join(found[:5]), flush=True)
+        if shown:
+            wrong.append({"case": repr(case), "faults": shown[:5]})
+            print(f"{'-'.join(kind)} part {number}: {case}\n    " + "\n    ".join(shown[:5]), flush=True)
     return {
         "kind": "-".join(kind), "part": number, "size": size, **counts, "outside": wrong,
         "seconds": round(time.monotonic() - began, 1),

@@ -54,7 +54,7 @@ class MXNetOptimizer:
     Attributes:
         schema: Its schema.
         cls: Its class.
-        own: Attributes that only this optimizer has, in their order.
+        attributes: Those that only this optimizer has, in their order.
         fused: The variant of the fused kernels, on CPU and on GPU.
         unfused: The variant of the path in Python.
         decay: What the schema calls the rate of weight decay.
@@ -63,7 +63,7 @@ class MXNetOptimizer:
 
     schema: str
     cls: str
-    own: Mapping[str, Any]
+    attributes: Mapping[str, Any]
     fused: tuple[str, str]
     unfused: str
     decay: str = "weight_decay_rate"
@@ -359,7 +359,7 @@ class Writing:
         masters = any("master" in slots for slots in self.state.slots.values())
         record = {
             **BASE,
-            **kind.own,
+            **kind.attributes,
             **attributes,
             **self.home.get("attributes", {}),
             **written_counts(stored_counts),

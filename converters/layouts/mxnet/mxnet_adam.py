@@ -13,7 +13,7 @@ LAYOUT = MXNetOptim(
     MXNetOptimizer(
         schema="adamw",
         cls="mxnet.optimizer.adam.Adam",
-        own={"lazy_update": False, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-08},
+        attributes={"lazy_update": False, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-08},
         fused=("mxnet_fused", "mxnet_fused"),
         unfused="mxnet_unfused",
         dtypes=("float32", "float16", "float64"),

@@ -13,7 +13,7 @@ LAYOUT = MXNetOptim(
     MXNetOptimizer(
         schema="lamb",
         cls="mxnet.optimizer.lamb.LAMB",
-        own={
+        attributes={
             "beta1": 0.9,
             "beta2": 0.999,
             "epsilon": 1e-06,

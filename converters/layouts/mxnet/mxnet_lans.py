@@ -13,7 +13,7 @@ LAYOUT = MXNetOptim(
     MXNetOptimizer(
         schema="lans",
         cls="mxnet.optimizer.lans.LANS",
-        own={"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-06, "lower_bound": None, "upper_bound": None},
+        attributes={"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-06, "lower_bound": None, "upper_bound": None},
         fused=("mxnet_fused", "mxnet_gpu"),
         unfused="mxnet_unfused",
         decay="wd",

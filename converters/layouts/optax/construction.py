@@ -187,7 +187,7 @@ def _lines(
         f"mask = jax.tree_util.tree_map_with_path(lambda keys, _: {_PATH} in moved, params)",
         "import optax",
         f"rule = optax.masked({call(first, rates[first['label']])}, mask)",
-        "still = lambda grads: jax.tree.map(lambda grad, own: grad if own else 0 * grad, grads, mask)",
+        "still = lambda grads: jax.tree.map(lambda grad, moved: grad if moved else 0 * grad, grads, mask)",
         "update = lambda grads, state, params=None: rule.update(still(grads), state, params)",
         "optimizer = optax.GradientTransformation(rule.init, update)",
     ]

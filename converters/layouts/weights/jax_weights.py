@@ -12,8 +12,7 @@ from typing import Any
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
-from statekit.converters.layouts.weights.state import VARIANTS, require_weights, weights_state
-from statekit.errors import StateError
+from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
@@ -71,7 +70,7 @@ class JaxWeights:
         tree = checkpoint.tree
         node = _params(tree)
         if node is None:
-            raise StateError("The checkpoint doesn't hold weights alone.", place=checkpoint.path)
+            raise not_weights(checkpoint)
         params = {"/".join(keys): tensor for keys, tensor in _leaves(node)}
         rest = {key: part for key, part in tree.items() if key != PARAMS} if node is not tree else {}
         return weights_state(params, {HOME: rest} if rest else {}, checkpoint.step, hints)

@@ -23,8 +23,7 @@ from statekit.converters.layouts.keras.layout import (
 )
 from statekit.converters.layouts.keras.state import HOME
 from statekit.converters.layouts.keras.variables import Variable, variables
-from statekit.converters.layouts.weights.state import VARIANTS, require_weights, weights_state
-from statekit.errors import StateError
+from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import TrainState
 
@@ -54,7 +53,7 @@ class KerasWeights:
             UsageError: Something is said of an optimizer.
         """
         if self.detect(checkpoint) is None:
-            raise StateError("The checkpoint doesn't hold weights alone.", place=checkpoint.path)
+            raise not_weights(checkpoint)
         tree = checkpoint.tree
         placed = _placed(tree)
         home = home_of(tree, placed)

@@ -11,8 +11,7 @@ from typing import Any
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
-from statekit.converters.layouts.weights.state import VARIANTS, require_weights, weights_state
-from statekit.errors import StateError
+from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import TrainState
 
@@ -45,7 +44,7 @@ class MXNetWeights:
         """
         tree = checkpoint.tree
         if not _is_model(tree):
-            raise StateError("The checkpoint doesn't hold weights alone.", place=checkpoint.path)
+            raise not_weights(checkpoint)
         params = {name.replace(".", "/"): tensor for name, tensor in tree[PARAMS].items()}
         return weights_state(params, {HOME: tree.get(FILES, {})}, checkpoint.step, hints)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from statekit.conversion.contracts import Hints
-from statekit.errors import InexactError, UsageError
+from statekit.errors import InexactError, StateError, UsageError
+from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import Counts, Optimizer, TrainState
 from statekit.tensors.tensor import Tensor
@@ -42,6 +43,11 @@ def weights_state(
         )
     done = step or 0
     return TrainState(params, {}, Optimizer(WEIGHTS, None, ()), Counts(done, done), {}, extra)
+
+
+def not_weights(checkpoint: Checkpoint) -> StateError:
+    """Returns the refusal of a checkpoint that has something else than weights, or none."""
+    return StateError("The checkpoint doesn't hold weights alone.", place=checkpoint.path)
 
 
 def require_weights(state: TrainState, layout: str) -> None:

@@ -21,8 +21,7 @@ from statekit.converters.layouts.pytorch.parts import (
     tied,
 )
 from statekit.converters.layouts.pytorch.side_by_side import optimizer_places
-from statekit.converters.layouts.weights.state import VARIANTS, require_weights, weights_state
-from statekit.errors import StateError
+from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state
 from statekit.files.checkpoint import MODEL_KEY, Checkpoint
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
@@ -61,7 +60,7 @@ class TorchWeights:
         """
         place = _place(checkpoint)
         if place is None:
-            raise StateError("The checkpoint doesn't hold weights alone.", place=checkpoint.path)
+            raise not_weights(checkpoint)
         tree = checkpoint.tree
         model: Mapping[str, Tensor] = at(tree, place) if place else loose(tree)
         rest = (

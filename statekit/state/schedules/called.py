@@ -36,10 +36,10 @@ def called_rates(call: Any, base: float | None = None) -> Told:
     if isinstance(said, str):
         return f"{name} {said}"
     whole = function.defaults if record.get("whole") else {}
-    told = function.read({**whole, **said}, base)
-    if isinstance(told, Rates):
-        return told
-    return f"{name}: {told}{'' if record.get('whole') else '; --schedule tells it'}"
+    rates = function.read({**whole, **said}, base)
+    if isinstance(rates, Rates):
+        return rates
+    return f"{name}: {rates}{'' if record.get('whole') else '; --schedule tells it'}"
 
 
 def named_arguments(function: Function, arguments: Mapping[str, Any]) -> dict[str, Any] | str:
