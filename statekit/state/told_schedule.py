@@ -43,7 +43,7 @@ def told_schedule(state: TrainState, call: Mapping[str, Any]) -> TrainState:
     faults = faults or [*_against(changed, schedule)]
     if faults:
         raise UsageError(
-            "The schedule that was changed can't be the run's.",
+            "The schedule that was told can't be the run's.",
             place="--schedule",
             expected=f"{name}({', '.join(function.parameters)})" if function else ", ".join(FUNCTIONS),
             found=faults[0],
