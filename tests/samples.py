@@ -260,3 +260,12 @@ ALL = (
     ),
 )
 ROWS = tuple(row for row in ALL if row.here)
+
+
+def writable() -> dict[str, Row]:
+    """Returns, by container, the first sample of each that statekit writes."""
+    rows: dict[str, Row] = {}
+    for row in ROWS:
+        if registry.container_card(row.sample.container).target_kind and row.sample.writes != "nothing":
+            rows.setdefault(row.sample.container, row)
+    return rows
