@@ -84,6 +84,14 @@ SUITES = {
         "one bit of one file is flipped; then it is converted. Half of the places are drawn by byte, half by file. "
         "`pytest -m slow tests/test_bit_flips.py`; a sample of it in every run.",
     ),
+    "power": Suite(
+        "The power goes",
+        "Conversions into a file system that writes down every call. The power is cut after each, and each time many "
+        "disks are looked at: what was synced is there; of names and bytes that weren't, none, all, or some, in any "
+        "order. Harmless: the target is as it was before or complete, and complete if the conversion was done; what "
+        "else is left the next conversion removes. `pytest -m '' tests/test_power_loss.py`; it needs /dev/fuse and "
+        "Debian's python3-pyfuse3.",
+    ),
 }
 """The sections, in the page's order, by the names of the suites."""
 

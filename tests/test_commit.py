@@ -537,13 +537,16 @@ def test_a_new_process_with_an_old_pid_is_another_one(tmp_path: Path) -> None:
 
 
 def test_only_abandoned_empty_folders_go_without_an_owner(tmp_path: Path) -> None:
-    young, old, full = (tmp_path / f".statekit-tmp-{c * 32}" for c in "abc")
-    for folder in (young, old, full):
+    young, old, full, cut, cut_later = (tmp_path / f".statekit-tmp-{c * 32}" for c in "abcde")
+    for folder in (young, old, full, cut, cut_later):
         folder.mkdir()
     (full / "data").write_text("whose?")
-    for folder in (old, full):
+    for folder in (cut, cut_later):  # the power went before the record was synced
+        (folder / leftovers.OWNER_FILE).write_bytes(b"")
+    (cut_later / "data").write_text("whose?")
+    for folder in (old, full, cut, cut_later):
         os.utime(folder, (time.time() - 7200,) * 2)
-    assert leftovers.sweep(tmp_path) == [old]
+    assert leftovers.sweep(tmp_path) == [old, cut]
 
 
 def test_nothing_else_is_ever_swept(tmp_path: Path) -> None:

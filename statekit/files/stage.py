@@ -46,7 +46,7 @@ from statekit.files.manifest import (
     unnamed_files,
 )
 from statekit.files.source import read_small
-from statekit.files.temporary import make_temporary, sweep
+from statekit.files.temporary import make_temporary, remove_temporary, sweep
 from statekit.tensors.digest import tensor_bytes, tensor_digest
 from statekit.tensors.tensor import Tensor
 
@@ -192,7 +192,6 @@ class Stage:
             else:
                 self._verify(reopen)
             self._narrow()
-            sync_folder(self.path.parent)
             self._take_name()
         return files
 
@@ -330,7 +329,7 @@ def staged(
                 path.mkdir()  # ordinary permissions: the folder around it lets nobody in until the rename
         yield Stage(path, target, kind, replace, mode, total, fields, on_progress or silent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_temporary(temporary)
 
 
 def check_target(target: Path, kind: TargetKind, *, replace: bool, foreign: bool = False) -> None:

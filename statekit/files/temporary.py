@@ -10,8 +10,11 @@ import socket
 import stat
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from statekit.files.durable import sync, sync_folder
 
 OWNER_FILE = ".statekit-owner.json"
 _NAME = re.compile(r"\.statekit-tmp-[0-9a-f]{32}")
@@ -21,6 +24,8 @@ _OWNER_BYTES = 4096
 
 def make_temporary(parent: Path) -> Path:
     """Makes `<parent>/.statekit-tmp-<uuid>/`, open to its owner alone, with a record of who that is.
+
+    The record is synced before anything else is in the folder: what the power takes down is swept, too.
 
     Raises:
         OSError: The folder can't be made.
@@ -32,19 +37,34 @@ def make_temporary(parent: Path) -> Path:
         file = os.open(folder / OWNER_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.write(file, record)
+            sync(file)
         finally:
             os.close(file)
+        sync_folder(folder)
     except OSError:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_temporary(folder)
         raise
     return folder
+
+
+def remove_temporary(folder: Path) -> None:
+    """Removes a temporary folder as far as it may, its owner's record last: what a power cut brings back is swept."""
+    with suppress(OSError):
+        for entry in folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name != OWNER_FILE:
+                entry.unlink()
+        sync_folder(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep(parent: Path) -> list[Path]:
     """Removes what killed conversions left in a folder, and returns what it removed.
 
     A folder goes only if it has a temporary's name, belongs to this user, and its owner was a process of this machine
-    that no longer runs; or if it has no owner record, holds nothing and is an hour old. Everything else stays.
+    that no longer runs; or if it has no owner record that can be read, holds nothing else and is an hour old.
+    Everything else stays.
     """
     removed = []
     for folder in sorted(parent.iterdir()) if parent.is_dir() else []:
@@ -63,22 +83,24 @@ def _swept(folder: Path) -> bool:
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
         return False
     owner = _read_owner(folder / OWNER_FILE)
-    if owner is None:
-        if time.time() - facts.st_mtime < _ABANDONED_SECONDS:
+    if not owner:
+        if time.time() - facts.st_mtime < _ABANDONED_SECONDS or {*os.listdir(folder)} - {OWNER_FILE}:
             return False
-        folder.rmdir()  # fails, and leaves it, unless it is empty
+        (folder / OWNER_FILE).unlink(missing_ok=True)
+        folder.rmdir()
         return True
     if not _dead(owner):
         return False
-    shutil.rmtree(folder)
-    return True
+    remove_temporary(folder)
+    return not folder.exists()
 
 
-def _read_owner(path: Path) -> dict[str, Any] | None:
+def _read_owner(path: Path) -> dict[str, Any]:
+    """Returns an owner record; {} if there is none, or it isn't JSON, as after a power cut."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        return None
+        return {}
     try:
         record = json.loads(os.read(file, _OWNER_BYTES))
     except ValueError:

@@ -1,0 +1,47 @@
+"""Makes a conversion for every container that is written, in the folder of the recording file system.
+
+    python conversions.py FOLDER SOURCES [OPTION]...
+
+Each has a folder of its own, and stands in the journal between the folders `begin <name>` and `end <name>`. Options:
+the names of containers, all if there are none; `replace` puts the target in the place of something else, `empty` of an
+empty folder; `plain` does without renameat2.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from samples import writable
+
+from statekit.conversion import registry
+from statekit.conversion.convert import convert, plan
+from statekit.files import durable
+
+OPTIONS = {"replace", "empty", "plain"}
+
+
+def main(folder: Path, sources: Path, options: set[str]) -> None:
+    rows = writable()
+    if "plain" in options:
+        durable._renameat2 = lambda *_: False
+    for name in sorted(options - OPTIONS) or rows:
+        card, row = registry.container_card(name), rows[name]
+        if "empty" in options and card.target_kind == "file":
+            continue
+        (folder / name).mkdir()
+        (sources / name).mkdir()
+        target = folder / name / f"target{next(iter(card.suffixes), '')}"
+        if "empty" in options or ("replace" in options and card.target_kind == "folder"):
+            target.mkdir()
+        if "replace" in options:
+            (target / "old" if target.is_dir() else target).write_text("what was there before")
+        source = row.found(sources / name).path
+        planned = plan(source, target, to=name, layout=row.layout, hints=row.hints)
+        (folder / f"begin {name}").mkdir()
+        convert(planned, replace_foreign="replace" in options)
+        (folder / f"end {name}").mkdir()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), set(sys.argv[3:]))
