@@ -222,6 +222,7 @@ ALL = (
     recorded("fsdp1-ranks", "torch-optim", "torch_formats/adamw_fsdp1_rank_local_flat/checkpoint"),
     alone("torch", "torch-weights"),
     alone("flax", "jax-weights"),
+    alone("tf-bundle", "tf-weights"),
     alone("keras-h5", "keras-weights", unchecked=ANYWHERE),
     alone("mxnet", "mxnet-weights", unchecked=ANYWHERE),
     written("keras-h5", "keras", "lamb", "keras", unchecked=ANYWHERE),

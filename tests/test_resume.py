@@ -207,6 +207,9 @@ def test_megatron_lm_is_told_what_it_can_load(tmp_path: Path) -> None:
     for schedules in ((), (own,)):
         (line,) = resume_lines(replace(place, schedules=schedules), known)
         assert line == f"--load {tmp_path} --ckpt-format torch_dist {flags}"
+    rate = {"dtype": "float32", "value": 0.1}
+    group = {"paths": ["a"], "hyperparameters": {"learning_rate": rate}, "known_from": {}}
+    assert resume_lines(place, {**known, "groups": [group]})  # a rate that is a tensor
     lines = resume_lines(replace(place, schedules=(other,)), known)
     ast.parse("\n".join(lines))
     assert any("dist_checkpointing.load" in line for line in lines) and not any("--load" in x for x in lines)

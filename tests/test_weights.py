@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_model, save_file
 
 import statekit
@@ -60,6 +61,54 @@ def test_weights_go_where_a_model_can_lie_alone_and_its_own_calls_load_them(
     else:
         statekit.torch.load_params(tmp_path / target, model)
         assert same(model, net())
+
+
+def test_a_single_safetensors_file_is_what_its_own_reader_loads(tmp_path: Path) -> None:
+    """Two names of one tensor are as `save_model` writes them; a file has no place for anything else."""
+    for kind, path in sources(tmp_path).items():
+        report = statekit.convert(path, tmp_path / f"{kind}-out.safetensors")
+        with safe_open(tmp_path / f"{kind}-out.safetensors", "pt") as file:
+            assert set(file.keys()) == set(net().state_dict())
+            assert all(torch.equal(file.get_tensor(key), one) for key, one in net().state_dict().items())
+        fresh = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+        load_model(fresh, report.target)
+        assert report.target.is_file() and same(fresh, net())
+        assert ("extra/torch/epoch" in report.plan.dropped) == (kind == "keyed.pt")
+    statekit.convert(tmp_path / "keyed.pt-out.safetensors", tmp_path / "again.pt")
+    shared = torch.nn.Linear(3, 3, bias=False)
+    torch.save({"a.weight": shared.weight.data, "b.weight": shared.weight.data}, tmp_path / "tied.pt")
+    statekit.convert(tmp_path / "tied.pt", tmp_path / "tied.safetensors")
+    with safe_open(tmp_path / "tied.safetensors", "pt") as file:
+        assert list(file.keys()) == ["a.weight"] and file.metadata()["b.weight"] == "a.weight"
+
+
+@pytest.mark.tensorflow
+def test_a_bundle_of_variables_is_what_tensorflow_loads(tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    statekit.convert(sources(tmp_path)["bare.pt"], tmp_path / "there", to="tf-bundle")
+    reader = tf.train.load_checkpoint(str(tmp_path / "there"))
+    names = {key.replace(".", "/"): tensor for key, tensor in net().state_dict().items()}
+    assert set(reader.get_variable_to_shape_map()) == set(names)
+    assert all(np.array_equal(reader.get_tensor(name), tensor.numpy()) for name, tensor in names.items())
+    statekit.convert(tmp_path / "there", tmp_path / "back.pt", layout="torch-weights")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+    model.load_state_dict(torch.load(tmp_path / "back.pt", weights_only=True)["model"])
+    assert same(model, net())
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("slot", ["w/Momentum", "w/Adam", "beta1_power", "w/RMSProp_1"])
+def test_variables_of_an_optimizer_arent_weights(slot: str, tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        for name in ("w", slot):
+            tf.compat.v1.get_variable(name, initializer=np.ones(3, np.float32), use_resource=False)
+        session.run(tf.compat.v1.global_variables_initializer())
+        tf.compat.v1.train.Saver().save(session, str(tmp_path / "model.ckpt"), 3)
+    with pytest.raises(StatekitError):
+        statekit.open(tmp_path)
 
 
 def test_what_lies_beside_weights_comes_back(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from statekit.conversion.kept import FIELD, by_leaf, kept_of, to_field
 from statekit.conversion.plan import Plan, Request
 from statekit.conversion.prepared import carried_out, prepare
 from statekit.conversion.resume import in_manifest, resume_lines
+from statekit.conversion.target import written_as
 from statekit.errors import CommitError, Faults, StatekitError, TargetExistsError, printable
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.durable import writing
@@ -135,7 +136,7 @@ def convert(
     """
     began = time.monotonic()
     tell = on_progress or silent
-    kind = registry.container_card(plan.target.container).target_kind or "file"
+    kind = written_as(registry.container(plan.target.container), plan.request.target).target_kind or "file"
     replace = replace or replace_foreign
     check_target(plan.request.target, kind, replace=replace, foreign=replace_foreign)
     if kind == "file" and not replace_foreign:

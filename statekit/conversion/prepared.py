@@ -18,7 +18,6 @@ from statekit.conversion.contracts import (
     Container,
     Encoded,
     Fitting,
-    ForTarget,
     KeepsEncoding,
     KeepsManifest,
     KeepsMasters,
@@ -28,7 +27,7 @@ from statekit.conversion.contracts import (
 from statekit.conversion.open_state import OpenState, open_state
 from statekit.conversion.plan import Plan, Request, Side, build_plan
 from statekit.conversion.rule_change import RuleChange, best_rule_change, joined_rule_change
-from statekit.conversion.target import check_apart, choose_container, choose_layout
+from statekit.conversion.target import check_apart, choose_container, choose_layout, written_as
 from statekit.errors import Faults, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import files_of, proven
@@ -110,8 +109,7 @@ def prepare(request: Request) -> Plan:
     """
     check_apart(request.source, request.target)
     container, implied = choose_container(request.target, request.to)
-    if isinstance(container, ForTarget):
-        container = container.for_target(request.target)
+    container = written_as(container, request.target)
     opened = open_state(request.source, container=request.from_, step=request.step, hints=request.hints)
     try:
         state = opened.state.with_step_offset(request.step_offset)

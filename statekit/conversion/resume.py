@@ -268,9 +268,10 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
 def _megatron_schedule(place: Place, state: State) -> str | None:
     """Returns the flag by which Megatron-LM takes the schedule that a converted file has; None where it has none."""
     known = [group["hyperparameters"] for group in state["groups"]]
-    rates = {group.get(_RATE) for group in known}
-    decays = {group.get("weight_decay_rate") for group in known} - {0.0}
-    made = not place.schedules and len(rates) == 1 and rates != {None} and len(decays) <= 1
+    decays = [group["weight_decay_rate"] for group in known if group.get("weight_decay_rate")]
+    values = ([group.get(_RATE) for group in known], decays)
+    plain = all(type(one) in (int, float) for of_all in values for one in of_all)
+    made = not place.schedules and plain and all(len(set(of_all)) <= 1 for of_all in values)
     if not _is_converted(place):
         return ""
     has_one = made or any(one.kind == MEGATRON for one in place.schedules)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from statekit.conversion import registry
 from statekit.conversion.cards import ContainerCard, LayoutCard
-from statekit.conversion.contracts import Container, Layout
+from statekit.conversion.contracts import Container, ForTarget, Layout
 from statekit.errors import UsageError, meant
 from statekit.state.schema import NO_OPTIMIZER, WEIGHTS
 
@@ -49,6 +49,11 @@ def choose_container(target: Path, to: str | None) -> tuple[Container, str | Non
             remedy="name the container with --to",
         )
     return _writable(*_named(names[longest[0]], "the target's name"))
+
+
+def written_as(container: Container, target: Path) -> Container:
+    """Returns a container as it writes a target: what it makes may depend on the target's name."""
+    return container.for_target(target) if isinstance(container, ForTarget) else container
 
 
 def source_container(name: str) -> tuple[Container, str | None]:

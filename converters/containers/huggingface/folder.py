@@ -25,6 +25,8 @@ from statekit.converters.containers.huggingface.model import (
     ADAPTER_CONFIG,
     SHARD_BYTES,
     find_model,
+    metadata_of,
+    open_alone,
     open_model,
     save_model,
     ties_in,
@@ -39,6 +41,7 @@ from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitEr
 from statekit.files.budget import Budget
 from statekit.files.checkpoint import SORTED, Checkpoint, Finding
 from statekit.files.manifest import inside, is_manifest
+from statekit.files.safetensors import save_safetensors
 from statekit.files.source import File, Files, first_bytes, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Stored, Tensor, index_shape
@@ -67,7 +70,9 @@ Source: huggingface/transformers, trainer.py; huggingface/accelerate, utils/cons
 MAX_CARRIED = 64 * 2**20
 """The largest file that is carried without being understood, in bytes."""
 _PICKLES = (".bin", ".pkl", ".pt", ".pth", ".ckpt")
-_JSON = ".json"
+_BESIDE = "extra/torch"
+"""Canonical name of what lay beside a model in a file of PyTorch."""
+_JSON, _SAFETENSORS = ".json", ".safetensors"
 _MODEL = re.compile(r"(pytorch_model|adapter_model|model).*\.(bin|safetensors)(\.index\.json)?")
 
 
@@ -335,6 +340,11 @@ class HuggingFaceFolder:
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = "folder"
 
+    def for_target(self, target: Path) -> HuggingFaceFolder:
+        """Returns the container that writes a `.safetensors` as a single file: a model alone."""
+        alone = self.opens_files and target.name.endswith(_SAFETENSORS)
+        return replace(self, target_kind="file", shard_bytes=None) if alone else self
+
     def detect(self, path: Path) -> Evidence | None:
         """Looks at file names, and at the first bytes of a single file."""
         try:
@@ -371,8 +381,14 @@ class HuggingFaceFolder:
         return Checkpoint(self.name, folder.path, tree, meta, number, findings, files.close)
 
     def fitted(self, encoded: Encoded) -> Encoded:
-        """Returns a state with its parts where the folder keeps them, and what the library can't do without."""
+        """Returns a state with its parts where the folder keeps them, and what the library can't do without.
+
+        Raises:
+            UsageError: The target is a single file, and the state has an optimizer.
+        """
         encoded = moved_to(encoded, {"model", *self.parts})
+        if self.target_kind == "file":
+            encoded = _model_alone(encoded)
         carried = encoded.tree.get(FILES) or {}
         made = {
             key: one
@@ -396,12 +412,6 @@ class HuggingFaceFolder:
             FormatError: A name or dtype that safetensors can't hold.
         """
         tree = dict(encoded.tree)
-        if stage.target.name.endswith(".safetensors"):
-            raise UsageError(
-                "A single safetensors file has no place for an optimizer's state.",
-                place=stage.target,
-                remedy="give the folder that shall hold it another name",
-            )
         if "model" not in tree:
             raise UsageError(
                 f"The container {self.name} holds a model with its optimizer, as PyTorch's layouts write them.",
@@ -419,6 +429,10 @@ class HuggingFaceFolder:
         def stream(name: str, one: Tensor) -> Iterator[memoryview]:
             return stage.stream(f"model/{name}", one)
 
+        if self.target_kind == "file":
+            with stage.file() as output:
+                save_safetensors(model, output, stream, metadata_of(ties))
+            return
         save_model(model, stem, self.shard_bytes, stage, stream, prefix, ties)
         for key in [one for one in self.parts if one in tree]:
             write_part(stage, f"{prefix}{self.parts[key]}", key, tree.pop(key))
@@ -449,6 +463,24 @@ class HuggingFaceFolder:
         return _Folder(steps[newest if step is None else step], tuple(steps), tuple(passed))
 
 
+def _model_alone(encoded: Encoded) -> Encoded:
+    """Returns a state of weights as a single file holds it: tensors, and further names of some.
+
+    Raises:
+        UsageError: There is an optimizer.
+    """
+    if "optimizer" in encoded.tree:
+        raise UsageError(
+            "A single safetensors file has no place for an optimizer's state.",
+            place="the target",
+            remedy="give the folder that shall hold it another name, with --to safetensors",
+        )
+    kept = {key: part for key, part in encoded.tree.items() if key in ("model", TIES)}
+    why = "a single safetensors file holds tensors alone"
+    lost = {f"{_BESIDE}/{key}": why for key in encoded.tree if key not in kept}
+    return replace(encoded, tree=kept, dropped={**encoded.dropped, **lost})
+
+
 @dataclass(frozen=True)
 class _Folder:
     """A checkpoint's folder, and the steps beside it."""
@@ -467,7 +499,7 @@ def _opened(path: Path, files: Files) -> tuple[Tree, dict[str, Any], tuple[Findi
     meta: dict[str, Any] = {}
     taken: tuple[str, ...] = ()
     if name is not None:
-        model = open_model(folder, name, files)
+        model = open_model(folder, name, files) if not alone else open_alone(path, files)
         tree["model"], taken = dict(model.tensors), model.files
         tree |= {TIES: ties} if (ties := ties_in(model)) else {}
         meta = {"model": list(taken), SORTED: model.is_sorted, "metadata": dict(model.metadata)}

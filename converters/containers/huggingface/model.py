@@ -82,11 +82,11 @@ def open_model(folder: Path, name: str, files: Files) -> Model:
         NotFoundError: A shard is missing.
         FormatError: Index and shards don't fit each other, or one can't be trusted.
     """
+    if name.endswith(_SAFE):
+        return open_alone(folder / name, files)
     if not name.endswith(INDEX):
         tensors, metadata = _open_file(folder / name, files)
-        ordered = sorted(tensors, key=lambda one: (-tensors[one].dtype.itemsize, one))
-        is_sorted = name.endswith(_SAFE) and list(tensors) == ordered
-        return Model(tensors, (name,), is_sorted, metadata)
+        return Model(tensors, (name,), False, metadata)
     place = folder / name
     index = strict_json(read_small(place, files), place)
     weights = index.get("weight_map") if isinstance(index, Mapping) else None
@@ -111,6 +111,25 @@ def open_model(folder: Path, name: str, files: Files) -> Model:
     metadata = {key: value for _, file_metadata in opened.values() for key, value in file_metadata.items()}
     metadata |= index.get("metadata", {})
     return Model(whole, (name, *names), list(whole) == sorted(whole), metadata)
+
+
+def open_alone(path: Path, files: Files) -> Model:
+    """Opens a single safetensors file, whatever it is called; reads its header only.
+
+    Raises:
+        FormatError: It can't be trusted.
+    """
+    file = open_safetensors(path, files)
+    ordered = sorted(file.tensors, key=lambda one: (-file.tensors[one].dtype.itemsize, one))
+    return Model(file.tensors, (path.name,), list(file.tensors) == ordered, file.metadata)
+
+
+def metadata_of(ties: Mapping[str, str]) -> dict[str, str]:
+    """Returns the metadata of a model's first file, with further names of tensors as `save_model` has them.
+
+    Source: huggingface/safetensors, bindings/python/py_src/safetensors/torch.py, `save_model`.
+    """
+    return {"format": "pt", **ties}
 
 
 def ties_in(model: Model) -> dict[str, str]:
@@ -143,7 +162,7 @@ def save_model(
     Raises:
         FormatError: A name or dtype that safetensors can't hold.
     """
-    metadata = {"format": "pt", **(ties or {})}
+    metadata = metadata_of(ties or {})
     shards = [dict(tensors)] if limit is None else list(sharded(tensors, limit)) or [{}]
     count = len(shards)
     weights = {}

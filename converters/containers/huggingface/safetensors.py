@@ -4,7 +4,8 @@ It reads and writes the folders of libraries that are neither Trainer nor Accele
 
     model.safetensors, or model-00001-of-00002.safetensors ... and model.safetensors.index.json
 
-Out comes the tree {model, optimizer, scheduler, scaler, files}, of which a file alone gives the model.
+Out comes the tree {model, optimizer, scheduler, scaler, files}, of which a file alone gives the model. A target named
+`.safetensors` is such a file, and takes weights without an optimizer.
 """
 
 from __future__ import annotations
@@ -27,4 +28,5 @@ CONTAINER = HuggingFaceFolder(
     _plain,
     specificity=10,
     opens_files=True,
+    suffixes=(".safetensors",),
 )

@@ -8,7 +8,7 @@ megatron/core/optimizer_param_scheduler.py, `OptimizerParamScheduler`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from statekit.state.run import Schedule
@@ -27,11 +27,13 @@ def constant_schedule(
         schedules: The schedules of the run, as its source has them.
         updates: Updates done.
     """
-    rates = {group["lr"] for group in groups}
-    decays = {group["weight_decay"] for group in groups if group["wd_mult"]} or {0.0}
+    rates = _distinct(group["lr"] for group in groups)
+    decays = _distinct(group["weight_decay"] for group in groups if group["wd_mult"]) or [0.0]
     if schedules:
         kinds = " and ".join(one.kind or "of an unknown kind" for one in schedules)
         why = f"the run's, {kinds}, isn't one of Megatron-LM's"
+    elif not all(type(one) in (int, float) for one in (*rates, *decays)):
+        why = "a rate or weight decay is a tensor, or unknown"
     elif len(rates) > 1 or len(decays) > 1:
         why = "groups have rates or weight decays of their own"
     else:
@@ -47,3 +49,7 @@ def constant_schedule(
     return {}, (
         f"Megatron-LM looks for a schedule, {KEY}, and finds none, as {why}: go on with Megatron-Core's own calls."
     )
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    return list({repr(value): value for value in values}.values())
