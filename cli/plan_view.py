@@ -67,6 +67,10 @@ def _counts(plan: Plan) -> Iterator[str]:
 
 
 def _options(plan: Plan) -> Iterator[tuple[str, str]]:
+    for one in plan.options.get("maps", ()):
+        said = [f"{key}={value}" for key, value in one.get("config", {}).items()]
+        renamed = [f"{pattern}={replacement}" for pattern, replacement in one.get("rename", ())]
+        yield ("map", ", ".join([one["name"], *said])) if "name" in one else ("renamed", ", ".join(renamed))
     asked = plan.options.get("step_offset", {})
     if asked.get("value") is not None:
         yield "step_offset", f"{asked['value']} (asked for: {asked['asked']})"

@@ -20,11 +20,13 @@ import transformers
 from safetensors.numpy import load_file
 
 import statekit
+from statekit.errors import StateError
 from statekit.torch import Adafactor, load_optimizer, load_params
 
 START, END = 8, 16
 KINDS: Mapping[str, tuple[str, str, str]] = {
     "t5": ("T5Config", "T5ForConditionalGeneration", "t5x-t5:hf-t5"),
+    "umt5": ("UMT5Config", "UMT5ForConditionalGeneration", "t5x-t5-scanned:hf-umt5"),
 }
 
 
@@ -40,8 +42,8 @@ class Run:
             load_file(bundle / f"{name}.safetensors") for name in names
         )
 
-    def model(self) -> Any:
-        """Returns Hugging Face's model, with weights of its own under a head that isn't tied."""
+    def tied(self) -> Any:
+        """Returns Hugging Face's model as its class builds it: transformers 5 ties the head, whatever is said."""
         said = self.extra["model_config"]
         config = getattr(transformers, self.kind[0])(
             vocab_size=said["vocab_size"], d_model=said["emb_dim"], d_kv=said["head_dim"],
@@ -50,12 +52,16 @@ class Run:
             feed_forward_proj="relu" if said["mlp_activations"] == ["relu"] else "gated-gelu",
             tie_word_embeddings=said["logits_via_embedding"], pad_token_id=0, decoder_start_token_id=0,
         )  # fmt: skip
-        model = getattr(transformers, self.kind[1])(config)
-        if not said[
-            "logits_via_embedding"
-        ]:  # from transformers 5 on a model that isn't loaded ties the head anyway
+        return getattr(transformers, self.kind[1])(config)
+
+    def model(self) -> Any:
+        """Returns it with weights of its own under a head that isn't tied."""
+        model = self.tied()
+        if not self.extra["model_config"]["logits_via_embedding"]:
             model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
-            model.config.tie_word_embeddings = False
+            model.config.tie_word_embeddings = (
+                False  # UMT5's class asks here whether to scale what the head gets
+            )
         return model
 
     def outputs(self, model: Any, update: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,8 +109,14 @@ def moved(run: Run, model: Any, mapped: list[dict[str, Any]]) -> Iterator[float]
 
 
 def reference(run: Run, one: dict[str, Any], update: int) -> Any:
-    """Returns a recorded parameter as Hugging Face has it."""
+    """Returns a recorded parameter as Hugging Face has it, by hand: T5X's layer axis is 1, a head's axes are joined."""
     array = run.trajectory[f"{update}/param/{one['sources'][0]}"].astype(np.float64)
+    layer = next((word for word in one["operations"] if word.startswith("number ")), None)
+    if layer is not None:
+        array = array[:, int(layer.split()[1])]
+    if array.ndim == 3:
+        out = one["sources"][0].endswith("out/kernel")
+        array = array.reshape(-1, array.shape[-1]) if out else array.reshape(array.shape[0], -1)
     return array.T if "transposed" in one["operations"] else array
 
 
@@ -137,6 +149,12 @@ def main(bundle: Path, folder: Path, kind: str) -> None:
     result["converted"] = errors(
         run, model, load_optimizer(folder / "run.pt", model.named_parameters()), mapped
     )
+
+    try:
+        load_params(folder / "run.pt", run.tied())
+        result["tied"] = "loaded"
+    except StateError as error:
+        result["tied"] = str(error)
 
     model = run.model()
     load_params(run.checkpoint, model, map=run.kind[2], hparams=hparams)

@@ -160,3 +160,19 @@ def test_an_existing_target_stays_unless_replaced(tmp_path: Path, capsys: pytest
     assert "--replace-foreign" in capsys.readouterr().err
     converted(capsys, RUN, target, "--replace-foreign")
     assert target.stat().st_size > 10_000
+
+
+def test_a_map_and_other_names_are_said_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = next((GOLDEN / "t5x_checkpoints" / "unscanned" / "msgpack_v3").glob("checkpoint_*"))
+    back = ("--rename", "^encoder/=enc/", "--rename", "^enc/=encoder/")
+    shown = converted(capsys, run, tmp_path / "a.pt", "--map", "t5x-t5:hf-t5", *back, "--dry-run")
+    assert "t5x-t5:hf-t5" in shown and "^enc/=encoder/" in shown
+    assert "token_embedder/embedding -> shared/weight (v_row, v_col)" in shown
+    assert not (tmp_path / "a.pt").exists()
+    capsys.readouterr()
+    assert main(["convert", str(run), str(tmp_path / "a.pt"), "--rename", "nothing"]) == USAGE
+    assert "PATTERN=REPLACEMENT" in capsys.readouterr().err
+    assert main(["convert", str(run), str(tmp_path / "a.pt"), "--map", "t5x-t5:hf-t6"]) == USAGE
+    assert "did you mean t5x-t5:hf-t5?" in capsys.readouterr().err
+    assert main(["convert", str(run), str(tmp_path / "a.pt"), "--config", "num_heads=4"]) == USAGE
+    assert "no map" in capsys.readouterr().err

@@ -16,6 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import statekit
+from formats import values
+from goldens import GOLDEN
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.maps.links import Link, carried
 from statekit.maps.model_map import Renaming, load, map_names, maps_of
@@ -361,8 +364,6 @@ def test_a_map_that_isnt_there_and_a_configuration_without_a_map_are_refused() -
 
 
 def test_a_conversion_shows_what_became_of_every_parameter(tmp_path: Path) -> None:
-    import statekit
-
     source = Path(__file__).parent / "golden" / "t5x" / "momentum_f32" / "checkpoint"
     planned = statekit.plan(
         source, tmp_path / "run.pt", rename={"^token_embedder/embedding$": "shared/weight"}
@@ -374,3 +375,72 @@ def test_a_conversion_shows_what_became_of_every_parameter(tmp_path: Path) -> No
     report = statekit.convert(planned)
     with statekit.open(report.target) as state:
         assert len(mapped) == len(state.params)
+
+
+# Files that T5X wrote.
+
+MAPS = {"unscanned": ("t5x-t5", "hf-t5"), "scanned": ("t5x-t5-scanned", "hf-umt5")}
+WRITTEN = [
+    path for network in MAPS for path in sorted((GOLDEN / "t5x_checkpoints" / network).glob("*/checkpoint_*"))
+]
+
+
+def said_of(path: Path) -> dict[str, Any]:
+    """Returns what the run was told of its factor rules, and no checkpoint says."""
+    meta = json.loads((path.parents[1] / "meta.json").read_text())
+    return {
+        "logical_factor_rules": "standard_logical_factor_rules",
+        "logical_axes": meta["logical_axes"],
+        "min_dim_size_to_factor": 32,
+    }
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: "-".join(path.parts[-3:-1]))
+def test_what_t5x_wrote_goes_to_hugging_face_and_back_with_every_array_equal(
+    path: Path, tmp_path: Path
+) -> None:
+    source, target = MAPS[path.parts[-3]]
+    there = statekit.convert(path, tmp_path / "hf.pt", map=f"{source}:{target}", hparams=said_of(path))
+    assert there.plan.exactness is Exactness.BITWISE
+    back = tmp_path / "checkpoint_1000"
+    statekit.convert(
+        tmp_path / "hf.pt", back, to="t5x", map=f"{target}:{source}", config={"num_heads": 4, "d_model": 64}
+    )
+    with statekit.open(path, hparams=said_of(path)) as first, statekit.open(back) as second:
+        assert values(second.checkpoint.tensors) == values(first.checkpoint.tensors)
+        assert second.state.rules == first.state.rules
+        assert second.state.counts == first.state.counts
+
+
+def scanned() -> Path:
+    return next(path for path in WRITTEN if path.parts[-3] == "scanned")
+
+
+def test_heads_of_joined_kernels_are_asked_for_by_name(tmp_path: Path) -> None:
+    statekit.convert(scanned(), tmp_path / "hf.pt", map="t5x-t5-scanned:hf-umt5", hparams=said_of(scanned()))
+    with pytest.raises(UsageError, match="needs to know num_heads"):
+        statekit.plan(tmp_path / "hf.pt", tmp_path / "t5x-ckpt", map="hf-umt5:t5x-t5-scanned")
+    with pytest.raises(UsageError, match="expected a number"):
+        load("hf-umt5:t5x-t5-scanned", {"num_heads": "four"})
+
+
+def test_heads_that_contradict_the_kernels_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="length 4 along axis 1, not 8"):
+        statekit.plan(
+            scanned(), tmp_path / "hf.pt", map="t5x-t5-scanned:hf-umt5", config={"num_heads": 8},
+            hparams=said_of(scanned()),
+        )  # fmt: skip
+
+
+def test_how_a_scanned_run_was_factored_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(
+        InexactError, match="nobody said whether that is a BATCH axis; give the run's factor rules"
+    ):
+        statekit.plan(scanned(), tmp_path / "hf.pt", map="t5x-t5-scanned:hf-umt5")
+
+
+def test_a_scanned_t5_is_refused_for_t5_by_the_names_of_its_tables(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="UMT5 holds it") as error:
+        statekit.plan(scanned(), tmp_path / "hf.pt", map="t5x-t5:hf-t5", hparams=said_of(scanned()))
+    places = [place for _, place in error.value.faults]
+    assert places == [f"{side}/{side}/relpos_bias/rel_embedding" for side in ("decoder", "encoder")]
