@@ -35,6 +35,11 @@ KERAS = [
     )
     for model in ("functional", "sequential")
 ] + ["keras-h5/keras/functional by path"]  # fmt: skip
+KERAS += [
+    f"{target}/functional, {schedule}"
+    for target in ("keras-h5/keras", "tf-bundle/tf2-keras", "keras-h5/statekit-keras")
+    for schedule in ("PolynomialDecay", "its own schedule")
+]
 _TORCH_TARGETS = [
     *(f"torch/{layout}" for layout in ("torch-optim", "torch-fqn", "torch-fqn-flat", "statekit-torch")),
     *(f"dcp/{layout}" for layout in ("torch-optim", "torch-fqn", "torch-fqn-flat", "statekit-torch")),

@@ -8,6 +8,12 @@ from typing import Any
 from resuming_run import DECAY, RATE, UPDATES, Run, Values
 
 from statekit.conversion.contracts import Hints
+from statekit.state.schedules.call_text import parse_call
+
+SCHEDULES = {
+    "PolynomialDecay": f"PolynomialDecay({RATE}, 20, end_learning_rate={RATE / 4}, power=1.5)",
+    "its own schedule": f"optax.exponential_decay({RATE}, 2, 0.7, staircase=True, end_value={0.4 * RATE})",
+}
 
 
 class KerasRun(Run):
@@ -36,14 +42,35 @@ class KerasRun(Run):
             self.model = keras.Model(inputs, layers.Dense(2, use_bias=False, name="out")(x), name="net")
         self.scope = {"model": self.model, "loss": "mse"}
 
+    @property
+    def call(self) -> str | None:
+        """The call that makes the run's schedule: Keras' own, or one that Keras has no class for."""
+        return SCHEDULES.get(self.kind.rpartition(", ")[2])
+
+    def rate(self) -> Any:
+        """Returns what the program gives its optimizer: a rate, or the schedule that the printed lines made."""
+        import keras
+
+        if self.call is None:
+            return RATE
+        if "schedule" in self.scope:
+            return self.scope["schedule"]
+
+        class Fallen(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
+            def __call__(self, step: Any) -> Any:
+                return keras.ops.maximum(RATE * 0.7 ** (keras.ops.cast(step, "float32") // 2), 0.4 * RATE)
+
+        return eval(self.call, vars(keras.optimizers.schedules)) if "optax" not in self.call else Fallen()
+
     def fresh_optimizer(self, own: bool = False) -> Any:
         import keras
 
         import statekit.tensorflow
 
+        rate = self.rate()
         if own:
-            return statekit.tensorflow.AdamW(RATE, variant="keras", weight_decay_rate=DECAY)
-        return keras.optimizers.AdamW(RATE, weight_decay=DECAY)
+            return statekit.tensorflow.AdamW(rate, variant="keras", weight_decay_rate=DECAY)
+        return keras.optimizers.AdamW(rate, weight_decay=DECAY)
 
     def source(self, folder: Path) -> tuple[Path, dict[str, Any]]:
         import tensorflow as tf
@@ -56,7 +83,9 @@ class KerasRun(Run):
         self.model.compile(self.scope["optimizer"], "mse")
         self.optimizer.build(self.model.trainable_variables)
         self.update(0)
-        like: dict[str, Any] = {"hints": Hints({"weight_decay": DECAY})}  # these files don't say it
+        schedule = None if self.call is None else parse_call(self.call)
+        # These files say neither.
+        like: dict[str, Any] = {"hints": Hints({"weight_decay": DECAY}, schedule=schedule)}
         if "by path" not in self.kind:
             other = KerasRun(self.container, self.layout, self.kind)
             other.begin()
@@ -103,7 +132,9 @@ class KerasRun(Run):
         if self.container == "keras":
             self.scope = {"model": keras.models.load_model(folder / "again.keras")}
             return
+        schedule = self.scope.get("schedule")
         self.begin()
+        self.scope |= {} if schedule is None else {"schedule": schedule}
         own = "statekit" in self.layout or "by path" in self.kind
         self.scope["optimizer"] = self.fresh_optimizer(own)
         self.model.compile(self.optimizer, "mse")

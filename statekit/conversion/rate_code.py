@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from statekit.state.rates import Piece, Rates
 
@@ -49,7 +50,7 @@ def _optax_value(one: Piece, begins: int) -> str:
     elif (named := _optax_named(one)) is not None:
         code = f"{named}({count})"
     else:
-        code = _formula(one, f"({count})" if shift else count, JAX_NUMPY)
+        code = _formula(one, f"({count})" if shift else count, _JAX)
     return (
         code
         if n.get("floor") is None or one.kind in _FLOORED
@@ -84,57 +85,96 @@ def python_code(rates: Rates, over: float = 1.0) -> str:
         rates: The schedule.
         over: The base, as `torch.optim.lr_scheduler.LambdaLR` multiplies it again.
     """
-    code = _python(rates.pieces[-1])
-    for one, following in reversed(list(zip(rates.pieces, rates.pieces[1:], strict=False))):
-        code = f"{_python(one)} if step < {following.begins} else {code}"
+    code = expression(rates, PYTHON)
     return f"lambda step: {code}" if over == 1.0 else f"lambda step: ({code}) / {over!r}"
 
 
-def _python(one: Piece) -> str:
+@dataclass(frozen=True)
+class Dialect:
+    """How the operations are written that a schedule's formulas are made of.
+
+    Attributes:
+        function: `cos` and `sqrt`, with `{name}` and `{of}`.
+        least: The smaller of two, `{a}` and `{b}`.
+        most: The larger of two.
+        truth: A comparison as a number, `{a}`.
+        choice: One rate where a condition holds, else the other: `{if_}`, `{then}`, `{other}`.
+    """
+
+    function: str
+    least: str
+    most: str
+    truth: str
+    choice: str
+
+
+PYTHON = Dialect(
+    f"{MATH}{{name}}({{of}})", "min({a}, {b})", "max({a}, {b})", "{a}", "{then} if {if_} else {other}"
+)
+_JAX = replace(PYTHON, function=f"{JAX_NUMPY}{{name}}({{of}})")
+"""Only for what Optax has no name of: formulas that take neither the smaller nor the larger."""
+KERAS = Dialect(
+    "keras.ops.{name}({of})",
+    "keras.ops.minimum({a}, {b})",
+    "keras.ops.maximum({a}, {b})",
+    'keras.ops.cast({a}, "float32")',
+    "keras.ops.where({if_}, {then}, {other})",
+)
+
+
+def expression(rates: Rates, dialect: Dialect) -> str:
+    """Returns the learning rate as an expression of `step`, the updates done."""
+    code = _value(rates.pieces[-1], dialect)
+    for one, following in reversed(list(zip(rates.pieces, rates.pieces[1:], strict=False))):
+        then = _value(one, dialect)
+        code = dialect.choice.format(if_=f"step < {following.begins}", then=then, other=code)
+    return code
+
+
+def _value(one: Piece, dialect: Dialect) -> str:
     n, origin = one.numbers, one.origin
     step = "step" if not origin else f"(step {'-' if origin > 0 else '+'} {abs(origin)})"
-    parts = (
-        [f"({_python(part)})" for part in n["of"]] if one.kind == "product" else [_formula(one, step, MATH)]
-    )
-    code = " * ".join(parts)
-    return code if n.get("floor") is None else f"max({code}, {n['floor']!r})"
+    if one.kind == "product":
+        code = " * ".join(f"({_value(part, dialect)})" for part in n["of"])
+    else:
+        code = _formula(one, step, dialect)
+    return code if n.get("floor") is None else dialect.most.format(a=code, b=repr(n["floor"]))
 
 
-def _formula(one: Piece, step: str, functions: str) -> str:
+def _formula(one: Piece, step: str, dialect: Dialect) -> str:
     """Returns a piece's formula without its floor.
 
     Args:
         one: The piece.
         step: Code for its own count.
-        functions: Whose `cos` and `sqrt` it takes.
+        dialect: How operations are written.
     """
     n = one.numbers
     match one.kind:
         case "constant":
             return f"{n['rate']!r}"
         case "linear":
-            return f"{n['start']!r} + {n['end'] - n['start']!r} * min({step} / {n['steps']!r}, 1)"
+            part = dialect.least.format(a=f"{step} / {n['steps']!r}", b="1")
+            return f"{n['start']!r} + {n['end'] - n['start']!r} * {part}"
         case "polynomial":
-            left = f"(1 - min({step} / {n['steps']!r}, 1)) ** {n['power']!r}"
-            return f"{n['end']!r} + {n['start'] - n['end']!r} * {left}"
+            part = dialect.least.format(a=f"{step} / {n['steps']!r}", b="1")
+            return f"{n['end']!r} + {n['start'] - n['end']!r} * (1 - {part}) ** {n['power']!r}"
         case "exponential":
             return f"{n['start']!r} * {n['factor']!r} ** ({step} / {n['every']!r})"
         case "step":
-            return f"{n['start']!r} * {n['factor']!r} ** (max({step}, 0) // {n['every']!r})"
+            return f"{n['start']!r} * {n['factor']!r} ** ({dialect.most.format(a=step, b='0')} // {n['every']!r})"
         case "multistep":
-            return f"{n['start']!r} * {n['factor']!r} ** sum({step} >= at for at in {_list(n['at'])})"
+            past = dialect.truth.format(a=f"{step} >= at")
+            return f"{n['start']!r} * {n['factor']!r} ** sum({past} for at in {list(n['at'])!r})"
         case "cosine" | "restarts":
             part = step if one.kind == "cosine" else f"({step} % {n['steps']!r})"
-            turn = f"{functions}cos({functions}pi * {part} / {n['steps']!r})"
+            turn = dialect.function.format(name="cos", of=f"{math.pi!r} * {part} / {n['steps']!r}")
             return f"{n['end']!r} + {n['start'] - n['end']!r} * (1 + {turn}) / 2"
         case "rsqrt":
-            return f"{n['start']!r} / {functions}sqrt(1 + {step} / {n['shift']!r})"
+            root = dialect.function.format(name="sqrt", of=f"1 + {step} / {n['shift']!r}")
+            return f"{n['start']!r} / {root}"
         case "eden":
             count = step if n["every"] == 1 else f"({step} // {n['every']!r})"
             return f"{n['start']!r} * (1 + ({count} / {n['scale']!r}) ** 2) ** -{n['power']!r}"
         case "product":
             raise AssertionError("a product is the code of its factors")
-
-
-def _list(numbers: Sequence[int]) -> str:
-    return repr(list(numbers))

@@ -150,11 +150,14 @@ def resume_lines(place: Place, state: State, framework: str | None = None) -> li
         )
     said = _data()["frameworks"][framework] if framework else _native_lines(place, entry, values)
     lines = [Template(line) for line in said]
-    return [
+    written = [
         one
         for line in lines
         if all(values[name] is not None for name in line.get_identifiers())
         for one in line.substitute({name: values[name] for name in line.get_identifiers()}).split("\n")
+    ]
+    return [
+        line for i, line in enumerate(written) if not (line.startswith("import ") and line in written[:i])
     ]
 
 
@@ -234,6 +237,12 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "scheduler": call,
         "math": "import math" if call and MATH in call else None,
         "new_schedule": None if call else torch or rates_of.comment(),
+        **_schedules_in_keras(
+            rates_of, arguments, _missing_arguments(state, None), _missing_arguments(state, _RATE)
+        ),
+        "mxnet_schedule": (mxnet := rates_of.mxnet_lines())
+        or (None if rates_of.in_mxnet else rates_of.comment()),
+        "mxnet_scheduled": "" if mxnet else None,
         "eden": (eden := rates_of.icefall_call()),
         "eden_state": "" if eden else None,
         "other_schedule": None if eden or call else torch or rates_of.comment(),
@@ -251,7 +260,6 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "not_arguments": f"not an argument of {constructor}: {', '.join(others)}" if others else None,
         "groups": "groups" if converted else _groups(groups),
         "missing": _missing_arguments(state, None if torch and not call else "lr"),
-        "missing_keras": _missing_arguments(state, _RATE),
         "step_offset": f"{max(offsets)}" if len(offsets) == 1 and max(offsets) else None,
         "rate": rates.pop() if len(rates) == 1 and rates != {"None"} else _UNKNOWN,
         "params_file": by_suffix.get(".params", "net.params"),
@@ -276,6 +284,30 @@ def _megatron_schedule(place: Place, state: State) -> str | None:
         return ""
     has_one = made or any(one.kind == MEGATRON for one in place.schedules)
     return " --use-checkpoint-opt_param-scheduler" if has_one else None
+
+
+def _schedules_in_keras(
+    rates_of: RatesOf, arguments: Sequence[str], missing: str, missing_rate: str
+) -> dict[str, str | None]:
+    """Returns what may stand in a line about a schedule of Keras.
+
+    Args:
+        rates_of: The run's rates.
+        arguments: Those of the optimizer's class.
+        missing: Those of `load_optimizer` that nobody said, but for the rate.
+        missing_rate: The same with the rate.
+    """
+    lines = rates_of.keras_lines()
+    before = rates_of.in_keras
+    scheduled = [f"{_RATE}=schedule" if one.startswith(f"{_RATE}=") else one for one in arguments]
+    return {
+        "keras_before": lines or rates_of.comment() if before else None,
+        "keras_after": None if before else lines or rates_of.comment(),
+        "keras_scheduled": "" if lines and not before else None,
+        "keras_arguments": ", ".join(scheduled if lines and before else arguments),
+        "keras_schedule": lines or rates_of.comment(),
+        "missing_keras": f", {_RATE}=schedule{missing}" if lines else missing_rate,
+    }
 
 
 def _has_several(state: State) -> bool:

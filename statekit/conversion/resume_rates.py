@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from statekit.conversion.rate_classes import keras_lines, mxnet_lines
 from statekit.conversion.rate_code import JAX_NUMPY, MATH, optax_code, python_code
 from statekit.state.rates import Rates, Told
-from statekit.state.run import Schedule
+from statekit.state.run import KERAS_SCHEDULE, Schedule
 from statekit.state.schedules.icefall import FUNCTIONS, SETTINGS
 
 _RATES = ("learning_rate", "lr")
@@ -47,6 +48,12 @@ class RatesOf:
         # What a schedule of PyTorch has counted is its argument; MXNet's gets the number of updates.
         if isinstance(rates, Rates) and one.place.startswith("extra/torch/") and one.at != self.done:
             return f"{one.kind} stands at {one.at} after {self.done} updates: it counts something else, such as epochs"
+        if (
+            isinstance(rates, Rates)
+            and one.place == KERAS_SCHEDULE
+            and self.state["counts"]["updates"] != self.done
+        ):
+            return "Keras counts the calls of its optimizer, of which several make an update"
         return rates
 
     def next(self, number: int) -> Any:
@@ -121,6 +128,28 @@ class RatesOf:
         code = optax_code(rates)
         imports = [*(["import jax"] if JAX_NUMPY in code else []), "import optax"]
         return "\n".join([*imports, f"schedule = {code}"])
+
+    def keras_lines(self) -> str | None:
+        """Returns the lines that make Keras' `schedule`; None if nobody knows one for all groups."""
+        rates = self._same()
+        return None if rates is None else "\n".join(keras_lines(rates))
+
+    def mxnet_lines(self) -> str | None:
+        """Returns the lines that make MXNet's `schedule`; None if nobody knows one, or the file has it."""
+        rates = None if self.in_mxnet else self._same()
+        return None if rates is None else "\n".join(mxnet_lines(rates))
+
+    @property
+    def in_mxnet(self) -> bool:
+        """Whether an optimizer of MXNet has the schedule among its attributes."""
+        return any(one.place.startswith("extra/mxnet/") for one in self.schedules)
+
+    @property
+    def in_keras(self) -> bool:
+        """Whether an optimizer of Keras has the schedule in the place of a variable for the rate."""
+        stored = [self._stored(number) for number in range(len(self.state["groups"]))]
+        rated = any(rate is not None for rate in stored)
+        return not rated and any(one.place == KERAS_SCHEDULE for one in self.schedules)
 
     def lambdas(self) -> str | None:
         """Returns the functions of a LambdaLR that multiply the rates which its state has, where they are known."""

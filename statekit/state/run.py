@@ -133,6 +133,11 @@ _INJECTED = "hyperparams_states"
 _NO_FUNCTION = (
     "a state of Optax has the count of a schedule alone: its function is in no file, and --schedule tells it"
 )
+KERAS_SCHEDULE = "extra/keras/schedule"
+"""Canonical name of what says that an optimizer of Keras has a schedule in the place of a learning rate."""
+_NO_CONFIG = (
+    "Keras' weights don't say a schedule, which stands in the config of a .keras file; --schedule tells it"
+)
 _MXNET = "mxnet.lr_scheduler."
 """Where MXNet's schedules are. Source: apache/mxnet python/mxnet/lr_scheduler.py."""
 MEGATRON = "OptimizerParamScheduler"
@@ -183,6 +188,8 @@ def run_of(extra: Mapping[str, Tree]) -> RunState:
             schedules.append(schedule)
         elif isinstance(node, Mapping) and node.get("count") == COUNTED and _is_of_rate(path):
             counts.append(Schedule(None, {}, None, name, (_NO_FUNCTION,)))
+        elif name == KERAS_SCHEDULE and node is True:
+            counts.append(Schedule(None, {}, None, name, (_NO_CONFIG,)))
         elif (what := _what(name)) is not None:
             parts.append(RunPart(what, name, _value(node, what)))
     ties = extra.get(TIES)

@@ -29,6 +29,7 @@ from statekit.converters.layouts.hyperparameters import Hyperparameters, Manifes
 from statekit.errors import Faults, InexactError, StateError
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape, swapped
+from statekit.state.schedules.called import KEY as CALLED
 from statekit.state.schema import load_schema
 from statekit.state.stored_slots import FACTORED, placeholder, stored_shape
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
@@ -284,13 +285,21 @@ def state_of(parts: Parts, key: str, known: ManifestRecord | None, hints: Hints)
         "derived_v": derived,
         "gradient_accumulators": accumulated,
     }
+    extra: dict[str, Any] = {key: {name: part for name, part in home.items() if part not in ({}, None)}}
+    made = (parts.named.config or {}).get(RATE)
+    if isinstance(made, Mapping) and isinstance(made.get("config"), Mapping):
+        extra[CALLED] = {
+            "function": str(made.get("class_name")),
+            "arguments": dict(made["config"]),
+            "whole": True,
+        }
     state = TrainState(
         {**parts.moved, **parts.frozen},
         slots_of,
         Optimizer(schema.name, VARIANT, groups),
         Counts(calls // periods, calls),
         rules,
-        {key: {name: part for name, part in home.items() if part not in ({}, None)}},
+        extra,
         tuple(notes),
     )
     return hints.applied(state)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from statekit.state.rates import Rates, Told, joined
-from statekit.state.schedules import icefall, optax, pytorch, t5x
+from statekit.state.schedules import icefall, keras, optax, pytorch, t5x
 from statekit.state.schedules.function import Function, is_count
 
 KEY = "schedule"
@@ -74,6 +74,7 @@ FUNCTIONS: Mapping[str, Function] = {
     **optax.FUNCTIONS,
     "join_schedules": Function(("schedules", "boundaries"), _join),
     **pytorch.FUNCTIONS,
+    **keras.FUNCTIONS,
     **icefall.FUNCTIONS,
 }
 """By the name without modules, what makes a schedule."""

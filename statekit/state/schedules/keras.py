@@ -1,0 +1,86 @@
+"""Keras' schedules, by the calls that make them, as a model's config has them too.
+
+They are asked for the optimizer's `iterations`: the calls so far, which are updates unless it accumulates gradients.
+Source: keras-team/keras keras/src/optimizers/schedules/learning_rate_schedule.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from statekit.state.rates import Rates, Told, piece
+from statekit.state.schedules.function import Function, fault, is_count, is_number
+
+_START, _STEPS = "initial_learning_rate", "decay_steps"
+_WARMED = ("warmup_target", "warmup_steps")
+
+
+def _exponential(said: Mapping[str, Any], base: float | None) -> Told:
+    if why := fault(said, [_START, _STEPS, "decay_rate"]) or _no_steps(said):
+        return why
+    numbers = {"start": said[_START], "factor": said["decay_rate"], "every": said[_STEPS]}
+    return Rates((piece("step" if said.get("staircase") else "exponential", **numbers),))
+
+
+def _polynomial(said: Mapping[str, Any], base: float | None) -> Told:
+    if why := fault(said, [_START, _STEPS, "end_learning_rate", "power"]) or _no_steps(said):
+        return why
+    if said.get("cycle"):
+        return "it begins anew, in cycles that no other schedule has"
+    numbers = {"start": said[_START], "end": said["end_learning_rate"], "steps": said[_STEPS]}
+    if said["power"] == 1:
+        return Rates((piece("linear", **numbers),))
+    return Rates((piece("polynomial", **numbers, power=said["power"]),))
+
+
+def _cosine(said: Mapping[str, Any], base: float | None) -> Told:
+    if said.get("warmup_target") is None:
+        said = {**said, "warmup_steps": 0, "warmup_target": said.get(_START)}
+    if why := fault(said, [_START, _STEPS, "alpha", *_WARMED], ["warmup_steps"]) or _no_steps(said):
+        return why
+    peak, warm = (said[name] for name in _WARMED)
+    ends = warm + math.ceil(said[_STEPS])
+    return Rates(
+        (
+            *([piece("linear", start=said[_START], end=peak, steps=warm)] if warm else []),
+            piece("cosine", warm, warm, start=peak, end=peak * said["alpha"], steps=said[_STEPS]),
+            piece("constant", ends, ends, rate=peak * said["alpha"]),
+        )
+    )
+
+
+def _piecewise(said: Mapping[str, Any], base: float | None) -> Told:
+    bounds, values = said.get("boundaries"), said.get("values")
+    if not isinstance(bounds, list) or not isinstance(values, list) or len(values) != len(bounds) + 1:
+        return "boundaries and values don't go together"
+    if not all(map(is_count, bounds)) or sorted(bounds) != bounds or not all(map(is_number, values)):
+        return f"boundaries are {bounds!r:.80}, values {values!r:.80}"
+    # A boundary is the last call at the value before it.
+    begins = [0, *(at + 1 for at in bounds)]
+    return Rates(tuple(piece("constant", at, at, rate=rate) for at, rate in zip(begins, values, strict=True)))
+
+
+def _no_steps(said: Mapping[str, Any]) -> str | None:
+    return None if said[_STEPS] > 0 else f"{_STEPS} is {said[_STEPS]!r}"
+
+
+FUNCTIONS: dict[str, Function] = {
+    "ExponentialDecay": Function(
+        (_START, _STEPS, "decay_rate", "staircase", "name"), _exponential, {"staircase": False}, ("name",)
+    ),
+    "PolynomialDecay": Function(
+        (_START, _STEPS, "end_learning_rate", "power", "cycle", "name"),
+        _polynomial,
+        {"end_learning_rate": 0.0001, "power": 1.0, "cycle": False},
+        ("name",),
+    ),
+    "CosineDecay": Function(
+        (_START, _STEPS, "alpha", "name", "warmup_target", "warmup_steps"),
+        _cosine,
+        {"alpha": 0.0, "warmup_target": None, "warmup_steps": 0},
+        ("name",),
+    ),
+    "PiecewiseConstantDecay": Function(("boundaries", "values", "name"), _piecewise, beside=("name",)),
+}
