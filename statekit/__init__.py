@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack
 
 if TYPE_CHECKING:
     from statekit.conversion.contracts import Exactness, Hints
@@ -55,6 +55,21 @@ __all__ = [  # noqa: RUF022 (the verbs first)
     "convert", "inspect", "open", "plan", "replay",
     "Exactness", "Inspection", "OpenState", "Plan", "Replay", "Report", "Tensor", "TrainState", "__version__",
 ]  # fmt: skip
+
+
+class _Unsaid(TypedDict, total=False):
+    """What a user says of a checkpoint beside its files, and how far these are trusted: `open` explains each."""
+
+    hparams: Mapping[str, Any] | None
+    variant: str | None
+    param_names: Sequence[str] | None
+    names_from: Literal["config"] | None
+    schedule: str | None
+    model_key: str | None
+    optimizer_key: str | None
+    accept_damaged: bool
+    follow_links: bool
+    budget: int | None
 
 
 def open(
@@ -119,47 +134,38 @@ def open(
     from statekit.conversion.open_state import open_state
 
     hints = _hints(
-        hparams,
-        variant,
-        param_names,
-        names_from,
-        schedule,
-        model_key,
-        optimizer_key,
-        accept_damaged,
-        follow_links,
-        budget,
+        hparams=hparams,
+        variant=variant,
+        param_names=param_names,
+        names_from=names_from,
+        schedule=schedule,
+        model_key=model_key,
+        optimizer_key=optimizer_key,
+        accept_damaged=accept_damaged,
+        follow_links=follow_links,
+        budget=budget,
     )
     return open_state(_local(path), container=container, layout=layout, step=step, hints=hints)
 
 
-def inspect(  # noqa: D417 - those of `open` are named in one line
+def inspect(  # noqa: D417 - three of `open` are named in one line
     path: _Path,
     *,
     container: str | None = None,
     layout: str | None = None,
     step: int | None = None,
-    hparams: Mapping[str, Any] | None = None,
-    variant: str | None = None,
-    param_names: Sequence[str] | None = None,
-    names_from: Literal["config"] | None = None,
-    schedule: str | None = None,
-    model_key: str | None = None,
-    optimizer_key: str | None = None,
-    accept_damaged: bool = False,
-    follow_links: bool = False,
-    budget: int | None = None,
     filter: str | None = None,
     stats: bool = False,
+    **hints: Unpack[_Unsaid],
 ) -> Inspection:
     """Says what a checkpoint holds, whether or not a layout fits its names.
 
     Args:
         path: A checkpoint, or a run's folder.
-        container, layout, step, hparams, variant, param_names, names_from, schedule, model_key, optimizer_key,
-            accept_damaged, follow_links, budget: As in `open`.
+        container, layout, step: As in `open`.
         filter: Glob for parameter paths and names of other tensors; `*` also matches `/`.
         stats: Whether to read all values and add norm, rms, min, max, zeros, NaN and Inf.
+        **hints: What the files don't say, from `hparams` to `budget`, as in `open`.
 
     Raises:
         NotFoundError: Nothing is there, no such step, or nothing matches the filter.
@@ -175,22 +181,10 @@ def inspect(  # noqa: D417 - those of `open` are named in one line
     from statekit.conversion.inspection import Request
     from statekit.conversion.inspection import inspect as inspected
 
-    hints = _hints(
-        hparams,
-        variant,
-        param_names,
-        names_from,
-        schedule,
-        model_key,
-        optimizer_key,
-        accept_damaged,
-        follow_links,
-        budget,
-    )
-    return inspected(_local(path), Request(container, layout, step, hints, filter, stats))
+    return inspected(_local(path), Request(container, layout, step, _hints(**hints), filter, stats))
 
 
-def plan(  # noqa: D417 - those of `open` are named in one line
+def plan(
     source: _Path,
     target: _Path,
     *,
@@ -198,22 +192,13 @@ def plan(  # noqa: D417 - those of `open` are named in one line
     to: str | None = None,
     layout: str | None = None,
     step: int | None = None,
-    hparams: Mapping[str, Any] | None = None,
-    variant: str | None = None,
-    param_names: Sequence[str] | None = None,
-    names_from: Literal["config"] | None = None,
-    schedule: str | None = None,
-    model_key: str | None = None,
-    optimizer_key: str | None = None,
-    accept_damaged: bool = False,
-    follow_links: bool = False,
-    budget: int | None = None,
     step_offset: StepOffset = "keep",
     require: _Level = "rounding",
     like: _Path | None = None,
     map: str | None = None,
     config: Mapping[str, Any] | None = None,
     rename: Mapping[str, str] | None = None,
+    **hints: Unpack[_Unsaid],
 ) -> Plan:
     """Says what a conversion will do, tensor by tensor, without reading or writing a value.
 
@@ -224,8 +209,6 @@ def plan(  # noqa: D417 - those of `open` are named in one line
         to: Container of the target, or `<layout>-<container>`; by the target's name if None.
         layout: Layout of the target; the container's usual one if None.
         step: Which step of a run's folder; the newest if None.
-        hparams, variant, param_names, names_from, schedule, model_key, optimizer_key, accept_damaged, follow_links,
-            budget: As in `open`.
         step_offset: `keep`; `reset`, so that the second-moment decay starts anew; or the step where it starts.
         require: The least exactness allowed.
         like: A file that Keras saved of the same model, trained or not: the target's parameters lie as in it.
@@ -233,6 +216,7 @@ def plan(  # noqa: D417 - those of `open` are named in one line
             and every slot with them.
         config: What the map needs to know of the model and no checkpoint says, e.g. `{"num_heads": 12}`.
         rename: Regular expression -> replacement, as `re.sub` takes them, for the names of parameters; before the map.
+        **hints: What the files don't say, from `hparams` to `budget`, as in `open`.
 
     Raises:
         InexactError: The conversion would be less exact than required.
@@ -256,18 +240,7 @@ def plan(  # noqa: D417 - those of `open` are named in one line
         to=to,
         layout=layout,
         step=step,
-        hints=_hints(
-            hparams,
-            variant,
-            param_names,
-            names_from,
-            schedule,
-            model_key,
-            optimizer_key,
-            accept_damaged,
-            follow_links,
-            budget,
-        ),
+        hints=_hints(**hints),
         step_offset=step_offset,
         require=Exactness[require.upper()],
         like=None if like is None else _local(like),
@@ -370,16 +343,17 @@ def _local(path: _Path) -> Any:
 
 
 def _hints(
-    hparams: Mapping[str, Any] | None,
-    variant: str | None,
-    param_names: Sequence[str] | None,
-    names_from: str | None,
-    schedule: str | None,
-    model_key: str | None,
-    optimizer_key: str | None,
-    accept_damaged: bool,
-    follow_links: bool,
-    budget: int | None,
+    *,
+    hparams: Mapping[str, Any] | None = None,
+    variant: str | None = None,
+    param_names: Sequence[str] | None = None,
+    names_from: Literal["config"] | None = None,
+    schedule: str | None = None,
+    model_key: str | None = None,
+    optimizer_key: str | None = None,
+    accept_damaged: bool = False,
+    follow_links: bool = False,
+    budget: int | None = None,
 ) -> Hints:
     from statekit.conversion.contracts import Hints
     from statekit.state.schedules.call_text import parse_call
