@@ -13,10 +13,10 @@ KINDS: dict[tuple[str, str, str], tuple[float, int]] = {
     ("torch", "adamw", "eager"): (3000, 4),
     ("torch", "adamw", "foreach"): (2500, 4),
     ("torch", "adamw", "fused"): (3500, 4),
-    ("torch", "adamw", "compiled"): (6, 0),
+    ("torch", "adamw", "compiled"): (26, 0),
     ("torch", "adafactor", "eager"): (3200, 4),
     ("torch", "adafactor", "foreach"): (2500, 4),
-    ("torch", "adafactor", "compiled"): (3, 0),
+    ("torch", "adafactor", "compiled"): (26, 0),
     ("transformers", "adafactor", "eager"): (4000, 4),
     ("optax", "adamw", "eager"): (150, 16),
     ("optax", "adamw", "compiled"): (190, 16),
@@ -25,11 +25,11 @@ KINDS: dict[tuple[str, str, str], tuple[float, int]] = {
     ("optax", "adafactor", "eager"): (100, 16),
     ("optax", "adafactor", "compiled"): (150, 16),
     ("keras", "adamw", "eager"): (200, 16),
-    ("keras", "adamw", "compiled"): (12, 0),
+    ("keras", "adamw", "compiled"): (26, 0),
     ("keras", "lamb", "eager"): (200, 16),
-    ("keras", "lamb", "compiled"): (12, 0),
+    ("keras", "lamb", "compiled"): (26, 0),
     ("keras", "adafactor", "eager"): (200, 16),
-    ("keras", "adafactor", "compiled"): (12, 0),
+    ("keras", "adafactor", "compiled"): (26, 0),
 }
 """Library, family and mode: cases of 20 000, since what compiles costs seconds; and which share of these is checked
 beside in other ways (one in so many, 0 for none): by our class in the original's framework, by a conversion there and
