@@ -6,6 +6,7 @@ values. `reads` is True for one that isn't refused, but has to be read within th
 
 from __future__ import annotations
 
+import json
 import struct
 import zipfile
 from collections.abc import Callable
@@ -131,3 +132,237 @@ def _copies(folder: Path) -> Path:
     copy = b"h\x01h\x00\x85R0"
     pickled = b"}(" + entries + b"uq\x000ccollections\nOrderedDict\nq\x010" + copy * 100_000 + b"N."
     return torch_zip(folder / "a.pt", b"\x80\x02" + pickled)
+
+
+@bomb("pickle: 2^60 leaves of 60 shared lists", quick=True)
+def _shared(folder: Path) -> Path:
+    doubled = b"".join(b"](h%ch%ceq%c" % (i, i, i + 1) for i in range(60))
+    return torch_zip(folder / "a.pt", b"\x80\x02]q\x00" + doubled + b".")
+
+
+@bomb("pickle: 3 M values of 2 MB of lists shared a thousand times", quick=True)
+def _shared_wide(folder: Path) -> Path:
+    inner = b"](" + b"N" * 10_000 + b"eq\x000"
+    return torch_zip(folder / "a.pt", b"\x80\x02" + inner + b"](" + b"h\x00" * 1000 + b"e.")
+
+
+@bomb("pickle: 50 000 levels", quick=True)
+def _deep(folder: Path) -> Path:
+    return torch_zip(folder / "a.pt", b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b".")
+
+
+@bomb("pickle: 40 M opcodes that leave nothing")
+def _idle(folder: Path) -> Path:
+    return torch_zip(folder / "a.pt", b"\x80\x02" + b"N0" * 20_000_000 + b"N.")
+
+
+@bomb("pickle: 10 M marks", quick=True)
+def _marks(folder: Path) -> Path:
+    return torch_zip(folder / "a.pt", b"\x80\x02" + b"(" * 10_000_000 + b"N.")
+
+
+@bomb("pickle: names of 100 MB, joined a thousand times", quick=True)
+def _names(folder: Path) -> Path:
+    pickled = text("a" * 100_000_000) + b"\x940" + b"h\x00h\x00\x930" * 1000
+    return torch_zip(folder / "a.pt", b"\x80\x04" + pickled + b"N.")
+
+
+@bomb("pickle: a text of 100 MB with one wide character", quick=True)
+def _wide_text(folder: Path) -> Path:
+    return torch_zip(folder / "a.pt", b"\x80\x04" + text("a" * 100_000_000 + chr(0x1F600)) + b".")
+
+
+@bomb("pickle: 3 M objects, each given a state", quick=True)
+def _objects(folder: Path) -> Path:
+    made = b"cmine\nThing\nq\x000](" + b"h\x00)\x81}b" * 3_000_000 + b"e."
+    return torch_zip(folder / "a.pt", b"\x80\x02" + made)
+
+
+@bomb("pickle: 1.5 M tensors over one storage", quick=True)
+def _tensors(folder: Path) -> Path:
+    path = folder / "a.pt"
+    storage = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x08tQ"
+    shared = storage + b"q\x000ctorch._utils\n_rebuild_tensor_v2\nq\x010)q\x020}q\x030"
+    one = b"".join(b"h\x01(h\x00K%ch\x02h\x02\x89h\x03tR" % (i % 8) for i in range(15_000))
+    pickled = b"\x80\x02" + shared + b"](" + one * 100 + b"e."
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in (("data.pkl", pickled), ("data/0", bytes(32)), ("version", b"3\n")):
+            archive.writestr(zipfile.ZipInfo(f"archive/{name}"), data)
+    return path
+
+
+@bomb("pickle: 900 000 tensors of a torch file")
+def _many_tensors(folder: Path) -> Path:
+    path = folder / "a.pt"
+    head = b"(" + text("storage") + b"ctorch\nFloatStorage\n"
+    parts = [b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nq\x010)q\x020}q\x030}("]
+    for i in range(900_000):
+        key = text(str(i))
+        storage = text(str(i % 1000))
+        parts.append(key + b"h\x01(" + head + storage + text("cpu") + b"K\x01tQK\x00h\x02h\x02\x89h\x03tR")
+    parts.append(b"u.")
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(zipfile.ZipInfo("archive/data.pkl"), b"".join(parts))
+        for i in range(1000):
+            archive.writestr(zipfile.ZipInfo(f"archive/data/{i}"), b"\0\0\0\0")
+    return path
+
+
+@bomb("legacy torch file: 24 M empty dicts", quick=True)
+def _legacy(folder: Path) -> Path:
+    magic = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+    rest = b"\x80\x02M\xe9\x03.\x80\x02}."
+    (folder / "a.pt").write_bytes(magic + rest + b"\x80\x02](" + b"}" * 24_000_000 + b"e.\x80\x02].")
+    return folder / "a.pt"
+
+
+@bomb("torch.distributed.checkpoint: 6 M memo entries in .metadata", quick=True)
+def _dcp(folder: Path) -> Path:
+    (folder / "__0_0.distcp").write_bytes(b"")
+    (folder / ".metadata").write_bytes(b"\x80\x04N" + b"\x94" * 6_000_000 + b".")
+    return folder
+
+
+# Zip archives.
+
+
+@bomb("zip: a directory of 3 M members")
+def _members(folder: Path) -> Path:
+    entry = struct.pack("<IHHHHHHIIIHHHHHII", 0x02014B50, 0, 0, 0, 0, 0, 0, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0)
+    count = 3_000_000
+    directory = b"".join(entry + b"%07d" % i for i in range(count))
+    first = struct.pack("<IHHHHHIIIHH", 0x04034B50, 0, 0, 0, 0, 0, 0, 0, 0, 12, 0) + b"a/data.pkl/x"
+    wide = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, len(directory), len(first))
+    at = len(first) + len(directory)
+    end = struct.pack("<IIQI", 0x07064B50, 0, at, 1)
+    end += struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, 0xFFFF, 0xFFFF, 2**32 - 1, 2**32 - 1, 0)
+    (folder / "a.pt").write_bytes(first + directory + wide + end)
+    return folder / "a.pt"
+
+
+# JSON: records of trainers, configurations, headers, manifests.
+
+
+def checkpoint_folder(folder: Path, **files: bytes) -> Path:
+    """Writes a folder as Hugging Face's Trainer does, with a small model and these files, by name without suffix."""
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    (folder / "trainer_state.json").write_bytes(b'{"global_step": 1}')
+    torch_zip(
+        folder / "optimizer.pt", b"\x80\x02}X\x05\x00\x00\x00state}sX\x0c\x00\x00\x00param_groups](}es."
+    )
+    for name, data in files.items():
+        (folder / f"{name}.json").write_bytes(data)
+    return folder
+
+
+EMPTY = b"[" + b"[]," * 20_000_000 + b"0]"
+"""60 MB of empty lists."""
+
+
+@bomb("JSON: 60 MB of empty lists in trainer_state.json", quick=True)
+def _trainer_state(folder: Path) -> Path:
+    return checkpoint_folder(folder, trainer_state=b'{"global_step": 1, "log_history": ' + EMPTY + b"}")
+
+
+@bomb("JSON: 60 MB of empty lists in config.json, which is carried", reads=True, quick=True)
+def _config(folder: Path) -> Path:
+    return checkpoint_folder(folder, config=b'{"architectures": ' + EMPTY + b"}")
+
+
+@bomb("JSON: 20 M times a number in trainer_state.json", quick=True)
+def _numbers(folder: Path) -> Path:
+    return checkpoint_folder(folder, trainer_state=b'{"global_step": 1, "a": [' + b"1," * 20_000_000 + b"1]}")
+
+
+@bomb("JSON: 100 MB of one text with a wide character", quick=True)
+def _wide_json(folder: Path) -> Path:
+    content = b'{"global_step": 1, "a": "' + b"a" * 100_000_000 + "\U0001f600".encode() + b'"}'
+    return checkpoint_folder(folder, trainer_state=content)
+
+
+@bomb("JSON: 500 000 keys, the last of them twice", quick=True)
+def _twice(folder: Path) -> Path:
+    keys = b",".join(b'"%d":0' % i for i in range(500_000))
+    return safetensors(folder / "a.safetensors", b"{" + keys + b',"499999":1}')
+
+
+@bomb("JSON: 500 000 keys in trainer_state.json", reads=True)
+def _keys(folder: Path) -> Path:
+    keys = b",".join(b'"%d":0' % i for i in range(500_000))
+    return checkpoint_folder(folder, trainer_state=b'{"global_step": 1, ' + keys + b"}")
+
+
+@bomb("JSON: 20 MB of quotes that open no text", quick=True)
+def _quotes(folder: Path) -> Path:
+    return checkpoint_folder(folder, trainer_state=b'{"global_step": 1, "' + b'\\"' * 10_000_000)
+
+
+@bomb("JSON: a million levels in trainer_state.json", quick=True)
+def _deep_json(folder: Path) -> Path:
+    return checkpoint_folder(folder, trainer_state=b"[" * 1_000_000 + b"]" * 1_000_000)
+
+
+@bomb("JSON: 60 MB of empty lists in the index of a sharded model", quick=True)
+def _index(folder: Path) -> Path:
+    checkpoint_folder(folder)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_bytes(b'{"weight_map": ' + EMPTY + b"}")
+    return folder
+
+
+def safetensors(path: Path, header: bytes, data: int = 0) -> Path:
+    """Writes a safetensors file with this header, and so many bytes of data that lie nowhere."""
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(file.tell() + data)
+    return path
+
+
+@bomb("safetensors: 60 MB of empty lists in the header", quick=True)
+def _header(folder: Path) -> Path:
+    return safetensors(folder / "a.safetensors", b'{"__metadata__": ' + EMPTY + b"}")
+
+
+@bomb("safetensors: 900 000 tensors", quick=True)
+def _many(folder: Path) -> Path:
+    entries = (
+        b'"%d":{"dtype":"U8","shape":[1],"data_offsets":[%d,%d]}' % (i, i, i + 1) for i in range(900_000)
+    )
+    return safetensors(folder / "a.safetensors", b"{" + b",".join(entries) + b"}", 900_000)
+
+
+@bomb("safetensors: a header of 90 MB of spaces", reads=True, quick=True)
+def _spaces(folder: Path) -> Path:
+    entry = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    return safetensors(folder / "a.safetensors", entry + b" " * 90_000_000, 1)
+
+
+@bomb("safetensors: 60 MB of text in the metadata", quick=True, reads=True)
+def _metadata(folder: Path) -> Path:
+    entry = (
+        b'{"__metadata__":{"a":"'
+        + b"a" * 60_000_000
+        + b'"},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    )
+    return safetensors(folder / "a.safetensors", entry, 1)
+
+
+@bomb("safetensors: 20 000 shards with a name of 4 kB each", reads=True)
+def _shards(folder: Path) -> Path:
+    names = [f"{i:04d}{'n' * 4000}" for i in range(20_000)]
+    weights = {}
+    for i, name in enumerate(names):
+        file = f"model-{i + 1:05d}-of-20000.safetensors"
+        header = json.dumps({name: {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
+        safetensors(folder / file, header, 1)
+        weights[name] = file
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    return folder
+
+
+@bomb("manifest: 60 MB of empty lists in statekit.json", quick=True)
+def _manifest(folder: Path) -> Path:
+    (folder / "tensors-00001-of-00001.safetensors").write_bytes(b"")
+    (folder / "statekit.json").write_bytes(b'{"format": "statekit-manifest", "a": ' + EMPTY + b"}")
+    return folder

@@ -92,6 +92,12 @@ SUITES = {
         "else is left the next conversion removes. `pytest -m '' tests/test_power_loss.py`; it needs /dev/fuse and "
         "Debian's python3-pyfuse3.",
     ),
+    "bombs": Suite(
+        "Files that ask for much",
+        "Small files that would take much memory or time: each is opened in a process of its own, with the budget that "
+        "there is by default, 512 MiB, and ends within it. What isn't refused is read. "
+        "`pytest -m slow tests/test_bombs.py`; a sample of it in every run.",
+    ),
 }
 """The sections, in the page's order, by the names of the suites."""
 

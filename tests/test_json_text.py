@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from statekit.errors import FormatError
-from statekit.tensors.tree import MAX_DEPTH, loose_json, strict_json
+from statekit.files.json_text import loose_json, strict_json
+from statekit.tensors.tree import MAX_DEPTH
 
 PARSERS = [strict_json, loose_json]
 

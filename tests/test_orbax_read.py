@@ -15,10 +15,10 @@ from zarr_files import write_array, write_sharded
 from goldens import bundles
 from statekit.conversion import registry
 from statekit.conversion.inspection import inspect
-from statekit.converters.containers.orbax import container as orbax_container
 from statekit.converters.containers.orbax.container import CONTAINER as ORBAX
 from statekit.converters.formats.zarr.stores import FolderStore, OcdbtStore
-from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
+from statekit.errors import BudgetError, CorruptError, FormatError, NotFoundError, RefusedError
+from statekit.files.budget import Budget, Limits
 from statekit.tensors.tensor import Array
 
 Edit = Callable[[dict[str, Any]], object]
@@ -247,13 +247,16 @@ def test_documents_that_are_no_json(tmp_path: Path, text: bytes) -> None:
         ORBAX.open(tmp_path)
 
 
-def test_sizes_have_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_have_a_budget(tmp_path: Path) -> None:
     folder = small(tmp_path / "ckpt")
-    for name in ("_MAX_METADATA", "_MAX_JSON"):
-        with monkeypatch.context() as patch:
-            patch.setattr(orbax_container, name, 8)
-            with pytest.raises(RefusedError, match="too large"):
-                ORBAX.open(folder)
+    for name in ("_METADATA", "_strings.json"):
+        text = (folder / name).read_bytes()
+        (folder / name).write_bytes(text + b" " * 2**20)
+        with ORBAX.open(folder):
+            pass
+        with pytest.raises(BudgetError, match="more than this job may hold"):
+            ORBAX.open(folder, budget=Budget(Limits(2**20)))
+        (folder / name).write_bytes(text)
 
 
 def test_other_files_of_a_step_are_named(tmp_path: Path) -> None:

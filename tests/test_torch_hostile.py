@@ -17,7 +17,8 @@ from torch_files import legacy_bytes, number, read_all, save, tensor, torch_zip
 from statekit.converters.containers.torch_file import CONTAINER
 from statekit.converters.formats.pytorch import reader as torch_reader
 from statekit.converters.formats.pytorch.reader import LEGACY_MAGIC
-from statekit.errors import CorruptError, FormatError, RefusedError, UsageError
+from statekit.errors import BudgetError, CorruptError, FormatError, RefusedError, UsageError
+from statekit.files.budget import Budget, Limits
 from statekit.tensors.tensor import DTYPES, in_memory
 
 
@@ -309,10 +310,12 @@ def test_the_checksum_is_compared_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert seen == [16]
 
 
-def test_a_huge_pickle_is_refused_by_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_reader, "MAX_PICKLE", 50)
-    with pytest.raises(RefusedError, match="too large"):
-        CONTAINER.open(torch_zip(tmp_path / "a.pt", tensor() + b"."))
+def test_a_huge_pickle_is_refused_by_its_size(tmp_path: Path) -> None:
+    path = torch_zip(tmp_path / "a.pt", tensor() + b"X" + struct.pack("<I", 10_000) + b"x" * 10_000 + b"0.")
+    with CONTAINER.open(path):
+        pass
+    with pytest.raises(BudgetError, match="The pickle of a torch file is more than"):
+        CONTAINER.open(path, budget=Budget(Limits(10_000)))
 
 
 def test_a_tensor_read_after_closing_says_so(tmp_path: Path) -> None:

@@ -26,10 +26,11 @@ from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.budget import Budget
 from statekit.files.checkpoint import FILES_BESIDE, SORTED, Checkpoint
+from statekit.files.json_text import strict_json
 from statekit.files.source import Files, first_bytes, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor, in_memory
-from statekit.tensors.tree import Tree, strict_json
+from statekit.tensors.tree import Tree
 
 OPTIONS = "optimizer_hyperparameters.json"
 PREFIX = "optim."
@@ -136,7 +137,7 @@ def _options(folder: Path, files: Files) -> dict[str, Tree]:
     path = folder / OPTIONS
     if not path.is_file():
         return {}
-    options = strict_json(read_small(path, files), path)
+    options = strict_json(read_small(path, files), path, files.account)
     if not isinstance(options, dict) or not all(key.startswith(_GROUPS) for key in options):
         raise FormatError("Options aren't a JSON object by parameter.", place=path, expected=f"{_GROUPS}*")
     return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}

@@ -24,9 +24,9 @@ from statekit.files.budget import Budget
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint, Finding, Proof
 from statekit.files.durable import sync, writing
 from statekit.files.integrity import proof_inside
-from statekit.files.source import as_file, first_bytes, opening
+from statekit.files.json_text import strict_json
+from statekit.files.source import Files, as_file, first_bytes, opening
 from statekit.files.stage import Stage
-from statekit.tensors.tree import strict_json
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 CONFIG, METADATA = "config.json", "metadata.json"
@@ -65,7 +65,7 @@ class KerasH5:
         with opening(path, budget) as files:
             opened = open_hdf5(as_file(files.source(path)), f"{path}")
             files.on_close(opened.close)
-            proof, findings = documents(opened.tree, path)
+            proof, findings = documents(opened.tree, path, files)
         return Checkpoint(self.name, path, opened.tree, {}, None, findings, files.close, proof=proof)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
@@ -90,16 +90,16 @@ def refuse_step(path: Path, step: int | None) -> None:
         )
 
 
-def documents(tree: dict[str, Any], path: Path) -> tuple[Proof | None, tuple[Finding, ...]]:
+def documents(tree: dict[str, Any], path: Path, files: Files) -> tuple[Proof | None, tuple[Finding, ...]]:
     """Takes the manifest out of a tree's attributes, and parses documents among them, in place."""
     attributes = tree.get(ATTRIBUTES, {})
     for name in (CONFIG, METADATA, SAYINGS):
         if isinstance(attributes.get(name), str):
-            attributes[name] = strict_json(attributes[name], f"{name} in {path}")
+            attributes[name] = strict_json(attributes[name], f"{name} in {path}", files.account)
     text = attributes.pop(MANIFEST, None)
     if ATTRIBUTES in tree and not attributes:
         del tree[ATTRIBUTES]
-    return proof_inside(text, path) if isinstance(text, str) else (None, ())
+    return proof_inside(text, path, files.account) if isinstance(text, str) else (None, ())
 
 
 CONTAINER = KerasH5()

@@ -29,9 +29,9 @@ from statekit.converters.formats.pytorch.writer import write_archive
 from statekit.errors import FormatError, RefusedError, StatekitError
 from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
+from statekit.files.json_text import strict_json
 from statekit.files.source import Files, opening, read_small
 from statekit.files.stage import Stage
-from statekit.tensors.tree import strict_json
 
 COMMON, SHARDED = "common", "sharded"
 """The parts of the tree."""
@@ -105,7 +105,7 @@ def _config(folder: Path, files: Files | None = None) -> dict[str, Any] | None:
     place = folder / _CONFIG
     if not place.is_file():
         return None
-    config = strict_json(read_small(place, files), place)
+    config = strict_json(read_small(place, files), place, files.account if files else None)
     return config if isinstance(config, dict) and isinstance(config.get("sharded_backend"), str) else None
 
 

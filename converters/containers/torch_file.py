@@ -99,7 +99,7 @@ def open_torch(path: Path, files: Files) -> Checkpoint:
     tree = named(opened.tree)
     proof, findings = None, opened.findings
     if isinstance(tree, dict) and isinstance(tree.get(MANIFEST_KEY), str):
-        proof, faults = proof_inside(tree.pop(MANIFEST_KEY), path)
+        proof, faults = proof_inside(tree.pop(MANIFEST_KEY), path, files.account)
         findings = (*findings, *faults)
     return Checkpoint(CONTAINER.name, path, tree, opened.meta, None, findings, proof=proof)
 

@@ -1,13 +1,14 @@
-"""The zip archives of `torch.save` and MXNet: members stored as they are, read in place, their CRC-32 enforced.
+"""The zip archives of `torch.save`, MXNet and Keras: members read in place, their CRC-32 enforced.
 
 PyTorch's own reader skips the checksums, reads the first of two members with one name where other programs read the
-last, and inflates what it is given. Here all that is refused: an archive has one reading or none. Writing goes forward
-only, so that nothing is held but a block.
+last, and inflates what it is given. Here all that is refused: an archive has one reading or none. Members of Keras may
+be deflated; such a one is read as a whole. Writing goes forward only, so that nothing is held but a block.
 Source: APPNOTE.TXT (the zip format) and caffe2/serialize/inline_container.cc (what PyTorch writes).
 """
 
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from statekit.errors import CommitError, CorruptError, FormatError, RefusedError
-from statekit.files.source import Source, bytes_at, record, short
+from statekit.files.source import Source, bytes_at, hold, record, short
 from statekit.tensors.tensor import BLOCK_BYTES, Array
 
 LOCAL = struct.Struct("<IHHHHHIIIHH")
@@ -27,8 +28,11 @@ LOCAL_MAGIC, CENTRAL_MAGIC, END_MAGIC, END64_MAGIC, LOCATOR_MAGIC = (
     0x04034B50, 0x02014B50, 0x06054B50, 0x06064B50, 0x07064B50,
 )  # fmt: skip
 FULL16, FULL32 = 0xFFFF, 0xFFFFFFFF
-MAX_DIRECTORY = 512 * 2**20
-MAX_MEMBERS = 2_000_000
+MAX_RATIO = 1032
+"""How many bytes deflate makes of one, at most. Source: zlib.net/zlib_tech.html."""
+_DEFLATED = 8
+_NODES = 3
+"""Values of a tree that a member counts for, with its entry in the directory."""
 WIDE_FROM = FULL32
 """Sizes and offsets from here on are written in 64 bits."""
 GATHERED = 2**20
@@ -37,35 +41,60 @@ _DESCRIPTOR_MAGIC = 0x08074B50
 _UTF8, _DESCRIPTOR = 0x0800, 0x0008
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Member:
-    """One file in an archive: where its bytes lie, how many, and their CRC-32 (0 if it wasn't computed)."""
+    """One file in an archive.
+
+    Attributes:
+        name: Its name.
+        start: Where its bytes lie.
+        size: How many it has.
+        crc: Their CRC-32; 0 if it wasn't computed.
+        packed: How many bytes it is deflated to; None if it is stored as it is.
+    """
 
     name: str
     start: int
     size: int
     crc: int
+    packed: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Entry:
     name: bytes
     header: int
     size: int
     crc: int
+    packed: int | None
+
+    @property
+    def stored(self) -> int:
+        """Bytes that it takes in the archive."""
+        return self.size if self.packed is None else self.packed
 
 
 class Archive:
-    """An archive opened for reading. Only its directory and headers have been read."""
+    """An archive opened for reading. Only its directory and headers have been read.
 
-    def __init__(self, source: Source) -> None:
+    Args:
+        source: The archive.
+        deflated: Whether members may be.
+
+    Raises:
+        RefusedError: It has two readings, or members that aren't stored in a way that is allowed.
+        CorruptError: Its directory, or what it says, disagrees with its bytes.
+        BudgetError: Its directory is more than the job may hold.
+    """
+
+    def __init__(self, source: Source, deflated: bool = False) -> None:
         self.source = source
-        entries, self._directory = _directory(source)
+        entries, self._directory = _directory(source, deflated)
         self.members = _members(source, entries, self._directory)
         self._checked: set[str] = set()
 
     def read(self, name: str, start: int, count: int) -> Array:
-        """Reads bytes of a member: (count,) uint8. Its checksum is compared when it is read for the first time.
+        """Reads bytes of a member that is stored: (count,) uint8. Its checksum is compared the first time.
 
         Raises:
             CorruptError: The checksum disagrees, or the bytes lie outside the member.
@@ -79,19 +108,54 @@ class Archive:
         self._checked.add(name)
         return piece
 
-    def record(self, name: str, limit: int, what: str) -> bytes:
+    def record(self, name: str, what: str) -> bytes:
         """Reads a member that is held, as `source.record` reads it; its checksum is compared.
 
         Raises:
             CorruptError: The checksum disagrees.
-            RefusedError: It is larger than `limit`, or more than the job may hold.
+            BudgetError: It is more than the job may hold.
         """
         member = self.members[name]
-        data = record(self.source, member.start, member.size, limit, what)
+        if member.packed is None:
+            data = record(self.source, member.start, member.size, None, what)
+        else:
+            data = self._inflated(member, member.packed, what)
         if member.crc:
             self._compare(member, zlib.crc32(data))
         self._checked.add(name)
         return data
+
+    def check(self, name: str) -> None:
+        """Compares the checksum of a member that is stored, once.
+
+        Raises:
+            CorruptError: It disagrees.
+        """
+        if name not in self._checked:
+            self._compare(self.members[name], self._crc(self.members[name]))
+            self._checked.add(name)
+
+    def _inflated(self, member: Member, packed: int, what: str) -> bytes:
+        hold(self.source, member.start, member.size, what)
+        decoder, whole = zlib.decompressobj(-zlib.MAX_WBITS), io.BytesIO()
+        try:
+            for at in range(0, packed, BLOCK_BYTES):
+                data = bytes_at(self.source, member.start + at, min(BLOCK_BYTES, packed - at))
+                whole.write(decoder.decompress(data, member.size + 1 - whole.tell()))
+        except zlib.error as error:
+            raise CorruptError(
+                "A member of a zip archive is damaged.",
+                place=f"{member.name} in {self.source.place}",
+                found=error,
+            ) from None
+        if whole.tell() != member.size:
+            raise CorruptError(
+                "A member of a zip archive has another size than it says.",
+                place=f"{member.name} in {self.source.place}",
+                expected=f"{member.size} bytes",
+                found=f"{whole.tell()} bytes, or more",
+            )
+        return whole.getvalue()
 
     def _crc(self, member: Member) -> int:
         crc = 0
@@ -118,7 +182,7 @@ def directory_bytes(source: Source) -> bytes:
         FormatError: There is none at the end of the file.
     """
     start, size, _ = _end(source)
-    return bytes_at(source, start, size)
+    return record(source, start, size, None, "The directory of a zip archive")
 
 
 def _end(source: Source) -> tuple[int, int, int]:
@@ -144,11 +208,11 @@ def _end(source: Source) -> tuple[int, int, int]:
             wide = END64.unpack(bytes_at(source, at, END64.size))
             _same_end(source, fields, wide)
             _, _, _, _, disk, other, here, count, size, start = wide
-    if disk or other or here != count or count > MAX_MEMBERS or size > MAX_DIRECTORY:
+    if disk or other or here != count or count * CENTRAL.size > size:
         raise RefusedError(
             "A zip archive has an impossible directory.",
             place=place,
-            expected=f"one disk, at most {MAX_MEMBERS} members in {MAX_DIRECTORY} bytes",
+            expected=f"one disk, {CENTRAL.size} bytes or more for each member",
             found=f"disk {disk}, {count} members in {size} bytes",
         )
     if start + size != at:
@@ -167,15 +231,16 @@ def _same_end(source: Source, narrow: tuple[int, ...], wide: tuple[int, ...]) ->
         raise FormatError("The two end records of a zip archive contradict each other.", place=source.place)
 
 
-def _directory(source: Source) -> tuple[list[_Entry], int]:
+def _directory(source: Source, deflated: bool) -> tuple[list[_Entry], int]:
     start, size, count = _end(source)
-    raw = record(source, start, size, MAX_DIRECTORY, "The directory of a zip archive")
+    raw = record(source, start, size, None, "The directory of a zip archive")
+    source.account.nodes(_NODES * count, "The directory of a zip archive", source.place)
     entries = []
     at = 0
     for _ in range(count):
         if at + CENTRAL.size > size:
             raise CorruptError("The directory of a zip archive is cut off.", place=source.place)
-        entry, at = _entry(source, raw, at)
+        entry, at = _entry(source, raw, at, deflated)
         entries.append(entry)
     if at != size:
         raise CorruptError(
@@ -184,7 +249,7 @@ def _directory(source: Source) -> tuple[list[_Entry], int]:
     return entries, start
 
 
-def _entry(source: Source, raw: bytes, at: int) -> tuple[_Entry, int]:
+def _entry(source: Source, raw: bytes, at: int, deflated: bool) -> tuple[_Entry, int]:
     fields = CENTRAL.unpack_from(raw, at)
     magic, _, _, flags, method, _, _, crc, packed, size = fields[:10]
     name_size, extra_size, comment, disk, _, _, header = fields[10:]
@@ -198,14 +263,23 @@ def _entry(source: Source, raw: bytes, at: int) -> tuple[_Entry, int]:
         )
     if FULL32 in (size, packed, header):
         size, packed, header = _wide(source, raw[extra_at : extra_at + extra_size], size, packed, header)
-    if method or flags & 1 or size != packed or disk:
+    place = f"{name.decode('utf-8', 'replace')} in {source.place}"
+    inflates = deflated and method == _DEFLATED
+    if flags & 1 or disk or not (inflates or (method == 0 and size == packed)):
         raise RefusedError(
-            "A member of a zip archive is compressed or encrypted.",
-            place=f"{name.decode('utf-8', 'replace')} in {source.place}",
-            expected="bytes stored as they are",
+            "A member of a zip archive is encrypted, or packed in a way that isn't read.",
+            place=place,
+            expected="bytes stored as they are" + (", or deflated" if deflated else ""),
             found=f"method {method}, flags {flags:#06x}, {packed} bytes for {size}",
         )
-    return _Entry(name, header, size, crc), end
+    if inflates and size > packed * MAX_RATIO:
+        raise RefusedError(
+            "A member of a zip archive declares more than its bytes can hold.",
+            place=place,
+            expected=f"at most {packed * MAX_RATIO} bytes",
+            found=size,
+        )
+    return _Entry(name, header, size, crc, packed if inflates else None), end
 
 
 def _wide(source: Source, extra: bytes, *narrow: int) -> list[int]:
@@ -251,17 +325,18 @@ def _member(source: Source, entry: _Entry, limit: int) -> Member:
     raw = bytes_at(source, entry.header, LOCAL.size + len(entry.name))
     magic, _, flags, method, _, _, _, _, _, name_size, extra_size = LOCAL.unpack_from(raw)
     same = raw[LOCAL.size :] == entry.name and name_size == len(entry.name)
-    if magic != LOCAL_MAGIC or not same or method or flags & 1:
+    expected = 0 if entry.packed is None else _DEFLATED
+    if magic != LOCAL_MAGIC or not same or method != expected or flags & 1:
         raise CorruptError("The two headers of a zip member contradict each other.", place=place)
     start = entry.header + LOCAL.size + name_size + extra_size
-    if start + entry.size > limit:
+    if start + entry.stored > limit:
         raise CorruptError(
             "A member of a zip archive overlaps the next one.",
             place=place,
             expected=f"at most {max(limit - start, 0)} bytes",
-            found=f"{entry.size} bytes",
+            found=f"{entry.stored} bytes",
         )
-    return Member(name, start, entry.size, entry.crc)
+    return Member(name, start, entry.size, entry.crc, entry.packed)
 
 
 @dataclass(frozen=True)

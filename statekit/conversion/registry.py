@@ -35,7 +35,7 @@ from statekit.errors import (
     check_name,
     listed,
 )
-from statekit.files.budget import Budget
+from statekit.files.budget import Account, Budget
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import check_undamaged, proven
 from statekit.state.schema import load_schema
@@ -45,6 +45,8 @@ from statekit.state.train_state import TrainState
 CONTAINERS = "statekit.containers"
 LAYOUTS = "statekit.layouts"
 F = TypeVar("F")
+TENSOR_BYTES = 1536
+"""What a layout, and what is said of its state, keep of a tensor beside what its reader holds. In bytes, measured."""
 MOST_ENTRIES = 1000
 """How many entries of a folder are looked at for checkpoints."""
 
@@ -203,8 +205,17 @@ def opened(
     """
     budget = budget or hints.job_budget()
     checkpoint = container.open(path, step, budget)
+    account, close_files = Account(budget), checkpoint.on_close
+
+    def close() -> None:
+        close_files()
+        account.close()
+
+    checkpoint = replace(checkpoint, on_close=close)
     try:
         checkpoint = hints.keyed(proven(checkpoint, budget))
+        count = len(checkpoint.tensors)
+        account.hold(TENSOR_BYTES * count, f"What is known of {count} tensors", f"{path}")
         if not hints.accept_damaged:
             check_undamaged(checkpoint)
     except BaseException:

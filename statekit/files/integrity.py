@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.errors import BudgetError, CorruptError, Faults, StatekitError
-from statekit.files.budget import Budget
+from statekit.files.budget import Account, Budget
 from statekit.files.checkpoint import Checkpoint, Finding, Proof
 from statekit.files.file_changes import SMALL_BYTES, file_faults
 from statekit.files.manifest import (
@@ -41,10 +41,23 @@ def _nobody(name: str, done: int, total: int) -> None:
     """Tells nobody."""
 
 
-def proof_inside(text: str, path: Path) -> tuple[Proof | None, tuple[Finding, ...]]:
-    """Returns the proof of a checkpoint that is one file, by the manifest inside it; or why that isn't trusted."""
+def proof_inside(
+    text: str, path: Path, account: Account | None = None
+) -> tuple[Proof | None, tuple[Finding, ...]]:
+    """Returns the proof of a checkpoint that is one file, by the manifest inside it; or why that isn't trusted.
+
+    Args:
+        text: The manifest.
+        path: The file.
+        account: The checkpoint's, which holds the manifest.
+
+    Raises:
+        BudgetError: It is more than the job may hold.
+    """
     try:
-        manifest = parse(text, path)
+        manifest = parse(text, path, account)
+    except BudgetError:
+        raise
     except StatekitError as error:
         return None, (Finding(f"the manifest inside isn't trusted: {error.line}", f"{path}", True),)
     return Proof(path, manifest, {}, manifest["tensors"], is_inside=True), ()
@@ -104,7 +117,7 @@ def _beside(checkpoint: Checkpoint, files: Files, findings: list[Finding]) -> Pr
         if not place.is_file():
             continue
         try:
-            manifest = parse(read_small(place, files), place)
+            manifest = parse(read_small(place, files), place, files.account)
             check_inside(place.parent, manifest)
         except BudgetError:
             raise

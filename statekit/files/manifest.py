@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from statekit.errors import CorruptError, Faults, FormatError, RefusedError
-from statekit.files.source import SMALL_FILE, Files, read_small, source_digest
+from statekit.files.budget import Account
+from statekit.files.json_text import strict_json
+from statekit.files.source import Files, read_small, source_digest
 from statekit.tensors.digest import json_digest
 from statekit.tensors.tensor import Tensor
-from statekit.tensors.tree import strict_json
 
 FILE = "statekit.json"
 _BESIDE = "statekit.{}.json"
@@ -25,8 +26,6 @@ CHECKPOINT = "checkpoint"
 """Field: which checkpoint it is about, its folder or the file that stands for it, relative to the manifest's folder."""
 FORMAT = "statekit-manifest"
 VERSION = 1
-MAX_BYTES = SMALL_FILE
-"""The largest manifest that is read, in bytes."""
 
 
 def sealed(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,14 +54,20 @@ def is_manifest(name: str) -> bool:
     return name == FILE or (name.startswith(start) and name.endswith(end) and len(name) > len(start + end))
 
 
-def parse(text: bytes | str, place: object) -> dict[str, Any]:
+def parse(text: bytes | str, place: object, account: Account | None = None) -> dict[str, Any]:
     """Parses a manifest and proves that it says what its writer wrote.
+
+    Args:
+        text: The manifest.
+        place: Where it stands.
+        account: What it draws on, which holds it until it is closed.
 
     Raises:
         FormatError: Not a manifest of this format, or of a newer version.
+        BudgetError: It is more than the job may hold.
         CorruptError: The manifest was changed after it was written.
     """
-    document, faults = parse_damaged(text, place)
+    document, faults = parse_damaged(text, place, account)
     faults.check(
         CorruptError,
         "The manifest isn't what was written",
@@ -72,13 +77,22 @@ def parse(text: bytes | str, place: object) -> dict[str, Any]:
     return document
 
 
-def parse_damaged(text: bytes | str, place: object) -> tuple[dict[str, Any], Faults]:
+def parse_damaged(
+    text: bytes | str, place: object, account: Account | None = None
+) -> tuple[dict[str, Any], Faults]:
     """Parses a manifest; returns it with what speaks against it, which is its own digest.
+
+    Args:
+        text: The manifest.
+        place: Where it stands.
+        account: As in `parse`.
 
     Raises:
         FormatError: Not a manifest of this format, or of a newer version.
+        BudgetError: It is more than the job may hold.
     """
-    document = strict_json(text, place)
+    account = account or Account()
+    document = strict_json(text, place, account)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise FormatError("This isn't a statekit manifest.", place=place, expected=f'"format": "{FORMAT}"')
     if document.get("version") != VERSION:
@@ -89,7 +103,10 @@ def parse_damaged(text: bytes | str, place: object) -> tuple[dict[str, Any], Fau
             found=repr(document.get("version")),
             remedy="read it with the statekit that wrote it, or a newer one",
         )
-    digest = json_digest({key: value for key, value in document.items() if key != "digest"})
+    with account.passing() as taken:
+        # Its pieces stand beside each other before they are one text.
+        taken.hold(8 * len(text), "A manifest in canonical form", f"{place}")
+        digest = json_digest({key: value for key, value in document.items() if key != "digest"})
     faults = Faults()
     if document.get("digest") != digest:
         faults.add("was changed after it was written: its digest doesn't fit", f"{place}")
@@ -130,7 +147,7 @@ def require_manifest(folder: Path, files: Files | None = None) -> dict[str, Any]
         CorruptError: It was changed after it was written.
     """
     path = folder / FILE
-    manifest = parse(read_small(path, files), path)
+    manifest = parse(read_small(path, files), path, files.account if files else None)
     check_inside(folder, manifest)
     return manifest
 

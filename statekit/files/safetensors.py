@@ -21,15 +21,17 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from statekit.errors import CorruptError, Faults, FormatError
+from statekit.files.json_text import strict_json
 from statekit.files.source import File, Files, bytes_at, opening, record
 from statekit.tensors.digest import bytes_digest
 from statekit.tensors.tensor import DTYPES, Array, DType, Index, Shape, Stored, Tensor, index_shape, nbytes
-from statekit.tensors.tree import MAX_NAME_BYTES, strict_json
+from statekit.tensors.tree import MAX_NAME_BYTES
 
 MAX_HEADER_BYTES = 100_000_000
 """The largest header, in bytes. Source: safetensors, `MAX_HEADER_SIZE`."""
-MAX_TENSORS = 1_000_000
 MAX_RANK = 64
+_NODES = 8
+"""Values of a tree that a tensor counts for, with what describes it."""
 
 _NAMES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
@@ -83,7 +85,11 @@ def open_safetensors(path: Path, files: Files | None = None) -> OpenFile:
             return replace(open_safetensors(path, opened), close=opened.close)
     source = files.source(path)
     head = _head(source)
-    metadata, extents = _parsed(strict_json(head[8:], path), source.size - len(head), path)
+    with source.account.passing() as taken:
+        taken.hold(len(head), "The header of a safetensors file", f"{path}")
+        document = strict_json(head[8:], path, taken)
+        metadata, extents = _parsed(document, source.size - len(head), path)
+    source.account.nodes(_NODES * len(extents), "The tensors of a safetensors file", f"{path}")
     _proven_by_library(path)
     tensors = {name: _stored(source, name, extent, len(head)) for name, extent in extents.items()}
     return OpenFile(tensors, metadata, bytes_digest(head), lambda: None)
@@ -172,10 +178,8 @@ def _head(source: File) -> bytes:
 
 
 def _parsed(document: Any, data_bytes: int, path: Path) -> tuple[dict[str, str], dict[str, _Extent]]:
-    if not isinstance(document, dict) or len(document) > MAX_TENSORS:
-        raise FormatError(
-            "A header isn't a JSON object of tensors.", place=path, expected=f"at most {MAX_TENSORS}"
-        )
+    if not isinstance(document, dict):
+        raise FormatError("A header isn't a JSON object of tensors.", place=path)
     metadata = document.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise FormatError("A header's __metadata__ isn't a map from string to string.", place=path)

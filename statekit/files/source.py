@@ -35,8 +35,6 @@ from statekit.tensors.tensor import Array
 
 MOST_OPEN = 64
 """Files of one checkpoint that are open at once: a run of a thousand ranks writes thousands."""
-SMALL_FILE = 100_000_000
-"""The largest file that is read as a whole, in bytes, where its format doesn't say less."""
 _DIGESTED_AT_ONCE = 2**20
 _READ_AT_ONCE = 2**23
 
@@ -110,22 +108,23 @@ def require(source: Source, start: int, count: int) -> None:
         raise short(source, start, count)
 
 
-def record(source: Source, start: int, count: int, limit: int, what: str) -> bytes:
+def record(source: Source, start: int, count: int, limit: int | None, what: str) -> bytes:
     """Reads a header, an index or a document that is held: bytes that the job's budget is asked for.
 
     Args:
         source: Where it lies.
         start: Its first byte.
         count: Its size in bytes.
-        limit: The most that its format allows, or that any honest file has.
+        limit: The most that its format allows; None if only the budget limits it.
         what: What it is, as an error begins: `The directory of a zip archive`.
 
     Raises:
         CorruptError: The source ends before.
-        RefusedError: It is larger than `limit`, or more than the job may hold.
+        RefusedError: It is larger than `limit`, or (BudgetError) more than the job may hold.
     """
     require(source, start, count)
-    check_size(source, start, count, limit, what)
+    if limit is not None:
+        check_size(source, start, count, limit, what)
     hold(source, start, count, what)
     if count <= _READ_AT_ONCE:
         return bytes_at(source, start, count)
@@ -188,13 +187,13 @@ def last_bytes(path: Path, count: int) -> bytes:
         return bytes_at(source, max(0, source.size - count), min(count, source.size))
 
 
-def read_small(path: Path, files: Files | None = None, limit: int = SMALL_FILE) -> bytes:
+def read_small(path: Path, files: Files | None = None, limit: int | None = None) -> bytes:
     """Reads a small file as a whole.
 
     Args:
         path: The file.
         files: The job's files, whose budget holds the bytes.
-        limit: The most it may have, in bytes.
+        limit: The most it may have, in bytes, if not only the budget limits it.
 
     Raises:
         NotFoundError: No such file.

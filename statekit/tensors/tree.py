@@ -1,20 +1,18 @@
 """Trees of inert records: everything a checkpoint holds, as plain data with tensors at the leaves.
 
 A tree is made of dicts (with str, int, bool or tuple keys), lists, tuples, `Record`s, None, bool, int, float, str,
-bytes and Tensors. Nothing in a tree runs: an object of a foreign class is a `Record` of its name and parts. JSON that
-nobody vouches for becomes a tree within limits that are the same in every Python.
+bytes and Tensors. Nothing in a tree runs: an object of a foreign class is a `Record` of its name and parts.
 """
 
 from __future__ import annotations
 
 import base64
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from statekit.errors import FormatError, RefusedError
+from statekit.errors import FormatError
 from statekit.tensors.tensor import Stored, Tensor
 
 Tree: TypeAlias = Any
@@ -23,7 +21,6 @@ Path: TypeAlias = tuple[Any, ...]
 MAX_DEPTH = 512
 MAX_NODES = 2_000_000
 MAX_NAME_BYTES = 4096
-MAX_JSON_BYTES = 100_000_000
 _PLAIN = (str, int, float, bytes, type(None), dict, list, tuple)
 
 
@@ -207,79 +204,6 @@ def from_json(view: Any, tensor: Callable[[Any], Tensor] | None = None) -> Tree:
     if "$tensor" in view and tensor is not None:
         return tensor(view["$tensor"])
     return {key: from_json(value, tensor) for key, value in view.items()}
-
-
-def strict_json(text: bytes | str, place: object) -> Any:
-    """Parses JSON; refuses duplicate keys, NaN and infinities, numbers that overflow, and absurd sizes or nesting.
-
-    Raises:
-        FormatError: The text isn't JSON of that kind.
-    """
-    return _parsed(text, place, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
-
-
-def loose_json(text: bytes | str, place: object) -> Any:
-    """Parses JSON as Python's own programs write and read it, with NaN and infinities; refuses absurd sizes or nesting.
-
-    Raises:
-        FormatError: The text isn't JSON of that kind.
-    """
-    return _parsed(text, place)
-
-
-def _parsed(text: bytes | str, place: object, **rules: Any) -> Any:
-    if len(text) > MAX_JSON_BYTES:
-        raise RefusedError(
-            "A JSON header is too large.",
-            place=place,
-            expected=f"at most {MAX_JSON_BYTES} bytes",
-            found=f"{len(text)}",
-        )
-    try:
-        value = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text, **rules)
-        too_deep = _deeper(value, MAX_DEPTH)
-    except RecursionError:  # how deep Python's parser itself can go differs between its versions
-        too_deep = True
-    except ValueError as error:
-        raise FormatError("This isn't valid JSON.", place=place, found=error) from None
-    if too_deep:
-        raise FormatError(
-            "This isn't valid JSON of a reasonable depth.",
-            place=place,
-            expected=f"at most {MAX_DEPTH} levels",
-            found="more",
-        )
-    return value
-
-
-def _deeper(value: Any, levels: int) -> bool:
-    """Tells whether lists and objects stand in one another more than so many times."""
-    nodes = [value]
-    for _ in range(levels + 1):
-        nodes = [n for n in nodes if isinstance(n, (dict, list))]
-        if not nodes:
-            return False
-        nodes = [child for n in nodes for child in (n.values() if isinstance(n, dict) else n)]
-    return True
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) != len(pairs):
-        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-        raise ValueError(f"the key {twice!r} stands twice")
-    return record
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} isn't JSON")
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError(f"the number {digits[:40]} overflows")
-    return value
 
 
 def loose(tree: Mapping[Any, Tree]) -> dict[Any, Tensor]:

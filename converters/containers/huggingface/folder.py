@@ -37,9 +37,10 @@ from statekit.converters.containers.torch_file import open_torch
 from statekit.converters.formats.pickle.reader import read_pickle
 from statekit.converters.formats.pytorch.reader import named
 from statekit.converters.formats.pytorch.writer import write_archive
-from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitError, UsageError
+from statekit.errors import BudgetError, FormatError, NotFoundError, RefusedError, StatekitError, UsageError
 from statekit.files.budget import Budget
 from statekit.files.checkpoint import SORTED, Checkpoint, Finding
+from statekit.files.json_text import loose_json
 from statekit.files.manifest import inside, is_manifest
 from statekit.files.safetensors import save_safetensors
 from statekit.files.source import File, Files, first_bytes, opening, read_small
@@ -47,7 +48,7 @@ from statekit.files.stage import Stage
 from statekit.tensors.tensor import Stored, Tensor, index_shape
 from statekit.tensors.ties import TIES, ties_of
 from statekit.tensors.tree import Path as Keys
-from statekit.tensors.tree import Record, Tree, at, holds_records, loose, loose_json, put, without
+from statekit.tensors.tree import Record, Tree, at, holds_records, loose, put, without
 
 FILES = "files"
 """Key of the files that are carried as bytes, by name."""
@@ -202,7 +203,9 @@ def are_files(part: Any) -> bool:
 def _open_part(path: Path, files: Files) -> Tree:
     if not path.name.endswith(_JSON):
         return open_torch(path, files).tree
-    part = loose_json(read_small(path, files), path)  # Trainer writes a loss that is NaN as NaN
+    part = loose_json(
+        read_small(path, files), path, files.account
+    )  # Trainer writes a loss that is NaN as NaN
     if not isinstance(part, dict):
         raise FormatError("A state isn't a JSON object.", place=path, found=type(part).__name__)
     return part
@@ -245,6 +248,8 @@ def _uncarried(path: Path, files: Files) -> str:
             else:
                 data = read_small(path, opened, MAX_CARRIED)
                 read_pickle(data, str(path), account=opened.account)
+    except BudgetError:
+        raise
     except StatekitError as error:
         return error.subject.rstrip(".").lower()
     return ""

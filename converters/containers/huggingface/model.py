@@ -19,12 +19,12 @@ from typing import Any, TypeAlias
 
 from statekit.converters.containers.torch_file import open_torch
 from statekit.errors import CorruptError, Faults, FormatError
+from statekit.files.json_text import strict_json
 from statekit.files.manifest import inside
 from statekit.files.safetensors import open_safetensors, save_safetensors, sharded
 from statekit.files.source import Files, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor, nbytes
-from statekit.tensors.tree import strict_json
 
 SHARD_BYTES = 5 * 10**9
 """Bytes of tensors in a shard at most; a larger tensor has one to itself. Source: Transformers' usual 5 GB."""
@@ -88,7 +88,7 @@ def open_model(folder: Path, name: str, files: Files) -> Model:
         tensors, metadata = _open_file(folder / name, files)
         return Model(tensors, (name,), False, metadata)
     place = folder / name
-    index = strict_json(read_small(place, files), place)
+    index = strict_json(read_small(place, files), place, files.account)
     weights = index.get("weight_map") if isinstance(index, Mapping) else None
     if not isinstance(weights, Mapping) or not all(isinstance(file, str) for file in weights.values()):
         raise FormatError("An index of shards has no map from names to files.", place=place)

@@ -56,13 +56,10 @@ from statekit.converters.formats.zarr.stores import FolderStore, open_store, rea
 from statekit.errors import CorruptError, Faults, FormatError
 from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.files.manifest import MAX_BYTES
+from statekit.files.json_text import strict_json
 from statekit.files.source import Files, opening
 from statekit.files.stage import Stage
-from statekit.tensors.tree import Tree, strict_json
-
-_MAX_METADATA = 100_000_000
-_MAX_JSON = 16 * 2**20
+from statekit.tensors.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -92,9 +89,10 @@ def open_item(folder: Path, opened: Files) -> Item:
     index, stated, document = files.value(INDEX), files.value(METADATA), files.value(JSON_ITEM)
     if index is stated is None and document is not None:
         return Item(
-            strict_json(read_whole(document, _MAX_JSON), document.place), names=frozenset({JSON_ITEM})
+            strict_json(read_whole(document, None), document.place, opened.account),
+            names=frozenset({JSON_ITEM}),
         )
-    metadata = None if stated is None else parse(read_whole(stated, _MAX_METADATA), stated.place)
+    metadata = None if stated is None else parse(read_whole(stated, None), stated.place, opened.account)
     arrays = _arrays(folder, metadata, opened)
     if index is not None:  # it holds the tree in full; _METADATA repeats it
         parsed = parse_msgpack(index)
@@ -136,7 +134,7 @@ def _strings(files: FolderStore, entries: tuple[LeafMetadata, ...]) -> dict[int,
     if not wanted:
         return {}
     value = files.value(STRINGS)
-    stored = {} if value is None else strict_json(read_whole(value, _MAX_JSON), value.place)
+    stored = {} if value is None else strict_json(read_whole(value, None), value.place, files.files.account)
     strings: Mapping[str, Any] = stored if isinstance(stored, dict) else {}
     lost = Faults(
         (f"isn't in {STRINGS}", name) for name in wanted.values() if not isinstance(strings.get(name), str)
@@ -256,7 +254,7 @@ class OrbaxFolder:
 def _require_all(step: Path, item_names: set[str], files: Files) -> None:
     """Raises FormatError if a step says that it has an item which isn't there."""
     stated = FolderStore(step, files).value(STEP_METADATA)
-    document = None if stated is None else strict_json(read_whole(stated, MAX_BYTES), stated.place)
+    document = None if stated is None else strict_json(read_whole(stated, None), stated.place, files.account)
     handlers = document.get("item_handlers") if isinstance(document, dict) else None
     if isinstance(handlers, dict):
         stated_items = {name for name, kind in handlers.items() if str(kind).endswith(_HANDLERS)}

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from statekit.errors import Faults, FormatError, UsageError
+from statekit.files.budget import Account
+from statekit.files.json_text import strict_json
 from statekit.tensors.tensor import Shape, Stored, Tensor
-from statekit.tensors.tree import MAX_DEPTH, MAX_NODES, Tree, strict_json, walk
+from statekit.tensors.tree import MAX_DEPTH, Tree, walk
 
 _SEQUENCE, _DICT = 1, 2
 _EMPTY: dict[str, Any] = {"None": None, "NamedTuple": None, "Dict": {}, "List": [], "Tuple": ()}
@@ -93,15 +95,20 @@ class TreeMetadata:
         return tuple(entries)
 
 
-def parse(data: bytes, place: str) -> TreeMetadata:
+def parse(data: bytes, place: str, account: Account | None = None) -> TreeMetadata:
     """Reads `_METADATA`.
+
+    Args:
+        data: The file.
+        place: Its path.
+        account: What it draws on.
 
     Raises:
         FormatError: It isn't such metadata.
     """
-    document = strict_json(data, place)
+    document = strict_json(data, place, account)
     tree = document.get("tree_metadata") if isinstance(document, dict) else None
-    if not isinstance(tree, dict) or len(tree) > MAX_NODES:
+    if not isinstance(tree, dict):
         raise FormatError("The metadata of an Orbax item has no tree.", place=place)
     complete = document.get("store_array_data_equal_to_fill_value") is True
     zarr_format = 3 if document.get("use_zarr3") else 2

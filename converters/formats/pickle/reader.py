@@ -320,8 +320,9 @@ def _sized(code: str, decode: Callable[[Machine, bytes], Any]) -> Op:
         m.pos += layout.size
         if count < 0:
             raise m.broken(f"a length of {count}")
-        m.stack.append(decode(m, m.take(count)))
-        m.cost += sys.getsizeof(m.stack[-1])
+        value = decode(m, m.take(count))
+        m.cost += _ITEM if count > LARGE else sys.getsizeof(value)
+        m.stack.append(value)
 
     return op
 
@@ -341,8 +342,8 @@ def _old_text(m: Machine, raw: bytes) -> str | bytes:
 
 
 def _widen(m: Machine, raw: bytes) -> None:
-    if len(raw) > LARGE and not raw.isascii():  # one character may make four bytes of each
-        m.cost += 3 * len(raw)
+    if len(raw) > LARGE:  # of text that isn't ASCII one character may make four bytes of each
+        m.cost += len(raw) if raw.isascii() else 4 * len(raw)
         m.settle()
 
 

@@ -349,7 +349,8 @@ def _locate_storages(storages: _Storages, keys: Any, at: int) -> int:
     return at
 
 
-MAX_PICKLE = 1 << 30
+_NODES = 5
+"""Values of a tree that a storage counts for, with the tensor over it."""
 MAX_RECORD = 64
 """Bytes of the small members, such as `byteorder`."""
 _ROOT_MEMBER = re.compile(
@@ -427,12 +428,13 @@ def _open_zip(source: Source) -> Opened:
     pickled = f"{root}/data.pkl"
     storages: dict[str, Storage] = {}
     pickled_tree = read_pickle(
-        archive.record(pickled, MAX_PICKLE, "The pickle of a torch file"),
+        archive.record(pickled, "The pickle of a torch file"),
         f"{pickled} in {source.place}",
         calls=torch_calls,
         persistent=partial(_storage, archive, root, order != sys.byteorder, storages),
         account=source.account,
     )
+    source.account.nodes(_NODES * len(storages), "The storages of a torch file", source.place)
     findings = [Finding(note, source.place) for note in pickled_tree.notes]
     bare = sum(1 for member in archive.members.values() if member.size and not member.crc)
     if bare:

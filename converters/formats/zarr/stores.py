@@ -66,11 +66,11 @@ def local_path(source: str) -> Path:
     )
 
 
-def read_whole(value: Source, limit: int = HEADER_BYTES) -> bytes:
+def read_whole(value: Source, limit: int | None = HEADER_BYTES) -> bytes:
     """Reads a header or a document as a whole.
 
     Raises:
-        RefusedError: It is larger than `limit` bytes, or more than the job may hold.
+        RefusedError: It is larger than `limit` bytes, if there is one, or more than the job may hold.
     """
     return record(value, 0, value.size, limit, "A header")
 

@@ -23,8 +23,9 @@ import numpy as np
 
 from statekit.errors import FormatError, MissingExtraError, StateError
 from statekit.files.checkpoint import Checkpoint
+from statekit.files.json_text import loose_json
 from statekit.tensors.tensor import Shape, Tensor
-from statekit.tensors.tree import at, loose_json
+from statekit.tensors.tree import at
 
 CONFIG = "config.json"
 CODE = "auto_map"
