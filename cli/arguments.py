@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
+from statekit.budget import bytes_of
 from statekit.conversion.contracts import Hints
 from statekit.errors import printable
-from statekit.files.budget import bytes_of
 
 FOLLOW_LINKS = (
     "Read what links out of the checkpoint lead to; those in Hugging Face's cache are followed anyway."

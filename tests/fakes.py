@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from statekit.budget import Budget
 from statekit.conversion import registry
 from statekit.conversion.contracts import Evidence, Hints
 from statekit.errors import StateError, UnknownFormatError
-from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, Index, Stored, Tensor

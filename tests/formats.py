@@ -15,12 +15,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from statekit.budget import Budget
 from statekit.conversion import registry
 from statekit.conversion.contracts import Container, Encoded, Evidence, Exactness, Hints, Layout
 from statekit.converters.containers.statekit_dir import CONTAINER
 from statekit.converters.layouts.own.statekit_canonical import LAYOUT
 from statekit.errors import FormatError, StatekitError
-from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import proof_inside
 from statekit.files.stage import Stage, staged, unknown_fields

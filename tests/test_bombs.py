@@ -17,7 +17,7 @@ import pytest
 from bomb_files import BOMBS
 from reliability_table import Row, note
 
-from statekit.files.budget import DEFAULT
+from statekit.budget import DEFAULT
 from statekit.tensors.tensor import BLOCK_BYTES
 
 OPENING = Path(__file__).with_name("bomb_opening.py")

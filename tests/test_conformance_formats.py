@@ -18,12 +18,12 @@ import pytest
 from samples import ALL, ROWS, Row
 
 from goldens import COMPACT, GOLDEN
+from statekit.budget import Budget
 from statekit.conversion import registry
 from statekit.conversion.contracts import Container, Encoded, Evidence, Exactness, Hints, Layout
 from statekit.converters.containers.statekit_dir import CONTAINER as FOLDER
 from statekit.converters.layouts.own.statekit_canonical import LAYOUT as CANONICAL
 from statekit.errors import CorruptError, InexactError, RefusedError, StateError, UnknownFormatError
-from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.source import Files, read_small
 from statekit.files.stage import Stage

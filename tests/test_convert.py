@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from formats import Packed, Renamed, arrays, plain_state, register, save, small_state, snapshot, values
+from statekit.budget import Budget
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
@@ -31,7 +32,6 @@ from statekit.errors import (
     UsageError,
 )
 from statekit.files import file_changes, manifest
-from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import Progress
 from statekit.tensors.tensor import Array, Cast, Filled, Index, Stored, Tensor

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from statekit.errors import FormatError
-from statekit.files.json_text import loose_json, strict_json
-from statekit.tensors.tree import MAX_DEPTH
+from statekit.tensors.tree import MAX_DEPTH, loose_json, strict_json
 
 PARSERS = [strict_json, loose_json]
 

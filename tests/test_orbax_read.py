@@ -13,12 +13,12 @@ import pytest
 from zarr_files import write_array, write_sharded
 
 from goldens import bundles
+from statekit.budget import Budget, Limits
 from statekit.conversion import registry
 from statekit.conversion.inspection import inspect
 from statekit.converters.containers.orbax.container import CONTAINER as ORBAX
 from statekit.converters.formats.zarr.stores import FolderStore, OcdbtStore
 from statekit.errors import BudgetError, CorruptError, FormatError, NotFoundError, RefusedError
-from statekit.files.budget import Budget, Limits
 from statekit.tensors.tensor import Array
 
 Edit = Callable[[dict[str, Any]], object]

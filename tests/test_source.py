@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from statekit.budget import Budget, Limits
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.formats.pytorch.writer import write_archive
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, UsageError
 from statekit.files import source as source_module
-from statekit.files.budget import Budget, Limits
 from statekit.files.source import (
     Files,
     Held,

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from t5x_files import packed_array
 
+from statekit.budget import Account
 from statekit.converters.formats.msgpack.reader import Inline, parse
 from statekit.errors import FormatError, RefusedError
-from statekit.files.budget import Account
 from statekit.files.source import Held, filled
 from statekit.tensors.tensor import Array, Stored
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from torch_files import legacy_bytes, number, read_all, save, tensor, torch_zip
 
+from statekit.budget import Budget, Limits
 from statekit.converters.containers.torch_file import CONTAINER
 from statekit.converters.formats.pytorch import reader as torch_reader
 from statekit.converters.formats.pytorch.reader import LEGACY_MAGIC
 from statekit.errors import BudgetError, CorruptError, FormatError, RefusedError, UsageError
-from statekit.files.budget import Budget, Limits
 from statekit.tensors.tensor import DTYPES, in_memory
 
 

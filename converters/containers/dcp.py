@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.step_folders import check_step, files_beside
 from statekit.converters.formats.dcp.metadata import METADATA, Contents, read_metadata
@@ -28,7 +29,6 @@ from statekit.converters.formats.dcp.values import read_values
 from statekit.converters.formats.dcp.writer import write_dcp
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import NotFoundError
-from statekit.files.budget import Budget
 from statekit.files.checkpoint import FILES_BESIDE, Checkpoint, Finding
 from statekit.files.source import Files, opening, read_small
 from statekit.files.stage import Stage

@@ -18,19 +18,18 @@ from typing import Literal
 
 import numpy as np
 
+from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.huggingface.folder import moved_to
 from statekit.converters.containers.huggingface.model import SHARD_BYTES, find_model, open_model, save_model
 from statekit.converters.containers.step_folders import files_beside
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError
-from statekit.files.budget import Budget
 from statekit.files.checkpoint import FILES_BESIDE, SORTED, Checkpoint
-from statekit.files.json_text import strict_json
 from statekit.files.source import Files, first_bytes, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor, in_memory
-from statekit.tensors.tree import Tree
+from statekit.tensors.tree import Tree, strict_json
 
 OPTIONS = "optimizer_hyperparameters.json"
 PREFIX = "optim."

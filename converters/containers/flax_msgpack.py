@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.step_folders import (
     FOLDER,
@@ -29,7 +30,6 @@ from statekit.converters.containers.step_folders import (
 from statekit.converters.formats.msgpack.reader import Inline, parse
 from statekit.converters.formats.msgpack.writer import NUMBER, SCALAR, gathered, packed
 from statekit.errors import FormatError, RefusedError
-from statekit.files.budget import Budget
 from statekit.files.checkpoint import SEQUENCES_AS_MAPS, Checkpoint
 from statekit.files.source import opening
 from statekit.files.stage import Stage

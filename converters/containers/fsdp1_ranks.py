@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.step_folders import files_beside
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.containers.torch_file import open_torch
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import FormatError, NotFoundError, UsageError
-from statekit.files.budget import Budget
 from statekit.files.checkpoint import FILES_BESIDE, Checkpoint
 from statekit.files.source import opening
 from statekit.files.stage import Stage

@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.formats.hdf5.reader import open_hdf5
 from statekit.converters.formats.hdf5.writer import MANIFEST, write_hdf5
 from statekit.errors import NotFoundError, StatekitError
-from statekit.files.budget import Budget
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint, Finding, Proof
 from statekit.files.durable import sync, writing
 from statekit.files.integrity import proof_inside
-from statekit.files.json_text import strict_json
 from statekit.files.source import Files, as_file, first_bytes, opening
 from statekit.files.stage import Stage
+from statekit.tensors.tree import strict_json
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 CONFIG, METADATA = "config.json", "metadata.json"

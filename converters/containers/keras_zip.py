@@ -20,19 +20,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.keras_h5 import CONFIG, METADATA, documents, refuse_step
 from statekit.converters.formats.hdf5.reader import open_hdf5
 from statekit.converters.formats.hdf5.writer import write_hdf5
 from statekit.converters.formats.zip_archive import Archive
 from statekit.errors import FormatError, InexactError, StatekitError
-from statekit.files.budget import Budget
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint, Finding
-from statekit.files.json_text import strict_json
 from statekit.files.source import File, Files, Held, Part, Source, as_file, bytes_at, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Index, Stored
-from statekit.tensors.tree import Tree
+from statekit.tensors.tree import Tree, strict_json
 
 WEIGHTS = "model.weights.h5"
 _DATE = (1980, 1, 1, 0, 0, 0)

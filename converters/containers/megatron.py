@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.dcp import open_folder, step_folder, steps_below
 from statekit.converters.containers.step_folders import step_prefix
@@ -27,11 +28,10 @@ from statekit.converters.formats.dcp.writer import write_dcp
 from statekit.converters.formats.pytorch.reader import read_object
 from statekit.converters.formats.pytorch.writer import write_archive
 from statekit.errors import FormatError, RefusedError, StatekitError
-from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.json_text import strict_json
 from statekit.files.source import Files, opening, read_small
 from statekit.files.stage import Stage
+from statekit.tensors.tree import strict_json
 
 COMMON, SHARDED = "common", "sharded"
 """The parts of the tree."""

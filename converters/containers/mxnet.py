@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.step_folders import check_step
 from statekit.converters.formats.mxnet.params import LIST, NPZ, form_of, read_params, write_list, write_npz
 from statekit.converters.formats.mxnet.records import CPU
 from statekit.converters.formats.mxnet.states import read_states, write_states
 from statekit.errors import FormatError, NotFoundError, StatekitError
-from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.source import Files, first_bytes, last_bytes, opening
 from statekit.files.stage import Stage

@@ -12,19 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.step_folders import check_step
 from statekit.errors import CorruptError, Faults, FormatError, StatekitError
-from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint, Finding, Proof
 from statekit.files.file_changes import file_faults
-from statekit.files.json_text import strict_json
 from statekit.files.manifest import FILE, check_inside, parse_damaged
 from statekit.files.safetensors import open_safetensors, save_safetensors, sharded
 from statekit.files.source import Files, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor
-from statekit.tensors.tree import Tree, from_json, tensor_names, to_json
+from statekit.tensors.tree import Tree, from_json, strict_json, tensor_names, to_json
 
 SHARD_BYTES = 4 * 2**30
 """How many bytes of tensors a shard holds at most; a larger tensor has a shard to itself."""

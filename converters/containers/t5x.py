@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import msgpack
 
+from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.step_folders import (
     FOLDER,
@@ -34,7 +35,6 @@ from statekit.converters.formats.zarr.headers import header_json
 from statekit.converters.formats.zarr.stores import FolderStore
 from statekit.converters.formats.zarr.writer import encoded_chunks, header_bytes, header_for
 from statekit.errors import FormatError, UsageError
-from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.source import opening
 from statekit.files.stage import Stage

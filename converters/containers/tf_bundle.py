@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.step_folders import check_step
 from statekit.converters.formats.crc32c import crc32c
@@ -44,7 +45,6 @@ from statekit.converters.formats.tensor_bundle.table import (
 )
 from statekit.converters.formats.tensor_bundle.writer import STATE_FILE, write_bundle
 from statekit.errors import CorruptError, Faults, FormatError, NotFoundError, StatekitError
-from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.source import File, Files, last_bytes, opening, read_small, record
 from statekit.files.stage import Stage

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from statekit.errors import FormatError, UsageError
-from statekit.files.json_text import loose_json
 from statekit.files.source import Files, read_small
+from statekit.tensors.tree import loose_json
 
 MAX_BYTES = 2**20
 """The largest file or value that is read, in bytes."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from statekit.budget import Budget, Limits
 from statekit.errors import Faults, UsageError
-from statekit.files.budget import Budget, Limits
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
 from statekit.files.stage import Stage
 from statekit.state.exactness import Exactness as Exactness  # noqa: PLC0414 - part of the contract

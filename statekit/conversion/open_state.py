@@ -9,11 +9,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from statekit.budget import Budget
 from statekit.conversion import registry
 from statekit.conversion.contracts import NO_HINTS, Container, Evidence, Hints, Layout
 from statekit.conversion.target import source_container
 from statekit.errors import printable
-from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import Counts, Group, KnownFrom, TrainState

@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar, cast
 
+from statekit.budget import Account, Budget
 from statekit.conversion.cards import (
     ContainerCard,
     LayoutCard,
@@ -35,7 +36,6 @@ from statekit.errors import (
     check_name,
     listed,
 )
-from statekit.files.budget import Account, Budget
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import check_undamaged, proven
 from statekit.state.schema import load_schema

@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from statekit.budget import Account, Budget
 from statekit.errors import BudgetError, CorruptError, Faults, StatekitError
-from statekit.files.budget import Account, Budget
 from statekit.files.checkpoint import Checkpoint, Finding, Proof
 from statekit.files.file_changes import SMALL_BYTES, file_faults
 from statekit.files.manifest import (

@@ -13,12 +13,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from statekit.budget import Account
 from statekit.errors import CorruptError, Faults, FormatError, RefusedError
-from statekit.files.budget import Account
-from statekit.files.json_text import strict_json
 from statekit.files.source import Files, read_small, source_digest
 from statekit.tensors.digest import json_digest
 from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import strict_json
 
 FILE = "statekit.json"
 _BESIDE = "statekit.{}.json"

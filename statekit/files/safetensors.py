@@ -21,11 +21,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from statekit.errors import CorruptError, Faults, FormatError
-from statekit.files.json_text import strict_json
 from statekit.files.source import File, Files, bytes_at, opening, record
 from statekit.tensors.digest import bytes_digest
 from statekit.tensors.tensor import DTYPES, Array, DType, Index, Shape, Stored, Tensor, index_shape, nbytes
-from statekit.tensors.tree import MAX_NAME_BYTES
+from statekit.tensors.tree import MAX_NAME_BYTES, strict_json
 
 MAX_HEADER_BYTES = 100_000_000
 """The largest header, in bytes. Source: safetensors, `MAX_HEADER_SIZE`."""

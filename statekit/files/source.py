@@ -28,8 +28,8 @@ from typing import Any, Protocol
 import numpy as np
 from blake3 import blake3
 
+from statekit.budget import Account, Budget
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, UsageError
-from statekit.files.budget import Account, Budget
 from statekit.files.links import Links
 from statekit.tensors.tensor import Array
 

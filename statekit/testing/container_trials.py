@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from statekit.budget import Budget
 from statekit.conversion.contracts import Container, Encoded, Hints
 from statekit.conversion.registry import opened
-from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged
 from statekit.tensors.tree import Tree, to_json

@@ -24,9 +24,9 @@ from typing import TypeAlias
 
 import numpy as np
 
+from statekit.budget import Budget
 from statekit.conversion.contracts import Container
 from statekit.errors import StatekitError
-from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint
 from statekit.tensors.tensor import DTYPES, Index, Tensor, chunks, in_memory, nbytes, whole
 from statekit.tensors.tree import Tree, to_json, walk

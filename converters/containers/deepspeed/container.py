@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.deepspeed.files import MASTER, Tag, complete, locate, open_file, require
 from statekit.converters.containers.deepspeed.universal import universal_state
 from statekit.converters.containers.deepspeed.zero import Shapes, joined, part_of
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, UsageError
-from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.source import Files, opening
 from statekit.files.stage import Stage

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.huggingface.model import (
     ADAPTER_CONFIG,
@@ -38,9 +39,7 @@ from statekit.converters.formats.pickle.reader import read_pickle
 from statekit.converters.formats.pytorch.reader import named
 from statekit.converters.formats.pytorch.writer import write_archive
 from statekit.errors import BudgetError, FormatError, NotFoundError, RefusedError, StatekitError, UsageError
-from statekit.files.budget import Budget
 from statekit.files.checkpoint import SORTED, Checkpoint, Finding
-from statekit.files.json_text import loose_json
 from statekit.files.manifest import inside, is_manifest
 from statekit.files.safetensors import save_safetensors
 from statekit.files.source import File, Files, first_bytes, opening, read_small
@@ -48,7 +47,7 @@ from statekit.files.stage import Stage
 from statekit.tensors.tensor import Stored, Tensor, index_shape
 from statekit.tensors.ties import TIES, ties_of
 from statekit.tensors.tree import Path as Keys
-from statekit.tensors.tree import Record, Tree, at, holds_records, loose, put, without
+from statekit.tensors.tree import Record, Tree, at, holds_records, loose, loose_json, put, without
 
 FILES = "files"
 """Key of the files that are carried as bytes, by name."""

@@ -19,12 +19,12 @@ from typing import Any, TypeAlias
 
 from statekit.converters.containers.torch_file import open_torch
 from statekit.errors import CorruptError, Faults, FormatError
-from statekit.files.json_text import strict_json
 from statekit.files.manifest import inside
 from statekit.files.safetensors import open_safetensors, save_safetensors, sharded
 from statekit.files.source import Files, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor, nbytes
+from statekit.tensors.tree import strict_json
 
 SHARD_BYTES = 5 * 10**9
 """Bytes of tensors in a shard at most; a larger tensor has one to itself. Source: Transformers' usual 5 GB."""

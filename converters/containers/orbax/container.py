@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.orbax.metadata import (
     STRING,
@@ -54,12 +55,10 @@ from statekit.converters.containers.stored_arrays import ArrayPlace, Arrays
 from statekit.converters.formats.msgpack.reader import parse as parse_msgpack
 from statekit.converters.formats.zarr.stores import FolderStore, open_store, read_whole
 from statekit.errors import CorruptError, Faults, FormatError
-from statekit.files.budget import Budget
 from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.files.json_text import strict_json
 from statekit.files.source import Files, opening
 from statekit.files.stage import Stage
-from statekit.tensors.tree import Tree
+from statekit.tensors.tree import Tree, strict_json
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from statekit.budget import Account
 from statekit.errors import Faults, FormatError, UsageError
-from statekit.files.budget import Account
-from statekit.files.json_text import strict_json
 from statekit.tensors.tensor import Shape, Stored, Tensor
-from statekit.tensors.tree import MAX_DEPTH, Tree, walk
+from statekit.tensors.tree import MAX_DEPTH, Tree, strict_json, walk
 
 _SEQUENCE, _DICT = 1, 2
 _EMPTY: dict[str, Any] = {"None": None, "NamedTuple": None, "Dict": {}, "List": [], "Tuple": ()}

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeAlias
 
+from statekit.budget import Account
 from statekit.converters.formats.pickle.names import shown
 from statekit.converters.formats.pickle.reader import read_pickle
 from statekit.converters.formats.pytorch.reader import torch_calls, torch_dtype
 from statekit.errors import CorruptError, Faults, FormatError, RefusedError
-from statekit.files.budget import Account
 from statekit.tensors.tensor import DType, Shape
 from statekit.tensors.tree import Path, Record
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from statekit.budget import Account
 from statekit.converters.formats.storage import checked_shape, dense
 from statekit.errors import CorruptError, FormatError, RefusedError
-from statekit.files.budget import Account
 from statekit.files.source import Part, Source, byte_of, bytes_at, filled, require
 from statekit.tensors.tensor import Array, DType, Shape, Stored, dtype_named, in_memory
 from statekit.tensors.tree import MAX_DEPTH, MAX_NAME_BYTES, MAX_NODES

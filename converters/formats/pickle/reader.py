@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
+from statekit.budget import NODE_BYTES, Account
 from statekit.converters.formats.pickle.names import (
     BUILDS,
     CALLS,
@@ -29,7 +30,6 @@ from statekit.converters.formats.pickle.names import (
     shown,
 )
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
-from statekit.files.budget import NODE_BYTES, Account
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import MAX_DEPTH, Record
 

@@ -13,8 +13,8 @@ from typing import Any
 from statekit.converters.formats.storage import checked_shape
 from statekit.converters.formats.zarr.array import Header, Shards, checked_header
 from statekit.errors import FormatError
-from statekit.files.json_text import loose_json, strict_json
 from statekit.tensors.tensor import DTYPES, DType, dtype_named
+from statekit.tensors.tree import loose_json, strict_json
 
 ZARRAY = ".zarray"
 COMPRESSORS = ("gzip", "zlib", "zstd")

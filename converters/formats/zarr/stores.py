@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from statekit.budget import Account
 from statekit.errors import CorruptError, NotFoundError, RefusedError, UsageError
-from statekit.files.budget import Account
 from statekit.files.source import Files, Held, Source, check_size, filled, record, require
 from statekit.tensors.tensor import Array
 

@@ -23,9 +23,8 @@ import numpy as np
 
 from statekit.errors import FormatError, MissingExtraError, StateError
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.json_text import loose_json
 from statekit.tensors.tensor import Shape, Tensor
-from statekit.tensors.tree import at
+from statekit.tensors.tree import at, loose_json
 
 CONFIG = "config.json"
 CODE = "auto_map"
