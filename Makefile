@@ -8,13 +8,14 @@ PIP_INSTALL := -m pip --disable-pip-version-check install -qq --constraint const
 
 export JAX_PLATFORMS := cpu
 
-.PHONY: help demo test test-all living check format package bench tables clean
+.PHONY: help demo test test-all living fuzz check format package bench tables clean
 
 help:
 	@echo "make demo      take a checkpoint that T5X wrote and go on in PyTorch"
 	@echo "make test      run the tests, long sweeps as a sample"
 	@echo "make test-all  run all tests in full"
 	@echo "make living    hold our steps against the living originals, LIVING_CASES drawn runs; goes on where it was stopped, and writes docs/living.md"
+	@echo "make fuzz      give every reader changed samples, FUZZ_CASES each; what is no value and no error of ours is printed"
 	@echo "make check     lint, check the layout of the code, type-check"
 	@echo "make format    lay out the code"
 	@echo "make package   build what is published, and try it in empty environments; needs a registry"
@@ -45,6 +46,10 @@ test-all: $(READY)
 LIVING_CASES ?= 20000
 living: $(READY)
 	@$(BIN)/python tests/living/sweep.py .living --cases $(LIVING_CASES) --table
+
+FUZZ_CASES ?= 20000
+fuzz: $(READY)
+	@$(BIN)/python tests/fuzz/sweep.py --cases $(FUZZ_CASES)
 
 check: $(READY)
 	@$(BIN)/ruff check --quiet .

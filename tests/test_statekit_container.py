@@ -435,7 +435,7 @@ def test_a_record_that_isnt_a_state_is_a_typed_error(folder: Path, case: str) ->
 
 def test_params_that_arent_tensors_are_a_typed_error(folder: Path) -> None:
     reseal(folder, lambda m: m["tree"]["params"].update(x=5))
-    with opened(folder) as checkpoint, pytest.raises(StateError, match="x isn't a tensor"):
+    with opened(folder) as checkpoint, pytest.raises(StateError, match="expected a tensor @ params/x"):
         LAYOUT.decode(checkpoint, Hints())
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
@@ -24,6 +24,7 @@ from statekit.files.source import Files, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree, from_json, strict_json, tensor_names, to_json
+from statekit.tensors.typed import Described, typed
 
 SHARD_BYTES = 4 * 2**30
 """How many bytes of tensors a shard holds at most; a larger tensor has a shard to itself."""
@@ -91,6 +92,15 @@ class StatekitFolder:
         stage.keep("tree", _with_references(to_json(encoded.tree), stage.manifest()))
 
 
+class Neutral(TypedDict):
+    """What the manifest of a neutral checkpoint has besides."""
+
+    tree: Any
+
+
+_OTHER_TREE = "The manifest's tree doesn't follow its format"
+
+
 def _with_references(view: Any, manifest: Mapping[str, Any]) -> Any:
     """Replaces parts of a tree's view that the manifest states already, such as `state`, by references to it."""
     if not isinstance(view, dict):
@@ -99,13 +109,18 @@ def _with_references(view: Any, manifest: Mapping[str, Any]) -> Any:
     return {key: {"$manifest": key} if key in stated else part for key, part in view.items()}
 
 
-def _without_references(view: Any, manifest: Mapping[str, Any]) -> Any:
+def _without_references(view: Any, manifest: Mapping[str, Any], place: Path) -> Any:
     if not isinstance(view, dict):
         return view
-    return {
-        key: manifest[part["$manifest"]] if isinstance(part, dict) and "$manifest" in part else part
-        for key, part in view.items()
-    }
+    parts = {key: part for key, part in view.items() if isinstance(part, dict)}
+    references = {key: part["$manifest"] for key, part in parts.items() if "$manifest" in part}
+    lost = Faults(
+        ("is that of a field that isn't there", key)
+        for key, field in references.items()
+        if not isinstance(field, str) or field not in manifest
+    )
+    lost.check(FormatError, _OTHER_TREE, place=place)
+    return {**view, **{key: manifest[field] for key, field in references.items()}}
 
 
 def _claims(path: Path) -> bool:
@@ -126,7 +141,7 @@ def _open_shards(
         CorruptError: A shard isn't one any more, or isn't there.
     """
     tensors: dict[str, Tensor] = {}
-    faults, headers = list[tuple[str, str]](), manifest.get("headers")
+    faults, headers = list[tuple[str, str]](), manifest.get("headers", {})
     entries = {path / name: entry for name, entry in manifest["files"].items()}
     for name in (n for n in manifest["files"] if n.endswith(".safetensors")):
         try:
@@ -135,7 +150,7 @@ def _open_shards(
             lost = Faults((fault.what, f"{fault.path}") for fault in file_faults(entries, path / FILE, files))
             lost.check(CorruptError, "The shards can't be opened", place=path, remedy=_RESTORE)
             raise error
-        if not isinstance(headers, dict) or headers.get(name) != shard.header_digest:
+        if headers.get(name) != shard.header_digest:
             faults.append(("its header isn't the one that was written", f"{path / name}"))
         faults += [("stands in two shards", tensor) for tensor in shard.tensors if tensor in tensors]
         tensors.update(shard.tensors)
@@ -143,15 +158,13 @@ def _open_shards(
 
 
 def _restore(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], place: Path) -> Tree:
-    try:
-        view = _without_references(manifest["tree"], manifest)
-        tree = from_json(view, lambda described: tensors[described["name"]])
-        named = tensor_names(tree)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        fault = f"{type(error).__name__}: {error}"
-        raise FormatError(
-            "The manifest's tree doesn't follow its format.", place=place, found=fault
-        ) from None
+    view = typed(manifest, Neutral, place, _OTHER_TREE)["tree"]
+
+    def tensor(entry: Any) -> Tensor:
+        return tensors[typed(entry, Described, place, _OTHER_TREE)["name"]]
+
+    tree = from_json(_without_references(view, manifest, place), tensor, place)
+    named = tensor_names(tree)
     lost = Faults(
         ("isn't at its place in the tree", name) for name in tensors if named.get(name) is not tensors[name]
     )

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NotRequired, TypeAlias, TypedDict
 
 from statekit.converters.formats.msgpack.reader import Inline
-from statekit.converters.formats.storage import checked_shape
 from statekit.converters.formats.zarr.array import (
     Header,
     absent_chunks,
@@ -29,10 +28,11 @@ from statekit.converters.formats.zarr.headers import (
     stored_dtype,
 )
 from statekit.converters.formats.zarr.stores import Store, checked_key
-from statekit.errors import CorruptError, Faults, FormatError, RefusedError
+from statekit.errors import CorruptError, Faults, RefusedError
 from statekit.files.checkpoint import Finding
 from statekit.tensors.tensor import DTYPES, Shape, Stored, dtype_named
 from statekit.tensors.tree import MAX_DEPTH, Tree
+from statekit.tensors.typed import Name, Natural, typed
 
 Parse: TypeAlias = Callable[[bytes, str], Header]
 
@@ -45,6 +45,32 @@ FORMATS: dict[int, tuple[str, Parse]] = {
 _DRIVERS = ("file", "gfile", "gcs")
 _SPEC_KEYS = {"driver", "kvstore", "metadata"}
 _PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")
+
+
+class SpecStore(TypedDict):
+    """Where a spec says that its array lies."""
+
+    driver: Name
+    path: NotRequired[Name]
+
+
+class SpecMetadata(TypedDict, total=False):
+    """What a spec says of its array; its compressor is checked as a header's is."""
+
+    shape: list[Natural] | None
+    chunks: list[Natural] | None
+    dtype: Name | None
+    compressor: Any
+
+
+class Spec(TypedDict):
+    """What is read of a TensorStore spec."""
+
+    driver: Name
+    kvstore: SpecStore
+    metadata: SpecMetadata
+    path: NotRequired[Name]
+    dtype: NotRequired[Name | None]
 
 
 @dataclass(frozen=True)
@@ -168,31 +194,29 @@ def is_spec(node: Any) -> bool:
 
 def _checked_spec(spec: Mapping[str, Any], place: str) -> tuple[str, Header | None]:
     """Returns prefix and header of a spec."""
-    kvstore, metadata = spec["kvstore"], spec["metadata"]
-    if not isinstance(kvstore, Mapping) or not isinstance(metadata, Mapping):
-        raise FormatError("A TensorStore spec has another form than T5X gives it.", place=place)
-    driver, path = kvstore.get("driver"), spec.get("path", kvstore.get("path"))
-    if spec["driver"] != "zarr" or driver not in _DRIVERS or not isinstance(path, str):
+    checked = typed(spec, Spec, place, "A TensorStore spec has another form than T5X gives it")
+    kvstore, metadata = checked["kvstore"], checked["metadata"]
+    driver, path = kvstore["driver"], checked.get("path", kvstore.get("path"))
+    if checked["driver"] != "zarr" or driver not in _DRIVERS or path is None:
         raise RefusedError(
             "A checkpoint asks to read an array in a way that isn't allowed.",
             place=place,
             expected=f"driver zarr over {', '.join(_DRIVERS)}, with a relative path",
-            found=f"driver {spec['driver']!r} over {driver!r}, path {path!r}"[:300],
+            found=f"driver {checked['driver']!r} over {driver!r}, path {path!r}"[:300],
             remedy="don't use this checkpoint unless you know who made it",
         )
     prefix = path.rstrip("/")
     checked_key(prefix, place)
-    return prefix, _spec_header(spec, metadata, place)
+    return prefix, _spec_header(checked.get("dtype", metadata.get("dtype")), metadata, place)
 
 
-def _spec_header(spec: Mapping[str, Any], metadata: Mapping[str, Any], place: str) -> Header | None:
+def _spec_header(name: str | None, metadata: SpecMetadata, place: str) -> Header | None:
     shape, chunks = metadata.get("shape"), metadata.get("chunks")
-    name = spec.get("dtype", metadata.get("dtype"))
     if shape is None or chunks is None or name is None or "compressor" not in metadata:
         return None
     dtype = dtype_named(name, place) if name in DTYPES else stored_dtype(name, place)
     compressor, level = parse_compressor(metadata["compressor"], place)
-    return checked_header(list(checked_shape(shape, place)), chunks, dtype, place, compressor, level)
+    return checked_header(shape, chunks, dtype, place, compressor, level)
 
 
 def _leaves(tree: Tree) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:

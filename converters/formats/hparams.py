@@ -180,11 +180,19 @@ def read_text(path: Path, files: Files | None = None) -> str:
         NotFoundError: No such file.
         FormatError: It is no regular file, larger than 1 MiB, or not UTF-8.
     """
-    data = read_small(path, files, MAX_BYTES)
+    return decoded(read_small(path, files, MAX_BYTES), path)
+
+
+def decoded(data: bytes, place: object) -> str:
+    """Returns the text of a text file.
+
+    Raises:
+        FormatError: It isn't UTF-8.
+    """
     try:
         return data.decode()
     except ValueError as error:
-        raise FormatError("A text file isn't UTF-8.", place=path, found=str(error)) from error
+        raise FormatError("A text file isn't UTF-8.", place=place, found=str(error)) from error
 
 
 def read_gin(text: str, place: object, configurable: str = "Adafactor") -> Settings:

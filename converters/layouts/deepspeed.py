@@ -14,18 +14,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.pytorch.parts import find_parts
 from statekit.converters.layouts.pytorch.torch_optim import LAYOUT as TORCH_OPTIM
-from statekit.errors import InexactError, StateError
+from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import load_schema
 from statekit.state.stored_params import MASTER
 from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensors.tensor import Filled, Tensor
-from statekit.tensors.tree import Tree
+from statekit.tensors.typed import Name, fits, typed
 
 _WEIGHT = "fp32"
 _UNFACTORED = ("variance", "exp_avg_sq")
@@ -41,6 +41,32 @@ _COPIES = (
 )
 
 
+class ParamRecord(TypedDict):
+    """What is kept of a parameter: its float32 weight beside the optimizer's slots."""
+
+    fp32: Tensor
+
+
+class ParamGroup(TypedDict):
+    """A group, by names."""
+
+    params: list[Name]
+
+
+class StateDict(TypedDict):
+    """The optimizer, by name."""
+
+    state: dict[Name, ParamRecord]
+    param_groups: list[ParamGroup]
+
+
+class Tree(TypedDict):
+    """The parts that the container puts together."""
+
+    model: dict[Name, Tensor]
+    optimizer: StateDict
+
+
 @dataclass(frozen=True)
 class DeepSpeed:
     """The optimizers of PyTorch under ZeRO."""
@@ -54,8 +80,9 @@ class DeepSpeed:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for a float32 weight beside the slots of every parameter."""
-        parts = find_parts(checkpoint)
-        if parts is None or not parts.state or any(_WEIGHT not in record for record in parts.state.values()):
+        if find_parts(checkpoint) is None or not fits(checkpoint.tree, Tree):
+            return None
+        if not checkpoint.tree["optimizer"]["state"]:
             return None
         why = TORCH_OPTIM.detect(replace(checkpoint, tree=_bare(checkpoint.tree)))
         if why is None:
@@ -69,11 +96,14 @@ class DeepSpeed:
             StateError: The parts don't fit each other; lists every fault.
             UsageError: A hint that the schema doesn't know.
         """
-        if find_parts(checkpoint) is None:
-            raise StateError("The checkpoint has no optimizer of DeepSpeed.", place=checkpoint.path)
+        typed(
+            checkpoint.tree, Tree, checkpoint.path, "The checkpoint has no optimizer of DeepSpeed", StateError
+        )
         tree, weights = _bare(checkpoint.tree), _weights(checkpoint.tree)
         flat = any(_is_flat(record) for record in tree["optimizer"]["state"].values())
         state = TORCH_OPTIM.decode(replace(checkpoint, tree=_flattened(tree) if flat else tree), hints)
+        lost = Faults((f"has no {_WEIGHT}", path) for path in state.params if path not in weights)
+        lost.check(StateError, "Parameters have no weight that the optimizer moves", place=checkpoint.path)
         model = {_path(name): tensor for name, tensor in tree["model"].items()}
         stored_params = {
             path: tensor for path, tensor in model.items() if tensor.dtype != weights.get(path, tensor).dtype
@@ -105,14 +135,14 @@ class DeepSpeed:
         )
 
 
-def _bare(tree: Tree) -> dict[str, Any]:
+def _bare(tree: Any) -> dict[str, Any]:
     """Returns a checkpoint as torch.optim numbers it, without the float32 weights."""
     optimizer = tree["optimizer"]
     numbers = {
         name: i for i, name in enumerate(n for group in optimizer["param_groups"] for n in group["params"])
     }
     state = {
-        numbers[name]: {key: value for key, value in record.items() if key != _WEIGHT}
+        numbers.get(name, name): {key: value for key, value in record.items() if key != _WEIGHT}
         for name, record in optimizer["state"].items()
     }
     groups = [
@@ -122,7 +152,7 @@ def _bare(tree: Tree) -> dict[str, Any]:
     return {**tree, "optimizer": {"state": state, "param_groups": groups}}
 
 
-def _weights(tree: Tree) -> dict[str, Tensor]:
+def _weights(tree: Any) -> dict[str, Tensor]:
     return {_path(name): record[_WEIGHT] for name, record in tree["optimizer"]["state"].items()}
 
 
@@ -152,7 +182,7 @@ def _vector(value: Any) -> Any:
     return value
 
 
-def _whole(state: TrainState, tree: Tree) -> dict[str, dict[str, Tensor]]:
+def _whole(state: TrainState, tree: Any) -> dict[str, dict[str, Tensor]]:
     """Returns the slots of a state with flat ones, as the checkpoint has them."""
     schema, records = load_schema(state.optimizer.schema), tree["optimizer"]["state"]
     native = {name: slot.aliases.get(str(state.optimizer.variant)) for name, slot in schema.slots.items()}

@@ -12,8 +12,9 @@ from typing import Any
 
 from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
-from statekit.state.train_state import Group, Kind, KnownFrom
+from statekit.state.train_state import Group, Kind, KnownFrom, RuleRecord, StateRecord
 from statekit.tensors.tree import from_json
+from statekit.tensors.typed import typed
 
 MINIMUM = "min_dim_size_to_factor"
 
@@ -104,7 +105,7 @@ class ManifestRecord:
     variant: str | None
     schedule: int
     groups: tuple[OptimizerSpec, ...]
-    rules: Mapping[str, Any]
+    rules: Mapping[str, RuleRecord]
     assumptions: tuple[str, ...]
 
     @property
@@ -119,25 +120,19 @@ def manifest_state(checkpoint: Checkpoint, *schemas: str) -> ManifestRecord | No
     Raises:
         StateError: The manifest's record is incomplete.
     """
-    state = from_json((checkpoint.manifest or {}).get("state"))
-    if not isinstance(state, Mapping) or {*str(state.get("schema")).split("+")} != {*schemas}:
+    record = from_json((checkpoint.manifest or {}).get("state"), place=checkpoint.path)
+    if not isinstance(record, Mapping) or {*str(record.get("schema")).split("+")} != {*schemas}:
         return None
-    try:
-        groups = tuple(
-            OptimizerSpec(
-                tuple(g["paths"]),
-                Hyperparameters(g["hyperparameters"], g["known_from"]),
-                settled=True,
-                kind=(g.get("schema", state["schema"]), g.get("variant", state["variant"])),
-            )
-            for g in state["groups"]
+    subject = "The manifest's record of the state is incomplete"
+    state = typed(record, StateRecord, checkpoint.path, subject, StateError)
+    groups = tuple(
+        OptimizerSpec(
+            tuple(g["paths"]),
+            Hyperparameters(g["hyperparameters"], g["known_from"]),
+            settled=True,
+            kind=(g.get("schema", state["schema"]), g.get("variant", state["variant"])),
         )
-        schedule = int(state["counts"]["schedule"])
-        return ManifestRecord(
-            state["variant"], schedule, groups, {**state["rules"]}, tuple(state["assumptions"])
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        fault = f"{type(error).__name__}: {error}"
-        raise StateError(
-            "The manifest's record of the state is incomplete.", place=checkpoint.path, found=fault
-        ) from error
+        for g in state["groups"]
+    )
+    schedule, assumptions = state["counts"]["schedule"], tuple(state["assumptions"])
+    return ManifestRecord(state["variant"], schedule, groups, state["rules"], assumptions)

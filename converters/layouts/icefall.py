@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from statekit.state.schedules.icefall import IN_RUN, eden
 from statekit.state.schema import all_variants, load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import Shape, Tensor, in_memory
+from statekit.tensors.typed import Natural, misfits
 from statekit.tensors.views import Slice, Stack
 
 SCHEMA = "scaled_adam"
@@ -77,7 +78,7 @@ class Icefall:
             groups.append(Group(tuple(map(_path, names)), values, dict.fromkeys(values, "file")))
         moved = [name for names in order.groups for name in names]
         params = {_path(name): parts.model[name] for name in moved}
-        filled = _Filling(parts, params, tuple(groups))
+        filled = _Filling(parts, params, tuple(groups), checkpoint.path)
         slots, joint, full = filled.slots()
         filled.faults.check(
             StateError, "The slots don't fit the parameters", place=checkpoint.path, remedy=REMEDY
@@ -129,15 +130,34 @@ class Icefall:
         return join_parts(state.extra, state.counts.updates, params, groups, native, (JOINT,))
 
 
+class Record(TypedDict, total=False):
+    """What a batch has: its count, a group's own numbers, and slots, of which a batch's first axis are its members."""
+
+    step: Natural
+    delta: Tensor
+    exp_avg_sq: Tensor
+    model_norms: Tensor
+    model_norm_threshold: float | Tensor
+    num_clipped: Natural | Tensor
+
+
+def is_batch(slot: Any) -> bool:
+    """Tells whether a slot is one of several parameters."""
+    return isinstance(slot, Tensor) and bool(slot.shape)
+
+
 class _Filling:
     """Slots on their way from batches to members."""
 
-    def __init__(self, parts: Parts, params: Mapping[str, Tensor], groups: Sequence[Group]) -> None:
+    def __init__(
+        self, parts: Parts, params: Mapping[str, Tensor], groups: Sequence[Group], place: object
+    ) -> None:
         self._parts, self._params, self._groups = parts, params, groups
         self.faults = Faults()
-        steps = {
-            int(record["step"]) for record in parts.state.values() if isinstance(record.get("step"), int)
-        }
+        for i, record in parts.state.items():
+            self.faults += misfits(record, Record, ("state", i))
+        self.faults.check(StateError, "What the optimizer keeps isn't ScaledAdam's", place=place)
+        steps = {record["step"] for record in parts.state.values() if "step" in record}
         if len(steps) > 1:
             self.faults.add(f"batches have made different numbers of updates: {sorted(steps)}", "step")
         self.updates = max(steps, default=0)
@@ -229,7 +249,8 @@ def _order(parts: Parts, is_sorted: bool) -> Order:
         by_shape.setdefault(tensor.shape, []).append(name)
     faults, claimed, groups = Faults(), dict[Shape, int](), []
     for number, group in enumerate(parts.groups):
-        deltas = {i: parts.state[i]["delta"] for i in group["params"] if "delta" in parts.state.get(i, {})}
+        records = {i: parts.state.get(i, {}) for i in group["params"]}
+        deltas = {i: record["delta"] for i, record in records.items() if is_batch(record.get("delta"))}
         shapes = {i: (delta.shape[0], tuple(delta.shape[1:])) for i, delta in deltas.items()}
         for count, shape in shapes.values():
             if (other := claimed.setdefault(shape, number)) != number:

@@ -9,17 +9,16 @@ target with statekit finds them in the state's extra as if they had been read fr
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
-from statekit.errors import FormatError
 from statekit.state.train_state import TrainState
-from statekit.tensors.tensor import DTYPES, Tensor, in_memory, nbytes
+from statekit.tensors.tensor import Tensor, dtype_named, in_memory, nbytes
 from statekit.tensors.tree import Tree, from_json, leaf_names, tensor_names, to_json, walk
+from statekit.tensors.typed import Described, Name, typed
 
 EXTRA = "extra"
 FIELD = "kept"
@@ -29,8 +28,16 @@ LEAF_BYTES = 2**16
 ALL_BYTES = 2**23
 """What a manifest keeps at most, in bytes; a leaf that isn't text or a tensor counts as 32."""
 _PLAIN_BYTES = 32
+_NO_PART = "What the manifest keeps isn't a part of a state"
 _OF_FILES = "files_beside"
 """Key of the extra that names files and doesn't hold them."""
+
+
+class KeptField(TypedDict):
+    """The manifest's field: a part of the extra as a JSON view, and the values of its tensors in base64."""
+
+    extra: dict[str, Any]
+    values: dict[str, str]
 
 
 def by_leaf(dropped: Mapping[str, str], extra: Mapping[str, Tree]) -> dict[str, str]:
@@ -142,29 +149,22 @@ def with_kept(state: TrainState, manifest: Mapping[str, Any] | None, place: obje
 
 
 def _from_field(record: Any, place: object) -> dict[str, Tree]:
-    try:
-        values = record["values"]
-        read = 0
+    field = typed(record, KeptField, place, _NO_PART)
+    values, read = field["values"], 0
 
-        def tensor(entry: Any) -> Tensor:
-            nonlocal read
-            data = base64.b64decode(values[entry["name"]], validate=True)
-            read += len(data)
-            if len(data) > LEAF_BYTES or read > ALL_BYTES:
-                raise ValueError("more than a manifest keeps")
-            shape = tuple(entry["shape"])
-            array = np.frombuffer(data, DTYPES[entry["dtype"]].newbyteorder("<")).reshape(shape)
-            return in_memory(array.astype(DTYPES[entry["dtype"]], copy=False), entry["name"], str(place))
+    def tensor(entry: Any) -> Tensor:
+        nonlocal read
+        described = typed(entry, Described, place, _NO_PART)
+        data = base64.b64decode(values[described["name"]], validate=True)
+        read += len(data)
+        if len(data) > LEAF_BYTES or read > ALL_BYTES:
+            raise ValueError("more than a manifest keeps")
+        dtype = dtype_named(described["dtype"], place)
+        array = np.frombuffer(data, dtype.newbyteorder("<")).reshape(described["shape"])
+        return in_memory(array.astype(dtype, copy=False), described["name"], str(place))
 
-        extra = from_json(record[EXTRA], tensor)
-        if not isinstance(extra, dict) or not all(isinstance(key, str) for key in extra):
-            raise TypeError("isn't an object")
-        leaf_names(extra)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, binascii.Error) as error:
-        fault = f"{type(error).__name__}: {error}"[:300]
-        raise FormatError(
-            "What the manifest keeps isn't a part of a state.", place=place, found=fault
-        ) from None
+    extra = typed(from_json(field["extra"], tensor, place), dict[Name, Any], place, _NO_PART)
+    leaf_names(extra)
     return extra
 
 

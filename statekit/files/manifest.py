@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from statekit.budget import Account
 from statekit.errors import CorruptError, Faults, FormatError, RefusedError
@@ -19,6 +19,7 @@ from statekit.files.source import Files, read_small, source_digest
 from statekit.tensors.digest import json_digest
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import strict_json
+from statekit.tensors.typed import Name, Natural, typed
 
 FILE = "statekit.json"
 _BESIDE = "statekit.{}.json"
@@ -26,6 +27,43 @@ CHECKPOINT = "checkpoint"
 """Field: which checkpoint it is about, its folder or the file that stands for it, relative to the manifest's folder."""
 FORMAT = "statekit-manifest"
 VERSION = 1
+
+
+class Side(TypedDict):
+    """What was written, or what it was made from."""
+
+    container: NotRequired[Name | None]
+    layout: NotRequired[Name | None]
+    step: NotRequired[Natural | None]
+
+
+class FileEntry(TypedDict):
+    """A file."""
+
+    bytes: Natural
+    blake3: str
+
+
+class TensorEntry(TypedDict):
+    """A tensor."""
+
+    shape: list[Natural]
+    dtype: str
+    blake3: str
+
+
+class Document(TypedDict):
+    """The fields of a manifest that are read; what `state` and `kept` hold is checked where that is read."""
+
+    target: Side
+    source: Side
+    state: dict[str, Any]
+    options: dict[str, Any]
+    files: dict[Name, FileEntry]
+    tensors: dict[Name, TensorEntry]
+    headers: NotRequired[dict[str, str]]
+    kept: NotRequired[dict[str, Any]]
+    checkpoint: NotRequired[Name]
 
 
 def sealed(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,28 +148,8 @@ def parse_damaged(
     faults = Faults()
     if document.get("digest") != digest:
         faults.add("was changed after it was written: its digest doesn't fit", f"{place}")
-    shapes = Faults(_shape_faults(document))
-    shapes.check(FormatError, "The manifest doesn't follow its format", place=place)
+    typed(document, Document, place, "The manifest doesn't follow its format")
     return document, faults
-
-
-def _shape_faults(document: Mapping[str, Any]) -> list[tuple[str, str]]:
-    faults = [("isn't an object", key) for key in _OBJECTS if not isinstance(document.get(key), dict)]
-    faults += [("isn't an object", key) for key in _OPTIONAL if not isinstance(document.get(key, {}), dict)]
-    for key, fields in (("files", _FILE_FIELDS), ("tensors", _TENSOR_FIELDS)):
-        entries = document.get(key)
-        for name, entry in entries.items() if isinstance(entries, dict) else ():
-            if not isinstance(entry, dict) or any(
-                type(entry.get(f)) is not kind for f, kind in fields.items()
-            ):
-                faults.append((f"doesn't have {', '.join(fields)}", f"{key}/{name}"))
-    return faults
-
-
-_OBJECTS = ("target", "source", "state", "options", "files", "tensors")
-_OPTIONAL = ("kept",)
-_FILE_FIELDS = {"bytes": int, "blake3": str}
-_TENSOR_FIELDS = {"shape": list, "dtype": str, "blake3": str}
 
 
 def require_manifest(folder: Path, files: Files | None = None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from statekit.errors import Faults, NotFoundError, StateError, meant
 from statekit.tensors.tensor import Tensor
+from statekit.tensors.typed import fits
 
 OF_GROUPS = ("group", "group_history")
 """Shape rules of slots that a group has as a whole."""
@@ -244,6 +245,8 @@ class Spelling:
 def _is_of(value: Any, kind: str) -> bool:
     if kind == "number" and isinstance(value, Tensor):
         return value.shape == ()
+    if isinstance(value, int) and not fits(value, float) and not isinstance(value, bool):
+        return False  # too large for any number of an optimizer
     return isinstance(value, _KINDS[kind]) and isinstance(value, bool) == (kind == "boolean")
 
 
@@ -256,9 +259,9 @@ _KINDS: dict[str, tuple[type, ...]] = {
 def _are_inside(value: Any, limits: Mapping[str, Any]) -> bool:
     """Tells whether a number, or all of an array whose numbers have a range, keep to it."""
     if isinstance(value, (list, tuple)):
-        numbers = all(isinstance(item, (int, float)) and not isinstance(item, bool) for item in value)
-        fits = numbers and len(value) == limits.get("length", len(value))
-        return not limits or (fits and all(_are_inside(item, limits) for item in value))
+        numbers = all(fits(item, float) for item in value)
+        whole = numbers and len(value) == limits.get("length", len(value))
+        return not limits or (whole and all(_are_inside(item, limits) for item in value))
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return True
     return not math.isnan(value) and all(

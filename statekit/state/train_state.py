@@ -6,16 +6,53 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
 from statekit.errors import Faults, StateError, UsageError
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Tree
+from statekit.tensors.typed import Name, Natural
 
 StepOffset: TypeAlias = Literal["keep", "reset"] | int
 """Where the decay of the second moment starts: `keep`; `reset`: at the updates done; or after so many."""
 KnownFrom: TypeAlias = Literal["file", "given", "assumed"]
+
+
+class RuleRecord(TypedDict):
+    """How one parameter is factored, as it stands in a manifest."""
+
+    axes: list[Literal["ROW", "COLUMN", "BATCH", "NONE"]]
+    known_from: KnownFrom
+
+
+class CountsRecord(TypedDict):
+    """The steps of a run, as they stand in a manifest."""
+
+    updates: Natural
+    schedule: Natural
+    behind: NotRequired[dict[Name, Natural]]
+
+
+class GroupRecord(TypedDict):
+    """A group without its slots, as it stands in a manifest."""
+
+    paths: list[Name]
+    hyperparameters: dict[Name, Any]
+    known_from: dict[Name, KnownFrom]
+    schema: NotRequired[Name]
+    variant: NotRequired[Name | None]
+
+
+class StateRecord(TypedDict):
+    """A state without its tensors, as `TrainState.to_json` gives it and a manifest holds it."""
+
+    schema: Name
+    variant: Name | None
+    counts: CountsRecord
+    groups: list[GroupRecord]
+    rules: dict[Name, RuleRecord]
+    assumptions: list[Name]
 
 
 class Axis(Enum):
@@ -62,8 +99,8 @@ class Rule:
         return {"axes": [axis.value for axis in self.axes], "known_from": self.known_from}
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Rule:
-        """Reads a rule as it stands in a manifest."""
+    def from_json(data: RuleRecord) -> Rule:
+        """Returns the rule of a record."""
         return Rule(tuple(Axis(label) for label in data["axes"]), data["known_from"])
 
 

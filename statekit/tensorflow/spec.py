@@ -22,8 +22,9 @@ from statekit.state.options import (
     read_options,
 )
 from statekit.state.schema import load_schema
-from statekit.state.train_state import Group, Rule
+from statekit.state.train_state import Group, Rule, RuleRecord
 from statekit.tensors.tensor import Shape
+from statekit.tensors.typed import Name, typed
 
 _OWN_KEYS = ("paths", FACTOR)
 """Keys of a group that are no hyperparameters."""
@@ -168,7 +169,8 @@ def _group_spec(
     faults: Faults,
 ) -> GroupSpec:
     schema = load_schema(spec.schema)
-    known = {path: Rule.from_json(spec.rules[path]) for path in paths if path in spec.rules}
+    said = typed(spec.rules, dict[Name, RuleRecord], "rules", "These aren't factor rules", UsageError)
+    known = {path: Rule.from_json(said[path]) for path in paths if path in said}
     open_shapes = {path: shapes[path] for path in paths if path not in known}
     rules = known | factor_rules(schema, spec.variant, options, open_shapes, faults)
     values = _said(options)

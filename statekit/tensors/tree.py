@@ -97,12 +97,22 @@ def _children(node: Any) -> Iterator[tuple[Any, Any]] | None:
 def nested(leaves: Mapping[Path, Any]) -> dict[Any, Tree]:
     """Returns the dicts of dicts that have these leaves under these paths, in order.
 
+    Raises:
+        FormatError: A leaf's path leads through another leaf.
+
     Example:
         >>> nested({("a", "b"): 1, ("a", "c"): 2})
         {'a': {'b': 1, 'c': 2}}
     """
     root: dict[Any, Tree] = {}
     for path, leaf in leaves.items():
+        if above := next((path[:i] for i in range(len(path)) if path[:i] in leaves), None):
+            raise FormatError(
+                "Two names can't both be in one tree: one leads through the other.",
+                place="/".join(map(str, path)),
+                found="/".join(map(str, above)),
+                remedy="rename one of the two",
+            )
         node = root
         for key in path[:-1]:
             node = node.setdefault(key, {})
@@ -184,32 +194,47 @@ def to_json(tree: Tree, path: Path = ()) -> Any:
     return tree
 
 
-def from_json(view: Any, tensor: Callable[[Any], Tensor] | None = None) -> Tree:
+def from_json(view: Any, tensor: Callable[[Any], Tensor] | None = None, place: object = None) -> Tree:
     """Returns the tree of a JSON view.
 
     Args:
-        view: What `to_json` returned.
+        view: What `to_json` returned, or something that shall be one.
         tensor: Gives the tensor of a description; without it, tensors stay descriptions.
+        place: Where the view stands, for messages.
+
+    Raises:
+        FormatError: It isn't the view of a tree.
     """
+    try:
+        return _from_json(view, tensor)
+    except FormatError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        fault = f"{type(error).__name__}: {error}"[:300]
+        raise FormatError("This isn't the JSON view of a tree.", place=place, found=fault) from None
+
+
+def _from_json(view: Any, tensor: Callable[[Any], Tensor] | None) -> Tree:
     if isinstance(view, list):
-        return [from_json(item, tensor) for item in view]
+        return [_from_json(item, tensor) for item in view]
     if not isinstance(view, dict):
         return view
     if "$dict" in view:
-        return {from_json(key): from_json(value, tensor) for key, value in view["$dict"]}
+        return {_from_json(key, None): _from_json(value, tensor) for key, value in view["$dict"]}
     if "$tuple" in view:
-        return tuple(from_json(item, tensor) for item in view["$tuple"])
+        return tuple(_from_json(item, tensor) for item in view["$tuple"])
     if "$record" in view:
-        return Record(
-            view["$record"], tuple(from_json(view["args"], tensor)), from_json(view["state"], tensor)
-        )
+        name, args = view["$record"], _from_json(view["args"], tensor)
+        if not isinstance(name, str) or not isinstance(args, list):
+            raise TypeError("an object has no name, or no list of arguments")
+        return Record(name, tuple(args), _from_json(view["state"], tensor))
     if "$bytes" in view:
         return base64.b64decode(view["$bytes"], validate=True)
     if "$float" in view:
         return float(view["$float"])
     if "$tensor" in view and tensor is not None:
         return tensor(view["$tensor"])
-    return {key: from_json(value, tensor) for key, value in view.items()}
+    return {key: _from_json(value, tensor) for key, value in view.items()}
 
 
 def strict_json(text: bytes | str, place: object, account: Account | None = None) -> Any:

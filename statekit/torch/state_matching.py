@@ -15,8 +15,9 @@ from statekit.errors import Faults, StateError
 from statekit.optim.run import counts_apart
 from statekit.state.options import BY_NAME
 from statekit.state.schema import load_schema
-from statekit.state.train_state import Rule
+from statekit.state.train_state import Rule, RuleRecord
 from statekit.tensors.tensor import Tensor, blocks, widens
+from statekit.tensors.typed import fits
 from statekit.torch.groups import ParamGroup, rate_fault
 from statekit.torch.sharding import is_sharded, laid_out_like, own_part
 from statekit.torch.slots import Slots, Source, dtype_of, expected_slots, first_group_slots
@@ -192,11 +193,11 @@ def _with_slots(group: ParamGroup, stored: Mapping[str, Any], place: str, faults
 def _sources(name: str, param: torch.Tensor, slots: Any, group: ParamGroup, faults: Faults) -> Sources:
     path, rule = path_of(name), None
     if "v_row" in load_schema(group["schema"]).slots:
-        try:
-            rule = Rule.from_json(group["rules"][name])
-        except (LookupError, TypeError, ValueError):
+        record: Any = group["rules"].get(name) if isinstance(group["rules"], Mapping) else None
+        if not fits(record, RuleRecord):
             faults.add("has no factor rule in the state", name)
             return {}
+        rule = Rule.from_json(record)
         if len(rule.axes) != param.dim():
             faults.add(f"has rank {param.dim()}, in the state {len(rule.axes)}", name)
             return {}

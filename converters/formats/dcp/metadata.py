@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, NotRequired, TypeAlias, TypedDict
 
 from statekit.budget import Account
 from statekit.converters.formats.pickle.names import shown
@@ -20,6 +20,7 @@ from statekit.converters.formats.pytorch.reader import torch_calls, torch_dtype
 from statekit.errors import CorruptError, Faults, FormatError, RefusedError
 from statekit.tensors.tensor import DType, Shape
 from statekit.tensors.tree import Path, Record
+from statekit.tensors.typed import Name, Natural, typed
 
 METADATA = ".metadata"
 """The file that tells what lies where."""
@@ -71,6 +72,15 @@ class Contents:
     paths: Mapping[str, Path]
     version: str | None
     notes: tuple[str, ...]
+
+
+class StorageInfo(TypedDict):
+    """Where a piece lies. Source: filesystem.py, `_StorageInfo`."""
+
+    relative_path: Name
+    offset: Natural
+    length: Natural
+    transform_descriptors: NotRequired[Sequence[Any] | None]
 
 
 @dataclass
@@ -182,9 +192,10 @@ def _shape(value: Any, place: str) -> Shape:
 def _pieces(reading: _Reading, stored: Mapping[Any, Any]) -> None:
     for index, info in stored.items():
         key, offsets = _index(index, reading.place)
-        fields = _fields(info, "_StorageInfo", reading.place)
-        file, start, size = fields.get("relative_path"), fields.get("offset"), fields.get("length")
-        if not isinstance(file, str) or not _plain_name(file):
+        subject = "The metadata isn't what PyTorch writes"
+        fields = typed(_fields(info, "_StorageInfo", reading.place), StorageInfo, reading.place, subject)
+        file, start, size = fields["relative_path"], fields["offset"], fields["length"]
+        if not _plain_name(file):
             raise RefusedError(
                 "The metadata names a file outside the checkpoint.",
                 place=reading.place,
@@ -195,13 +206,10 @@ def _pieces(reading: _Reading, stored: Mapping[Any, Any]) -> None:
             raise RefusedError(
                 "The values of this checkpoint went through an extension, such as compression.",
                 place=reading.place,
-                found=shown(fields["transform_descriptors"][0]),
+                found=", ".join(map(shown, fields["transform_descriptors"] or ())),
                 remedy="load it with the PyTorch that wrote it and save it without extensions",
             )
-        if not all(type(n) is int and 0 <= n < 2**62 for n in (start, size)):
-            reading.faults.add("its place is not possible", key)
-            continue
-        piece = Piece(file, int(str(start)), int(str(size)))
+        piece = Piece(file, start, size)
         if reading.pieces.setdefault((key, offsets), piece) != piece:
             reading.faults.add(f"lies in two places at {offsets}", key)
     _apart(reading)

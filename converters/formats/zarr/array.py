@@ -375,6 +375,10 @@ def checked_header(
         FormatError: They don't.
     """
     sizes, cuts = checked_shape(shape, place), checked_shape(chunks, place, 1)
+    if fill is not None and not _holds(dtype, fill):
+        raise FormatError(
+            "A fill value isn't one of the array's dtype.", place=place, expected=dtype, found=fill
+        )
     if len(sizes) != len(cuts):
         raise FormatError(
             "An array's chunks have another rank than the array.",
@@ -383,6 +387,16 @@ def checked_header(
             found=f"chunks of shape {cuts}",
         )
     return Header(sizes, cuts, dtype, compressor, level, fill, separator, keys, shards)
+
+
+def _holds(dtype: DType, value: float) -> bool:
+    """Tells whether a dtype has a value for a number; a float is rounded to it."""
+    try:
+        with np.errstate(all="raise", under="ignore"):
+            stored = np.asarray(value).astype(dtype)
+    except (FloatingPointError, OverflowError, ValueError):
+        return False
+    return dtype.kind not in "biu" or bool(stored == value)
 
 
 def open_array(store: Store, prefix: str, header: Header, name: str) -> Stored:

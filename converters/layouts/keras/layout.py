@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from statekit.conversion.contracts import Encoded, Evidence, Exactness, Hints
 from statekit.converters.layouts.dropped import dropped_from
@@ -43,15 +43,18 @@ from statekit.converters.layouts.keras.variables import (
     Order,
     Variable,
     by_names,
+    group_faults,
     in_order,
+    is_group,
     variables,
     without,
 )
-from statekit.errors import StateError
+from statekit.errors import Faults, StateError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
+from statekit.tensors.typed import Name, fits, misfits
 
 OPTIMIZER = "optimizer"
 SAYINGS = "statekit_keras"
@@ -72,7 +75,7 @@ class Keras:
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for an optimizer with numbered variables."""
         entries = optimizer_variables(checkpoint.tree)
-        if not entries or not all(key.isdecimal() for key in entries):
+        if not entries or not all(key.isdecimal() for key in entries) or not is_group(checkpoint.tree):
             return None
         return Evidence(20, f"{OPTIMIZER}/{VARIABLES} has {len(entries)} numbered variables")
 
@@ -85,7 +88,7 @@ class Keras:
             StateError: Nothing tells which optimizer it is, or whose the variables are; or shapes contradict it.
             UsageError: A hint that the schema doesn't know.
         """
-        tree = checkpoint.tree if isinstance(checkpoint.tree, Mapping) else {}
+        tree = file_tree(checkpoint)
         config = config_of(tree)
         named = _named(tree, config)
         if named is None:
@@ -159,7 +162,42 @@ def optimizer_variables(tree: Any) -> dict[str, Tensor]:
     optimizer = tree.get(OPTIMIZER) if isinstance(tree, Mapping) else None
     node = optimizer.get(VARIABLES) if isinstance(optimizer, Mapping) else None
     node = node if isinstance(node, Mapping) else {}
-    return {key: leaf for key, leaf in node.items() if isinstance(leaf, Tensor)}
+    return {key: leaf for key, leaf in node.items() if isinstance(leaf, Tensor) and fits(key, Name)}
+
+
+class KeptRecord(TypedDict):
+    """What an optimizer keeps, as a file of statekit says it."""
+
+    rate: bool
+    average: NotRequired[bool]
+    accumulate: NotRequired[bool]
+    amsgrad: NotRequired[bool]
+
+
+class Saying(TypedDict, total=False):
+    """What statekit says in a file that it wrote."""
+
+    kept: KeptRecord
+    variables: list[tuple[list[Name], Name, bool]]
+
+
+class FileAttributes(TypedDict, total=False):
+    """What stands at the whole file beside what Keras wrote there."""
+
+    statekit_keras: Saying
+
+
+def file_tree(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns a checkpoint's tree, which has groups, tensors and attributes by name.
+
+    Raises:
+        StateError: It hasn't; lists every fault.
+    """
+    tree, faults = checkpoint.tree, Faults(group_faults(checkpoint.tree))
+    if not faults:
+        faults += misfits(tree.get(ATTRIBUTES, {}), FileAttributes, (ATTRIBUTES,))
+    faults.check(StateError, "The checkpoint isn't as files of Keras are", place=checkpoint.path)
+    return dict(tree)
 
 
 def attribute(tree: Mapping[str, Any], key: str, name: str) -> Any:
@@ -203,19 +241,14 @@ def frozen_of(tree: Mapping[str, Any], every: Sequence[Variable], order: Order) 
 
 
 def sayings(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns what statekit says in a file that it wrote; empty where it didn't, or says something else."""
-    said = tree.get(ATTRIBUTES, {}).get(SAYINGS)
-    return said if isinstance(said, Mapping) else {}
+    """Returns what statekit says in a file that it wrote; empty where it didn't."""
+    said: Mapping[str, Any] = tree.get(ATTRIBUTES, {}).get(SAYINGS, {})
+    return said
 
 
 def saved_names(tree: Mapping[str, Any]) -> list[tuple[list[str], str, bool]]:
     """Returns place, name and whether the optimizer moves it, of each variable in a file of statekit."""
-    said = sayings(tree).get("variables")
-    fits = isinstance(said, list) and all(
-        isinstance(row, list) and len(row) == 3 and isinstance(row[0], list) and isinstance(row[1], str)
-        for row in said
-    )
-    return [(list(map(str, place)), name, bool(moved)) for place, name, moved in said or ()] if fits else []
+    return [(list(place), name, moved) for place, name, moved in sayings(tree).get("variables", ())]
 
 
 def saved_order(tree: Mapping[str, Any], every: Sequence[Variable]) -> Order | None:
@@ -230,12 +263,15 @@ def saved_order(tree: Mapping[str, Any], every: Sequence[Variable]) -> Order | N
 def _named(tree: Mapping[str, Any], config: Any) -> Named | None:
     said = sayings(tree)
     named = by_config(config) or (
-        Named(said["class"]) if said.get("class") in SCHEMAS else by_name(attribute(tree, OPTIMIZER, "name"))
+        Named(said["class"])
+        if fits(said.get("class"), Name) and said["class"] in SCHEMAS
+        else by_name(attribute(tree, OPTIMIZER, "name"))
     )
-    try:
-        return replace(named, kept=Kept(**said["kept"])) if named and "kept" in said else named
-    except TypeError:  # it says something else
+    if named is None or "kept" not in said:
         return named
+    return replace(
+        named, kept=Kept(**{key: said["kept"].get(key, False) for key in KeptRecord.__annotations__})
+    )
 
 
 def _order(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from statekit.converters.layouts.keras.layout import (
     OPTIMIZER,
     attribute,
     config_of,
+    file_tree,
     frozen_of,
     home_in,
     home_of,
@@ -39,6 +40,7 @@ from statekit.converters.layouts.keras.variables import (
     Order,
     Variable,
     by_names,
+    is_group,
     snake_case,
     variables,
 )
@@ -48,13 +50,32 @@ from statekit.state.constants import variant_constants
 from statekit.state.factoring import map_entries, shown_rule
 from statekit.state.options import CLASSES, FACTOR, KERAS, LOGICAL, RATE_NAMES, offered, rule_of
 from statekit.state.schema import load_schema
-from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState
+from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, RuleRecord, TrainState
 from statekit.tensors.tensor import DTYPES, Tensor, in_memory
+from statekit.tensors.typed import Name, Natural, typed
 
 MODULE = "statekit.tensorflow.optimizers"
 SEPARATOR = ":"
 GROUPS = "groups"
 _SCHEMAS = {kind: schema for schema, kind in CLASSES.items()}
+
+
+class GroupArguments(TypedDict):
+    """What is said of a group of parameters; options are held to the optimizer's schema."""
+
+    paths: Sequence[Name]
+    learning_rate_factor: NotRequired[float]
+
+
+class Arguments(TypedDict, total=False):
+    """The arguments of an optimizer of statekit.tensorflow that are no options."""
+
+    variant: Name | None
+    names: dict[Name, Name]
+    missed: dict[Name, Natural]
+    rules: dict[Name, RuleRecord]
+    groups: Sequence[GroupArguments] | None
+    gradient_accumulation_steps: Natural | None
 
 
 @dataclass(frozen=True)
@@ -96,7 +117,12 @@ def own_by_config(config: Any) -> Own | None:
     if not isinstance(optimizer, Mapping) or not isinstance(optimizer.get("config"), Mapping):
         return None
     package, _, kind = str(optimizer.get("registered_name")).partition(">")
-    return Own(kind, optimizer["config"]) if package == "statekit" and kind in _SCHEMAS else None
+    if package != "statekit" or kind not in _SCHEMAS:
+        return None
+    config = typed(
+        optimizer["config"], Arguments, "config.json", f"These aren't the arguments of {kind}", StateError
+    )
+    return Own(kind, {**config})
 
 
 def own_by_name(name: Any, named: Mapping[str, Mapping[str, Tensor]]) -> Own | None:
@@ -150,7 +176,13 @@ def own_state(
     """
     variant = hints.variant or optimizer.said("variant") or (known.variant if known else None)
     schema, faults = load_schema(optimizer.schema), Faults()
-    rate = named.get("", {}).get(RATE)
+    rate, iteration = (named.get("", {}).get(name) for name in (RATE, ITERATION))
+    if iteration is None or iteration.shape != () or iteration.dtype.kind not in "iu":
+        faults.add("isn't there, or no whole number", ITERATION)
+    if rate is not None and (rate.shape != () or rate.dtype.kind not in "fV"):
+        faults.add("is no number", RATE)
+    subject = f"The variables make no state of {optimizer.kind}"
+    faults.check(StateError, subject)
     groups, notes = _groups(optimizer, variant, tuple(paths_of(named)), rate, known)
     groups = tuple(
         Group(g.paths, g.hyperparameters, g.known_from, named.get(f"{GROUPS}/{i}", {}))
@@ -168,10 +200,7 @@ def own_state(
     factors = optimizer.schema == "adafactor"
     rules = _rules(optimizer, variant, moved, slots, groups, faults) if factors else {}
     rules |= {path: Rule.from_json(rule) for path, rule in known.rules.items()} if known else {}
-    iteration = named.get("", {}).get(ITERATION)
-    if iteration is None or iteration.shape != () or iteration.dtype.kind not in "iu":
-        faults.add("isn't there, or no whole number", ITERATION)
-    faults.check(StateError, f"The variables make no state of {optimizer.kind}")
+    faults.check(StateError, subject)
     assert iteration is not None  # it would be a fault
     calls = int(iteration.read())
     updates = calls // (optimizer.said("gradient_accumulation_steps") or 1)
@@ -222,7 +251,7 @@ def _groups(
     name = next((n for n in RATE_NAMES if n in load_schema(optimizer.schema).hyperparameters), RATE)
     taken: set[str] = set()
     groups = []
-    for each in [*config.get(GROUPS, ()), {"paths": paths}]:
+    for each in [*(config.get(GROUPS) or ()), {"paths": paths}]:
         here = tuple(path for path in each["paths"] if path in paths and path not in taken)
         taken.update(here)
         differs = {n: v for n, v in each.items() if n not in ("paths", FACTOR)}
@@ -377,7 +406,8 @@ class StatekitKeras:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for slots by name."""
-        first = next((key for key in optimizer_variables(checkpoint.tree) if ":" in key), None)
+        is_file = is_group(checkpoint.tree)
+        first = next((key for key in optimizer_variables(checkpoint.tree) if is_file and ":" in key), None)
         return Evidence(30, f"{OPTIMIZER}/{VARIABLES} has {first}") if first else None
 
     def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
@@ -387,7 +417,8 @@ class StatekitKeras:
             StateError: Nothing tells which optimizer it is, or names don't fit the variables; lists every fault.
             UsageError: A hint that the schema doesn't know.
         """
-        tree, config = checkpoint.tree, config_of(checkpoint.tree)
+        tree = file_tree(checkpoint)
+        config = config_of(tree)
         named = named_slots(optimizer_variables(tree))
         optimizer = own_by_config(config) or own_by_name(attribute(tree, OPTIMIZER, "name"), named)
         if optimizer is None:

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 from statekit.errors import Faults, StateError
 from statekit.files.checkpoint import ATTRIBUTES
 from statekit.tensors.tensor import Shape, Tensor
+from statekit.tensors.typed import Name, fits, misfits
 
 T = TypeVar("T")
 Place: TypeAlias = tuple[str, ...]
@@ -75,6 +76,23 @@ def _known() -> Any:
     return json.loads(text)
 
 
+def group_faults(node: Any, place: Place = ()) -> Iterator[tuple[str, str]]:
+    """Yields what isn't as a file of groups has it: groups and tensors by name, attributes by theirs; and where."""
+    if not fits(node, dict[Name, Any]):
+        yield from misfits(node, dict[Name, Any], place)
+        return
+    for key, child in node.items():
+        if key != ATTRIBUTES and isinstance(child, Mapping):
+            yield from group_faults(child, (*place, key))
+        else:
+            yield from misfits(child, dict[Name, Any] if key == ATTRIBUTES else Tensor, (*place, key))
+
+
+def is_group(tree: Any) -> bool:
+    """Tells whether a tree is as a file of groups has it."""
+    return next(group_faults(tree), None) is None
+
+
 def variables(tree: Mapping[str, Any], config: Any = None) -> list[Variable]:
     """Returns the variables of all layers, in the order in which the model has them as far as that is known.
 
@@ -89,7 +107,8 @@ def _below(
     node: Mapping[str, Any], place: Place, names: tuple[str, ...], config: Any, trained: bool, ordered: bool
 ) -> Iterator[Variable]:
     own_node = node.get(VARIABLES)
-    layer = own_node.get(ATTRIBUTES, {}).get("name") if isinstance(own_node, Mapping) else None
+    said = own_node.get(ATTRIBUTES, {}).get("name") if isinstance(own_node, Mapping) else None
+    layer = said if fits(said, Name) else None
     if place and place[-1] != "layers":
         names = (*names, str(layer or place[-1]))
     if isinstance(config, Mapping) and _of(config).get("trainable") is False:

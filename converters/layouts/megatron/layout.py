@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from statekit.state.stored_params import MASTER
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import DTYPES, Cast, Tensor
 from statekit.tensors.tree import Tree
+from statekit.tensors.typed import Name, fits, typed
 
 COMMON, SHARDED = "common", "sharded"
 _STATE = "optimizer.state."
@@ -49,6 +50,13 @@ _AVOIDED = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 """What Megatron-LM says of every checkpoint that it writes."""
 _FUSED = "The optimizer is FusedAdam, which equals torch's AdamW up to rounding."
 _SHOWN = 20
+
+
+class Parts(TypedDict):
+    """The parts that the container gives: common.pt, and what is cut by its flat keys."""
+
+    common: dict[Name, Any]
+    sharded: dict[Name, Any]
 
 
 @dataclass(frozen=True)
@@ -81,11 +89,7 @@ class MegatronAdam:
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at the keys of what is cut."""
         tree = checkpoint.tree
-        if not isinstance(tree, Mapping) or not all(
-            isinstance(tree.get(k), Mapping) for k in (COMMON, SHARDED)
-        ):
-            return None
-        if _inner(tree[COMMON]) is None or self._is_other(tree[COMMON]["optimizer"]):
+        if not fits(tree, Parts) or _inner(tree[COMMON]) is None or self._is_other(tree[COMMON]["optimizer"]):
             return None
         between = "" if self.masters is None else "/optimizer"
         said = "" if self.sharding is None else f", {_SHARDING}"
@@ -103,7 +107,10 @@ class MegatronAdam:
             StateError: The keys are of another form, or parts don't fit; lists every fault.
             UsageError: A hint that the schema doesn't know.
         """
-        common, parts = checkpoint.tree[COMMON], _parts(checkpoint.tree[SHARDED])
+        whole = typed(
+            checkpoint.tree, Parts, checkpoint.path, "The checkpoint isn't Megatron-Core's", StateError
+        )
+        common, parts = whole["common"], _parts(whole["sharded"])
         optimizer = _inner(common)
         if optimizer is None or parts.unknown:
             raise _unknown(checkpoint, parts.unknown)
@@ -251,8 +258,7 @@ def _inner(common: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if isinstance(node, Mapping) and "param_groups" not in node:
         node = node.get("optimizer")
     groups = node.get("param_groups") if isinstance(node, Mapping) else None
-    fits = isinstance(groups, list) and bool(groups) and all(isinstance(one, Mapping) for one in groups)
-    return node if fits else None
+    return node if groups and fits(groups, list[dict[Name, Any]]) else None
 
 
 def _without_optimizer(common: Mapping[str, Any]) -> dict[str, Any]:

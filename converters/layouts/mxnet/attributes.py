@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from statekit.errors import StateError
+from statekit.tensors.typed import Name, Natural, fits, misfits, shown, typed
 
 BY_DEVICE, CURRENT = "_all_index_update_counts", "_index_update_count"
 BASE: Mapping[str, Any] = {
@@ -27,7 +28,23 @@ Without a learning rate, MXNet steps only after `set_learning_rate`.
 ARGUMENTS = {"lr": "learning_rate"}
 """Attributes that are called otherwise than the constructor's arguments."""
 MULTIPLIERS = ("lr_mult", "wd_mult")
-_COUNTS = ("begin_num_update", "num_update")
+
+
+class Attributes(TypedDict, total=False):
+    """The attributes that say more than a number."""
+
+    begin_num_update: Natural
+    num_update: Natural
+    lr_mult: dict[int | Name, bool | float]
+    wd_mult: dict[int | Name, bool | float]
+    idx2name: dict[int | Name, Name]
+
+
+class Counts(TypedDict, total=False):
+    """The attributes that count: by device id and index, and those of one device."""
+
+    _all_index_update_counts: dict[int, dict[int | Name, Natural]]
+    _index_update_count: dict[int | Name, Natural]
 
 
 @dataclass(frozen=True)
@@ -54,23 +71,11 @@ def attribute_faults(attributes: Mapping[str, Any], arguments: Collection[str]) 
         attributes: Of a pickled optimizer.
         arguments: Arguments of its constructor that are numbers, unless they are multipliers.
     """
-    for name, usual in BASE.items():
-        value = attributes.get(name, usual)
-        if isinstance(usual, dict):
-            if not isinstance(value, dict):
-                yield "isn't a dict", name
-            elif name in MULTIPLIERS and not all(_is_number(factor) for factor in value.values()):
-                yield "holds something that isn't a number", name
-        elif name in _COUNTS and (type(value) is not int or not 0 <= value < 2**62):
-            yield "isn't a count", name
+    yield from misfits(attributes, Attributes)
     for name, value in attributes.items():
         is_argument = ARGUMENTS.get(name, name) in arguments and name not in MULTIPLIERS
-        if is_argument and not (value is None or _is_number(value)):
-            yield "isn't a number", name
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float))
+        if is_argument and not fits(value, bool | float | None):
+            yield f"is {shown(value)}, expected a number", name
 
 
 def shared_value(
@@ -110,10 +115,9 @@ def read_counts(attributes: Mapping[str, Any]) -> Counted:
     Raises:
         StateError: They aren't counts.
     """
+    typed(attributes, Counts, BY_DEVICE, "The counts of updates aren't index -> number", StateError)
     current = attributes.get(CURRENT, {})
     every = attributes.get(BY_DEVICE, {0: current})
-    if not isinstance(every, dict) or not all(map(_is_counts, (current, *every.values()))):
-        raise StateError("The counts of updates aren't index -> number.", place=BY_DEVICE)
     counts: Mapping[Any, int] = next((of_device for of_device in every.values() if of_device), {})
     same = [device for device, of_device in every.items() if of_device is current]
     equal = [device for device, of_device in every.items() if of_device == current]
@@ -129,7 +133,3 @@ def written_counts(counted: Counted) -> dict[str, Any]:
     """Returns the two attributes that hold counts; undoes `read_counts`."""
     every = {device: dict(counted.apart.get(device, counted.counts)) for device in counted.devices}
     return {BY_DEVICE: every, CURRENT: every.setdefault(counted.current, {})}
-
-
-def _is_counts(counts: Any) -> bool:
-    return isinstance(counts, dict) and all(type(n) is int and 0 <= n < 2**62 for n in counts.values())

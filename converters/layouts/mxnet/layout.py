@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
@@ -37,6 +37,7 @@ from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, TrainState
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Record
+from statekit.tensors.typed import Name, Natural, fits, typed
 
 HOME = "mxnet"
 """Key in `extra`: what MXNet's files hold besides."""
@@ -114,17 +115,52 @@ def name_of(path: str) -> str:
     return path.replace("/", ".")
 
 
+class Written(TypedDict, total=False):
+    """How a file is written."""
+
+    name: Name
+    form: Literal["npz", "list"]
+    generation: Natural
+    device: Sequence[int]
+
+
+class WrittenFiles(TypedDict, total=False):
+    """How both files are written."""
+
+    params: Written
+    states: Written
+
+
+class Trained(TypedDict):
+    """What a file of states holds."""
+
+    states: dict[int | Name, Any]
+    optimizer: NotRequired[Record]
+
+
+class Files(Trained):
+    """What both files hold."""
+
+    params: dict[Name, Tensor]
+    files: WrittenFiles
+
+
 class Reading:
     """A checkpoint on its way to a state."""
 
     def __init__(self, kind: MXNetOptimizer, checkpoint: Checkpoint, hints: Hints) -> None:
-        tree = checkpoint.tree
+        tree = typed(
+            checkpoint.tree, Files, checkpoint.path, "These aren't files of MXNet's trainer", StateError
+        )
         self.kind, self.hints, self.faults = kind, hints, Faults()
         self.schema, self.place = load_schema(kind.schema), checkpoint.path
         optimizer = tree.get("optimizer")
-        record = optimizer.state if isinstance(optimizer, Record) else {}
-        self.attributes: dict[str, Any] = dict(record) if isinstance(record, Mapping) else {}
-        self.cls = optimizer.name if isinstance(optimizer, Record) else None
+        record = optimizer.state if optimizer else {}
+        subject = "The optimizer has no attributes by name"
+        self.attributes: dict[str, Any] = {
+            **typed(record, dict[Name, Any], checkpoint.path, subject, StateError)
+        }
+        self.cls = optimizer.name if optimizer else None
         self.files = tree["files"]
         device = self.files.get("states", {}).get("device", [1])[0]
         self.variant = hints.variant or kind.variant_of(self.attributes, device)
@@ -425,12 +461,12 @@ class MXNetOptim:
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at the optimizer's class; states alone may be any optimizer's that keeps a mean and a variance."""
         tree = checkpoint.tree
-        if not isinstance(tree, Mapping) or "states" not in tree or checkpoint.container != "mxnet":
+        if checkpoint.container != "mxnet" or not fits(tree, Trained):
             return None
         optimizer = tree.get("optimizer")
         if optimizer is None:
-            fits = tree["states"] and all(parts(entry) is not None for entry in tree["states"].values())
-            return Evidence(15, "pairs of states, and no optimizer that says whose") if fits else None
+            paired = tree["states"] and all(parts(entry) is not None for entry in tree["states"].values())
+            return Evidence(15, "pairs of states, and no optimizer that says whose") if paired else None
         is_own = optimizer.name.startswith("mxnet.") and _last(optimizer.name) == _last(self.kind.cls)
         return Evidence(20, f"an optimizer of {optimizer.name}") if is_own else None
 
@@ -444,7 +480,7 @@ class MXNetOptim:
             UsageError: A hint that the schema doesn't know.
         """
         tree = checkpoint.tree
-        if not isinstance(tree, Mapping) or not tree.get("params") or "states" not in tree:
+        if fits(tree, dict[Name, Any]) and (not tree.get("params") or "states" not in tree):
             raise StateError(
                 "MXNet's parameters or states lie alone: only both are the state of a run.",
                 place=checkpoint.path,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import WEIGHTS, all_variants, schema_names
-from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.train_state import Counts, Group, Optimizer, Rule, StateRecord, TrainState
 from statekit.tensors.tensor import Tensor
+from statekit.tensors.typed import Name, typed
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Canonical:
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for the five parts."""
         tree = checkpoint.tree
-        if not isinstance(tree, Mapping) or tree.keys() != _PARTS:
+        if not isinstance(tree, Mapping) or tree.keys() != Parts.__annotations__.keys():
             return None
         state = tree["state"]
         return (
@@ -45,17 +46,17 @@ class Canonical:
             StateError: The parts don't describe a state.
             UsageError: A hint that the schema doesn't know.
         """
-        tree = checkpoint.tree
-        try:
-            state = _state(tree, tree["state"])
-        except (TypeError, ValueError, AttributeError, LookupError) as error:
-            if isinstance(error, StateError):
-                raise
-            fault = f"{type(error).__name__}: {error}"
+        tree = typed(
+            checkpoint.tree, Parts, checkpoint.path, "The record of a state is incomplete", StateError
+        )
+        if len(tree["groups"]) != len(tree["state"]["groups"]):
             raise StateError(
-                "The record of a state is incomplete.", place=checkpoint.path, found=fault
-            ) from None
-        return hints.applied(state)
+                "The record of a state has other groups than there are slots of groups.",
+                place=checkpoint.path,
+                expected=len(tree["state"]["groups"]),
+                found=len(tree["groups"]),
+            )
+        return hints.applied(_state(tree, tree["state"]))
 
     def encode(self, state: TrainState) -> Encoded:
         """Returns the five parts; every tensor as it is."""
@@ -69,42 +70,37 @@ class Canonical:
         return Encoded(tree, state.counts.updates)
 
 
-_PARTS = {"params", "slots", "groups", "extra", "state"}
+class Parts(TypedDict):
+    """The five parts."""
+
+    params: dict[Name, Tensor]
+    slots: dict[Name, dict[Name, Tensor]]
+    groups: list[dict[Name, Tensor]]
+    extra: dict[Name, Any]
+    state: StateRecord
 
 
 def _is_state(record: Any) -> bool:
     return isinstance(record, Mapping) and record.keys() >= {"schema", "variant", "counts", "groups", "rules"}
 
 
-def _state(tree: Mapping[str, Any], record: Mapping[str, Any]) -> TrainState:
+def _state(tree: Parts, record: StateRecord) -> TrainState:
     counts = record["counts"]
     groups = tuple(
         Group(
-            tuple(g["paths"]),
-            g["hyperparameters"],
-            g["known_from"],
-            _tensors(slots),
-            g.get("schema"),
-            g.get("variant"),
+            tuple(g["paths"]), g["hyperparameters"], g["known_from"], slots, g.get("schema"), g.get("variant")
         )
         for g, slots in zip(record["groups"], tree["groups"], strict=True)
     )
     return TrainState(
-        params=_tensors(tree["params"]),
-        slots={path: _tensors(slots) for path, slots in tree["slots"].items()},
+        params=tree["params"],
+        slots=tree["slots"],
         optimizer=Optimizer(record["schema"], record["variant"], groups),
-        counts=Counts(int(counts["updates"]), int(counts["schedule"]), dict(counts.get("behind", {}))),
+        counts=Counts(counts["updates"], counts["schedule"], counts.get("behind", {})),
         rules={path: Rule.from_json(rule) for path, rule in record["rules"].items()},
         extra=tree["extra"],
         assumptions=tuple(record["assumptions"]),
     )
-
-
-def _tensors(part: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    for name, leaf in part.items():
-        if not isinstance(leaf, Tensor):
-            raise TypeError(f"{name} isn't a tensor")
-    return part
 
 
 LAYOUT = Canonical()

@@ -41,10 +41,11 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.state import options
 from statekit.state.options import BY_NAME, RATE_NAMES, SCALE, by_other_names
 from statekit.state.schema import load_schema
-from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState
+from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, RuleRecord, TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.ties import TIES, ties_of
 from statekit.tensors.tree import Tree
+from statekit.tensors.typed import Name, fits, misfits
 
 Names: TypeAlias = Mapping[str, str]
 
@@ -260,14 +261,11 @@ class _Part:
         for name in self.names:
             if name not in self.values.get("rules", {}):
                 continue
-            try:
-                rule = Rule.from_json(self.values["rules"][name])
-            except (LookupError, TypeError, ValueError) as error:
-                faults.add(f"has no readable rule: {error}", f"{self.place}/rules/{name}")
-                continue
-            if rule.known_from not in _KNOWN_FROM:
-                faults.add(f"known_from is {rule.known_from!r:.80}", f"{self.place}/rules/{name}")
-            yield paths[name], rule
+            record = self.values["rules"][name]
+            if wrong := list(misfits(record, RuleRecord, (self.place, "rules", name))):
+                faults += wrong
+            else:
+                yield paths[name], Rule.from_json(record)
 
     def behind(self, paths: Names, updates: int, faults: Faults) -> Iterator[tuple[str, int]]:
         """Yields the updates done by parameters that missed some."""
@@ -519,6 +517,9 @@ def _makers(
     for i, group in enumerate(groups):
         schema, place = group.get("schema", usual[0]), f"optimizer/param_groups/{i}"
         variant = group.get("variant", usual[1] if schema == usual[0] else None)
+        if not fits(schema, Name) or not fits(variant, Name | None):
+            faults.add("has no names of a schema and a variant", place)
+            continue
         if schema not in CLASSES or (variant is not None and variant not in load_schema(schema).variants):
             faults.add(f"is of {schema!r:.80}, variant {variant!r:.80}", place)
             continue

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
 from statekit.conversion.contracts import Encoded
 from statekit.converters.layouts.dropped import dropped_from
@@ -36,6 +36,7 @@ from statekit.tensors.tree import (
     walk,
     without,
 )
+from statekit.tensors.typed import Name, fits
 
 Form: TypeAlias = Literal["index", "name", "flat"]
 
@@ -54,6 +55,22 @@ BUFFERS, GROUPS, BESIDE = "buffers", "param_groups", "torch"
 PLACES = "torch_places"
 """Key in `extra`: where model and optimizer lie in the file."""
 _FLAT_STATE, _FLAT_GROUPS = "state.", "param_groups."
+
+
+class ParamGroup(TypedDict):
+    """A group of an optimizer, by index or by name; options are held to the optimizer's schema."""
+
+    params: Sequence[int | Name]
+    param_names: NotRequired[Sequence[Name]]
+
+
+class StateDict(TypedDict):
+    """An optimizer by index or by name."""
+
+    state: dict[int | Name, dict[Name, Any]]
+    param_groups: Sequence[ParamGroup]
+
+
 _PLAIN = (bool, int, float, str, bytes, type(None), Tensor)
 
 
@@ -81,7 +98,7 @@ def model_place(tree: Tree, key: str | None = None, optimizer: Path | None = Non
         UsageError: There is none at the key.
     """
     place = part_place(MODELS, _models(tree, optimizer), key)
-    if place is None and key is None and isinstance(tree, Mapping) and loose(tree):
+    if place is None and key is None and isinstance(tree, Mapping) and is_model(loose(tree)):
         return ()
     return place
 
@@ -151,9 +168,7 @@ def _is_optimizer(node: Any) -> bool:
 
 def is_model(node: Any) -> bool:
     """Tells whether a part of a tree may be a model: tensors by name, and nothing else."""
-    return (
-        isinstance(node, Mapping) and bool(node) and all(isinstance(leaf, Tensor) for leaf in node.values())
-    )
+    return bool(node) and fits(node, dict[Name, Tensor])
 
 
 @dataclass(frozen=True)
@@ -332,23 +347,20 @@ def is_plain(part: Tree) -> bool:
 def is_flat(node: Any) -> bool:
     """Tells whether a part of a tree is an optimizer in the flat form; options may be missing."""
     return (
-        isinstance(node, Mapping)
-        and bool(node)
-        and all(isinstance(key, str) and key.startswith((_FLAT_STATE, _FLAT_GROUPS)) for key in node)
+        bool(node)
+        and fits(node, dict[Name, Any])
+        and all(key.startswith((_FLAT_STATE, _FLAT_GROUPS)) for key in node)
     )
 
 
 def is_nested(node: Any) -> bool:
     """Tells whether a part of a tree is an optimizer by index or by name."""
-    if not isinstance(node, Mapping) or not {"state", "param_groups"} <= node.keys():
-        return False
-    groups, state = node["param_groups"], node["state"]
-    return (
-        isinstance(groups, list | tuple)
-        and all(isinstance(one, Mapping) and isinstance(one.get("params"), list | tuple) for one in groups)
-        and isinstance(state, Mapping)
-        and all(isinstance(record, Mapping) for record in state.values())
-    )
+    return looks_nested(node) and fits(node, StateDict)
+
+
+def looks_nested(node: Any) -> bool:
+    """Tells whether a part of a tree has the parts of an optimizer by index or by name, whatever they hold."""
+    return isinstance(node, Mapping) and {"state", "param_groups"} <= node.keys()
 
 
 def nested_form(optimizer: Mapping[str, Any], names: Iterable[str]) -> tuple[Mapping[str, Any], Form] | None:

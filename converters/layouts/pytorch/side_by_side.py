@@ -114,7 +114,7 @@ def _model_place(tree: Tree, optimizers: Sequence[Path], key: str | None) -> Pat
         and not any(path[: len(place)] == place for place in optimizers)
     }
     place = part_place(MODELS, models, key)
-    return () if place is None and key is None and loose(tree) else place
+    return () if place is None and key is None and is_model(loose(tree)) else place
 
 
 def _rest(tree: Tree, places: Sequence[Path]) -> Tree:

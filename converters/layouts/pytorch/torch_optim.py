@@ -23,9 +23,12 @@ from statekit.converters.layouts.pytorch.parts import (
     GROUPS,
     Form,
     Parts,
+    StateDict,
     extra_of,
     find_parts,
     join_parts,
+    looks_nested,
+    nodes,
     possible_models,
 )
 from statekit.converters.layouts.pytorch.side_by_side import side_by_side
@@ -37,6 +40,7 @@ from statekit.state.schema import load_schema
 from statekit.state.stored_slots import FACTORED, stored_shape
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Shape, Tensor, in_memory
+from statekit.tensors.typed import fits, typed
 from statekit.tensors.views import Squeezed
 
 
@@ -286,6 +290,11 @@ def _parts_and_kinds(checkpoint: Checkpoint, hints: Hints) -> tuple[Parts, list[
 def _incomplete(checkpoint: Checkpoint) -> StateError:
     """Returns what is wrong with a checkpoint that hasn't both parts."""
     if find_parts(checkpoint, {}) is None:
+        for path, node in nodes(checkpoint.tree, None):
+            if looks_nested(node):
+                place = "/".join(map(str, path)) or "the top"
+                subject = f"What stands at {place} isn't the state_dict() of an optimizer"
+                typed(node, StateDict, checkpoint.path, subject, StateError)
         return StateError("The checkpoint has no optimizer of torch.optim.", place=checkpoint.path)
     models = possible_models(checkpoint.tree)
     if models:
@@ -420,11 +429,11 @@ def _options(kind: TorchOptimizer) -> tuple[str, ...]:
 
 
 def _count(step: Any, path: str, faults: Faults) -> int:
-    value = step.read() if isinstance(step, Tensor) and step.shape == () else step
-    if isinstance(value, bool) or (not np.isscalar(value) and not isinstance(value, np.ndarray)):
+    value = step.read().item() if isinstance(step, Tensor) and step.shape == () else step
+    if not fits(value, float):
         faults.add("has no step", path)
         return 0
-    number = float(np.asarray(value))
+    number = float(value)
     if not number.is_integer() or not 0 <= number < 2**53:
         faults.add(f"has made {number} updates", path)
         return 0

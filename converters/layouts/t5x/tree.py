@@ -18,6 +18,7 @@ from statekit.files.checkpoint import FILES_BESIDE, Checkpoint
 from statekit.state.stored_slots import PLACEHOLDER
 from statekit.tensors.tensor import DType, Shape, Stored, Tensor
 from statekit.tensors.tree import Tree, walk
+from statekit.tensors.typed import Natural, fits, shown
 
 SLOTS = ("v_row", "v_col", "v", "m")
 
@@ -126,6 +127,9 @@ def read_native(checkpoint: Checkpoint) -> Native:
 
 def _slots(states: Any, faults: Faults) -> Iterator[tuple[str, dict[str, Tensor] | None]]:
     by_param: dict[str, dict[str, Tensor]] = {}
+    if states and not isinstance(states, Mapping):
+        faults.add(f"is {shown(states)}, expected slots by parameter", "state/param_states")
+        return
     for path, leaf in walk(states) if states else ():
         parent = "/".join(map(str, path[:-1]))
         if isinstance(leaf, (Stored, Tensor)):  # the concrete class first: a protocol is slow to check
@@ -160,10 +164,9 @@ def _described(path: str, shape: Shape, slots: Mapping[str, Tensor], faults: Fau
 
 
 def _step(leaf: Any, faults: Faults) -> int:
-    scalar = (
-        leaf.read() if isinstance(leaf, Tensor) and leaf.shape == () and leaf.dtype.kind in "iu" else leaf
-    )
-    if isinstance(scalar, Tensor) or not isinstance(scalar, (int, np.ndarray)) or isinstance(scalar, bool):
+    is_count = isinstance(leaf, Tensor) and leaf.shape == () and leaf.dtype.kind in "iu"
+    scalar = leaf.read().item() if is_count else leaf
+    if not fits(scalar, Natural):
         leaf_type = f"{leaf.dtype} {leaf.shape}" if isinstance(leaf, Tensor) else type(leaf).__name__
         faults.add(f"is no integer scalar but {leaf_type}", "state/step")
         return 0

@@ -107,7 +107,7 @@ class TensorFlow1:
             StateError: Names or shapes break the layout; lists every fault.
             UsageError: A hint that the schema doesn't know.
         """
-        named = sorted_names(checkpoint.tree, self.pattern)
+        named = sorted_names(checkpoint.tree, self.pattern, checkpoint.path)
         faults = Faults(("is a slot of a variable that isn't there", name) for name in named.orphans)
         if ", " in named.scope:
             faults.add(f"slots lie below different scopes: {named.scope}", "slots")

@@ -17,11 +17,12 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 from statekit.converters.layouts.tensorflow1.powers import POWERS
 from statekit.errors import StateError
 from statekit.tensors.tensor import Tensor
+from statekit.tensors.typed import Name, typed
 
 GLOBAL_STEP = "global_step"
 AVERAGE = "/ExponentialMovingAverage"
@@ -50,21 +51,24 @@ class Named:
     orphans: tuple[str, ...] = ()
 
 
-def sorted_names(tree: Mapping[str, Any], pattern: re.Pattern[str]) -> Named:
+Variable: TypeAlias = Tensor | bytes | list[bytes] | dict[Name, Tensor]
+"""What stands under a name: an array, strings, or a partitioned variable's slices."""
+
+
+def sorted_names(tree: Any, pattern: re.Pattern[str], place: object) -> Named:
     """Sorts a flat checkpoint's tensors.
 
     Args:
-        tree: Tensor by name; bytes; dicts of a partitioned variable's slices.
+        tree: Variable by name.
         pattern: Matches a slot's whole name; `base` is its variable's, perhaps below a scope, `slot` which it is.
+        place: The checkpoint, for messages.
 
     Raises:
-        StateError: The tree has no names.
+        StateError: It isn't variables by name.
     """
-    if not isinstance(tree, Mapping):
-        raise StateError(
-            "The checkpoint has no names.", expected="variables by name", found=type(tree).__name__
-        )
+    typed(tree, dict[Name, Variable], place, "The checkpoint doesn't hold variables by name", StateError)
     flat, parts = _parted(tree, pattern)
+    tensors = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
     params: dict[str, Tensor] = {}
     slots: dict[str, dict[str, Tensor]] = {}
     averages: dict[str, Tensor] = {}
@@ -72,25 +76,25 @@ def sorted_names(tree: Mapping[str, Any], pattern: re.Pattern[str]) -> Named:
     left: dict[str, Any] = {}
     orphans = []
     for name, value in flat.items():
-        match = pattern.fullmatch(name) if isinstance(value, Tensor) else None
-        base = _variable(match["base"], flat) if match else None
+        match = pattern.fullmatch(name) if name in tensors else None
+        base = _variable(match["base"], tensors) if match else None
         if match and base is not None:
-            params[base] = flat[base]
+            params[base] = tensors[base]
             slots.setdefault(base, {})[match["slot"]] = value
             scopes.add(match["base"].removesuffix(base))
         elif match:
             orphans.append(name)
-        elif name.endswith(AVERAGE) and name.removesuffix(AVERAGE) in flat:
+        elif name.endswith(AVERAGE) and name in tensors and name.removesuffix(AVERAGE) in tensors:
             averages[name.removesuffix(AVERAGE)] = value
         else:
             left[name] = value
-    for name in [n for n, value in left.items() if n in params or _is_variable(n, value)]:
+    for name in [n for n, value in left.items() if n in params or _is_variable(value)]:
         params[name] = left.pop(name)
     ordered = {name: params[name] for name in flat if name in params}
     return Named(ordered, slots, ", ".join(sorted(scopes)), averages, left, parts, tuple(orphans))
 
 
-def _is_variable(name: str, value: Any) -> bool:
+def _is_variable(value: Any) -> bool:
     return isinstance(value, Tensor) and len(value.shape) > 0 and value.dtype.kind in "fV"
 
 

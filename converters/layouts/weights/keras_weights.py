@@ -14,6 +14,7 @@ from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.keras.layout import (
     OPTIMIZER,
     config_of,
+    file_tree,
     home_in,
     home_of,
     left_out,
@@ -22,7 +23,7 @@ from statekit.converters.layouts.keras.layout import (
     saved_names,
 )
 from statekit.converters.layouts.keras.state import HOME
-from statekit.converters.layouts.keras.variables import Variable, variables
+from statekit.converters.layouts.keras.variables import Variable, is_group, variables
 from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import TrainState
@@ -39,7 +40,7 @@ class KerasWeights:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for variables of layers, and that an optimizer has none."""
-        if checkpoint.container not in self.containers or not isinstance(checkpoint.tree, Mapping):
+        if checkpoint.container not in self.containers or not is_group(checkpoint.tree):
             return None
         if optimizer_variables(checkpoint.tree) or not variables(checkpoint.tree, config_of(checkpoint.tree)):
             return None
@@ -54,7 +55,7 @@ class KerasWeights:
         """
         if self.detect(checkpoint) is None:
             raise not_weights(checkpoint)
-        tree = checkpoint.tree
+        tree = file_tree(checkpoint)
         placed = _placed(tree)
         home = home_of(tree, placed)
         home["tree"].pop(OPTIMIZER, None)

@@ -7,17 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.typed import Name, fits
 
 PARAMS, FILES = "params", "files"
 HOME = "mxnet_weights"
 """Key in `extra`: how the file is written."""
+
+
+class Arrays(TypedDict):
+    """What a file of parameters holds."""
+
+    params: dict[Name, Tensor]
+    files: dict[Name, Any]
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ class MXNetWeights:
 
 
 def _is_model(tree: Any) -> bool:
-    return isinstance(tree, Mapping) and tree.keys() == {PARAMS, FILES} and isinstance(tree[PARAMS], Mapping)
+    return fits(tree, Arrays) and tree.keys() == Arrays.__annotations__.keys()
 
 
 LAYOUT = MXNetWeights()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from statekit.state.rates import Told
+from statekit.tensors.typed import fits
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class Function:
 def is_number(value: Any) -> bool:
     """Tells whether a value is a finite number."""
     return type(value) in (int, float) and math.isfinite(value)
+
+
+def says(state: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
+    """Tells whether a record has all of these fields, each of its type."""
+    return all(name in state and fits(state[name], kind) for name, kind in fields.items())
 
 
 def is_count(value: Any) -> bool:

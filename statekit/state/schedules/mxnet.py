@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from statekit.state.rates import Piece, Rates, Told, piece
+from statekit.state.schedules.function import says
+from statekit.tensors.typed import Finite, Name, Natural, Positive, fits
 
 
 def mxnet_rates(kind: str, state: Mapping[str, Any]) -> Told:
@@ -13,14 +15,11 @@ def mxnet_rates(kind: str, state: Mapping[str, Any]) -> Told:
 
     Source: apache/mxnet python/mxnet/lr_scheduler.py.
     """
-    try:
-        warm = int(state.get("warmup_steps", 0))
-        first = _mxnet_warmup(state, warm)
-        begins = max(warm - 1, 0)
-        rest = _MXNET[kind](state, begins, warm - 1)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    warm = state.get("warmup_steps", 0)
+    knows = kind in _MXNET and says(state, _STATES[kind]) and fits(warm, Natural)
+    if not knows or (warm > 1 and not says(state, _WARMUP)):
         return f"MXNet's {kind} isn't one that others have, or its state doesn't say all of it"
-    return Rates((*first, *rest))
+    return Rates((*_mxnet_warmup(state, warm), *_MXNET[kind](state, max(warm - 1, 0), warm - 1)))
 
 
 def _mxnet_warmup(state: Mapping[str, Any], warm: int) -> list[Piece]:
@@ -69,3 +68,15 @@ _MXNET: Mapping[str, Callable[[Mapping[str, Any], int, int], list[Piece]]] = {
         piece("constant", origin + s["max_steps"], rate=s["final_lr"]),
     ],
 }
+_WARMUP = {"warmup_begin_lr": Finite, "warmup_final_lr": Finite, "warmup_mode": Name}
+_STATES: Mapping[str, Mapping[str, Any]] = {
+    "FactorScheduler": {
+        "count": int, "base_lr": Finite, "factor": Finite, "step": Positive, "stop_factor_lr": Finite,
+    },
+    "MultiFactorScheduler": {
+        "base_lr": Finite, "factor": Finite, "step": Sequence[Natural], "cur_step_ind": Natural,
+    },
+    "PolyScheduler": {"base_lr_orig": Finite, "final_lr": Finite, "max_steps": Natural, "power": Finite},
+    "CosineScheduler": {"base_lr_orig": Finite, "final_lr": Finite, "max_steps": Positive},
+}  # fmt: skip
+"""What a schedule's state says of its arguments."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypeAlias, TypedDict
 
 from statekit.state.rates import Piece, Rates, Told, joined, piece
-from statekit.state.schedules.function import Function, fault
+from statekit.state.schedules.function import Function, fault, says
+from statekit.tensors.typed import Finite, Limit, Name, Natural, Positive, fits, misfits
 
 TORCH_SCHEDULES: tuple[tuple[str, frozenset[str]], ...] = tuple(
     (kind, frozenset(keys.split()))
@@ -57,7 +58,7 @@ def torch_rates(
 
     Source: pytorch/pytorch torch/optim/lr_scheduler.py; huggingface/transformers src/transformers/optimization.py.
     """
-    if type(base) not in (int, float):
+    if not fits(base, Finite):
         return f"the base of {kind or 'the schedule'} isn't a number"
     if kind == "LambdaLR":
         return _transformers(base, arguments) if arguments else "a LambdaLR's function is in no file"
@@ -66,10 +67,9 @@ def torch_rates(
     make = _TORCH.get(kind or "")
     if make is None:
         return f"{kind or 'a schedule of an unknown class'} isn't a function of the updates done that others have"
-    try:
-        return Rates(tuple(make(state, base)))
-    except (KeyError, TypeError, ZeroDivisionError):
+    if not says(state, _STATES[str(kind)]):
         return f"the state of {kind} doesn't say all of its arguments"
+    return Rates(tuple(make(state, base)))
 
 
 _TORCH: Mapping[str, Callable[[Mapping[str, Any], float], list[Piece]]] = {
@@ -91,10 +91,34 @@ _TORCH: Mapping[str, Callable[[Mapping[str, Any], float], list[Piece]]] = {
             "multistep",
             start=b,
             factor=s["gamma"],
-            at=sorted(int(at) for at, count in s["milestones"].items() for _ in range(count)),
+            at=sorted(at for at, count in s["milestones"].items() for _ in range(count)),
         )
     ],
 }
+
+
+_Count: TypeAlias = Annotated[int, Limit("a small number", lambda n: 0 <= n < 1000)]
+_STATES: Mapping[str, Mapping[str, Any]] = {
+    "ConstantLR": {"factor": Finite, "total_iters": Natural},
+    "LinearLR": {"start_factor": Finite, "end_factor": Finite, "total_iters": Natural},
+    "PolynomialLR": {"power": Finite, "total_iters": Natural},
+    "CosineAnnealingLR": {"eta_min": Finite, "T_max": Positive},
+    "ExponentialLR": {"gamma": Finite},
+    "StepLR": {"gamma": Finite, "step_size": Positive},
+    "MultiStepLR": {"gamma": Finite, "milestones": dict[Natural, _Count]},
+}
+"""What a schedule's state says of its arguments."""
+
+
+class Arguments(TypedDict, total=False):
+    """Those of a Trainer's arguments that make its schedule."""
+
+    lr_scheduler_type: Name | None
+    lr_scheduler_kwargs: dict[Name, Finite] | None
+    max_steps: int | None
+    warmup_steps: Finite | None
+    warmup_ratio: Finite | None
+    learning_rate: Finite | None
 
 
 def _sequence(state: Mapping[str, Any], base: float) -> Told:
@@ -112,6 +136,8 @@ def _sequence(state: Mapping[str, Any], base: float) -> Told:
 
 def _transformers(base: float, arguments: Mapping[str, Any]) -> Told:
     """Returns what `get_scheduler` makes of a Trainer's arguments."""
+    if wrong := next(misfits(arguments, Arguments), None):
+        return f"of the Trainer's arguments, {wrong[1]} {wrong[0]}"
     kind, whole = arguments.get("lr_scheduler_type"), arguments.get("max_steps")
     warm, extra = arguments.get("warmup_steps") or 0, arguments.get("lr_scheduler_kwargs") or {}
     count = whole if type(whole) is int else 0
@@ -134,10 +160,10 @@ def _transformers(base: float, arguments: Mapping[str, Any]) -> Told:
             return Rates((*first, piece("constant", warm, rate=base)))
         case "linear":
             return Rates((*first, piece("linear", warm, warm, start=base, end=0.0, steps=steps)))
-        case "cosine" if extra.keys() <= {"num_cycles"}:
+        case "cosine" if extra.keys() <= {"num_cycles"} and extra.get("num_cycles") != 0:
             half = steps / (2 * extra.get("num_cycles", 0.5))
             return Rates((*first, piece("cosine", warm, warm, start=base, end=0.0, steps=half)))
-        case "polynomial" if extra.keys() <= {"lr_end", "power"}:
+        case "polynomial" if extra.keys() <= {"lr_end", "power"} and arguments.get("learning_rate", base):
             # Its end is said for the rate that the optimizer was made with, and scaled with a group's own.
             end = extra.get("lr_end", 1e-7) * base / arguments.get("learning_rate", base)
             power = extra.get("power", 1.0)

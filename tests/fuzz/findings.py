@@ -1,0 +1,87 @@
+"""What the fuzzers found, as the smallest inputs that showed it; each was an exception that isn't ours, or no end."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fuzz import documents, pickles
+from fuzz.binaries import dcp_tree
+from fuzz.changing import at, put
+from statekit.tensors.tree import Record
+
+
+def _spec(**fields: Any) -> bytes:
+    spec = {
+        "driver": "zarr",
+        "kvstore": {"driver": "file", "path": "target.x"},
+        "metadata": {"shape": [2], "chunks": [2], "compressor": None},
+    }
+    return json.dumps({"a": {**spec, **fields}}).encode()
+
+
+def _dcp(**fields: Any) -> bytes:
+    tree = dcp_tree()
+    path = ["state", "storage_data", "args", 0, 1, "state"]
+    return pickles.pickled(put(tree, path, {**at(tree, path), **fields}))
+
+
+BYTES: dict[str, list[bytes]] = {
+    "array specs": [
+        _spec(dtype=["<f4"]),
+        _spec(dtype={}),
+        _spec(metadata={"shape": [2], "chunks": 2, "dtype": "<f4", "compressor": None}),
+    ],
+    "dcp metadata": [_dcp(transform_descriptors=5), _dcp(offset="1"), _dcp(relative_path=Record("a.B"))],
+    "zarr": [json.dumps({**documents.ZARRAY, "chunks": [1, 1], "fill_value": 1e308}).encode()],
+}
+"""By reader."""
+
+Path = tuple[Any, ...]
+TREES: list[tuple[str, str, Path, Any]] = [
+    (
+        "torch_formats/adamw_legacy/checkpoint/checkpoint.pt",
+        "torch-optim",
+        ("optimizer", "param_groups", 0, "betas"),
+        5,
+    ),
+    ("torch", "torch-optim", ("optimizer", "param_groups", 0, "params", 0), {}),
+    ("torch", "torch-optim", ("optimizer", "param_groups", 0, "param_names"), 5),
+    ("torch", "torch-optim", ("optimizer", "param_groups", 0, "lr"), 2**2000),
+    ("torch", "torch-optim", ("optimizer", "state", 0, "step"), "@"),
+    ("torch", "torch-optim", ("optimizer", "state", 0, "step"), b""),
+    ("torch", "torch-optim", ("model",), {5: 5}),
+    ("torch", "icefall", ("optimizer", "state", 0, "delta"), [1]),
+    ("torch", "icefall", ("optimizer", "state", 0, "num_clipped"), "@"),
+    ("torch", "statekit-torch", ("optimizer", "param_groups", 0, "schema"), {}),
+    ("torch", "statekit-torch", ("optimizer", "param_groups", 0, "rules"), {"a": 5}),
+    (
+        "hf-trainer",
+        "torch-optim",
+        ("trainer_arguments",),
+        {"lr_scheduler_type": "linear", "warmup_steps": (1,)},
+    ),
+    ("statekit", "statekit", ("state", "schema"), 5),
+    ("statekit", "statekit", ("state", "groups", 0, "paths"), 5),
+    ("statekit", "statekit", ("state", "counts", "updates"), "4"),
+    ("t5x", "t5x", ("state", "param_states"), 5),
+    ("t5x", "t5x", ("state", "step"), "4"),
+    ("mxnet", "mxnet-lamb", ("params",), {"w": 5}),
+    ("mxnet", "mxnet-lamb", ("states",), [1]),
+    ("mxnet", "mxnet-lamb", ("files",), [1]),
+    ("mxnet", "mxnet-lamb", ("optimizer",), 5),
+    ("mxnet", "mxnet-lamb", ("optimizer", "state", "idx2name"), {0: []}),
+    ("mxnet", "mxnet-weights", ("params",), {5: 5}),
+    ("tf-bundle", "t2t", ("global_step",), {5: b""}),
+    ("tf-bundle", "mesh-tf", ("global_step",), 5),
+    ("keras-h5", "keras", ("vars", "@"), "text"),
+    ("keras-h5", "keras", ("layers", "dense"), 5),
+    ("keras-h5", "statekit-keras", ("@", "statekit_keras"), {"class": {}, "kept": 5, "variables": [[]]}),
+    ("keras-h5", "keras-weights", ("@",), 5),
+    ("keras", "keras", ("@", "config.json"), [5]),
+    ("deepspeed", "deepspeed", ("model",), {"w": b""}),
+    ("deepspeed", "deepspeed", ("optimizer", "param_groups", 0, "params"), [{}]),
+    ("megatron", "megatron", ("sharded",), {5: 5}),
+    ("megatron", "megatron", ("common", "optimizer"), {"param_groups": [5]}),
+]
+"""Container or name of a sample, its layout, a path in its tree, and what stood there."""

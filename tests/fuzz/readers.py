@@ -1,0 +1,11 @@
+"""All readers that are fuzzed, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fuzz import binaries, documents, trees
+from fuzz.reader import Reader
+
+FORMATS = (*binaries.READERS, *documents.READERS)
+READERS: Mapping[str, Reader] = {reader.name: reader for reader in (*FORMATS, *trees.READERS)}

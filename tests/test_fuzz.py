@@ -1,0 +1,109 @@
+"""Whatever a reader is given: a value or an error of ours, in time. A sample of what `make fuzz` does at length."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+from fuzz import findings, sweep, trees
+from fuzz.changing import put
+from fuzz.reader import Reader
+from fuzz.readers import FORMATS, READERS
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from samples import ROWS
+
+from statekit.errors import StatekitError
+
+CASES = 150
+"""Of each reader of a format."""
+TREES = 20
+"""Of each layout."""
+DRAWN = 25
+"""Of each reader of a format, by hypothesis, which makes small what it finds."""
+
+
+@pytest.fixture(autouse=True)
+def warnings_as_ever() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def hold(reader: Reader, case: Any) -> None:
+    error = sweep.outcome(reader, case)
+    if error is not None and not isinstance(error, StatekitError):
+        raise AssertionError(f"{reader.name} read {sweep.shown(case)[:2000]}") from error
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+def test_a_sample_is_read(reader: Reader) -> None:
+    for sample in reader.samples():
+        reader.read(sample)
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+def test_a_changed_sample_is_a_value_or_an_error_of_ours(reader: Reader) -> None:
+    for number in range(CASES if reader in FORMATS else TREES):
+        hold(reader, reader.case(Random(number)))
+
+
+@pytest.mark.parametrize("reader", FORMATS, ids=lambda reader: str(reader.name))
+def test_what_hypothesis_draws_is_a_value_or_an_error_of_ours(reader: Reader) -> None:
+    @settings(
+        max_examples=DRAWN,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.randoms(use_true_random=False))
+    def drawn(random: Random) -> None:
+        hold(reader, reader.case(random))
+
+    drawn()
+
+
+@pytest.mark.parametrize(
+    ("name", "data"), [(name, data) for name, every in findings.BYTES.items() for data in every]
+)
+def test_what_was_found_once_is_an_error_of_ours(name: str, data: bytes) -> None:
+    with pytest.raises(StatekitError):
+        READERS[name].read(data)
+
+
+@pytest.mark.parametrize(
+    ("sample", "layout", "path", "value"),
+    findings.TREES,
+    ids=[f"{layout} {'/'.join(map(str, path))}" for _, layout, path, _ in findings.TREES],
+)
+def test_what_was_found_once_in_a_tree_is_a_value_or_an_error_of_ours(
+    sample: str, layout: str, path: tuple[Any, ...], value: Any
+) -> None:
+    number = next(
+        i for i, row in enumerate(ROWS) if sample in (row.name, row.sample.container) and row.layout == layout
+    )
+    hold(trees.READERS[number], put(trees.sample(number).tree, path, value))
+
+
+def test_the_sweep_notices_what_is_no_error_of_ours() -> None:
+    def read(number: int) -> object:
+        if number == 3:
+            raise KeyError("lost")
+        if number == 5:
+            while True:
+                pass
+        return number
+
+    numbers = iter(range(8))
+    reader = Reader("broken", lambda: (0,), read, (lambda sample, random: next(numbers),))
+    before, sweep.SECONDS = sweep.SECONDS, 0.2
+    try:
+        row = sweep.apart(reader, range(8))
+    finally:
+        sweep.SECONDS = before
+    assert row.counts[:5] == [8, 0, 6, 1, 1]
+    assert sorted(one.what for one in row.findings.values()) == ["KeyError: 'lost'", "takes too long"]
