@@ -38,7 +38,9 @@ def sample(number: int) -> Checkpoint:
     shutil.rmtree(place, ignore_errors=True)  # of a process that ended
     place.mkdir()
     written = ROWS[number].found(place)
-    return registry.container(written.container).open(written.path)
+    checkpoint = registry.container(written.container).open(written.path)
+    atexit.register(checkpoint.close)  # HDF5 doesn't outlive Python
+    return checkpoint
 
 
 def _read(number: int, tree: Any) -> object:
