@@ -8,7 +8,7 @@ PIP_INSTALL := -m pip --disable-pip-version-check install -qq --constraint const
 
 export JAX_PLATFORMS := cpu
 
-.PHONY: help demo test test-all living fuzz check format package bench tables clean
+.PHONY: help demo test test-all living fuzz soak check format package bench tables clean
 
 help:
 	@echo "make demo      take a checkpoint that T5X wrote and go on in PyTorch"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-all  run all tests in full"
 	@echo "make living    hold our steps against the living originals, LIVING_CASES drawn runs; goes on where it was stopped, and writes docs/living.md"
 	@echo "make fuzz      give every reader changed samples, FUZZ_CASES each; what is no value and no error of ours is printed"
+	@echo "make soak      SOAK_CASES drawn conversions while things go wrong: kills, full disks, failing calls, damage"
 	@echo "make check     lint, check the layout of the code, type-check"
 	@echo "make format    lay out the code"
 	@echo "make package   build what is published, and try it in empty environments; needs a registry"
@@ -50,6 +51,10 @@ living: $(READY)
 FUZZ_CASES ?= 20000
 fuzz: $(READY)
 	@$(BIN)/python tests/fuzz/sweep.py --cases $(FUZZ_CASES)
+
+SOAK_CASES ?= 1000
+soak: $(READY)
+	@$(BIN)/python tests/soak.py --cases $(SOAK_CASES)
 
 check: $(READY)
 	@$(BIN)/ruff check --quiet .

@@ -84,6 +84,12 @@ SUITES = {
         "one bit of one file is flipped; then it is converted. Half of the places are drawn by byte, half by file. "
         "`pytest -m slow tests/test_bit_flips.py`; a sample of it in every run.",
     ),
+    "soak": Suite(
+        "Drawn conversions while things go wrong",
+        "Drawn samples into drawn formats, with SIGKILL or SIGTERM at some time, files that can't grow, a call that "
+        "fails once or from there on, or a source with a bit changed, a file cut off or missing. Silent: a torn "
+        "target, or something left that the next conversion doesn't remove. `make soak`; a sample in every run.",
+    ),
     "power": Suite(
         "The power goes",
         "Conversions into a file system that writes down every call. The power is cut after each, and each time many "

@@ -329,7 +329,11 @@ def staged(
                 path.mkdir()  # ordinary permissions: the folder around it lets nobody in until the rename
         yield Stage(path, target, kind, replace, mode, total, fields, on_progress or silent)
     finally:
-        remove_temporary(temporary)
+        try:
+            remove_temporary(temporary)
+        except BaseException:  # a signal meanwhile
+            remove_temporary(temporary)
+            raise
 
 
 def check_target(target: Path, kind: TargetKind, *, replace: bool, foreign: bool = False) -> None:

@@ -31,9 +31,9 @@ def make_temporary(parent: Path) -> Path:
         OSError: The folder can't be made.
     """
     folder = parent / f".statekit-tmp-{uuid.uuid4().hex}"
-    folder.mkdir(mode=0o700)
     record = json.dumps(_owner(os.getpid())).encode()
     try:
+        folder.mkdir(mode=0o700)
         file = os.open(folder / OWNER_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.write(file, record)
@@ -41,7 +41,7 @@ def make_temporary(parent: Path) -> Path:
         finally:
             os.close(file)
         sync_folder(folder)
-    except OSError:
+    except BaseException:  # a signal too
         remove_temporary(folder)
         raise
     return folder

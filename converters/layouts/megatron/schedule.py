@@ -27,8 +27,8 @@ def constant_schedule(
         schedules: The schedules of the run, as its source has them.
         updates: Updates done.
     """
-    rates = _distinct(group["lr"] for group in groups)
-    decays = _distinct(group["weight_decay"] for group in groups if group["wd_mult"]) or [0.0]
+    rates = _distinct(group.get("lr") for group in groups)
+    decays = _distinct(group.get("weight_decay") for group in groups if group.get("wd_mult", 1.0)) or [0.0]
     if schedules:
         kinds = " and ".join(one.kind or "of an unknown kind" for one in schedules)
         why = f"the run's, {kinds}, isn't one of Megatron-LM's"
