@@ -308,7 +308,7 @@ class Constructing(Protocol):
         names: Collection[str],
         empty: Collection[str],
         call: Callable[[Mapping[str, Any], Mapping[str, str]], str],
-        manifest: str,
+        reading: Sequence[str],
     ) -> list[str]:
         """Returns the lines of Python that make `optimizer`.
 
@@ -321,7 +321,7 @@ class Constructing(Protocol):
             empty: Names of its leaves that hold nothing.
             call: Gives the call of the optimizer's class for one group; its second argument is code for arguments that
                 shall be something else than the group says.
-            manifest: Path of the manifest beside the checkpoint, as it stands between double quotes.
+            reading: Lines that make `groups`, of each its `paths` and `hyperparameters`, where they are needed.
         """
 
 

@@ -380,9 +380,21 @@ def _construction(place: Place, state: State) -> list[str]:
     groups = [group for group in numbered if group["paths"]]
     if not isinstance(layout, Constructing) or not groups:
         return [f"optimizer = {call({'hyperparameters': {}}, {})}"]
-    return layout.construction(
-        state["schema"], groups, place.tensors, place.empty, call, _quoted(_manifest(place).absolute())
-    )
+    return layout.construction(state["schema"], groups, place.tensors, place.empty, call, _reading(place))
+
+
+def _reading(place: Place) -> list[str]:
+    """Returns the lines that make `groups` as a checkpoint has them: from its manifest, or as statekit opens it."""
+    if _is_converted(place):
+        manifest = _quoted(_manifest(place).absolute())
+        read = f'groups = json.loads(pathlib.Path("{manifest}").read_text())["state"]["groups"]'
+        return ["import json", "import pathlib", read]
+    each = '{"paths": group.paths, "hyperparameters": dict(group.hyperparameters)} for group in opened.groups'
+    return [
+        "import statekit",
+        f'with statekit.open("{_quoted(place.path.absolute())}") as opened:',
+        f"    groups = [{each}]",
+    ]
 
 
 def _says_arguments(group: Mapping[str, Any]) -> bool:

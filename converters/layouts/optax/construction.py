@@ -1,6 +1,7 @@
 """The lines of Python that make an optimizer of Optax for a state's groups: a call, with a mask, or with parts.
 
-Which parameters a mask or a part has is read from the manifest beside the checkpoint: there may be thousands.
+Which parameters a mask or a part has is read from the checkpoint: there may be thousands. What a run had around its
+optimizer is made too, where its names show it: `inject_hyperparams` and `MultiSteps`; else a comment says where it was.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def construction(
     names: Collection[str],
     empty: Collection[str],
     call: Call,
-    manifest: str,
+    reading: Sequence[str],
     mask: str,
 ) -> list[str]:
     """Returns the lines that make `optimizer`, as `Constructing` says.
@@ -59,7 +60,7 @@ def construction(
         names: Names of the checkpoint's tensors.
         empty: Names of its leaves that hold nothing.
         call: Gives the call of the optimizer's class.
-        manifest: Path of the manifest.
+        reading: Lines that make `groups`.
         mask: The argument for the mask of weight decay; "" if there is none, and groups are always parts.
     """
     settings = [group["hyperparameters"] for group in groups]
@@ -69,8 +70,14 @@ def construction(
     form = form_of_groups(settings, frozen or not mask or len({*schemas}) > 1, schemas)
     partition = _partition(groups, names, empty) if form == "parts" else None
     groups, frozen_label = (partition.groups, partition.frozen) if partition else (groups, FROZEN)
-    rates = {group["label"]: _rate(names, group["label"] if form == "parts" else "") for group in groups}
-    if partition:  # a rate that doesn't count is a number
+    place = _place(names, moved)
+    inner = f"{place}/{INNER}" if frozen else place
+    places = {
+        group["label"]: f"{place}/{PARTS}/{group['label']}/{INNER}" if form == "parts" else inner
+        for group in groups
+    }
+    rates = {label: _rate(names, at, label if form == "parts" else "") for label, at in places.items()}
+    if partition or (names and mask and form != "parts"):  # a rate that doesn't count is a number
         rates = {group["label"]: rates[group["label"]] or _number(group) for group in groups}
     used: dict[str, list[Mapping[str, Any]]] = {}
     for group in groups:
@@ -78,9 +85,70 @@ def construction(
             used.setdefault(rate, []).append(group)
     return [
         *(line for rate, own_groups in used.items() if rate != "..." for line in _schedule(rate, own_groups)),
-        *(partition.above if partition else ()),
-        *_lines(form, frozen_label if frozen else None, groups, call, rates, manifest, mask),
+        *_lines(
+            form,
+            frozen_label if frozen else None,
+            groups,
+            _injecting(call, names, places),
+            rates,
+            reading,
+            mask,
+        ),
+        *_around(place),
     ]
+
+
+_WHOLE = "opt_state"
+_CORE = ("mu", "nu", "v_row", "v_col", "v")
+_STATIC = ("dtype_momentum", "min_dim_size_to_factor", "decay_offset")
+"""Arguments of Adafactor that inject_hyperparams takes for no hyperparameter, unless it is asked to."""
+
+
+def _place(names: Collection[str], paths: Collection[str]) -> str:
+    """Returns where an optimizer lies, or the partition or mask that it is in; the usual place if nothing tells."""
+    link = re.compile(rf"({_WHOLE}(?:/.*?)??)(?:/{PARTS}/[^/]+)?(?:/{INNER})*/\d+")
+    known = {*paths}
+    for name in names:
+        parts = name.split("/")
+        for i in (i for i, part in enumerate(parts) if part in _CORE and "/".join(parts[i + 1 :]) in known):
+            if (match := link.fullmatch("/".join(parts[:i]))) is not None:
+                return match[1]
+    return _WHOLE
+
+
+def _injecting(call: Call, names: Collection[str], places: Mapping[str, str]) -> Call:
+    """Returns what gives the call of a group's optimizer, within inject_hyperparams where the run had it.
+
+    Args:
+        call: Gives the call itself.
+        names: Names of the checkpoint's tensors.
+        places: By a group's label, where its own state lies.
+    """
+
+    def injecting(group: Mapping[str, Any], code: Mapping[str, str]) -> str:
+        above = f"{places[group['label']]}/{_INJECTED}/"
+        injected = {name.removeprefix(above) for name in names if name.startswith(above)}
+        callee, _, arguments = call(group, code).partition("(")
+        if not injected:
+            return f"{callee}({arguments}"
+        static = tuple(name for name in _STATIC if name not in injected and callee == "optax.adafactor")
+        said = f", static_args={static!r}" if static else ""
+        return f"optax.inject_hyperparams({callee}{said})({arguments}"
+
+    return injecting
+
+
+_INJECTED = "hyperparams"
+"""The field of the state of inject_hyperparams that has their values."""
+
+
+def _around(place: str) -> list[str]:
+    """Returns the lines that put `optimizer` into what a run had around it."""
+    if place == _WHOLE:
+        return []
+    if place == f"{_WHOLE}/inner_opt_state":
+        return ["optimizer = optax.MultiSteps(optimizer, every_k_schedule=...)  # as many as the run took"]
+    return [f"# the state lies in {place} there: put the optimizer where the run had it"]
 
 
 def _schedule(name: str, groups: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -99,12 +167,10 @@ class _Partition:
     Attributes:
         groups: The groups, each with its label there.
         frozen: The label of parameters that nothing moves.
-        above: What is around it, a comment.
     """
 
     groups: list[Mapping[str, Any]]
     frozen: str
-    above: list[str]
 
 
 def _partition(
@@ -131,12 +197,10 @@ def _partition(
     if not all(labels) or len(above) != 1 or len({*labels}) != len(groups):
         return None
     still = [match[2] for match in filter(None, map(link.fullmatch, empty)) if match[2] not in names_of]
-    place = next(iter(above))
-    around = f"# the state lies in {place} there: put the optimizer where the run had it"
     labelled: list[Mapping[str, Any]] = [
         {**group, "label": label} for group, label in zip(groups, labels, strict=True)
     ]
-    return _Partition(labelled, next(iter(still), FROZEN), [] if place == "opt_state" else [around])
+    return _Partition(labelled, next(iter(still), FROZEN))
 
 
 def _lines(
@@ -145,16 +209,11 @@ def _lines(
     groups: Sequence[Mapping[str, Any]],
     call: Call,
     rates: Mapping[str, Mapping[str, str]],
-    manifest: str,
+    reading: Sequence[str],
     mask: str,
 ) -> list[str]:
     first = groups[0]
-    said = [
-        "import json",
-        "import pathlib",
-        "import jax",
-        f'groups = json.loads(pathlib.Path("{manifest}").read_text())["state"]["groups"]',
-    ]
+    said = ["import jax", *reading]
     if form == "one" and frozen is None:
         return [f"optimizer = {call(first, rates[first['label']])}"]
     if form == "parts":
@@ -198,13 +257,12 @@ def _number(group: Mapping[str, Any]) -> dict[str, str]:
     return {"learning_rate": "..."} if group["hyperparameters"].get("learning_rate") is None else {}
 
 
-def _rate(names: Collection[str], label: str) -> dict[str, str]:
+def _rate(names: Collection[str], place: str, label: str) -> dict[str, str]:
     """Returns the code for the learning rate, if the checkpoint counts for a schedule: the user's own function."""
-    place = f"{PARTS}/{re.escape(label)}/{INNER}" if label else rf"({INNER}/)?"
-    link = re.compile(rf"opt_state/{place}/?([1-9]\d*)/(count|ema/.*)")
+    link = re.compile(rf"{re.escape(place)}/(?:{INNER}/)?([1-9]\d*)/(count|ema/.*)")
     fields_at: dict[str, set[str]] = {}
     for match in filter(None, map(link.fullmatch, names)):
-        *_, position, leaf = match.groups()
-        fields_at.setdefault(position, set()).add(leaf)
-    counts = any(fields == {"count"} for fields in fields_at.values())
+        fields_at.setdefault(match[1], set()).add(match[2])
+    injected = f"{place}/{_INJECTED}_states/learning_rate/count" in names
+    counts = injected or any(fields == {"count"} for fields in fields_at.values())
     return {"learning_rate": f"schedule_{label}" if label else "schedule"} if counts else {}

@@ -480,13 +480,13 @@ class Optax:
         names: Collection[str],
         empty: Collection[str],
         call: Call,
-        manifest: str,
+        reading: Sequence[str],
     ) -> list[str]:
         """Returns the lines that make the optimizer."""
         native = load_schema(groups[0].get("schema", schema)).hyperparameters["exclude_from_weight_decay"][
             "native"
         ]
-        return construction(groups, names, empty, call, manifest, native[VARIANT]["name"])
+        return construction(groups, names, empty, call, reading, native[VARIANT]["name"])
 
 
 @dataclass(frozen=True)

@@ -167,10 +167,10 @@ class StatekitJax:
         names: Collection[str],
         empty: Collection[str],
         call: Call,
-        manifest: str,
+        reading: Sequence[str],
     ) -> list[str]:
         """Returns the lines that make the transformation, as `load_optimizer` would: groups are parts."""
-        return construction(groups, names, empty, call, manifest, "")
+        return construction(groups, names, empty, call, reading, "")
 
 
 def _schema_of(link: Link) -> str:
