@@ -72,9 +72,7 @@ class DeepSpeed:
     """The optimizers of PyTorch under ZeRO."""
 
     name: str = "deepspeed"
-    title: str = (
-        "torch.optim's AdamW and Adafactor, Hugging Face's Adafactor under DeepSpeed's ZeRO, with masters"
-    )
+    title: str = "AdamW and Adafactor of torch.optim and Hugging Face under DeepSpeed's ZeRO, with masters"
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict(TORCH_OPTIM.variants))
     containers: tuple[str, ...] = ("deepspeed",)
 

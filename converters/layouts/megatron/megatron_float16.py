@@ -10,6 +10,6 @@ from statekit.converters.layouts.megatron.layout import MegatronAdam
 
 LAYOUT = MegatronAdam(
     "megatron-float16",
-    "Adam of Megatron-Core for runs with --bf16 or --fp16: float32 masters of every parameter",
+    "Adam of Megatron-Core for --bf16 and --fp16 runs",
     masters="fp32_param",
 )

@@ -381,9 +381,7 @@ class Optax:
     """The state of Optax' Adafactor, AdamW and LAMB."""
 
     name: str = "optax"
-    title: str = (
-        "Optax: params and opt_state, bare or in a TrainState; chains, MultiSteps, inject_hyperparams, masked"
-    )
+    title: str = "Optax: params and opt_state, bare or in a TrainState; chained, masked, MultiSteps, injected"
     variants: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: {"adafactor": (VARIANT,), "adamw": (VARIANT,), "lamb": (VARIANT,)}
     )
