@@ -102,6 +102,37 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
     return None if value is None else bytes_of(value)
 
 
+_follow_links_option = click.option("--follow-links", is_flag=True, help=FOLLOW_LINKS)
+_budget_option = click.option(
+    "--budget",
+    metavar="SIZE",
+    callback=_size,
+    help="How much memory headers, pickles and trees may take, such as 2GiB, and work in proportion; values of "
+    "tensors stream.  [default: 512MiB]",
+)
+
+
+def checkpoints_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds CHECKPOINT..., of which each may be several, and what their bytes are read by.
+
+    The command gets `checkpoints`, `container`, `step`, `follow_links` and `budget`.
+    """
+    added = (
+        click.argument(
+            "checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True, callback=_local_files
+        ),
+        from_option("container", "What the files are, if it can't be told."),
+        click.option("--step", type=int, metavar="N", help="One step of a run's folder. Default: all."),
+        _follow_links_option,
+        _budget_option,
+    )
+    return functools.reduce(lambda made, add: add(made), reversed(added), command)
+
+
+def _local_files(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[Path, ...]:
+    return tuple(path for value in values if (path := local_file(ctx, param, value)) is not None)
+
+
 def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options that say what a checkpoint doesn't; the command gets `hints`."""
 
@@ -148,14 +179,8 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
         is_flag=True,
         help="Go on with a checkpoint that its manifest contradicts; says what does.",
     )
-    @click.option("--follow-links", is_flag=True, help=FOLLOW_LINKS)
-    @click.option(
-        "--budget",
-        metavar="SIZE",
-        callback=_size,
-        help="How much memory headers, pickles and trees may take, such as 2GiB, and work in proportion; values of "
-        "tensors stream.  [default: 512MiB]",
-    )
+    @_follow_links_option
+    @_budget_option
     @functools.wraps(command)
     def run(
         *args: Any,

@@ -113,10 +113,28 @@ def _summary(stdout: Screen, inspection: Inspection) -> None:
             lines += [("  unknown", "  ".join(unknown))] if unknown else []
     elif inspection.step is not None:
         lines += [("step", str(inspection.step)), *_other_steps(inspection)]
+    lines.append(("integrity", _proven_by(inspection)))
     head = Table(("what", "value"), titled=False)
     for key, value in lines:
         head.add_row(Styled(key, bold=True), value)
     stdout.show(head)
+
+
+def _proven_by(inspection: Inspection) -> str:
+    """Says what the checkpoint can be proven by, and what to do where that is nothing."""
+    means = inspection.integrity
+    if means.manifest is not None:
+        how = "was sealed with" if means.is_sealed else "was written with"
+        inside = " inside" if means.manifest == inspection.path else f" {_shown(means.manifest)}"
+        return f"{how} the manifest{inside}; `statekit check` reads every byte"
+    bare, count = means.tensors.get("", 0), sum(means.tensors.values())
+    known = ", ".join(name for name in means.tensors if name)
+    if bare == count:
+        return "no checksum in this format; `statekit seal` adds a manifest"
+    if bare:
+        tensors = f"{bare} of {output.plural(count, 'tensor')}"
+        return f"no checksum for {tensors}, {known} for the others; `statekit seal` adds a manifest"
+    return f"{known}, compared as values are read; `statekit seal` adds a manifest of every byte"
 
 
 def _titled(choice: Choice) -> str:

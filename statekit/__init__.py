@@ -7,6 +7,7 @@ Five verbs, the same as on the command line (`statekit --help`):
     print(statekit.plan("t5x-ckpt", "run.pt").exactness) what a conversion would do, tensor by tensor
     statekit.convert("t5x-ckpt", "run.pt")               writes, reads again, compares
     statekit.replay("recording").passed                  whether our updates are the original's
+    statekit.seal("t5x-ckpt"), statekit.check("t5x-ckpt") write a manifest beside a checkpoint, and prove it by that
 
 A path may be a checkpoint of any system that `statekit formats` lists, or a run's folder; nothing in it is executed,
 and tensors are read only when asked. What checkpoints don't say is given by `hparams`, in the original's own names.
@@ -24,11 +25,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack
 
 if TYPE_CHECKING:
+    from statekit.conversion.check import CheckReport, check
     from statekit.conversion.contracts import Exactness, Hints
     from statekit.conversion.convert import Report
     from statekit.conversion.inspection import Inspection
     from statekit.conversion.open_state import OpenState
     from statekit.conversion.plan import Plan
+    from statekit.conversion.seal import SealReport, seal
     from statekit.files.stage import Progress
     from statekit.state.train_state import StepOffset, TrainState
     from statekit.tensors.tensor import Tensor
@@ -40,20 +43,25 @@ _Path: TypeAlias = str | os.PathLike[str]
 _Level: TypeAlias = Literal["bitwise", "rounding", "statistics", "estimate", "lossy"]
 
 _TYPES = {
+    "CheckReport": "statekit.conversion.check",
     "Exactness": "statekit.conversion.contracts",
     "Inspection": "statekit.conversion.inspection",
     "OpenState": "statekit.conversion.open_state",
     "Plan": "statekit.conversion.plan",
     "Replay": "statekit.verify.replay",
     "Report": "statekit.conversion.convert",
+    "SealReport": "statekit.conversion.seal",
     "Tensor": "statekit.tensors.tensor",
     "TrainState": "statekit.state.train_state",
+    "check": "statekit.conversion.check",
+    "seal": "statekit.conversion.seal",
 }
 _VERBS = ["convert", "inspect", "open", "plan", "replay"]
 
 __all__ = [  # noqa: RUF022 (the verbs first)
-    "convert", "inspect", "open", "plan", "replay",
-    "Exactness", "Inspection", "OpenState", "Plan", "Replay", "Report", "Tensor", "TrainState", "__version__",
+    "convert", "inspect", "open", "plan", "replay", "check", "seal",
+    "CheckReport", "Exactness", "Inspection", "OpenState", "Plan", "Replay", "Report", "SealReport", "Tensor",
+    "TrainState", "__version__",
 ]  # fmt: skip
 
 

@@ -190,7 +190,11 @@ def test_what_stops_a_verb_is_json_too(
 @pytest.mark.parametrize(
     ("line", "position", "expected"),
     [
-        ("statekit ", 1, {"inspect", "convert", "resume", "replay", "formats", "schemas", "demo"}),
+        (
+            "statekit ",
+            1,
+            {"inspect", "convert", "check", "seal", "resume", "replay", "formats", "schemas", "demo"},
+        ),
         ("statekit convert a b --lay", 4, {"--layout"}),
         (
             "statekit convert a b --layout torch-",

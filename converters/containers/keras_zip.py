@@ -28,6 +28,7 @@ from statekit.converters.formats.hdf5.writer import write_hdf5
 from statekit.converters.formats.zip_archive import Archive
 from statekit.errors import FormatError, InexactError, StatekitError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint, Finding
+from statekit.files.checksums import ZIP
 from statekit.files.source import File, Files, Held, Part, Source, as_file, bytes_at, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Index, Stored
@@ -156,7 +157,7 @@ def _checked(tree: Tree, archive: Archive) -> Any:
         archive.check(WEIGHTS)
         return inner(index)
 
-    return replace(tree, fetch=fetch)
+    return replace(tree, fetch=fetch, checksum=ZIP)
 
 
 CONTAINER = KerasZip()

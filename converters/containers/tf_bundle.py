@@ -46,6 +46,7 @@ from statekit.converters.formats.tensor_bundle.table import (
 from statekit.converters.formats.tensor_bundle.writer import STATE_FILE, write_bundle
 from statekit.errors import CorruptError, Faults, FormatError, NotFoundError, StatekitError
 from statekit.files.checkpoint import Checkpoint
+from statekit.files.checksums import BUNDLE
 from statekit.files.source import File, Files, last_bytes, opening, read_small, record
 from statekit.files.stage import Stage
 from statekit.tensors.object_graph import GRAPH, Graph
@@ -99,7 +100,7 @@ class TFBundle:
             data = sorted(
                 one for one in prefix.parent.iterdir() if one.name.startswith(f"{prefix.name}.data-")
             )
-            meta: dict[str, Any] = {"prefix": prefix.name, "shards": shards.count}
+            meta: dict[str, Any] = {"prefix": prefix.name, "shards": shards.count, "steps": _steps(path)}
             if isinstance(tree.get(GRAPH), bytes):
                 meta[GRAPH] = parse_graph(tree[GRAPH], f"{GRAPH} in {prefix}").to_record()
         return Checkpoint(self.name, prefix, tree, meta, number, (), files.close, (place, *data))
@@ -205,6 +206,12 @@ def _in_folder(folder: Path, step: int | None, files: Files | None) -> Path:
     return folder / names[0]
 
 
+def _steps(path: Path) -> list[int]:
+    """Returns the steps of a run's folder, by the numbers at the end of its prefixes."""
+    prefixes = path.glob("*.index") if path.is_dir() else ()
+    return sorted(number for one in prefixes if (number := _number(one.with_suffix(""))) is not None)
+
+
 def _newest(folder: Path, files: Files | None) -> str | None:
     """Returns what the text file `checkpoint` names, by its last part: the folder may have moved."""
     path = folder / STATE_FILE
@@ -291,7 +298,7 @@ def _value(entry: BundleEntry, name: str, shards: _Shards) -> Any:
     if entry.dtype is None:
         raise FormatError("A tensor has a dtype that statekit doesn't carry.", place=name, found=entry.code)
     fetch = partial(shards.read, entry, name)
-    return dense(name, place, entry.dtype, entry.shape, entry.size, fetch)
+    return dense(name, place, entry.dtype, entry.shape, entry.size, fetch, checksum=BUNDLE)
 
 
 def _spec(shape: Shape, extent: Extent) -> str:

@@ -33,6 +33,7 @@ class Storage:
         nbytes: Size in bytes.
         fetch: Reads bytes: (first byte, count) -> (count,) uint8.
         swapped: Whether the bytes are in the other order than this machine's.
+        checksum: The checksum that reading compares (statekit/files/checksums.py); "" if there is none.
         windows: The tensors made so far: what reads the same bytes is one tensor, so that sharing is seen.
     """
 
@@ -42,6 +43,7 @@ class Storage:
     nbytes: int
     fetch: Callable[[int, int], Array] = field(repr=False, compare=False)
     swapped: bool = False
+    checksum: str = ""
     windows: dict[tuple[Any, ...], Stored] = field(default_factory=dict, repr=False, compare=False)
 
     def whole(self) -> Stored:
@@ -165,7 +167,9 @@ def window(
     key = (offset, shape, stride, dtype, conjugate, negative)
     if key not in storage.windows:
         part = _Window(storage, dtype, offset, stride, conjugate, negative)
-        storage.windows[key] = Stored(shape, dtype, part.read, storage.name, storage.place)
+        storage.windows[key] = Stored(
+            shape, dtype, part.read, storage.name, storage.place, checksum=storage.checksum
+        )
     return storage.windows[key]
 
 
@@ -177,6 +181,7 @@ def dense(
     size: int,
     fetch: Callable[[int, int], Array],
     fortran: bool = False,
+    checksum: str = "",
 ) -> Stored:
     """Returns a dense little-endian tensor over bytes.
 
@@ -188,8 +193,9 @@ def dense(
         size: Bytes that there are.
         fetch: Reads of these: (first byte, count) -> (count,) uint8.
         fortran: Whether the first axis is the fastest.
+        checksum: The checksum that reading compares.
     """
-    storage = Storage(name, place, dtype, size, fetch)
+    storage = Storage(name, place, dtype, size, fetch, checksum=checksum)
     order = shape if fortran else shape[::-1]
     steps = [int(n) for n in np.cumprod([1, *(max(n, 1) for n in order[:-1])], dtype=object)][: len(shape)]
     return window(storage, 0, shape, tuple(steps if fortran else steps[::-1]), dtype)

@@ -126,14 +126,15 @@ class Archive:
         return data
 
     def check(self, name: str) -> None:
-        """Compares the checksum of a member that is stored, once.
+        """Compares the checksum of a member that is stored, once, if it was computed.
 
         Raises:
             CorruptError: It disagrees.
         """
-        if name not in self._checked:
-            self._compare(self.members[name], self._crc(self.members[name]))
-            self._checked.add(name)
+        member = self.members[name]
+        if name not in self._checked and member.crc:
+            self._compare(member, self._crc(member))
+        self._checked.add(name)
 
     def _inflated(self, member: Member, packed: int, what: str) -> bytes:
         hold(self.source, member.start, member.size, what)

@@ -24,7 +24,7 @@ from statekit.conversion.target import written_as
 from statekit.errors import CommitError, Faults, StatekitError, TargetExistsError, printable
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.durable import writing
-from statekit.files.integrity import check_no_damage, prove_files
+from statekit.files.integrity import check_no_damage, prove_files, value_fault
 from statekit.files.manifest import files_below, tensor_entry
 from statekit.files.stage import (
     Entries,
@@ -305,12 +305,12 @@ def _stated(checkpoint: Checkpoint) -> Entries:
 
 def _changed(checkpoint: Checkpoint, digests: Mapping[str, str]) -> Faults:
     """Compares digests with those of the source's manifest."""
-    stated = _stated(checkpoint)
-    return Faults(
-        ("has other values than when it was written", name)
+    stated = checkpoint.proof.tensors if checkpoint.proof else {}
+    faults = (
+        (value_fault(checkpoint.tensors[name], stated.get(name), digest), name)
         for name, digest in digests.items()
-        if name in stated and digest != stated[name]["blake3"]
     )
+    return Faults((what, name) for what, name in faults if what)
 
 
 def _content_digest(checkpoint: Checkpoint, digests: Mapping[str, str]) -> str | None:

@@ -14,6 +14,7 @@ from statekit.conversion.contracts import Contents, Hints
 from statekit.conversion.open_state import chosen_container, chosen_layout
 from statekit.errors import NotFoundError, StateError, StatekitError, UnknownFormatError, printable, some
 from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.integrity import Means, means_of
 from statekit.state.run import RunState, run_of
 from statekit.state.schema import NO_OPTIMIZER, WEIGHTS, load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
@@ -94,6 +95,7 @@ class Inspection:
         run: Schedule, epoch, scaler and what else is known of the run.
         assumptions: What was assumed because the checkpoint doesn't say.
         findings: What is missing or odd.
+        integrity: What it can be proven by.
         contents: What it holds, in words, where no layout fits, and then slots have their own names; or that weights
             stand alone.
     """
@@ -111,6 +113,7 @@ class Inspection:
     run: RunState = field(default_factory=RunState)
     assumptions: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
+    integrity: Means = field(default_factory=Means)
     contents: str | None = None
 
     def __repr__(self) -> str:
@@ -159,6 +162,7 @@ class Inspection:
             "totals": self.totals(),
             "assumptions": list(self.assumptions),
             "findings": [vars(finding) for finding in self.findings],
+            "integrity": self.integrity.to_json(),
             "contents": self.contents,
         }
 
@@ -241,7 +245,7 @@ def inspect(
     request = replace(request, layout=name)
     with registry.opened(chosen, path, request.step, request.hints) as checkpoint:
         opened = Inspection(checkpoint.path, container, None, checkpoint.step, checkpoint.meta)
-        opened = replace(opened, findings=checkpoint.findings)
+        opened = replace(opened, findings=checkpoint.findings, integrity=means_of(checkpoint))
         try:
             layout, why = chosen_layout(checkpoint, request.layout)
             state = registry.decoded(layout, checkpoint, request.hints)

@@ -131,7 +131,7 @@ def detect_container(path: Path) -> tuple[Container, Evidence]:
     fitting = _fitting(path)
     if not fitting and not path.exists():  # a prefix of file names isn't there itself
         raise NotFoundError("There is no such file or folder.", place=path, remedy="check the path")
-    if not fitting and path.is_dir() and (inside := _inside(path)):
+    if not fitting and path.is_dir() and (inside := checkpoints_inside(path)):
         raise UnknownFormatError(
             "The folder isn't a checkpoint, but there are checkpoints in it.",
             place=path,
@@ -160,7 +160,7 @@ def _asked(
     return []
 
 
-def _inside(folder: Path) -> dict[str, str]:
+def checkpoints_inside(folder: Path) -> dict[str, str]:
     """Returns the checkpoints directly in a folder, by name, each with its container and why it is one."""
     inside = {}
     for entry in islice(sorted(folder.iterdir()), MOST_ENTRIES):

@@ -9,27 +9,32 @@ names are none of its business: a run goes on in its folder.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from statekit.budget import Account, Budget
 from statekit.errors import BudgetError, CorruptError, Faults, StatekitError
 from statekit.files.checkpoint import Checkpoint, Finding, Proof
+from statekit.files.checksums import of_tensor
 from statekit.files.file_changes import SMALL_BYTES, file_faults
 from statekit.files.manifest import (
     CHECKPOINT,
     FILE,
+    SEALED,
     beside,
     check_inside,
     files_below,
     is_manifest,
     parse,
+    tensor_entry,
     tensor_faults,
     unnamed_files,
 )
 from statekit.files.source import Files, read_small
+from statekit.tensors.tensor import Tensor
 
 _REMEDY = (
     "restore the checkpoint from a copy, or seal it anew if it was changed on purpose (`statekit seal`); "
@@ -188,6 +193,34 @@ def _faults(checkpoint: Checkpoint, proof: Proof, files: Files) -> list[tuple[st
     return faults
 
 
+@dataclass(frozen=True)
+class Means:
+    """What a checkpoint can be proven by.
+
+    Attributes:
+        manifest: Its manifest; None if there is none, or if it isn't trusted.
+        is_sealed: Whether the manifest was made later, of a checkpoint as it was.
+        tensors: How many tensors have each of their format's own checksums, by its name; "" is none.
+    """
+
+    manifest: Path | None = None
+    is_sealed: bool = False
+    tensors: Mapping[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        path = None if self.manifest is None else str(self.manifest)
+        return {"manifest": path, "sealed": self.is_sealed, "checksums": dict(self.tensors)}
+
+
+def means_of(checkpoint: Checkpoint) -> Means:
+    """Tells what an opened checkpoint can be proven by, without reading it."""
+    proof = checkpoint.proof
+    tensors = Counter(of_tensor(tensor) for tensor in checkpoint.tensors.values())
+    is_sealed = proof is not None and SEALED in proof.manifest
+    return Means(None if proof is None else proof.place, is_sealed, dict(sorted(tensors.items())))
+
+
 def check_undamaged(checkpoint: Checkpoint) -> None:
     """Refuses a checkpoint that its manifest contradicts, as far as opening has looked.
 
@@ -206,10 +239,17 @@ def check_no_damage(faults: Faults, place: object) -> None:
     """
     faults.check(
         CorruptError,
-        "The checkpoint isn't what its manifest says: damaged, or changed since it was written",
+        "The checkpoint isn't what was written: it is damaged, or was changed since",
         place=place,
         remedy=_REMEDY,
     )
+
+
+def value_fault(tensor: Tensor, entry: Mapping[str, Any] | None, digest: str) -> str:
+    """Compares a tensor's digest with its entry in a manifest; "" if it fits, or if there is none of its shape."""
+    if entry is None or tensor_entry(tensor, entry["blake3"]) != entry or entry["blake3"] == digest:
+        return ""
+    return "has other values than when it was written"
 
 
 def prove_files(

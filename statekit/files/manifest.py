@@ -25,6 +25,8 @@ FILE = "statekit.json"
 _BESIDE = "statekit.{}.json"
 CHECKPOINT = "checkpoint"
 """Field: which checkpoint it is about, its folder or the file that stands for it, relative to the manifest's folder."""
+SEALED = "sealed"
+"""Field: the files that somebody else wrote, where the manifest was made later, of a checkpoint as it was."""
 FORMAT = "statekit-manifest"
 VERSION = 1
 

@@ -35,6 +35,7 @@ from statekit.files.integrity import top_of
 from statekit.files.manifest import (
     CHECKPOINT,
     FILE,
+    SEALED,
     file_entry,
     files_below,
     inside,
@@ -372,7 +373,8 @@ def _check_ours(target: Path) -> None:
     if target.is_symlink() or not target.is_dir() or not files_below(target):
         return
     try:
-        foreign = unnamed_files(target, parse(read_small(target / FILE), target / FILE))
+        manifest = parse(read_small(target / FILE), target / FILE)
+        foreign = [*unnamed_files(target, manifest), *manifest.get(SEALED, ())]
     except StatekitError:
         foreign = files_below(target)
     if foreign:

@@ -162,7 +162,10 @@ def chunks(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[Array]:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor that lies in a file. `fetch` gets a normal index and returns that block."""
+    """A tensor that lies in a file. `fetch` gets a normal index and returns that block.
+
+    `checksum` says which of the format's own covers its values, and is compared when they are read; "" if none does.
+    """
 
     shape: Shape
     dtype: DType
@@ -171,6 +174,7 @@ class Stored:
     place: str
     chunk: Shape | None = None
     note: str = ""
+    checksum: str = ""
 
     @property
     def grain(self) -> Shape:

@@ -36,10 +36,20 @@ from statekit.converters.containers.step_folders import check_step, step_prefix
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.containers.torch_file import open_torch
 from statekit.converters.formats.pickle.reader import read_pickle
-from statekit.converters.formats.pytorch.reader import named
+from statekit.converters.formats.pytorch.reader import generation, named
 from statekit.converters.formats.pytorch.writer import write_archive
-from statekit.errors import BudgetError, FormatError, NotFoundError, RefusedError, StatekitError, UsageError
+from statekit.converters.formats.zip_archive import Archive
+from statekit.errors import (
+    BudgetError,
+    CorruptError,
+    FormatError,
+    NotFoundError,
+    RefusedError,
+    StatekitError,
+    UsageError,
+)
 from statekit.files.checkpoint import SORTED, Checkpoint, Finding
+from statekit.files.checksums import ZIP
 from statekit.files.manifest import inside, is_manifest
 from statekit.files.safetensors import save_safetensors
 from statekit.files.source import File, Files, first_bytes, opening, read_small
@@ -219,7 +229,11 @@ def _carried(
         if entry.name in read or is_manifest(entry.name):
             continue
         other = entry.name in passed or _MODEL.fullmatch(entry.name)
-        why = "another file is taken for what it holds" if other else _uncarried(entry, files)
+        try:
+            why = "another file is taken for what it holds" if other else _uncarried(entry, files)
+        except CorruptError as error:
+            findings.append(Finding(f"is damaged: {error.line}", str(entry), True))
+            continue
         if why:
             findings.append(Finding(f"isn't carried: {why}", str(entry)))
         else:
@@ -228,21 +242,36 @@ def _carried(
 
 
 def _bytes_of(source: File) -> Tensor:
+    """Returns a file as a tensor of its bytes, given once the checksums of a torch file among them were compared."""
+    archive = Archive(source) if generation(source) == "zip" else None
+
     def fetch(index: tuple[slice, ...]) -> Any:
+        if archive is not None:
+            for name in archive.members:
+                archive.check(name)
         return source.read(index[0].start, index_shape(index)[0])
 
-    return Stored((source.size,), np.dtype(np.uint8), fetch, source.path.name, source.place)
+    checksum = "" if archive is None else ZIP
+    return Stored(
+        (source.size,), np.dtype(np.uint8), fetch, source.path.name, source.place, checksum=checksum
+    )
 
 
 def _uncarried(path: Path, files: Files) -> str:
-    """Says why a file isn't carried; "" if it is."""
+    """Says why a file isn't carried; "" if it is.
+
+    Raises:
+        CorruptError: It is a torch file that its own checksums contradict.
+    """
+    is_torch = False
     try:
         if files.source(path).size > MAX_CARRIED:
             return f"it has more than {MAX_CARRIED} bytes"
         if not path.name.endswith(_PICKLES):
             return ""
         with Files(files.account.budget) as opened:
-            if TORCH.detect(path) is not None:
+            is_torch = TORCH.detect(path) is not None
+            if is_torch:
                 open_torch(path, opened)
             else:
                 data = read_small(path, opened, MAX_CARRIED)
@@ -250,6 +279,8 @@ def _uncarried(path: Path, files: Files) -> str:
     except BudgetError:
         raise
     except StatekitError as error:
+        if is_torch and isinstance(error, CorruptError):
+            raise
         return error.subject.rstrip(".").lower()
     return ""
 

@@ -11,6 +11,7 @@ import numpy as np
 from statekit.converters.formats.dcp.metadata import Chunk, Contents, Entry, Piece
 from statekit.converters.formats.pytorch.reader import read_object
 from statekit.errors import CorruptError, Faults
+from statekit.files.checksums import ZIP
 from statekit.files.source import File, Files, Part, byte_of, bytes_at
 from statekit.tensors.tensor import Array, Index, Stored, Tensor, index_shape
 from statekit.tensors.tree import Tree
@@ -83,7 +84,7 @@ def _object(part: Part, known: dict[bytes, Tree]) -> Tree:
 def _tensor(entry: Entry, sources: Mapping[str, File], place: str) -> Stored:
     boxes = tuple(_Box(chunk, entry, _part(sources, chunk.piece)) for chunk in entry.chunks)
     grain = tuple(max(n, 1) for n in entry.chunks[0].box[1]) if boxes else None
-    return Stored(entry.shape, entry.dtype, _Joined(entry, boxes).read, "", place, grain)
+    return Stored(entry.shape, entry.dtype, _Joined(entry, boxes).read, "", place, grain, checksum=ZIP)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ import numpy as np
 
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
 from statekit.files.checkpoint import ATTRIBUTES
+from statekit.files.checksums import OF_FILTERS
 from statekit.tensors.tensor import DTYPES, Array, DType, Index, Shape, Stored
 from statekit.tensors.tree import MAX_DEPTH, MAX_NODES
 
@@ -258,11 +259,12 @@ class _Reader:
         if dataset.shape is None or len(dataset.shape) > 32:
             raise FormatError("A dataset has no usable shape.", place=place, found=dataset.shape)
         shape = tuple(map(int, dataset.shape))
-        chunk = self._layout(dataset, shape, wide, place)
-        return Stored(shape, wide, _Fetch(dataset, wide, place).read, name, self._place, chunk)
+        chunk, checksum = self._layout(dataset, shape, wide, place)
+        fetch = _Fetch(dataset, wide, place).read
+        return Stored(shape, wide, fetch, name, self._place, chunk, checksum=checksum)
 
-    def _layout(self, dataset: Any, shape: Shape, dtype: DType, place: str) -> Shape | None:
-        """Checks where a dataset's values are; returns its chunks."""
+    def _layout(self, dataset: Any, shape: Shape, dtype: DType, place: str) -> tuple[Shape | None, str]:
+        """Checks where a dataset's values are; returns its chunks and their checksum."""
         plan = dataset.id.get_create_plist()
         size, stored = math.prod(shape) * dtype.itemsize, int(dataset.id.get_storage_size())
         if plan.get_external_count() or plan.get_layout() == _VIRTUAL:
@@ -289,7 +291,8 @@ class _Reader:
         end = dataset.id.get_offset()
         if end is not None and end + stored > self._file.id.get_filesize():
             raise CorruptError("A dataset lies beyond the end of the file.", place=place)
-        return tuple(dataset.chunks) if dataset.chunks else None
+        checksum = next((OF_FILTERS[code] for code in reversed(filters) if code in OF_FILTERS), "")
+        return tuple(dataset.chunks) if dataset.chunks else None, checksum
 
 
 @dataclass(frozen=True)

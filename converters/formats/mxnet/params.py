@@ -20,6 +20,7 @@ from statekit.converters.formats.mxnet.records import CPU, DTYPE_NAMES, read_rec
 from statekit.converters.formats.storage import dense
 from statekit.converters.formats.zip_archive import Archive, ZipForm, ZipWriter
 from statekit.errors import CorruptError, FormatError
+from statekit.files.checksums import ZIP
 from statekit.files.source import Source, bytes_at
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import DTYPES, DType, Shape, Stored, Tensor, nbytes
@@ -215,7 +216,7 @@ def _npy(archive: Archive, member: str, size: int) -> Stored:
             found=f"{size - begin - length} bytes",
         )
     fetch = partial(_member_bytes, archive, member, begin + length)
-    return dense(member.removesuffix(_SUFFIX), place, dtype, shape, values, fetch, fortran)
+    return dense(member.removesuffix(_SUFFIX), place, dtype, shape, values, fetch, fortran, ZIP)
 
 
 def _member_bytes(archive: Archive, member: str, by: int, start: int, count: int) -> Any:

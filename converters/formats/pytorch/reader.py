@@ -22,6 +22,7 @@ from statekit.converters.formats.storage import Storage, window
 from statekit.converters.formats.zip_archive import Archive, directory_bytes
 from statekit.errors import CorruptError, FormatError, RefusedError
 from statekit.files.checkpoint import Finding
+from statekit.files.checksums import ZIP
 from statekit.files.source import Source, bytes_at, record, short
 from statekit.tensors.tensor import DTYPES, Array, Cast, DType, Stored, Tensor, dtype_named
 from statekit.tensors.tree import Path as Keys
@@ -491,7 +492,8 @@ def _storage(archive: Archive, root: str, swapped: bool, known: dict[str, Storag
             expected=f"{count} elements of {dtype}",
             found=f"{size} bytes",
         )
-    storage = Storage(f"data/{key}", place, dtype, size, partial(archive.read, name), swapped)
+    checksum = ZIP if archive.members[name].crc else ""
+    storage = Storage(f"data/{key}", place, dtype, size, partial(archive.read, name), swapped, checksum)
     if known.setdefault(key, storage) != storage:
         raise FormatError("A storage is described in two ways.", place=f"{name} in {place}")
     return known[key]

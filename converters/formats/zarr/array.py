@@ -26,6 +26,7 @@ from statekit.converters.formats.crc32c import crc32c
 from statekit.converters.formats.storage import checked_shape
 from statekit.converters.formats.zarr.stores import Store
 from statekit.errors import CorruptError, FormatError, RefusedError
+from statekit.files.checksums import OF_COMPRESSORS
 from statekit.files.source import Part, Source, as_file, bytes_at
 from statekit.tensors.tensor import Array, DType, Index, Shape, Stored, index_shape, positions, whole
 
@@ -415,6 +416,7 @@ def open_array(store: Store, prefix: str, header: Header, name: str) -> Stored:
         name,
         f"{store.place}/{prefix}",
         header.chunks,
+        checksum=OF_COMPRESSORS.get(header.compressor or "", ""),
     )
 
 

@@ -1,0 +1,84 @@
+"""`statekit check`: whether checkpoints are what was written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import click
+
+from statekit.cli import output
+from statekit.cli.arguments import checkpoints_options
+from statekit.cli.main import DONE, WANTING
+from statekit.cli.output import Screen, Table
+from statekit.conversion.check import MANIFEST, CheckedCheckpoint, check
+from statekit.files.stage import Progress
+
+MAX_LISTED = 20
+
+
+@click.command("check")
+@checkpoints_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    checkpoints: tuple[Path, ...], container: str | None, step: int | None, as_json: bool, **reading: Any
+) -> int:
+    """Proves every byte that a manifest or a checksum covers.
+
+    CHECKPOINT is a file or folder of any system that `statekit formats` lists, a run's folder with several steps, all
+    of which are read, or a folder of files. What `convert` wrote or `seal` sealed has a manifest with a digest of every
+    byte; of others the checksums of their formats are compared, and what has none is listed. The exit code is 1 if
+    anything isn't what was written.
+    """
+    with output.progress() as bar:
+        task = bar.add_task("reading", total=None)
+
+        def tell(progress: Progress) -> None:
+            bar.update(task, description=progress.name, completed=progress.done, total=progress.total)
+
+        reports = [
+            check(path, container=container, step=step, **reading, on_progress=tell) for path in checkpoints
+        ]
+    passed = all(report.passed for report in reports)
+    if as_json:
+        output.print_json("check", {"passed": passed, "checks": [report.to_json() for report in reports]})
+        return DONE if passed else WANTING
+    stdout = output.screen()
+    for report in reports:
+        for one in report.checkpoints:
+            _show(stdout, one)
+    faults = sum(len(one.faults) for report in reports for one in report.checkpoints)
+    stdout.say()
+    stdout.say(
+        "Nothing contradicts what was written." if passed else f"{output.plural(faults, 'fault')}.", bold=True
+    )
+    return DONE if passed else WANTING
+
+
+def _show(stdout: Screen, one: CheckedCheckpoint) -> None:
+    step = "" if one.step is None else f", step {one.step}"
+    stdout.title(f"{one.path} ({one.container}{step})")
+    table = Table(("what", "proven by", "bytes"), right=("bytes",))
+    sizes: Counter[tuple[str, str]] = Counter()
+    counts = Counter((item.kind, item.by) for item in one.items)
+    for item in one.items:
+        sizes[item.kind, item.by] += item.nbytes
+    for (kind, by), count in counts.items():
+        table.add_row(output.plural(count, kind), _means(one, by), output.size(sizes[kind, by]))
+    stdout.show(table)
+    bare = [item.name for item in one.items if not item.by]
+    stdout.show_list("No checksum; `statekit seal` adds a manifest:", _some(bare))
+    stdout.show_list("Not what was written:", _some([f"{what} @ {place}" for what, place in one.faults]))
+    stdout.show_list("Odd:", _some([f"{what} @ {place}" for what, place in one.notes]))
+
+
+def _means(one: CheckedCheckpoint, by: str) -> str:
+    if by != MANIFEST:
+        return f"the format's {by}" if by else "nothing"
+    return f"the manifest {one.manifest}" + (" (sealed)" if one.is_sealed else "")
+
+
+def _some(lines: list[str]) -> list[str]:
+    more = len(lines) - MAX_LISTED
+    return [*lines[:MAX_LISTED], *([f"and {more} more; --json lists them"] if more > 0 else [])]

@@ -1,0 +1,66 @@
+"""`statekit seal`: a manifest beside a checkpoint as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from statekit.cli import output
+from statekit.cli.arguments import checkpoints_options
+from statekit.cli.output import Table
+from statekit.conversion.seal import seal
+from statekit.files.stage import Progress
+
+_DONE = {
+    "sealed": "sealed",
+    "renewed": "sealed anew",
+    "proven": "has a manifest that fits",
+}
+
+
+@click.command("seal")
+@checkpoints_options
+@click.option(
+    "--renew",
+    multiple=True,
+    metavar="FILE",
+    help="Take a file as it is now that isn't what an earlier manifest says, and may be damaged. May be repeated.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    checkpoints: tuple[Path, ...],
+    container: str | None,
+    step: int | None,
+    renew: tuple[str, ...],
+    as_json: bool,
+    **reading: Any,
+) -> None:
+    """Writes a manifest beside a checkpoint as it is.
+
+    CHECKPOINT is a file or folder of any system that `statekit formats` lists, a run's folder with several steps, all
+    of which are sealed, or a folder of files. Its own files aren't touched: a folder gets `statekit.json`, a file has
+    `statekit.<name>.json` beside it. Whatever changes later is then noticed, by `check` and by all that reads it. Files
+    that were written to since an earlier manifest are taken as they are; others that it contradicts are refused.
+    """
+    with output.progress() as bar:
+        task = bar.add_task("reading", total=None)
+
+        def tell(progress: Progress) -> None:
+            bar.update(task, description=progress.name, completed=progress.done, total=progress.total)
+
+        reports = [
+            seal(path, container=container, step=step, renew=renew, **reading, on_progress=tell)
+            for path in checkpoints
+        ]
+    if as_json:
+        output.print_json("seal", {"seals": [report.to_json() for report in reports]})
+        return
+    stdout = output.screen()
+    table = Table(("checkpoint", "", "manifest", "files", "tensors"), right=("files", "tensors"))
+    for one in (one for report in reports for one in report.checkpoints):
+        table.add_row(str(one.path), _DONE[one.done], str(one.manifest), str(one.files), str(one.tensors))
+    stdout.show(table)
+    for one in (one for report in reports for one in report.checkpoints):
+        stdout.show_list(f"Changed since, and taken as it is, in {one.path}:", one.changed)

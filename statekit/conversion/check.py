@@ -1,0 +1,242 @@
+"""check: reads every byte of checkpoints, and says of each file and tensor what proves it, and whether that does.
+
+With a manifest, every file that it names is digested; without one, or where a file isn't named, every tensor is read,
+so that the checksums of its format are compared. What neither covers is listed as without a checksum.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from statekit.budget import Budget
+from statekit.conversion.checkpoints_at import Place, checkpoints_at
+from statekit.conversion.contracts import Hints
+from statekit.errors import StatekitError, printable
+from statekit.files.checkpoint import Checkpoint
+from statekit.files.checksums import HEADERS, ZIP, of_file, of_tensor, stored_in, zip_fault
+from statekit.files.integrity import files_of, prove_files, value_fault
+from statekit.files.manifest import SEALED
+from statekit.files.source import Files
+from statekit.files.stage import OnProgress, Progress, silent
+from statekit.tensors.digest import tensor_digest
+from statekit.tensors.tensor import nbytes
+
+MANIFEST = "manifest"
+"""What proves a file or tensor that has a digest in a manifest."""
+
+
+@dataclass(frozen=True)
+class Proven:
+    """A file or tensor, and what proves it.
+
+    Attributes:
+        kind: `file` or `tensor`.
+        name: The file's name relative to the checkpoint, or the tensor's.
+        nbytes: Its size in bytes.
+        by: `manifest`, or the name of its format's own checksum; "" if it has none.
+        fault: Why it isn't what it was; "" if it is, or if nothing can tell.
+    """
+
+    kind: str
+    name: str
+    nbytes: int
+    by: str
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class CheckedCheckpoint:
+    """What was found of one checkpoint.
+
+    Attributes:
+        path: The checkpoint.
+        container: Its container's name.
+        step: The step that it says it is.
+        manifest: Its manifest, if it has one.
+        is_sealed: Whether that was made later, of a checkpoint as it was.
+        items: Every file and tensor that was read, and what proves it.
+        faults: All that is wrong, as what and where.
+        notes: What else was odd, as what and where.
+    """
+
+    path: Path
+    container: str
+    step: int | None = None
+    manifest: Path | None = None
+    is_sealed: bool = False
+    items: tuple[Proven, ...] = ()
+    faults: tuple[tuple[str, str], ...] = ()
+    notes: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def proven_by(self) -> dict[str, int]:
+        """How many items each means proves; under "" those that nothing does."""
+        return dict(sorted(Counter(item.by for item in self.items).items()))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        return {
+            "path": str(self.path),
+            "container": self.container,
+            "step": self.step,
+            "manifest": None if self.manifest is None else str(self.manifest),
+            "sealed": self.is_sealed,
+            "passed": not self.faults,
+            "items": [vars(item) for item in self.items],
+            "faults": [{"what": what, "place": place} for what, place in self.faults],
+            "notes": [{"what": what, "place": place} for what, place in self.notes],
+        }
+
+
+@dataclass(frozen=True, repr=False)
+class CheckReport:
+    """What was found of the checkpoints at a path.
+
+    Attributes:
+        path: The path.
+        checkpoints: Each of them, the oldest step first.
+    """
+
+    path: Path
+    checkpoints: tuple[CheckedCheckpoint, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing contradicts a manifest or a checksum."""
+        return not any(one.faults for one in self.checkpoints)
+
+    def __repr__(self) -> str:
+        count = sum(len(one.faults) for one in self.checkpoints)
+        return printable(f"<CheckReport {self.path}: {len(self.checkpoints)} checkpoints, {count} faults>")
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        checkpoints = [one.to_json() for one in self.checkpoints]
+        return {"path": str(self.path), "passed": self.passed, "checkpoints": checkpoints}
+
+
+def check(
+    path: str | PathLike[str],
+    *,
+    container: str | None = None,
+    step: int | None = None,
+    follow_links: bool = False,
+    budget: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> CheckReport:
+    """Proves every byte that a manifest or a format's checksum covers, of each checkpoint at a path.
+
+    Args:
+        path: A checkpoint, a run's folder, or a folder of files that are checkpoints.
+        container: Name of the container; found by the content if None.
+        step: A step of a run's folder; all of them if None.
+        follow_links: Whether to read what links out of a checkpoint lead to.
+        budget: Bytes that may be held of headers, pickles and trees; the usual ones if None.
+        on_progress: Told about every block.
+
+    Raises:
+        NotFoundError: Nothing is there, or no such step.
+        UnknownFormatError: No container fits.
+    """
+    hints, tell = Hints(follow_links=follow_links, budget=budget), on_progress or silent
+    places = checkpoints_at(Path(path), container, step, hints)
+    return CheckReport(Path(path), tuple(_checked(place, hints, tell) for place in places))
+
+
+def _checked(place: Place, hints: Hints, tell: OnProgress) -> CheckedCheckpoint:
+    budget = hints.job_budget()
+    try:
+        with place.opened(hints, budget) as checkpoint:
+            return _proven(checkpoint, budget, tell)
+    except StatekitError as error:
+        where = f"{error.place or place.path}"
+        return CheckedCheckpoint(
+            place.path, place.container.name, place.step, faults=((f"can't be read: {error.line}", where),)
+        )
+
+
+def _proven(checkpoint: Checkpoint, budget: Budget, tell: OnProgress) -> CheckedCheckpoint:
+    proof = checkpoint.proof
+    faults = [(finding.what, finding.place) for finding in checkpoint.findings if finding.damage]
+    notes = [(finding.what, finding.place) for finding in checkpoint.findings if not finding.damage]
+    faults += prove_files(
+        checkpoint, budget, lambda name, done, total: tell(Progress("check", name, done, total))
+    )
+    files = files_of(checkpoint)
+    named = {} if proof is None else proof.files
+    wrong = {place: what for what, place in faults}
+    base = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    items = [
+        Proven("file", _relative(path, base), entry["bytes"], MANIFEST, wrong.get(f"{path}", ""))
+        for path, entry in named.items()
+    ]
+    if not set(files) <= named.keys():
+        read = list(_read_tensors(checkpoint, tell))
+        items += read
+        faults += [(item.fault, item.name) for item in read if item.fault]
+        held = {stored.place for tensor in checkpoint.tensors.values() for stored in stored_in(tensor)}
+        rest = list(_read_files([path for path in files if path not in named], held, checkpoint, budget))
+        items += rest
+        faults += [(item.fault, f"{base / item.name}") for item in rest if item.fault]
+    return CheckedCheckpoint(
+        checkpoint.path,
+        checkpoint.container,
+        checkpoint.step,
+        None if proof is None else proof.place,
+        proof is not None and SEALED in proof.manifest,
+        tuple(items),
+        tuple(dict.fromkeys(faults)),
+        tuple(notes),
+    )
+
+
+def _read_files(
+    paths: Iterable[Path], held: Set[str], checkpoint: Checkpoint, budget: Budget
+) -> Iterator[Proven]:
+    """Yields the files that hold records, which no tensor's row is about."""
+    base = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    for path in paths:
+        by = of_file(path)
+        if by != ZIP and _is_held(path, held, checkpoint.path):
+            continue
+        fault = ""
+        if by == ZIP:
+            with Files(budget, checkpoint.path) as files:
+                fault = zip_fault(files.source(path))
+        yield Proven("file", _relative(path, base), path.stat().st_size, by, fault)
+
+
+def _relative(path: Path, base: Path) -> str:
+    return path.relative_to(base).as_posix() if path.is_relative_to(base) else f"{path}"
+
+
+def _is_held(path: Path, held: Set[str], top: Path) -> bool:
+    """Tells whether a file holds the values of tensors, which are proven by themselves, or is a chunk of some."""
+    if path.name in HEADERS:
+        return False
+    return f"{path}" in held or any(f"{folder}" in held for folder in path.parents if folder != top)
+
+
+def _read_tensors(checkpoint: Checkpoint, tell: OnProgress) -> Iterator[Proven]:
+    """Reads every tensor, and compares it with its digest in the manifest or, by reading, its format's checksum."""
+    stated: Mapping[str, Any] = checkpoint.proof.tensors if checkpoint.proof else {}
+    total, done = sum(map(nbytes, checkpoint.tensors.values())), 0
+    for name, tensor in checkpoint.tensors.items():
+        before, fault, by = done, "", MANIFEST if name in stated else of_tensor(tensor)
+
+        def count(size: int, name: str = name) -> None:
+            nonlocal done
+            done += size
+            tell(Progress("check", name, done, total))
+
+        try:
+            fault = value_fault(tensor, stated.get(name), tensor_digest(tensor, count))
+        except StatekitError as error:
+            fault = error.line
+        done = before + nbytes(tensor)
+        yield Proven("tensor", name, nbytes(tensor), by, fault)

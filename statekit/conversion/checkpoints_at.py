@@ -1,0 +1,78 @@
+"""Every checkpoint that a path means: one, or all steps of a run's folder, or all files of a folder of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from statekit.budget import Budget
+from statekit.conversion import registry
+from statekit.conversion.contracts import Container, Hints
+from statekit.conversion.target import source_container
+from statekit.errors import StatekitError, UnknownFormatError
+from statekit.files.checkpoint import Checkpoint
+
+_NUMBERED = re.compile(r".*\d", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint is: a container, a path, and which step there if it has several."""
+
+    container: Container
+    path: Path
+    step: int | None = None
+
+    def opened(self, hints: Hints, budget: Budget) -> Checkpoint:
+        """Opens it with what contradicts its manifest among its findings; raises as `registry.opened` does."""
+        return registry.opened(
+            self.container, self.path, self.step, replace(hints, accept_damaged=True), budget
+        )
+
+
+def checkpoints_at(path: Path, container: str | None, step: int | None, hints: Hints) -> Iterator[Place]:
+    """Yields where each checkpoint at a path is, the oldest step first.
+
+    Args:
+        path: A checkpoint, a run's folder, or a folder of files that are checkpoints.
+        container: Name of the container; found by the content if None.
+        step: A step of a run's folder; all of them if None.
+        hints: What the user says beside.
+
+    Raises:
+        NotFoundError: Nothing is there.
+        UnknownFormatError: No container fits, nor to anything in the folder.
+    """
+    if container is not None:
+        home = source_container(container)[0]
+    else:
+        try:
+            home, _ = registry.detect_container(path)
+        except UnknownFormatError:
+            inside = registry.checkpoints_inside(path) if path.is_dir() else {}
+            if not inside:
+                raise
+            for name in inside:
+                yield from checkpoints_at(path / name, None, step, hints)
+            return
+    if step is not None:
+        yield Place(home, path, step)
+        return
+    try:
+        with Place(home, path).opened(hints, hints.job_budget()) as newest:
+            steps = [number for number in newest.meta.get("steps") or () if type(number) is int]
+    except StatekitError:  # the newest is damaged, and says itself why; the others are found by their names
+        yield from _numbered(home, path)
+        return
+    yield from (
+        [Place(home, path, number) for number in sorted(steps)] if len(steps) > 1 else [Place(home, path)]
+    )
+
+
+def _numbered(home: Container, path: Path) -> list[Place]:
+    """Returns the folders in a run's folder that end with a number and are checkpoints; else the path itself."""
+    entries = sorted(path.iterdir()) if path.is_dir() else []
+    folders = [entry for entry in entries if entry.is_dir() and _NUMBERED.fullmatch(entry.name)]
+    return [Place(home, one) for one in folders if home.detect(one) is not None] or [Place(home, path)]

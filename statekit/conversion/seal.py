@@ -1,0 +1,291 @@
+"""seal: writes a manifest beside a checkpoint as it is, so that whatever befalls it later is noticed.
+
+The checkpoint's own files aren't touched. Nothing is sealed whose format's own checksums contradict it, and no manifest
+is renewed that proves damage: only files that were written to since are taken as they are now, and those that the user
+names.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+from statekit.budget import Budget
+from statekit.conversion.checkpoints_at import Place, checkpoints_at
+from statekit.conversion.contracts import Hints
+from statekit.errors import CorruptError, Faults, printable
+from statekit.files.checkpoint import Checkpoint, Proof
+from statekit.files.checksums import of_tensor
+from statekit.files.durable import new_file, sync_folder, writing
+from statekit.files.file_changes import Change, FileFault, file_faults
+from statekit.files.integrity import files_of, manifest_place, top_of, value_fault
+from statekit.files.manifest import CHECKPOINT, SEALED, file_entry, sealed, tensor_entry, to_text
+from statekit.files.source import Files
+from statekit.files.stage import Entries, OnProgress, Progress, permissions, silent, unknown_fields
+from statekit.files.temporary import make_temporary, sweep
+from statekit.tensors.digest import tensor_digest
+from statekit.tensors.tensor import nbytes
+
+NEUTRAL = "statekit"
+"""The container whose manifest holds its records too, and can't be made anew."""
+_OF_DIGESTS = ("format", "version", "tool", "digest", CHECKPOINT, SEALED, "tensors", "files")
+_OF_VALUES = ("state", "resume")
+"""Fields that say what the values mean, which nobody knows once they have changed."""
+
+
+@dataclass(frozen=True)
+class SealedCheckpoint:
+    """What was done for one checkpoint.
+
+    Attributes:
+        path: The checkpoint.
+        container: Its container's name.
+        step: The step that it says it is.
+        manifest: Where its manifest is.
+        done: `sealed`, `renewed`, or `proven`: it had a manifest that fits, and nothing was written.
+        files: How many files the manifest names.
+        tensors: How many tensors.
+        changed: Files that aren't what an earlier manifest said, or that it didn't name.
+    """
+
+    path: Path
+    container: str
+    step: int | None
+    manifest: Path
+    done: Literal["sealed", "renewed", "proven"]
+    files: int
+    tensors: int
+    changed: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        return {
+            **vars(self),
+            "path": str(self.path),
+            "manifest": str(self.manifest),
+            "changed": list(self.changed),
+        }
+
+
+@dataclass(frozen=True, repr=False)
+class SealReport:
+    """What was done for the checkpoints at a path.
+
+    Attributes:
+        path: The path.
+        checkpoints: Each of them, the oldest step first.
+    """
+
+    path: Path
+    checkpoints: tuple[SealedCheckpoint, ...]
+
+    def __repr__(self) -> str:
+        return printable(f"<SealReport {self.path}: {len(self.checkpoints)} checkpoints>")
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        return {"path": str(self.path), "checkpoints": [one.to_json() for one in self.checkpoints]}
+
+
+def seal(
+    path: str | PathLike[str],
+    *,
+    container: str | None = None,
+    step: int | None = None,
+    renew: Collection[str] = (),
+    follow_links: bool = False,
+    budget: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> SealReport:
+    """Writes a manifest beside each checkpoint at a path that has none which fits.
+
+    Args:
+        path: A checkpoint, a run's folder, or a folder of files that are checkpoints.
+        container: Name of the container; found by the content if None.
+        step: A step of a run's folder; all of them if None.
+        renew: Files that an earlier manifest contradicts and that are taken as they are now: paths, or names as the
+            manifest has them. What was written to since is taken without being named.
+        follow_links: Whether to read what links out of a checkpoint lead to.
+        budget: Bytes that may be held of headers, pickles and trees; the usual ones if None.
+        on_progress: Told about every block.
+
+    Raises:
+        NotFoundError: Nothing is there, or no such step.
+        FormatError: A checkpoint can't be read.
+        CorruptError: A checksum of the format contradicts it, or an earlier manifest does; the checkpoints before it
+            have been sealed.
+        CommitError: The manifest can't be written.
+    """
+    hints, tell = Hints(follow_links=follow_links, budget=budget), on_progress or silent
+    places = list(checkpoints_at(Path(path), container, step, hints))
+    return SealReport(Path(path), tuple(_sealed(place, renew, hints, tell) for place in places))
+
+
+def _sealed(place: Place, renew: Collection[str], hints: Hints, tell: OnProgress) -> SealedCheckpoint:
+    budget = hints.job_budget()
+    with place.opened(hints, budget) as checkpoint:
+        paths, proof = files_of(checkpoint), checkpoint.proof
+        before = _facts(paths)
+        changed = _changed(checkpoint, paths, budget)
+        if proof is not None and not changed:
+            return _report(checkpoint, proof.place, "proven", proof.manifest)
+        _check_renewed(checkpoint, changed, renew)
+        target = manifest_place(checkpoint) if proof is None or proof.is_inside else proof.place
+        tensors, files = _tensor_entries(checkpoint, tell), _file_entries(paths, target.parent, tell)
+        if _facts(paths) != before:
+            raise CorruptError(
+                "The checkpoint was written to while it was sealed.",
+                place=checkpoint.path,
+                remedy="seal it when nobody writes to it any more",
+            )
+        names = [_name(fault.path, target.parent) for fault in changed]
+        manifest = _manifest(checkpoint, target, tensors, files, names)
+        _write(target, manifest, permissions(paths))
+        return _report(checkpoint, target, "sealed" if proof is None else "renewed", manifest, names)
+
+
+def _report(
+    checkpoint: Checkpoint,
+    place: Path,
+    done: Literal["sealed", "renewed", "proven"],
+    manifest: Mapping[str, Any],
+    changed: Sequence[str] = (),
+) -> SealedCheckpoint:
+    counts = len(manifest["files"]), len(manifest["tensors"])
+    return SealedCheckpoint(
+        checkpoint.path, checkpoint.container, checkpoint.step, place, done, *counts, tuple(changed)
+    )
+
+
+def _changed(checkpoint: Checkpoint, paths: Sequence[Path], budget: Budget) -> list[FileFault]:
+    """Returns the files of a checkpoint that aren't what its manifest says, all of them read, or that it lacks."""
+    proof = checkpoint.proof
+    if proof is None:  # one that can't be trusted is no proof, and not to be written over
+        damage = [finding for finding in checkpoint.findings if finding.damage]
+        return [FileFault(Path(finding.place), Change.DAMAGED, finding.what) for finding in damage]
+    if proof.is_inside:
+        return _changed_inside(checkpoint, proof)
+    with Files(budget, checkpoint.path) as files:
+        faults = file_faults(proof.files, proof.place, files, proof.files)
+    lacking = [path for path in paths if path not in proof.files]
+    return [*faults, *(FileFault(path, Change.REWRITTEN, "isn't in the manifest") for path in lacking)]
+
+
+def _changed_inside(checkpoint: Checkpoint, proof: Proof) -> list[FileFault]:
+    """Returns the file, if its tensors aren't what the manifest inside says.
+
+    Where checksums of the format fit nevertheless, somebody wrote them with the values.
+    """
+    faults = [(finding.what, finding.place) for finding in checkpoint.findings if finding.damage]
+    for name, tensor in checkpoint.tensors.items():
+        if what := value_fault(tensor, proof.tensors.get(name), tensor_digest(tensor)):
+            faults.append((what, name))
+    if not faults:
+        return []
+    has_checksums = all(map(of_tensor, checkpoint.tensors.values()))
+    change = Change.REWRITTEN if has_checksums else Change.UNTOLD
+    return [FileFault(checkpoint.path, change, f"{what} @ {place}") for what, place in faults[:1]]
+
+
+def _check_renewed(checkpoint: Checkpoint, changed: Sequence[FileFault], renew: Collection[str]) -> None:
+    """Refuses to take files as they are now that may be damaged, unless the user has named them.
+
+    Raises:
+        CorruptError: Lists them.
+    """
+    proof, faults = checkpoint.proof, list(changed)
+    if proof is not None and (not proof.is_whole or checkpoint.container == NEUTRAL):
+        renew = ()
+        remedy = "restore the checkpoint from a copy; or convert what is there with --accept-damaged"
+    else:
+        faults = [fault for fault in changed if fault.change is not Change.REWRITTEN]
+        remedy = "restore these files from a copy; if they are as they shall be, name them: --renew FILE"
+    base = (manifest_place(checkpoint) if proof is None else proof.place).parent
+    left = [fault for fault in faults if not {f"{fault.path}", _name(fault.path, base)} & {*renew}]
+    Faults((fault.what, f"{fault.path}") for fault in left).check(
+        CorruptError,
+        "A new manifest would cover up that the checkpoint isn't what was written",
+        place=checkpoint.path,
+        remedy=remedy,
+    )
+
+
+def _name(path: Path, base: Path) -> str:
+    return path.relative_to(base).as_posix() if path.is_relative_to(base) else f"{path}"
+
+
+def _facts(paths: Sequence[Path]) -> dict[Path, tuple[int, int, int]]:
+    """Returns size, time of change and number of files: what tells whether somebody writes to them meanwhile."""
+    return {
+        path: (facts.st_size, facts.st_mtime_ns, facts.st_ino) for path in paths for facts in (path.stat(),)
+    }
+
+
+def _tensor_entries(checkpoint: Checkpoint, tell: OnProgress) -> dict[str, dict[str, Any]]:
+    """Digests every tensor; reading compares the checksums of its format."""
+    total, done, entries = sum(map(nbytes, checkpoint.tensors.values())), 0, {}
+    for name, tensor in checkpoint.tensors.items():
+
+        def count(size: int, name: str = name) -> None:
+            nonlocal done
+            done += size
+            tell(Progress("check", name, done, total))
+
+        entries[name] = tensor_entry(tensor, tensor_digest(tensor, count))
+    return entries
+
+
+def _file_entries(paths: Sequence[Path], base: Path, tell: OnProgress) -> dict[str, dict[str, Any]]:
+    total, done, entries = sum(path.stat().st_size for path in paths), 0, {}
+    for path in paths:
+        name = path.relative_to(base).as_posix()
+        entries[name] = file_entry(path)
+        done += entries[name]["bytes"]
+        tell(Progress("check", name, done, total))
+    return entries
+
+
+def _manifest(
+    checkpoint: Checkpoint, place: Path, tensors: Entries, files: Entries, changed: Collection[str]
+) -> dict[str, Any]:
+    """Returns the new manifest; what an earlier one says besides its digests stays, as far as it holds."""
+    proof = checkpoint.proof
+    if proof is None:
+        step = checkpoint.step if checkpoint.is_numbered else None
+        target = {"container": checkpoint.container, "layout": None, "step": step}
+        fields, foreign = {**unknown_fields({}), "target": target}, {*files}
+    else:
+        fields = {key: value for key, value in proof.manifest.items() if key not in _OF_DIGESTS}
+        if tensors != proof.tensors:
+            fields = {key: value for key, value in fields.items() if key not in _OF_VALUES} | {"state": {}}
+        stated = proof.manifest["files"]
+        others = {name: one for name, one in stated.items() if place.parent / name not in proof.files}
+        files, foreign = {**others, **files}, {*proof.manifest.get(SEALED, ()), *changed}
+    top = top_of(checkpoint).relative_to(place.parent).as_posix()
+    return sealed({**fields, CHECKPOINT: top, SEALED: sorted(foreign), "tensors": tensors, "files": files})
+
+
+def _write(place: Path, manifest: Mapping[str, Any], mode: int) -> None:
+    """Writes a manifest beside its place, syncs it, and gives it its name.
+
+    Raises:
+        CommitError: It can't be written.
+    """
+    sweep(place.parent)
+    with writing(place):
+        temporary = make_temporary(place.parent)
+        try:
+            new = temporary / place.name
+            with new_file(new) as output:
+                output.write(to_text(manifest).encode("ascii"))
+            new.chmod(stat.S_IMODE(new.stat().st_mode) & mode)
+            os.replace(new, place)
+            sync_folder(place.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
