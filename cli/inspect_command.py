@@ -156,7 +156,11 @@ def _other_steps(inspection: Inspection) -> list[tuple[str, str]]:
 
 
 def _shown(path: Path) -> str:
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # it was removed
+        return str(path)
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _told(because: str, path: Path) -> str:

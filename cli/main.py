@@ -121,6 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return shell_complete(statekit, {}, "statekit", COMPLETE, instruction)
     debug, as_json = False, "--json" in line
+    if sys.stdout is None:  # whoever called us closed it
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         with _stoppable(), statekit.make_context("statekit", line) as context:
             debug = context.params["debug"]
@@ -163,6 +165,10 @@ def _typed(error: Exception) -> StatekitError:
     """Returns an error as one of ours, with the five parts."""
     if isinstance(error, StatekitError):
         return error
+    if (
+        isinstance(error, FileNotFoundError) and error.filename is None
+    ):  # only the working directory has no name
+        return StatekitError("The working directory isn't there any more.", remedy="cd to one that is")
     if isinstance(error, (OSError, MemoryError)):
         return StatekitError(str(error) or "There is not enough memory.")
     return StatekitError(

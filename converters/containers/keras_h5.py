@@ -27,6 +27,7 @@ from statekit.files.integrity import proof_inside
 from statekit.files.source import Files, as_file, first_bytes, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tree import strict_json
+from statekit.tensors.typed import Name, typed
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 CONFIG, METADATA = "config.json", "metadata.json"
@@ -95,11 +96,21 @@ def documents(tree: dict[str, Any], path: Path, files: Files) -> tuple[Proof | N
     attributes = tree.get(ATTRIBUTES, {})
     for name in (CONFIG, METADATA, SAYINGS):
         if isinstance(attributes.get(name), str):
-            attributes[name] = strict_json(attributes[name], f"{name} in {path}", files.account)
+            attributes[name] = document(attributes[name], f"{name} in {path}", files)
     text = attributes.pop(MANIFEST, None)
     if ATTRIBUTES in tree and not attributes:
         del tree[ATTRIBUTES]
     return proof_inside(text, path, files.account) if isinstance(text, str) else (None, ())
+
+
+def document(text: bytes | str, place: str, files: Files) -> dict[str, Any]:
+    """Parses one of the documents that stand beside weights: a JSON object.
+
+    Raises:
+        FormatError: It is none.
+    """
+    parsed = strict_json(text, place, files.account)
+    return typed(parsed, dict[Name, Any], place, "A document of Keras isn't an object")
 
 
 CONTAINER = KerasH5()

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.keras_h5 import CONFIG, METADATA, documents, refuse_step
+from statekit.converters.containers.keras_h5 import CONFIG, METADATA, document, documents, refuse_step
 from statekit.converters.formats.hdf5.reader import open_hdf5
 from statekit.converters.formats.hdf5.writer import write_hdf5
 from statekit.converters.formats.zip_archive import Archive
@@ -32,7 +32,7 @@ from statekit.files.checksums import ZIP
 from statekit.files.source import File, Files, Held, Part, Source, as_file, bytes_at, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Index, Stored
-from statekit.tensors.tree import Tree, strict_json
+from statekit.tensors.tree import Tree
 
 WEIGHTS = "model.weights.h5"
 _DATE = (1980, 1, 1, 0, 0, 0)
@@ -76,9 +76,7 @@ class KerasZip:
             if missing:
                 raise FormatError("A .keras file lacks a member.", place=path, expected=", ".join(missing))
             documents_read = {
-                name: strict_json(
-                    archive.record(name, f"The document {name}"), f"{name} in {path}", files.account
-                )
+                name: document(archive.record(name, f"The document {name}"), f"{name} in {path}", files)
                 for name in (CONFIG, METADATA)
                 if name in members
             }

@@ -6,6 +6,7 @@ Which one fits is asked in two rounds: first of those whose signs are there (car
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -38,6 +39,7 @@ from statekit.errors import (
 )
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import check_undamaged, proven
+from statekit.files.source import reading
 from statekit.state.schema import load_schema
 from statekit.state.told_schedule import told_schedule, with_own_rate
 from statekit.state.train_state import TrainState
@@ -128,6 +130,8 @@ def detect_container(path: Path) -> tuple[Container, Evidence]:
         NotFoundError: Nothing is there.
         UnknownFormatError: No container fits, or several fit equally well. Lists the checkpoints in a folder.
     """
+    with reading(path), suppress(OSError):
+        path.lstat()
     fitting = _fitting(path)
     if not fitting and not path.exists():  # a prefix of file names isn't there itself
         raise NotFoundError("There is no such file or folder.", place=path, remedy="check the path")

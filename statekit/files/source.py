@@ -219,6 +219,8 @@ def reading(place: object) -> Iterator[None]:
         raise
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError("A file is missing.", place=place) from None
+    except ValueError:  # a NUL in it, or half a character
+        raise NotFoundError("No file can have such a name.", place=place) from None
     except OSError as error:
         raise FormatError(
             f"A file of the checkpoint can't be read: {error.strerror or error}.",

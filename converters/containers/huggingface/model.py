@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NotRequired, TypeAlias, TypedDict
 
 from statekit.converters.containers.torch_file import open_torch
 from statekit.errors import CorruptError, Faults, FormatError
@@ -25,6 +25,7 @@ from statekit.files.source import Files, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor, nbytes
 from statekit.tensors.tree import strict_json
+from statekit.tensors.typed import Name, typed
 
 SHARD_BYTES = 5 * 10**9
 """Bytes of tensors in a shard at most; a larger tensor has one to itself. Source: Transformers' usual 5 GB."""
@@ -35,6 +36,13 @@ _STEMS = (("model", _SAFE), ("pytorch_model", _BIN), ("pytorch_model_fsdp", _BIN
           ("adapter_model", _BIN))  # fmt: skip
 
 Stream: TypeAlias = Callable[[str, Tensor], Iterable[memoryview]]
+
+
+class Index(TypedDict):
+    """An index of shards."""
+
+    weight_map: dict[Name, Name]
+    metadata: NotRequired[dict[Name, Any]]
 
 
 @dataclass(frozen=True)
@@ -88,10 +96,9 @@ def open_model(folder: Path, name: str, files: Files) -> Model:
         tensors, metadata = _open_file(folder / name, files)
         return Model(tensors, (name,), False, metadata)
     place = folder / name
-    index = strict_json(read_small(place, files), place, files.account)
-    weights = index.get("weight_map") if isinstance(index, Mapping) else None
-    if not isinstance(weights, Mapping) or not all(isinstance(file, str) for file in weights.values()):
-        raise FormatError("An index of shards has no map from names to files.", place=place)
+    document = strict_json(read_small(place, files), place, files.account)
+    index = typed(document, Index, place, "An index of shards has no map from names to files")
+    weights = index["weight_map"]
     names = tuple(sorted(set(weights.values())))
     foreign = Faults(
         ("isn't a file of the folder", file) for file in names if not inside(file) or "/" in file

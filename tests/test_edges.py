@@ -1,0 +1,115 @@
+"""What stands at the edge in another form than it should: an error of ours that says where, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from formats import plain_state, save
+from statekit.cli.main import FAILED, main
+from statekit.conversion.registry import detect_container
+from statekit.converters.containers.huggingface.safetensors import CONTAINER as SAFETENSORS
+from statekit.errors import FormatError, StatekitError
+
+
+def sharded(folder: Path, **index: Any) -> Path:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    save_file({"w": np.zeros(2, np.float32)}, folder / "a.safetensors")
+    document = {"weight_map": {"w": "a.safetensors"}, **index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(document))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        {"metadata": 5},
+        {"metadata": [["a", "b"]]},
+        {"weight_map": 5},
+        {"weight_map": {"w": 5}},
+        {"weight_map": {"w": "\ud800.safetensors"}},
+        {"weight_map": {"\ud800": "a.safetensors"}},
+    ],
+)
+def test_an_index_of_shards_of_another_form_is_refused(tmp_path: Path, index: dict[str, Any]) -> None:
+    with pytest.raises(FormatError) as refusal:
+        SAFETENSORS.open(sharded(tmp_path / "model", **index))
+    assert "model.safetensors.index.json" in str(refusal.value.place)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\0b"])
+def test_a_name_that_no_file_can_have_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(StatekitError):
+        detect_container(tmp_path / name)
+
+
+@pytest.mark.parametrize("document", ["config.json", "metadata.json"])
+def test_a_document_of_keras_that_is_no_object_is_refused(tmp_path: Path, document: str) -> None:
+    import h5py
+
+    from statekit.converters.containers.keras_zip import CONTAINER as KERAS
+
+    with h5py.File(tmp_path / "w.h5", "w") as file:
+        file.create_group("vars")
+    with zipfile.ZipFile(tmp_path / "m.keras", "w") as archive:
+        for name in ("config.json", "metadata.json"):
+            archive.writestr(name, "[5]" if name == document else "{}")
+        archive.write(tmp_path / "w.h5", "model.weights.h5")
+    with pytest.raises(FormatError, match=document):
+        KERAS.open(tmp_path / "m.keras")
+
+
+def test_a_folder_that_cannot_be_listed_is_said_to_be_forbidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = save(plain_state(), tmp_path / "run.statekit")
+    real_open = os.open
+
+    def forbidden(path: Any, *rest: Any, **options: Any) -> int:
+        if str(path).startswith(str(target)):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real_open(path, *rest, **options)
+
+    monkeypatch.setattr(os, "open", forbidden)
+    assert main(["inspect", str(target)]) == FAILED
+    said = capsys.readouterr().err
+    assert "ermission denied" in said
+    assert str(target) in said
+
+
+def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", "-c", script], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_closed_stdout_is_no_traceback(tmp_path: Path) -> None:
+    ended = run(f"{sys.executable} -m statekit formats >&-", tmp_path)
+    assert "Traceback" not in ended.stderr
+    assert "itself has failed" not in ended.stderr
+
+
+def test_a_working_directory_that_is_gone_is_no_traceback(tmp_path: Path) -> None:
+    target = save(plain_state(), tmp_path / "run.statekit")
+    (tmp_path / "gone").mkdir()
+    ended = run(f"rmdir ../gone; {sys.executable} -m statekit inspect {target}", tmp_path / "gone")
+    assert "Traceback" not in ended.stderr
+    assert ended.returncode == 0, ended.stderr
+    relative = run(f"rmdir ../gone2; {sys.executable} -m statekit inspect run", _made(tmp_path / "gone2"))
+    assert "itself has failed" not in relative.stderr
+    assert relative.returncode == FAILED
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
