@@ -270,3 +270,9 @@ def writable() -> dict[str, Row]:
         if registry.container_card(row.sample.container).target_kind and row.sample.writes != "nothing":
             rows.setdefault(row.sample.container, row)
     return rows
+
+
+def target_name(container: str) -> str:
+    """Returns a name for a target of a container: a file's with its suffix, which is how it is told."""
+    card = registry.container_card(container)
+    return f"target{next(iter(card.suffixes), '') if card.target_kind == 'file' else ''}"

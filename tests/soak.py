@@ -28,7 +28,7 @@ from typing import Any
 
 from fault_sweep import injected
 from reliability_table import Row, note
-from samples import ROWS, writable
+from samples import ROWS, target_name, writable
 from samples import Row as SampleRow
 
 from statekit.conversion import registry
@@ -150,7 +150,7 @@ def case(number: int, sources: dict[str, Path], folder: Path) -> dict[str, Any]:
     parent.mkdir(parents=True)
     if accident == "damaged source":
         source = damaged(source, folder, chance)
-    target = parent / f"target{next(iter(registry.container_card(to).suffixes), '')}"
+    target = parent / target_name(to)
     signalled = getattr(signal, accident, 0)
 
     def work() -> int:

@@ -14,7 +14,7 @@ import pytest
 from power.cuts import cut_all
 from power.disk import Call, Contents, read_journal
 from reliability_table import Row, note
-from samples import writable
+from samples import target_name, writable
 
 from statekit.conversion import registry
 from statekit.conversion.open_state import open_state
@@ -85,7 +85,7 @@ def is_folder(name: str) -> bool:
 
 def proven(name: str, last: Contents, folder: Path) -> int:
     """Puts what a disk held into a folder, opens it, and compares every file and tensor with the manifest in it."""
-    target = folder / f"target{next(iter(registry.container_card(name).suffixes), '')}"
+    target = folder / target_name(name)
     folder.mkdir()
     for relative, data in last.items():
         path = target / relative if relative else target

@@ -16,9 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from samples import writable
+from samples import target_name, writable
 
-from statekit.conversion import registry
 from statekit.conversion.convert import convert, plan
 from statekit.files.stage import Stage
 
@@ -41,9 +40,8 @@ def elsewhere(folder: Path) -> dict[str, list[str]]:
         source, parent = folder / name / "source", folder / name / "parent"
         source.mkdir(parents=True)
         parent.mkdir()
-        suffix = next(iter(registry.container_card(name).suffixes), "")
         planned = plan(
-            row.found(source).path, parent / f"target{suffix}", to=name, layout=row.layout, hints=row.hints
+            row.found(source).path, parent / target_name(name), to=name, layout=row.layout, hints=row.hints
         )
         places.clear()
         convert(planned)

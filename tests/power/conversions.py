@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from samples import writable
+from samples import target_name, writable
 
 from statekit.conversion import registry
 from statekit.conversion.convert import convert, plan
@@ -31,7 +31,7 @@ def main(folder: Path, sources: Path, options: set[str]) -> None:
             continue
         (folder / name).mkdir()
         (sources / name).mkdir()
-        target = folder / name / f"target{next(iter(card.suffixes), '')}"
+        target = folder / name / target_name(name)
         if "empty" in options or ("replace" in options and card.target_kind == "folder"):
             target.mkdir()
         if "replace" in options:

@@ -8,8 +8,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from samples import target_name
+
 from power.disk import Call, Contents, Disk, contents
-from statekit.conversion import registry
 from statekit.files.temporary import OWNER_FILE
 
 TEMPORARY = ".statekit-tmp-"
@@ -49,7 +50,7 @@ def cut_all(journal: list[Call]) -> dict[str, Cuts]:
 
 
 def _cut(disk: Disk, calls: list[Call], name: str) -> Cuts:
-    target = f"{name}/target{next(iter(registry.container_card(name).suffixes), '')}"
+    target = f"{name}/{target_name(name)}"
     old, new = _seen(disk, target), _seen(_after(disk, calls), target)
     assert new is not None and calls, f"{name} isn't written in the recording file system"
     chance, faults, disks = random.Random(name), list[str](), 0
