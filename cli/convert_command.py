@@ -23,9 +23,8 @@ from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import Report, convert, plan
 from statekit.conversion.plan import Plan
 from statekit.conversion.resume import next_update, of_plan, resume_lines, unsaid
-from statekit.converters.formats.hparams import read_hparams
 from statekit.files.stage import Progress
-from statekit.maps.model_map import maps_of
+from statekit.maps.links import StateMap
 from statekit.state.train_state import StepOffset
 
 OFFSETS: dict[str, StepOffset] = {"keep": "keep", "reset": "reset"}
@@ -49,6 +48,15 @@ def _renaming(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]
             raise click.BadParameter(f"{one!r} isn't PATTERN=REPLACEMENT.")
         pairs[pattern] = replacement
     return pairs
+
+
+def _maps(name: str | None, config: tuple[str, ...], rename: dict[str, str]) -> tuple[StateMap, ...]:
+    if not (name or config or rename):
+        return ()
+    from statekit.converters.formats.hparams import read_hparams
+    from statekit.maps.model_map import maps_of
+
+    return maps_of(name, read_hparams(config).values, rename)
 
 
 @click.command("convert")
@@ -154,7 +162,7 @@ def command(
         step_offset=step_offset,
         require=Exactness[require.upper()],
         like=like,
-        maps=maps_of(map_name, read_hparams(config).values, rename),
+        maps=_maps(map_name, config, rename),
     )
     report = None if dry_run else _carry_out(planned, replace, replace_foreign)
     if as_json:

@@ -118,7 +118,7 @@ def prepare(request: Request) -> Plan:
         if not (isinstance(layout, KeepsEncoding) and layout.keeps_encoding):
             check_known(state, opened.makers)
             state = state.each(decoded)
-        state, mapped = carried_through(state, request.maps)
+        state, mapped = carried_through(state, request.maps) if request.maps else (state, ())
         rule_change = rule_change_to(registry.layout_card(layout.name), state, opened.layout)
         if rule_change is not None:
             rule_change.check(request.require, lambda: _nearest(opened, request))

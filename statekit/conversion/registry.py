@@ -279,7 +279,9 @@ def decoded(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> TrainState:
             remedy="leave out --layout: the names say which it is",
         ) from error
     state = with_kept(state, checkpoint.manifest, checkpoint.path)
-    return with_own_rate(state) if hints.schedule is None else told_schedule(state, hints.schedule)
+    if hints.schedule is not None:
+        return told_schedule(state, hints.schedule)
+    return with_own_rate(state) if hints.hyperparameters else state
 
 
 def _check_variant(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> None:

@@ -20,14 +20,7 @@ from statekit.conversion.contracts import Constructing
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import Plan
 from statekit.conversion.rate_code import MATH
-from statekit.conversion.resume_parts import (
-    makes_its_own,
-    model_keys,
-    optimizer_keys,
-    schedule_call,
-    schedule_keys,
-)
-from statekit.conversion.resume_rates import RatesOf
+from statekit.conversion.resume_rates import RatesOf, keys_of, makes_its_own, schedule_call, schedule_keys
 from statekit.errors import StateError
 from statekit.files.manifest import FILE
 from statekit.optim.adafactor_forms import Hyperparameters
@@ -41,6 +34,8 @@ _RATE, _DEFAULT = "learning_rate", "default"
 _UNKNOWN = "..."
 _NEVER_IN_T5X = ("multiply_by_parameter_scale", "decay_rate", "clipping_threshold", "epsilon1")
 _ANYWHERE = Path("/path/to")
+_STATE = ("/state/", "/state.")
+"""What stands between an optimizer's place and a parameter's, in its forms by index or name, and flat."""
 State = Mapping[str, Any]
 """A state without its tensors, as `TrainState.to_json` gives it."""
 
@@ -232,8 +227,8 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "manifest": _quoted(_manifest(place).absolute()),
         "by_name": "\n".join(_data()["by_name"]) if converted else None,
         "said": "".join(f", {one}" for one in arguments if _UNKNOWN not in one),
-        "model_keys": model_keys(place.tensors, paths) or '["model"]',
-        "optimizer_keys": optimizer_keys(place.tensors) or '["optimizer"]',
+        "model_keys": _model_keys(place.tensors, paths) or '["model"]',
+        "optimizer_keys": _optimizer_keys(place.tensors) or '["optimizer"]',
         "scheduler": call,
         "math": "import math" if call and MATH in call else None,
         "new_schedule": None if call else torch or rates_of.comment(),
@@ -555,3 +550,25 @@ def _decay(variant: str | None, updates: int, known: Mapping[str, Any]) -> float
     if variant != "t5x" or offset is None or rate is None or updates < offset:
         return None
     return next_decay(updates, offset, rate)
+
+
+def _model_keys(tensors: Iterable[str], paths: Sequence[str]) -> str | None:
+    """Returns the keys of a file's model, as `["model"]`; None where no tensor's name tells.
+
+    Args:
+        tensors: Names of the file's tensors.
+        paths: Some of its parameters.
+    """
+    ends = tuple("/" + path.replace("/", ".") for path in paths)
+    places = (name.removesuffix(end) for name in tensors for end in ends if name.endswith(end))
+    return next((keys_of(place) for place in places if "/state" not in place), None)
+
+
+def _optimizer_keys(tensors: Iterable[str]) -> str | None:
+    """Returns the keys of a file's optimizer, as `["optimizer"]`; None where no tensor's name tells.
+
+    Args:
+        tensors: Names of the file's tensors.
+    """
+    places = (name.partition(mark)[0] for name in tensors for mark in _STATE if mark in name)
+    return next((keys_of(place) for place in places), None)

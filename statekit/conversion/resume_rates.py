@@ -8,7 +8,7 @@ because nothing else is known.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,12 @@ from statekit.state.schedules.icefall import FUNCTIONS, SETTINGS
 
 _RATES = ("learning_rate", "lr")
 """What schemas call a learning rate."""
+
+
+_TORCH = "extra/torch/"
+"""Where the canonical names of what lay beside model and optimizer in a torch file begin."""
+_ELSEWHERE = ("Eden", "Eden2")
+"""Schedules that aren't torch's own."""
 
 
 @dataclass(frozen=True)
@@ -164,3 +170,47 @@ class RatesOf:
         if not bases or len(codes) < len(bases):
             return None
         return codes[0] if len({*codes}) == 1 else f"[{', '.join(codes)}]"
+
+
+def schedule_keys(schedules: Iterable[Schedule]) -> str | None:
+    """Returns the keys of the record of a run's schedule, as `["scheduler"]`; None where torch has none."""
+    schedule = _of_torch(schedules)
+    return None if schedule is None else keys_of(schedule.place.removeprefix(_TORCH))
+
+
+def schedule_call(schedules: Iterable[Schedule], arguments: Mapping[str, Sequence[str]]) -> str | None:
+    """Returns the call that makes a run's schedule, for an `optimizer`; None where torch has none.
+
+    Args:
+        schedules: What is known of the run's schedules.
+        arguments: Class -> arguments that its state holds too. `...` stands for those of other classes; a LambdaLR's
+            function is in no state, and called `lr_lambda`.
+    """
+    schedule = _of_torch(schedules)
+    if schedule is None:
+        return None
+    if schedule.kind is None:
+        return "..."
+    if schedule.kind == "LambdaLR":
+        said = "lr_lambda"
+    elif schedule.kind in arguments and set(arguments[schedule.kind]) <= schedule.parameters.keys():
+        said = ", ".join(f"{name}={schedule.parameters[name]!r}" for name in arguments[schedule.kind])
+    else:
+        said = "..."
+    return f"torch.optim.lr_scheduler.{schedule.kind}(optimizer, {said})"
+
+
+def makes_its_own(schedules: Iterable[Schedule]) -> bool:
+    """Tells whether a run's schedule may be one that Transformers' Trainer makes of its arguments."""
+    schedule = _of_torch(schedules)
+    return schedule is None or schedule.kind in (None, "LambdaLR")
+
+
+def _of_torch(schedules: Iterable[Schedule]) -> Schedule | None:
+    kept = [one for one in schedules if one.place.startswith(_TORCH) and one.kind not in _ELSEWHERE]
+    return kept[0] if len(kept) == 1 else None
+
+
+def keys_of(place: str) -> str:
+    """Returns keys joined by `/` as Python's subscripts: `["optimizer"][0]`."""
+    return "".join(f"[{key if key.isdecimal() else json.dumps(key)}]" for key in place.split("/"))

@@ -183,7 +183,8 @@ def _is_whole(checkpoint: Checkpoint, place: Path, manifest: Mapping[str, Any]) 
 
 def _faults(checkpoint: Checkpoint, proof: Proof, files: Files) -> list[tuple[str, str]]:
     """Returns what contradicts a checkpoint's proof, as far as opening looks."""
-    faults = [(fault.what, f"{fault.path}") for fault in file_faults(proof.files, proof.place, files)]
+    wrong = file_faults(proof.files, proof.place, files) if proof.files else []
+    faults = [(fault.what, f"{fault.path}") for fault in wrong]
     if not proof.is_whole:
         return faults
     faults += tensor_faults(proof.manifest, checkpoint.tensors)
