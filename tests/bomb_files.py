@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from statekit.converters.formats.crc32c import crc32c
+
 Make: TypeAlias = Callable[[Path], Path]
 
 
@@ -365,4 +367,119 @@ def _shards(folder: Path) -> Path:
 def _manifest(folder: Path) -> Path:
     (folder / "tensors-00001-of-00001.safetensors").write_bytes(b"")
     (folder / "statekit.json").write_bytes(b'{"format": "statekit-manifest", "a": ' + EMPTY + b"}")
+    return folder
+
+
+# TensorFlow's index: a table whose keys share what they begin with.
+
+
+def varint(value: int) -> bytes:
+    """A number as protocol buffers write it."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def index(folder: Path, block: bytes, listed: int = 1) -> Path:
+    """Writes an index of one block of entries, listed in the block of blocks so many times, and its data file."""
+    data = bytearray()
+
+    def put(body: bytes) -> bytes:
+        at = len(data)
+        masked = crc32c(body + b"\0")
+        masked = ((masked >> 15 | masked << 17) + 0xA282EAD8) & 0xFFFFFFFF
+        data.extend(body + b"\0" + struct.pack("<I", masked))
+        return varint(at) + varint(len(body))
+
+    handle, meta = put(block), put(struct.pack("<II", 0, 1))
+    entries = b"".join(b"\0" + varint(4) + varint(len(handle)) + b"%04d" % i + handle for i in range(listed))
+    footer = meta + put(entries + struct.pack("<II", 0, 1))
+    data += footer.ljust(40, b"\0") + struct.pack("<Q", 0xDB4775248B80FB57)
+    (folder / "model.ckpt.index").write_bytes(data)
+    (folder / "model.ckpt.data-00000-of-00001").write_bytes(b"\0")
+    return folder / "model.ckpt.index"
+
+
+def shared_keys(count: int, size: int) -> bytes:
+    """A block of entries of one byte each, whose keys have so many bytes and share all but the last four."""
+    entry = b"\x08\x04" + b"\x12\x04\x12\x02\x08\x01" + b"\x28\x01"
+    first = b"\0\0" + varint(2) + b"\x08\x01"
+    parts = [first, b"\0" + varint(size) + varint(len(entry)) + b"k" * (size - 4) + b"0000" + entry]
+    for i in range(1, count):
+        parts.append(
+            varint(size - 4) + b"\4" + varint(len(entry)) + struct.pack(">I", 0x30303030 + i) + entry
+        )
+    return b"".join(parts) + struct.pack("<II", 0, 1)
+
+
+@bomb("TensorFlow: 10 000 keys of 200 kB each in an index of 220 kB and more", quick=True)
+def _prefixes(folder: Path) -> Path:
+    return index(folder, shared_keys(10_000, 200_000))
+
+
+@bomb("TensorFlow: 200 000 keys of 4 kB each")
+def _names_of_4k(folder: Path) -> Path:
+    return index(folder, shared_keys(200_000, 4000))
+
+
+@bomb("TensorFlow: one block of 30 MB without an entry, listed 9000 times", quick=True)
+def _listed(folder: Path) -> Path:
+    return index(folder, bytes(30_000_000) + struct.pack("<I", 7_500_000), 9000)
+
+
+@bomb("TensorFlow: a sparse index of 1 GiB", quick=True)
+def _sparse(folder: Path) -> Path:
+    path = index(folder, shared_keys(2, 10))
+    data = path.read_bytes()
+    with path.open("r+b") as file:
+        file.seek(2**30)
+        file.write(data)
+    return path
+
+
+# msgpack: of Flax, T5X and old Orbax.
+
+
+def msgpack_array(code: int, count: int) -> bytes:
+    """The head of a long array (0xDD) or map (0xDF)."""
+    return bytes([code]) + struct.pack(">I", count)
+
+
+@bomb("msgpack: 24 M empty maps", quick=True)
+def _maps(folder: Path) -> Path:
+    path = folder / "checkpoint_1"
+    path.write_bytes(b"\x81\xa6params" + msgpack_array(0xDD, 24_000_000) + b"\x80" * 24_000_000)
+    return path
+
+
+@bomb("msgpack: 900 000 arrays")
+def _arrays(folder: Path) -> Path:
+    array = b"\x93\x91\x01\xa7float32\xc4\x04\0\0\0\0"
+    one = b"\xc7" + bytes([len(array)]) + b"\x01" + array
+    entries = b"".join(b"\xa7%07d" % i + one for i in range(900_000))
+    path = folder / "checkpoint_1"
+    path.write_bytes(b"\x81\xa6params" + msgpack_array(0xDF, 900_000) + entries)
+    return path
+
+
+@bomb("msgpack: 100 000 levels", quick=True)
+def _deep_msgpack(folder: Path) -> Path:
+    path = folder / "checkpoint_1"
+    path.write_bytes(b"\x81\xa6params" + b"\x91" * 100_000 + b"\xc0")
+    return path
+
+
+@bomb("msgpack: a text of 200 MB", quick=True)
+def _text_msgpack(folder: Path) -> Path:
+    path = folder / "checkpoint_1"
+    path.write_bytes(b"\x81\xa6params\xdb" + struct.pack(">I", 200_000_000) + b"a" * 200_000_000)
+    return path
+
+
+@bomb("msgpack: 40 M numbers in a T5X index", quick=True)
+def _t5x(folder: Path) -> Path:
+    head = b"\x82\xa7version\x03\xa9optimizer\x81\xa6target"
+    (folder / "checkpoint").write_bytes(head + msgpack_array(0xDD, 40_000_000) + b"\x01" * 40_000_000)
     return folder

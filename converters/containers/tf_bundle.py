@@ -39,7 +39,6 @@ from statekit.converters.formats.tensor_bundle.graph_proto import graph_bytes, p
 from statekit.converters.formats.tensor_bundle.table import (
     FOOTER_BYTES,
     MAGIC,
-    MAX_BYTES,
     masked,
     read_table,
 )
@@ -52,8 +51,6 @@ from statekit.files.stage import Stage
 from statekit.tensors.object_graph import GRAPH, Graph
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Shape, index_shape
 
-MAX_STRING_BYTES = 64 * 2**20
-"""The largest string tensor that is read, in bytes: an object graph is one."""
 _NUMBERED = re.compile(r"(.+)-(\d+)", re.DOTALL)
 _NEWEST = re.compile(rb'^model_checkpoint_path:\s*"((?:[^"\\]|\\.)*)"', re.MULTILINE)
 _STATE_BYTES = 2**20
@@ -102,7 +99,7 @@ class TFBundle:
             )
             meta: dict[str, Any] = {"prefix": prefix.name, "shards": shards.count, "steps": _steps(path)}
             if isinstance(tree.get(GRAPH), bytes):
-                meta[GRAPH] = parse_graph(tree[GRAPH], f"{GRAPH} in {prefix}").to_record()
+                meta[GRAPH] = parse_graph(tree[GRAPH], f"{GRAPH} in {prefix}", files.account).to_record()
         return Checkpoint(self.name, prefix, tree, meta, number, (), files.close, (place, *data))
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
@@ -121,6 +118,7 @@ class _Shards:
 
     def __init__(self, prefix: Path, count: int, files: Files) -> None:
         self.count, self._prefix, self._files = count, prefix, files
+        self.account = files.account
         self._found: dict[int, File] = {}
         self._checked: set[tuple[int, int]] = set()
 
@@ -236,7 +234,7 @@ def _is_table(prefix: Path) -> bool:
 
 def _index(prefix: Path, files: Files) -> dict[bytes, bytes]:
     path = prefix.with_name(f"{prefix.name}.index")
-    return read_table(read_small(path, files, MAX_BYTES), path)
+    return read_table(read_small(path, files), path, files.account)
 
 
 def _tree(index: Mapping[bytes, bytes], shards: _Shards, prefix: Path) -> dict[str, Any]:
@@ -256,6 +254,7 @@ def _tree(index: Mapping[bytes, bytes], shards: _Shards, prefix: Path) -> dict[s
             if part not in index:
                 faults.add("a slice has no entry", f"{name} {spec}")
                 continue
+            shards.account.step(1 + (len(part) + len(index[part])) // 4, "An index", place)
             slice_entry, shape = parse_entry(index[part], place), index_shape(bounds(extent, entry.shape))
             if slice_entry.shape != shape or slice_entry.code != entry.code:
                 faults.add(f"a slice has shape {slice_entry.shape}, expected {shape}", f"{name} {spec}")
@@ -291,10 +290,8 @@ def _name(key: bytes, place: str) -> str:
 def _value(entry: BundleEntry, name: str, shards: _Shards) -> Any:
     place = f"{shards.path(entry.shard)}"
     if entry.code == STRING:
-        data = record(
-            shards.file(entry.shard), entry.offset, entry.size, MAX_STRING_BYTES, f"The string tensor {name}"
-        )
-        return parse_strings(data, entry, f"{name} in {place}")
+        data = record(shards.file(entry.shard), entry.offset, entry.size, None, f"The string tensor {name}")
+        return parse_strings(data, entry, f"{name} in {place}", shards.account)
     if entry.dtype is None:
         raise FormatError("A tensor has a dtype that statekit doesn't carry.", place=name, found=entry.code)
     fetch = partial(shards.read, entry, name)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -44,7 +45,7 @@ class Storage:
     fetch: Callable[[int, int], Array] = field(repr=False, compare=False)
     swapped: bool = False
     checksum: str = ""
-    windows: dict[tuple[Any, ...], Stored] = field(default_factory=dict, repr=False, compare=False)
+    windows: dict[str, Stored] = field(default_factory=dict, repr=False, compare=False)
 
     def whole(self) -> Stored:
         """Returns all of it as a tensor of rank 1."""
@@ -164,7 +165,8 @@ def window(
             found=f"{size} elements",
             remedy="make it contiguous before saving",
         )
-    key = (offset, shape, stride, dtype, conjugate, negative)
+    # As text, which is hashed with a secret: tuples of numbers can be chosen to collide.
+    key = f"{offset} {shape} {stride} {dtype} {conjugate} {negative}"
     if key not in storage.windows:
         part = _Window(storage, dtype, offset, stride, conjugate, negative)
         storage.windows[key] = Stored(
@@ -197,7 +199,7 @@ def dense(
     """
     storage = Storage(name, place, dtype, size, fetch, checksum=checksum)
     order = shape if fortran else shape[::-1]
-    steps = [int(n) for n in np.cumprod([1, *(max(n, 1) for n in order[:-1])], dtype=object)][: len(shape)]
+    steps = [*itertools.accumulate((max(n, 1) for n in order[:-1]), operator.mul, initial=1)][: len(shape)]
     return window(storage, 0, shape, tuple(steps if fortran else steps[::-1]), dtype)
 
 

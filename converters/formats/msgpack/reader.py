@@ -13,18 +13,21 @@ from typing import Any
 
 import numpy as np
 
-from statekit.budget import Account
+from statekit.budget import NODE_BYTES, Account
 from statekit.converters.formats.storage import checked_shape, dense
 from statekit.errors import CorruptError, FormatError, RefusedError
-from statekit.files.source import Part, Source, byte_of, bytes_at, filled, require
+from statekit.files.source import Part, Source, byte_of, bytes_at, filled, hold, require
 from statekit.tensors.tensor import Array, DType, Shape, Stored, dtype_named, in_memory
-from statekit.tensors.tree import MAX_DEPTH, MAX_NAME_BYTES, MAX_NODES
+from statekit.tensors.tree import MAX_DEPTH, MAX_NAME_BYTES
 
 CHUNKED = "__msgpack_chunked_array__"
 """The key that marks an array cut into pieces because msgpack can't hold it at once."""
 
 _WINDOWS = (2**12, 2**18)
-_MAX_TEXT = 64 * 2**20
+_COUNTED = 1024
+"""Values that are read before the budget is asked again."""
+_ARRAY_NODES = 8
+"""Values of a tree that an array counts for, with the tensor that it becomes."""
 _MAX_ARRAY_HEADER = 4096
 
 _SCALARS = {
@@ -40,7 +43,7 @@ _SIZED = {
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Inline:
     """An array whose values lie in the file; `scalar` if it was one of NumPy's scalars."""
 
@@ -116,11 +119,14 @@ def parse(value: Source) -> Any:
 
     Raises:
         CorruptError: It ends too early or too late, or an array's bytes don't fit its shape.
-        RefusedError: It is too deep, or has too many nodes or too much text.
+        BudgetError: It has more values or text than the job may hold.
+        RefusedError: It is too deep.
         FormatError: It isn't what Flax writes.
     """
     cursor = _Cursor(value)
-    tree = _Parser(cursor).tree()
+    parser = _Parser(cursor)
+    tree = parser.tree()
+    parser.settle()
     if cursor.position != value.size:
         raise CorruptError(
             "Bytes follow the end of the data.",
@@ -143,7 +149,7 @@ _MISSING = object()
 
 class _Parser:
     def __init__(self, cursor: _Cursor) -> None:
-        self._cursor, self._nodes, self._text = cursor, 0, 0
+        self._cursor, self._nodes = cursor, 0
 
     def tree(self) -> Any:
         """Reads one object with everything in it, without recursion."""
@@ -165,7 +171,12 @@ class _Parser:
         if kind not in ("map", "array"):
             return value
         self._cursor.need(value * (2 if kind == "map" else 1))
-        self._budget(len(stack))
+        if len(stack) >= MAX_DEPTH:
+            raise RefusedError(
+                "A msgpack file is too deep to be a checkpoint.",
+                place=byte_of(self._cursor.value, self._cursor.position),
+                expected=f"at most {MAX_DEPTH} levels",
+            )
         if value == 0:
             return {} if kind == "map" else []
         stack.append(_Frame({} if kind == "map" else [], value))
@@ -200,20 +211,17 @@ class _Parser:
             _unchunked(node, self._cursor) if isinstance(node, dict) and node.get(CHUNKED) is True else node
         )
 
-    def _budget(self, depth: int) -> None:
-        if self._nodes > MAX_NODES or depth >= MAX_DEPTH or self._text > _MAX_TEXT:
-            raise RefusedError(
-                "A msgpack file is too complex to be a checkpoint.",
-                place=byte_of(self._cursor.value, self._cursor.position),
-                expected=f"at most {MAX_NODES} nodes, {MAX_DEPTH} levels, {_MAX_TEXT} bytes of text",
-                found=f"{self._nodes} nodes, level {depth}, {self._text} bytes of text",
-            )
+    def settle(self) -> None:
+        """Asks the budget for the values since last time."""
+        value, count = self._cursor.value, self._nodes
+        self._nodes = 0
+        value.account.nodes(count, "A msgpack file", byte_of(value, self._cursor.position))
 
     def token(self) -> tuple[str, Any]:
         """Reads one head: a scalar in full, an array skipped, or the length of a map or array."""
         self._nodes += 1
-        if not self._nodes % 1024:
-            self._budget(0)
+        if self._nodes >= _COUNTED:
+            self.settle()
         head = self._cursor.take(1)[0]
         if head < 0x80:
             return "int", head
@@ -245,9 +253,11 @@ class _Parser:
         return (kind, self._extension(size)) if kind == "ext" else (kind, size)
 
     def _bytes(self, size: int) -> bytes:
-        self._text += size
-        if self._text > _MAX_TEXT:
-            self._budget(0)
+        if size > _WINDOWS[0]:  # twice: as bytes, and as text of up to four bytes for each
+            self._cursor.need(size)
+            hold(self._cursor.value, self._cursor.position, 5 * size, "A text in a msgpack file")
+        else:
+            self._nodes += size // NODE_BYTES
         return self._cursor.take(size)
 
     def _string(self, size: int) -> str:
@@ -268,6 +278,7 @@ class _Parser:
             )
         if code == 2:
             return _complex(Part(cursor.value, start, size), cursor, size)
+        self._nodes += _ARRAY_NODES
         array = _array(Part(cursor.value, start, size))
         cursor.skip(size)
         return replace(array, scalar=code == 3)

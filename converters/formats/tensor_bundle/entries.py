@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from statekit.budget import Account
 from statekit.converters.formats.crc32c import crc32c
 from statekit.converters.formats.tensor_bundle.table import masked, to_varint, varint
 from statekit.errors import CorruptError, FormatError
@@ -219,16 +220,28 @@ def _ordered_signed(value: int) -> bytes:
     return bytes(byte ^ 0xFF for byte in raw) if value < 0 else bytes(raw)
 
 
-def parse_strings(data: bytes, entry: BundleEntry, place: str) -> bytes | list[bytes]:
+def parse_strings(
+    data: bytes, entry: BundleEntry, place: str, account: Account | None = None
+) -> bytes | list[bytes]:
     """Returns a string, or a flat list of them if the tensor has axes.
 
+    Args:
+        data: The bytes of the tensor.
+        entry: What the index says of it.
+        place: Where it lies.
+        account: What it draws on; one of its own if None.
+
     Raises:
+        BudgetError: Its strings are more than the job may hold.
         CorruptError: The bytes don't fit their checksum, or their lengths.
         FormatError: A length breaks the format.
     """
     count = math.prod(entry.shape)
     if count > len(data):
         raise FormatError("A string tensor has an absurd shape.", place=place, found=entry.shape)
+    taken = account or Account()
+    taken.nodes(count, "A string tensor", place)
+    taken.hold(len(data), "A string tensor", place)
     lengths, at = [], 0
     for _ in range(count):
         length, at = varint(data, at, place)

@@ -8,38 +8,50 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from statekit.budget import Account
 from statekit.converters.formats.tensor_bundle.entries import field_of, fields_of
 from statekit.errors import FormatError
 from statekit.tensors.object_graph import Graph, Node, Slot, Value
-from statekit.tensors.tree import MAX_NODES
+
+_NODES = 6
+"""Values of a tree that an object counts for, or what it holds by name."""
 
 
-def parse_graph(data: Any, place: object) -> Graph:
+def parse_graph(data: Any, place: object, account: Account | None = None) -> Graph:
     """Reads a graph.
+
+    Args:
+        data: Its bytes.
+        place: Where they lie.
+        account: What it draws on; one of its own if None.
 
     Raises:
         FormatError: It breaks the format, or speaks of nodes that there aren't.
+        BudgetError: It has more of them than the job may hold.
     """
-    nodes = [_node(body, place) for number, body in fields_of(data, place) if number == 1]
+    taken = account or Account()
+    nodes = [_node(body, place, taken) for number, body in fields_of(data, place) if number == 1]
     known = range(len(nodes))
     ends = (
         number
         for node in nodes
         for number in (*node.children.values(), *(n for s in node.slots for n in (s.variable, s.node)))
     )
-    if not nodes or len(nodes) > MAX_NODES or any(end not in known for end in ends):
+    if not nodes or any(end not in known for end in ends):
         raise FormatError(
             "An object graph speaks of objects that there aren't.", place=place, found=len(nodes)
         )
     return Graph(tuple(nodes))
 
 
-def _node(data: Any, place: object) -> Node:
+def _node(data: Any, place: object, account: Account) -> Node:
+    account.nodes(_NODES, "An object graph", f"{place}")
     children: dict[str, int] = {}
     values, slots = [], []
     for number, body in fields_of(data, place):
         if number not in (1, 2, 3):
             continue
+        account.nodes(_NODES, "An object graph", f"{place}")
         parts = dict(fields_of(body, place))
         if number == 1:
             children[_text(parts.get(2), place)] = _whole(parts.get(1), place)

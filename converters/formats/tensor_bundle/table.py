@@ -12,14 +12,17 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
+from statekit.budget import NODE_BYTES, Account
 from statekit.converters.formats.crc32c import crc32c
 from statekit.errors import CorruptError, FormatError, RefusedError
 from statekit.files.source import Held, short
 
 MAGIC = 0xDB4775248B80FB57
 FOOTER_BYTES = 48
-MAX_BYTES = 2**30
-"""The largest index that is read, in bytes."""
+_NAMES, _NODES = 3, 6
+"""What an entry counts for: how often its key is held, as bytes, as a name and in what follows; values of a tree."""
+_CHECKED = 64
+"""Bytes of a block whose checksum takes a step."""
 _TRAILER = 5
 _MASK_DELTA = 0xA282EAD8
 _RESTART_INTERVAL = 16
@@ -31,10 +34,18 @@ def masked(crc: int) -> int:
     return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
 
 
-def read_table(data: bytes, place: object) -> dict[bytes, bytes]:
+def read_table(data: bytes, place: object, account: Account | None = None) -> dict[bytes, bytes]:
     """Returns what a table holds, its checksums enforced.
 
+    A key of a few bytes may stand for one of any length, most of which it shares with the one before.
+
+    Args:
+        data: The file.
+        place: Its path.
+        account: What it draws on; one of its own if None.
+
     Raises:
+        BudgetError: Its keys and values are more than the job may hold, or its blocks are listed again and again.
         CorruptError: It is truncated, or a checksum doesn't fit.
         FormatError: It isn't a table, or breaks the format.
         RefusedError: Its blocks are compressed, which TensorFlow doesn't do.
@@ -49,11 +60,16 @@ def read_table(data: bytes, place: object) -> dict[bytes, bytes]:
     index, _ = _handle(footer, at, place)
     entries: dict[bytes, bytes] = {}
     last = b""
+    taken = account or Account()
     for _, where in _entries(_block(data, *index, place), place):
         handle, _ = _handle(where, 0, place)
+        where_it_is = f"byte {handle[0]} of {place}"
+        taken.step(1 + handle[1] // _CHECKED, "An index", where_it_is)
         for key, value in _entries(_block(data, *handle, place), place):
             if entries and key <= last:
                 raise FormatError("The keys of an index aren't in order.", place=place, found=key)
+            count = _NAMES * len(key) + len(value) + _NODES * NODE_BYTES
+            taken.hold(count, "What an index holds", where_it_is)
             entries[key], last = value, key
     return entries
 
