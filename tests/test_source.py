@@ -265,6 +265,7 @@ ALLOWED: dict[str, tuple[str, set[str]]] = {
     "converters/formats/zarr/stores.py": ("tensorstore reads databases, and takes a path only", {"ts.KvStore.open"}),
     "converters/containers/orbax/writer.py": ("tensorstore makes the target's database", {"ts.KvStore.open"}),
     "converters/containers/keras_zip.py": ("members of an archive, which reads the source", {"archive.open"}),
+    "statekit/files/checksums.py": ("members of an archive, which reads the source", {"archive.open"}),
     "converters/containers/keras_h5.py": ("syncs the target, which h5py wrote", {"stage.path.open"}),
     "statekit/testing/containers.py": (
         "compares and damages files, as anybody would",

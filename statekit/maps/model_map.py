@@ -303,9 +303,13 @@ def _inverse(one: Mapping[str, Any]) -> dict[str, Any]:
 
 def map_names() -> tuple[str, ...]:
     """Returns the names of the maps there are, in both directions."""
-    files = resources.files("statekit.converters").joinpath("models").iterdir()
-    sides = sorted(tuple(file.name[:-5].split(".")) for file in files if file.name.endswith(".json"))
+    sides = sorted(tuple(file[:-5].split(".")) for file in _files())
     return tuple(name for a, b in sides for name in (f"{a}:{b}", f"{b}:{a}"))
+
+
+def _files() -> set[str]:
+    folder = resources.files("statekit.converters").joinpath("models")
+    return {file.name for file in folder.iterdir() if file.name.endswith(".json")}
 
 
 def load(name: str, config: Mapping[str, Any] | None = None) -> ModelMap:
@@ -320,11 +324,10 @@ def load(name: str, config: Mapping[str, Any] | None = None) -> ModelMap:
     """
     check_name("map", name, map_names(), "--map")
     a, b = name.split(":")
-    folder = resources.files("statekit.converters").joinpath("models")
-    forward = folder.joinpath(f"{a}.{b}.json")
-    turned = not forward.is_file()
-    file = folder.joinpath(f"{b}.{a}.json") if turned else forward
-    return _read(name, json.loads(file.read_text(encoding="utf-8")), turned, config or {})
+    turned = f"{a}.{b}.json" not in _files()
+    file = f"{b}.{a}.json" if turned else f"{a}.{b}.json"
+    text = resources.files("statekit.converters").joinpath("models", file).read_text(encoding="utf-8")
+    return _read(name, json.loads(text), turned, config or {})
 
 
 def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str, Any]) -> ModelMap:
