@@ -8,6 +8,7 @@ from typing import Any
 from fuzz import documents, pickles
 from fuzz.binaries import dcp_tree
 from fuzz.changing import at, put
+from fuzz.readers import READERS
 from statekit.tensors.tree import Record
 
 
@@ -26,7 +27,17 @@ def _dcp(**fields: Any) -> bytes:
     return pickles.pickled(put(tree, path, {**at(tree, path), **fields}))
 
 
+def _endless_heap() -> bytes:
+    """Returns an HDF5 file in whose global heap the object that is free space has no size."""
+    sample = READERS["hdf5"].samples()[0]
+    at = sample.index(b"GCOL") + 16
+    while int.from_bytes(sample[at : at + 2], "little"):
+        at += 16 + -(-int.from_bytes(sample[at + 8 : at + 16], "little") // 8) * 8
+    return bytes(sample[: at + 8] + bytes(8) + sample[at + 16 :])
+
+
 BYTES: dict[str, list[bytes]] = {
+    "hdf5": [_endless_heap()],
     "array specs": [
         _spec(dtype=["<f4"]),
         _spec(dtype={}),

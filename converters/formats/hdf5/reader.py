@@ -24,6 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from statekit.converters.formats.hdf5.heaps import Watched
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
 from statekit.files.checkpoint import ATTRIBUTES
 from statekit.files.checksums import OF_FILTERS
@@ -143,14 +144,16 @@ def open_hdf5(source: IO[bytes] | io.RawIOBase, place: str) -> Opened:
     """
     import h5py
 
+    watched = Watched(source)
     with parsing(place):
-        file = h5py.File(source, "r")
+        file = h5py.File(watched, "r")
     try:
         with parsing(place), _names(file, source) as names:
             tree = _Reader(file, place, names).group(file["/"], "", 0)[1]
     except BaseException:
         file.close()
         raise
+    watched.watching = False
     return Opened(tree, file)
 
 
