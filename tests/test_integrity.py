@@ -118,6 +118,29 @@ def test_damage_is_accepted_when_asked_for_and_stands_in_the_lineage(to: str, tm
     assert damage[1].startswith("has other values") and damage[1].endswith(name.rpartition("/")[2])
 
 
+@pytest.mark.parametrize("large", [False, True], ids=["small file", "large file"])
+@pytest.mark.parametrize("to", FILES)
+def test_a_flipped_bit_anywhere_in_a_file_with_its_manifest_inside_stops_a_conversion(
+    to: str, large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In headers, padding and bytes that no reader looks at, too."""
+    target = written(to, tmp_path / "written")
+    if large:
+        monkeypatch.setattr(integrity, "SMALL_BYTES", 0)
+    data, unnoticed = target.read_bytes(), []
+    for bit in bits(target, 40):
+        flip(target, bit)
+        try:
+            convert(plan(target, tmp_path / "again.statekit"))
+            unnoticed.append(bit)
+            shutil.rmtree(tmp_path / "again.statekit")
+        except StatekitError:
+            pass
+        target.write_bytes(data)
+    assert not unnoticed
+    convert(plan(target, tmp_path / "again.statekit"))
+
+
 @pytest.mark.parametrize("to", FILES)
 def test_values_that_changed_in_a_file_with_its_manifest_inside(to: str, tmp_path: Path) -> None:
     target = written(to, tmp_path / "written")

@@ -19,10 +19,9 @@ from typing import Any, Literal
 from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.formats.hdf5.reader import open_hdf5
-from statekit.converters.formats.hdf5.writer import MANIFEST, write_hdf5
+from statekit.converters.formats.hdf5.writer import MANIFEST, manifest_bytes, write_hdf5
 from statekit.errors import NotFoundError, StatekitError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint, Finding, Proof
-from statekit.files.durable import sync, writing
 from statekit.files.integrity import proof_inside
 from statekit.files.source import Files, as_file, first_bytes, opening
 from statekit.files.stage import Stage
@@ -75,9 +74,8 @@ class KerasH5:
         Raises:
             FormatError: The format can't hold something; lists every such place.
         """
-        write_hdf5(encoded.tree, str(stage.path), stage)
-        with writing(stage.target), stage.path.open("rb") as written:
-            sync(written.fileno())
+        manifest = write_hdf5(encoded.tree, str(stage.path), stage)
+        stage.complete(manifest, manifest_bytes)
 
 
 def refuse_step(path: Path, step: int | None) -> None:

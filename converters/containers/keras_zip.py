@@ -24,8 +24,8 @@ from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.keras_h5 import CONFIG, METADATA, document, documents, refuse_step
 from statekit.converters.formats.hdf5.reader import open_hdf5
-from statekit.converters.formats.hdf5.writer import write_hdf5
-from statekit.converters.formats.zip_archive import Archive
+from statekit.converters.formats.hdf5.writer import manifest_bytes, write_hdf5
+from statekit.converters.formats.zip_archive import Archive, checked_member
 from statekit.errors import FormatError, InexactError, StatekitError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint, Finding
 from statekit.files.checksums import ZIP
@@ -119,7 +119,7 @@ class KerasZip:
         documents_written = {METADATA: attributes.get(METADATA, {}), CONFIG: attributes[CONFIG]}
         rest = {name: value for name, value in attributes.items() if name not in documents_written}
         with tempfile.TemporaryFile(dir=stage.path.parent) as weights, stage.file() as output:
-            write_hdf5({**tree, ATTRIBUTES: rest}, weights, stage)
+            manifest = write_hdf5({**tree, ATTRIBUTES: rest}, weights, stage, apart=3)
             size = weights.seek(0, os.SEEK_END)
             weights.seek(0)
             with zipfile.ZipFile(output, "w") as archive:
@@ -129,6 +129,7 @@ class KerasZip:
                 info.file_size = size
                 with archive.open(info, "w") as member:
                     shutil.copyfileobj(weights, member, BLOCK_BYTES)
+        stage.complete(manifest, manifest_bytes, checked_member)
 
 
 def _weights(archive: Archive) -> Source:

@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 from statekit.errors import CommitError, CorruptError, FormatError, RefusedError
 from statekit.files.source import Source, bytes_at, hold, record, short
+from statekit.files.whole_file import Checked
 from statekit.tensors.tensor import BLOCK_BYTES, Array
 
 LOCAL = struct.Struct("<IHHHHHIIIHH")
@@ -174,6 +175,25 @@ class Archive:
                 found=f"{crc:08x}",
                 remedy="the file is damaged: fetch it again",
             )
+
+
+def checked_member(source: Source, at: int) -> Checked | None:
+    """Returns the stored member that a byte of an archive lies in, and where its CRC-32 stands.
+
+    That is in the directory, and in the member's header or, where that leaves it out, behind its data.
+    """
+    start, size, count = _end(source)
+    raw, entry_at = bytes_at(source, start, size), 0
+    for _ in range(count):
+        entry, end = _entry(source, raw, entry_at, True)
+        head = bytes_at(source, entry.header, LOCAL.size)
+        _, _, flags, *_, name_size, extra_size = LOCAL.unpack(head)
+        begin = entry.header + LOCAL.size + name_size + extra_size
+        if begin <= at < begin + entry.size and entry.packed is None:
+            local = begin + entry.size + 4 if flags & _DESCRIPTOR else entry.header + 14
+            return Checked(begin, entry.size, (local, start + entry_at + 16))
+        entry_at = end
+    return None
 
 
 def directory_bytes(source: Source) -> bytes:

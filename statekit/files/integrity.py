@@ -23,6 +23,7 @@ from statekit.files.file_changes import SMALL_BYTES, file_faults
 from statekit.files.manifest import (
     CHECKPOINT,
     FILE,
+    REST,
     SEALED,
     beside,
     check_inside,
@@ -33,7 +34,8 @@ from statekit.files.manifest import (
     tensor_faults,
     unnamed_files,
 )
-from statekit.files.source import Files, read_small
+from statekit.files.source import File, Files, read_small
+from statekit.files.whole_file import whole_file_fault
 from statekit.tensors.tensor import Tensor
 
 _REMEDY = (
@@ -188,6 +190,8 @@ def _faults(checkpoint: Checkpoint, proof: Proof, files: Files) -> list[tuple[st
     if not proof.is_whole:
         return faults
     faults += tensor_faults(proof.manifest, checkpoint.tensors)
+    if proof.is_inside and (file := files.source(proof.place)).size <= SMALL_BYTES:
+        faults += _rest_faults(proof, file)
     stated = proof.manifest["target"].get("step")
     if checkpoint.is_numbered and None not in (checkpoint.step, stated) and checkpoint.step != stated:
         faults.append((f"is of step {checkpoint.step}, in the manifest {stated}", f"{checkpoint.path}"))
@@ -220,6 +224,13 @@ def means_of(checkpoint: Checkpoint) -> Means:
     tensors = Counter(of_tensor(tensor) for tensor in checkpoint.tensors.values())
     is_sealed = proof is not None and SEALED in proof.manifest
     return Means(None if proof is None else proof.place, is_sealed, dict(sorted(tensors.items())))
+
+
+def _rest_faults(proof: Proof, file: File) -> list[tuple[str, str]]:
+    """Reads a file and compares it with what the manifest inside says of all its bytes, if it does."""
+    rest = proof.manifest.get(REST)
+    what = whole_file_fault(file, rest) if rest is not None else ""
+    return [(what, f"{file.path}")] if what else []
 
 
 def check_undamaged(checkpoint: Checkpoint) -> None:
@@ -266,6 +277,10 @@ def prove_files(
     proof, done = checkpoint.proof, 0
     if proof is None:
         return Faults()
+    if proof.is_inside:
+        with Files(budget, checkpoint.path) as files:
+            file = files.source(proof.place)
+            return Faults(_rest_faults(proof, file) if file.size > SMALL_BYTES else ())
     known = {finding.place for finding in checkpoint.findings if finding.damage}
     large = [
         path for path, entry in proof.files.items() if entry["bytes"] > SMALL_BYTES and f"{path}" not in known

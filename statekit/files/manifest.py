@@ -27,6 +27,8 @@ CHECKPOINT = "checkpoint"
 """Field: which checkpoint it is about, its folder or the file that stands for it, relative to the manifest's folder."""
 SEALED = "sealed"
 """Field: the files that somebody else wrote, where the manifest was made later, of a checkpoint as it was."""
+REST = "rest"
+"""Field of a manifest inside a file: the digest of all other bytes of the file (statekit/files/whole_file.py)."""
 FORMAT = "statekit-manifest"
 VERSION = 1
 
@@ -54,6 +56,14 @@ class TensorEntry(TypedDict):
     blake3: str
 
 
+class Rest(TypedDict):
+    """All bytes of a file but those of the manifest in it; numbers are text, as wide as the widest."""
+
+    bytes: str
+    blake3: str
+    apart: list[str]
+
+
 class Document(TypedDict):
     """The fields of a manifest that are read; what `state` and `kept` hold is checked where that is read."""
 
@@ -66,6 +76,8 @@ class Document(TypedDict):
     headers: NotRequired[dict[str, str]]
     kept: NotRequired[dict[str, Any]]
     checkpoint: NotRequired[Name]
+    sealed: NotRequired[list[str]]
+    rest: NotRequired[Rest]
 
 
 def sealed(fields: Mapping[str, Any]) -> dict[str, Any]:

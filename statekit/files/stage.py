@@ -35,6 +35,7 @@ from statekit.files.integrity import top_of
 from statekit.files.manifest import (
     CHECKPOINT,
     FILE,
+    REST,
     SEALED,
     file_entry,
     files_below,
@@ -48,6 +49,7 @@ from statekit.files.manifest import (
 )
 from statekit.files.source import read_small
 from statekit.files.temporary import make_temporary, remove_temporary, sweep
+from statekit.files.whole_file import FindChecked, complete, nothing_checked, unknown_rest
 from statekit.tensors.digest import tensor_bytes, tensor_digest
 from statekit.tensors.tensor import Tensor
 
@@ -162,9 +164,24 @@ class Stage:
         """Adds a field of the container's own, plain JSON, to the manifest."""
         self._kept[key] = value
 
-    def manifest(self) -> dict[str, Any]:
-        """Returns the manifest of what was streamed so far, for containers that keep it inside their file."""
-        return sealed(self._manifest_fields({}))
+    def manifest(self, apart: int = 0) -> dict[str, Any]:
+        """Returns the manifest of what was streamed so far, for containers that keep it inside their file.
+
+        Args:
+            apart: Where `complete` will be called: how many runs of bytes the file's digest leaves out, the manifest
+                itself and each checksum that depends on it; 0 if it won't.
+        """
+        return sealed({**self._manifest_fields({}), **({REST: unknown_rest(apart)} if apart else {})})
+
+    def complete(
+        self,
+        manifest: Mapping[str, Any],
+        encode: Callable[[Mapping[str, Any]], bytes],
+        checked: FindChecked = nothing_checked,
+    ) -> None:
+        """Fills the digest of the whole file into the manifest in it, which `manifest` made; as `whole_file` has it."""
+        with writing(self.target):
+            complete(self.path, manifest, encode, checked)
 
     def commit(self, reopen: Callable[[Path], Checkpoint]) -> Entries:
         """Proves what was written, gives it the target's name, and syncs.

@@ -22,13 +22,17 @@ MANIFEST = "statekit"
 _KINDS = "biuf"
 
 
-def write_hdf5(tree: Tree, target: Any, stage: Stage) -> None:
-    """Writes a tree, and the manifest of what was streamed.
+def write_hdf5(tree: Tree, target: Any, stage: Stage, apart: int = 1) -> dict[str, Any]:
+    """Writes a tree, and the manifest of what was streamed, which `Stage.complete` has to complete.
 
     Args:
         tree: Dicts, tensors at the leaves, plain attributes under `@`.
         target: A path where nothing is, or an empty file opened for reading and writing.
         stage: What digests the tensors.
+        apart: As `Stage.manifest` has it.
+
+    Returns:
+        The manifest.
 
     Raises:
         FormatError: The format can't hold something in it; lists every such place.
@@ -39,7 +43,14 @@ def write_hdf5(tree: Tree, target: Any, stage: Stage) -> None:
     faults.check(FormatError, "An HDF5 file can't hold these")
     with h5py.File(target, "x" if isinstance(target, str) else "w") as file:
         _write(file["/"], tree, (), stage)
-        file.attrs[MANIFEST] = json.dumps(stage.manifest(), sort_keys=True)
+        manifest = stage.manifest(apart)
+        file.attrs[MANIFEST] = manifest_bytes(manifest).decode("ascii")
+    return manifest
+
+
+def manifest_bytes(manifest: Mapping[str, Any]) -> bytes:
+    """Returns a manifest as it stands in a file."""
+    return json.dumps(manifest, sort_keys=True).encode("ascii")
 
 
 def _write(group: Any, tree: Mapping[str, Any], path: tuple[str, ...], stage: Stage) -> None:

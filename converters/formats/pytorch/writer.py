@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from statekit.converters.formats.pytorch.reader import STORAGE_DTYPES
-from statekit.converters.formats.zip_archive import ZipForm, ZipWriter
+from statekit.converters.formats.zip_archive import ZipForm, ZipWriter, checked_member
 from statekit.errors import Faults, UsageError
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import DType, Shape, Stored, Tensor, nbytes
@@ -219,12 +219,20 @@ def write_torch(tree: Tree, stage: Stage) -> None:
     if isinstance(tree, dict) and MANIFEST_KEY in tree:
         raise UsageError("The name of the manifest is taken.", place=MANIFEST_KEY, remedy="rename this key")
 
+    manifest: dict[str, Any] = {}
+
     def finished() -> Tree:
-        manifest = json.dumps(stage.manifest(), sort_keys=True)
-        return {**tree, MANIFEST_KEY: manifest} if isinstance(tree, dict) else tree
+        manifest.update(stage.manifest(apart=3))
+        return {**tree, MANIFEST_KEY: _text(manifest)} if isinstance(tree, dict) else tree
 
     with stage.file() as file:
         write_archive(tree, file, stage.stream, finished)
+    if isinstance(tree, dict):
+        stage.complete(manifest, lambda one: _text(one).encode("ascii"), checked_member)
+
+
+def _text(manifest: Mapping[str, Any]) -> str:
+    return json.dumps(manifest, sort_keys=True)
 
 
 def write_archive(
