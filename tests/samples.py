@@ -6,7 +6,7 @@ recordings; statekit's are written when they are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -16,7 +16,8 @@ from statekit.conversion import registry
 from statekit.conversion.contracts import NO_HINTS, Hints
 from statekit.files.stage import staged
 from statekit.state.schema import WEIGHTS
-from statekit.state.train_state import Counts, Optimizer, TrainState
+from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
+from statekit.tensors.tensor import Tensor
 from statekit.testing.container_trials import Sample
 from statekit.testing.layouts import made_state
 
@@ -81,17 +82,55 @@ def written(
 ) -> Row:
     """Makes a row of a state that statekit writes."""
 
+    sample = Sample(container, Path(), None, unchecked, optional, False, writes)
+    write = _writes(container, layout, lambda: made_state(schema, variant))
+    return Row(schema, sample, layout, Hints(variant=variant), write)
+
+
+def mixed_state(*kinds: tuple[str, str]) -> TrainState:
+    """Makes a state of several optimizers, each of parameters of its own, below the name of its schema."""
+    params: dict[str, Tensor] = {}
+    slots: dict[str, Mapping[str, Tensor]] = {}
+    rules: dict[str, Rule] = {}
+    groups: list[Group] = []
+    for schema, variant in kinds:
+        one = made_state(schema, variant)
+        params |= {f"{schema}/{path}": tensor for path, tensor in one.params.items()}
+        slots |= {f"{schema}/{path}": own for path, own in one.slots.items()}
+        rules |= {f"{schema}/{path}": rule for path, rule in one.rules.items()}
+        groups += [
+            replace(group, paths=tuple(f"{schema}/{path}" for path in group.paths))
+            for group in one.optimizer.groups
+        ]
+    return TrainState(params, slots, Optimizer.of(groups, kinds), one.counts, rules)
+
+
+def mixed(
+    container: str,
+    layout: str,
+    *kinds: tuple[str, str],
+    unchecked: tuple[str, ...] = (),
+    writes: Literal["same", "anew"] = "same",
+) -> Row:
+    """Makes a row of a run with several optimizers."""
+    sample = Sample(container, Path(), None, unchecked, (), False, writes)
+    write = _writes(container, layout, lambda: mixed_state(*kinds))
+    return Row("+".join(schema for schema, _ in kinds), sample, layout, NO_HINTS, write)
+
+
+def _writes(container: str, layout: str, make: Callable[[], TrainState]) -> Write:
+    """Returns what writes a state into a folder."""
+
     def write(folder: Path) -> Path:
-        home, state = registry.container(container), made_state(schema, variant)
+        home = registry.container(container)
         target = folder / f"written{next(iter(home.suffixes), '')}"
         assert home.target_kind is not None
         with staged(target, home.target_kind) as stage:
-            home.write(registry.layout(layout).encode(state), stage)
+            home.write(registry.layout(layout).encode(make()), stage)
             stage.commit(home.open)
         return target
 
-    sample = Sample(container, Path(), None, unchecked, optional, False, writes)
-    return Row(schema, sample, layout, Hints(variant=variant), write)
+    return write
 
 
 def alone(
@@ -220,6 +259,10 @@ ALL = (
     written("megatron", "megatron-float16", "adamw", "torch", unchecked=(".metadata",)),
     written("megatron", "megatron-distributed", "adamw", "torch", unchecked=(".metadata",)),
     recorded("fsdp1-ranks", "torch-optim", "torch_formats/adamw_fsdp1_rank_local_flat/checkpoint"),
+    mixed("torch", "torch-optim", ("adafactor", "torch"), ("adamw", "torch")),
+    mixed("orbax", "optax", ("adafactor", "optax"), ("adamw", "optax"), writes="anew"),
+    mixed("statekit", "statekit", ("adafactor", "t5x"), ("adamw", "optax")),
+    mixed("torch", "statekit-torch", ("adafactor", "hf"), ("scaled_adam", "zip2025")),
     alone("torch", "torch-weights"),
     alone("flax", "jax-weights"),
     alone("tf-bundle", "tf-weights"),

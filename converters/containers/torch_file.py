@@ -15,7 +15,7 @@ from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.formats.pytorch.reader import generation, named, read_object
 from statekit.converters.formats.pytorch.writer import MANIFEST_KEY, write_torch
-from statekit.errors import NotFoundError, StatekitError
+from statekit.errors import NotFoundError, StatekitError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import proof_inside
 from statekit.files.source import Files, opening
@@ -108,6 +108,8 @@ LIGHTNING = ".ckpt"
 """The suffix of Lightning's files."""
 _STATE_DICT: Keys = ("state_dict",)
 _OPTIMIZER: Keys = ("optimizer_states", 0)
+_SEVERAL = "optimizers"
+"""Key of a list of optimizers."""
 _VERSION = "2.0.0"
 """The release whose form this is; later ones migrate it."""
 _SCHEDULERS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
@@ -121,6 +123,13 @@ def _as_lightning(encoded: Encoded) -> Encoded:
     `restore_training_state`; loops/fit_loop.py, loops/training_epoch_loop.py, `global_step`.
     """
     places = encoded.parts
+    if isinstance(encoded.tree, Mapping) and isinstance(encoded.tree.get(_SEVERAL), list):
+        raise UsageError(
+            "Lightning's Trainer counts several optimizers together, as its manual optimization calls them.",
+            place=LIGHTNING,
+            expected="a run with one optimizer",
+            remedy="write a .pt file, whose optimizers the program loads itself",
+        )
     if not places.get("model") or not places.get("optimizer") or places["model"] == _STATE_DICT:
         return encoded
     model, optimizer = at(encoded.tree, places["model"]), at(encoded.tree, places["optimizer"])

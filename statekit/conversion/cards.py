@@ -50,12 +50,13 @@ class LayoutCard:
     title: str
     containers: tuple[str, ...]
     variants: Mapping[str, tuple[str, ...]]
-    holds_several: bool = False
+    holds_several: bool | tuple[str, ...] = False
 
-    def holds(self, schemas: Iterable[str]) -> bool:
-        """Tells whether it holds the state of a run with optimizers of these schemas."""
-        names = list(schemas)
-        return all(name in self.variants for name in names) and (self.holds_several or len(names) == 1)
+    def holds(self, schemas: Iterable[str], container: str | None = None) -> bool:
+        """Tells whether it holds the state of a run with optimizers of these schemas, in a container or in any."""
+        names, several = list(schemas), self.holds_several
+        fits = container in several if container and isinstance(several, tuple) else bool(several)
+        return all(name in self.variants for name in names) and (fits or len(names) == 1)
 
     def keeps_rule(self, schema: str, makers: Collection[str]) -> bool:
         """Tells whether a run goes on here by its own rule, if it has to go by any.
@@ -81,7 +82,7 @@ def of_container(container: Container) -> ContainerCard:
 def of_layout(layout: Layout) -> LayoutCard:
     """Returns the card of a loaded layout."""
     variants = {schema: tuple(names) for schema, names in layout.variants.items()}
-    several = isinstance(layout, HoldsSeveral) and layout.holds_several
+    several = layout.holds_several if isinstance(layout, HoldsSeveral) else False
     return LayoutCard(layout.name, layout.title, tuple(layout.containers), variants, several)
 
 
@@ -98,6 +99,7 @@ def kept_layout(name: str) -> LayoutCard | None:
         return None
     variants = {schema: tuple(names) for schema, names in card["variants"].items()}
     several = card.get("holds_several", False)
+    several = tuple(several) if isinstance(several, list) else several
     return LayoutCard(name, card["title"], tuple(card["containers"]), variants, several)
 
 

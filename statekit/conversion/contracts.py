@@ -280,7 +280,9 @@ class FindsNames(Protocol):
 class HoldsSeveral(Protocol):
     """A layout that holds the states of several optimizers, each for parameters of its own."""
 
-    holds_several: bool
+    @property
+    def holds_several(self) -> bool | tuple[str, ...]:
+        """Whether it does, or in which containers."""
 
 
 @runtime_checkable

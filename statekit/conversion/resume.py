@@ -143,7 +143,7 @@ def resume_lines(place: Place, state: State, framework: str | None = None) -> li
             found=" and ".join(state["schema"].split("+")),
             remedy=f"go on in another framework: {', '.join(n for n in frameworks() if n not in _data()['alone'])}",
         )
-    said = _data()["frameworks"][framework] if framework else _native_lines(place, entry, values)
+    said = _data()["frameworks"][framework] if framework else _native_lines(place, entry, values, state)
     lines = [Template(line) for line in said]
     written = [
         one
@@ -156,10 +156,14 @@ def resume_lines(place: Place, state: State, framework: str | None = None) -> li
     ]
 
 
-def _native_lines(place: Place, entry: Mapping[str, Any], values: Mapping[str, str | None]) -> Iterable[str]:
+def _native_lines(
+    place: Place, entry: Mapping[str, Any], values: Mapping[str, str | None], state: State
+) -> Iterable[str]:
     """Returns the lines of a checkpoint's own system, which may have others for parts in other places."""
     if place.by_path:
         return list(entry["by_path"])
+    if _has_several(state) and "several" in entry:
+        return list(entry["several"])
     for placed in entry.get("placed", ()):
         if all(values[name] == keys for name, keys in placed["where"].items()):
             return list(placed["lines"])
@@ -208,8 +212,7 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
     if call and "lr_lambda)" in call and (code := rates_of.lambdas()):
         call = call.replace("lr_lambda)", f"{code})")
     paths = [path for group in groups for path in group["paths"]]
-    several = _has_several(state)
-    torch, jax = (None, None) if several else (rates_of.torch_lines(), rates_of.jax_lines())
+    torch, jax = rates_of.torch_lines(), rates_of.jax_lines()
     megatron = _megatron_schedule(place, state)
     return {
         "path": _quoted(path),
@@ -238,6 +241,8 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "mxnet_schedule": (mxnet := rates_of.mxnet_lines())
         or (None if rates_of.in_mxnet else rates_of.comment()),
         "mxnet_scheduled": "" if mxnet else None,
+        **_several(place, state, converted),
+        "schedule_of_each": rates_of.lines_of_each() or rates_of.comment(),
         "eden": (eden := rates_of.icefall_call()),
         "eden_state": "" if eden else None,
         "other_schedule": None if eden or call else torch or rates_of.comment(),
@@ -302,6 +307,33 @@ def _schedules_in_keras(
         "keras_arguments": ", ".join(scheduled if lines and before else arguments),
         "keras_schedule": lines or rates_of.comment(),
         "missing_keras": f", {_RATE}=schedule{missing}" if lines else missing_rate,
+    }
+
+
+def _several(place: Place, state: State, converted: bool) -> dict[str, str | None]:
+    """Returns what may stand in a line about several optimizers of PyTorch: those of a state's groups."""
+    kinds = list(
+        dict.fromkeys((one["schema"], one["variant"]) for one in (_kind(state, g) for g in state["groups"]))
+    )
+    constructors, modules, calls = _data()["constructors"], list[str](), list[str]()
+    for schema, variant in kinds:
+        numbers = [
+            i
+            for i, g in enumerate(state["groups"])
+            if _kind(state, g) == {"schema": schema, "variant": variant}
+        ]
+        alone = {"schema": schema, "variant": variant, "groups": [state["groups"][i] for i in numbers]}
+        constructor = str(constructors.get(schema, {}).get(variant))
+        arguments = _native_arguments({**state, **alone})[0] if _has_several(state) else []
+        groups = ", ".join(f"groups[{i}]" if converted else f'{{"params": group_{i}}}' for i in numbers)
+        modules += [f"import {module}"] if (module := _module(constructor)) else []
+        calls.append(f"{constructor}({', '.join([f'[{groups}]', *arguments])})")
+    keys = _keys_of_optimizers(place.tensors)
+    states = keys if len(keys) == len(kinds) else [f'["optimizers"][{i}]' for i in range(len(kinds))]
+    return {
+        "modules": "\n".join(dict.fromkeys(modules)) or None,
+        "optimizers": "\n".join(["optimizers = [", *(f"    {call}," for call in calls), "]"]),
+        "optimizer_states": ", ".join(f"checkpoint{key}" for key in states),
     }
 
 
@@ -570,5 +602,14 @@ def _optimizer_keys(tensors: Iterable[str]) -> str | None:
     Args:
         tensors: Names of the file's tensors.
     """
+    return next(iter(_keys_of_optimizers(tensors)), None)
+
+
+def _keys_of_optimizers(tensors: Iterable[str]) -> list[str]:
+    """Returns the keys of each of a file's optimizers, as `["optimizers"][0]`, in its order.
+
+    Args:
+        tensors: Names of the file's tensors.
+    """
     places = (name.partition(mark)[0] for name in tensors for mark in _STATE if mark in name)
-    return next((keys_of(place) for place in places), None)
+    return [keys_of(place) for place in dict.fromkeys(places)]

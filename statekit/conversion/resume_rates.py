@@ -117,6 +117,23 @@ class RatesOf:
         ]
         return "\n".join(lines)
 
+    def lines_of_each(self) -> str | None:
+        """Returns the lines that make the schedules of several `optimizers` of PyTorch; None if nobody knows one."""
+        rates = self._same()
+        if rates is None:
+            return None
+        code = python_code(rates)
+        lines = [
+            *(["import math"] if MATH in code else []),
+            "schedulers = []",
+            "for optimizer in optimizers:",
+            "    for group in optimizer.param_groups:",
+            '        group["initial_lr"] = 1.0  # the function gives the rate itself',
+            f"    made = torch.optim.lr_scheduler.LambdaLR(optimizer, {code}, last_epoch={self.done - 1})",
+            "    schedulers.append(made)",
+        ]
+        return "\n".join(lines)
+
     def icefall_call(self) -> str | None:
         """Returns the call of icefall's own schedule, `...` for what nobody said; None if the run has another."""
         if len(self.schedules) != 1 or self.schedules[0].kind not in FUNCTIONS:

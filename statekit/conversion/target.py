@@ -82,8 +82,8 @@ def choose_layout(
     what, layouts = " and ".join(schemas), _layouts_of(schemas)
     if name is not None:
         card = registry.layout_card(name)
-        if not card.holds(schemas):
-            alone = len(schemas) > 1 and not card.holds_several
+        if not card.holds(schemas, container.name):
+            alone = len(schemas) > 1 and all(schema in card.variants for schema in schemas)
             raise UsageError(
                 f"The layout {name} can't hold the state of {what}{_SEVERAL if alone else ''}.",
                 place="--layout",
@@ -91,7 +91,9 @@ def choose_layout(
                 found=f"{name}, which holds {', '.join(card.variants)}",
             )
         return registry.layout(name)
-    homes = [card for card in layouts if container.name in card.containers]
+    homes = [
+        card for card in layouts if container.name in card.containers and card.holds(schemas, container.name)
+    ]
     if not homes and WEIGHTS in schemas:
         others = dict.fromkeys(home for card in layouts for home in card.containers)
         raise UsageError(

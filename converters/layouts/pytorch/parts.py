@@ -271,12 +271,8 @@ def join_parts(
         form: How the optimizer shall lie in the file; groups and state are by name if it isn't by index.
     """
     model_at, optimizer_at = extra.get(PLACES) or (MODELS[0], OPTIMIZERS[0])
-    others = extra.get(GROUPS) or []
-    full = [{**(others[i] if i < len(others) else {}), **group} for i, group in enumerate(groups)]
-    beside = extra.get(BESIDE) or {}
-    kept = {key: part for key, part in beside.items() if is_plain(part)}
-    dropped = not_plain(beside, f"extra/{BESIDE}")
-    model = {**params, **tied(extra, params), **(extra.get(BUFFERS) or {})}
+    full = with_others(extra, groups)
+    kept, model, dropped = beside_optimizers(extra, params, placed)
     optimizer = {"state": dict(state), "param_groups": full} if form != "flat" else flat_form(state, full)
     model_at, optimizer_at = tuple(model_at), tuple(optimizer_at)
     tree = _put_parts(kept, model, optimizer, model_at, optimizer_at)
@@ -284,10 +280,32 @@ def join_parts(
         model_at = next(place for place in MODELS if place[0] not in kept)
         optimizer_at = next(place for place in OPTIMIZERS if place[0] not in kept)
         tree = _put_parts(kept, model, optimizer, model_at, optimizer_at)
-    used = (BUFFERS, GROUPS, BESIDE, PLACES, TIES, *placed)
-    dropped |= dropped_from(extra, used, "the file")
     parts = {"model": model_at, "optimizer": optimizer_at}
     return with_names(Encoded(tree, step, dropped=dropped, parts=parts))
+
+
+def with_others(extra: Mapping[str, Tree], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns an optimizer's groups with what the extra holds for each."""
+    others = extra.get(GROUPS) or []
+    return [{**(others[i] if i < len(others) else {}), **group} for i, group in enumerate(groups)]
+
+
+def beside_optimizers(
+    extra: Mapping[str, Tree], params: Mapping[str, Tensor], placed: Sequence[str]
+) -> tuple[dict[Any, Tree], dict[str, Tensor], dict[str, str]]:
+    """Returns what a file has beside its optimizers, and the model, and what had to be left out.
+
+    Args:
+        extra: What `extra_of` returned, or another layout of PyTorch left.
+        params: Parameters by name.
+        placed: Further keys of the extra that the layout has a place for.
+    """
+    beside = extra.get(BESIDE) or {}
+    kept = {key: part for key, part in beside.items() if is_plain(part)}
+    dropped = not_plain(beside, f"extra/{BESIDE}")
+    model = {**params, **tied(extra, params), **(extra.get(BUFFERS) or {})}
+    used = (BUFFERS, GROUPS, BESIDE, PLACES, TIES, *placed)
+    return kept, model, dropped | dropped_from(extra, used, "the file")
 
 
 def _put_parts(rest: Tree, model: Tree, optimizer: Tree, model_at: Path, optimizer_at: Path) -> Tree:

@@ -16,11 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from statekit.conversion.contracts import Encoded
 from statekit.converters.layouts.pytorch.parts import (
     MODELS,
     OPTIMIZERS,
+    PLACES,
     Form,
     Parts,
+    beside_optimizers,
     is_model,
     is_nested,
     nodes,
@@ -29,6 +32,11 @@ from statekit.converters.layouts.pytorch.parts import (
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Path, Tree, at, loose, put, without
+
+SIDE_BY_SIDE = "torch_optimizers"
+"""Key in `extra`: place of each optimizer in the tree, and how many of the groups are its own."""
+USUAL = "optimizers"
+"""Key of the list of optimizers where a file from elsewhere has none."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,36 @@ def optimizer_places(tree: Tree) -> list[Path]:
     above = {path[:-1] for path in places}
     alone = any(path in OPTIMIZERS and len(path) == 1 for path in places)
     return places if len(places) > 1 and len(above) == 1 and not alone else []
+
+
+def join_side_by_side(
+    extra: Mapping[str, Tree],
+    step: int,
+    params: Mapping[str, Tensor],
+    optimizers: Sequence[Mapping[str, Any]],
+    places: Sequence[Path],
+    placed: Sequence[str],
+) -> Encoded:
+    """Returns a checkpoint's tree with several optimizers; undoes `side_by_side`.
+
+    Args:
+        extra: What `extra_of` returned, or another layout of PyTorch left.
+        step: The updates done.
+        params: Parameters by name.
+        optimizers: Their states.
+        places: Path of each in the tree.
+        placed: Further keys of the extra that the layout has a place for.
+    """
+    kept, model, dropped = beside_optimizers(extra, params, placed)
+    model_at = tuple((extra.get(PLACES) or (MODELS[0],))[0])
+    tree: Tree = put(kept, model_at, model) if model_at else {**model, **kept}
+    above, last = places[0][:-1], [place[-1] for place in places]
+    if last == [*range(len(last))]:
+        tree = put(tree, above, list(optimizers))
+    else:
+        for place, optimizer in zip(places, optimizers, strict=True):
+            tree = put(tree, place, optimizer)
+    return Encoded(tree, step, dropped=dropped, parts={"model": model_at})
 
 
 def _params(optimizer: Mapping[str, Any]) -> list[Any]:

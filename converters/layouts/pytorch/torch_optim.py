@@ -9,6 +9,7 @@ Source: pytorch/pytorch torch/optim/{adamw,_adafactor}.py; huggingface/transform
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +31,14 @@ from statekit.converters.layouts.pytorch.parts import (
     looks_nested,
     nodes,
     possible_models,
+    with_others,
 )
-from statekit.converters.layouts.pytorch.side_by_side import side_by_side
+from statekit.converters.layouts.pytorch.side_by_side import (
+    SIDE_BY_SIDE,
+    USUAL,
+    join_side_by_side,
+    side_by_side,
+)
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import SORTED, Checkpoint
 from statekit.state.constants import variant_constants
@@ -40,6 +47,7 @@ from statekit.state.schema import load_schema
 from statekit.state.stored_slots import FACTORED, stored_shape
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Shape, Tensor, in_memory
+from statekit.tensors.tree import Path as TreePath
 from statekit.tensors.typed import fits, typed
 from statekit.tensors.views import Squeezed
 
@@ -123,6 +131,8 @@ class TorchOptim:
 
     Attributes:
         form: How the optimizer lies in the file; None for by index, or by name if it was so.
+        names_from: Where else names may be taken from.
+        holds_several: Containers in which it holds several optimizers, each in a state_dict of its own.
     """
 
     name: str = "torch-optim"
@@ -133,6 +143,7 @@ class TorchOptim:
     containers: tuple[str, ...] = ("torch", "hf-trainer", "accelerate", "safetensors", "dcp", "fsdp1-ranks")
     form: Form | None = None
     names_from: tuple[str, ...] = ("config",)
+    holds_several: tuple[str, ...] = ()
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at the options of the groups, and at the names of the slots."""
@@ -163,7 +174,7 @@ class TorchOptim:
             StateError: Nothing tells which parameters are meant, or shapes break the layout; lists every fault.
             UsageError: A hint that the schema doesn't know.
         """
-        parts, kinds, said_of_groups = _parts_and_kinds(checkpoint, hints)
+        parts, kinds, said_of_groups, sides = _parts_and_kinds(checkpoint, hints)
         faults = Faults()
         shapes = [
             [_shape_of(kind, parts.state.get(i, {})) for i in group["params"]]
@@ -199,7 +210,8 @@ class TorchOptim:
         faults.check(StateError, "The state doesn't fit the parameters", place=checkpoint.path)
         by_name = any(isinstance(index, str) for index in parts.state)
         extra = extra_of(parts, moved, {name for kind in kinds for name in _options(kind)})
-        extra |= {k: part for k, part in ((_INFORMATION, beside), (_BY_NAME, by_name)) if part}
+        ways = ((_INFORMATION, beside), (_BY_NAME, by_name), (SIDE_BY_SIDE, sides))
+        extra |= {key: part for key, part in ways if part}
         return hints.applied(
             TrainState(
                 params,
@@ -220,26 +232,46 @@ class TorchOptim:
         Raises:
             InexactError: No optimizer of these goes on with the state.
         """
-        optimizer = state.optimizer
-        kind = next(
-            (k for k in KINDS if (k.schema, k.variant) == (optimizer.schema, optimizer.variant)), None
-        )
-        if kind is None:
-            raise InexactError(
-                f"The layout {self.name} holds no optimizer of this rule.",
-                expected="; ".join(f"{k.schema}, variant {k.variant}" for k in KINDS),
-                found=f"{optimizer.schema}, variant {optimizer.variant or 'unknown'}",
-            )
         faults = Faults(_unknown_numbers(state))
-        order = [path for group in optimizer.groups for path in group.paths]
+        sides = _sides(state)
+        kinds = [_kind_of(state, side[1], self.name) for side in sides]
+        if len(sides) > 1 and self.form is not None:
+            raise InexactError(
+                f"The layout {self.name} holds one optimizer: torch.distributed gathers several by name into one.",
+                expected="one",
+                found=" and ".join(f"{kind.schema}, variant {kind.variant}" for kind in kinds),
+                remedy="write torch-optim, which has a state_dict of each, or statekit-torch",
+            )
         by_name = self.form is not None or bool(state.extra.get(_BY_NAME))
+        optimizers = [
+            self._optimizer(state, kind, groups, by_name, faults)
+            for kind, (_, groups) in zip(kinds, sides, strict=True)
+        ]
+        faults.check(InexactError, f"The layout {self.name} can't hold the state")
+        params = {_name(path): tensor for path, tensor in state.params.items()}
+        updates, placed = state.counts.updates, (_INFORMATION, _BY_NAME)
+        if len(sides) == 1:
+            ((groups, native),) = optimizers
+            return join_parts(state.extra, updates, params, groups, native, placed, self.form or "index")
+        full = iter(with_others(state.extra, [group for groups, _ in optimizers for group in groups]))
+        dicts = [
+            {"state": native, "param_groups": [next(full) for _ in groups]} for groups, native in optimizers
+        ]
+        places = [place for place, _ in sides]
+        return join_side_by_side(state.extra, updates, params, dicts, places, (*placed, SIDE_BY_SIDE))
+
+    def _optimizer(
+        self, state: TrainState, kind: TorchOptimizer, own: Sequence[Group], by_name: bool, faults: Faults
+    ) -> tuple[list[dict[str, Any]], dict[Any, dict[str, Any]]]:
+        """Returns the groups and the state of an optimizer that moves some of a state's groups."""
+        order = [path for group in own for path in group.paths]
         index = {path: _name(path) if by_name else i for i, path in enumerate(order)}
         native = {
-            index[path]: _native(kind, state, path, slots, faults)
-            for path, slots in state.slots.items()
-            if slots
+            index[path]: _native(kind, state, path, state.slots[path], faults)
+            for path in state.slots
+            if path in index and state.slots[path]
         }
-        stated = [*(state.extra.get(GROUPS) or ()), *({} for _ in optimizer.groups)]
+        stated = [*(state.extra.get(GROUPS) or ()), *({} for _ in own)]
         groups = [
             {
                 **{key: kind.usual[key] for key in kind.usual if self.form and key not in others},
@@ -247,16 +279,48 @@ class TorchOptim:
                 "params": [index[path] for path in group.paths],
                 **({} if by_name else {"param_names": [_name(path) for path in group.paths]}),
             }
-            for group, others in zip(optimizer.groups, stated, strict=False)
+            for group, others in zip(own, stated, strict=False)
         ]
-        faults.check(InexactError, f"The layout {self.name} can't hold the state")
-        params = {_name(path): tensor for path, tensor in state.params.items()}
-        updates, placed = state.counts.updates, (_INFORMATION, _BY_NAME)
-        return join_parts(state.extra, updates, params, groups, native, placed, self.form or "index")
+        return groups, native
 
 
-def _parts_and_kinds(checkpoint: Checkpoint, hints: Hints) -> tuple[Parts, list[TorchOptimizer], list[str]]:
-    """Returns the parts of a checkpoint, whose each group is, and what is said of how they lay.
+def _sides(state: TrainState) -> list[tuple[TreePath, list[Group]]]:
+    """Returns where each optimizer of a state lies, with its groups: as they lay in a file, or one of each kind."""
+    groups, stated = list(state.optimizer.groups), state.extra.get(SIDE_BY_SIDE) or []
+    if not state.optimizer.several:
+        return [((), groups)]
+    ends = list(itertools.accumulate(count for _, count in stated))
+    if ends and ends[-1] == len(groups):
+        sides = [groups[end - count : end] for end, (_, count) in zip(ends, stated, strict=True)]
+        if all(len({state.optimizer.kind(group) for group in side}) == 1 for side in sides):
+            return [(tuple(place), side) for (place, _), side in zip(stated, sides, strict=True)]
+    return [
+        ((USUAL, i), [group for group in groups if state.optimizer.kind(group) == kind])
+        for i, kind in enumerate(state.optimizer.kinds)
+    ]
+
+
+def _kind_of(state: TrainState, groups: Sequence[Group], layout: str) -> TorchOptimizer:
+    """Returns the optimizer of torch that groups are of.
+
+    Raises:
+        InexactError: It is none that the layout holds.
+    """
+    schema, variant = state.optimizer.kind(groups[0]) if groups else state.optimizer.kinds[0]
+    for kind in KINDS:
+        if (kind.schema, kind.variant) == (schema, variant):
+            return kind
+    raise InexactError(
+        f"The layout {layout} holds no optimizer of this rule.",
+        expected="; ".join(f"{k.schema}, variant {k.variant}" for k in KINDS),
+        found=f"{schema}, variant {variant or 'unknown'}",
+    )
+
+
+def _parts_and_kinds(
+    checkpoint: Checkpoint, hints: Hints
+) -> tuple[Parts, list[TorchOptimizer], list[str], list[Any]]:
+    """Returns the parts of a checkpoint, whose each group is, what is said of how they lay, and where several do.
 
     Raises:
         StateError: It hasn't both parts, or an optimizer that isn't known.
@@ -267,7 +331,7 @@ def _parts_and_kinds(checkpoint: Checkpoint, hints: Hints) -> tuple[Parts, list[
         kind = _kind(parts) if parts else None
         if parts is None or kind is None:
             raise _incomplete(checkpoint)
-        return parts, [kind] * len(parts.groups), []
+        return parts, [kind] * len(parts.groups), [], []
     kinds = [(_kind(parts), len(parts.groups)) for parts in beside.each]
     places = ["/".join(map(str, place)) for place in beside.places]
     faults = Faults()
@@ -284,7 +348,8 @@ def _parts_and_kinds(checkpoint: Checkpoint, hints: Hints) -> tuple[Parts, list[
     said = (
         f"The file has {len(places)} optimizers, {' and '.join(places)}; their groups are numbered through."
     )
-    return beside.joint, [kind for kind, count in kinds for _ in range(count) if kind], [said]
+    sides = [[list(place), count] for place, (_, count) in zip(beside.places, kinds, strict=True)]
+    return beside.joint, [kind for kind, count in kinds for _ in range(count) if kind], [said], sides
 
 
 def _incomplete(checkpoint: Checkpoint) -> StateError:
@@ -362,8 +427,8 @@ def _saw_pieces(kind: TorchOptimizer, record: Mapping[str, Any], rule: Rule) -> 
 
 def _unknown_numbers(state: TrainState) -> Iterator[tuple[str, str]]:
     """Yields what the optimizer reads in its groups and can't do without, as its slots show, and nobody said."""
-    specs = load_schema(state.optimizer.schema).hyperparameters
     for i, group in enumerate(state.optimizer.groups):
+        specs = load_schema(state.optimizer.kind(group)[0]).hyperparameters
         for name, slot in state.switched_on(group).items():
             if "boolean" not in specs[name]["type"]:
                 yield (
@@ -454,4 +519,4 @@ def _name(path: str) -> str:
     return path.replace("/", ".")
 
 
-LAYOUT = TorchOptim()
+LAYOUT = TorchOptim(holds_several=("torch",))
