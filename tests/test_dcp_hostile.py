@@ -105,7 +105,7 @@ LIES: dict[str, tuple[Callable[[Any], None], type[StatekitError], str]] = {
     "itself": (set_path("."), RefusedError, "outside the checkpoint"),
     "missing file": (set_path("__9_9.distcp"), NotFoundError, "missing"),
     "beyond the end": (set_place(offset=2**40), CorruptError, "shorter than the metadata says"),
-    "negative": (set_place(offset=-1), CorruptError, "not possible"),
+    "negative": (set_place(offset=-1), FormatError, "is -1, expected a whole number from 0 on"),
     "too long": (set_place(length=2**50), CorruptError, "overlaps|shorter"),
     "too short": (set_place(length=95), CorruptError, "needs more bytes"),
     "shared bytes": (set_place(offset=0), CorruptError, "overlaps"),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 from fuzz import findings, sweep, trees
-from fuzz.changing import put
+from fuzz.changing import leads, put
 from fuzz.reader import Reader
 from fuzz.readers import FORMATS, READERS
 from hypothesis import HealthCheck, given, settings
@@ -83,27 +87,37 @@ def test_what_was_found_once_is_an_error_of_ours(name: str, data: bytes) -> None
 def test_what_was_found_once_in_a_tree_is_a_value_or_an_error_of_ours(
     sample: str, layout: str, path: tuple[Any, ...], value: Any
 ) -> None:
-    number = next(
+    fitting = [
         i for i, row in enumerate(ROWS) if sample in (row.name, row.sample.container) and row.layout == layout
-    )
+    ]
+    number = next((i for i in fitting if leads(trees.sample(i).tree, path)), None)
+    if number is None:
+        pytest.skip("the compact recordings have no such tree")
     hold(trees.READERS[number], put(trees.sample(number).tree, path, value))
 
 
-def test_the_sweep_notices_what_is_no_error_of_ours() -> None:
-    def read(number: int) -> object:
-        if number == 3:
-            raise KeyError("lost")
-        if number == 5:
-            while True:
-                pass
-        return number
+BROKEN = """
+import json
+from fuzz import sweep
+from fuzz.reader import Reader
 
-    numbers = iter(range(8))
-    reader = Reader("broken", lambda: (0,), read, (lambda sample, random: next(numbers),))
-    before, sweep.SECONDS = sweep.SECONDS, 0.2
-    try:
-        row = sweep.apart(reader, range(8))
-    finally:
-        sweep.SECONDS = before
-    assert row.counts[:5] == [8, 0, 6, 1, 1]
-    assert sorted(one.what for one in row.findings.values()) == ["KeyError: 'lost'", "takes too long"]
+def read(number):
+    if number == 3:
+        raise KeyError("lost")
+    while number == 5:
+        pass
+    return number
+
+numbers = iter(range(8))
+sweep.SECONDS = 0.2
+row = sweep.apart(Reader("broken", lambda: (0,), read, (lambda sample, random: next(numbers),)), range(8))
+print(json.dumps([row.counts[:5], sorted(one.what for one in row.findings.values())]))
+"""
+
+
+def test_the_sweep_notices_what_is_no_error_of_ours() -> None:
+    """In a process of its own: the sweep forks, which JAX' threads don't bear."""
+    said = subprocess.run(
+        [sys.executable, "-c", BROKEN], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+    )
+    assert json.loads(said.stdout) == [[8, 0, 6, 1, 1], ["KeyError: 'lost'", "takes too long"]]

@@ -101,6 +101,31 @@ def test_they_are_the_groups_of_one_state(form: str, named: bool, tmp_path: Path
         assert any("has 2 optimizers" in note for note in opened.state.assumptions)
 
 
+@pytest.mark.parametrize("form", ["list", "named", "lightning", "keys"])
+def test_they_are_written_as_torch_loads_them(form: str, tmp_path: Path) -> None:
+    """By way of the neutral folder, back under the keys that they came from; the updates after it are the same bits."""
+    import torch
+
+    run = Run()
+    neutral = convert(plan(run.save(form, tmp_path / "run.pt"), tmp_path / "run.statekit")).target
+    back = convert(plan(neutral, tmp_path / "back.pt", layout="torch-optim")).target
+    saved, loaded = torch.load(tmp_path / "run.pt"), torch.load(back, weights_only=True)
+    assert saved.keys() == loaded.keys() - {"statekit"}
+    several = {"list": "optimizers", "named": "optimizers", "lightning": "optimizer_states"}
+    states: Any = [loaded[key] for key in loaded if key.startswith("optimizer_")]
+    if form in several:
+        states = [*loaded[several[form]].values()] if form == "named" else loaded[several[form]]
+    again = Run()
+    for name, value in loaded["state_dict" if form == "lightning" else "model"].items():
+        again.params[name].data.copy_(value)
+    for optimizer, state in zip(again.optimizers, states, strict=True):
+        optimizer.load_state_dict(state)
+    for one in (run, again):
+        one.step(SAVED, ALL)
+    for name, param in run.params.items():
+        assert torch.equal(param, again.params[name]), name
+
+
 @pytest.mark.parametrize("where", ["file", "neutral", "statekit-torch"])
 def test_they_go_on_as_torch_does(where: str, tmp_path: Path) -> None:
     import torch

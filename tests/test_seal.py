@@ -27,7 +27,7 @@ from statekit.testing.container_trials import Contents
 
 TRAINER = GOLDEN / "torch_formats/adamw_trainer/checkpoint/checkpoint-4"
 T5X = GOLDEN / "t5x/momentum_f32/checkpoint"
-ADAMW = GOLDEN / "torch_formats/adamw_zip/checkpoint/checkpoint.pt"
+RUN = GOLDEN / "torch_adafactor/adafactor_foreach_eps/checkpoint/checkpoint.pt"
 FLIPPED = 5
 """Files of each checkpoint in which a bit is flipped."""
 
@@ -141,7 +141,7 @@ def test_all_steps_of_a_run_are_sealed_and_checked(tmp_path: Path) -> None:
 
 def test_files_of_a_folder_each_have_their_own(tmp_path: Path) -> None:
     for step in (1000, 2000):
-        copied(ADAMW, tmp_path / f"checkpoint-{step}.pt")
+        copied(RUN, tmp_path / f"checkpoint-{step}.pt")
     seal(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "checkpoint-1000.pt",
@@ -193,7 +193,7 @@ def test_a_changed_manifest_is_not_written_over_unless_named(tmp_path: Path) -> 
 
 
 def test_what_the_formats_own_checksum_contradicts_is_not_sealed(tmp_path: Path) -> None:
-    path = copied(ADAMW, tmp_path / "checkpoint.pt")
+    path = copied(RUN, tmp_path / "checkpoint.pt")
     with open_state(path) as opened:
         value = max((param.read().tobytes() for param in opened.params.values()), key=len)
     flip(path, 8 * path.read_bytes().index(value))
@@ -228,8 +228,8 @@ def test_a_sealed_folder_is_still_somebody_elses(tmp_path: Path) -> None:
     step = copied(TRAINER, tmp_path / "checkpoint-4")
     seal(step)
     with pytest.raises(TargetExistsError, match="didn't write"):
-        convert(plan(ADAMW, step, to="statekit"), replace=True)
-    path = copied(ADAMW, tmp_path / "one" / "checkpoint.pt")
+        convert(plan(RUN, step, to="statekit"), replace=True)
+    path = copied(RUN, tmp_path / "one" / "checkpoint.pt")
     seal(path)
     with pytest.raises(TargetExistsError, match="didn't write"):
         convert(plan(step, path), replace=True)
@@ -237,7 +237,7 @@ def test_a_sealed_folder_is_still_somebody_elses(tmp_path: Path) -> None:
 
 @pytest.mark.torch
 def test_a_file_of_ours_that_was_saved_again_with_its_manifest_is_sealed_over_it(tmp_path: Path) -> None:
-    path = statekit.convert(ADAMW, tmp_path / "run.pt").target
+    path = statekit.convert(RUN, tmp_path / "run.pt").target
     assert seal(path).checkpoints[0].done == "proven"
     kept = torch.load(path)
     kept["model"] = {name: value + 1 for name, value in kept["model"].items()}
@@ -252,7 +252,7 @@ def test_a_file_of_ours_that_was_saved_again_with_its_manifest_is_sealed_over_it
 
 
 def test_a_neutral_folder_cannot_be_made_anew(tmp_path: Path) -> None:
-    target = statekit.convert(ADAMW, tmp_path / "run.statekit").target
+    target = statekit.convert(RUN, tmp_path / "run.statekit").target
     assert seal(target).checkpoints[0].done == "proven"
     (target / "README").write_text("mine")
     with pytest.raises(CorruptError, match="cover up"):

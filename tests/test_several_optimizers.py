@@ -212,7 +212,7 @@ def test_variants_are_said_of_each_optimizer(files: Any) -> None:
     ("to", "layout", "error"),
     [
         ("t5x", None, "adafactor and adamw in one run"),
-        ("torch", "torch-optim", "adafactor and adamw in one run"),
+        ("torch", "torch-fqn", "adafactor and adamw in one run"),
         ("keras-h5", None, "adafactor and adamw in one run"),
     ],
 )

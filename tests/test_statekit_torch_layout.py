@@ -162,7 +162,11 @@ SPOILED: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "same index": (("optimizer", "param_groups", 0, "params", 1), 0, "numbers that aren't their own"),
     "step": (("optimizer", "param_groups", 0, "step"), -1, "step is -1"),
     "rules": (("optimizer", "param_groups", 0, "rules"), 1, "rules isn't a map"),
-    "rule": (("optimizer", "param_groups", 0, "rules", "dense.kernel"), {"axes": ["X"]}, "no readable rule"),
+    "rule": (
+        ("optimizer", "param_groups", 0, "rules", "dense.kernel"),
+        {"axes": ["X"]},
+        "is 'X', expected 'ROW' or 'COLUMN'",
+    ),
     "source": (
         ("optimizer", "param_groups", 0, "known_from", "decay_rate"),
         "guess",

@@ -117,7 +117,6 @@ def test_every_form_of_a_spec(tmp_path: Path, leaf: Any) -> None:
         {"kvstore": {"driver": "file", "path": "file:///etc/passwd"}},
         {"kvstore": {"driver": "file", "path": ""}},
         {"kvstore": {"driver": "file", "path": "."}},
-        {"kvstore": {"driver": "file", "path": 5}},
         {"path": "/etc/passwd"},
         {"path": "../target.kernel"},
     ],
@@ -125,6 +124,12 @@ def test_every_form_of_a_spec(tmp_path: Path, leaf: Any) -> None:
 def test_a_spec_that_leads_elsewhere_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     tiny(tmp_path / "checkpoint_4")
     with pytest.raises(RefusedError):
+        T5X.open(tiny(tmp_path / "checkpoint_5", spec("target.kernel", (4, 3), **changes)))
+
+
+def test_a_spec_whose_path_is_no_text_is_refused(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"kvstore": {"driver": "file", "path": 5}}
+    with pytest.raises(FormatError, match="is 5, expected text"):
         T5X.open(tiny(tmp_path / "checkpoint_5", spec("target.kernel", (4, 3), **changes)))
 
 

@@ -189,6 +189,13 @@ def at(tree: Any, path: Sequence[Any]) -> Any:
     return tree
 
 
+def leads(tree: Any, path: Sequence[Any]) -> bool:
+    """Tells whether a path leads to something in a tree."""
+    if not path:
+        return True
+    return path[0] in children(tree) and leads(child(tree, path[0]), path[1:])
+
+
 def put(tree: Any, path: Sequence[Any], value: Any) -> Any:
     """Returns a tree with another value at a path."""
     if not path:
