@@ -59,6 +59,6 @@ def _layout(layout: LayoutCard) -> dict[str, Any]:
         "name": layout.name,
         "title": layout.title,
         "optimizers": list(layout.variants),
-        "several": layout.holds_several,
+        "several": bool(layout.holds_several),
         "containers": list(layout.containers),
     }
