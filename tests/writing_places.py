@@ -55,8 +55,8 @@ def carelessly() -> None:
     plain = Stage.file
 
     @contextmanager
-    def careless(self: Stage, relative: str = "") -> Iterator[BinaryIO]:
-        with tempfile.TemporaryFile(), plain(self, relative) as output:
+    def careless(self: Stage, relative: str = "", synced: bool = True) -> Iterator[BinaryIO]:
+        with tempfile.TemporaryFile(), plain(self, relative, synced) as output:
             yield output
 
     Stage.file = careless  # type: ignore[method-assign]

@@ -143,7 +143,7 @@ class PlainStage(Stage):
     streamed: dict[str, bytes] = field(default_factory=dict)
 
     @contextmanager
-    def file(self, relative: str = "") -> Iterator[BinaryIO]:
+    def file(self, relative: str = "", synced: bool = True) -> Iterator[BinaryIO]:
         path = self.path / relative
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("xb") as output:

@@ -42,8 +42,12 @@ class _Output(io.FileIO):
 
 
 @contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
+def new_file(path: Path, synced: bool = True) -> Iterator[BinaryIO]:
     """Makes a file and the folders above it, opens it for writing, and syncs it when the context is left.
+
+    Args:
+        path: The file.
+        synced: False where it is written to once more, and synced then.
 
     Raises:
         CommitError: Making, writing, syncing or closing it failed; also if it exists.
@@ -53,8 +57,9 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         output = _Output(path, "wb", opener=lambda name, _: os.open(name, _NEW, 0o666))
     try:
         yield cast(BinaryIO, output)
-        with writing(path):
-            sync(output.fileno())
+        if synced:
+            with writing(path):
+                sync(output.fileno())
     finally:
         with writing(path):
             output.close()

@@ -121,10 +121,11 @@ class Stage:
     _done: int = 0
 
     @contextmanager
-    def file(self, relative: str = "") -> Iterator[BinaryIO]:
+    def file(self, relative: str = "", synced: bool = True) -> Iterator[BinaryIO]:
         """Opens one new file for writing (seekable, exclusive, below `path`; `path` itself for `""`).
 
-        Leaving the context syncs and closes it. Writes go straight to the system: hand over large blocks.
+        Leaving the context syncs it, unless `complete` will, and closes it. Writes go straight to the system: hand over
+        large blocks.
 
         Raises:
             UsageError: The name leaves the folder, or is the manifest's.
@@ -141,7 +142,7 @@ class Stage:
                 expected="a relative name below the folder" if self.kind == "folder" else "no name",
                 found=repr(relative),
             )
-        with new_file(self.path / relative if relative else self.path) as output:
+        with new_file(self.path / relative if relative else self.path, synced) as output:
             yield output
 
     def stream(self, name: str, tensor: Tensor) -> Iterator[memoryview]:

@@ -225,9 +225,10 @@ def write_torch(tree: Tree, stage: Stage) -> None:
         manifest.update(stage.manifest(apart=3))
         return {**tree, MANIFEST_KEY: _text(manifest)} if isinstance(tree, dict) else tree
 
-    with stage.file() as file:
+    has_manifest = isinstance(tree, dict)
+    with stage.file(synced=not has_manifest) as file:
         write_archive(tree, file, stage.stream, finished)
-    if isinstance(tree, dict):
+    if has_manifest:
         stage.complete(manifest, lambda one: _text(one).encode("ascii"), checked_member)
 
 
