@@ -10,7 +10,7 @@ from statekit.conversion.registry import container
 from statekit.converters.formats.hparams import read_text
 from statekit.converters.layouts.pytorch.parts import model_in
 from statekit.errors import FormatError
-from statekit.tensors.ties import apart
+from statekit.tensors.tensor import apart
 from statekit.tensors.tree import tensor_names
 
 

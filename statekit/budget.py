@@ -64,7 +64,7 @@ class Budget:
 
     Args:
         limits: What it may take.
-        follow_links: Whether it may read what links out of its checkpoints lead to (statekit/files/links.py).
+        follow_links: Whether it may read what links out of its checkpoints lead to (statekit/files/source.py).
     """
 
     def __init__(self, limits: Limits | None = None, *, follow_links: bool = False) -> None:

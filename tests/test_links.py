@@ -12,8 +12,7 @@ import statekit
 from goldens import GOLDEN
 from statekit.cli.main import FAILED, main
 from statekit.errors import RefusedError
-from statekit.files.links import Links
-from statekit.files.source import Files
+from statekit.files.source import Files, Links
 
 TRAINER = GOLDEN / "torch_formats/adamw_trainer/checkpoint/checkpoint-4"
 STATES = "optimizer.pt"

@@ -25,8 +25,7 @@ from statekit.maps.model_map import Renaming, load, map_names, maps_of
 from statekit.maps.operations import Merge, Operation, Part, Permute, Piece, Stack, Unstack
 from statekit.state.exactness import Exactness
 from statekit.state.train_state import Axis, Counts, Group, KnownFrom, Optimizer, Rule, TrainState
-from statekit.tensors.tensor import Array, Index, Tensor, blocks, in_memory
-from statekit.tensors.ties import TIES
+from statekit.tensors.tensor import TIES, Array, Index, Tensor, blocks, in_memory
 
 MODELS = resources.files("statekit.converters").joinpath("models")
 ROW, COLUMN, BATCH, NONE = Axis.ROW, Axis.COLUMN, Axis.BATCH, Axis.NONE

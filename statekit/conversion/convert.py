@@ -146,8 +146,10 @@ def convert(
         passed = _passed_through(checkpoint, tree)
         rest: dict[str, str] = {}
         damage = Faults((finding.what, finding.place) for finding in checkpoint.findings if finding.damage)
-        kept = kept_of(prepared.state.extra, by_leaf(prepared.encoded.dropped, prepared.state.extra))
-        records = {FIELD: to_field(kept.extra)} if plan.kept else {}
+        records: dict[str, Any] = {}
+        if plan.kept:
+            kept = kept_of(prepared.state.extra, by_leaf(prepared.encoded.dropped, prepared.state.extra))
+            records = {FIELD: to_field(kept.extra)}
 
         def fields(streamed: Entries) -> Mapping[str, Any]:
             digest = _content_digest(checkpoint, _source_digests(rest, passed, streamed))

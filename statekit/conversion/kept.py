@@ -136,13 +136,13 @@ def _little(array: Any) -> Any:
     return array.astype(array.dtype.newbyteorder("<"), copy=False)
 
 
-def with_kept(state: TrainState, manifest: Mapping[str, Any] | None, place: object) -> TrainState:
+def with_kept(state: TrainState, manifest: Mapping[str, Any], place: object) -> TrainState:
     """Returns a state with what the manifest of its checkpoint kept; what the files themselves say outweighs it.
 
     Raises:
         FormatError: The field isn't one that statekit writes.
     """
-    record = (manifest or {}).get(FIELD)
+    record = manifest.get(FIELD)
     if record is None:
         return state
     return replace(state, extra=_joined(_from_field(record, place), dict(state.extra)))

@@ -247,8 +247,10 @@ def build_plan(
     """
     sources = {name for tensor in checkpoint.tensors.values() for name in _stored_names(tensor.to_json())}
     names = tensor_names(encoded.tree)
-    dropped = by_leaf(encoded.dropped, state.extra)
-    kept = kept_of(state.extra, dropped) if keeps_manifest else Kept(dropped=dropped)
+    kept = Kept()
+    if encoded.dropped:
+        dropped = by_leaf(encoded.dropped, state.extra)
+        kept = kept_of(state.extra, dropped) if keeps_manifest else Kept(dropped=dropped)
     step = checkpoint.step if checkpoint.step is not None else state.counts.updates
     return Plan(
         source=Side(checkpoint.container, layout, step),

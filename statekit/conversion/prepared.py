@@ -33,7 +33,7 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import files_of, proven
 from statekit.files.stage import TargetKind
 from statekit.maps.links import carried_through
-from statekit.state.stored_params import as_params, check_known, decoded
+from statekit.state.stored_params import MASTER, as_params, check_known, decoded
 from statekit.state.train_state import StepOffset, TrainState
 
 
@@ -115,7 +115,8 @@ def prepare(request: Request) -> Plan:
         state = opened.state.with_step_offset(request.step_offset)
         name = request.layout or implied
         layout = choose_layout(container, [one for one, _ in state.optimizer.kinds], name, opened.layout)
-        if not (isinstance(layout, KeepsEncoding) and layout.keeps_encoding):
+        keeps_encoding = isinstance(layout, KeepsEncoding) and layout.keeps_encoding
+        if not keeps_encoding and not _is_stored_as_moved(state):
             check_known(state, opened.makers)
             state = state.each(decoded)
         state, mapped = carried_through(state, request.maps) if request.maps else (state, ())
@@ -231,11 +232,17 @@ def _like(layout: Layout, state: TrainState, path: Path) -> TrainState:
 
 def _encoded(layout: Layout, state: TrainState) -> tuple[Encoded, TrainState]:
     """Returns a state in native form, and as it is there: masters are the parameters of layouts without their place."""
-    if isinstance(layout, KeepsMasters):
+    if isinstance(layout, KeepsMasters) or _is_stored_as_moved(state):
         return layout.encode(state), state
     state, left = as_params(state)
     encoded = layout.encode(state)
     return replace(encoded, dropped={**encoded.dropped, **left}), state
+
+
+def _is_stored_as_moved(state: TrainState) -> bool:
+    """Tells whether parameters are stored as an optimizer moves them: in float32, with no master beside them."""
+    masters = any(MASTER in tensors for tensors in state.slots.values())
+    return not masters and all(param.dtype.name == "float32" for param in state.params.values())
 
 
 def rule_change_to(layout: LayoutCard, state: TrainState, source: str) -> RuleChange | None:

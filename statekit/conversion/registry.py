@@ -278,7 +278,8 @@ def decoded(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> TrainState:
             found=f"{type(error).__name__}: {error}",
             remedy="leave out --layout: the names say which it is",
         ) from error
-    state = with_kept(state, checkpoint.manifest, checkpoint.path)
+    if checkpoint.manifest is not None:
+        state = with_kept(state, checkpoint.manifest, checkpoint.path)
     if hints.schedule is not None:
         return told_schedule(state, hints.schedule)
     return with_own_rate(state) if hints.hyperparameters else state

@@ -20,10 +20,11 @@ from statekit.conversion.contracts import Constructing
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import Plan
 from statekit.conversion.rate_code import MATH
-from statekit.conversion.resume_rates import RatesOf, keys_of, makes_its_own, schedule_call, schedule_keys
+from statekit.conversion.resume_rates import RatesOf, ScheduleLines, schedule_lines
 from statekit.errors import StateError
 from statekit.files.manifest import FILE
 from statekit.optim.adafactor_forms import Hyperparameters
+from statekit.state.options import stored_rate
 from statekit.state.run import MEGATRON, Schedule, run_of
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.train_state import next_decay
@@ -32,6 +33,7 @@ from statekit.tensors.tree import empty_names
 _RULES = ("factor_map", "logical_factor_rules")
 _RATE, _DEFAULT = "learning_rate", "default"
 _UNKNOWN = "..."
+_UNSCHEDULED: Mapping[str, Any] = {"schedule": None, "unscheduled": ""}
 _NEVER_IN_T5X = ("multiply_by_parameter_scale", "decay_rate", "clipping_threshold", "epsilon1")
 _ANYWHERE = Path("/path/to")
 _STATE = ("/state/", "/state.")
@@ -207,12 +209,9 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
     rates = {repr(group["hyperparameters"].get(_RATE)) for group in groups}
     by_suffix = {Path(file).suffix: Path(file).name for file in place.files}
     converted = _is_converted(place)
-    rates_of = RatesOf(place.schedules, state)
-    call = schedule_call(place.schedules, _data()["schedules"])
-    if call and "lr_lambda)" in call and (code := rates_of.lambdas()):
-        call = call.replace("lr_lambda)", f"{code})")
+    schedule = _schedule(place, state)
+    call = schedule.call
     paths = [path for group in groups for path in group["paths"]]
-    torch, jax = rates_of.torch_lines(), rates_of.jax_lines()
     megatron = _megatron_schedule(place, state)
     return {
         "path": _quoted(path),
@@ -234,32 +233,31 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "optimizer_keys": _optimizer_keys(place.tensors) or '["optimizer"]',
         "scheduler": call,
         "math": "import math" if call and MATH in call else None,
-        "new_schedule": None if call else torch or rates_of.comment(),
+        "new_schedule": None if call else schedule.torch or schedule.comment,
         **_schedules_in_keras(
-            rates_of, arguments, _missing_arguments(state, None), _missing_arguments(state, _RATE)
+            schedule, arguments, _missing_arguments(state, None), _missing_arguments(state, _RATE)
         ),
-        "mxnet_schedule": (mxnet := rates_of.mxnet_lines())
-        or (None if rates_of.in_mxnet else rates_of.comment()),
-        "mxnet_scheduled": "" if mxnet else None,
+        "mxnet_schedule": schedule.mxnet or (None if schedule.is_in_mxnet else schedule.comment),
+        "mxnet_scheduled": "" if schedule.mxnet else None,
         **_several(place, state, converted),
-        "schedule_of_each": rates_of.lines_of_each() or rates_of.comment(),
-        "eden": (eden := rates_of.icefall_call()),
-        "eden_state": "" if eden else None,
-        "other_schedule": None if eden or call else torch or rates_of.comment(),
-        "any_schedule": torch or rates_of.comment(),
-        "jax_schedule": jax or rates_of.comment(),
+        "schedule_of_each": schedule.torch_each or schedule.comment,
+        "eden": schedule.icefall,
+        "eden_state": "" if schedule.icefall else None,
+        "other_schedule": None if schedule.icefall or call else schedule.torch or schedule.comment,
+        "any_schedule": schedule.torch or schedule.comment,
+        "jax_schedule": schedule.jax or schedule.comment,
         "missing_jax": f", {_RATE}=schedule{_missing_arguments(state, None)}"
-        if jax
+        if schedule.jax
         else _missing_arguments(state, _RATE),
-        "scheduler_keys": schedule_keys(place.schedules),
+        "scheduler_keys": schedule.place and _subscripts(schedule.place),
         "scheduled": "" if call else None,
         "unscheduled": None if call else "",
         "own_rate": "" if any(group["hyperparameters"].get("relative_step") for group in groups) else None,
-        "own_scheduler": "None" if makes_its_own(place.schedules) else call,
-        "optimizer": "\n".join(_construction(place, state)),
+        "own_scheduler": "None" if schedule.is_own else call,
+        "optimizer": "\n".join(_construction(place, state, schedule.optax)),
         "not_arguments": f"not an argument of {constructor}: {', '.join(others)}" if others else None,
         "groups": "groups" if converted else _groups(groups),
-        "missing": _missing_arguments(state, None if torch and not call else "lr"),
+        "missing": _missing_arguments(state, None if schedule.torch and not call else "lr"),
         "step_offset": f"{max(offsets)}" if len(offsets) == 1 and max(offsets) else None,
         "rate": rates.pop() if len(rates) == 1 and rates != {"None"} else _UNKNOWN,
         "params_file": by_suffix.get(".params", "net.params"),
@@ -271,6 +269,12 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "without_schedule": None if megatron is not None else "",
         "mxnet_name": {"adamw": "adam"}.get(schema, schema),
     }
+
+
+def _schedule(place: Place, state: State) -> ScheduleLines:
+    return (
+        schedule_lines(place.schedules, state, _data()["schedules"]) if place.schedules else ScheduleLines()
+    )
 
 
 def _megatron_schedule(place: Place, state: State) -> str | None:
@@ -287,25 +291,24 @@ def _megatron_schedule(place: Place, state: State) -> str | None:
 
 
 def _schedules_in_keras(
-    rates_of: RatesOf, arguments: Sequence[str], missing: str, missing_rate: str
+    schedule: ScheduleLines, arguments: Sequence[str], missing: str, missing_rate: str
 ) -> dict[str, str | None]:
     """Returns what may stand in a line about a schedule of Keras.
 
     Args:
-        rates_of: The run's rates.
+        schedule: What lines say of the run's schedule.
         arguments: Those of the optimizer's class.
         missing: Those of `load_optimizer` that nobody said, but for the rate.
         missing_rate: The same with the rate.
     """
-    lines = rates_of.keras_lines()
-    before = rates_of.in_keras
+    lines, before = schedule.keras, schedule.is_in_keras
     scheduled = [f"{_RATE}=schedule" if one.startswith(f"{_RATE}=") else one for one in arguments]
     return {
-        "keras_before": lines or rates_of.comment() if before else None,
-        "keras_after": None if before else lines or rates_of.comment(),
+        "keras_before": lines or schedule.comment if before else None,
+        "keras_after": None if before else lines or schedule.comment,
         "keras_scheduled": "" if lines and not before else None,
         "keras_arguments": ", ".join(scheduled if lines and before else arguments),
-        "keras_schedule": lines or rates_of.comment(),
+        "keras_schedule": lines or schedule.comment,
         "missing_keras": f", {_RATE}=schedule{missing}" if lines else missing_rate,
     }
 
@@ -383,8 +386,14 @@ def _weights(place: Place, path: Path) -> dict[str, str | None]:
     }
 
 
-def _construction(place: Place, state: State) -> list[str]:
-    """Returns the lines that make `optimizer`."""
+def _construction(place: Place, state: State, schedules: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the lines that make `optimizer`.
+
+    Args:
+        place: Where the checkpoint is.
+        state: What it holds.
+        schedules: Each group's schedule in Optax, as `ScheduleLines` has it; empty for a run without one.
+    """
 
     def call(group: Mapping[str, Any], code: Mapping[str, str]) -> str:
         alone = {**state, **_kind(state, group), "groups": [group]}
@@ -399,9 +408,8 @@ def _construction(place: Place, state: State) -> list[str]:
         return f"{callee}({', '.join([*said, *(f'{name}={value}' for name, value in code.items())])})"
 
     layout = registry.layout(place.layout) if place.layout in registry.layout_names() else None
-    rates_of = RatesOf(place.schedules, state)
     numbered = [
-        {**group, "number": i, "label": str(i), **rates_of.in_optax(i)}
+        {**group, "number": i, "label": str(i), **(schedules[i] if schedules else _UNSCHEDULED)}
         for i, group in enumerate(state["groups"])
     ]
     groups = [group for group in numbered if group["paths"]]
@@ -558,7 +566,6 @@ def next_update(state: State, schedules: Sequence[Schedule] = ()) -> list[dict[s
         of updates done; `schedule`, the argument of a learning-rate schedule; and for Adafactor `step_offset` and
         `decay`, the second moment's.
     """
-    rates_of = RatesOf(schedules, state)
     counts = state["counts"]
     rows = []
     for number, group in enumerate(state["groups"]):
@@ -566,7 +573,7 @@ def next_update(state: State, schedules: Sequence[Schedule] = ()) -> list[dict[s
         row: dict[str, Any] = {
             **({"schema": kind["schema"]} if "schema" in group else {}),
             "parameters": len(group["paths"]),
-            "learning_rate": rates_of.next(number),
+            "learning_rate": RatesOf(schedules, state).next(number) if schedules else stored_rate(known),
             "update": counts["updates"],
             "schedule": counts["schedule"],
         }
@@ -593,7 +600,7 @@ def _model_keys(tensors: Iterable[str], paths: Sequence[str]) -> str | None:
     """
     ends = tuple("/" + path.replace("/", ".") for path in paths)
     places = (name.removesuffix(end) for name in tensors for end in ends if name.endswith(end))
-    return next((keys_of(place) for place in places if "/state" not in place), None)
+    return next((_subscripts(place) for place in places if "/state" not in place), None)
 
 
 def _optimizer_keys(tensors: Iterable[str]) -> str | None:
@@ -612,4 +619,9 @@ def _keys_of_optimizers(tensors: Iterable[str]) -> list[str]:
         tensors: Names of the file's tensors.
     """
     places = (name.partition(mark)[0] for name in tensors for mark in _STATE if mark in name)
-    return [keys_of(place) for place in dict.fromkeys(places)]
+    return [_subscripts(place) for place in dict.fromkeys(places)]
+
+
+def _subscripts(place: str) -> str:
+    """Returns keys joined by `/` as Python's subscripts: `["optimizer"][0]`."""
+    return "".join(f"[{key if key.isdecimal() else json.dumps(key)}]" for key in place.split("/"))

@@ -8,24 +8,87 @@ because nothing else is known.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from statekit.conversion.rate_classes import keras_lines, mxnet_lines
 from statekit.conversion.rate_code import JAX_NUMPY, MATH, optax_code, python_code
+from statekit.state.options import stored_rate
 from statekit.state.rates import Rates, Told
 from statekit.state.run import KERAS_SCHEDULE, Schedule
 from statekit.state.schedules.icefall import FUNCTIONS, SETTINGS
-
-_RATES = ("learning_rate", "lr")
-"""What schemas call a learning rate."""
-
 
 _TORCH = "extra/torch/"
 """Where the canonical names of what lay beside model and optimizer in a torch file begin."""
 _ELSEWHERE = ("Eden", "Eden2")
 """Schedules that aren't torch's own."""
+
+
+@dataclass(frozen=True)
+class ScheduleLines:
+    """What lines say of a run's schedule, or would have to: of a run without one, nothing.
+
+    Attributes:
+        call: The call that makes the schedule of a state of PyTorch, for an `optimizer`.
+        place: Where its record lies in the file, keys joined by `/`.
+        is_own: Whether it may be one that Transformers' Trainer makes of its arguments.
+        comment: Why the lines beside it don't make the schedule.
+        torch: Lines that make it of an `optimizer` of PyTorch.
+        torch_each: Lines that make those of several `optimizers`.
+        icefall: The call of icefall's own schedule.
+        jax: Lines that make Optax' `schedule`.
+        optax: Of each group, the code of its schedule in Optax, `schedule`, or why there is none, `unscheduled`.
+        keras: Lines that make Keras' `schedule`.
+        is_in_keras: Whether an optimizer of Keras has the schedule in the place of a variable for the rate.
+        mxnet: Lines that make MXNet's `schedule`.
+        is_in_mxnet: Whether an optimizer of MXNet has the schedule among its attributes.
+    """
+
+    call: str | None = None
+    place: str | None = None
+    is_own: bool = True
+    comment: str | None = None
+    torch: str | None = None
+    torch_each: str | None = None
+    icefall: str | None = None
+    jax: str | None = None
+    optax: tuple[Mapping[str, Any], ...] = ()
+    keras: str | None = None
+    is_in_keras: bool = False
+    mxnet: str | None = None
+    is_in_mxnet: bool = False
+
+
+def schedule_lines(
+    schedules: Sequence[Schedule], state: Mapping[str, Any], arguments: Mapping[str, Sequence[str]]
+) -> ScheduleLines:
+    """Returns what lines say of a run's schedule.
+
+    Args:
+        schedules: What is known of the run's schedules.
+        state: The state without its tensors.
+        arguments: Class of PyTorch -> arguments that its state holds too.
+    """
+    rates_of, of_torch = RatesOf(schedules, state), _of_torch(schedules)
+    call = None if of_torch is None else _call(of_torch, arguments)
+    if call and "lr_lambda)" in call and (code := rates_of.lambdas()):
+        call = call.replace("lr_lambda)", f"{code})")
+    return ScheduleLines(
+        call,
+        None if of_torch is None else of_torch.place.removeprefix(_TORCH),
+        of_torch is None or of_torch.kind in (None, "LambdaLR"),
+        rates_of.comment(),
+        rates_of.torch_lines(),
+        rates_of.lines_of_each(),
+        rates_of.icefall_call(),
+        rates_of.jax_lines(),
+        tuple(map(rates_of.in_optax, range(len(state["groups"])))),
+        rates_of.keras_lines(),
+        rates_of.in_keras,
+        rates_of.mxnet_lines(),
+        rates_of.in_mxnet,
+    )
 
 
 @dataclass(frozen=True)
@@ -68,8 +131,7 @@ class RatesOf:
         return rates.rate(self.done) if isinstance(rates, Rates) else self._stored(number)
 
     def _stored(self, number: int) -> Any:
-        known = self.state["groups"][number]["hyperparameters"]
-        return next((known[name] for name in _RATES if name in known), None)
+        return stored_rate(self.state["groups"][number]["hyperparameters"])
 
     def _each(self) -> list[Rates]:
         """Returns the rates of all groups; none if one isn't known."""
@@ -189,23 +251,12 @@ class RatesOf:
         return codes[0] if len({*codes}) == 1 else f"[{', '.join(codes)}]"
 
 
-def schedule_keys(schedules: Iterable[Schedule]) -> str | None:
-    """Returns the keys of the record of a run's schedule, as `["scheduler"]`; None where torch has none."""
-    schedule = _of_torch(schedules)
-    return None if schedule is None else keys_of(schedule.place.removeprefix(_TORCH))
+def _call(schedule: Schedule, arguments: Mapping[str, Sequence[str]]) -> str:
+    """Returns the call that makes a schedule of PyTorch, for an `optimizer`.
 
-
-def schedule_call(schedules: Iterable[Schedule], arguments: Mapping[str, Sequence[str]]) -> str | None:
-    """Returns the call that makes a run's schedule, for an `optimizer`; None where torch has none.
-
-    Args:
-        schedules: What is known of the run's schedules.
-        arguments: Class -> arguments that its state holds too. `...` stands for those of other classes; a LambdaLR's
-            function is in no state, and called `lr_lambda`.
+    `...` stands for the arguments of classes that aren't among those whose state holds them; a LambdaLR's function is
+    in no state, and called `lr_lambda`.
     """
-    schedule = _of_torch(schedules)
-    if schedule is None:
-        return None
     if schedule.kind is None:
         return "..."
     if schedule.kind == "LambdaLR":
@@ -217,17 +268,6 @@ def schedule_call(schedules: Iterable[Schedule], arguments: Mapping[str, Sequenc
     return f"torch.optim.lr_scheduler.{schedule.kind}(optimizer, {said})"
 
 
-def makes_its_own(schedules: Iterable[Schedule]) -> bool:
-    """Tells whether a run's schedule may be one that Transformers' Trainer makes of its arguments."""
-    schedule = _of_torch(schedules)
-    return schedule is None or schedule.kind in (None, "LambdaLR")
-
-
-def _of_torch(schedules: Iterable[Schedule]) -> Schedule | None:
+def _of_torch(schedules: Sequence[Schedule]) -> Schedule | None:
     kept = [one for one in schedules if one.place.startswith(_TORCH) and one.kind not in _ELSEWHERE]
     return kept[0] if len(kept) == 1 else None
-
-
-def keys_of(place: str) -> str:
-    """Returns keys joined by `/` as Python's subscripts: `["optimizer"][0]`."""
-    return "".join(f"[{key if key.isdecimal() else json.dumps(key)}]" for key in place.split("/"))

@@ -13,8 +13,7 @@ from statekit.errors import Faults, StateError, UsageError
 from statekit.state.options import BY_NAME
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.train_state import Group, TrainState
-from statekit.tensors.tensor import DType, Shape, Tensor, widens
-from statekit.tensors.ties import TIES
+from statekit.tensors.tensor import TIES, DType, Shape, Tensor, widens
 from statekit.tensors.tree import Tree
 
 BUFFERS = "buffers"

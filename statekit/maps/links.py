@@ -12,7 +12,7 @@ from statekit.state.exactness import Exactness
 from statekit.state.options import BY_NAME
 from statekit.state.stored_params import DECODED
 from statekit.state.train_state import Counts, Group, TrainState
-from statekit.tensors.ties import TIES
+from statekit.tensors.tensor import TIES
 
 _BY_PATTERN = ("factor_map", "exclude_from_weight_decay", "exclude_from_parameter_scale")
 """Hyperparameters that say something of names that fit a pattern, which other names may not."""

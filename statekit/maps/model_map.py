@@ -20,8 +20,7 @@ from statekit.errors import Faults, StateError, UsageError, check_name
 from statekit.maps.links import Carried, Link, StateMap, carried
 from statekit.maps.operations import Merge, Operation, Part, Permute, Stack, Unstack
 from statekit.state.train_state import TrainState
-from statekit.tensors.tensor import Shape
-from statekit.tensors.ties import TIES
+from statekit.tensors.tensor import TIES, Shape
 
 _FIELD = re.compile(r"\{(\w+)\}")
 _NUMBER = r"0|[1-9]\d{0,5}"

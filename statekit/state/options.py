@@ -50,6 +50,11 @@ def is_rate(value: Any) -> bool:
     return is_number and math.isfinite(value) and value >= 0
 
 
+def stored_rate(hyperparameters: Mapping[str, Any]) -> Any:
+    """Returns the learning rate among hyperparameters, whichever name it has; None if none is there."""
+    return next((hyperparameters[name] for name in RATE_NAMES if name in hyperparameters), None)
+
+
 def offered(schema: str, variant: str) -> dict[str, Any]:
     """Returns the options of a variant with their defaults; the learning rate isn't one of them."""
     defaults = load_schema(schema).variant(variant)["defaults"]

@@ -17,7 +17,7 @@ from statekit.state.schedules.called import KEY as CALLED
 from statekit.state.schedules.called import called_rates
 from statekit.state.schedules.mxnet import mxnet_rates
 from statekit.state.schedules.pytorch import torch_kind, torch_rates
-from statekit.tensors.ties import TIES
+from statekit.tensors.tensor import TIES
 from statekit.tensors.tree import Path, Record, Tree, to_json
 
 TRAINER_ARGUMENTS = "trainer_arguments"

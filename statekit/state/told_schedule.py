@@ -8,14 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from statekit.errors import UsageError
+from statekit.state.options import RATE_NAMES, stored_rate
 from statekit.state.rates import Rates
 from statekit.state.run import Schedule, run_of
 from statekit.state.schedules import icefall
 from statekit.state.schedules.called import FUNCTIONS, KEY, named_arguments
 from statekit.state.train_state import TrainState
-
-_RATES = ("learning_rate", "lr")
-"""What schemas call a learning rate."""
 
 
 def told_schedule(state: TrainState, call: Mapping[str, Any]) -> TrainState:
@@ -63,7 +61,7 @@ def _against(state: TrainState, schedule: Schedule) -> Iterator[str]:
     updates = schedule.at - 1 if schedule.kind in icefall.FUNCTIONS else schedule.at
     for number, group in enumerate(state.optimizer.groups):
         rates = schedule.of_group(number)
-        stored = next((group.hyperparameters[name] for name in _RATES if name in group.hyperparameters), None)
+        stored = stored_rate(group.hyperparameters)
         if (
             isinstance(rates, Rates)
             and type(stored) is float
@@ -76,7 +74,7 @@ def with_own_rate(state: TrainState) -> TrainState:
     """Returns a state that says of a rate which a user gave that the run's isn't constant, where it has a schedule."""
     groups = state.optimizer.groups
     given = [
-        group.hyperparameters[n] for group in groups for n in _RATES if group.known_from.get(n) == "given"
+        group.hyperparameters[n] for group in groups for n in RATE_NAMES if group.known_from.get(n) == "given"
     ]
     schedules = run_of(state.extra).schedules if given else ()
     if not schedules or all(isinstance(one, Rates) for each in schedules for one in each.rates):

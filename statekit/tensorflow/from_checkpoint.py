@@ -16,7 +16,7 @@ from statekit.conversion.registry import detect_container
 from statekit.dropin.matching import Given, copy_fault, match_faults, require_resumable
 from statekit.dropin.overrides import overridden
 from statekit.errors import Faults, StateError, UnknownRuleError, UsageError
-from statekit.state.options import FACTOR_MAP, KERAS, RATE_NAMES, known_options, taken
+from statekit.state.options import FACTOR_MAP, KERAS, known_options, stored_rate, taken
 from statekit.state.stored_params import as_params, as_variable
 from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensorflow.naming import normal, partners, path_of, twice
@@ -156,9 +156,7 @@ def built(
             remedy=f"give load_optimizer what the run was configured with: {missing[0]}=..., or hparams={{...}}",
         )
     common = {n: v for n, v in said[0].items() if all(n in one and one[n] == v for one in said)}
-    rates: list[Any] = [
-        next((g.hyperparameters[n] for n in RATE_NAMES if n in g.hyperparameters), None) for g in groups
-    ]
+    rates: list[Any] = [stored_rate(g.hyperparameters) for g in groups]
     apart = by_keras(schema, variant).keys() | common.keys()
     different = [
         {"paths": [p for p in g.paths if p in pairs], **{n: v for n, v in one.items() if n not in apart}}

@@ -7,7 +7,7 @@ through any chain of operations, so that a tensor larger than memory streams.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -27,6 +27,10 @@ BLOCK_BYTES = 8 * 2**20
 
 From 32 MiB on, the C library maps each block anew, and filling fresh pages takes longer than reading the file.
 """
+
+TIES = "ties"
+"""Key, in a state's extra and in trees of PyTorch's libraries, of tied parameters, one tensor under several names as a
+head that shares its weight with an embedding: further name -> the name that it stands under."""
 
 _EXTENSION = {
     name: np.dtype(getattr(ml_dtypes, name))
@@ -263,6 +267,32 @@ def widens(source: DType, target: DType) -> bool:
         near, far = float_info(source), float_info(target)
         return bool(near.nmant <= far.nmant and near.maxexp <= far.maxexp and near.minexp >= far.minexp)
     return bool(np.can_cast(source, target, "safe"))
+
+
+def bytes_of(tensor: Tensor) -> Any:
+    """Returns what two tensors have in common that read the same bytes."""
+    return tensor.fetch if isinstance(tensor, Stored) else id(tensor), tensor.shape, tensor.dtype
+
+
+def apart(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a model without the further names of tied tensors: an optimizer has each once."""
+    ties = ties_of(model, model)
+    return {name: tensor for name, tensor in model.items() if name not in ties}
+
+
+def ties_of(model: Mapping[str, Tensor], known: Iterable[str]) -> dict[str, str]:
+    """Returns the further names of a model's tensors: name -> the name that the same tensor stands under.
+
+    Args:
+        model: Tensor by name.
+        known: The names whose tensors may have further ones; of two that are tied, the first stands.
+    """
+    first: dict[Any, str] = {}
+    for name in known:
+        first.setdefault(bytes_of(model[name]), name)
+    ties = {name: first.get(bytes_of(tensor), name) for name, tensor in model.items()}
+    firsts = set(first.values())
+    return {name: one for name, one in ties.items() if name != one and name not in firsts}
 
 
 def same_values(left: Tensor, right: Tensor) -> bool:

@@ -54,8 +54,7 @@ from statekit.files.manifest import inside, is_manifest
 from statekit.files.safetensors import save_safetensors
 from statekit.files.source import File, Files, first_bytes, opening, read_small
 from statekit.files.stage import Stage
-from statekit.tensors.tensor import Stored, Tensor, index_shape
-from statekit.tensors.ties import TIES, ties_of
+from statekit.tensors.tensor import TIES, Stored, Tensor, index_shape, ties_of
 from statekit.tensors.tree import Path as Keys
 from statekit.tensors.tree import Record, Tree, at, holds_records, loose, loose_json, put, without
 

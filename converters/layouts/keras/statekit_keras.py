@@ -48,7 +48,7 @@ from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import map_entries, shown_rule
-from statekit.state.options import CLASSES, FACTOR, KERAS, LOGICAL, RATE_NAMES, offered, rule_of
+from statekit.state.options import CLASSES, FACTOR, KERAS, LOGICAL, RATE_NAMES, offered, rule_of, stored_rate
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, RuleRecord, TrainState
 from statekit.tensors.tensor import DTYPES, Tensor, in_memory
@@ -334,7 +334,7 @@ def _rate(state: TrainState) -> float | None:
 
 def _first_rate(groups: Sequence[Group]) -> float | None:
     values = groups[0].hyperparameters if groups else {}
-    rate = next((values[name] for name in RATE_NAMES if name in values), None)
+    rate = stored_rate(values)
     return float(rate) if isinstance(rate, (int, float)) else None
 
 
@@ -388,7 +388,7 @@ def _group(
     group: Group, values: Mapping[str, Any], common: Mapping[str, Any], rate: float | None
 ) -> dict[str, Any]:
     different = {name: value for name, value in values.items() if name not in common and name not in KERAS}
-    mine = next((group.hyperparameters[n] for n in RATE_NAMES if n in group.hyperparameters), None)
+    mine = stored_rate(group.hyperparameters)
     factor = {FACTOR: mine / rate} if rate and mine is not None and mine != rate else {}
     return {"paths": list(group.paths), **different, **factor}
 

@@ -59,13 +59,13 @@ from statekit.converters.layouts.optax.skeleton import (
 from statekit.errors import Faults, InexactError, StateError, some
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.factoring import shown_rule
+from statekit.state.options import RATE_NAMES
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, Kind, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree
 
 _KEY = "jax"
-_RATES = ("learning_rate", "lr")
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,9 @@ def _settings(kind: Kind, slots: Slots) -> tuple[Hyperparameters, list[str]]:
         return Hyperparameters(), [
             f"The state doesn't say whose rule it follows; a step needs --variant: {candidates}."
         ]
-    hyperparameters = Hyperparameters().over(schema.variant(variant)["defaults"], "assumed").without(*_RATES)
+    hyperparameters = (
+        Hyperparameters().over(schema.variant(variant)["defaults"], "assumed").without(*RATE_NAMES)
+    )
     if any("m" in param_slots for param_slots in slots.values()) and schema.name == "adafactor":
         hyperparameters = hyperparameters.without("beta1")
     shown = ", ".join(f"{name}={value}" for name, value in hyperparameters.values.items())

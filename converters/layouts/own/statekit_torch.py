@@ -42,8 +42,7 @@ from statekit.state import options
 from statekit.state.options import BY_NAME, RATE_NAMES, SCALE, by_other_names
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, RuleRecord, TrainState
-from statekit.tensors.tensor import Tensor
-from statekit.tensors.ties import TIES, ties_of
+from statekit.tensors.tensor import TIES, Tensor, ties_of
 from statekit.tensors.tree import Tree
 from statekit.tensors.typed import Name, fits, misfits
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from statekit.errors import Faults, StateError
-from statekit.tensors.tensor import Shape, Tensor
-from statekit.tensors.ties import apart
+from statekit.tensors.tensor import Shape, Tensor, apart
 
 OWN_MODEL = "the model's parameters"
 BY_NAME = "and the model's file sorts them by name"

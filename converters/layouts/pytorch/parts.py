@@ -22,8 +22,7 @@ from statekit.conversion.contracts import Encoded
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.errors import UsageError
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
-from statekit.tensors.tensor import Tensor
-from statekit.tensors.ties import TIES, ties_of
+from statekit.tensors.tensor import TIES, Tensor, ties_of
 from statekit.tensors.tree import (
     Path,
     Tree,

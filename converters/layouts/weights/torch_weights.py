@@ -24,8 +24,7 @@ from statekit.converters.layouts.pytorch.side_by_side import optimizer_places
 from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state
 from statekit.files.checkpoint import MODEL_KEY, Checkpoint
 from statekit.state.train_state import TrainState
-from statekit.tensors.tensor import Tensor
-from statekit.tensors.ties import TIES, ties_of
+from statekit.tensors.tensor import TIES, Tensor, ties_of
 from statekit.tensors.tree import Path, Tree, at, loose, put, without
 
 READ = ("torch", "safetensors", "dcp", "dcp-safetensors", "hf-trainer", "accelerate")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, TypeAlias, TypedDict
 
 from statekit.state.rates import Piece, Rates, Told, joined, piece
@@ -207,21 +208,24 @@ def _called(kind: Any, said: Mapping[str, Any], base: float | None) -> Told:
     return _transformers(0.0 if base is None else base, arguments)
 
 
-def _function(kind: str | None, *parameters: str) -> Function:
-    return Function(
-        ("optimizer", *parameters, "last_epoch"),
-        lambda said, base: _called(kind, said, base),
-        beside=("optimizer", "last_epoch"),
-    )
-
-
+_KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "get_constant_schedule": ("constant", ()),
+    "get_constant_schedule_with_warmup": ("constant_with_warmup", (_WARM,)),
+    "get_linear_schedule_with_warmup": ("linear", (_WARM, _WHOLE)),
+    "get_cosine_schedule_with_warmup": ("cosine", (_WARM, _WHOLE, "num_cycles")),
+    "get_polynomial_decay_schedule_with_warmup": ("polynomial", (_WARM, _WHOLE, "lr_end", "power")),
+    "get_inverse_sqrt_schedule": ("inverse_sqrt", (_WARM, "timescale")),
+}
+"""Function -> the kind of schedule that it makes, and its parameters between the optimizer and the last epoch."""
 FUNCTIONS: dict[str, Function] = {
-    "get_constant_schedule": _function("constant"),
-    "get_constant_schedule_with_warmup": _function("constant_with_warmup", _WARM),
-    "get_linear_schedule_with_warmup": _function("linear", _WARM, _WHOLE),
-    "get_cosine_schedule_with_warmup": _function("cosine", _WARM, _WHOLE, "num_cycles"),
-    "get_polynomial_decay_schedule_with_warmup": _function("polynomial", _WARM, _WHOLE, "lr_end", "power"),
-    "get_inverse_sqrt_schedule": _function("inverse_sqrt", _WARM, "timescale"),
+    **{
+        name: Function(
+            ("optimizer", *parameters, "last_epoch"),
+            partial(_called, kind),
+            beside=("optimizer", "last_epoch"),
+        )
+        for name, (kind, parameters) in _KINDS.items()
+    },
     "get_scheduler": Function(
         ("name", "optimizer", _WARM, _WHOLE, _SPECIAL),
         lambda said, base: _called(said.get("name"), {k: v for k, v in said.items() if k != "name"}, base),
