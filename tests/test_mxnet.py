@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from mxnet_files import array_list, attributes, states
 
-from goldens import GOLDEN, bundles
-from replaying import everywhere, present
+from goldens import COMPACT, GOLDEN, bundles
+from replaying import BACKENDS, everywhere, marks, present
 from statekit.arrays.backend import backend
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.conversion import registry
@@ -21,16 +21,24 @@ from statekit.conversion.contracts import Encoded, Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.inspection import inspect
 from statekit.conversion.open_state import open_state
+from statekit.conversion.resume import of_checkpoint, resume_lines
 from statekit.converters.containers.mxnet import CONTAINER
 from statekit.converters.layouts.mxnet.layout import MXNetOptim
 from statekit.converters.layouts.mxnet.mxnet_lans import LAYOUT as LANS
-from statekit.errors import InexactError, NotFoundError, StateError, UnknownFormatError, UsageError
+from statekit.errors import (
+    InexactError,
+    NotFoundError,
+    StateError,
+    StatekitError,
+    UnknownFormatError,
+    UsageError,
+)
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged
 from statekit.optim.run import load, store
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, same_values
-from statekit.tensors.tree import Record
+from statekit.tensors.tree import Record, to_json
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay
 
@@ -111,6 +119,82 @@ def test_training_goes_on_from_the_native_checkpoint(name: str, case: str) -> No
         assert subject.obstacle() == ""
         result = replay(subject, backend(name))
     assert result.start == "checkpoint" and result.decoded == () and result.passed
+
+
+IN_FILES = COMPACT / "mxnet_folders" / "npy_beside_params"
+"""A run whose parameters are a folder of `.npy` files, beside the `.params` of another run."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in BACKENDS])
+def test_training_goes_on_from_parameters_in_a_folder_beside_those_of_another_run(name: str) -> None:
+    with open_recording(IN_FILES) as recording:
+        result = replay(Subject(recording), backend(name))
+    assert result.start == "checkpoint" and result.decoded == () and result.passed
+    assert result.steps == (recording.checkpoint_step, recording.last) and not result.judged[0].outside
+
+
+def test_parameters_in_a_folder_are_named_and_written_back_byte_for_byte(tmp_path: Path) -> None:
+    source = IN_FILES / "checkpoint"
+    for path in (source, source / "trainer.states", source / "net"):
+        with open_state(path) as opened:
+            lines = "\n".join(resume_lines(of_checkpoint(opened), to_json(opened.state.to_json())))
+        assert f'"{source}/net/"' in lines and f'"{source}/trainer.states"' in lines
+    seen = CONTAINER.detect(source)
+    assert seen is not None and "not teacher.params" in seen.because
+    convert(plan(source, tmp_path / "run.pt"))
+    convert(plan(tmp_path / "run.pt", tmp_path / "back", to="mxnet"))
+    written = [file.relative_to(tmp_path / "back") for file in (tmp_path / "back").rglob("*.*")]
+    assert len(written) == 8
+    for file in written:
+        same = file.name == "statekit.json" or (source / file).read_bytes()
+        assert same in (True, (tmp_path / "back" / file).read_bytes()), file
+
+
+def in_folder(tmp_path: Path, **params: dict[str, Array]) -> Path:
+    """A Trainer's states, and beside them folders of arrays, or `.params` by names with `_file`."""
+    data = states(moments(*SHAPES), (LANS_CLASS, attributes(HELD)))
+    (tmp_path / "trainer.states").write_bytes(data)
+    for name, arrays in params.items():
+        if name.endswith("_file"):
+            (tmp_path / f"{name.removesuffix('_file')}.params").write_bytes(array_list(arrays))
+            continue
+        (tmp_path / name).mkdir()
+        for key, array in arrays.items():
+            np.save(tmp_path / name / f"{key}.npy", array)
+    return tmp_path
+
+
+def other(**arrays: tuple[int, ...]) -> dict[str, Array]:
+    return {name: np.zeros(shape, np.float32) for name, shape in arrays.items()}
+
+
+def test_of_several_parameters_those_with_the_shapes_of_the_states_are_taken(tmp_path: Path) -> None:
+    more = {**PARAMS, **other(d=(9,))}
+    folder = in_folder(tmp_path, net=PARAMS, teacher_file=other(w=(2, 3)), whole=more, data=other(x=(7,)))
+    with open_state(folder) as opened:
+        assert first(opened.state, "b/weight") == 1 and "d" not in opened.state.params
+        assert "net" in opened.evidence[0].because and "teacher.params" in opened.evidence[0].because
+    shutil.rmtree(folder / "net")
+    with open_state(folder) as opened:
+        assert "d" in opened.state.params
+
+
+def test_where_no_parameters_fit_or_several_do_the_error_names_each(tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    folder = in_folder(tmp_path / "none", net=other(w=(2, 3), v=(2, 3)), teacher_file=other(w=(4,)))
+    for path in (folder, folder / "trainer.states"):
+        with pytest.raises(NotFoundError, match=r"(?s)\(2, 3\) @ teacher\.params.*\(4,\) @ net"):
+            open_state(path)
+    (tmp_path / "both").mkdir()
+    folder = in_folder(tmp_path / "both", net=PARAMS, teacher_file=PARAMS)
+    for path in (folder, folder / "trainer.states"):
+        with pytest.raises(NotFoundError, match=r"nothing tells which(?s:.*)teacher\.params, net"):
+            open_state(path)
+    with open_state(folder / "net") as opened:  # naming it tells
+        assert opened.state.counts.updates == 4
+    (folder / "net" / "c.bias.npy").write_bytes(b"\x93NUMPY no more")
+    with pytest.raises(StatekitError, match=r"c\.bias"):
+        open_state(folder / "net")
 
 
 def test_any_of_the_files_and_their_folder_mean_one_checkpoint() -> None:

@@ -2,7 +2,8 @@
 
 It joins the two files of one training run into one checkpoint. In goes either file or their folder; files of one name
 belong together (`0100.params`, `0100.states`), otherwise the only other one beside does; of several, the parameters
-under the names of Gluon, without a Module's `arg:`, and the states that hold their optimizer. Out comes the tree
+whose shapes are those of the states, under the names of Gluon, without a Module's `arg:`, and the states that hold
+their optimizer. Parameters may be a folder of `.npy` files, one for each. Out comes the tree
 
     params      name -> array
     states      index -> (mean, var), or (weight32, (mean, var)); whatever the optimizer keeps
@@ -16,6 +17,7 @@ Source: apache/mxnet, python/mxnet/gluon/trainer.py, `Trainer.save_states`; pyth
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,13 +26,27 @@ from typing import Any, Literal
 from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.step_folders import check_step
-from statekit.converters.formats.mxnet.params import LIST, NPZ, form_of, read_params, write_list, write_npz
+from statekit.converters.formats.mxnet.params import (
+    FOLDER,
+    LIST,
+    NPZ,
+    SUFFIX,
+    Params,
+    form_of,
+    npy_files,
+    read_npy_folder,
+    read_params,
+    write_list,
+    write_npy_folder,
+    write_npz,
+)
 from statekit.converters.formats.mxnet.records import CPU
 from statekit.converters.formats.mxnet.states import read_states, write_states
-from statekit.errors import FormatError, NotFoundError, StatekitError
+from statekit.errors import Faults, FormatError, NotFoundError, StatekitError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.source import Files, first_bytes, last_bytes, opening
 from statekit.files.stage import Stage
+from statekit.tensors.tensor import Shape, Tensor
 
 PARAMS, STATES = ".params", ".states"
 MODULE_PREFIXES = ("arg:", "aux:")
@@ -46,7 +62,7 @@ class Pair:
 
     Attributes:
         states: The updater's states, if there are any.
-        params: The parameters, if there are any.
+        params: The parameters, if there are any: a file, or a folder of `.npy` files.
         because: How they were found.
         step: The number at the end of their common name.
         steps: Those of all checkpoints in the folder.
@@ -61,26 +77,27 @@ class Pair:
     @property
     def files(self) -> tuple[Path, ...]:
         """Those that there are."""
-        return tuple(file for file in (self.states, self.params) if file is not None)
+        params = npy_files(self.params) if self.params and self.params.is_dir() else [self.params]
+        return tuple(file for file in (self.states, *params) if file is not None)
 
 
 def find_pair(path: Path, step: int | None = None) -> Pair:
     """Finds the files that a path means: one of them, or their folder.
 
     Args:
-        path: A `.states`, a `.params`, or the folder of both.
+        path: A `.states`, a `.params`, a folder of `.npy` files beside a `.states`, or the folder of both.
         step: The number at the end of their name, where a folder has several.
 
     Raises:
         NotFoundError: There are none, or several and no telling which.
     """
-    if path.is_dir():
+    if path.is_dir() and not (is_params_folder(path) and _found(path.parent, STATES, is_states_file)):
         return _in_folder(path, step)
     number = step_of(path)
     check_step(step, number, path)
-    if not path.is_file():
+    if not path.is_file() and not path.is_dir():
         raise NotFoundError("There is no such file.", place=path, expected=f"a {STATES} or {PARAMS}")
-    is_states = path.suffix != PARAMS and is_states_file(path)
+    is_states = path.is_file() and path.suffix != PARAMS and is_states_file(path)
     beside, how = _partner(path, PARAMS if is_states else STATES)
     states, params = (path, beside) if is_states else (beside, path)
     return Pair(states, params, how, number)
@@ -98,6 +115,11 @@ def is_params_file(path: Path) -> bool:
     """Tells whether a file is a list of NDArrays, or an npz named `.params`."""
     form = form_of(first_bytes(path, HEAD))
     return form is not None and (form != NPZ or path.suffix == PARAMS)
+
+
+def is_params_folder(folder: Path) -> bool:
+    """Tells whether a folder holds `.npy` files."""
+    return next(iter(folder.glob(f"*{SUFFIX}")), None) is not None
 
 
 def step_of(path: Path) -> int | None:
@@ -139,27 +161,90 @@ def _partner(path: Path, suffix: str) -> tuple[Path | None, str]:
     twin = path.with_suffix(suffix)
     if twin.is_file():
         return twin, _same_name(path)
-    fits = is_params_file if suffix == PARAMS else is_states_file
-    other = STATES if suffix == PARAMS else PARAMS
-    candidates = [p for p in _found(path.parent, suffix, fits) if not p.with_suffix(other).is_file()]
-    if not candidates and suffix == PARAMS:  # one that is damaged is an error, not absent
-        candidates = [
-            p for p in _found(path.parent, suffix, Path.exists) if not p.with_suffix(other).is_file()
-        ]
+    if suffix == PARAMS:
+        return _params_beside(path)
+    candidates = [
+        p for p in _found(path.parent, STATES, is_states_file) if not p.with_suffix(PARAMS).is_file()
+    ]
     if not candidates:
-        return None, f"no {suffix} beside it"
-    chosen = _only(candidates, path.parent, suffix, _is_gluon if suffix == PARAMS else _holds_optimizer)
+        return None, f"no {STATES} beside it"
+    chosen = _only(candidates, path.parent, STATES, _holds_optimizer)
+    return chosen, _beside(chosen, candidates, "with its optimizer")
+
+
+def _params_beside(states: Path) -> tuple[Path | None, str]:
+    """Returns the parameters that belong to a file of states of another name, and how they were found."""
+    folder = states.parent
+    every = [p for p in _found(folder, PARAMS, Path.exists) if not p.with_suffix(STATES).is_file()]
+    folders = [one for one in (folder, *sorted(folder.iterdir())) if one.is_dir() and is_params_folder(one)]
+    # One that is damaged is an error, not absent.
+    candidates = [*(p for p in every if is_params_file(p)), *folders] or every
+    if not candidates:
+        return None, f"no {PARAMS} beside it"
     if len(candidates) == 1:
-        return chosen, f"{chosen.name}, the only {suffix} beside it"
-    passed = ", ".join(p.name for p in candidates if p != chosen)
-    return (
-        chosen,
-        f"{chosen.name}, {'of Gluon' if suffix == PARAMS else 'with its optimizer'}, beside it; not {passed}",
-    )
+        return candidates[0], _beside(candidates[0], [*every, *folders], "")
+    chosen = _only(_fitting(states, candidates), folder, PARAMS, _is_gluon)
+    return chosen, _beside(chosen, [*every, *folders], "of Gluon" if chosen.is_file() else "by its shapes")
+
+
+def _beside(chosen: Path, every: Iterable[Path], why: str) -> str:
+    """Says how one of several files was found."""
+    passed = ", ".join(p.name for p in every if p != chosen)
+    if not passed:
+        return f"{chosen.name}, the only {chosen.suffix or 'parameters'} beside it"
+    return f"{', '.join(filter(None, (chosen.name, why)))}, beside it; not {passed}"
+
+
+def _fitting(states: Path, candidates: Iterable[Path]) -> list[Path]:
+    """Returns the parameters that have just the shapes of the states, or, if none has, those that have more.
+
+    Raises:
+        NotFoundError: None has them.
+    """
+    with Files() as files:
+        moved = Counter(map(_shape, read_states(files.source(states)).states.values()))
+    del moved[None]
+    kept: dict[Path, Counter[Shape | None]] = {}
+    faults = Faults()
+    for path in candidates:
+        try:
+            with Files() as files:
+                kept[path] = Counter(array.shape for array in _params(path, files).arrays.values())
+        except StatekitError as error:
+            faults.add(error.subject, path.name)
+            continue
+        if not moved <= kept[path]:
+            faults.add(f"lacks {', '.join(map(str, moved - kept[path]))}", path.name)
+    fitting = [path for path, shapes in kept.items() if moved <= shapes]
+    if not fitting:
+        faults.check(
+            NotFoundError,
+            f"None of the parameters beside {states} has the shapes of its states",
+            remedy="name the file of the parameters, or move the others away",
+        )
+    return [path for path in fitting if kept[path] == moved] or fitting
+
+
+def _shape(entry: Any) -> Shape | None:
+    """Returns the shape of the first array of an index' state; None if there is none."""
+    if isinstance(entry, (list, tuple)):
+        return next((shape for shape in map(_shape, entry) if shape is not None), None)
+    return entry.shape if isinstance(entry, Tensor) else None
+
+
+def _params(path: Path, files: Files) -> Params:
+    return read_npy_folder(path, files) if path.is_dir() else read_params(files.source(path))
 
 
 def _same_name(path: Path) -> str:
     return f"{path.stem}{PARAMS} and {path.stem}{STATES} have one name"
+
+
+def _files_in(folder: Path) -> bool:
+    """Tells whether a folder holds files of MXNet, or is one of arrays beside its states."""
+    if _found(folder, STATES, is_states_file) or _found(folder, PARAMS, is_params_file):
+        return True
+    return is_params_folder(folder) and bool(_found(folder.parent, STATES, is_states_file))
 
 
 def _found(folder: Path, suffix: str, fits: Callable[[Path], bool]) -> list[Path]:
@@ -182,6 +267,8 @@ def _only(candidates: Iterable[Path], folder: Path, suffix: str, better: Callabl
 
 def _is_gluon(path: Path) -> bool:
     """Tells whether parameters have no names of a Module: these stand at the end of a list, and never in an npz."""
+    if path.is_dir():
+        return True
     tail = last_bytes(path, HEAD)
     return not any(prefix.encode() in tail for prefix in MODULE_PREFIXES)
 
@@ -209,12 +296,12 @@ class MXNet:
     def detect(self, path: Path) -> Evidence | None:
         """Looks at names, and at the first and last bytes."""
         try:
-            if path.is_file() and not is_states_file(path) and not is_params_file(path):
-                return None
-            pair = find_pair(path)
+            is_ours = _files_in(path) if path.is_dir() else is_states_file(path) or is_params_file(path)
+            return Evidence(20, find_pair(path).because) if is_ours else None
+        except NotFoundError as error:  # opening says the rest
+            return Evidence(20, error.subject) if path.is_file() or path.is_dir() else None
         except (OSError, StatekitError):
             return None
-        return Evidence(20, pair.because)
 
     def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Reads the pickle and the headers; values are read when asked for.
@@ -252,7 +339,9 @@ class MXNet:
         tree = encoded.tree
         forms = {part: {**usual, **tree.get("files", {}).get(part, {})} for part, usual in NUMPY_MODE.items()}
         arrays, form = tree.get("params", {}), forms["params"]
-        if arrays:
+        if arrays and form["form"] == FOLDER:
+            write_npy_folder(arrays, form["name"], "params", stage)
+        elif arrays:
             with stage.file(form["name"]) as file:
                 if form["form"] == LIST:
                     write_list(arrays, form["generation"], tuple(form["device"]), "params", file, stage)
@@ -266,15 +355,21 @@ class MXNet:
                 )
 
 
+def _written_as(pair: Pair) -> str:
+    """Returns the name of the parameters; "" where they lie in the folder of the states."""
+    assert pair.params is not None
+    return "" if pair.states and pair.states.parent == pair.params else pair.params.name
+
+
 def _tree(pair: Pair, files: Files) -> tuple[dict[str, Any], tuple[str, ...]]:
     tree: dict[str, Any] = {}
     forms: dict[str, Any] = {}
     notes: tuple[str, ...] = ()
     if pair.params is not None:
-        params = read_params(files.source(pair.params))
+        params = _params(pair.params, files)
         tree["params"] = {n: replace(array, name=f"params/{n}") for n, array in params.arrays.items()}
         form = {"form": params.form, "generation": params.generation, "device": list(params.device)}
-        forms["params"] = {"name": pair.params.name, **form}
+        forms["params"] = {"name": _written_as(pair), **form}
     if pair.states is not None:
         states = read_states(files.source(pair.states))
         tree["states"] = dict(states.states)

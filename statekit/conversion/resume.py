@@ -57,6 +57,7 @@ class Place:
         by_path: Whether its parameters lie by their paths, as nothing said where the system itself has them.
         schedules: What is known of the run's schedules.
         converted: Whether statekit wrote it; None where its step or a manifest in its folder tells.
+        folder: The folder that `files` are named in, where `path` is one of them.
     """
 
     container: str
@@ -69,6 +70,7 @@ class Place:
     by_path: bool = False
     schedules: tuple[Schedule, ...] = ()
     converted: bool | None = None
+    folder: Path | None = None
 
 
 def of_plan(plan: Plan, files: Iterable[str] = ()) -> Place:
@@ -103,7 +105,10 @@ def in_manifest(plan: Plan, files: Iterable[str]) -> Place:
 def of_checkpoint(opened: OpenState) -> Place:
     """Returns where an opened checkpoint is: its path is the step's own."""
     path = opened.checkpoint.path
-    files = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else ()
+    parts = opened.checkpoint.parts
+    folder = parts[0].parent if parts else path
+    beside = parts or (sorted(path.iterdir()) if path.is_dir() else ())
+    files = tuple(part.relative_to(folder).as_posix() for part in beside if part.is_relative_to(folder))
     container, layout = opened.checkpoint.container, opened.layout
     manifest = opened.checkpoint.manifest
     by_path = manifest is not None and _by_path(
@@ -113,7 +118,7 @@ def of_checkpoint(opened: OpenState) -> Place:
     empty = tuple(empty_names(opened.checkpoint.tree))
     schedules = run_of(opened.state.extra).schedules
     return Place(
-        container, layout, path, None, tuple(files), names, empty, by_path, schedules, manifest is not None
+        container, layout, path, None, files, names, empty, by_path, schedules, manifest is not None, folder
     )
 
 
@@ -208,6 +213,8 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
     offsets = {group["hyperparameters"].get("step_offset") or 0 for group in groups}
     rates = {repr(group["hyperparameters"].get(_RATE)) for group in groups}
     by_suffix = {Path(file).suffix: Path(file).name for file in place.files}
+    array = next((file for file in place.files if file.endswith(".npy")), None)
+    arrays_in = None if array is None else array[: array.rfind("/") + 1]
     converted = _is_converted(place)
     schedule = _schedule(place, state)
     call = schedule.call
@@ -215,6 +222,7 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
     megatron = _megatron_schedule(place, state)
     return {
         "path": _quoted(path),
+        "folder": _quoted(place.folder or path),
         "absolute": _quoted(path.absolute()),
         "item": _quoted(_item(path.absolute())),
         "run": _quoted(path.parent),
@@ -260,7 +268,9 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "missing": _missing_arguments(state, None if schedule.torch and not call else "lr"),
         "step_offset": f"{max(offsets)}" if len(offsets) == 1 and max(offsets) else None,
         "rate": rates.pop() if len(rates) == 1 and rates != {"None"} else _UNKNOWN,
-        "params_file": by_suffix.get(".params", "net.params"),
+        "params_file": None if arrays_in is not None else by_suffix.get(".params", "net.params"),
+        "params_folder": arrays_in,
+        "each_array": None if arrays_in is None else "",
         "states_file": by_suffix.get(".states", "trainer.states"),
         "optimized": None if schema == WEIGHTS else "",
         **_weights(place, path),

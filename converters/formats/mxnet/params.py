@@ -1,9 +1,10 @@
 """The files of MXNet's `save_parameters`: a list of NDArrays, or in numpy mode an npz archive, whatever it is called.
 
 A list is: 0x112 and 0 as u64, the number of arrays and the arrays, the number of names (0 or as many) and the names,
-each behind its length. An npz is a zip archive of `<name>.npy`, stored.
-Source: apache/mxnet, src/ndarray/ndarray.cc, `NDArray::Save` of a list; src/serialization/cnpy.cc, `npz::save`;
-NumPy, numpy/lib/format.py.
+each behind its length. An npz is a zip archive of `<name>.npy`, stored. What is saved array by array is a folder of
+such files.
+Source: apache/mxnet, src/ndarray/ndarray.cc, `NDArray::Save` of a list; src/serialization/cnpy.cc, `npz::save`,
+`npy::save`; NumPy, numpy/lib/format.py.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import ast
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from statekit.converters.formats.mxnet.records import CPU, DTYPE_NAMES, read_record, record_header
@@ -21,20 +23,20 @@ from statekit.converters.formats.storage import dense
 from statekit.converters.formats.zip_archive import Archive, ZipForm, ZipWriter
 from statekit.errors import CorruptError, FormatError
 from statekit.files.checksums import ZIP
-from statekit.files.source import Source, bytes_at
+from statekit.files.source import Files, Source, bytes_at
 from statekit.files.stage import Stage
-from statekit.tensors.tensor import DTYPES, DType, Shape, Stored, Tensor, nbytes
+from statekit.tensors.tensor import DTYPES, Array, DType, Shape, Stored, Tensor, nbytes
 from statekit.tensors.tree import MAX_NAME_BYTES
 
 LIST_MAGIC = struct.pack("<QQ", 0x112, 0)
 ZIP_MAGIC = b"PK\3\4"
-NPZ, LIST = "npz", "list"
+NPZ, LIST, FOLDER = "npz", "list", "npy"
 MAX_ARRAYS = 1_000_000
 MAX_NPY_HEADER = 2**16
 _NPY_MAGIC = b"\x93NUMPY"
 _NPY_SHORT = 128
 """MXNet's reader takes a header's length for a signed byte. Source: src/serialization/cnpy.cc, `npz::load`."""
-_SUFFIX = ".npy"
+SUFFIX = ".npy"
 _FORM = ZipForm("", 0, 0, 0)
 _DESCRIPTIONS = {
     "<b2" if name == "bfloat16" else DTYPES[name].str: DTYPES[name] for name in DTYPE_NAMES
@@ -44,12 +46,12 @@ _DESCRIBED = {dtype: text for text, dtype in _DESCRIPTIONS.items()}
 
 @dataclass(frozen=True)
 class Params:
-    """A file of parameters.
+    """A file of parameters, or a folder of them.
 
     Attributes:
-        arrays: By name, in the file's order.
-        form: `npz`, or `list`.
-        generation: Of the records of a list; 3 for an npz, which has none.
+        arrays: By name, in the file's order; those of a folder by their sorted names.
+        form: `npz`, `list`, or `npy` for a folder.
+        generation: Of the records of a list; 3 for the others, which have none.
         device: Type and id that the arrays of a list were saved from.
     """
 
@@ -64,7 +66,7 @@ def form_of(head: bytes) -> str | None:
     if head.startswith(LIST_MAGIC):
         return LIST
     name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
-    return NPZ if head.startswith(ZIP_MAGIC) and name.endswith(_SUFFIX.encode()) else None
+    return NPZ if head.startswith(ZIP_MAGIC) and name.endswith(SUFFIX.encode()) else None
 
 
 def read_params(source: Source) -> Params:
@@ -84,6 +86,44 @@ def read_params(source: Source) -> Params:
     return _read_npz(source) if form == NPZ else _read_list(source)
 
 
+def npy_files(folder: Path) -> list[Path]:
+    """Returns the `.npy` files of a folder, sorted by the names of their arrays."""
+    return sorted((file for file in folder.glob(f"*{SUFFIX}") if file.is_file()), key=lambda file: file.stem)
+
+
+def read_npy_folder(folder: Path, files: Files) -> Params:
+    """Reads the headers of a folder of arrays, each in a `.npy` file of its name.
+
+    Raises:
+        CorruptError: A file has another size than its header says.
+        FormatError: A file breaks the format.
+    """
+    arrays = {}
+    for file in npy_files(folder):
+        source = files.source(file)
+        arrays[file.stem] = _npy(_Bytes(source, 0, source.size, source.read), file.stem, f"{file}")
+    return Params(arrays, FOLDER, 3, CPU)
+
+
+def write_npy_folder(arrays: Mapping[str, Tensor], folder: str, below: str, stage: Stage) -> None:
+    """Writes arrays as `npx.save` does, each to a file of its name.
+
+    Args:
+        arrays: By name.
+        folder: Where, below the target; "" for the target itself.
+        below: What stands before the names in the tree.
+        stage: Where tensors are streamed from.
+
+    Raises:
+        FormatError: An array that MXNet can't read back.
+    """
+    for name, tensor in arrays.items():
+        head = _npy_header(name, tensor.shape, tensor.dtype)
+        with stage.file(f"{folder}/{name}{SUFFIX}" if folder else f"{name}{SUFFIX}") as file:
+            for block in _chained(head, stage, f"{below}/{name}", tensor):
+                file.write(block)
+
+
 def write_npz(arrays: Mapping[str, Tensor], below: str, file: BinaryIO, stage: Stage) -> None:
     """Writes an npz as MXNet's numpy mode does.
 
@@ -100,7 +140,7 @@ def write_npz(arrays: Mapping[str, Tensor], below: str, file: BinaryIO, stage: S
     for name, tensor in arrays.items():
         head = _npy_header(name, tensor.shape, tensor.dtype)
         size = len(head) + nbytes(tensor)
-        writer.add(f"{name}{_SUFFIX}", size, _chained(head, stage, f"{below}/{name}", tensor))
+        writer.add(f"{name}{SUFFIX}", size, _chained(head, stage, f"{below}/{name}", tensor))
     writer.finish()
 
 
@@ -189,38 +229,59 @@ def _read_npz(source: Source) -> Params:
     archive = Archive(source)
     arrays = {}
     for member in archive.members.values():
-        if not member.name.endswith(_SUFFIX):
+        if not member.name.endswith(SUFFIX):
             raise FormatError("A member of an npz is no array.", place=f"{member.name} in {source.place}")
-        arrays[member.name.removesuffix(_SUFFIX)] = _npy(archive, member.name, member.size)
+        fetch = partial(archive.read, member.name)
+        stored = _Bytes(source, member.start, member.size, fetch, ZIP)
+        name = member.name.removesuffix(SUFFIX)
+        arrays[name] = _npy(stored, name, f"{member.name} in {source.place}")
     return Params(arrays, NPZ, 3, CPU)
 
 
-def _npy(archive: Archive, member: str, size: int) -> Stored:
-    place = archive.source.place
-    head = bytes_at(archive.source, archive.members[member].start, min(size, 12))
+@dataclass(frozen=True)
+class _Bytes:
+    """The bytes of a .npy file: all of a source, or a member of an archive.
+
+    Attributes:
+        source: Where they are.
+        start: Their first byte.
+        size: How many there are.
+        fetch: Reads of them: (first byte, count) -> (count,) uint8.
+        checksum: The checksum that `fetch` compares.
+    """
+
+    source: Source
+    start: int
+    size: int
+    fetch: Callable[[int, int], Array]
+    checksum: str = ""
+
+
+def _npy(stored: _Bytes, name: str, place: str) -> Stored:
+    source, size = stored.source, stored.size
+    head = bytes_at(source, stored.start, min(size, 12))
     wide = head[6:7] > b"\x01"
     begin = 12 if wide else 10
     if not head.startswith(_NPY_MAGIC) or len(head) < 12 or head[6] > 3:
-        raise FormatError("A member of an npz is no .npy file.", place=f"{member} in {place}")
+        raise FormatError("An array of MXNet's parameters is no .npy file.", place=place)
     length = int.from_bytes(head[8:begin], "little")
     if length > min(MAX_NPY_HEADER, size - begin):
-        raise CorruptError("The header of an array is cut off.", place=f"{member} in {place}", found=length)
-    start = archive.members[member].start + begin
-    dtype, shape, fortran = _described(bytes_at(archive.source, start, length), f"{member} in {place}")
+        raise CorruptError("The header of an array is cut off.", place=place, found=length)
+    dtype, shape, fortran = _described(bytes_at(source, stored.start + begin, length), place)
     values = math.prod(shape) * dtype.itemsize
     if begin + length + values != size:
         raise CorruptError(
             "An array has another size than its header says.",
-            place=f"{member} in {place}",
+            place=place,
             expected=f"{values} bytes",
             found=f"{size - begin - length} bytes",
         )
-    fetch = partial(_member_bytes, archive, member, begin + length)
-    return dense(member.removesuffix(_SUFFIX), place, dtype, shape, values, fetch, fortran, ZIP)
+    fetch = partial(_shifted, stored.fetch, begin + length)
+    return dense(name, source.place, dtype, shape, values, fetch, fortran, stored.checksum)
 
 
-def _member_bytes(archive: Archive, member: str, by: int, start: int, count: int) -> Any:
-    return archive.read(member, by + start, count)
+def _shifted(fetch: Callable[[int, int], Array], by: int, start: int, count: int) -> Array:
+    return fetch(by + start, count)
 
 
 def _described(raw: bytes, place: str) -> tuple[DType, Shape, bool]:
@@ -243,7 +304,7 @@ def _described(raw: bytes, place: str) -> tuple[DType, Shape, bool]:
 
 def _npy_header(name: str, shape: Shape, dtype: DType) -> bytes:
     if dtype not in _DESCRIBED:
-        raise FormatError("An npz holds no such dtype.", place=name, found=dtype.name)
+        raise FormatError("A .npy file holds no such dtype.", place=name, found=dtype.name)
     text = f"{{'descr': '{_DESCRIBED[dtype]}', 'fortran_order': False, 'shape': {shape}, }}"
     length = -(-(len(text) + 11) // 64) * 64 - 10
     if length >= _NPY_SHORT:

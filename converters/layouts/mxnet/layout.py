@@ -119,7 +119,7 @@ class Written(TypedDict, total=False):
     """How a file is written."""
 
     name: Name
-    form: Literal["npz", "list"]
+    form: Literal["npz", "list", "npy"]
     generation: Natural
     device: Sequence[int]
 
