@@ -29,11 +29,10 @@ from statekit.files.source import Files, read_small
 from statekit.files.stage import Stage
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import DTYPES, Index, Stored, Tensor, in_memory
-from statekit.tensors.tree import from_json, tensor_names, to_json
+from statekit.tensors.tree import from_json, mapped, tensor_names, to_json
 from statekit.testing import containers, damage, layouts
 from statekit.testing.container_trials import Sample, Trial
 from statekit.testing.layouts import made_state
-from statekit.testing.trees import mapped
 
 SAMPLED = 1
 """How hard `make test` tries to damage a checkpoint; `make test-all` damages every file."""

@@ -29,7 +29,7 @@ from statekit.converters.formats.dcp.values import read_values
 from statekit.converters.formats.dcp.writer import write_dcp
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import NotFoundError
-from statekit.files.checkpoint import FILES_BESIDE, Checkpoint, Finding
+from statekit.files.checkpoint import FILES_BESIDE, STEPS, Checkpoint, Finding
 from statekit.files.source import Files, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tree import Tree
@@ -65,7 +65,7 @@ class Folder:
         """
         notes = tuple(Finding(note, f"{self.path / METADATA}") for note in self.contents.notes)
         beside = files_beside(self.path, self._names | {*others})
-        meta = {**self._meta, "steps": steps, FILES_BESIDE: beside}
+        meta = {**self._meta, STEPS: steps, FILES_BESIDE: beside}
         return Checkpoint(
             container, self.path, named(tree), meta, step, notes, self.files.close, is_numbered=False
         )

@@ -43,7 +43,7 @@ from statekit.converters.formats.mxnet.params import (
 from statekit.converters.formats.mxnet.records import CPU
 from statekit.converters.formats.mxnet.states import read_states, write_states
 from statekit.errors import Faults, FormatError, NotFoundError, StatekitError
-from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.checkpoint import STEPS, Checkpoint, Finding
 from statekit.files.source import Files, first_bytes, last_bytes, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Shape, Tensor
@@ -316,7 +316,7 @@ class MXNet:
         with opening(path, budget) as files:
             tree, notes = _tree(pair, files)
         findings = tuple(Finding(note, f"{pair.states}") for note in notes)
-        meta = {"steps": list(pair.steps)} if pair.steps else {}
+        meta = {STEPS: list(pair.steps)} if pair.steps else {}
         return Checkpoint(
             self.name,
             path,

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 from statekit.converters.formats.hparams import SCHEDULE_IN_GIN, read_gin, read_gin_call, read_text
 from statekit.errors import Faults, FormatError, NotFoundError, StatekitError, UsageError
-from statekit.files.checkpoint import FILES_BESIDE, Checkpoint, Finding
+from statekit.files.checkpoint import FILES_BESIDE, STEPS, Checkpoint, Finding
 from statekit.files.manifest import files_below, is_manifest
 from statekit.files.source import Files, first_bytes
 from statekit.files.stage import Stage
@@ -235,7 +235,7 @@ def step_checkpoint(
     """
     gin, gin_findings = gin_settings(step_folder.path, files)
     beside = files_beside(step_folder.path, known) if step_folder.path.is_dir() else []
-    around = {"steps": list(step_folder.steps), FILES_BESIDE: beside, "gin": gin}
+    around = {STEPS: list(step_folder.steps), FILES_BESIDE: beside, "gin": gin}
     findings = (*step_folder.findings, *findings, *gin_findings)
     meta = {**meta, **around}
     return Checkpoint(container, step_folder.path, tree, meta, step_folder.step, findings, files.close)

@@ -44,7 +44,7 @@ from statekit.converters.formats.tensor_bundle.table import (
 )
 from statekit.converters.formats.tensor_bundle.writer import STATE_FILE, write_bundle
 from statekit.errors import CorruptError, Faults, FormatError, NotFoundError, StatekitError
-from statekit.files.checkpoint import Checkpoint
+from statekit.files.checkpoint import STEPS, Checkpoint
 from statekit.files.checksums import BUNDLE
 from statekit.files.source import File, Files, last_bytes, opening, read_small, record
 from statekit.files.stage import Stage
@@ -97,7 +97,7 @@ class TFBundle:
             data = sorted(
                 one for one in prefix.parent.iterdir() if one.name.startswith(f"{prefix.name}.data-")
             )
-            meta: dict[str, Any] = {"prefix": prefix.name, "shards": shards.count, "steps": _steps(path)}
+            meta: dict[str, Any] = {"prefix": prefix.name, "shards": shards.count, STEPS: _steps(path)}
             if isinstance(tree.get(GRAPH), bytes):
                 meta[GRAPH] = parse_graph(tree[GRAPH], f"{GRAPH} in {prefix}", files.account).to_record()
         return Checkpoint(self.name, prefix, tree, meta, number, (), files.close, (place, *data))

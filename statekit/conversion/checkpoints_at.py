@@ -12,7 +12,7 @@ from statekit.conversion import registry
 from statekit.conversion.contracts import Container, Hints
 from statekit.conversion.target import source_container
 from statekit.errors import StatekitError, UnknownFormatError
-from statekit.files.checkpoint import Checkpoint
+from statekit.files.checkpoint import STEPS, Checkpoint
 
 _NUMBERED = re.compile(r".*\d", re.DOTALL)
 
@@ -62,7 +62,7 @@ def checkpoints_at(path: Path, container: str | None, step: int | None, hints: H
         return
     try:
         with Place(home, path).opened(hints, hints.job_budget()) as newest:
-            steps = [number for number in newest.meta.get("steps") or () if type(number) is int]
+            steps = [number for number in newest.meta.get(STEPS) or () if type(number) is int]
     except StatekitError:  # the newest is damaged, and says itself why; the others are found by their names
         yield from _numbered(home, path)
         return

@@ -15,6 +15,7 @@ from statekit.conversion.open_state import chosen_container, chosen_layout
 from statekit.errors import NotFoundError, StateError, StatekitError, UnknownFormatError, printable, some
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.integrity import Means, means_of
+from statekit.files.proving import proving
 from statekit.state.run import RunState, run_of
 from statekit.state.schema import NO_OPTIMIZER, WEIGHTS, load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
@@ -243,22 +244,34 @@ def inspect(
     chosen, evidence, name = chosen_container(path, request.container, request.layout)
     container = Choice(chosen.name, chosen.title, evidence.because)
     request = replace(request, layout=name)
-    with registry.opened(chosen, path, request.step, request.hints) as checkpoint:
+    budget = request.hints.job_budget()
+    with registry.opened(chosen, path, request.step, request.hints, budget) as checkpoint:
         opened = Inspection(checkpoint.path, container, None, checkpoint.step, checkpoint.meta)
         opened = replace(opened, findings=checkpoint.findings, integrity=means_of(checkpoint))
-        try:
-            layout, why = chosen_layout(checkpoint, request.layout)
-            state = registry.decoded(layout, checkpoint, request.hints)
-        except (UnknownFormatError, StateError) as error:
-            hints = request.hints
-            of_files = Hints(
-                accept_damaged=hints.accept_damaged, follow_links=hints.follow_links, budget=hints.budget
-            )
-            if request.layout or replace(hints, model_key=None, optimizer_key=None) != of_files:
-                raise
-            return _native(opened, checkpoint, error, request, on_progress)
-        named = replace(opened, layout=Choice(layout.name, layout.title, why.because))
-        return _canonical(named, state, request, on_progress)
+        if not request.stats:
+            return _seen(opened, checkpoint, request, on_progress)
+        used = proving(checkpoint, budget, accept=request.hints.accept_damaged)
+        seen = _seen(opened, used.checkpoint, request, on_progress)
+        used.finish()
+        return replace(seen, findings=(*seen.findings, *used.damage))
+
+
+def _seen(
+    opened: Inspection, checkpoint: Checkpoint, request: Request, on_progress: OnProgress
+) -> Inspection:
+    try:
+        layout, why = chosen_layout(checkpoint, request.layout)
+        state = registry.decoded(layout, checkpoint, request.hints)
+    except (UnknownFormatError, StateError) as error:
+        hints = request.hints
+        of_files = Hints(
+            accept_damaged=hints.accept_damaged, follow_links=hints.follow_links, budget=hints.budget
+        )
+        if request.layout or replace(hints, model_key=None, optimizer_key=None) != of_files:
+            raise
+        return _native(opened, checkpoint, error, request, on_progress)
+    named = replace(opened, layout=Choice(layout.name, layout.title, why.because))
+    return _canonical(named, state, request, on_progress)
 
 
 def _check_matched(seen: Inspection, request: Request, names: Iterable[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,7 @@ from statekit.budget import Budget
 from statekit.conversion import registry
 from statekit.conversion.contracts import NO_HINTS, Container, Evidence, Hints, Layout
 from statekit.conversion.target import source_container
-from statekit.errors import printable
+from statekit.errors import CorruptError, printable
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import Counts, Group, KnownFrom, TrainState
@@ -219,9 +220,65 @@ def open_state(
     budget = hints.job_budget()
     checkpoint = registry.opened(named, path, step, hints, budget)
     try:
-        meaning, why = chosen_layout(checkpoint, layout)
-        state = registry.decoded(meaning, checkpoint, hints)
-        return OpenState(checkpoint, meaning.name, (seen, why), state, budget)
+        return _decoded(checkpoint, seen, layout, hints, budget)
     except BaseException:
         checkpoint.close()
         raise
+
+
+def _decoded(
+    checkpoint: Checkpoint, seen: Evidence, layout: str | None, hints: Hints, budget: Budget
+) -> OpenState:
+    meaning, why = chosen_layout(checkpoint, layout)
+    state = registry.decoded(meaning, checkpoint, hints)
+    return OpenState(checkpoint, meaning.name, (seen, why), state, budget)
+
+
+@contextmanager
+def state_to_load(path: Path, *, step: int | None = None, hints: Hints = NO_HINTS) -> Iterator[OpenState]:
+    """Opens a checkpoint whose values go into a run: every byte that is used is proven, as far as a manifest has it.
+
+    What was read in part is proven when the context is left without an error.
+
+    Args:
+        path: A checkpoint, or a run's folder.
+        step: As in `open_state`.
+        hints: As in `open_state`.
+
+    Raises:
+        As `open_state`.
+        CorruptError: What is read isn't what its manifest says.
+    """
+    from statekit.files.proving import proving  # conversions prove their source otherwise
+
+    named, seen, layout = chosen_container(path, None, None)
+    budget = hints.job_budget()
+    with registry.opened(named, path, step, hints, budget) as checkpoint:
+        used = proving(checkpoint, budget)
+        yield _decoded(used.checkpoint, seen, layout, hints, budget)
+        used.finish()
+
+
+@contextmanager
+def changing(what: str) -> Iterator[None]:
+    """Says of values that turn out to be damaged while others have been copied already, where these went.
+
+    Args:
+        what: What is changed in place, as the remedy says it: `the model`.
+
+    Raises:
+        CorruptError: That of the values.
+    """
+    try:
+        yield
+    except CorruptError as error:
+        more = f"; {error.remedy}" if error.remedy else ""
+        partly = CorruptError(
+            error.subject,
+            place=error.place,
+            expected=error.expected,
+            found=error.found,
+            remedy=f"don't go on with {what}: it has other values of the checkpoint by now{more}",
+        )
+        partly.faults = error.faults
+        raise partly from error

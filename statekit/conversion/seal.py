@@ -24,8 +24,8 @@ from statekit.files.checkpoint import Checkpoint, Proof
 from statekit.files.checksums import of_tensor
 from statekit.files.durable import new_file, sync_folder, writing
 from statekit.files.file_changes import Change, FileFault, file_faults
-from statekit.files.integrity import files_of, manifest_place, top_of, value_fault
-from statekit.files.manifest import CHECKPOINT, SEALED, file_entry, sealed, tensor_entry, to_text
+from statekit.files.integrity import files_of, manifest_place, records_of, top_of, value_fault
+from statekit.files.manifest import CHECKPOINT, RECORDS, SEALED, file_entry, sealed, tensor_entry, to_text
 from statekit.files.source import Files
 from statekit.files.stage import Entries, OnProgress, Progress, permissions, silent, unknown_fields
 from statekit.files.temporary import make_temporary, sweep
@@ -34,7 +34,7 @@ from statekit.tensors.tensor import nbytes
 
 NEUTRAL = "statekit"
 """The container whose manifest holds its records too, and can't be made anew."""
-_OF_DIGESTS = ("format", "version", "tool", "digest", CHECKPOINT, SEALED, "tensors", "files")
+_OF_DIGESTS = ("format", "version", "tool", "digest", CHECKPOINT, SEALED, RECORDS, "tensors", "files")
 _OF_VALUES = ("state", "resume")
 """Fields that say what the values mean, which nobody knows once they have changed."""
 
@@ -268,7 +268,8 @@ def _manifest(
         others = {name: one for name, one in stated.items() if place.parent / name not in proof.files}
         files, foreign = {**others, **files}, {*proof.manifest.get(SEALED, ()), *changed}
     top = top_of(checkpoint).relative_to(place.parent).as_posix()
-    return sealed({**fields, CHECKPOINT: top, SEALED: sorted(foreign), "tensors": tensors, "files": files})
+    digests = {**records_of(checkpoint), "tensors": tensors, "files": files}
+    return sealed({**fields, CHECKPOINT: top, SEALED: sorted(foreign), **digests})
 
 
 def _write(place: Path, manifest: Mapping[str, Any], mode: int) -> None:

@@ -20,6 +20,9 @@ SEQUENCES_AS_MAPS = "sequences_as_maps"
 FILES_BESIDE = "files_beside"
 """Key in `Checkpoint.meta` and in a state's `extra`: names of a step's files that don't belong to its arrays."""
 
+STEPS = "steps"
+"""Key in `Checkpoint.meta`: the steps that lie in the run's folder, this one among them."""
+
 SORTED = "model_sorted"
 """Key in `Checkpoint.meta`: whether the model part is sorted by name, and not in the order of its parameters."""
 

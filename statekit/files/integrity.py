@@ -17,12 +17,13 @@ from typing import Any
 
 from statekit.budget import Account, Budget
 from statekit.errors import BudgetError, CorruptError, Faults, StatekitError
-from statekit.files.checkpoint import Checkpoint, Finding, Proof
+from statekit.files.checkpoint import STEPS, Checkpoint, Finding, Proof
 from statekit.files.checksums import of_tensor
 from statekit.files.file_changes import SMALL_BYTES, file_faults
 from statekit.files.manifest import (
     CHECKPOINT,
     FILE,
+    RECORDS,
     REST,
     SEALED,
     beside,
@@ -36,6 +37,7 @@ from statekit.files.manifest import (
 )
 from statekit.files.source import File, Files, read_small
 from statekit.files.whole_file import whole_file_fault
+from statekit.tensors.digest import records_digest
 from statekit.tensors.tensor import Tensor
 
 _REMEDY = (
@@ -231,6 +233,13 @@ def _rest_faults(proof: Proof, file: File) -> list[tuple[str, str]]:
     rest = proof.manifest.get(REST)
     what = whole_file_fault(file, rest) if rest is not None else ""
     return [(what, f"{file.path}")] if what else []
+
+
+def records_of(checkpoint: Checkpoint) -> dict[str, str]:
+    """Returns the manifest's field about what a checkpoint holds besides tensors; none if nobody can digest that."""
+    meta = {key: value for key, value in checkpoint.meta.items() if key != STEPS}
+    digest = records_digest(checkpoint.tree, meta)
+    return {} if digest is None else {RECORDS: digest}
 
 
 def check_undamaged(checkpoint: Checkpoint) -> None:

@@ -27,6 +27,8 @@ CHECKPOINT = "checkpoint"
 """Field: which checkpoint it is about, its folder or the file that stands for it, relative to the manifest's folder."""
 SEALED = "sealed"
 """Field: the files that somebody else wrote, where the manifest was made later, of a checkpoint as it was."""
+RECORDS = "records"
+"""Field: the digest of what the checkpoint holds besides the values of tensors, as its reader had it."""
 REST = "rest"
 """Field of a manifest inside a file: the digest of all other bytes of the file (statekit/files/whole_file.py)."""
 FORMAT = "statekit-manifest"
@@ -77,6 +79,7 @@ class Document(TypedDict):
     kept: NotRequired[dict[str, Any]]
     checkpoint: NotRequired[Name]
     sealed: NotRequired[list[str]]
+    records: NotRequired[str]
     rest: NotRequired[Rest]
 
 

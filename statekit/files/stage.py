@@ -31,7 +31,7 @@ from statekit.errors import (
 )
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.durable import exchange, new_file, rename_new, rename_over_empty, sync_folder, writing
-from statekit.files.integrity import top_of
+from statekit.files.integrity import records_of, top_of
 from statekit.files.manifest import (
     CHECKPOINT,
     FILE,
@@ -241,7 +241,7 @@ class Stage:
         """Compares what was written with what was meant; returns what the manifest says of the opened checkpoint."""
         try:
             with reopen(self.path) as written:
-                facts = {CHECKPOINT: top_of(written).relative_to(self.path).as_posix()}
+                facts = {CHECKPOINT: top_of(written).relative_to(self.path).as_posix(), **records_of(written)}
                 faults = Faults(tensor_faults({"tensors": self.tensors}, written.tensors))
                 faults += self._value_faults(written.tensors) if not faults else []
         except (StatekitError, OSError) as error:

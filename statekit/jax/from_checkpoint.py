@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from statekit.conversion.contracts import Hints
-from statekit.conversion.open_state import open_state
+from statekit.conversion.open_state import state_to_load
 from statekit.dropin.by_name import path_of
 from statekit.dropin.matching import Given, copy_fault, match_faults, renamed, require_resumable
 from statekit.dropin.options import refuse_options
@@ -82,10 +82,11 @@ def load_optimizer(
             stepped; lists every fault.
         UsageError: An override that doesn't exist or can't be made.
         NotFoundError: Nothing is there.
+        CorruptError: What is read isn't what its manifest or a checksum says.
         FormatError: The bytes can't be trusted, or no format fits.
     """
     hints = Hints.given(hparams, variant, param_names, names_from=names_from, follow_links=follow_links)
-    with open_state(Path(path), step=step, hints=hints) as opened:
+    with state_to_load(Path(path), step=step, hints=hints) as opened:
         state = as_params(opened.state)[0]
         require_resumable(state, path, HOME, MAKERS)
         state = renamed(state, names or {}, path)
@@ -203,10 +204,11 @@ def load_params(
     Raises:
         StateError: Parameters are missing on either side, or of other shapes or narrower dtypes; lists every one.
         NotFoundError: Nothing is there.
+        CorruptError: What is read isn't what its manifest or a checksum says.
         FormatError: The bytes can't be trusted, or no format fits.
     """
     hints = Hints.given(hparams, None, param_names, names_from=names_from, follow_links=follow_links)
-    with open_state(Path(path), step=step, hints=hints) as opened:
+    with state_to_load(Path(path), step=step, hints=hints) as opened:
         leaves = leaves_of(params)
         state = renamed(as_params(opened.state)[0], names or {}, path)
         stored, dtypes = state.params, {path_of(name): leaf.dtype for name, leaf in leaves.by_name.items()}

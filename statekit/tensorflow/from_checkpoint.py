@@ -11,7 +11,7 @@ import keras
 
 from statekit.arrays.backend import backend
 from statekit.conversion.contracts import Hints
-from statekit.conversion.open_state import OpenState, open_state
+from statekit.conversion.open_state import OpenState, changing, state_to_load
 from statekit.conversion.registry import detect_container
 from statekit.dropin.matching import Given, copy_fault, match_faults, require_resumable
 from statekit.dropin.overrides import overridden
@@ -85,11 +85,12 @@ def load_optimizer(
         UnknownRuleError: The checkpoint doesn't say what a step needs to know.
         UsageError: An option that doesn't exist or can't be.
         NotFoundError: Nothing is there.
+        CorruptError: What is read isn't what its manifest or a checksum says.
         FormatError: The bytes can't be trusted, or no format fits.
     """
     order = _order(Path(path), variables, param_names)
     hints = Hints.given(hparams, variant, order, names_from=names_from, follow_links=follow_links)
-    with open_state(Path(path), step=step, hints=hints) as opened:
+    with state_to_load(Path(path), step=step, hints=hints) as opened:
         state = as_params(opened.state)[0]
         require_resumable(state, path, HOME, MAKERS, "Keras moves the variables of a model by one")
         names = names or _renumbered(opened, _trainable(variables))
@@ -274,13 +275,15 @@ def load_params(
     Raises:
         StateError: Parameters are missing on either side, or of other shapes or narrower dtypes; lists every one.
         NotFoundError: Nothing is there.
+        CorruptError: What is read isn't what its manifest or a checksum says. Of large files that may be noticed when
+            other values were copied already; then the error says so.
         FormatError: The bytes can't be trusted, or no format fits.
     """
     model = isinstance(variables, keras.Model)
     wanted = list(variables.variables if isinstance(variables, keras.Model) else variables)
     order = _order(Path(path), variables, param_names)
     hints = Hints.given(hparams, None, order, names_from=names_from, follow_links=follow_links)
-    with open_state(Path(path), step=step, hints=hints) as opened:
+    with state_to_load(Path(path), step=step, hints=hints) as opened:
         names = names or _renumbered(opened, wanted)
         state = as_params(opened.state)[0]
         sources = {normal(p): p for p in state.params}
@@ -301,8 +304,9 @@ def load_params(
         Faults([*faults, *_misfits(pairs, "the model")]).check(
             StateError, "The checkpoint's parameters don't fit the variables", place=path, remedy=_REMEDY
         )
-        for target, source, _ in pairs:
-            _copied(target, source)
+        with changing("the variables"):
+            for target, source, _ in pairs:
+                _copied(target, source)
 
 
 def _dtype_of(variable: Any) -> DType:

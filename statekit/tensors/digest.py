@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from blake3 import blake3
 
-from statekit.tensors.tensor import BLOCK_BYTES, Array, Tensor, chunks, nbytes
+from statekit.tensors.tensor import BLOCK_BYTES, Array, Stored, Tensor, chunks, nbytes
+from statekit.tensors.tree import Record, Tree
 
 _END = memoryview(b"")
 
@@ -78,3 +79,49 @@ def canonical_json(document: Any) -> bytes:
 def json_digest(document: Any) -> str:
     """Returns the BLAKE3 digest of a JSON document in canonical form."""
     return bytes_digest(canonical_json(document))
+
+
+def records_digest(*trees: Tree) -> str | None:
+    """Returns the BLAKE3 digest of what trees hold besides the values of tensors, in the order in which it stands.
+
+    It is that of a text in which every part stands with its kind and size, so that other trees have another text.
+
+    Returns:
+        64 lowercase hexadecimal digits; None if something isn't a part of a tree.
+    """
+    hasher = blake3()
+    try:
+        for tree in trees:
+            _feed(hasher.update, tree)
+    except TypeError:
+        return None
+    return str(hasher.hexdigest())
+
+
+def _feed(update: Callable[[bytes], object], node: Any) -> None:
+    if isinstance(node, Mapping):
+        update(b"map %d " % len(node))
+        for key, part in node.items():
+            _feed(update, key)
+            _feed(update, part)
+    elif isinstance(node, (list, tuple)):
+        update(b"%s %d " % (b"list" if isinstance(node, list) else b"tuple", len(node)))
+        for part in node:
+            _feed(update, part)
+    elif isinstance(node, Record):
+        update(b"record ")
+        _feed(update, node.name)
+        _feed(update, node.args)
+        _feed(update, node.state)
+    elif isinstance(node, (str, bytes)):
+        data = node.encode("utf-8", "surrogatepass") if isinstance(node, str) else node
+        update(b"%s %d " % (b"text" if isinstance(node, str) else b"bytes", len(data)))
+        update(data)
+    elif node is None or isinstance(node, (bool, int)):
+        update(b"%s " % str(node).encode("ascii"))
+    elif isinstance(node, float):
+        update(b"float %s " % node.hex().encode("ascii"))
+    elif isinstance(node, (Stored, Tensor)):
+        update(b"tensor ")
+    else:
+        raise TypeError(f"{type(node)} isn't a part of a tree")

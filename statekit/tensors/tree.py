@@ -13,7 +13,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from statekit.budget import NODE_BYTES, Account
@@ -167,6 +167,23 @@ def tensor_names(tree: Tree) -> dict[str, Tensor]:
             )
         named[name] = leaf
     return named
+
+
+def mapped(tree: Tree, change: Callable[[Any], Any]) -> Tree:
+    """Returns a tree with every leaf changed; what holds the leaves is made anew."""
+    if isinstance(tree, Mapping):
+        named = {}
+        for key, part in tree.items():  # a loop: a comprehension costs a second stack frame for each level
+            named[key] = mapped(part, change)
+        return named
+    if isinstance(tree, (list, tuple)):
+        parts = []
+        for part in tree:
+            parts.append(mapped(part, change))
+        return parts if isinstance(tree, list) else tuple(parts)
+    if isinstance(tree, Record):
+        return replace(tree, args=mapped(tree.args, change), state=mapped(tree.state, change))
+    return change(tree)
 
 
 def to_json(tree: Tree, path: Path = ()) -> Any:

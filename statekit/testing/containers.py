@@ -29,10 +29,9 @@ from statekit.conversion.contracts import Container
 from statekit.errors import StatekitError
 from statekit.files.checkpoint import Checkpoint
 from statekit.tensors.tensor import DTYPES, Index, Tensor, chunks, in_memory, nbytes, whole
-from statekit.tensors.tree import Tree, to_json, walk
+from statekit.tensors.tree import Tree, mapped, to_json, walk
 from statekit.testing.container_trials import Contents, Trial, open_proven
 from statekit.testing.damage import Damage, as_link, damages, files_of, poisons, restored, within_budget
-from statekit.testing.trees import mapped
 
 LEAST = 16
 """Bytes of a tensor that is looked for in files: fewer are found by chance."""

@@ -32,12 +32,11 @@ from statekit.state.factoring import by_shape
 from statekit.state.schema import WEIGHTS, load_schema, schema_names
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, in_memory
-from statekit.tensors.tree import Tree, tensor_names, to_json, walk
+from statekit.tensors.tree import Tree, mapped, tensor_names, to_json, walk
 from statekit.testing.container_trials import open_proven
 from statekit.testing.leaves import unread, unwritten
 from statekit.testing.step_cases import PLAIN, TABLE, case
 from statekit.testing.steps import tensors
-from statekit.testing.trees import mapped
 
 _EMPTY: tuple[Any, ...] = (None, {}, [], ())
 SCALAR = 1

@@ -9,17 +9,6 @@ from typing import Any
 from statekit.tensors.tree import Path, Record, Tree
 
 
-def mapped(tree: Tree, change: Callable[[Any], Any]) -> Tree:
-    """Returns a tree with every leaf changed; what holds the leaves is made anew."""
-    if isinstance(tree, Mapping):
-        return {key: mapped(part, change) for key, part in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(mapped(part, change) for part in tree)
-    if isinstance(tree, Record):
-        return replace(tree, args=mapped(tree.args, change), state=mapped(tree.state, change))
-    return change(tree)
-
-
 def changed_at(tree: Tree, path: Path, change: Callable[[Any], Any]) -> Tree:
     """Returns a tree with the leaf at a path changed, where `path` is one that `walk` yields; the rest is shared."""
     if not path:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from statekit.conversion.contracts import Hints
-from statekit.conversion.open_state import open_state
+from statekit.conversion.open_state import changing, state_to_load
 from statekit.conversion.registry import layout
 from statekit.dropin.by_name import path_of
 from statekit.dropin.matching import Given, copy_fault, match_faults, renamed, require_resumable
@@ -112,6 +112,7 @@ def load_optimizer(
             rule; lists every fault.
         UsageError: The checkpoint can't tell the variant; or an override that doesn't exist or can't be made.
         NotFoundError: Nothing is there.
+        CorruptError: What is read isn't what its manifest or a checksum says.
         FormatError: The bytes can't be trusted, or no format fits.
     """
     for rate in lr.values() if isinstance(lr, Mapping) else (lr,):
@@ -121,7 +122,7 @@ def load_optimizer(
     maps = maps_of(map, config)
     model = [] if maps else pairs  # the checkpoint has other ones
     hints = _hints(model, names or {}, param_names, names_from, hparams, variant, follow_links)
-    with open_state(Path(path), step=step, hints=hints) as opened:
+    with state_to_load(Path(path), step=step, hints=hints) as opened:
         state = carried_through(as_params(opened.state)[0], maps)[0]
         require_resumable(state, path, HOME, MAKERS)
         state = renamed(state, names or {}, path)
@@ -210,15 +211,19 @@ def load_params(
     Raises:
         StateError: Parameters are missing on either side, or of other shapes or narrower dtypes; lists every one.
         NotFoundError: Nothing is there.
+        CorruptError: What is read isn't what its manifest or a checksum says. Of large files that may be noticed when
+            other values were copied already; then the error says so.
         FormatError: The bytes can't be trusted, or no format fits.
     """
     maps = maps_of(map, config)
     pairs = [] if maps else list(model.named_parameters())
     hints = _hints(pairs, names or {}, param_names, names_from, hparams, None, follow_links)
-    with open_state(Path(path), step=step, hints=hints) as opened:
+    with state_to_load(Path(path), step=step, hints=hints) as opened:
         state = renamed(carried_through(as_params(opened.state)[0], maps)[0], names or {}, path)
-        for target, source in _fitted(state, opened.makers, model, path):
-            copy_into(target, source)
+        fitted = _fitted(state, opened.makers, model, path)
+        with changing("the model"):
+            for target, source in fitted:
+                copy_into(target, source)
 
 
 def _fitted(

@@ -27,7 +27,7 @@ from statekit.converters.containers.deepspeed.universal import universal_state
 from statekit.converters.containers.deepspeed.zero import Shapes, joined, part_of
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, UsageError
-from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.checkpoint import STEPS, Checkpoint, Finding
 from statekit.files.source import Files, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Cast, Shape, Tensor
@@ -93,7 +93,7 @@ class DeepSpeedFolder:
             "zero_stage": tree["deepspeed"].get(_STAGE),
             "universal": folder.tag.universal,
             "ranks": len(folder.tag.optimizers),
-            "steps": list(folder.steps),
+            STEPS: list(folder.steps),
         }
         number = number if type(number) is int and number >= 0 else None
         return Checkpoint(

@@ -48,7 +48,7 @@ from statekit.errors import (
     StatekitError,
     UsageError,
 )
-from statekit.files.checkpoint import SORTED, Checkpoint, Finding
+from statekit.files.checkpoint import SORTED, STEPS, Checkpoint, Finding
 from statekit.files.checksums import ZIP
 from statekit.files.manifest import inside, is_manifest
 from statekit.files.safetensors import save_safetensors
@@ -410,7 +410,7 @@ class HuggingFaceFolder:
             number = _global_step(tree)
             if number is not None:
                 check_step(step, number, folder.path)
-        meta = {**meta, "steps": list(folder.steps)}
+        meta = {**meta, STEPS: list(folder.steps)}
         findings = (*folder.findings, *findings)
         return Checkpoint(self.name, folder.path, tree, meta, number, findings, files.close)
 
