@@ -43,10 +43,10 @@ def command(
         if as_json:
             formats = {"container": opened.checkpoint.container, "layout": opened.layout}
             output.print_json(
-                "resume", {**formats, "next_update": next_update(state, place.schedules), "lines": lines}
+                "resume", {**formats, "next_update": next_update(state, place.run.schedules), "lines": lines}
             )
             return
     stdout = output.screen()
     for line in lines or [unsaid(place)]:
         stdout.say(line, fold=False)
-    show_next(stdout, state, place.schedules)
+    show_next(stdout, state, place.run.schedules)

@@ -52,6 +52,17 @@ _TORCH_MODELS = (
 )  # fmt: skip
 TORCH = [f"{target}/{model}" for target in _TORCH_TARGETS for model in _TORCH_MODELS]
 TORCH += [f"torch/torch-optim/lightning: {model}" for model in _TORCH_MODELS]
+_PAIRS = (
+    "two optimizers", "two optimizers, two schedules", "two optimizers, one schedule",
+    "two of AdamW, two schedules",
+)  # fmt: skip
+TORCH += [
+    f"{target}/{model}"
+    for target in ("torch/torch-optim", *(one for one in _TORCH_TARGETS if one.endswith("/statekit-torch")))
+    for model in _PAIRS
+    if not (target.startswith("hf-trainer") and "schedule" in model)
+]
+TORCH += [f"torch/torch-optim/lightning: {model}" for model in _PAIRS]
 _JAX_TARGETS = ("orbax/optax", "flax/optax", "orbax/statekit-jax", "flax/statekit-jax")
 JAX = [
     f"{target}/{model}" for model in ("tree", "adafactor", "adafactor, momentum") for target in _JAX_TARGETS

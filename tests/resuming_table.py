@@ -45,8 +45,9 @@ What a run has stands under `model`. PyTorch's are `module`: one group of AdamW;
 and vectors without; `LinearLR` and `LambdaLR`: a schedule of torch's, of which the first is made again by the printed
 lines and the second's function, `lr_lambda`, is the program's; `tied and frozen`: an output layer with the embedding's
 weight, a layer that nothing moves; `adafactor`: torch's; `hf adafactor`: Transformers', where `its own rate` means
-`relative_step`. Keras' `PolynomialDecay` and `its own schedule` are told by `--schedule`: the second has no class in
-Keras, so that the lines print one.
+`relative_step`; `two optimizers`: Adafactor for matrices and AdamW for vectors, `two of AdamW`: the same of one class,
+saved as a list, with a LinearLR for each or for one. Keras' `PolynomialDecay` and `its own schedule` are told by
+`--schedule`: the second has no class in Keras, so that the lines print one.
 """
 KERAS = """
 ## Models of Keras

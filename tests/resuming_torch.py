@@ -1,10 +1,11 @@
-"""Runs of PyTorch for resuming.py: AdamW and both Adafactors, groups, schedules, tied and frozen parameters."""
+"""Runs of PyTorch for resuming.py: AdamW and both Adafactors, groups, schedules, tied and frozen parameters, pairs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ class Setting:
         schedule: The schedule of its learning rate, a class of torch; "" for none.
         tied: Whether the last layer has the weight of the embedding.
         frozen: Whether one layer stays as it is.
+        pair: Classes of torch.optim that move matrices and vectors, where the run has two optimizers.
+        paced: Which of the two have a schedule.
     """
 
     optimizer: str = "adamw"
@@ -37,6 +40,8 @@ class Setting:
     schedule: str = ""
     tied: bool = False
     frozen: bool = False
+    pair: tuple[str, ...] = ()
+    paced: tuple[int, ...] = ()
 
 
 _FIXED = {"lr": RATE, "scale_parameter": False, "relative_step": False}
@@ -49,12 +54,24 @@ SETTINGS: Mapping[str, Setting] = {
     "hf adafactor": Setting("hf-adafactor", _FIXED),
     "hf adafactor, momentum, LinearLR": Setting("hf-adafactor", _FIXED | {"beta1": 0.9}, schedule="LinearLR"),
     "hf adafactor, its own rate": Setting("hf-adafactor"),
+    "two optimizers": Setting(groups=True, pair=("Adafactor", "AdamW")),
+    "two optimizers, two schedules": Setting(groups=True, pair=("Adafactor", "AdamW"), paced=(0, 1)),
+    "two optimizers, one schedule": Setting(groups=True, pair=("Adafactor", "AdamW"), paced=(1,)),
+    "two of AdamW, two schedules": Setting(groups=True, pair=("AdamW", "AdamW"), paced=(0, 1)),
 }
+PAIRED = (RATE, 0.3 * RATE)
+"""The rates of two optimizers."""
 
 
 def warm(step: int) -> float:
     """A schedule's function: warm-up, then constant, as `get_constant_schedule_with_warmup` has it."""
     return min(1.0, step / WARM)
+
+
+def pair_rate(number: int, is_paced: bool, step: int) -> float:
+    """Returns the rate of one of two optimizers: of its LinearLR as a function, or a constant."""
+    done = min(step / ((number + 2) * UPDATES), 1.0) if is_paced else 0.0
+    return PAIRED[number] * (1.0 - 0.9 * done)
 
 
 def layers(model: Any, setting: Setting) -> None:
@@ -116,6 +133,9 @@ class TorchRun(Run):
         """Makes a fresh optimizer, and its schedule."""
         import statekit.torch
 
+        if self.setting.pair:
+            self.make_pair()
+            return
         kind, options = self.setting.optimizer, dict(self.setting.options or {})
         own = self.layout == "statekit-torch" and "again" in self.scope
         optimizer: Any
@@ -138,8 +158,37 @@ class TorchRun(Run):
         elif self.setting.schedule == "LambdaLR":
             self.scope["scheduler"] = schedules.LambdaLR(optimizer, warm)
 
+    def make_pair(self) -> None:
+        """Makes two fresh optimizers with their schedules; of statekit.torch one that moves both's parameters."""
+        import statekit.torch
+
+        schedules, pair, paced = torch.optim.lr_scheduler, self.setting.pair, self.setting.paced
+        if self.layout == "statekit-torch" and "again" in self.scope:
+            kinds = [{"schema": kind.lower(), "variant": "torch", "lr": 0.5} for kind in pair]
+            groups = [{**own, **kind} for own, kind in zip(self.groups(True), kinds, strict=True)]
+            self.scope["optimizer"] = statekit.torch.Partition(groups)
+            if len({*pair}) == 1:
+                self.scope["optimizer"] = getattr(statekit.torch, pair[0])(self.groups(True), lr=0.5)
+            if paced:
+                functions: list[Callable[[int], float]] = [
+                    partial(pair_rate, number, number in paced) for number in range(2)
+                ]
+                self.scope["scheduler"] = schedules.LambdaLR(self.scope["optimizer"], functions)
+            return
+        self.scope["optimizers"] = optimizers = [
+            getattr(torch.optim, kind)([own], lr=rate)
+            for kind, own, rate in zip(pair, self.groups(), PAIRED, strict=True)
+        ]
+        self.scope["schedulers"] = [
+            schedules.LinearLR(optimizers[number], 1.0, 0.1, (number + 2) * UPDATES) for number in paced
+        ]
+
     def parts(self) -> dict[str, Any]:
         """Returns what a training script saves."""
+        if "optimizers" in self.scope:
+            each = {name: self.scope.get(name, []) for name in ("optimizers", "schedulers")}
+            lists = {name: [one.state_dict() for one in parts] for name, parts in each.items() if parts}
+            return {"model": self.scope["model"].state_dict(), **lists}
         names = ("model", "optimizer", "scheduler")
         return {name: self.scope[name].state_dict() for name in names if name in self.scope}
 
@@ -157,16 +206,23 @@ class TorchRun(Run):
             grads = self.gradients(number, [tuple(p.shape) for p in params])
             for param, grad in zip(params, grads, strict=True):
                 param.grad = torch.from_numpy(grad)
-            self.scope["optimizer"].step()
-            if "scheduler" in self.scope:
-                self.scope["scheduler"].step()
+            for name in ("optimizer", "scheduler"):
+                alone = [self.scope[name]] if name in self.scope else []
+                for one in self.scope.get(f"{name}s", [] if "optimizers" in self.scope else alone):
+                    one.step()
 
     def values(self) -> Values:
         return [param.detach().numpy().copy() for param in self.scope["model"].parameters()]
 
+    def check_schedule(self) -> None:
+        """Asserts that the printed lines made the run's schedules."""
+        paced = self.setting.paced
+        made = len(self.scope["schedulers"]) if "schedulers" in self.scope else "scheduler" in self.scope
+        if made != (len(paced) if "optimizers" in self.scope else bool(self.setting.schedule or paced)):
+            raise AssertionError("the lines make another number of schedules than the run has")
+
     def save(self, folder: Path) -> None:
-        if "scheduler" not in self.scope and self.setting.schedule:
-            raise AssertionError("the lines make no scheduler")
+        self.check_schedule()
         if self.container == "torch":
             torch.save(self.parts(), folder / "again.pt")
         elif self.container == "safetensors":
@@ -181,7 +237,11 @@ class TorchRun(Run):
         if self.container == "torch":
             held = torch.load(folder / "again.pt", weights_only=True)
             for name, own in held.items():
-                self.scope[name].load_state_dict(own)
+                lists = isinstance(own, list)
+                for mine, theirs in zip(
+                    self.scope[name] if lists else [self.scope[name]], own if lists else [own], strict=True
+                ):
+                    mine.load_state_dict(theirs)
         elif self.container == "safetensors":
             self.load_safetensors(folder)
         else:

@@ -91,8 +91,7 @@ class AccelerateRun(TorchRun):
         self.scope["accelerator"] = Accelerator(cpu=True)
 
     def save(self, folder: Path) -> None:
-        if "scheduler" not in self.scope and self.setting.schedule:
-            raise AssertionError("the lines make no scheduler")
+        self.check_schedule()
         self.scope["accelerator"].save_state(str(folder / "again"))
 
     def load(self, folder: Path) -> None:
@@ -163,6 +162,11 @@ class TrainerRun(PretrainedRun):
 class LightningRun(TorchRun):
     """Lightning: `trainer.fit(ckpt_path=...)` and `save_checkpoint`."""
 
+    @property
+    def steps(self) -> int:
+        """How many steps Lightning counts for an update: those of each optimizer."""
+        return len(self.setting.pair) or 1
+
     def model(self) -> Any:
         import lightning
 
@@ -173,15 +177,27 @@ class LightningRun(TorchRun):
                 super().__init__()
                 layers(self, run.setting)
                 self.first: Values | None = None
+                self.automatic_optimization = not run.setting.pair
 
-            def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            def training_step(self, batch: Any, index: int) -> torch.Tensor | None:
                 if self.first is None:
                     self.first = [param.detach().numpy().copy() for param in self.parameters()]
-                return loss(self, run.setting, self.global_step)
+                made = loss(self, run.setting, self.global_step // run.steps)
+                if self.automatic_optimization:
+                    return made
+                for optimizer in self.optimizers():
+                    optimizer.zero_grad()
+                self.manual_backward(made)
+                schedules = self.lr_schedulers() or []
+                for one in (*self.optimizers(), *(schedules if isinstance(schedules, list) else [schedules])):
+                    one.step()
+                return None
 
             def configure_optimizers(self) -> Any:
                 run.scope = {**run.scope, "model": self}
                 run.make_optimizer()
+                if run.setting.pair:
+                    return run.scope.pop("optimizers"), run.scope.pop("schedulers")
                 optimizer, scheduler = run.scope.pop("optimizer"), run.scope.pop("scheduler", None)
                 if scheduler is None:
                     return optimizer
@@ -197,7 +213,7 @@ class LightningRun(TorchRun):
         import lightning
 
         return lightning.Trainer(
-            max_steps=last, accelerator="cpu", logger=False, enable_checkpointing=False,
+            max_steps=last * self.steps, accelerator="cpu", logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
 

@@ -14,7 +14,10 @@ from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.inspection import inspect
 from statekit.conversion.open_state import open_state
-from statekit.errors import InexactError, StateError
+from statekit.conversion.resume import of_checkpoint, resume_lines
+from statekit.conversion.resume_rates import RatesOf
+from statekit.errors import InexactError, StateError, UsageError
+from statekit.state.run import run_of
 
 pytestmark = pytest.mark.torch
 MATRICES, VECTORS = {"a.weight": (6, 5), "c.weight": (4, 6)}, {"a.bias": (6,), "c.bias": (4,)}
@@ -192,3 +195,58 @@ def test_what_a_target_changes_is_said_of_each(tmp_path: Path) -> None:
     file = Run().save("list", tmp_path / "run.pt")
     with pytest.raises(InexactError, match="adafactor's "):
         plan(file, tmp_path / "out", to="orbax", layout="optax")
+
+
+@pytest.mark.parametrize("form", ["list", "named", "lightning", "keys"])
+def test_two_of_one_rule_stay_two(form: str, tmp_path: Path) -> None:
+    """As of a generator and a discriminator: they came back as one optimizer, with lines that couldn't load it."""
+    import torch
+
+    file = Run("AdamW").save(form, tmp_path / "run.pt")
+    with open_state(file) as opened:
+        lines = resume_lines(of_checkpoint(opened), opened.state.to_json())
+        assert opened.state.optimizer.kinds == (("adamw", "torch"),)
+    calls = [line for line in lines if "torch.optim.AdamW(" in line]
+    assert len(calls) == (0 if form == "lightning" else 2), lines
+    neutral = convert(plan(file, tmp_path / "run.statekit")).target
+    back = torch.load(convert(plan(neutral, tmp_path / "back.pt", layout="torch-optim")).target)
+    before = torch.load(file)
+    assert before.keys() == back.keys() - {"statekit"}
+    for key in before.keys() - {"model", "state_dict", "epoch"}:
+        assert type(before[key]) is type(back[key])
+    joined = convert(plan(neutral, tmp_path / "run.dcp", to="dcp", layout="torch-optim")).target
+    with open_state(joined) as opened:
+        assert len(opened.groups) == 2
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_what_each_schedule_moves_is_told_by_the_rates_that_it_set_out_from(tmp_path: Path) -> None:
+    """The schedule of one optimizer was printed for both, and moved the other's parameters at its own rate."""
+    import torch
+
+    run = Run("AdamW")
+    schedule = torch.optim.lr_scheduler.StepLR(run.optimizers[1], 2, 0.5)
+    for _ in range(SAVED):
+        schedule.step()
+    run.save("list", tmp_path / "run.pt")
+    whole = torch.load(tmp_path / "run.pt")
+    torch.save({**whole, "scheduler": schedule.state_dict()}, tmp_path / "one.pt")
+    with open_state(tmp_path / "one.pt") as opened:
+        [one] = run_of(opened.state.extra).schedules
+        assert one.groups == (1,)
+        rates = RatesOf((one,), opened.state.to_json())
+        assert rates.of(0) == "" and rates.next(0) == 0.02
+        assert rates.next(1) == pytest.approx(0.003 * 0.5)
+    for optimizer in whole["optimizers"]:  # nothing says any more which of them it is
+        optimizer["param_groups"][0].pop("initial_lr", None)
+    torch.save({**whole, "scheduler": schedule.state_dict()}, tmp_path / "none.pt")
+    with open_state(tmp_path / "none.pt") as opened:
+        lines = resume_lines(of_checkpoint(opened), opened.state.to_json(), "torch")
+        assert lines[-1].endswith("StepLR moves 1 of the 2 groups, and nothing tells which")
+
+
+def test_a_container_that_holds_one_says_where_the_layout_holds_both(tmp_path: Path) -> None:
+    """It named the layout that it refused as one to choose."""
+    file = Run().save("list", tmp_path / "run.pt")
+    with pytest.raises(UsageError, match=r"torch-optim in torch(.|\n)*found: torch-optim in dcp, which"):
+        plan(file, tmp_path / "out", to="dcp", layout="torch-optim")

@@ -25,7 +25,7 @@ from statekit.conversion.resume import Place, of_plan, resume_lines
 from statekit.converters import __path__ as converters
 from statekit.files.manifest import FILE
 from statekit.schemas import __path__ as schemas
-from statekit.state.run import Schedule
+from statekit.state.run import RunState, Schedule
 from statekit.state.schema import load_schema
 
 DATA = json.loads((Path(converters[0]) / "resume.json").read_text(encoding="utf-8"))
@@ -205,12 +205,12 @@ def test_megatron_lm_is_told_what_it_can_load(tmp_path: Path) -> None:
         "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --use-checkpoint-opt_param-scheduler"
     )
     for schedules in ((), (own,)):
-        (line,) = resume_lines(replace(place, schedules=schedules), known)
+        (line,) = resume_lines(replace(place, run=RunState(schedules)), known)
         assert line == f"--load {tmp_path} --ckpt-format torch_dist {flags}"
     rate = {"dtype": "float32", "value": 0.1}
     group = {"paths": ["a"], "hyperparameters": {"learning_rate": rate}, "known_from": {}}
     assert resume_lines(place, {**known, "groups": [group]})  # a rate that is a tensor
-    lines = resume_lines(replace(place, schedules=(other,)), known)
+    lines = resume_lines(replace(place, run=RunState((other,))), known)
     ast.parse("\n".join(lines))
     assert any("dist_checkpointing.load" in line for line in lines) and not any("--load" in x for x in lines)
     (line,) = resume_lines(replace(place, layout="megatron", converted=False), known)

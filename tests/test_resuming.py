@@ -20,6 +20,8 @@ SAMPLE = (
     "keras/statekit-keras/functional",
     "torch/statekit-torch/groups, LambdaLR",
     "torch/torch-optim/lightning: tied and frozen",
+    "torch/torch-optim/two of AdamW, two schedules",
+    "accelerate/statekit-torch/two optimizers, one schedule",
     "dcp-safetensors/torch-fqn-flat/hf adafactor",
     "accelerate/torch-optim/groups, LinearLR",
     "hf-trainer/torch-optim/hf adafactor, momentum, LinearLR",

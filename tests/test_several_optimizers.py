@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from functools import cache
@@ -463,3 +465,70 @@ def test_the_printed_lines_of_statekit_jax_go_on(files: Any, tmp_path: Path) -> 
         exec(compile(lines, "to go on", "exec"), names)
     restored = names["state"]
     near(flat(run().gone(restored["params"], restored["opt_state"], SAVED, ALL, names["optimizer"])[0]))
+
+
+BEFORE = """
+import sys
+import torch
+
+sys.path.insert(0, {tests!r})
+from several_driving import ALL, SAVED, SHAPES, Run
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        for path, shape in SHAPES.items():
+            *above, last = path.split("/")
+            module = self
+            for name in above:
+                if not hasattr(module, name):
+                    setattr(module, name, torch.nn.Module())
+                module = getattr(module, name)
+            setattr(module, last, torch.nn.Parameter(torch.zeros(shape)))
+
+model = Net()
+"""
+AFTER = """
+def update(model, optimizer, first, last):
+    named = dict(model.named_parameters())
+    for grads in Run().grads[first:last]:
+        for path in SHAPES:
+            named[path.replace("/", ".")].grad = torch.from_numpy(grads[path].copy())
+        optimizer.step()
+
+update(model, optimizer, SAVED, ALL - 1)
+torch.save({{"model": model.state_dict(), "optimizer": optimizer.state_dict()}}, {again!r})
+model = Net()
+statekit.torch.load_params({again!r}, model)
+optimizer = statekit.torch.load_optimizer({again!r}, model.named_parameters())
+update(model, optimizer, ALL - 1, ALL)
+torch.save({{name.replace(".", "/"): one.data for name, one in model.named_parameters()}}, {end!r})
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_the_printed_lines_of_statekit_torch_go_on_as_optax_does_and_through_a_save(
+    to: str, files: Any, tmp_path: Path
+) -> None:
+    """As they are printed, in a program of its own."""
+    import torch
+
+    told = ("adafactor/learning_rate=0.01", "adafactor/beta1=0.9", "adamw/learning_rate=0.001")
+    planned = plan(
+        files(),
+        tmp_path / "out",
+        to=to,
+        layout="statekit-torch",
+        hints=hints(*told, "adamw/weight_decay=0.1"),
+    )
+    report = convert(planned)
+    lines = resume_lines(of_plan(planned, report.files), planned.state)
+    assert not any("..." in line for line in lines)
+    places = {name: str(tmp_path / f"{name}.pt") for name in ("again", "end")}
+    before = BEFORE.format(tests=str(Path(__file__).parent))
+    program = tmp_path / "program.py"
+    program.write_text("\n".join([before, *lines, AFTER.format(**places)]))
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    near({path: value.numpy() for path, value in torch.load(places["end"]).items()})

@@ -44,7 +44,8 @@ class TorchFile:
         return replace(self, lightning=target.suffix == LIGHTNING)
 
     def fitted(self, encoded: Encoded) -> Encoded:
-        """Returns a run's state as the target's library has it."""
+        """Returns a run's state as the target's library has it, each of its optimizers by itself."""
+        encoded = encoded.side_by_side or encoded
         return _as_lightning(encoded) if self.lightning else encoded
 
     def detect(self, path: Path) -> Evidence | None:

@@ -189,6 +189,8 @@ class Encoded:
             `optimizer`; a part that isn't said lies at the top, under its own key.
         by_name: The same state with parameters under their names where `tree` numbers them, for containers that gather
             what many processes hold; None if `tree` has no numbers, or nobody knows the names.
+        side_by_side: The same state with a record for each of the run's optimizers where `tree` has joined them to one,
+            for containers in which a program finds its own again; None if the run has one, or `tree` has them all.
         assumptions: What was made up because the target can't do without it, one sentence each.
     """
 
@@ -199,6 +201,7 @@ class Encoded:
     place: str = ""
     parts: Mapping[str, Keys] = field(default_factory=dict)
     by_name: Encoded | None = None
+    side_by_side: Encoded | None = None
     assumptions: tuple[str, ...] = ()
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
+from itertools import accumulate
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -25,7 +26,7 @@ from statekit.errors import StateError
 from statekit.files.manifest import FILE
 from statekit.optim.adafactor_forms import Hyperparameters
 from statekit.state.options import stored_rate
-from statekit.state.run import MEGATRON, Schedule, run_of
+from statekit.state.run import MEGATRON, RunState, Schedule, run_of
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.train_state import next_decay
 from statekit.tensors.tree import empty_names
@@ -55,7 +56,7 @@ class Place:
         tensors: Names of its tensors, where they are known.
         empty: Names of its leaves that hold nothing.
         by_path: Whether its parameters lie by their paths, as nothing said where the system itself has them.
-        schedules: What is known of the run's schedules.
+        run: What is known of the run.
         converted: Whether statekit wrote it; None where its step or a manifest in its folder tells.
         folder: The folder that `files` are named in, where `path` is one of them.
     """
@@ -68,7 +69,7 @@ class Place:
     tensors: tuple[str, ...] = ()
     empty: tuple[str, ...] = ()
     by_path: bool = False
-    schedules: tuple[Schedule, ...] = ()
+    run: RunState = field(default_factory=RunState)
     converted: bool | None = None
     folder: Path | None = None
 
@@ -87,7 +88,7 @@ def of_plan(plan: Plan, files: Iterable[str] = ()) -> Place:
         names,
         plan.empty,
         by_path,
-        plan.run.schedules,
+        plan.run,
     )
 
 
@@ -116,9 +117,9 @@ def of_checkpoint(opened: OpenState) -> Place:
     )
     names = tuple(opened.checkpoint.tensors)
     empty = tuple(empty_names(opened.checkpoint.tree))
-    schedules = run_of(opened.state.extra).schedules
+    run = run_of(opened.state.extra)
     return Place(
-        container, layout, path, None, files, names, empty, by_path, schedules, manifest is not None, folder
+        container, layout, path, None, files, names, empty, by_path, run, manifest is not None, folder
     )
 
 
@@ -169,11 +170,11 @@ def _native_lines(
     """Returns the lines of a checkpoint's own system, which may have others for parts in other places."""
     if place.by_path:
         return list(entry["by_path"])
-    if _has_several(state) and "several" in entry:
-        return list(entry["several"])
     for placed in entry.get("placed", ()):
         if all(values[name] == keys for name, keys in placed["where"].items()):
             return list(placed["lines"])
+    if "several" in entry and (_has_several(state) or len(_keys_of_optimizers(place.tensors)) > 1):
+        return list(entry["several"])
     return list(entry.get("lines", ()))
 
 
@@ -242,13 +243,13 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "scheduler": call,
         "math": "import math" if call and MATH in call else None,
         "new_schedule": None if call else schedule.torch or schedule.comment,
+        "new_scheduled": "" if schedule.torch and not call else None,
         **_schedules_in_keras(
             schedule, arguments, _missing_arguments(state, None), _missing_arguments(state, _RATE)
         ),
         "mxnet_schedule": schedule.mxnet or (None if schedule.is_in_mxnet else schedule.comment),
         "mxnet_scheduled": "" if schedule.mxnet else None,
-        **_several(place, state, converted),
-        "schedule_of_each": schedule.torch_each or schedule.comment,
+        **_several(place, state, schedule, converted),
         "eden": schedule.icefall,
         "eden_state": "" if schedule.icefall else None,
         "other_schedule": None if schedule.icefall or call else schedule.torch or schedule.comment,
@@ -282,9 +283,10 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
 
 
 def _schedule(place: Place, state: State) -> ScheduleLines:
-    return (
-        schedule_lines(place.schedules, state, _data()["schedules"]) if place.schedules else ScheduleLines()
-    )
+    schedules = place.run.schedules
+    if not schedules:
+        return ScheduleLines()
+    return schedule_lines(schedules, state, _data()["schedules"], _sides(place, state))
 
 
 def _megatron_schedule(place: Place, state: State) -> str | None:
@@ -293,10 +295,10 @@ def _megatron_schedule(place: Place, state: State) -> str | None:
     decays = [group["weight_decay_rate"] for group in known if group.get("weight_decay_rate")]
     values = ([group.get(_RATE) for group in known], decays)
     plain = all(type(one) in (int, float) for of_all in values for one in of_all)
-    made = not place.schedules and plain and all(len(set(of_all)) <= 1 for of_all in values)
+    made = not place.run.schedules and plain and all(len(set(of_all)) <= 1 for of_all in values)
     if not _is_converted(place):
         return ""
-    has_one = made or any(one.kind == MEGATRON for one in place.schedules)
+    has_one = made or any(one.kind == MEGATRON for one in place.run.schedules)
     return " --use-checkpoint-opt_param-scheduler" if has_one else None
 
 
@@ -323,31 +325,43 @@ def _schedules_in_keras(
     }
 
 
-def _several(place: Place, state: State, converted: bool) -> dict[str, str | None]:
-    """Returns what may stand in a line about several optimizers of PyTorch: those of a state's groups."""
-    kinds = list(
-        dict.fromkeys((one["schema"], one["variant"]) for one in (_kind(state, g) for g in state["groups"]))
-    )
-    constructors, modules, calls = _data()["constructors"], list[str](), list[str]()
-    for schema, variant in kinds:
-        numbers = [
-            i
-            for i, g in enumerate(state["groups"])
-            if _kind(state, g) == {"schema": schema, "variant": variant}
-        ]
-        alone = {"schema": schema, "variant": variant, "groups": [state["groups"][i] for i in numbers]}
-        constructor = str(constructors.get(schema, {}).get(variant))
-        arguments = _native_arguments({**state, **alone})[0] if _has_several(state) else []
+def _several(place: Place, state: State, schedule: ScheduleLines, converted: bool) -> dict[str, str | None]:
+    """Returns what may stand in a line about several optimizers of PyTorch, each with groups of its own."""
+    sides, modules, calls = _sides(place, state), list[str](), list[str]()
+    for numbers in sides:
+        kind = _kind(state, state["groups"][numbers[0]])
+        alone = {**state, **kind, "groups": [state["groups"][i] for i in numbers]}
+        constructor = str(_data()["constructors"].get(kind["schema"], {}).get(kind["variant"]))
         groups = ", ".join(f"groups[{i}]" if converted else f'{{"params": group_{i}}}' for i in numbers)
         modules += [f"import {module}"] if (module := _module(constructor)) else []
-        calls.append(f"{constructor}({', '.join([f'[{groups}]', *arguments])})")
+        calls.append(f"{constructor}({', '.join([f'[{groups}]', *_native_arguments(alone)[0]])})")
     keys = _keys_of_optimizers(place.tensors)
-    states = keys if len(keys) == len(kinds) else [f'["optimizers"][{i}]' for i in range(len(kinds))]
+    states = keys if len(keys) == len(sides) else [f'["optimizers"][{i}]' for i in range(len(sides))]
+    made = schedule.calls
     return {
         "modules": "\n".join(dict.fromkeys(modules)) or None,
-        "optimizers": "\n".join(["optimizers = [", *(f"    {call}," for call in calls), "]"]),
+        "optimizers": _listed("optimizers", calls),
         "optimizer_states": ", ".join(f"checkpoint{key}" for key in states),
+        "schedulers": _listed("schedulers", made.values()) if made else None,
+        "scheduler_states": ", ".join(f"checkpoint{_subscripts(one)}" for one in made) if made else None,
+        "scheduled_each": "" if made else None,
+        "schedule_of_each": None if made else schedule.torch_each or schedule.comment,
     }
+
+
+def _listed(name: str, items: Iterable[str]) -> str:
+    return "\n".join([f"{name} = [", *(f"    {item}," for item in items), "]"])
+
+
+def _sides(place: Place, state: State) -> list[list[int]]:
+    """Returns the numbers of the groups of each optimizer: as they lie side by side, or of each kind."""
+    groups = state["groups"]
+    ends = list(accumulate(place.run.optimizers))
+    if ends and ends[-1] == len(groups) and len(ends) == len(_keys_of_optimizers(place.tensors)):
+        return [list(range(end - count, end)) for end, count in zip(ends, place.run.optimizers, strict=True)]
+    kinds = [_kind(state, group) for group in groups]
+    first = {kinds.index(kind): kind for kind in kinds}
+    return [[i for i, one in enumerate(kinds) if one == kind] for kind in first.values()]
 
 
 def _has_several(state: State) -> bool:

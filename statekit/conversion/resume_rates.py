@@ -8,14 +8,14 @@ because nothing else is known.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from statekit.conversion.rate_classes import keras_lines, mxnet_lines
 from statekit.conversion.rate_code import JAX_NUMPY, MATH, optax_code, python_code
 from statekit.state.options import stored_rate
-from statekit.state.rates import Rates, Told
+from statekit.state.rates import Rates, Told, piece
 from statekit.state.run import KERAS_SCHEDULE, Schedule
 from statekit.state.schedules.icefall import FUNCTIONS, SETTINGS
 
@@ -36,6 +36,7 @@ class ScheduleLines:
         comment: Why the lines beside it don't make the schedule.
         torch: Lines that make it of an `optimizer` of PyTorch.
         torch_each: Lines that make those of several `optimizers`.
+        calls: The calls that make those of states of PyTorch, for `optimizers`, by where their records lie.
         icefall: The call of icefall's own schedule.
         jax: Lines that make Optax' `schedule`.
         optax: Of each group, the code of its schedule in Optax, `schedule`, or why there is none, `unscheduled`.
@@ -51,6 +52,7 @@ class ScheduleLines:
     comment: str | None = None
     torch: str | None = None
     torch_each: str | None = None
+    calls: Mapping[str, str] = field(default_factory=dict)
     icefall: str | None = None
     jax: str | None = None
     optax: tuple[Mapping[str, Any], ...] = ()
@@ -61,7 +63,10 @@ class ScheduleLines:
 
 
 def schedule_lines(
-    schedules: Sequence[Schedule], state: Mapping[str, Any], arguments: Mapping[str, Sequence[str]]
+    schedules: Sequence[Schedule],
+    state: Mapping[str, Any],
+    arguments: Mapping[str, Sequence[str]],
+    sides: Sequence[Sequence[int]],
 ) -> ScheduleLines:
     """Returns what lines say of a run's schedule.
 
@@ -69,8 +74,9 @@ def schedule_lines(
         schedules: What is known of the run's schedules.
         state: The state without its tensors.
         arguments: Class of PyTorch -> arguments that its state holds too.
+        sides: Numbers of the groups of each optimizer.
     """
-    rates_of, of_torch = RatesOf(schedules, state), _of_torch(schedules)
+    rates_of, of_torch = RatesOf(schedules, state), _of_torch(schedules, len(state["groups"]))
     call = None if of_torch is None else _call(of_torch, arguments)
     if call and "lr_lambda)" in call and (code := rates_of.lambdas()):
         call = call.replace("lr_lambda)", f"{code})")
@@ -80,7 +86,8 @@ def schedule_lines(
         of_torch is None or of_torch.kind in (None, "LambdaLR"),
         rates_of.comment(),
         rates_of.torch_lines(),
-        rates_of.lines_of_each(),
+        rates_of.lines_of_each(sides),
+        _calls_of_each(schedules, sides, arguments),
         rates_of.icefall_call(),
         rates_of.jax_lines(),
         tuple(map(rates_of.in_optax, range(len(state["groups"])))),
@@ -110,9 +117,13 @@ class RatesOf:
 
     def of(self, number: int) -> Told:
         """Returns the rate of a group as a function of the updates done, or why nobody knows one; "" if it has none."""
-        if len(self.schedules) != 1:
-            return "the run has several schedules" if self.schedules else ""
-        (one,) = self.schedules
+        moving = [one for one in self.schedules if one.moves(number)]
+        if len(moving) != 1:
+            return "the run has several schedules, and nothing tells what each moves" if moving else ""
+        (one,) = moving
+        groups = len(self.state["groups"])
+        if not one.groups and 0 < len(one.bases) < groups:
+            return f"{one.kind} moves {len(one.bases)} of the {groups} groups, and nothing tells which"
         rates = one.of_group(number)
         # What a schedule of PyTorch has counted is its argument; MXNet's gets the number of updates.
         if isinstance(rates, Rates) and one.place.startswith("extra/torch/") and one.at != self.done:
@@ -135,9 +146,15 @@ class RatesOf:
 
     def _each(self) -> list[Rates]:
         """Returns the rates of all groups; none if one isn't known."""
-        groups = [self.of(number) for number in range(len(self.state["groups"]))]
+        groups = [self._of_one(number) for number in range(len(self.state["groups"]))]
         known = [rates for rates in groups if isinstance(rates, Rates)]
         return known if len(known) == len(groups) else []
+
+    def _of_one(self, number: int) -> Told:
+        """Returns the rate of a group, a constant one where the run's schedules move others alone."""
+        rates, stored = self.of(number), self._stored(number)
+        constant = rates == "" and type(stored) in (int, float)
+        return Rates((piece("constant", rate=stored),)) if constant else rates
 
     def _same(self) -> Rates | None:
         """Returns the rates that all groups have; None if they differ, or one isn't known."""
@@ -179,19 +196,29 @@ class RatesOf:
         ]
         return "\n".join(lines)
 
-    def lines_of_each(self) -> str | None:
-        """Returns the lines that make the schedules of several `optimizers` of PyTorch; None if nobody knows one."""
-        rates = self._same()
-        if rates is None:
+    def lines_of_each(self, sides: Iterable[Sequence[int]]) -> str | None:
+        """Returns the lines that make the schedules of several `optimizers` of PyTorch; None if nobody knows one.
+
+        Args:
+            sides: Numbers of each optimizer's groups.
+        """
+        each = self._each()
+        if not each:
             return None
-        code = python_code(rates)
+        codes = []
+        for side in sides:
+            own = [python_code(each[number]) for number in side]
+            codes.append(own[0] if len({*own}) == 1 else f"[{', '.join(own)}]")
         lines = [
-            *(["import math"] if MATH in code else []),
+            *(["import math"] if any(MATH in code for code in codes) else []),
+            "functions = [",
+            *(f"    {code}," for code in codes),
+            "]",
             "schedulers = []",
-            "for optimizer in optimizers:",
+            "for optimizer, function in zip(optimizers, functions):",
             "    for group in optimizer.param_groups:",
             '        group["initial_lr"] = 1.0  # the function gives the rate itself',
-            f"    made = torch.optim.lr_scheduler.LambdaLR(optimizer, {code}, last_epoch={self.done - 1})",
+            f"    made = torch.optim.lr_scheduler.LambdaLR(optimizer, function, last_epoch={self.done - 1})",
             "    schedulers.append(made)",
         ]
         return "\n".join(lines)
@@ -251,7 +278,7 @@ class RatesOf:
         return codes[0] if len({*codes}) == 1 else f"[{', '.join(codes)}]"
 
 
-def _call(schedule: Schedule, arguments: Mapping[str, Sequence[str]]) -> str:
+def _call(schedule: Schedule, arguments: Mapping[str, Sequence[str]], optimizer: str = "optimizer") -> str:
     """Returns the call that makes a schedule of PyTorch, for an `optimizer`.
 
     `...` stands for the arguments of classes that aren't among those whose state holds them; a LambdaLR's function is
@@ -265,9 +292,37 @@ def _call(schedule: Schedule, arguments: Mapping[str, Sequence[str]]) -> str:
         said = ", ".join(f"{name}={schedule.parameters[name]!r}" for name in arguments[schedule.kind])
     else:
         said = "..."
-    return f"torch.optim.lr_scheduler.{schedule.kind}(optimizer, {said})"
+    return f"torch.optim.lr_scheduler.{schedule.kind}({optimizer}, {said})"
 
 
-def _of_torch(schedules: Sequence[Schedule]) -> Schedule | None:
-    kept = [one for one in schedules if one.place.startswith(_TORCH) and one.kind not in _ELSEWHERE]
-    return kept[0] if len(kept) == 1 else None
+def _calls_of_each(
+    schedules: Sequence[Schedule], sides: Sequence[Sequence[int]], arguments: Mapping[str, Sequence[str]]
+) -> dict[str, str]:
+    """Returns the calls that make the schedules of several `optimizers` of PyTorch, by where their records lie.
+
+    Args:
+        schedules: What is known of the run's schedules.
+        sides: Numbers of each optimizer's groups.
+        arguments: Class of PyTorch -> arguments that its state holds too.
+
+    Returns:
+        Calls in the order of the schedules; none where one isn't torch's own, or nothing tells whose it is.
+    """
+    whose = {tuple(side): number for number, side in enumerate(sides)}
+    if any(not _is_torchs(one) or one.groups not in whose for one in schedules):
+        return {}
+    return {
+        one.place.removeprefix(_TORCH): _call(one, arguments, f"optimizers[{whose[one.groups]}]")
+        for one in schedules
+    }
+
+
+def _of_torch(schedules: Sequence[Schedule], groups: int) -> Schedule | None:
+    """Returns the schedule of torch that moves all of a run's groups; None if there isn't one."""
+    kept = [one for one in schedules if _is_torchs(one)]
+    alone = len(kept) == 1 and not kept[0].groups and len(kept[0].bases or range(groups)) >= groups
+    return kept[0] if alone else None
+
+
+def _is_torchs(schedule: Schedule) -> bool:
+    return schedule.place.startswith(_TORCH) and schedule.kind not in _ELSEWHERE

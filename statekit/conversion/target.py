@@ -87,8 +87,8 @@ def choose_layout(
             raise UsageError(
                 f"The layout {name} can't hold the state of {what}{_SEVERAL if alone else ''}.",
                 place="--layout",
-                expected=f"a layout of {what}: {_names(layouts)}",
-                found=f"{name}, which holds {', '.join(card.variants)}",
+                expected=f"a layout of {what}: {_names(layouts, len(schemas) > 1)}",
+                found=f"{name}{f' in {container.name}' if alone else ''}, which holds {', '.join(card.variants)}",
             )
         return registry.layout(name)
     homes = [
@@ -106,7 +106,7 @@ def choose_layout(
             f"No layout of the container {container.name} holds the state of {what}"
             f"{_SEVERAL if len(schemas) > 1 else ''}.",
             place="--to",
-            expected=f"a layout of {what}: {_names(layouts)}",
+            expected=f"a layout of {what}: {_names(layouts, len(schemas) > 1)}",
             remedy="name one with --layout, or choose another container with --to",
         )
     best = min(homes, key=lambda card: (card.name != source, card.containers.index(container.name)))
@@ -201,8 +201,16 @@ def _layouts_of(schemas: Collection[str]) -> list[LayoutCard]:
     return [card for card in map(registry.layout_card, registry.layout_names()) if card.holds(schemas)]
 
 
-def _names(layouts: list[LayoutCard]) -> str:
-    return ", ".join(card.name for card in layouts) or "there is none"
+def _names(layouts: list[LayoutCard], several: bool = False) -> str:
+    """Returns names of layouts, with the containers in which they hold several optimizers, if that is asked."""
+    where = {card.name: card.holds_several for card in layouts if several}
+    named = [
+        f"{card.name} in {' and '.join(places)}"
+        if isinstance(places := where.get(card.name), tuple)
+        else card.name
+        for card in layouts
+    ]
+    return ", ".join(named) or "there is none"
 
 
 def _has_suffix(target: Path, container: ContainerCard) -> bool:

@@ -7,9 +7,10 @@ schedule is its kind, its parameters and where it stands.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
 from statekit.state.rates import Told
@@ -22,6 +23,8 @@ from statekit.tensors.tree import Path, Record, Tree, to_json
 
 TRAINER_ARGUMENTS = "trainer_arguments"
 """Key beside a Trainer's parts: those of its arguments that make its schedule, as its folder's container reads them."""
+SIDE_BY_SIDE = "torch_optimizers"
+"""Key in `extra`: place of each optimizer of a run that has several, and how many of the groups are its own."""
 Part: TypeAlias = Literal["scaler", "accumulation", "averages", "random", "data", "epoch", "trainer"]
 
 
@@ -36,6 +39,7 @@ class Schedule:
         place: Canonical name of the record that says so.
         rates: What it does to each group, as a function of the updates done, or why there is no such form; one entry
             where it does the same to all.
+        groups: Numbers of the groups that it moves, in the order of `rates`; none if these are all.
     """
 
     kind: str | None
@@ -43,11 +47,24 @@ class Schedule:
     at: int | None
     place: str
     rates: tuple[Told, ...] = ()
+    groups: tuple[int, ...] = ()
+
+    @property
+    def bases(self) -> tuple[Any, ...]:
+        """The rate that each of its groups began with, where its state has them; a row of schedules has none itself."""
+        rows = [self.parameters, *(self.parameters.get("_schedulers") or ())]
+        each = (row.get("base_lrs") for row in rows if isinstance(row, Mapping))
+        return next((tuple(one) for one in each if isinstance(one, (list, tuple))), ())
+
+    def moves(self, number: int) -> bool:
+        """Tells whether it moves a group, by its number."""
+        return not self.groups or number in self.groups
 
     def of_group(self, number: int) -> Told:
-        """Returns what it does to a group, by its number."""
+        """Returns what it does to a group that it moves, by its number."""
         if not self.rates:
             return f"nothing tells the base of {self.kind or 'the schedule'}"
+        number = self.groups.index(number) if self.groups else number
         return self.rates[number] if number < len(self.rates) else self.rates[0]
 
     def to_json(self) -> dict[str, Any]:
@@ -59,7 +76,8 @@ class Schedule:
             "at": self.at,
             "place": self.place,
         }
-        return {**plain, **({"rates": rates} if rates else {})}
+        moved = {"groups": list(self.groups)} if self.groups else {}
+        return {**plain, **({"rates": rates} if rates else {}), **moved}
 
 
 @dataclass(frozen=True)
@@ -90,11 +108,13 @@ class RunState:
         schedules: Schedules of the learning rate.
         parts: The other things, each with where it is known from.
         ties: Further name of a parameter -> its path.
+        optimizers: How many of the groups, in their order, each of several optimizers has that lay side by side.
     """
 
     schedules: tuple[Schedule, ...] = ()
     parts: tuple[RunPart, ...] = ()
     ties: Mapping[str, str] = field(default_factory=dict)
+    optimizers: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the run as plain data; what isn't known is absent."""
@@ -106,6 +126,7 @@ class RunState:
             **({"schedule": schedules} if schedules else {}),
             **named,
             **({"ties": dict(self.ties)} if self.ties else {}),
+            **({"optimizers": list(self.optimizers)} if self.optimizers else {}),
         }
 
 
@@ -193,8 +214,41 @@ def run_of(extra: Mapping[str, Tree]) -> RunState:
         elif (what := _what(name)) is not None:
             parts.append(RunPart(what, name, _value(node, what)))
     ties = extra.get(TIES)
-    schedules = _with_call(schedules or counts[:1], around)
-    return RunState(tuple(schedules), tuple(parts), dict(ties) if isinstance(ties, Mapping) else {})
+    schedules = _with_call(_with_groups(schedules, around.bases) or counts[:1], around)
+    return RunState(
+        tuple(schedules),
+        tuple(parts),
+        dict(ties) if isinstance(ties, Mapping) else {},
+        _counts_of(extra.get(SIDE_BY_SIDE)),
+    )
+
+
+def _counts_of(optimizers: Tree) -> tuple[int, ...]:
+    """Returns how many groups each optimizer has of those that lay side by side; none where nothing says it so."""
+    rows = optimizers if isinstance(optimizers, (list, tuple)) else ()
+    counts = [
+        row[1] for row in rows if isinstance(row, (list, tuple)) and len(row) == 2 and type(row[1]) is int
+    ]
+    return tuple(counts) if len(counts) == len(rows) else ()
+
+
+def _with_groups(schedules: list[Schedule], bases: Sequence[float | None]) -> list[Schedule]:
+    """Returns the schedules of a run with the groups that each moves, if they don't move all, or aren't told apart.
+
+    A schedule of PyTorch writes into each group of its optimizer the rate from which it sets out, and keeps these
+    itself: in their order they say which is whose.
+    Source: pytorch/pytorch torch/optim/lr_scheduler.py, `LRScheduler.__init__`.
+    """
+    moved = [number for number, base in enumerate(bases) if base is not None]
+    each = [one.bases for one in schedules]
+    alone = len(schedules) == 1 and len(moved) == len(bases)
+    if alone or not all(each) or [base for own in each for base in own] != [bases[i] for i in moved]:
+        return schedules
+    ends = list(accumulate(map(len, each)))
+    return [
+        replace(one, groups=tuple(moved[end - len(own) : end]))
+        for one, own, end in zip(schedules, each, ends, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -203,12 +257,12 @@ class _Around:
 
     Attributes:
         arguments: Those of the Trainer that made it.
-        bases: The rate that each group began with, where its options say it.
+        bases: The rate that each group began with, None where its options don't say it.
         call: The call that makes it.
     """
 
     arguments: Mapping[str, Any] | None = None
-    bases: tuple[float, ...] = ()
+    bases: tuple[float | None, ...] = ()
     call: Mapping[str, Any] | None = None
 
     @staticmethod
@@ -221,7 +275,7 @@ class _Around:
         bases = [one.get("base_lr", one.get("initial_lr")) for one in options]
         return _Around(
             arguments if isinstance(arguments, Mapping) else None,
-            tuple(bases) if bases and all(type(base) in (int, float) for base in bases) else (),
+            tuple(base if type(base) in (int, float) else None for base in bases),
             call if isinstance(call, Mapping) else None,
         )
 
@@ -241,8 +295,7 @@ def _with_call(schedules: list[Schedule], around: _Around) -> list[Schedule]:
         said = arguments if isinstance(arguments, Mapping) else {}
         return [Schedule(str(name), said, None, place, (called_rates(around.call),)), *schedules]
     (one,) = schedules
-    bases = one.parameters.get("base_lrs")
-    each = bases if isinstance(bases, (list, tuple)) and bases else around.bases or (None,)
+    each = one.bases or (around.bases if around.bases and None not in around.bases else (None,))
     said = {**one.parameters, **(arguments if isinstance(arguments, Mapping) else {})}
     rates = tuple(called_rates(around.call, base) for base in each)
     return [replace(one, kind=one.kind or str(name), parameters=said, rates=rates)]
@@ -289,14 +342,10 @@ def _schedule(node: Tree, name: str, around: _Around = _Around()) -> Schedule | 
     torch_class = torch_kind(node)
     at = next((node[key] for key in ("last_epoch", "batch") if type(node.get(key)) is int), None)
     given = {key: value for key, value in node.items() if key not in _PLACE_IN_TIME}
-    parts = node.get("_schedulers")  # a sequence of schedules has no bases of its own
-    first = parts[0] if isinstance(parts, (list, tuple)) and parts and isinstance(parts[0], Mapping) else {}
-    bases = node.get("base_lrs", first.get("base_lrs"))
-    rates = tuple(
-        torch_rates(torch_class, node, base, around.arguments)
-        for base in (bases if isinstance(bases, (list, tuple)) else ())
+    made = Schedule(torch_class, given, at, name)
+    return replace(
+        made, rates=tuple(torch_rates(torch_class, node, base, around.arguments) for base in made.bases)
     )
-    return Schedule(torch_class, given, at, name, rates)
 
 
 def _is_scheduler(node: Mapping[Any, Any], name: str) -> bool:

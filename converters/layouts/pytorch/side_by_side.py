@@ -33,8 +33,6 @@ from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Path, Tree, at, loose, put, without
 
-SIDE_BY_SIDE = "torch_optimizers"
-"""Key in `extra`: place of each optimizer in the tree, and how many of the groups are its own."""
 USUAL = "optimizers"
 """Key of the list of optimizers where a file from elsewhere has none."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,6 @@ from statekit.converters.layouts.pytorch.parts import (
     with_others,
 )
 from statekit.converters.layouts.pytorch.side_by_side import (
-    SIDE_BY_SIDE,
     USUAL,
     join_side_by_side,
     side_by_side,
@@ -43,6 +42,7 @@ from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import SORTED, Checkpoint
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape
+from statekit.state.run import SIDE_BY_SIDE
 from statekit.state.schema import load_schema
 from statekit.state.stored_slots import FACTORED, stored_shape
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
@@ -232,16 +232,29 @@ class TorchOptim:
         Raises:
             InexactError: No optimizer of these goes on with the state.
         """
-        faults = Faults(_unknown_numbers(state))
-        sides = _sides(state)
-        kinds = [_kind_of(state, side[1], self.name) for side in sides]
-        if len(sides) > 1 and self.form is not None:
+        if not state.optimizer.several:
+            joined = self._encode(state, [((), list(state.optimizer.groups))])
+            sides = [] if self.form else _as_they_lay(state)
+            return replace(joined, side_by_side=self._encode(state, sides)) if sides else joined
+        sides = _as_they_lay(state) or [
+            ((USUAL, i), [group for group in state.optimizer.groups if state.optimizer.kind(group) == kind])
+            for i, kind in enumerate(state.optimizer.kinds)
+        ]
+        if self.form is not None:
             raise InexactError(
                 f"The layout {self.name} holds one optimizer: torch.distributed gathers several by name into one.",
                 expected="one",
-                found=" and ".join(f"{kind.schema}, variant {kind.variant}" for kind in kinds),
+                found=" and ".join(
+                    f"{schema}, variant {variant}" for schema, variant in state.optimizer.kinds
+                ),
                 remedy="write torch-optim, which has a state_dict of each, or statekit-torch",
             )
+        return self._encode(state, sides)
+
+    def _encode(self, state: TrainState, sides: Sequence[tuple[TreePath, list[Group]]]) -> Encoded:
+        """Returns the file's tree with an optimizer at each of these places, or one for all at its usual one."""
+        faults = Faults(_unknown_numbers(state))
+        kinds = [_kind_of(state, groups, self.name) for _, groups in sides]
         by_name = self.form is not None or bool(state.extra.get(_BY_NAME))
         optimizers = [
             self._optimizer(state, kind, groups, by_name, faults)
@@ -284,20 +297,16 @@ class TorchOptim:
         return groups, native
 
 
-def _sides(state: TrainState) -> list[tuple[TreePath, list[Group]]]:
-    """Returns where each optimizer of a state lies, with its groups: as they lay in a file, or one of each kind."""
+def _as_they_lay(state: TrainState) -> list[tuple[TreePath, list[Group]]]:
+    """Returns where each of several optimizers lay in a file of PyTorch, with its groups; none if it isn't so."""
     groups, stated = list(state.optimizer.groups), state.extra.get(SIDE_BY_SIDE) or []
-    if not state.optimizer.several:
-        return [((), groups)]
     ends = list(itertools.accumulate(count for _, count in stated))
-    if ends and ends[-1] == len(groups):
-        sides = [groups[end - count : end] for end, (_, count) in zip(ends, stated, strict=True)]
-        if all(len({state.optimizer.kind(group) for group in side}) == 1 for side in sides):
-            return [(tuple(place), side) for (place, _), side in zip(stated, sides, strict=True)]
-    return [
-        ((USUAL, i), [group for group in groups if state.optimizer.kind(group) == kind])
-        for i, kind in enumerate(state.optimizer.kinds)
-    ]
+    if not ends or ends[-1] != len(groups):
+        return []
+    sides = [groups[end - count : end] for end, (_, count) in zip(ends, stated, strict=True)]
+    if any(len({state.optimizer.kind(group) for group in side}) != 1 for side in sides):
+        return []
+    return [(tuple(place), side) for (place, _), side in zip(stated, sides, strict=True)]
 
 
 def _kind_of(state: TrainState, groups: Sequence[Group], layout: str) -> TorchOptimizer:
