@@ -162,24 +162,24 @@ def lines(backends: Sequence[str]) -> Iterator[Line]:
             yield line(rule, [result for result in results if result["backend"] == name])
 
 
-def table(found: Iterable[Line]) -> str:
+def table(lines: Iterable[Line]) -> str:
     """Returns lines as a table in Markdown."""
-    return "\n".join([HEAD, "|---|---|--:|---|--:|--:|--:|--:|--:|", *(one.text() for one in found)]) + "\n"
+    return "\n".join([HEAD, "|---|---|--:|---|--:|--:|--:|--:|--:|", *(one.text() for one in lines)]) + "\n"
 
 
-def page(found: Sequence[Line]) -> str:
+def page(lines: Sequence[Line]) -> str:
     """Returns the whole page."""
     versions = ", ".join(
         f"{name} {metadata.version(name.replace('tensorflow', TENSORFLOW))}" for name in PACKAGES
     )
-    outside = sum(one.outside for one in found)
+    outside = sum(one.outside for one in lines)
     missing = [f"`{'/'.join(path.parts[-2:])}`" for path in bundles() if rule_of(path) is None]
     made = (
         f"Made with Python {platform.python_version()} on {platform.machine()}, CPU, {versions}. "
         f"Elements outside of their interval: {outside}. "
         f"Not in it, because no step can follow them (`statekit replay` says why): {', '.join(missing) or 'none'}."
     )
-    return f"{TEXT}\n{made}\n\n{table(found)}"
+    return f"{TEXT}\n{made}\n\n{table(lines)}"
 
 
 TENSORFLOW = next(
@@ -191,12 +191,12 @@ TENSORFLOW = next(
 
 def main(backends: Sequence[str]) -> None:
     """Prints the table of some backends, or writes the page with all."""
-    found = []
+    measured = []
     for one in lines(backends or BACKENDS):
         print(one.text(), flush=True)
-        found.append(one)
+        measured.append(one)
     if not backends:
-        TARGET.write_text(page(found), encoding="utf-8")
+        TARGET.write_text(page(measured), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ def cards() -> dict[str, Any]:
     """Returns the cards of all formats, as JSON holds them."""
     containers = [vars(of_container(registry.container(name))) for name in registry.container_names()]
     layouts = [vars(of_layout(registry.layout(name))) for name in registry.layout_names()]
-    found = {"containers": containers, "layouts": layouts}
-    return {kind: {card.pop("name"): card for card in some} for kind, some in found.items()}
+    known = {"containers": containers, "layouts": layouts}
+    return {kind: {card.pop("name"): card for card in some} for kind, some in known.items()}
 
 
 def page() -> str:

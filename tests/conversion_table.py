@@ -46,8 +46,8 @@ def _section(schema: str, some: list[Cell]) -> str:
     lines = [f"## {schema}", "", f"| variant | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
     lines += [f"| {variant} | {' | '.join(marks)} |" for variant, *marks in rows(some)]
     for title, said in (("Differences", _reasons(some)), ("Made up for", _made_up(some))):
-        found = list(dict.fromkeys(said))
-        lines += ["", f"{title}:", "", *found] if found else []
+        texts = list(dict.fromkeys(said))
+        lines += ["", f"{title}:", "", *texts] if texts else []
     return "\n".join([*lines, ""])
 
 

@@ -62,10 +62,10 @@ def torch_read(path: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     planner: Any = _EmptyStateDictLoadPlanner
-    _load_state_dict(found, storage_reader=FileSystemReader(path), planner=planner(), no_dist=True)
-    return found
+    _load_state_dict(tensors, storage_reader=FileSystemReader(path), planner=planner(), no_dist=True)
+    return tensors
 
 
 def spoilt(tmp_path: Path, change: Callable[[Any], None], source: Path | None = None) -> Path:

@@ -61,8 +61,8 @@ def write(made: Made, run: Path) -> Path:
     folder.mkdir(parents=True)
     (run / "latest").write_text(TAG)
     parts = _interleaved(made) if made.stage == 3 else _concatenated(made)
-    for rank, own in enumerate(parts):
-        torch.save({"optimizer_state_dict": own}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    for rank, part in enumerate(parts):
+        torch.save({"optimizer_state_dict": part}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     names = [f"zero_pp_rank_{r}_mp_rank_00_model_states.pt" for r in range(made.ranks)]
     for rank, name in enumerate(names if made.stage == 3 else ["mp_rank_00_model_states.pt"]):
         torch.save(_model(made, rank), folder / name)
@@ -74,13 +74,17 @@ def _model(made: Made, rank: int) -> dict[str, Any]:
 
     dtype = getattr(torch, made.dtype)
     whole = {
-        name: torch.tensor(own["fp32"]).to(dtype) for group in made.groups for name, own in group.items()
+        name: torch.tensor(arrays["fp32"]).to(dtype)
+        for group in made.groups
+        for name, arrays in group.items()
     }
     whole |= {name: torch.tensor(value).to(dtype) for name, value in made.frozen.items()}
     if made.stage == 3:
         whole = {name: torch.empty(0, dtype=dtype) for name in whole}
     pieces = {name: torch.tensor(_piece(made, value, rank)).to(dtype) for name, value in made.frozen.items()}
-    shapes = [{name: torch.Size(own["fp32"].shape) for name, own in group.items()} for group in made.groups]
+    shapes = [
+        {name: torch.Size(arrays["fp32"].shape) for name, arrays in group.items()} for group in made.groups
+    ]
     return {
         "module": {**whole, "mean": torch.arange(3.0)},
         "buffer_names": ["mean"],
@@ -116,15 +120,15 @@ def _concatenated(made: Made) -> list[dict[str, Any]]:
     ]
     states: list[dict[int, Any]] = [{} for _ in range(made.ranks)]
     for number, group in enumerate(made.groups):
-        size = sum(own["fp32"].size for own in group.values())
+        size = sum(arrays["fp32"].size for arrays in group.values())
         length = -(-size // (2 * made.ranks)) * 2
         flat = {
             slot: np.concatenate(
-                [*(own[slot].ravel() for own in group.values()), np.zeros(length * made.ranks - size)]
+                [*(arrays[slot].ravel() for arrays in group.values()), np.zeros(length * made.ranks - size)]
             )
             for slot in SLOTS
         }
-        ends = list(itertools.accumulate(own["fp32"].size for own in group.values()))
+        ends = list(itertools.accumulate(arrays["fp32"].size for arrays in group.values()))
         for rank in range(made.ranks):
             low, high = rank * length, (rank + 1) * length
             part = {slot: torch.tensor(value[low:high].astype(np.float32)) for slot, value in flat.items()}
@@ -137,16 +141,16 @@ def _concatenated(made: Made) -> list[dict[str, Any]]:
             )
     return [
         {
-            "zero_stage": own["zero_stage"],
-            "partition_count": own["partition_count"],
-            "single_partition_of_fp32_groups": own["masters"],
+            "zero_stage": part["zero_stage"],
+            "partition_count": part["partition_count"],
+            "single_partition_of_fp32_groups": part["masters"],
             "base_optimizer_state": {
                 "state": state,
                 "param_groups": [_options(i, [i]) for i in range(len(made.groups))],
             },
-            **({"param_slice_mappings": own["spans"]} if made.said else {}),
+            **({"param_slice_mappings": part["spans"]} if made.said else {}),
         }
-        for own, state in zip(owns, states, strict=True)
+        for part, state in zip(owns, states, strict=True)
     ]
 
 
@@ -170,7 +174,7 @@ def _interleaved(made: Made) -> list[dict[str, Any]]:
     for rank in range(made.ranks):
         flat = [
             {
-                slot: torch.tensor(np.concatenate([_piece(made, own[slot], rank) for own in sub]))
+                slot: torch.tensor(np.concatenate([_piece(made, arrays[slot], rank) for arrays in sub]))
                 for slot in SLOTS
             }
             for sub in subs

@@ -82,7 +82,7 @@ def attempt(source: Path, target: Path, options: list[str], fault: Callable[[], 
         os._exit(code)
 
 
-def found(target: Path) -> str:
+def outcome(target: Path) -> str:
     """Tells what is at the target: `absent`, `old`, `new`, or `torn`."""
     if not os.path.lexists(target):
         return "absent"
@@ -108,7 +108,7 @@ def point(
         target.mkdir()
     code = attempt(source, target, options, fault, at)
     untouched = "empty" in options and target.is_dir() and not os.listdir(target)
-    state, left = "empty" if untouched else found(target), sorted(set(os.listdir(folder)) - {target.name})
+    state, left = "empty" if untouched else outcome(target), sorted(set(os.listdir(folder)) - {target.name})
     if code not in (DONE, REFUSED, UNTOUCHED, -signal.SIGKILL):
         bad.append(f"ended with {code}")
     if state == "torn":
@@ -121,8 +121,8 @@ def point(
         bad.append(f"left {left}")
     convert(plan(source, target), replace=True)
     kept = [name for name in os.listdir(folder) if name != target.name and name not in _kept(folder)]
-    if found(target) != "new" or kept:
-        bad.append(f"the next conversion left {kept}, target {found(target)}")
+    if outcome(target) != "new" or kept:
+        bad.append(f"the next conversion left {kept}, target {outcome(target)}")
     return {"code": code, "state": state, "bad": [f"point {at}: {what}" for what in bad]}
 
 

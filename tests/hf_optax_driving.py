@@ -91,15 +91,15 @@ def bounds(recorder: Recorder) -> dict[str, float]:
     A weight is rounded twice at an update in either library, once for its decay; what both round alike in the slots is
     less than eight units in the last place of an update.
     """
-    found = {}
+    allowed = {}
     for name, first in recorder.weights[FIRST].items():
         total = 0.0
         for step, part in corrections().items():
             before, after = recorder.weights[step][name], recorder.weights[step + 1][name]
             total += float(abs(after - before).max()) * (part + 8 * 2.0**-24)
             total += 2 * float(np.spacing(np.float32(abs(after).max())))
-        found[name] = total / float(abs(recorder.weights[LAST][name] - first).max())
-    return found
+        allowed[name] = total / float(abs(recorder.weights[LAST][name] - first).max())
+    return allowed
 
 
 def model_of(kind: str) -> torch.nn.Module:
@@ -149,14 +149,14 @@ def values(model: torch.nn.Module) -> dict[str, Any]:
 
 def split(named: Mapping[str, Any]) -> dict[str, Any]:
     """Returns tensors by name, the joint bias of queries, keys and values as three."""
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for name, value in named.items():
         if name.endswith("c_attn.bias"):
             thirds = zip(("queries", "keys", "values"), np.split(value, 3), strict=True)
-            found |= {f"{name} of {part}": third for part, third in thirds}
+            tensors |= {f"{name} of {part}": third for part, third in thirds}
         else:
-            found[name] = value
-    return found
+            tensors[name] = value
+    return tensors
 
 
 def arguments(kind: str, out: Path) -> Any:
@@ -221,19 +221,19 @@ def main(work: Path, kind: str) -> None:
     known = {id(p): name for name, p in whole.model.named_parameters()}
     groups = [[known[id(p)] for p in group["params"]] for group in whole.optimizer.param_groups]
     names = tuple(name for group in groups for name in group)
-    saved, found = through_optax(work / "whole" / f"checkpoint-{FIRST}", work, names, recorder, kind)
+    saved, returned = through_optax(work / "whole" / f"checkpoint-{FIRST}", work, names, recorder, kind)
     moved = {
         name: float(abs(value - recorder.weights[FIRST][name]).max())
         for name, value in recorder.weights[LAST].items()
     }
     error = {
-        name: float(abs(found["params"][name] - value).max())
+        name: float(abs(returned["params"][name] - value).max())
         for name, value in recorder.weights[LAST].items()
     }
     result: dict[str, Any] = {}
     if kind == "gpt2":
         alone = by_hand(work / "whole" / f"checkpoint-{FIRST}", groups, recorder)
-        result["as_by_hand"] = all(np.array_equal(alone[n], found["params"][n]) for n in names)
+        result["as_by_hand"] = all(np.array_equal(alone[n], returned["params"][n]) for n in names)
         allowed = bounds(recorder)
         result["of_bound"] = max(error[name] / moved[name] / allowed[name] for name in names)
     said: dict[str, Any] = {"learning_rate": rate(LAST)}
@@ -252,7 +252,7 @@ def main(work: Path, kind: str) -> None:
     last, whole_last = split(values(end.model)), split(recorder.weights[END])
     start, left = split(recorder.weights[FIRST]), split(recorder.weights[LAST])
     result |= {
-        "lines": found["lines"],
+        "lines": returned["lines"],
         "groups": [len(group) for group in groups],
         "optax": max(error[name] / moved[name] for name in error),
         "saved": sorted(path.name for path in (work / "out").iterdir()),

@@ -37,13 +37,13 @@ Graph = Mapping[str, frozenset[str]]
 
 def modules(checkout: Path) -> dict[str, Path]:
     """Returns every module below a checkout's folders by the name it is imported by; a package by its own."""
-    found = {}
+    modules_by_name = {}
     for home, name in HOMES.items():
         for path in sorted((checkout / home).rglob("*.py")):
             if not any(folder.is_symlink() for folder in path.parents):
                 parts = path.relative_to(checkout / home).with_suffix("").parts
-                found[".".join([name, *(part for part in parts if part != "__init__")])] = path
-    return found
+                modules_by_name[".".join([name, *(part for part in parts if part != "__init__")])] = path
+    return modules_by_name
 
 
 def import_graph(checkout: Path) -> dict[str, frozenset[str]]:
@@ -95,8 +95,8 @@ def rooms_of(graph: Graph, part: str) -> dict[str, frozenset[str]]:
 def circles(graph: Graph) -> list[frozenset[str]]:
     """Returns the sets of nodes that reach each other."""
     reached = {name: _reached(graph, name) for name in graph}
-    found = {frozenset({name, *(o for o in reached[name] if name in reached[o])}) for name in graph}
-    return sorted((circle for circle in found if len(circle) > 1), key=sorted)
+    groups = {frozenset({name, *(o for o in reached[name] if name in reached[o])}) for name in graph}
+    return sorted((circle for circle in groups if len(circle) > 1), key=sorted)
 
 
 def _reached(graph: Graph, start: str) -> set[str]:

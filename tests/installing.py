@@ -110,8 +110,8 @@ def empty_environment(folder: Path) -> Path:
 
 def site_packages(python: Path) -> Path:
     """Returns where an environment's packages are."""
-    (found,) = (python.parents[1] / "lib").glob("python3.*/site-packages")
-    return found
+    (folder,) = (python.parents[1] / "lib").glob("python3.*/site-packages")
+    return folder
 
 
 def install(python: Path, wheel: Path) -> None:
@@ -137,8 +137,8 @@ def pip(python: Path, *arguments: str) -> None:
 def lend(python: Path, extra: str) -> None:
     """Links what an installed statekit asks for with an extra, and what that asks for, from our environment."""
     place = site_packages(python)
-    (own,) = distributions(name="statekit", path=[str(place)])
-    for needed in _closure(own, frozenset({extra}), set()):
+    (installed,) = distributions(name="statekit", path=[str(place)])
+    for needed in _closure(installed, frozenset({extra}), set()):
         for top in {path.parts[0] for path in needed.files or ()} - {"..", "__pycache__"}:
             link = place / top
             if not link.exists():
@@ -155,10 +155,10 @@ def _closure(
         if not applies or key in seen:
             continue
         seen.add(key)
-        found = of if needed.name == "statekit" else distribution(needed.name)
-        yield from _closure(found, key[1], seen)
-        if found is not of:
-            yield found
+        package = of if needed.name == "statekit" else distribution(needed.name)
+        yield from _closure(package, key[1], seen)
+        if package is not of:
+            yield package
 
 
 def trial(python: Path, extra: str, work: Path) -> None:

@@ -39,9 +39,9 @@ def own_state(state: Any) -> State:
     """Returns our state out of what Optax has wrapped it in."""
     kinds = tuple(STATES.values())
     leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
-    (own,) = (leaf for leaf in leaves if isinstance(leaf, kinds))
-    found: State = own
-    return found
+    (ours,) = (leaf for leaf in leaves if isinstance(leaf, kinds))
+    state_found: State = ours
+    return state_found
 
 
 def faults(spec: OptimizerSpec, rate: float, trail: Sequence[Moment], grads: Sequence[Any]) -> list[str]:
@@ -53,21 +53,21 @@ def faults(spec: OptimizerSpec, rate: float, trail: Sequence[Moment], grads: Seq
         trail: Parameters and state before the first update, and after every one.
         grads: The gradients of every update.
     """
-    found = []
+    outside = []
     for before, after, slope in zip(trail[:-1], trail[1:], grads, strict=True):
         state = _train_state(spec, before)
         xp = IntervalBackend(contracted=True)
-        held = {path: xp.asarray(np.asarray(grad)) for path, grad in leaves_of(slope).by_name.items()}
-        live = mover(xp, state)(load(xp, state), held, rate)
+        arrays = {path: xp.asarray(np.asarray(grad)) for path, grad in leaves_of(slope).by_name.items()}
+        live = mover(xp, state)(load(xp, state), arrays, rate)
         bound, old = named(live.params, live.slots, live.shared), _tensors(state)
         reached = _train_state(spec, after)
         if reached.counts.updates != live.updates:
-            found.append(f"counts {reached.counts.updates} updates, expected {live.updates}")
+            outside.append(f"counts {reached.counts.updates} updates, expected {live.updates}")
         for key, tensor in _tensors(reached).items():
             value = tensor.read()
             row = compare(live.updates, *key, value, value, old[key].read(), bound[key])
-            found += [f"update {live.updates}, {key}: {row.example}"] if row.outside else []
-    return found
+            outside += [f"update {live.updates}, {key}: {row.example}"] if row.outside else []
+    return outside
 
 
 def _train_state(spec: OptimizerSpec, moment: Moment) -> TrainState:
@@ -77,7 +77,7 @@ def _train_state(spec: OptimizerSpec, moment: Moment) -> TrainState:
     group = Group(settled.group.paths, settled.group.hyperparameters, slots=_held(whole))
     return TrainState(
         _held(leaves.by_name),
-        {path: _held(own) for path, own in slots.items()},
+        {path: _held(tensors) for path, tensors in slots.items()},
         Optimizer(spec.schema, spec.variant, (group,)),
         Counts(int(state.count), int(state.count)),
         settled.rules,

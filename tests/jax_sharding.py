@@ -40,7 +40,7 @@ def one_part_of(old: Any, new: Any) -> Any:
     return jax.make_array_from_single_device_arrays(new.shape, new.sharding, parts)
 
 
-def check(rule: Any, told: Any, start: dict[str, Any]) -> None:
+def check(rule: Any, spec: Any, start: dict[str, Any]) -> None:
     """Requires that three updates stay within the bound and keep how slots lie, and that a lost part is noticed."""
     wrapped = optax.chain(optax.identity(), rule)
     laid = (jax.tree.map(lambda x: x.sharding, start), sj.state_shardings(wrapped.init, start)[1])
@@ -56,10 +56,10 @@ def check(rule: Any, told: Any, start: dict[str, Any]) -> None:
     )
     for slope in grads:
         trail.append(moved(*trail[-1], slope))
-    assert faults(told, RATE, trail, grads) == []
+    assert faults(spec, RATE, trail, grads) == []
     params, state = trail[-1]
     lost = ({**params, "s": one_part_of(trail[-2][0]["s"], params["s"])}, state)
-    assert faults(told, RATE, [trail[-2], lost], grads[-1:]) != []
+    assert faults(spec, RATE, [trail[-2], lost], grads[-1:]) != []
     if hasattr(state, "v_row"):
         fresh = trail[0][1]
         assert fresh.v_row["s"].sharding.spec == P("b", "r") == state.v_row["s"].sharding.spec

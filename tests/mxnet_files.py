@@ -41,8 +41,8 @@ class Array_:
         self.raw = raw
 
     def __reduce__(self) -> tuple[Any, ...]:
-        held = None if self.raw is None else bytearray(self.raw)
-        return type(self), (None,), {"handle": held}
+        raw = None if self.raw is None else bytearray(self.raw)
+        return type(self), (None,), {"handle": raw}
 
 
 class Plain:
@@ -74,22 +74,22 @@ def mxnet(*names: str) -> Iterator[dict[str, type[Any]]]:
             del sys.modules[name]
 
 
-def counts(held: Mapping[int, int], devices: int = 1) -> dict[str, Any]:
+def counts(updates: Mapping[int, int], devices: int = 1) -> dict[str, Any]:
     """The counts that an optimizer holds, with the current device's dict in two places."""
-    every = {device: dict(held) for device in range(devices)}
+    every = {device: dict(updates) for device in range(devices)}
     return {"_all_index_update_counts": every, "_index_update_count": every[devices - 1]}
 
 
-def attributes(held: Mapping[int, int], **changes: Any) -> dict[str, Any]:
+def attributes(updates: Mapping[int, int], **changes: Any) -> dict[str, Any]:
     """All attributes of a LANS, in its order."""
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "rescale_grad": 1.0, "lr_scheduler": None, "lr": 0.01, "wd": 0.0, "lr_mult": {}, "wd_mult": {},
-        "begin_num_update": 0, "num_update": max(held.values(), default=0), **counts(held), "clip_gradient": None,
+        "begin_num_update": 0, "num_update": max(updates.values(), default=0), **counts(updates), "clip_gradient": None,
         "multi_precision": False, "aggregate_num": 4, "idx2name": {}, "sym_info": (), "allow_np_array": True,
         "use_fused_step": True, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-06, "lower_bound": None,
         "upper_bound": None,
     }  # fmt: skip
-    return {**found, **changes}
+    return {**values, **changes}
 
 
 def states(
@@ -107,10 +107,10 @@ def states(
                 return tuple(map(wrapped, part))
             return made(record(part, generation)) if isinstance(part, np.ndarray) else made(part)
 
-        held: Any = {index: wrapped(own) for index, own in slots.items()}
+        content: Any = {index: wrapped(tensors) for index, tensors in slots.items()}
         if optimizer is not None:
-            name, own = optimizer
+            name, attrs = optimizer
             whole = classes[name.rpartition(".")[2]]()
-            whole.__dict__.update(own)
-            held = (held, whole)
-        return pickle.dumps(held, protocol=protocol)
+            whole.__dict__.update(attrs)
+            content = (content, whole)
+        return pickle.dumps(content, protocol=protocol)

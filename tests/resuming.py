@@ -113,7 +113,7 @@ def run_cell(cell: str, folder: Path) -> dict[str, Any]:
     container, layout, model = cell.split("/")
     made = run_of(cell)
     source, mine = made(), made()
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "container": container, "layout": layout, "model": model, **dict.fromkeys(STEPS, False),
         "libraries": {name: _version(name) for name in libraries_of(cell)},
     }  # fmt: skip
@@ -130,28 +130,28 @@ def run_cell(cell: str, folder: Path) -> dict[str, Any]:
         planned = plan(path, target, to=container, layout=layout, **options)
         report = convert(planned)
         lines = resume.resume_lines(resume.of_plan(planned, report.files), planned.state)
-        found["lines"] = [line.replace(str(target), "PATH") for line in lines]
+        result["lines"] = [line.replace(str(target), "PATH") for line in lines]
         mine.prepare(target, folder)
         exec(compile("\n".join(lines), "to go on", "exec"), mine.scope)
-        for theirs, own in zip(source.values(), mine.loaded(), strict=True):
-            np.testing.assert_array_equal(theirs, own)
-        found["loads"] = True
+        for theirs, ours in zip(source.values(), mine.loaded(), strict=True):
+            np.testing.assert_array_equal(theirs, ours)
+        result["loads"] = True
         source.update(UPDATES)
         mine.update(UPDATES)
-        found["difference_going_on"] = distance()
-        found["goes_on"] = found["difference_going_on"] <= BOUND
+        result["difference_going_on"] = distance()
+        result["goes_on"] = result["difference_going_on"] <= BOUND
         mine.save(folder)
-        found["saves"] = True
+        result["saves"] = True
         mine.load(folder)
         source.update(2 * UPDATES)
         mine.update(2 * UPDATES)
-        found["difference_in_the_end"] = distance()
-        found["loads_again"] = found["difference_in_the_end"] <= BOUND
+        result["difference_in_the_end"] = distance()
+        result["loads_again"] = result["difference_in_the_end"] <= BOUND
     except KeyboardInterrupt:
         raise
     except BaseException:  # as torch.distributed's own CheckpointException is
-        found["error"] = _last_words(traceback.format_exc())
-    return found
+        result["error"] = _last_words(traceback.format_exc())
+    return result
 
 
 def _last_words(text: str) -> str:

@@ -62,13 +62,13 @@ class KerasRun(Run):
 
         return eval(self.call, vars(keras.optimizers.schedules)) if "optax" not in self.call else Fallen()
 
-    def fresh_optimizer(self, own: bool = False) -> Any:
+    def fresh_optimizer(self, drop_in: bool = False) -> Any:
         import keras
 
         import statekit.tensorflow
 
         rate = self.rate()
-        if own:
+        if drop_in:
             return statekit.tensorflow.AdamW(rate, variant="keras", weight_decay_rate=DECAY)
         return keras.optimizers.AdamW(rate, weight_decay=DECAY)
 
@@ -135,8 +135,8 @@ class KerasRun(Run):
         schedule = self.scope.get("schedule")
         self.begin()
         self.scope |= {} if schedule is None else {"schedule": schedule}
-        own = "statekit" in self.layout or "by path" in self.kind
-        self.scope["optimizer"] = self.fresh_optimizer(own)
+        drop_in = "statekit" in self.layout or "by path" in self.kind
+        self.scope["optimizer"] = self.fresh_optimizer(drop_in)
         self.model.compile(self.optimizer, "mse")
         self.optimizer.build(self.model.trainable_variables)
         if self.container == "keras-h5":

@@ -109,8 +109,8 @@ def run(folder: Path, cells: Sequence[str] = ()) -> list[dict[str, Any]]:
     done = subprocess.run(driver, env=settings, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr)
-    found: list[dict[str, Any]] = json.loads((folder / "results.json").read_text())
-    return found
+    results: list[dict[str, Any]] = json.loads((folder / "results.json").read_text())
+    return results
 
 
 def page(results: Sequence[Mapping[str, Any]]) -> str:
@@ -156,12 +156,12 @@ def _row(result: Mapping[str, Any]) -> list[str]:
 
 def main(patterns: Sequence[str]) -> None:
     """Runs cells and writes both files."""
-    held: list[dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    before: list[dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))
     chosen = [cell for cell in CELLS if not patterns or any(pattern in cell for pattern in patterns)]
     with tempfile.TemporaryDirectory() as temporary:
         anew = run(Path(temporary) / "runs", chosen)
-    found = {_name(result): result for result in (*held, *anew)}
-    results = [found[cell] for cell in CELLS] + [result for result in held if "by_hand" in result]
+    by_name = {_name(result): result for result in (*before, *anew)}
+    results = [by_name[cell] for cell in CELLS] + [result for result in before if "by_hand" in result]
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     TARGET.write_text(page(results), encoding="utf-8")
 

@@ -123,10 +123,10 @@ class TorchRun(Run):
         decays: list[dict[str, Any]] = [{"weight_decay": DECAY}, {"weight_decay": 0.0}]
         return [
             {
-                "params": list(own.items()) if named else list(own.values()),
+                "params": list(params.items()) if named else list(params.values()),
                 **(decay if self.setting.groups else {}),
             }
-            for own, decay in zip(chosen, decays, strict=False)
+            for params, decay in zip(chosen, decays, strict=False)
         ]
 
     def make_optimizer(self) -> None:
@@ -137,11 +137,11 @@ class TorchRun(Run):
             self.make_pair()
             return
         kind, options = self.setting.optimizer, dict(self.setting.options or {})
-        own = self.layout == "statekit-torch" and "again" in self.scope
+        drop_in = self.layout == "statekit-torch" and "again" in self.scope
         optimizer: Any
-        if own and kind == "adamw":
+        if drop_in and kind == "adamw":
             optimizer = statekit.torch.AdamW(self.groups(True), lr=0.5)
-        elif own:
+        elif drop_in:
             variant = "hf" if kind == "hf-adafactor" else "torch"
             momentum = {"beta1": options["beta1"]} if "beta1" in options else {}
             optimizer = statekit.torch.Adafactor(self.groups(True), lr=0.5, variant=variant, **momentum)
@@ -165,7 +165,7 @@ class TorchRun(Run):
         schedules, pair, paced = torch.optim.lr_scheduler, self.setting.pair, self.setting.paced
         if self.layout == "statekit-torch" and "again" in self.scope:
             kinds = [{"schema": kind.lower(), "variant": "torch", "lr": 0.5} for kind in pair]
-            groups = [{**own, **kind} for own, kind in zip(self.groups(True), kinds, strict=True)]
+            groups = [{**group, **kind} for group, kind in zip(self.groups(True), kinds, strict=True)]
             self.scope["optimizer"] = statekit.torch.Partition(groups)
             if len({*pair}) == 1:
                 self.scope["optimizer"] = getattr(statekit.torch, pair[0])(self.groups(True), lr=0.5)
@@ -176,8 +176,8 @@ class TorchRun(Run):
                 self.scope["scheduler"] = schedules.LambdaLR(self.scope["optimizer"], functions)
             return
         self.scope["optimizers"] = optimizers = [
-            getattr(torch.optim, kind)([own], lr=rate)
-            for kind, own, rate in zip(pair, self.groups(), PAIRED, strict=True)
+            getattr(torch.optim, kind)([params], lr=rate)
+            for kind, params, rate in zip(pair, self.groups(), PAIRED, strict=True)
         ]
         self.scope["schedulers"] = [
             schedules.LinearLR(optimizers[number], 1.0, 0.1, (number + 2) * UPDATES) for number in paced
@@ -197,7 +197,7 @@ class TorchRun(Run):
         self.make_optimizer()
         self.update(0)
         torch.save(self.parts(), folder / "source.pt")
-        names = [name for own in self.groups(True) for name, _ in own["params"]]
+        names = [name for group in self.groups(True) for name, _ in group["params"]]
         return folder / "source.pt", {"hints": Hints(param_names=tuple(names))}
 
     def update(self, done: int) -> None:
@@ -235,11 +235,11 @@ class TorchRun(Run):
         self.scope["again"] = True
         self.make_optimizer()
         if self.container == "torch":
-            held = torch.load(folder / "again.pt", weights_only=True)
-            for name, own in held.items():
-                lists = isinstance(own, list)
+            saved = torch.load(folder / "again.pt", weights_only=True)
+            for name, part in saved.items():
+                lists = isinstance(part, list)
                 for mine, theirs in zip(
-                    self.scope[name] if lists else [self.scope[name]], own if lists else [own], strict=True
+                    self.scope[name] if lists else [self.scope[name]], part if lists else [part], strict=True
                 ):
                     mine.load_state_dict(theirs)
         elif self.container == "safetensors":
@@ -251,14 +251,14 @@ class TorchRun(Run):
         from safetensors.torch import save_model
 
         save_model(self.scope["model"], str(folder / "again.safetensors"))
-        torch.save({n: own for n, own in self.parts().items() if n != "model"}, folder / "again.pt")
+        torch.save({n: part for n, part in self.parts().items() if n != "model"}, folder / "again.pt")
 
     def load_safetensors(self, folder: Path) -> None:
         from safetensors.torch import load_model
 
         load_model(self.scope["model"], str(folder / "again.safetensors"))
-        for name, own in torch.load(folder / "again.pt", weights_only=True).items():
-            self.scope[name].load_state_dict(own)
+        for name, part in torch.load(folder / "again.pt", weights_only=True).items():
+            self.scope[name].load_state_dict(part)
 
     def distributed(self) -> tuple[dict[str, Any], dict[str, Any], Any]:
         """Returns parts as torch.distributed.checkpoint takes them, what of them are no tensors, and options."""

@@ -72,13 +72,13 @@ class PretrainedRun(TorchRun):
 
     def save_safetensors(self, folder: Path) -> None:
         self.scope["model"].save_pretrained(folder / "again")
-        torch.save({n: own for n, own in self.parts().items() if n != "model"}, folder / "again.pt")
+        torch.save({n: part for n, part in self.parts().items() if n != "model"}, folder / "again.pt")
 
     def load_safetensors(self, folder: Path) -> None:
         self.scope["model"] = Pretrained.from_pretrained(folder / "again")
         self.make_optimizer()
-        for name, own in torch.load(folder / "again.pt", weights_only=True).items():
-            self.scope[name].load_state_dict(own)
+        for name, part in torch.load(folder / "again.pt", weights_only=True).items():
+            self.scope[name].load_state_dict(part)
 
 
 class AccelerateRun(TorchRun):
@@ -224,10 +224,10 @@ class LightningRun(TorchRun):
         trainer.fit(self.scope["model"])
         trainer.save_checkpoint(folder / "source.ckpt")
         values = self.values()
-        _, told = super().source(folder)
+        _, options = super().source(folder)
         for mine, theirs in zip(self.values(), values, strict=True):
             np.testing.assert_array_equal(mine, theirs)  # a loop of one's own goes on as Lightning would
-        return folder / "source.ckpt", told
+        return folder / "source.ckpt", options
 
     def prepare(self, target: Path, folder: Path) -> None:
         self.begin()

@@ -42,7 +42,7 @@ class Row:
     hints: Hints = NO_HINTS
     write: Write | None = None
 
-    def found(self, folder: Path) -> Sample:
+    def sample_in(self, folder: Path) -> Sample:
         """Returns the sample, written into a folder if it must be."""
         return replace(self.sample, path=self.write(folder)) if self.write else self.sample
 
@@ -96,7 +96,7 @@ def mixed_state(*kinds: tuple[str, str]) -> TrainState:
     for schema, variant in kinds:
         one = made_state(schema, variant)
         params |= {f"{schema}/{path}": tensor for path, tensor in one.params.items()}
-        slots |= {f"{schema}/{path}": own for path, own in one.slots.items()}
+        slots |= {f"{schema}/{path}": tensors for path, tensors in one.slots.items()}
         rules |= {f"{schema}/{path}": rule for path, rule in one.rules.items()}
         groups += [
             replace(group, paths=tuple(f"{schema}/{path}" for path in group.paths))

@@ -43,13 +43,13 @@ def nested(values: Mapping[str, Any]) -> Any:
 
 def flat(tree: Any) -> dict[str, Array]:
     """Returns the leaves of a tree by path, in the order of `SHAPES`."""
-    found = {}
+    arrays = {}
     for path in SHAPES:
         node = tree
         for key in path.split("/"):
             node = node[key]
-        found[path] = np.asarray(node)
-    return found
+        arrays[path] = np.asarray(node)
+    return arrays
 
 
 class Run:

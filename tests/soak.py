@@ -196,7 +196,7 @@ def made(row: SampleRow, folder: Path) -> Path:
     note = folder.with_suffix(".path")
 
     def work() -> int:
-        note.write_text(str(row.found(folder).path))
+        note.write_text(str(row.sample_in(folder).path))
         return DONE
 
     assert apart(work)[0] == DONE, key(row)
@@ -206,14 +206,14 @@ def made(row: SampleRow, folder: Path) -> Path:
 def growth(sources: dict[str, Path], folder: Path, times: int) -> float:
     """Converts again and again in one process; returns how much more it holds after the second half than the first."""
     row = writable()["torch"]
-    held = []
+    sizes = []
     for number in range(2 * times):
         parent = folder / f"growth {number}"
         parent.mkdir(parents=True)
         attempt(sources[key(row)], parent / "target", row, "statekit", lambda: None)
-        held.append(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20)
+        sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20)
         shutil.rmtree(parent)
-    return held[-1] - held[times - 1]
+    return sizes[-1] - sizes[times - 1]
 
 
 def run(first: int, cases: int, folder: Path, *, noted: bool = True) -> dict[str, Any]:

@@ -53,12 +53,12 @@ class Recorded:
         loaded = _loaded(self.values)
         if self.values.name == "contents.safetensors":
             return {name: array for name, array in loaded.items() if name != "state/step"}
-        found = {}
+        arrays = {}
         for key, array in loaded.items():
             step, kind, rest = key.split("/", 2)
             if int(step) == self.step:
-                found[f"target/{rest}" if kind == "param" else f"state/param_states/{rest}"] = array
-        return found
+                arrays[f"target/{rest}" if kind == "param" else f"state/param_states/{rest}"] = array
+        return arrays
 
 
 @cache

@@ -50,8 +50,8 @@ class Run:
         variables = {path: variable(path, state.params[path].read()) for path in moved}
         rates = rate if isinstance(rate, tuple) else (rate,) * len(state.optimizer.groups)
         groups = tuple(
-            replace(group, hyperparameters={**spelled(group.hyperparameters), "learning_rate": own})
-            for group, own in zip(state.optimizer.groups, rates, strict=True)
+            replace(group, hyperparameters={**spelled(group.hyperparameters), "learning_rate": rate})
+            for group, rate in zip(state.optimizer.groups, rates, strict=True)
         )
         state = replace(state, optimizer=replace(state.optimizer, groups=groups))
         optimizer = built(state, variables, None, {}, "recording")
@@ -64,8 +64,8 @@ class Run:
         if rate is not None:
             self.optimizer.learning_rate = rate[0] if isinstance(rate, tuple) else rate
         grads = recording.gradients(update)
-        held = [(XP.asarray(grads[p].read()), v) for p, v in self.variables.items() if p in grads]
-        self.optimizer.apply_gradients(held)
+        pairs = [(XP.asarray(grads[p].read()), v) for p, v in self.variables.items() if p in grads]
+        self.optimizer.apply_gradients(pairs)
 
     def place(self, tensors: Tensors, updates: int) -> None:
         """Puts a state into the variables."""
@@ -79,12 +79,12 @@ class Run:
         return {key: XP.numpy(tf.convert_to_tensor(value)) for key, value in self._held().items()}
 
     def _held(self) -> dict[tuple[str, str], Any]:
-        held = {(path, "param"): v.value for path, v in self.variables.items()}
+        tensors = {(path, "param"): v.value for path, v in self.variables.items()}
         slots = self.optimizer.slots()
         if self.optimizer.use_ema:
             averages = self.optimizer._model_variables_moving_average
-            held |= {(p, "average"): a.value for p, a in zip(self.variables, averages, strict=True)}
-        return held | {(path, name): v for path, own in slots.items() for name, v in own.items()}
+            tensors |= {(p, "average"): a.value for p, a in zip(self.variables, averages, strict=True)}
+        return tensors | {(path, name): v for path, tensors in slots.items() for name, v in tensors.items()}
 
 
 def spelled(said: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,15 +26,15 @@ whole = pytest.mark.skipif(
 )
 
 
-def faults(said: list[str], found: Line) -> list[str]:
+def faults(said: list[str], line: Line) -> list[str]:
     """Names the cells that don't hold: what depends on the recordings alone must be equal, the rest alike."""
-    cells = [cell.strip() for cell in found.text().strip("|").split("|")]
+    cells = [cell.strip() for cell in line.text().strip("|").split("|")]
     wrong = [name for name, at in (("recordings", 2), ("elements", 4)) if said[at] != cells[at]]
-    if abs(float(said[5].split()[0]) / 100 - found.equal) > 0.1:
+    if abs(float(said[5].split()[0]) / 100 - line.equal) > 0.1:
         wrong.append("equal")
-    if not 0 <= max(found.largest) <= 1 or found.outside:
+    if not 0 <= max(line.largest) <= 1 or line.outside:
         wrong.append("largest")
-    if not 0.5 < (float(said[8]) or 1.0) / (found.grain or 1.0) < 2:
+    if not 0.5 < (float(said[8]) or 1.0) / (line.grain or 1.0) < 2:
         wrong.append("grain")
     return wrong
 
@@ -66,17 +66,17 @@ def test_no_element_lies_outside() -> None:
 )
 def test_a_sample_still_holds(rule: Rule, name: str) -> None:
     folders = [folder for folder in accuracy_table.bundles() if accuracy_table.rule_of(folder) == rule]
-    found = accuracy_table.line(rule, accuracy_table.replayed(folders, [name])["results"])
-    assert not faults(SAID[rule, name], found)
+    line = accuracy_table.line(rule, accuracy_table.replayed(folders, [name])["results"])
+    assert not faults(SAID[rule, name], line)
 
 
 @whole
 @pytest.mark.parametrize("rule", SAMPLE[1:3])
 def test_figures_that_do_not_hold_are_noticed(rule: Rule) -> None:
     folders = [folder for folder in accuracy_table.bundles() if accuracy_table.rule_of(folder) == rule]
-    found = accuracy_table.line(rule, accuracy_table.replayed(folders, ["numpy"])["results"])
+    line = accuracy_table.line(rule, accuracy_table.replayed(folders, ["numpy"])["results"])
     said = SAID[rule, "numpy"]
     changed = [
         *said[:2], "17", said[3], re.sub(r"\d$", "x", said[4]), "3.0 %", said[6], said[7], f"{float(said[8]) * 5}"
     ]  # fmt: skip
-    assert faults(changed, found) == ["recordings", "elements", "equal", "grain"]
+    assert faults(changed, line) == ["recordings", "elements", "equal", "grain"]

@@ -163,7 +163,7 @@ def test_another_rule_leaves_the_bound(what: str, name: str) -> None:
 @pytest.mark.parametrize("case", ALL)
 def test_what_follows_from_a_state_is_written_again(case: str) -> None:
     with open_recording(GOLDEN / case) as recording:
-        own, trajectory = system(recording.system), recording.trajectories[0]
+        described, trajectory = system(recording.system), recording.trajectories[0]
         first = recording.state(0, trajectory, 1).extra
         # Optax' tree has a form, which no update changes: that of the first state does for all.
         form = {"optax": first["optax"]} if "optax" in first else {}
@@ -171,7 +171,7 @@ def test_what_follows_from_a_state_is_written_again(case: str) -> None:
             phase = recording.phase(max(step, 1))
             native = _native(recording, step)
             state = replace(recording.state(step, trajectory, max(step, 1)), extra=form)
-            again = own.encode(state, phase)
+            again = described.encode(state, phase)
             assert again.keys() == {name for name in native if name.rpartition("/")[2] != "RMS"}  # never read
             for name, tensor in again.items():
                 assert (tensor.shape, tensor.dtype) == (native[name].shape, native[name].dtype), name
@@ -246,12 +246,12 @@ def test_a_link_that_counts_otherwise_is_refused(case: str) -> None:
 
 def test_a_slot_that_isnt_in_use_must_be_empty() -> None:
     param, rule = in_memory(np.ones((3, 4), np.float32)), Rule((Axis.ROW, Axis.COLUMN), "file")
-    held = {"v_row": in_memory(np.ones(3, np.float32)), "v_col": in_memory(np.ones(4, np.float32))}
+    slots = {"v_row": in_memory(np.ones(3, np.float32)), "v_col": in_memory(np.ones(4, np.float32))}
     empty = in_memory(np.zeros(1, np.float32))
-    assert canonical_slots("optax", rule, param, {**held, "v": empty}) == held
+    assert canonical_slots("optax", rule, param, {**slots, "v": empty}) == slots
     for full in (in_memory(np.ones(1, np.float32)), in_memory(np.zeros(2, np.float32))):
         with pytest.raises(FormatError, match="doesn't use"):
-            canonical_slots("optax", rule, param, {**held, "v": full})
+            canonical_slots("optax", rule, param, {**slots, "v": full})
 
 
 def test_another_floor_of_the_parameter_scale_is_refused(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def torch_run(folder: Path, dtype: str, foreach: bool) -> Path:
     optimizer: Any = torch.optim.Adafactor(params.values(), **settings, eps=(None, 1e-3), foreach=foreach)
     group = {**settings, "eps": [None, 1e-3], "maximize": False, "params": list(params)}
 
-    def held(value: torch.Tensor) -> Array:
+    def array_of(value: torch.Tensor) -> Array:
         wide = value.detach().to(torch.float32).clone().numpy()
         return wide.astype(DTYPES[str(value.dtype).removeprefix("torch.")])
 
@@ -306,16 +306,16 @@ def torch_run(folder: Path, dtype: str, foreach: bool) -> Path:
             "counts": {"slots": ["step"], "dtype": "float32"},
         },
     )
-    recorder.start({path: held(param) for path, param in params.items()}, {})
+    recorder.start({path: array_of(param) for path, param in params.items()}, {})
     for _ in range(3):
         for param in params.values():
             param.grad = torch.randn(param.shape, generator=random).to(kind)
         optimizer.step()
         slots = {
-            path: {name: held(value) for name, value in optimizer.state[param].items()}
+            path: {name: array_of(value) for name, value in optimizer.state[param].items()}
             for path, param in params.items()
         }
-        grads = {path: held(param.grad) for path, param in params.items() if param.grad is not None}
-        recorder.update(grads, {path: held(param) for path, param in params.items()}, slots, 0.05)
+        grads = {path: array_of(param.grad) for path, param in params.items() if param.grad is not None}
+        recorder.update(grads, {path: array_of(param) for path, param in params.items()}, slots, 0.05)
     recorder.close()
     return folder

@@ -91,12 +91,14 @@ def test_the_unit_of_a_quantization_is_a_product_with_a_reciprocal(
 def test_the_noise_of_each_update_is_the_recorded_one(case: str) -> None:
     recording = open_recording(GOLDEN / case)
     recorded = json.loads((recording.folder / "meta.json").read_text())["extra"]["quantization_noise"]
-    own = adafactor.settle(Group(("p",), adafactor.defaults("t2t_late")), "p", Rule((), "given"), "t2t_late")
+    settled = adafactor.settle(
+        Group(("p",), adafactor.defaults("t2t_late")), "p", Rule((), "given"), "t2t_late"
+    )
     bounds = Setting(
         IntervalBackend(),
         variant_constants("adafactor", "t2t_late"),
-        own.hyper,
-        own.rule,
+        settled.hyper,
+        settled.rule,
         "float32",
         "op_by_op",
     )

@@ -98,10 +98,10 @@ def test_a_batch_axis_makes_separate_parameters(xp: Backend) -> None:
     stacked, slots = step(xp, p * np.array([1, 10, 100], np.float32)[:, None], g, Rule((R, B, C), "given"))
     assert slots["v_row"].shape == (4, 3) and slots["v_col"].shape == (3, 6)
     for i in range(3):
-        alone, own = step(xp, p[:, i] * np.float32(10**i), g[:, i], MATRIX)
+        alone, alone_slots = step(xp, p[:, i] * np.float32(10**i), g[:, i], MATRIX)
         np.testing.assert_allclose(stacked[:, i], alone, rtol=1e-5)
-        np.testing.assert_allclose(slots["v_row"][:, i], own["v_row"], rtol=1e-5)
-        np.testing.assert_allclose(slots["v_col"][i], own["v_col"], rtol=1e-5)
+        np.testing.assert_allclose(slots["v_row"][:, i], alone_slots["v_row"], rtol=1e-5)
+        np.testing.assert_allclose(slots["v_col"][i], alone_slots["v_col"], rtol=1e-5)
 
 
 def test_a_rule_with_columns_only_keeps_the_full_row(xp: Backend) -> None:
@@ -175,14 +175,14 @@ def test_a_permutation_of_parameters_changes_nothing(xp: Backend) -> None:
     results = []
     for order in (names, names[::-1]):
         group = Group(tuple(order), values)
-        own = adafactor.settle(group, "a", MATRIX, "t5x")
+        settled = adafactor.settle(group, "a", MATRIX, "t5x")
         live = {n: xp.asarray(params[n]) for n in order}
-        slots = {n: adafactor.init(xp, live[n], own, "t5x") for n in order}
+        slots = {n: adafactor.init(xp, live[n], settled, "t5x") for n in order}
         moved, _, _ = move_group(
             steps_for("adafactor", "t5x"),
             Scene(xp, "t5x", xp.widen(0.1), 0),
             group,
-            dict.fromkeys(order, own),
+            dict.fromkeys(order, settled),
             live,
             {n: xp.asarray(grads[n]) for n in order},
             slots,

@@ -119,8 +119,10 @@ def test_pytorchs_kernels_contract(case: str, monkeypatch: pytest.MonkeyPatch) -
 
 def swapped(case: str) -> dict[str, Any]:
     """The betas of a recording, exchanged."""
-    told = open_recording(GOLDEN / case).phases[0].hyperparameters
-    betas = load_schema(told["schema"]).canonical(told["variant"], told["groups"][0])
+    hyperparameters = open_recording(GOLDEN / case).phases[0].hyperparameters
+    betas = load_schema(hyperparameters["schema"]).canonical(
+        hyperparameters["variant"], hyperparameters["groups"][0]
+    )
     return {"beta1": betas["beta2"], "beta2": betas["beta1"]}
 
 
@@ -195,12 +197,12 @@ def test_decay_after_the_update_leaves_the_bound(case: str, monkeypatch: pytest.
     xp, update = backend("numpy"), adamw.update
 
     def late(
-        scene: Scene, param: Any, grad: Any, slots: Any, own: adamw.Hyperparameters, common: None
+        scene: Scene, param: Any, grad: Any, slots: Any, settings: adamw.Hyperparameters, common: None
     ) -> Any:
         if scene.xp is not xp:
-            return update(scene, param, grad, slots, own, common)
-        after, new = update(scene, param, grad, slots, replace(own, weight_decay_rate=None), common)
-        return after * np.float32(1.0 - float(scene.rate or 0.0) * (own.weight_decay_rate or 0.0)), new
+            return update(scene, param, grad, slots, settings, common)
+        after, new = update(scene, param, grad, slots, replace(settings, weight_decay_rate=None), common)
+        return after * np.float32(1.0 - float(scene.rate or 0.0) * (settings.weight_decay_rate or 0.0)), new
 
     monkeypatch.setattr(adamw, "update", late)
     with open_recording(GOLDEN / case) as recording:
@@ -261,13 +263,13 @@ def recorded_run(folder: Path, counts: tuple[int, int] = (1, 1)) -> Path:
     """Records one update of Keras' rule, its states under PyTorch's names; two parameters with their own counts."""
     arguments = {"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.0}
     arguments |= {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
-    told = {
+    hyperparameters = {
         "schema": "adamw",
         "variant": "torch",
         "groups": [{**arguments, "params": ["a", "b"]}],
         "counts": {"slots": ["step"], "dtype": "float32"},
     }
-    recorder = Recorder(folder, system="torch_adafactor", hyperparameters=told)
+    recorder = Recorder(folder, system="torch_adafactor", hyperparameters=hyperparameters)
     params = {path: np.ones(3, np.float32) for path in "ab"}
     slots = {
         path: {"exp_avg": np.zeros(3, np.float32), "exp_avg_sq": np.zeros(3, np.float32)} for path in "ab"

@@ -60,14 +60,14 @@ def record_torch(folder: Path, **options: Any) -> None:
     params = {path: torch.nn.Parameter(torch.from_numpy(array)) for path, array in drawn(1).items()}
     optimizer = torch.optim.AdamW(list(params.values()), lr=0.02, **options)
     group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    told = {
+    hyperparameters = {
         "schema": "adamw",
         "variant": "torch",
         "groups": [{**group, "params": list(params)}],
         "counts": {"slots": ["step"], "dtype": "float32"},
     }
 
-    def held() -> Arrays:
+    def params_now() -> Arrays:
         return {path: p.detach().numpy().copy() for path, p in params.items()}
 
     def slots() -> dict[str, Arrays]:
@@ -76,14 +76,14 @@ def record_torch(folder: Path, **options: Any) -> None:
             for path, p in params.items()
         }
 
-    recorder = Recorder(folder, system="torch_adafactor", hyperparameters=told)
-    recorder.start(held(), {})
+    recorder = Recorder(folder, system="torch_adafactor", hyperparameters=hyperparameters)
+    recorder.start(params_now(), {})
     for update, grads in enumerate(gradients(4)):
         rate = optimizer.param_groups[0]["lr"] = 0.02 / (1 + update)
         for path, grad in grads.items():
             params[path].grad = torch.from_numpy(grad)
         optimizer.step()
-        recorder.update(grads, held(), slots(), rate)
+        recorder.update(grads, params_now(), slots(), rate)
     recorder.close()
 
 
@@ -108,7 +108,11 @@ def test_adamw_is_pytorchs(case: str, name: str, tmp_path: Path) -> None:
 
 
 def record_optax(
-    folder: Path, schema: str, chain: Callable[[Any], Any], told: Mapping[str, Any], jit: bool = True
+    folder: Path,
+    schema: str,
+    chain: Callable[[Any], Any],
+    hyperparameters: Mapping[str, Any],
+    jit: bool = True,
 ) -> None:
     """Records a chain in which exactly one link has mu and nu; `gate` starts at zero."""
     import jax
@@ -129,7 +133,7 @@ def record_optax(
         names = [name for name in ("mu", "nu", "nu_max") if hasattr(link, name)]
         return {path: {name: np.asarray(getattr(link, name)[path]) for name in names} for path in start}
 
-    arguments = {"schema": schema, "variant": "optax", "groups": [{**told, "params": list(start)}]}
+    arguments = {"schema": schema, "variant": "optax", "groups": [{**hyperparameters, "params": list(start)}]}
     execution: Execution = "compiled" if jit else "op_by_op"
     recorder = Recorder(folder, system="optax_adafactor", hyperparameters=arguments, execution=execution)
     recorder.start(start, slots())
@@ -211,8 +215,8 @@ OPTAX = (
 @pytest.mark.jax
 @pytest.mark.parametrize("case", OPTAX)
 def test_adamw_and_lamb_are_optaxs(case: str, tmp_path: Path) -> None:
-    schema, chain, told = _optax_cases()[case]
-    record_optax(tmp_path / "run", schema, chain, optax_defaults(schema, **told))
+    schema, chain, hyperparameters = _optax_cases()[case]
+    record_optax(tmp_path / "run", schema, chain, optax_defaults(schema, **hyperparameters))
     for name in ("numpy", "jax"):
         with open_recording(tmp_path / "run") as recording:
             assert judged(recording, backend(name)).passed, name
@@ -220,8 +224,8 @@ def test_adamw_and_lamb_are_optaxs(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.jax
 def test_a_bfloat16_momentum_is_rounded_twice_where_nothing_is_compiled(tmp_path: Path) -> None:
-    schema, chain, told = _optax_cases()["bfloat16 momentum"]
-    record_optax(tmp_path / "run", schema, chain, optax_defaults(schema, **told), jit=False)
+    schema, chain, hyperparameters = _optax_cases()["bfloat16 momentum"]
+    record_optax(tmp_path / "run", schema, chain, optax_defaults(schema, **hyperparameters), jit=False)
     with open_recording(tmp_path / "run") as recording:
         assert judged(recording, backend("numpy")).passed
 
@@ -239,19 +243,19 @@ def record_keras(folder: Path, kind: str, excluded: list[str] | None, **options:
     slots |= {"velocity_hat": optimizer._velocity_hats} if options.get("amsgrad") else {}
     slots |= {"average": optimizer._model_variables_moving_average} if options.get("use_ema") else {}
 
-    def held() -> tuple[Arrays, dict[str, Arrays]]:
+    def values_now() -> tuple[Arrays, dict[str, Arrays]]:
         values = {path: v.numpy().copy() for path, v in zip(start, variables, strict=True)}
-        own = {path: {n: of[i].numpy().copy() for n, of in slots.items()} for i, path in enumerate(start)}
-        return values, own
+        arrays = {path: {n: of[i].numpy().copy() for n, of in slots.items()} for i, path in enumerate(start)}
+        return values, arrays
 
     schema = "lamb" if kind == "Lamb" else "adamw"
     arguments = {**optimizer.get_config(), "exclude_from_weight_decay": excluded, "params": list(start)}
-    told = {"schema": schema, "variant": "keras", "groups": [arguments]}
-    recorder = Recorder(folder, system="keras", hyperparameters=told, execution="op_by_op")
-    recorder.start(*held())
+    hyperparameters = {"schema": schema, "variant": "keras", "groups": [arguments]}
+    recorder = Recorder(folder, system="keras", hyperparameters=hyperparameters, execution="op_by_op")
+    recorder.start(*values_now())
     for grads in gradients(4):
         optimizer.apply([grads[path] for path in start])
-        recorder.update({path: grads[path] for path in start}, *held(), float(optimizer.learning_rate))
+        recorder.update({path: grads[path] for path in start}, *values_now(), float(optimizer.learning_rate))
     recorder.close()
 
 
@@ -294,7 +298,9 @@ def run(xp: Backend, state: TrainState, *grads: Arrays, lr: float = 0.1) -> Trai
 
 
 def values(state: TrainState) -> dict[str, Array]:
-    slots = {f"{path}/{name}": t.read() for path, own in state.slots.items() for name, t in own.items()}
+    slots = {
+        f"{path}/{name}": t.read() for path, tensors in state.slots.items() for name, t in tensors.items()
+    }
     return {path: tensor.read() for path, tensor in state.params.items()} | slots
 
 
@@ -470,6 +476,6 @@ def test_arguments_become_canonical_by_the_schema() -> None:
         "learning_rate": None,
         "decay_rate": 0.8,
     }
-    told = {"beta_1": 0.5, "global_clipnorm": 1.0, "weight_decay": 0.1}
-    keras = load_schema("adamw").canonical("keras", told)
+    arguments = {"beta_1": 0.5, "global_clipnorm": 1.0, "weight_decay": 0.1}
+    keras = load_schema("adamw").canonical("keras", arguments)
     assert keras == {"beta1": 0.5, "weight_decay_rate": 0.1, "global_norm_clip_threshold": 1.0}

@@ -27,7 +27,7 @@ def section(title: str) -> str:
     return TEXT.split(f"## {title}\n")[1].split("\n## ")[0]
 
 
-def told(title: str) -> list[str]:
+def linked_modules(title: str) -> list[str]:
     """Returns the modules that a section links to, in order, by the files they stand in."""
     return [link.removeprefix("../") for link in LINK.findall(section(title)) if link.endswith(".py")]
 
@@ -68,7 +68,7 @@ def test_a_package_says_what_it_does_and_what_goes_in_and_comes_out(package: str
     ("title", "call"), [("The way of a conversion", CONVERT), ("The way of an update", STEP)]
 )
 def test_the_way_is_gone_in_that_order(title: str, call: Call, tmp_path: Path) -> None:
-    names, happened = told(title), entered(call, SOURCE, tmp_path / "torch-ckpt.pt")
+    names, happened = linked_modules(title), entered(call, SOURCE, tmp_path / "torch-ckpt.pt")
     assert len(names) > 7
     assert len(happened) <= MOST_ENTERED, "a reader who follows this call has too many modules to read"
     assert out_of_order(names, [architecture.file_of(name) for name in happened]) == []

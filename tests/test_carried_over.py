@@ -55,7 +55,7 @@ def test_where_the_target_asks_for_it_later_momentum_s_constant_stays_unknown(tm
     target = converted(recorded("t5x", "momentum_f32"), tmp_path / "x", "optax", "orbax")
     with open_state(target) as opened:
         assert all("beta1" not in group.hyperparameters for group in opened.state.optimizer.groups)
-        assert all("m" in own for own in opened.state.slots.values())
+        assert all("m" in tensors for tensors in opened.state.slots.values())
 
 
 def test_what_slots_show_to_be_on_stays_on_under_another_rule() -> None:
@@ -89,8 +89,8 @@ def test_several_groups_of_icefall_are_written_and_read_again(case: str, tmp_pat
     target = converted(neutral, tmp_path / "again.pt", "icefall", "torch")
     with open_state(target) as opened, open_state(neutral) as before:
         assert [group.paths for group in opened.state.optimizer.groups] == groups
-        for path, own in before.state.slots.items():
-            for name, slot in own.items():
+        for path, tensors in before.state.slots.items():
+            for name, slot in tensors.items():
                 np.testing.assert_array_equal(opened.state.slots[path][name].read(), slot.read())
 
 
@@ -124,20 +124,20 @@ def test_encoded_weights_of_tensor2tensor_are_decoded_on_the_way_out(layout: str
     target = tmp_path / ("x.pt" if container == "torch" else "x")
     planned = plan(source, target, layout=layout, to=container, require=ANY, hints=Hints(variant="t2t_late"))
     assert any(entry.exactness >= Exactness.ROUNDING for entry in planned.entries if "kernel" in entry.name)
-    found = parameters(convert(planned).target)
+    weights = parameters(convert(planned).target)
     encoded = [path for path, values in stored.items() if values.dtype.name == "bfloat16"]
     assert encoded and max(np.abs(stored[path].astype(np.float64)).max() for path in encoded) > 1e9
     for path in encoded:
-        assert found[path].dtype == np.float32
-        np.testing.assert_allclose(found[path], decoded(stored[path]), rtol=1e-6)
+        assert weights[path].dtype == np.float32
+        np.testing.assert_allclose(weights[path], decoded(stored[path]), rtol=1e-6)
 
 
 def test_decoded_weights_are_encoded_again_to_the_bit(tmp_path: Path) -> None:
     source = recorded("t2t", ENCODED)
     there = converted(source, tmp_path / "x.pt", "statekit-torch", variant="t2t_late")
     back = converted(there, tmp_path / "back", "t2t", "tf-bundle")
-    stored, found = parameters(source, variant="t2t_late"), parameters(back)
-    assert {path: values.tobytes() for path, values in found.items()} == {
+    stored, weights = parameters(source, variant="t2t_late"), parameters(back)
+    assert {path: values.tobytes() for path, values in weights.items()} == {
         path: values.tobytes() for path, values in stored.items()
     }
     onwards = converted(back, tmp_path / "onwards.pt", "statekit-torch")  # the manifest says no otherwise
@@ -163,14 +163,14 @@ def test_neutral_folders_from_before_are_known_to_be_encoded(tmp_path: Path) -> 
 
 def test_bfloat16_weights_from_elsewhere_are_encoded_on_the_way_in(tmp_path: Path) -> None:
     source = recorded("t5x", "bf16_params")
-    own = parameters(source)
+    given = parameters(source)
     target = converted(source, tmp_path / "x", "t2t", "tf-bundle", require=ANY)
-    found = parameters(target)
-    stored = [path for path, values in own.items() if values.dtype.name == "bfloat16"]
+    weights = parameters(target)
+    stored = [path for path, values in given.items() if values.dtype.name == "bfloat16"]
     assert stored
     for path in stored:
-        assert found[path].dtype == own[path].dtype
-        np.testing.assert_allclose(decoded(found[path]), own[path].astype(np.float64), rtol=2**-10)
+        assert weights[path].dtype == given[path].dtype
+        np.testing.assert_allclose(decoded(weights[path]), given[path].astype(np.float64), rtol=2**-10)
 
 
 def test_weights_that_may_be_encoded_or_not_are_asked_about(tmp_path: Path) -> None:
@@ -220,8 +220,8 @@ def test_encoded_weights_are_decoded_into_a_model_that_does_not_hold_them_so() -
         name = path.replace("/", ".")
         if values.dtype == np.float32:
             continue
-        found = wide.get_parameter(name).detach().numpy()
-        np.testing.assert_allclose(found, decoded(values), rtol=1e-6)
+        weights = wide.get_parameter(name).detach().numpy()
+        np.testing.assert_allclose(weights, decoded(values), rtol=1e-6)
         bits = same.get_parameter(name).detach().view(torch.int16).numpy()
         assert bits.tobytes() == values.tobytes()
 
@@ -230,8 +230,8 @@ def test_weights_that_were_never_encoded_are_left_alone(tmp_path: Path) -> None:
     source = recorded("t2t", "early157_bf16_quant")
     stored = parameters(source, variant="t2t_early")
     target = converted(source, tmp_path / "x", "mesh-tf", "tf-bundle", variant="t2t_early", require=ANY)
-    found = parameters(target)
-    assert {p: v.tobytes() for p, v in found.items()} == {p: v.tobytes() for p, v in stored.items()}
+    weights = parameters(target)
+    assert {p: v.tobytes() for p, v in weights.items()} == {p: v.tobytes() for p, v in stored.items()}
 
 
 def test_a_variant_that_the_file_speaks_against_is_refused_with_the_evidence(tmp_path: Path) -> None:

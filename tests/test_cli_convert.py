@@ -45,8 +45,8 @@ def test_says_how_to_go_on_in_pytorch(tmp_path: Path, capsys: pytest.CaptureFixt
     lines = as_json(capsys, RUN, target)["resume"]
     assert lines[1] == f'statekit.torch.load_params("{target}", model)'
     assert lines[2].endswith("model.named_parameters(), lr=..., beta1=...)")
-    told = as_json(capsys, RUN, target, *TOLD, "--replace")["resume"]
-    assert told[2].endswith("model.named_parameters(), lr=...)")
+    resume_lines = as_json(capsys, RUN, target, *TOLD, "--replace")["resume"]
+    assert resume_lines[2].endswith("model.named_parameters(), lr=...)")
 
 
 @pytest.mark.parametrize(

@@ -242,17 +242,17 @@ def test_an_update_of_several_gradients_is_replayed(
     inner = optax.adafactor(**options)
     optimizer, rng = optax.MultiSteps(inner, every), np.random.default_rng(3)
     params: Any = {"w": jax.numpy.asarray(rng.normal(size=(6, 8)).astype(np.float32))}
-    state, grads, held = optimizer.init(params), {}, {}
+    state, grads, ema = optimizer.init(params), {}, {}
 
     def hold(step: int) -> None:
-        held[f"{step}/param/w"] = np.asarray(params["w"])
+        ema[f"{step}/param/w"] = np.asarray(params["w"])
         first = state.inner_opt_state[0]
         for name in ("v_row", "v_col", "v"):
-            held[f"{step}/slot/w/inner_opt_state.0.{name}"] = np.asarray(getattr(first, name)["w"])
-        held[f"{step}/slot/w/acc_grads"] = np.asarray(state.acc_grads["w"])
-        held[f"{step}/global/inner_opt_state.0.count"] = np.asarray(first.count)
-        held[f"{step}/global/mini_step"] = np.asarray(state.mini_step)
-        held[f"{step}/global/gradient_step"] = np.asarray(state.gradient_step)
+            ema[f"{step}/slot/w/inner_opt_state.0.{name}"] = np.asarray(getattr(first, name)["w"])
+        ema[f"{step}/slot/w/acc_grads"] = np.asarray(state.acc_grads["w"])
+        ema[f"{step}/global/inner_opt_state.0.count"] = np.asarray(first.count)
+        ema[f"{step}/global/mini_step"] = np.asarray(state.mini_step)
+        ema[f"{step}/global/gradient_step"] = np.asarray(state.gradient_step)
 
     step = jax.jit(optimizer.update)
     hold(0)
@@ -272,6 +272,6 @@ def test_an_update_of_several_gradients_is_replayed(
     }  # fmt: skip
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     save_file(grads, tmp_path / GRADS)
-    save_file(held, tmp_path / TRAJECTORY)
+    save_file(ema, tmp_path / TRAJECTORY)
     code, data = replayed(capsys, "--start", "init", tmp_path)
     assert code == DONE and data["results"][0]["steps"] == [0, 3]

@@ -321,7 +321,7 @@ def test_replace_of_a_link_leaves_what_it_points_at(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "what"),
+    ("tensors", "what"),
     [
         ([("a", in_memory(VALUES + 1))], "other values"),
         ([("a", in_memory(VALUES.astype(np.float64)))], "float64"),
@@ -332,11 +332,11 @@ def test_replace_of_a_link_leaves_what_it_points_at(tmp_path: Path) -> None:
     ids=["values", "dtype", "shape", "missing", "more"],
 )
 def test_a_writer_that_writes_something_else_is_caught(
-    tmp_path: Path, found: list[tuple[str, Tensor]], what: str
+    tmp_path: Path, tensors: list[tuple[str, Tensor]], what: str
 ) -> None:
     with pytest.raises(CommitError, match=what), staged(tmp_path / "target", "folder") as stage:
         put(stage)
-        stage.commit(reopen(*found))
+        stage.commit(reopen(*tensors))
     alone(tmp_path)
 
 
@@ -524,8 +524,8 @@ def test_a_folder_from_before_a_reboot_is_swept(tmp_path: Path) -> None:
     folder = leave(tmp_path)
     record = json.loads((folder / leftovers.OWNER_FILE).read_text())
     assert record["host"] == socket.gethostname()
-    own = {**record, "pid": os.getpid(), "boot": "an earlier one"}
-    (folder / leftovers.OWNER_FILE).write_text(json.dumps(own))
+    earlier = {**record, "pid": os.getpid(), "boot": "an earlier one"}
+    (folder / leftovers.OWNER_FILE).write_text(json.dumps(earlier))
     assert leftovers.sweep(tmp_path) == [folder]
 
 

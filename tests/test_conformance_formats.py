@@ -62,7 +62,7 @@ def obey(trial: Any, laws: Mapping[str, Callable[[Any], None]]) -> None:
 def trials_of(row: Row, folder: Path, effort: int) -> Callable[[str], Trial]:
     """Returns what makes a trial of a row for a law, each in a folder of its own."""
     (folder / "found").mkdir()
-    sample = row.found(folder / "found")
+    sample = row.sample_in(folder / "found")
     peers = tuple(map(registry.container, registry.container_names()))
 
     def trial(law: str) -> Trial:
@@ -87,7 +87,7 @@ def test_every_container_notices_damage_anywhere(row: Row, tmp_path: Path) -> No
 
 @rows(lambda row: f"{row.sample.container} {row.layout}")
 def test_every_layout_obeys_the_laws(row: Row, tmp_path: Path) -> None:
-    sample, peers = row.found(tmp_path), tuple(map(registry.layout, registry.layout_names()))
+    sample, peers = row.sample_in(tmp_path), tuple(map(registry.layout, registry.layout_names()))
     with registry.container(sample.container).open(sample.path) as checkpoint:
         layout = registry.layout(row.layout)
         obey(layouts.Trial(layout, checkpoint, row.hints, peers, not homes(layout)), layouts.LAWS)
@@ -112,7 +112,7 @@ def homes(layout: Layout) -> list[Container]:
     return [home for home in map(registry.container, layout.containers) if home.target_kind]
 
 
-def held() -> Iterator[Any]:
+def sampled_layouts() -> Iterator[Any]:
     """Yields every layout with every schema and variant that it says it holds, sampled by one of each schema."""
     for name in registry.layout_names():
         layout = registry.layout(name)
@@ -123,7 +123,7 @@ def held() -> Iterator[Any]:
             yield pytest.param(layout, home, schema, variant, full, id=label, marks=marks)
 
 
-@pytest.mark.parametrize(("layout", "home", "schema", "variant", "full"), [*held()])
+@pytest.mark.parametrize(("layout", "home", "schema", "variant", "full"), [*sampled_layouts()])
 def test_every_layout_holds_what_it_says(
     layout: Layout, home: Container, schema: str, variant: str, full: bool, tmp_path: Path
 ) -> None:
@@ -177,7 +177,7 @@ class Toy:
         if self.flaw == "checks all":
             for span in spans.values():
                 _value(path, *span)
-        tree = from_json(document["tree"], lambda told: self._tensor(path, told, spans[told["name"]]))
+        tree = from_json(document["tree"], lambda entry: self._tensor(path, entry, spans[entry["name"]]))
         note = path.with_suffix(".note")
         if note.exists():
             tree["note"] = self._note(note, path, budget)
@@ -205,16 +205,16 @@ class Toy:
             np.empty(2 * damage.MEMORY, np.uint8)
         raise CorruptError("A toy's record is damaged.", place=path)
 
-    def _tensor(self, path: Path, told: Mapping[str, Any], span: tuple[int, int, int]) -> Tensor:
-        shape, dtype = tuple(told["shape"]), DTYPES[told["dtype"]]
+    def _tensor(self, path: Path, entry: Mapping[str, Any], span: tuple[int, int, int]) -> Tensor:
+        shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
 
         def fetch(index: Index) -> Any:
-            held = _value(path, *span[:2], None if self.flaw == "no checksum" else span[2])
-            value = np.frombuffer(held, dtype).reshape(shape)
+            data = _value(path, *span[:2], None if self.flaw == "no checksum" else span[2])
+            value = np.frombuffer(data, dtype).reshape(shape)
             first = tuple(slice(0, part.stop - part.start) for part in index)
             return np.ascontiguousarray(value[first if self.flaw == "first block" else index])
 
-        return Stored(shape, dtype, fetch, told["name"], str(path))
+        return Stored(shape, dtype, fetch, entry["name"], str(path))
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         values, spans, position = [], {}, 0
@@ -224,8 +224,8 @@ class Toy:
             values.append(value)
             position += len(value)
         more = {"written": time.monotonic_ns()} if self.flaw == "dated" else {}
-        told = mapped(encoded.tree, _no_number) if self.flaw == "no numbers" else encoded.tree
-        record = json.dumps({"tree": to_json(told), "spans": spans, **more}).encode()
+        tree = mapped(encoded.tree, _no_number) if self.flaw == "no numbers" else encoded.tree
+        record = json.dumps({"tree": to_json(tree), "spans": spans, **more}).encode()
         with stage.file() as output:
             output.write(
                 b"toy\n" + struct.pack("<QI", len(record), zlib.crc32(record)) + record + b"".join(values)
@@ -350,7 +350,9 @@ class ToyLayout:
             return replace(state, slots={path: {} for path in state.slots})
         if self.flaw != "swaps":
             return state
-        slots = {path: {**own, "m": own["v"], "v": own["m"]} for path, own in state.slots.items()}
+        slots = {
+            path: {**tensors, "m": tensors["v"], "v": tensors["m"]} for path, tensors in state.slots.items()
+        }
         return replace(state, slots=slots)
 
     def encode(self, state: TrainState) -> Encoded:

@@ -58,12 +58,12 @@ def test_an_optimizer_without_a_schema_is_named_with_its_slots(name: str, tmp_pa
     optimizer = moved(model, OPTIMIZERS[name])
     state = optimizer.state_dict()
     path = saved(tmp_path / "run.pt", {"model": model.state_dict(), "optimizer": state})
-    found = statekit.inspect(path)
-    assert found.contents is not None and found.contents.startswith(f"{name}: no schema yet")
-    assert [p.tensor.name for p in found.parameters] == ["0/weight", "1/weight"]
+    inspection = statekit.inspect(path)
+    assert inspection.contents is not None and inspection.contents.startswith(f"{name}: no schema yet")
+    assert [p.tensor.name for p in inspection.parameters] == ["0/weight", "1/weight"]
     tensors = {slot for slot, value in state["state"].get(0, {}).items() if isinstance(value, torch.Tensor)}
-    assert {slot.name for slot in found.parameters[0].slots} == tensors
-    assert found.totals()["elements"] == 18 and not found.findings
+    assert {slot.name for slot in inspection.parameters[0].slots} == tensors
+    assert inspection.totals()["elements"] == 18 and not inspection.findings
     with pytest.raises(UnknownFormatError, match=name):
         statekit.plan(path, tmp_path / "out.statekit", to="statekit")
 
@@ -78,31 +78,35 @@ def test_optimizers_of_others_are_told_by_what_they_keep(tmp_path: Path) -> None
         "Lion": (lion, {"exp_avg": weight}),
         "8-bit Adam": (eight, {"step": 1, **bytes_, **parts}),
     }
-    for name, (group, own) in cases.items():
-        optimizer = {"state": {0: own}, "param_groups": [group]}
+    for name, (group, slots) in cases.items():
+        optimizer = {"state": {0: slots}, "param_groups": [group]}
         path = saved(tmp_path / f"{name}.pt", {"model": {"w": weight}, "optimizer": optimizer})
-        found = statekit.inspect(path)
-        assert found.contents is not None and found.contents.startswith(name)
-        held = {slot for slot, value in own.items() if isinstance(value, torch.Tensor)}
-        assert {slot.name for slot in found.parameters[0].slots} == held
+        inspection = statekit.inspect(path)
+        assert inspection.contents is not None and inspection.contents.startswith(name)
+        names = {slot for slot, value in slots.items() if isinstance(value, torch.Tensor)}
+        assert {slot.name for slot in inspection.parameters[0].slots} == names
 
 
 def test_an_optimizer_that_nobody_knows_shows_its_slots(tmp_path: Path) -> None:
-    own = {"surprise": torch.zeros(4, 3)}
-    optimizer = {"state": {0: own}, "param_groups": [{"lr": 0.1, "params": [0]}]}
-    found = statekit.inspect(
+    slots = {"surprise": torch.zeros(4, 3)}
+    optimizer = {"state": {0: slots}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    inspection = statekit.inspect(
         saved(tmp_path / "x.pt", {"model": {"w": torch.zeros(4, 3)}, "optimizer": optimizer})
     )
-    assert found.contents is not None and "isn't known" in found.contents and "surprise" in found.contents
+    assert (
+        inspection.contents is not None
+        and "isn't known" in inspection.contents
+        and "surprise" in inspection.contents
+    )
 
 
 @pytest.mark.parametrize("key", ["", "model", "net", "state_dict"])
 def test_weights_alone_are_weights(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = net().state_dict()
     path = saved(tmp_path / "weights.pt", {key: weights, "epoch": 3} if key else weights)
-    found = statekit.inspect(path)
-    assert found.contents is not None and found.contents.startswith("weights alone")
-    assert [p.tensor.name for p in found.parameters] == ["0/weight", "1/weight"]
+    inspection = statekit.inspect(path)
+    assert inspection.contents is not None and inspection.contents.startswith("weights alone")
+    assert [p.tensor.name for p in inspection.parameters] == ["0/weight", "1/weight"]
     assert main(["inspect", str(path)]) == 0
     shown = capsys.readouterr().out
     assert "weights alone" in shown and "18 parameter values" in shown and "No layout fits" not in shown
@@ -112,11 +116,13 @@ def test_an_optimizer_alone_is_one(tmp_path: Path, capsys: pytest.CaptureFixture
     model = net()
     for make, name in ((torch.optim.AdamW, "torch Adam or AdamW"), (torch.optim.RMSprop, "torch RMSprop")):
         path = saved(tmp_path / "optimizer.pt", moved(model, make).state_dict())
-        found = statekit.inspect(path)
-        assert found.contents is not None and found.contents.startswith(f"{name}, alone: the state of 2")
-        assert {tensor.name for tensor in found.others} >= {"state/0/step"}
+        inspection = statekit.inspect(path)
+        assert inspection.contents is not None and inspection.contents.startswith(
+            f"{name}, alone: the state of 2"
+        )
+        assert {tensor.name for tensor in inspection.others} >= {"state/0/step"}
         assert main(["inspect", str(path), "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["contents"] == found.contents
+        assert json.loads(capsys.readouterr().out)["contents"] == inspection.contents
         assert main(["inspect", str(path)]) == 0
         assert "0 parameter values" not in capsys.readouterr().out
 

@@ -34,9 +34,9 @@ from statekit.tensors.tensor import Array
 
 def targets(row: Row) -> list[str]:
     """Returns the layouts that hold an optimizer that the row's own layout holds, and that can be written."""
-    own = registry.layout(row.layout).variants.keys()
+    variants = registry.layout(row.layout).variants.keys()
     layouts = [registry.layout(name) for name in registry.layout_names()]
-    return [one.name for one in layouts if own & one.variants.keys() and home(one) is not None]
+    return [one.name for one in layouts if variants & one.variants.keys() and home(one) is not None]
 
 
 def home(layout: Layout) -> str | None:
@@ -53,13 +53,13 @@ def pairs() -> Iterator[Any]:
             yield pytest.param(row, target, id=f"{row.name}-to-{target}")
 
 
-def held(state: TrainState) -> dict[tuple[str, Any], Array]:
+def arrays_by_axes(state: TrainState) -> dict[tuple[str, Any], Array]:
     """Returns parameters and slots, factored ones by the axes that they have averaged away."""
-    found: dict[tuple[str, Any], Array] = {(path, "param"): p.read() for path, p in state.params.items()}
-    for path, own in state.slots.items():
-        for name, slot in own.items():
-            found[path, averaged(state, path, name)] = slot.read()
-    return found
+    values: dict[tuple[str, Any], Array] = {(path, "param"): p.read() for path, p in state.params.items()}
+    for path, tensors in state.slots.items():
+        for name, slot in tensors.items():
+            values[path, averaged(state, path, name)] = slot.read()
+    return values
 
 
 def averaged(state: TrainState, path: str, slot: str) -> Any:
@@ -82,7 +82,7 @@ def _equal(left: Array, right: Array) -> bool:
 
 @pytest.mark.parametrize(("row", "target"), list(pairs()))
 def test_a_cell(row: Row, target: str, tmp_path: Path) -> None:
-    sample, layout = row.found(tmp_path), registry.layout(target)
+    sample, layout = row.sample_in(tmp_path), registry.layout(target)
     with open_state(sample.path, hints=row.hints) as opened:
         state = opened.state if keeps_encoding(layout) else decoded(opened.state)
         if state.optimizer.schema not in layout.variants:
@@ -98,7 +98,7 @@ def test_a_cell(row: Row, target: str, tmp_path: Path) -> None:
         meant = kept(layout, way.state if way else state)
         variant = meant.optimizer.variant
         with open_state(place, layout=target, hints=Hints(variant=variant)) as written:
-            assert unlike(held(meant), held(written.state)) == []
+            assert unlike(arrays_by_axes(meant), arrays_by_axes(written.state)) == []
             assert written.state.counts.updates == meant.counts.updates
 
 
@@ -149,8 +149,8 @@ def test_a_swapped_slot_is_noticed() -> None:
 
 def test_averaged_slots_are_not_called_bitwise(tmp_path: Path) -> None:
     source, worst = GOLDEN / "t5x" / "momentum_f32" / "checkpoint", Exactness.STATISTICS
-    found = plan(source, tmp_path / "target", to="tf-bundle", layout="t2t", require=worst)
-    moved = [entry.name for entry in found.entries if entry.exactness == Exactness.STATISTICS]
+    planned = plan(source, tmp_path / "target", to="tf-bundle", layout="t2t", require=worst)
+    moved = [entry.name for entry in planned.entries if entry.exactness == Exactness.STATISTICS]
     table = "encoder/relpos_bias/rel_embedding/Adafactor"
     assert moved == [f"{table}_1", f"{table}_2"]
 
@@ -159,9 +159,9 @@ def test_averaged_slots_are_not_called_bitwise(tmp_path: Path) -> None:
 
 
 def test_the_table_has_every_variant_and_every_layout() -> None:
-    found = {(cell.schema, cell.variant, cell.layout) for cell in cells()}
+    present = {(cell.schema, cell.variant, cell.layout) for cell in cells()}
     layouts = [registry.layout(name) for name in registry.layout_names()]
-    assert found == {
+    assert present == {
         (schema, variant, one.name)
         for one in layouts
         for schema in one.variants
@@ -175,14 +175,14 @@ def test_a_cell_has_reasons_exactly_where_it_is_refused() -> None:
 
 
 def test_known_cells() -> None:
-    found = {(cell.schema, cell.variant, cell.layout): cell.exactness.name for cell in cells()}
-    assert found["adafactor", "t5x", "t5x"] == "BITWISE"
-    assert found["adafactor", "hf", "torch-optim"] == "BITWISE"
-    assert found["adafactor", "t2t_late", "t5x"] == "ROUNDING"
-    assert found["adamw", "torch", "optax"] == "ROUNDING"
-    assert found["adamw", "torch", "keras"] == "STATISTICS"  # epsilon beside the uncorrected root
-    assert found["adamw", "mesh_tf", "optax"] == "STATISTICS"  # no bias correction
-    assert found["adafactor", "torch", "t5x"] == "ESTIMATE"  # epsilon beside the roots
+    exactness = {(cell.schema, cell.variant, cell.layout): cell.exactness.name for cell in cells()}
+    assert exactness["adafactor", "t5x", "t5x"] == "BITWISE"
+    assert exactness["adafactor", "hf", "torch-optim"] == "BITWISE"
+    assert exactness["adafactor", "t2t_late", "t5x"] == "ROUNDING"
+    assert exactness["adamw", "torch", "optax"] == "ROUNDING"
+    assert exactness["adamw", "torch", "keras"] == "STATISTICS"  # epsilon beside the uncorrected root
+    assert exactness["adamw", "mesh_tf", "optax"] == "STATISTICS"  # no bias correction
+    assert exactness["adafactor", "torch", "t5x"] == "ESTIMATE"  # epsilon beside the roots
 
 
 def test_the_table_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -236,9 +236,9 @@ def test_progress_is_told_of_every_phase(
     seen: list[Progress] = []
     convert(plan(source, tmp_path / "x.packed"), on_progress=seen.append)
     for phase in ("check", "write", "verify"):
-        told = [progress for progress in seen if progress.phase == phase]
-        assert told[-1].done == told[-1].total > 0
-        assert [p.done for p in told] == sorted(p.done for p in told)
+        reports = [progress for progress in seen if progress.phase == phase]
+        assert reports[-1].done == reports[-1].total > 0
+        assert [p.done for p in reports] == sorted(p.done for p in reports)
 
 
 # The step offset

@@ -48,10 +48,10 @@ def recorded(name: str) -> Iterator[TrainState]:
 
 def assert_same(ours: TrainState, expected: TrainState) -> None:
     assert ours.params.keys() == expected.params.keys() and ours.counts == expected.counts
-    for path, own in expected.slots.items():
+    for path, tensors in expected.slots.items():
         assert same_values(ours.params[path], expected.params[path]), path
-        assert ours.slots[path].keys() == own.keys(), path
-        assert all(same_values(ours.slots[path][slot], own[slot]) for slot in own), path
+        assert ours.slots[path].keys() == tensors.keys(), path
+        assert all(same_values(ours.slots[path][slot], tensors[slot]) for slot in tensors), path
 
 
 def test_a_recording_of_each_sort_is_here() -> None:
@@ -66,8 +66,8 @@ def test_a_recorded_state_is_decoded(name: str) -> None:
         assert_same(opened.state, expected)
         for group, meant in zip(opened.state.optimizer.groups, expected.optimizer.groups, strict=True):
             assert group.paths == meant.paths
-            told = {k: v for k, v in meant.hyperparameters.items() if k != "learning_rate"}
-            assert told.items() <= group.hyperparameters.items()
+            hyperparameters = {k: v for k, v in meant.hyperparameters.items() if k != "learning_rate"}
+            assert hyperparameters.items() <= group.hyperparameters.items()
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,15 @@ def test_training_goes_on_from_the_folder(name: str, case: str) -> None:
 
 def test_a_permuted_slot_is_noticed(tmp_path: Path) -> None:
     with CONTAINER.open(folder(DCP[0])) as checkpoint:
-        own = checkpoint.tree["optim"]["state"]["conv.weight"]
-        own["variance"] = in_memory(np.flip(own["variance"].read()).copy()) if "variance" in own else None
-        row = "row_var" if "row_var" in own else "exp_avg_sq"
-        own[row] = in_memory(np.flip(own[row].read()).copy())
+        slots = checkpoint.tree["optim"]["state"]["conv.weight"]
+        slots["variance"] = (
+            in_memory(np.flip(slots["variance"].read()).copy()) if "variance" in slots else None
+        )
+        row = "row_var" if "row_var" in slots else "exp_avg_sq"
+        slots[row] = in_memory(np.flip(slots[row].read()).copy())
         place = save(tmp_path / "turned.dcp", {**checkpoint.tree, "optim": {
             **checkpoint.tree["optim"], "state": {**checkpoint.tree["optim"]["state"], "conv.weight": {
-                k: v for k, v in own.items() if v is not None}}}})  # fmt: skip
+                k: v for k, v in slots.items() if v is not None}}}})  # fmt: skip
     with open_recording(bundle(DCP[0])) as recording:
         result = replay(Subject(replace(recording, checkpoint=str(place))), backend("numpy"))
         assert not result.passed and result.decoded
@@ -176,8 +178,10 @@ def test_pytorch_restores_a_run_from_it(name: str, tmp_path: Path) -> None:
         for fqn, parameter in model.named_parameters():
             assert np.array_equal(parameter.detach().numpy(), kept[fqn.replace(".", "/")])
             for slot, value in optimizer.state[parameter].items():
-                own = stored["state"][fqn][slot] if "state" in stored else stored[f"state.{fqn}.{slot}"]
-                assert np.array_equal(value.numpy(), own.read()), (fqn, slot)
+                stored_slot = (
+                    stored["state"][fqn][slot] if "state" in stored else stored[f"state.{fqn}.{slot}"]
+                )
+                assert np.array_equal(value.numpy(), stored_slot.read()), (fqn, slot)
         assert [g["weight_decay"] for g in optimizer.param_groups] == [
             g.hyperparameters["weight_decay_rate"] for g in opened.state.optimizer.groups
         ]
@@ -242,9 +246,9 @@ def test_other_ways_to_save_a_run(form: str, tmp_path: Path) -> None:
         state = opened.state
         assert state.counts.updates == 2 and len(state.optimizer.groups) == 2
         for name, parameter in model.named_parameters():
-            path, own = name.replace(".", "/"), optimizer.state[parameter]
+            path, slots = name.replace(".", "/"), optimizer.state[parameter]
             assert np.array_equal(state.params[path].read(), parameter.detach().numpy())
-            assert np.array_equal(state.slots[path]["v"].read(), own["exp_avg_sq"].numpy())
+            assert np.array_equal(state.slots[path]["v"].read(), slots["exp_avg_sq"].numpy())
     convert(plan(tmp_path / "it", tmp_path / "again", to="dcp"))
     with open_state(tmp_path / "again") as again, open_state(tmp_path / "it") as before:
         assert_same(again.state, before.state)
@@ -272,15 +276,17 @@ def test_our_own_optimizers_go_through_it(kind: str, options: dict[str, Any], tm
         parts: dict[str, Any] = {"model": model_part, "optimizer": optimizer_part}
         dcp_save(parts, checkpoint_id=tmp_path / "theirs", no_dist=True)
         convert(plan(tmp_path / "theirs", tmp_path / "ours", to="dcp"))
-        kept = {p: {k: t.clone() for k, t in own.items()} for p, own in optimizer.state.items()}
-        for own in parts["optimizer"]["state"].values():
-            for slot in own.values():
+        kept = {p: {k: t.clone() for k, t in slots.items()} for p, slots in optimizer.state.items()}
+        for slots in parts["optimizer"]["state"].values():
+            for slot in slots.values():
                 slot.zero_()
         load(parts, checkpoint_id=tmp_path / "ours", no_dist=True)
         set_state_dict(model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
     with open_state(tmp_path / "ours") as opened:
         assert opened.layout == "statekit-torch" and opened.state.counts.updates == 2
-    assert all(torch.equal(optimizer.state[p][k], t) for p, own in kept.items() for k, t in own.items())
+    assert all(
+        torch.equal(optimizer.state[p][k], t) for p, tensors in kept.items() for k, t in tensors.items()
+    )
 
 
 def test_a_run_of_several_steps(tmp_path: Path) -> None:
@@ -392,7 +398,7 @@ def test_an_optimizer_by_index_is_written_by_name() -> None:
     encoded = Encoded(
         {"optimizer": {"state": {1: {"m": Filled((), np.dtype("float32"))}}, "param_groups": [group]}}, 1
     )
-    found = CONTAINER.fitted(with_names(encoded)).tree["optimizer"]
-    assert list(found["state"]) == ["b.c"] and found["param_groups"][0]["params"] == ["a", "b.c"]
+    optimizer = CONTAINER.fitted(with_names(encoded)).tree["optimizer"]
+    assert list(optimizer["state"]) == ["b.c"] and optimizer["param_groups"][0]["params"] == ["a", "b.c"]
     nameless = Encoded({"optimizer": {"state": {}, "param_groups": [{"params": [0]}]}}, 1)
     assert CONTAINER.fitted(with_names(nameless)).tree == nameless.tree

@@ -207,8 +207,8 @@ def _replace_piece(place: Path, key: str, raw: bytes) -> None:
     with (place / "__0_0.distcp").open("ab") as file:
         start = file.tell()
         file.write(raw)
-    told = info(metadata, key)
-    told.offset, told.length = start, len(raw)
+    piece = info(metadata, key)
+    piece.offset, piece.length = start, len(raw)
     (place / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
@@ -233,9 +233,9 @@ def test_damage_is_noticed(name: str, tmp_path: Path) -> None:
             turned = bytearray(raw)
             turned[at] ^= 1 << int(rng.integers(8))
             (copy / file).write_bytes(turned)
-            found = _read(container, copy)
+            values = _read(container, copy)
             # The metadata has no checksum: names may differ, but never a value under its name.
-            assert found is None or all(meant.get(key, value) == value for key, value in found.items()), (
+            assert values is None or all(meant.get(key, value) == value for key, value in values.items()), (
                 file,
                 at,
             )

@@ -62,7 +62,7 @@ def ids(case: tuple[Path, Path]) -> str:
 
 
 def slots_of(state: TrainState) -> dict[str, Any]:
-    return {path: values(own) for path, own in state.slots.items()}
+    return {path: values(tensors) for path, tensors in state.slots.items()}
 
 
 def recorded(bundle: Path, step: int = 4) -> dict[str, Any]:
@@ -86,12 +86,12 @@ def test_a_recorded_state_is_put_together_exactly(case: tuple[Path, Path]) -> No
         whole = as_params(state)[0]
         for path, tensor in whole.params.items():
             assert np.array_equal(tensor.read(), expected[f"param/{path}"]), path
-        for path, own in whole.slots.items() if "adamw" in bundle.name else ():
-            assert np.array_equal(own["m"].read(), expected[f"slot/{path}/exp_avg"]), path
-            assert np.array_equal(own["v"].read(), expected[f"slot/{path}/exp_avg_sq"]), path
+        for path, tensors in whole.slots.items() if "adamw" in bundle.name else ():
+            assert np.array_equal(tensors["m"].read(), expected[f"slot/{path}/exp_avg"]), path
+            assert np.array_equal(tensors["v"].read(), expected[f"slot/{path}/exp_avg_sq"]), path
         low = {path: tensor.dtype.name for path, tensor in state.params.items()}
         assert set(low.values()) == ({"bfloat16"} if "bf16" in bundle.name else {"float32"})
-        assert all((MASTER in own) == ("bf16" in bundle.name) for own in state.slots.values())
+        assert all((MASTER in tensors) == ("bf16" in bundle.name) for tensors in state.slots.values())
 
 
 @pytest.mark.parametrize("bundle", [b for b in RECORDED if b not in ADAMW], ids=lambda b: b.name)
@@ -153,25 +153,25 @@ def test_torch_goes_on_with_the_converted_file(bundle: Path, tmp_path: Path) -> 
     assert planned.exactness is Exactness.BITWISE
     assert len(planned.dropped) == (5 if bundle in BF16 else 0)
     convert(planned)
-    held = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert held["tokens_seen"] == 1234 and held["deepspeed"]["global_samples"] == 8
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert saved["tokens_seen"] == 1234 and saved["deepspeed"]["global_samples"] == 8
     grads, said = load_file(bundle / "grads.safetensors"), recorded(bundle)
     ends = []
     for source in ("file", "recording"):
-        weights = {name: torch.tensor(said[f"param/{name.replace('.', '/')}"]) for name in held["model"]}
-        weights = held["model"] if source == "file" else weights
+        weights = {name: torch.tensor(said[f"param/{name.replace('.', '/')}"]) for name in saved["model"]}
+        weights = saved["model"] if source == "file" else weights
         params = {name: torch.nn.Parameter(tensor) for name, tensor in weights.items()}
-        groups = held["optimizer"]["param_groups"]
+        groups = saved["optimizer"]["param_groups"]
         named = [{**g, "params": [params[name] for name in g["param_names"]]} for g in groups]
         optimizer = torch.optim.AdamW(named)
         if source == "file":
-            optimizer.load_state_dict(held["optimizer"])
+            optimizer.load_state_dict(saved["optimizer"])
         for name, param in params.items() if source == "recording" else ():
             path = name.replace(".", "/")
-            own = {
+            slots = {
                 slot: torch.tensor(said[f"slot/{path}/{slot}"]) for slot in ("step", "exp_avg", "exp_avg_sq")
             }
-            optimizer.state[param] = own
+            optimizer.state[param] = slots
         ends.append(stepped(params, optimizer, grads))
     assert ends[0] == ends[1]
 
@@ -179,12 +179,12 @@ def test_torch_goes_on_with_the_converted_file(bundle: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("bundle", BF16, ids=lambda b: b.name)
 def test_both_are_kept_where_both_have_a_place(bundle: Path, tmp_path: Path) -> None:
     convert(plan(bundle / "checkpoint", tmp_path / "neutral", to="statekit"))
-    with open_state(bundle / "checkpoint") as source, open_state(tmp_path / "neutral") as found:
-        assert values(found.state.params) == values(source.state.params)
-        assert slots_of(found.state) == slots_of(source.state)
+    with open_state(bundle / "checkpoint") as source, open_state(tmp_path / "neutral") as neutral:
+        assert values(neutral.state.params) == values(source.state.params)
+        assert slots_of(neutral.state) == slots_of(source.state)
     convert(plan(tmp_path / "neutral", tmp_path / "state.pt", layout="torch-optim"))
-    held = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert {tensor.dtype for tensor in held["model"].values()} == {torch.float32}
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert {tensor.dtype for tensor in saved["model"].values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("bundle", BF16, ids=lambda b: b.name)
@@ -195,7 +195,9 @@ def test_a_master_moves_and_its_parameter_follows(bundle: Path) -> None:
         states = [opened.state, as_params(opened.state)[0]]
         grads = {path: tensor.read() for path, tensor in recording.gradients(5).items()}
         moved = [store(xp, mover(xp, state)(load(xp, state), grads, 0.01), state) for state in states]
-        assert values({p: own[MASTER] for p, own in moved[0].slots.items()}) == values(moved[1].params)
+        assert values({p: tensors[MASTER] for p, tensors in moved[0].slots.items()}) == values(
+            moved[1].params
+        )
         for path, tensor in moved[1].params.items():
             low = tensor.read().astype(ml_dtypes.bfloat16)
             assert moved[0].params[path].read().tobytes() == low.tobytes()
@@ -220,9 +222,9 @@ def test_a_parameter_that_is_not_its_masters_rounding_is_noticed(bundle: Path, t
     copy = tmp_path / "run"
     shutil.copytree(bundle / "checkpoint", copy)
     model = copy / "global_step4" / "mp_rank_00_model_states.pt"
-    held = torch.load(model, weights_only=True)
-    held["module"]["enc.bias"][2] += 1
-    torch.save(held, model)
+    saved = torch.load(model, weights_only=True)
+    saved["module"]["enc.bias"][2] += 1
+    torch.save(saved, model)
     planned = plan(copy, tmp_path / "state.pt", layout="torch-optim")
     with pytest.raises(InexactError, match=r"enc/bias(.|\n)*1 others among 5(.|\n)*--to statekit"):
         convert(planned)
@@ -250,8 +252,8 @@ def test_infinite_and_nan_parameters_follow_their_masters() -> None:
             slots={"a": slots},
             optimizer=replace(opened.state.optimizer, groups=(group,)),
         )
-    found = as_params(state)[0].params["a"]
-    assert found.read().tobytes() == master.tobytes()
+    param = as_params(state)[0].params["a"]
+    assert param.read().tobytes() == master.tobytes()
 
 
 # Cut in other ways than the recordings.
@@ -280,14 +282,14 @@ def test_whatever_ranks_hold_is_put_together(name: str, tmp_path: Path) -> None:
         state = opened.state
         assert opened.checkpoint.findings == () and state.counts.updates == 7
         assert [len(group.paths) for group in state.optimizer.groups] == [len(group) for group in made.groups]
-        held = {name: own for group in made.groups for name, own in group.items()}
+        by_name = {name: each for group in made.groups for name, each in group.items()}
         whole = as_params(state)[0]
         for path, tensor in whole.params.items():
-            own = held[path.replace("/", ".")]
-            assert tensor.read().tobytes() == own["fp32"].tobytes(), path
-            assert whole.slots[path]["m"].read().tobytes() == own["exp_avg"].tobytes(), path
-            assert whole.slots[path]["v"].read().tobytes() == own["exp_avg_sq"].tobytes(), path
-            low = torch.tensor(own["fp32"]).to(getattr(torch, made.dtype)).float().numpy()
+            arrays = by_name[path.replace("/", ".")]
+            assert tensor.read().tobytes() == arrays["fp32"].tobytes(), path
+            assert whole.slots[path]["m"].read().tobytes() == arrays["exp_avg"].tobytes(), path
+            assert whole.slots[path]["v"].read().tobytes() == arrays["exp_avg_sq"].tobytes(), path
+            low = torch.tensor(arrays["fp32"]).to(getattr(torch, made.dtype)).float().numpy()
             assert np.array_equal(state.params[path].read().astype(np.float32), low), path
         assert state.extra["buffers"].keys() == {"mean", *made.frozen}
         for name_, value in made.frozen.items():
@@ -330,9 +332,9 @@ def test_it_can_only_be_read(tmp_path: Path) -> None:
 def rewritten(file: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     def edit(run: Path) -> None:
         for path in sorted((run / TAG).glob(file)):
-            held = torch.load(path, weights_only=True)
-            change(held)
-            torch.save(held, path)
+            saved = torch.load(path, weights_only=True)
+            change(saved)
+            torch.save(saved, path)
 
     return edit
 
@@ -346,13 +348,13 @@ def without_optimizers(run: Path) -> None:
         path.unlink()
 
 
-def span(held: dict[str, Any]) -> dict[str, int]:
-    found: dict[str, int] = next(iter(held["optimizer_state_dict"]["param_slice_mappings"][0].values()))
-    return found
+def span(document: dict[str, Any]) -> dict[str, int]:
+    spans: dict[str, int] = next(iter(document["optimizer_state_dict"]["param_slice_mappings"][0].values()))
+    return spans
 
 
-def short(held: dict[str, Any]) -> None:
-    state = held["optimizer_state_dict"]["base_optimizer_state"]["state"]
+def short(document: dict[str, Any]) -> None:
+    state = document["optimizer_state_dict"]["base_optimizer_state"]["state"]
     state[0]["exp_avg"] = state[0]["exp_avg"][:3].clone()
 
 
@@ -369,23 +371,23 @@ FAULTS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
     "an expert": (lambda run: (run / TAG / "layer_0_expert_1_mp_rank_00_model_states.pt").touch(), RefusedError),
     "latest leads out": (lambda run: (run / "latest").write_text("../elsewhere"), RefusedError),
     "latest is absolute": (lambda run: (run / "latest").write_text("/etc"), RefusedError),
-    "a span too long": (rewritten("*optim*", lambda held: span(held).update(numel=10**12)), CorruptError),
-    "a span too short": (rewritten("*optim*", lambda held: span(held).update(numel=1)), CorruptError),
-    "a span elsewhere": (rewritten("*optim*", lambda held: span(held).update(start=10**6)), CorruptError),
-    "a negative span": (rewritten("*optim*", lambda held: span(held).update(start=-1)), FormatError),
-    "a shape of other size": (rewritten("mp_rank*", lambda held: held["param_shapes"][0].update(
-        {next(iter(held["param_shapes"][0])): torch.Size((10**6, 10**6))})), CorruptError),
-    "a shape that is none": (rewritten("mp_rank*", lambda held: held["param_shapes"][0].update(
-        {next(iter(held["param_shapes"][0])): "shape"})), FormatError),
-    "a parameter that the model hasn't": (rewritten("mp_rank*", lambda held: held["module"].pop("layer.0.w")),
+    "a span too long": (rewritten("*optim*", lambda document: span(document).update(numel=10**12)), CorruptError),
+    "a span too short": (rewritten("*optim*", lambda document: span(document).update(numel=1)), CorruptError),
+    "a span elsewhere": (rewritten("*optim*", lambda document: span(document).update(start=10**6)), CorruptError),
+    "a negative span": (rewritten("*optim*", lambda document: span(document).update(start=-1)), FormatError),
+    "a shape of other size": (rewritten("mp_rank*", lambda document: document["param_shapes"][0].update(
+        {next(iter(document["param_shapes"][0])): torch.Size((10**6, 10**6))})), CorruptError),
+    "a shape that is none": (rewritten("mp_rank*", lambda document: document["param_shapes"][0].update(
+        {next(iter(document["param_shapes"][0])): "shape"})), FormatError),
+    "a parameter that the model hasn't": (rewritten("mp_rank*", lambda document: document["module"].pop("layer.0.w")),
         CorruptError),
-    "no shapes": (rewritten("mp_rank*", lambda held: held.pop("param_shapes")), FormatError),
-    "a group too few": (rewritten("mp_rank*", lambda held: held["param_shapes"].pop()), CorruptError),
+    "no shapes": (rewritten("mp_rank*", lambda document: document.pop("param_shapes")), FormatError),
+    "a group too few": (rewritten("mp_rank*", lambda document: document["param_shapes"].pop()), CorruptError),
     "a slot too short": (rewritten("*_0_*optim*", short), CorruptError),
-    "no state": (rewritten("*optim*", lambda held: held.clear()), FormatError),
-    "an elastic state": (rewritten("*optim*", lambda held: held["optimizer_state_dict"].update(
+    "no state": (rewritten("*optim*", lambda document: document.clear()), FormatError),
+    "an elastic state": (rewritten("*optim*", lambda document: document["optimizer_state_dict"].update(
         base_optimizer_state=[])), FormatError),
-    "a weight that isn't flat": (rewritten("*optim*", lambda held: held["optimizer_state_dict"].update(
+    "a weight that isn't flat": (rewritten("*optim*", lambda document: document["optimizer_state_dict"].update(
         single_partition_of_fp32_groups=[torch.zeros(2, 2), torch.zeros(2, 2)])), FormatError),
 }  # fmt: skip
 
@@ -441,7 +443,7 @@ def test_the_low_precision_copy_is_not_taken_for_the_recorded_weight(bundle: Pat
         said = recording.state(4, recording.trajectories[0], 5)
         with native_state(bundle / recording.checkpoint, said) as ours:
             assert {tensor.dtype.name for tensor in ours.params.values()} == {"float32"}
-            assert not any(MASTER in own for own in ours.slots.values())
+            assert not any(MASTER in tensors for tensors in ours.slots.values())
 
 
 def test_inspecting_imports_no_framework() -> None:

@@ -80,8 +80,8 @@ def into_jax(path: Path, options: Mapping[str, Any]) -> Any:
 
 
 def into_tensorflow(path: Path, options: Mapping[str, Any]) -> Any:
-    held = [variable(name, np.zeros(shape, np.float32)) for name, shape in SHAPES.items()]
-    made = statekit.tensorflow.load_optimizer(path, held, 0.1, **options)
+    variables = [variable(name, np.zeros(shape, np.float32)) for name, shape in SHAPES.items()]
+    made = statekit.tensorflow.load_optimizer(path, variables, 0.1, **options)
     averages = made.averages()
     return {name: sorted({*made.slots()[name], *averages.get(name, {})}) for name in SHAPES}
 
@@ -183,18 +183,20 @@ def test_what_cant_be_said_has_one_text(
 @pytest.mark.parametrize("say", CONSTRUCTORS)
 @pytest.mark.parametrize("value", ["x", float("nan"), float("inf"), -1.0, True])
 def test_a_learning_rate_is_a_finite_number_from_zero_on(say: Say, value: Any) -> None:
-    own = "lr" if say is by_torch else "learning_rate"
-    kind, text = verdict(lambda: say("adamw", "torch", {own: value}))
-    assert kind == "UsageError" and "expected a finite number from 0 on, " in text and f"@ {own}" in text
+    rate_name = "lr" if say is by_torch else "learning_rate"
+    kind, text = verdict(lambda: say("adamw", "torch", {rate_name: value}))
+    assert (
+        kind == "UsageError" and "expected a finite number from 0 on, " in text and f"@ {rate_name}" in text
+    )
 
 
 @pytest.mark.parametrize("say", CONSTRUCTORS)
 @pytest.mark.parametrize("schema", CLASSES)
 def test_a_learning_rate_has_one_name(say: Say, schema: str) -> None:
-    own, other = ("lr", "learning_rate") if say is by_torch else ("learning_rate", "lr")
+    rate_name, other = ("lr", "learning_rate") if say is by_torch else ("learning_rate", "lr")
     variant = load_schema(schema).stepped[0]
     kind, text = verdict(lambda: say(schema, variant, {other: 0.1}))
-    assert kind == "UsageError" and f"isn't an option: the learning rate is {own} @ {other}" in text
+    assert kind == "UsageError" and f"isn't an option: the learning rate is {rate_name} @ {other}" in text
 
 
 # --- the variants' own names ---
@@ -331,7 +333,7 @@ def begun(schema: str, variant: str, said: Mapping[str, Any]) -> TrainState:
     params = {name: in_memory(np.ones(shape, np.float32), name) for name, shape in SHAPES.items()}
     axes = {"wide": (Axis.ROW, Axis.COLUMN), "bias": (Axis.NONE,)}
     group = Group(tuple(params), known, dict.fromkeys(known, "file"))
-    factor = {name: Rule(own, "file") for name, own in axes.items()} if schema == "adafactor" else {}
+    factor = {name: Rule(labels, "file") for name, labels in axes.items()} if schema == "adafactor" else {}
     return initial(TrainState(params, {}, Optimizer(schema, variant, (group,)), Counts(5, 5), factor))
 
 

@@ -96,7 +96,9 @@ def written_twice(state: TrainState, grads: dict[str, Array]) -> dict[str, dict[
     """The second writing's parameters and slots after one update."""
     order = state.optimizer.groups[0].paths
     params = {p: state.params[p].read().astype(np.float64) for p in order}
-    slots = {p: {n: t.read().astype(np.float64) for n, t in own.items()} for p, own in state.slots.items()}
+    slots = {
+        p: {n: t.read().astype(np.float64) for n, t in tensors.items()} for p, tensors in state.slots.items()
+    }
     wide = {p: g.astype(np.float64) for p, g in grads.items()}
     fairseq(params, wide, slots, state.counts.updates + 1, **state.optimizer.groups[0].hyperparameters)
     return {p: {"param": params[p], **slots[p]} for p in SHAPES}
@@ -105,7 +107,7 @@ def written_twice(state: TrainState, grads: dict[str, Array]) -> dict[str, dict[
 @pytest.mark.parametrize(("name", "case"), everywhere(list(CASES), []))
 def test_every_step_and_its_second_writing_lie_in_the_bound(name: str, case: str) -> None:
     state = fresh("fairseq", CASES[case])
-    assert {len(SHAPES[path]): tuple(own) for path, own in state.slots.items()} == SLOTS
+    assert {len(SHAPES[path]): tuple(tensors) for path, tensors in state.slots.items()} == SLOTS
     for update in range(3):
         grads = gradients(update)
         inside, twice = bound(state, grads), written_twice(state, grads)

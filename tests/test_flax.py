@@ -54,8 +54,8 @@ def test_a_recorded_state_is_decoded_exactly(bundle: Path) -> None:
         said = recording.state(4, recording.trajectories[0], 5)
         assert opened.state.counts == said.counts
         assert values(opened.state.params) == values(said.params)
-        slots = {path: values(own) for path, own in opened.state.slots.items()}
-        assert slots == {path: values(own) for path, own in said.slots.items()}
+        slots = {path: values(tensors) for path, tensors in opened.state.slots.items()}
+        assert slots == {path: values(tensors) for path, tensors in said.slots.items()}
 
 
 @each
@@ -81,14 +81,20 @@ def test_a_recording_is_written_back_byte_for_byte(bundle: Path, tmp_path: Path)
 @each
 def test_a_state_goes_to_every_folder_and_back(bundle: Path, tmp_path: Path) -> None:
     with open_state(file_of(bundle)) as opened:
-        expected = values(opened.state.params), {p: values(own) for p, own in opened.state.slots.items()}
+        expected = (
+            values(opened.state.params),
+            {p: values(tensors) for p, tensors in opened.state.slots.items()},
+        )
     for name, layout in (("statekit", None), ("orbax", None), ("orbax", "statekit-jax")):
         there, back = tmp_path / f"{name}{layout}", tmp_path / f"back{name}{layout}"
         convert(plan(file_of(bundle), there, to=name, layout=layout))
         convert(plan(there, back, to="flax", layout="optax"))
         with open_state(back) as opened:
             state = opened.state
-            assert (values(state.params), {p: values(own) for p, own in state.slots.items()}) == expected
+            assert (
+                values(state.params),
+                {p: values(tensors) for p, tensors in state.slots.items()},
+            ) == expected
 
 
 def everything() -> dict[str, Any]:
@@ -163,9 +169,9 @@ def test_states_in_every_wrapper_come_back_into_themselves(tmp_path: Path) -> No
                 checkpoints.restore_checkpoint(tmp_path / f"{name}-back", state),
                 saver.restore(tmp_path / f"{name}-orbax" / "2" / "default", tree),
             ]
-        for found in restored:
-            assert jax.tree.structure(found) == jax.tree.structure(tree), name
-            assert exact(flat(found)) == exact(flat(tree)), name
+        for again in restored:
+            assert jax.tree.structure(again) == jax.tree.structure(tree), name
+            assert exact(flat(again)) == exact(flat(tree)), name
 
 
 @pytest.mark.jax
@@ -179,9 +185,9 @@ def test_a_t5x_run_goes_on_in_flax(tmp_path: Path) -> None:
     with open_state(T5X) as opened:
         state = opened.state
         zeros = nested({tuple(p.split("/")): jnp.zeros(t.shape, t.dtype) for p, t in state.params.items()})
-        momentum = {path: own["m"].read().tobytes() for path, own in state.slots.items()}
-    own = optax.adafactor(optax.constant_schedule(0.1), min_dim_size_to_factor=10, momentum=0.9)
-    for layout, optimizer in (("optax", own), ("statekit-jax", None)):
+        momentum = {path: tensors["m"].read().tobytes() for path, tensors in state.slots.items()}
+    adafactor = optax.adafactor(optax.constant_schedule(0.1), min_dim_size_to_factor=10, momentum=0.9)
+    for layout, optimizer in (("optax", adafactor), ("statekit-jax", None)):
         planned = plan(T5X, tmp_path / layout, to="flax", layout=layout)
         convert(planned)
         lines = "\n".join(resume_lines(of_plan(planned), planned.state))
@@ -191,9 +197,9 @@ def test_a_t5x_run_goes_on_in_flax(tmp_path: Path) -> None:
         exec(compile(lines, "to go on", "exec"), names)
         restored = names["state"]
         assert jax.tree.structure(restored) == jax.tree.structure(names["target"])
-        found = restored["opt_state"]
-        held = flat(found[4].ema if optimizer is own else found.m)
-        assert {path: array.tobytes() for path, array in held.items()} == momentum
+        opt_state = restored["opt_state"]
+        restored_momentum = flat(opt_state[4].ema if optimizer is adafactor else opt_state.m)
+        assert {path: array.tobytes() for path, array in restored_momentum.items()} == momentum
 
 
 def packed(tree: Any) -> bytes:
@@ -294,10 +300,10 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
     sound = read_all(FLAX, tmp_path / "run")
     noticed = 0
     for _, copy, _ in damaged_copies(tmp_path / "run", tmp_path / "copies"):
-        found = read_all(FLAX, copy)
-        if found not in (None, sound):
+        values = read_all(FLAX, copy)
+        if values not in (None, sound):
             assert open_proven(FLAX, copy).manifest is None
-        noticed += found != sound
+        noticed += values != sound
     assert sound is not None and noticed > 5
 
 

@@ -52,15 +52,15 @@ def container_of(path: Path) -> str:
 
 def _recorded() -> dict[str, Path]:
     """Bundles whose checkpoint is a folder of these, by name."""
-    found = {}
+    folders = {}
     for folder in (one for system in ("torch_formats", "hf_adafactor") for one in bundles(system)):
         try:
             with open_recording(folder) as recording:
                 if container_of(folder / recording.checkpoint) in CONTAINERS:
-                    found[f"{folder.parent.name}/{folder.name}"] = folder
+                    folders[f"{folder.parent.name}/{folder.name}"] = folder
         except NotFoundError:
             continue
-    return found
+    return folders
 
 
 RECORDED = _recorded()
@@ -79,10 +79,10 @@ def assert_state(recording: Recording, path: Path) -> None:
     said = recording.state(step, recording.trajectories[0], step + 1)
     with native_state(path, said) as ours:
         assert ours.counts == said.counts and ours.params.keys() == said.params.keys()
-        for param, own in said.slots.items():
+        for param, tensors in said.slots.items():
             assert same_values(ours.params[param], said.params[param]), param
-            assert ours.slots[param].keys() == own.keys(), param
-            assert all(same_values(ours.slots[param][slot], own[slot]) for slot in own), param
+            assert ours.slots[param].keys() == tensors.keys(), param
+            assert all(same_values(ours.slots[param][slot], tensors[slot]) for slot in tensors), param
 
 
 def test_there_are_recordings() -> None:
@@ -139,9 +139,9 @@ def test_a_slot_that_changed_is_noticed(tmp_path: Path) -> None:
         shutil.copytree(folder / recording.checkpoint, tmp_path / "spoilt")
         with TORCH.open(tmp_path / "spoilt" / "optimizer.pt") as opened:
             tree = dict(opened.tree)
-            own = tree["state"][3]
-            turned = in_memory(own["exp_avg"].read().T.copy())
-            tree["state"] = {**tree["state"], 3: {**own, "exp_avg": turned}}
+            slots = tree["state"][3]
+            turned = in_memory(slots["exp_avg"].read().T.copy())
+            tree["state"] = {**tree["state"], 3: {**slots, "exp_avg": turned}}
             (tmp_path / "spoilt" / "optimizer.pt").unlink()
             save(tmp_path / "spoilt" / "optimizer.pt", tree)
         with pytest.raises(AssertionError):
@@ -347,13 +347,16 @@ def test_slots_without_options_tell_their_optimizer(tmp_path: Path) -> None:
     for variant, slots in names.items():
         model = arrays(a=(3,), b=(2,))
         step = in_memory(np.asarray(4, np.float32))
-        held = {f"optim.state.{n}.{slot}": one for n, one in model.items() for slot in slots}
+        model_and_slots = {f"optim.state.{n}.{slot}": one for n, one in model.items() for slot in slots}
         steps = {f"optim.state.{n}.step": step for n in model}
         folder = tmp_path / variant
         folder.mkdir()
         with (folder / "model.safetensors").open("wb") as file:
             save_safetensors(
-                {**model, **held, **steps}, file, lambda _, one: [memoryview(one.read().tobytes())], {}
+                {**model, **model_and_slots, **steps},
+                file,
+                lambda _, one: [memoryview(one.read().tobytes())],
+                {},
             )
         assert container_of(folder) == "dcp-safetensors"
         with open_state(folder) as opened:
@@ -362,8 +365,8 @@ def test_slots_without_options_tell_their_optimizer(tmp_path: Path) -> None:
             assert state.optimizer.variant == ("torch" if variant == "adamw" else variant)
             assert any("Only tensors were saved" in note for note in state.assumptions)
             assert not state.optimizer.groups[0].hyperparameters and state.counts.updates == 4
-        told = Hints({"learning_rate": 0.5})
-        convert(plan(folder, tmp_path / f"{variant}.pt", layout="torch-optim", hints=told))
+        hints = Hints({"learning_rate": 0.5})
+        convert(plan(folder, tmp_path / f"{variant}.pt", layout="torch-optim", hints=hints))
         with open_state(tmp_path / f"{variant}.pt") as opened:
             assert dict(opened.state.optimizer.groups[0].hyperparameters) == {"learning_rate": 0.5}
 
@@ -514,8 +517,8 @@ def test_pytorch_goes_on_from_ours_as_from_the_original(case: str, tmp_path: Pat
         optimizer.step()
         return params
 
-    for theirs, own in zip(moved(source), moved(ours), strict=True):
-        assert torch.equal(theirs, own)
+    for theirs, param in zip(moved(source), moved(ours), strict=True):
+        assert torch.equal(theirs, param)
 
 
 def test_encoding_for_a_container_that_has_all_in_place_changes_nothing() -> None:

@@ -30,8 +30,8 @@ def test_values(text: str, value: Any) -> None:
         with pytest.raises(UsageError, match="isn't a literal"):
             parse_value(text)
     else:
-        found = parse_value(text)
-        assert (found, type(found)) == (value, type(value))
+        parsed = parse_value(text)
+        assert (parsed, type(parsed)) == (value, type(value))
 
 
 @pytest.mark.parametrize(

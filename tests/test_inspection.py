@@ -32,22 +32,22 @@ NETWORK = Fake(
 )
 
 
-def places(found: Inspection, word: str) -> list[str]:
-    return [finding.place for finding in found.findings if word in finding.what]
+def places(inspection: Inspection, word: str) -> list[str]:
+    return [finding.place for finding in inspection.findings if word in finding.what]
 
 
 def test_says_what_is_there_without_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = NETWORK.but().install(monkeypatch)
-    found = inspect(HERE)
-    assert [p.tensor.name for p in found.parameters] == [
+    inspection = inspect(HERE)
+    assert [p.tensor.name for p in inspection.parameters] == [
         "encoder/wi/kernel",
         "encoder/wi/bias",
         "decoder/scale",
     ]
-    assert [[s.name for s in p.slots] for p in found.parameters] == [["v_row", "v_col"], ["v"], ["v"]]
-    assert [p.rule for p in found.parameters] == [MATRIX, None, None]
-    assert [t.name for t in found.others] == ["iterator/position"]
-    assert found.totals() == {
+    assert [[s.name for s in p.slots] for p in inspection.parameters] == [["v_row", "v_col"], ["v"], ["v"]]
+    assert [p.rule for p in inspection.parameters] == [MATRIX, None, None]
+    assert [t.name for t in inspection.others] == ["iterator/position"]
+    assert inspection.totals() == {
         "parameters": 3,
         "elements": 13,
         "parameter_bytes": 52,
@@ -57,27 +57,27 @@ def test_says_what_is_there_without_reading(monkeypatch: pytest.MonkeyPatch) -> 
         "other_bytes": 8,
         "bytes_by_dtype": {"float32": 100, "int64": 8},
     }
-    assert found.findings == ()
+    assert inspection.findings == ()
     assert fake.reads == []
 
 
 def test_the_filter_takes_parameters_with_their_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     NETWORK.install(monkeypatch)
-    found = inspect(HERE, Request(pattern="*/kernel"))
-    assert [t.name for t in found.tensors] == ["encoder/wi/kernel", "v_row", "v_col"]
+    inspection = inspect(HERE, Request(pattern="*/kernel"))
+    assert [t.name for t in inspection.tensors] == ["encoder/wi/kernel", "v_row", "v_col"]
 
 
 def test_statistics_read_each_value_once_and_only_what_matches(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = NETWORK.but().install(monkeypatch)
     steps: list[tuple[int, int]] = []
-    found = inspect(
+    inspection = inspect(
         HERE, Request(pattern="encoder/*", stats=True), lambda done, all_: steps.append((done, all_))
     )
     assert sorted(fake.reads) == sorted(
         name for name in fake.arrays if name.partition("/")[2].startswith("encoder/")
     )
-    assert found.parameters[0].tensor.stats is not None
-    assert found.parameters[0].tensor.stats.norm == pytest.approx(6**0.5)
+    assert inspection.parameters[0].tensor.stats is not None
+    assert inspection.parameters[0].tensor.stats.norm == pytest.approx(6**0.5)
     assert steps[-1] == (68, 68)
 
 
@@ -92,13 +92,13 @@ def test_names_what_is_odd(monkeypatch: pytest.MonkeyPatch) -> None:
         arrays=arrays, frozen=frozenset({"decoder/scale"}), findings=(Finding("is late", "x"),)
     )
     fake.install(monkeypatch)
-    found = inspect(HERE, Request(stats=True))
-    assert places(found, "is late") == ["x"]
-    assert places(found, "no parameter group") == ["decoder/scale"]
-    assert places(found, "has no slots after 3 updates") == ["new"]
-    assert places(found, "float64, usually float32") == ["encoder/wi/bias"]
-    assert places(found, "all zeros after 3 updates") == ["encoder/wi/bias"]
-    assert places(found, "1 NaN and 1 infinite") == ["encoder/wi/bias"]
+    inspection = inspect(HERE, Request(stats=True))
+    assert places(inspection, "is late") == ["x"]
+    assert places(inspection, "no parameter group") == ["decoder/scale"]
+    assert places(inspection, "has no slots after 3 updates") == ["new"]
+    assert places(inspection, "float64, usually float32") == ["encoder/wi/bias"]
+    assert places(inspection, "all zeros after 3 updates") == ["encoder/wi/bias"]
+    assert places(inspection, "1 NaN and 1 infinite") == ["encoder/wi/bias"]
 
 
 def test_before_the_first_update_nothing_of_this_is_odd(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,10 +114,10 @@ def test_before_the_first_update_nothing_of_this_is_odd(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("fault", ["unknown", "broken"])
 def test_without_a_layout_tensors_keep_their_own_names(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     NETWORK.but(**{fault: True}).install(monkeypatch)
-    found = inspect(HERE)
-    assert (found.layout, found.optimizer, found.parameters) == (None, None, ())
-    assert [t.name for t in found.others] == list(NETWORK.arrays)
-    assert "listed by their own names" in found.findings[0].what
+    inspection = inspect(HERE)
+    assert (inspection.layout, inspection.optimizer, inspection.parameters) == (None, None, ())
+    assert [t.name for t in inspection.others] == list(NETWORK.arrays)
+    assert "listed by their own names" in inspection.findings[0].what
 
 
 @pytest.mark.parametrize("request_", [Request(layout="fake"), Request(hints=Hints({"beta1": 0.9}))])

@@ -91,19 +91,19 @@ def require_within(make: Callable[..., Any], options: dict[str, Any], moments: l
 def test_updates_stay_within_a_bound_that_a_wrong_count_or_a_part_that_stays_leaves(
     make: Callable[..., Any], options: dict[str, Any]
 ) -> None:
-    rule, told = make(RATE, **options), spec_by(make, options)
+    rule, spec = make(RATE, **options), spec_by(make, options)
     moments = trail(rule, params())
     require_within(make, options, moments)
     (*_, before, after), grads = moments, slopes(params())[-1:]
     skipped = (after[0], after[1]._replace(count=after[1].count + 1))
-    assert faults(told, RATE, [before, skipped], grads)
+    assert faults(spec, RATE, [before, skipped], grads)
     late = before[1]._replace(count=before[1].count + 1)
     moved, state = compiled(rule)(before[0], late, grads[0])
     reached = (moved, state._replace(count=after[1].count))
-    assert faults(told, RATE, [before, reached], grads)
+    assert faults(spec, RATE, [before, reached], grads)
     kernel = after[0]["a"]["kernel"].at[:4].set(before[0]["a"]["kernel"][:4])
     half = {**after[0], "a": {**after[0]["a"], "kernel": kernel}}
-    assert faults(told, RATE, [before, (half, after[1])], grads)
+    assert faults(spec, RATE, [before, (half, after[1])], grads)
 
 
 @every

@@ -55,19 +55,21 @@ CASES = [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in EVERY)
 def mover(xp: Backend, state: TrainState, execution: Execution = "compiled") -> Move:
     """Steps by transformations, one for each group, compiled as a user compiles them."""
     rules = [spec_of(state, group, None) for group in state.optimizer.groups]
-    steps = [jax.jit(_step(told), static_argnames="rate") for told in rules]
+    steps = [jax.jit(_step(spec), static_argnames="rate") for spec in rules]
 
     def move(live: Live, grads: Any, rates: Any) -> Live:
         params, slots, shared = dict(live.params), dict(live.slots), []
         by_group = rates if isinstance(rates, tuple) else (rates,) * len(rules)
-        for i, (group, told) in enumerate(zip(state.optimizer.groups, rules, strict=True)):
-            own = {path: params[path] for path in group.paths}
-            leaves = leaves_of(own)
-            held = {path: slots[path] for path in group.paths}
-            before = state_of(told.schema, leaves, jnp.int32(live.updates), held, live.shared[i])
-            given = {path: grads[path] if path in grads else jnp.zeros_like(p) for path, p in own.items()}
-            after, own_state = steps[i](own, before, given, rate=by_group[i])
-            moved, whole = slots_of(told.schema, leaves, own_state)
+        for i, (group, spec) in enumerate(zip(state.optimizer.groups, rules, strict=True)):
+            params_here = {path: params[path] for path in group.paths}
+            leaves = leaves_of(params_here)
+            slots_here = {path: slots[path] for path in group.paths}
+            before = state_of(spec.schema, leaves, jnp.int32(live.updates), slots_here, live.shared[i])
+            given = {
+                path: grads[path] if path in grads else jnp.zeros_like(p) for path, p in params_here.items()
+            }
+            after, own_state = steps[i](params_here, before, given, rate=by_group[i])
+            moved, whole = slots_of(spec.schema, leaves, own_state)
             params.update(after)
             slots.update(moved)
             shared.append(whole)
@@ -76,9 +78,9 @@ def mover(xp: Backend, state: TrainState, execution: Execution = "compiled") -> 
     return move
 
 
-def _step(told: Any) -> Any:
+def _step(spec: Any) -> Any:
     def step(params: Any, state: State, grads: Any, rate: Any) -> Any:
-        updates, state = built(replace(told, rate=rate)).update(grads, state, params)
+        updates, state = built(replace(spec, rate=rate)).update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     return step
@@ -87,14 +89,14 @@ def _step(told: Any) -> Any:
 @pytest.mark.parametrize("case", CASES)
 def test_every_update_stays_within_the_bound(case: str) -> None:
     with open_recording(Path(GOLDEN / case)) as recording:
-        found = replay(Subject(recording, "init"), backend("jax"), make=mover)
+        result = replay(Subject(recording, "init"), backend("jax"), make=mover)
     outside = [
         (row.step, row.path, row.tensor, row.example)
-        for one in found.judged
+        for one in result.judged
         for row in one.rows
         if row.outside
     ]
-    assert not found.decoded and found.judged and outside == []
+    assert not result.decoded and result.judged and outside == []
 
 
 def test_a_count_that_is_off_is_noticed() -> None:
@@ -103,8 +105,8 @@ def test_a_count_that_is_off_is_noticed() -> None:
         return lambda live, grads, rates: right(replace(live, updates=live.updates + 1), grads, rates)
 
     with open_recording(Path(GOLDEN / "t5x" / "momentum_f32")) as recording:
-        found = replay(Subject(recording, "init"), backend("jax"), make=late)
-    assert any(judged.outside for judged in found.judged)
+        result = replay(Subject(recording, "init"), backend("jax"), make=late)
+    assert any(judged.outside for judged in result.judged)
 
 
 def test_an_override_that_decides_which_slots_there_are_is_refused_with_a_way_out() -> None:

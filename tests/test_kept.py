@@ -57,8 +57,8 @@ def test_a_run_of_torch_comes_back_with_its_records(
     there = moved(source, tmp_path / f"there{'.h5' if way == 'keras-h5' else ''}", way)
     back = moved(there, tmp_path / f"back{'.pt' if home == 'torch' else ''}", home, layout="torch-optim")
     keys = ("torch", "param_groups", "torch_places")
-    held = records_of(source, *keys)
-    assert held == records_of(back, *keys) and len(leaf_names(held["views"])) > 20
+    records = records_of(source, *keys)
+    assert records == records_of(back, *keys) and len(leaf_names(records["views"])) > 20
 
 
 FOLDERS = [name for name in registry.container_names() if registry.container(name).target_kind == "folder"]
@@ -137,8 +137,8 @@ def test_a_manifest_of_another_step_is_said(tmp_path: Path) -> None:
 def test_a_run_of_mxnet_comes_back_with_its_schedule(tmp_path: Path) -> None:
     there = moved(MXNET, tmp_path / "there.pt", "torch")
     back = moved(there, tmp_path / "back", "mxnet")
-    held = records_of(MXNET, "mxnet")
-    assert held == records_of(back, "mxnet") and "FactorScheduler" in str(held["views"])
+    records = records_of(MXNET, "mxnet")
+    assert records == records_of(back, "mxnet") and "FactorScheduler" in str(records["views"])
 
 
 def test_a_plan_says_what_is_kept_and_what_is_left_behind(tmp_path: Path) -> None:
@@ -153,19 +153,19 @@ def test_a_plan_says_what_is_kept_and_what_is_left_behind(tmp_path: Path) -> Non
 def test_what_the_files_say_outweighs_what_was_kept() -> None:
     state = replace(made_state("adamw", "optax"), extra={"run": {"epoch": 3, "groups": [{"a": 1}]}})
     field = to_field({"run": {"epoch": 2, "seed": 5, "groups": [{"a": 0, "b": 2}]}, "rng": {"x": 1}})
-    found = with_kept(state, {FIELD: field}, "here").extra
-    assert found == {"run": {"epoch": 3, "groups": [{"a": 1, "b": 2}], "seed": 5}, "rng": {"x": 1}}
+    extra = with_kept(state, {FIELD: field}, "here").extra
+    assert extra == {"run": {"epoch": 3, "groups": [{"a": 1, "b": 2}], "seed": 5}, "rng": {"x": 1}}
 
 
 def test_records_keep_their_types() -> None:
     state = made_state("adamw", "optax")
     run = {3: (1, 2), "b": b"\x00", "n": float("inf"), "o": Record("a.B", ((1,),), {"k": None}), "l": []}
     rng = np.arange(6, dtype=np.uint32).reshape(2, 3)
-    found = with_kept(
+    again = with_kept(
         state, {FIELD: json.loads(json.dumps(to_field({"run": run, "rng": in_memory(rng)})))}, ""
     )
-    assert found.extra["run"] == run
-    assert np.array_equal(found.extra["rng"].read(), rng) and found.extra["rng"].dtype == rng.dtype
+    assert again.extra["run"] == run
+    assert np.array_equal(again.extra["rng"].read(), rng) and again.extra["rng"].dtype == rng.dtype
 
 
 def test_what_is_too_large_is_left_behind_by_name() -> None:

@@ -70,15 +70,15 @@ def recorded(case: Path) -> tuple[dict[str, Array], dict[tuple[str, str], Array]
     """Returns the recorded parameters and slots at the checkpoint's step, by canonical names."""
     meta = meta_of(case)
     now = f"{meta['checkpoint_step']}/"
-    held = {name.removeprefix(now): a for name, a in load_file(case / "trajectory.safetensors").items()}
+    arrays = {name.removeprefix(now): a for name, a in load_file(case / "trajectory.safetensors").items()}
     schema = {"Adafactor": "adafactor", "Lamb": "lamb", "AdamW": "adamw"}[
         meta["optimizer"].rpartition(".")[2]
     ]
     canonical = {s.aliases.get("keras", ""): name for name, s in load_schema(schema).slots.items()}
     params, slots = {}, {}
     for path in meta["extra"]["param_order"]:
-        params[path] = held[f"param/{path}"]
-        for name, array in held.items():
+        params[path] = arrays[f"param/{path}"]
+        for name, array in arrays.items():
             owner, _, native = name.removeprefix("slot/").rpartition("/")
             factored = schema == "adafactor" and array.ndim > 1 and native == "v"
             if name.startswith("slot/") and owner == path and array.dtype.kind == "f" and not factored:
@@ -88,12 +88,12 @@ def recorded(case: Path) -> tuple[dict[str, Array], dict[tuple[str, str], Array]
 
 def is_recorded(state: TrainState, case: Path) -> None:
     params, slots = recorded(case)
-    held = {(path, name): t for path, own in state.slots.items() for name, t in own.items()}
-    assert held.keys() == slots.keys()
+    tensors = {(path, name): t for path, tensors in state.slots.items() for name, t in tensors.items()}
+    assert tensors.keys() == slots.keys()
     for path, array in params.items():
         np.testing.assert_array_equal(state.params[path].read(), array, strict=True)
     for key, array in slots.items():
-        np.testing.assert_array_equal(held[key].read(), array, strict=True)
+        np.testing.assert_array_equal(tensors[key].read(), array, strict=True)
     assert state.counts.updates == meta_of(case)["checkpoint_step"]
     assert state.optimizer.variant == "keras"
 
@@ -138,13 +138,13 @@ def test_all_forms_make_one_state_and_go_over_into_each_other(case: Path, tmp_pa
 
 @pytest.mark.parametrize("case", WHOLE, ids=lambda case: case.name)
 def test_a_config_says_order_and_hyperparameters_and_weights_alone_say_what_is_assumed(case: Path) -> None:
-    with open_state(case / "checkpoint" / FORMS[1]) as told:
+    with open_state(case / "checkpoint" / FORMS[1]) as opened:
         said = meta_of(case)["hyperparameters"]
-        groups = told.state.optimizer.groups
-        assert not any("order" in note for note in told.state.assumptions)
-        found = load_schema(told.state.optimizer.schema).native("keras", groups[0].hyperparameters)
-        assert {name: said[name] for name in found if name in said} == {
-            name: value for name, value in found.items() if name in said
+        groups = opened.state.optimizer.groups
+        assert not any("order" in note for note in opened.state.assumptions)
+        settings = load_schema(opened.state.optimizer.schema).native("keras", groups[0].hyperparameters)
+        assert {name: said[name] for name in settings if name in said} == {
+            name: value for name, value in settings.items() if name in said
         }
     with open_state(case / "checkpoint" / FORMS[0], hints=hints_of(case, FORMS[0], named=False)) as bare:
         assert any("order of writing" in note for note in bare.state.assumptions)
@@ -225,20 +225,20 @@ def test_rows_are_what_keras_calls_rows_whatever_they_were_called(
 ) -> None:
     axes = (Axis.COLUMN, Axis.ROW) if swapped else (Axis.ROW, Axis.COLUMN)
     state = foreign(shape, axes, learning_rate=0.01)
-    held = tensor_names(LAYOUT.encode(state).tree)
+    tensors = tensor_names(LAYOUT.encode(state).tree)
     grads = state.slots["net/dense/kernel"]
     last, first = ("v_col", "v_row") if swapped else ("v_row", "v_col")
-    np.testing.assert_array_equal(held["optimizer/vars/2"].read(), grads[last].read())
-    np.testing.assert_array_equal(held["optimizer/vars/3"].read(), grads[first].read())
-    assert held["optimizer/vars/2"].shape == shape[:-1]
-    assert held["optimizer/vars/4"].shape == shape
+    np.testing.assert_array_equal(tensors["optimizer/vars/2"].read(), grads[last].read())
+    np.testing.assert_array_equal(tensors["optimizer/vars/3"].read(), grads[first].read())
+    assert tensors["optimizer/vars/2"].shape == shape[:-1]
+    assert tensors["optimizer/vars/4"].shape == shape
 
 
 def test_a_state_from_elsewhere_is_laid_out_by_its_paths_and_no_rate_is_made_up(tmp_path: Path) -> None:
     encoded = LAYOUT.encode(foreign((4, 4), (Axis.ROW, Axis.COLUMN)))
-    held = tensor_names(encoded.tree)
-    assert list(held)[:2] == ["net/dense/vars/0", "net/dense/vars/1"]
-    assert np.isnan(held["optimizer/vars/1"].read())
+    tensors = tensor_names(encoded.tree)
+    assert list(tensors)[:2] == ["net/dense/vars/0", "net/dense/vars/1"]
+    assert np.isnan(tensors["optimizer/vars/1"].read())
     assert encoded.exactness["optimizer/vars/1"][0] == Exactness.ROUNDING
     known = tensor_names(LAYOUT.encode(foreign((4, 4), (Axis.ROW, Axis.COLUMN), learning_rate=0.5)).tree)
     assert known["optimizer/vars/1"].read() == np.float32(0.5)
@@ -251,7 +251,7 @@ def test_a_state_from_elsewhere_is_laid_out_by_its_paths_and_no_rate_is_made_up(
 
 def test_what_keras_has_no_place_for_is_refused() -> None:
     state = foreign((4, 4), (Axis.ROW, Axis.COLUMN))
-    slots = {path: {**own, "m": state.params[path]} for path, own in state.slots.items()}
+    slots = {path: {**tensors, "m": state.params[path]} for path, tensors in state.slots.items()}
     momentum = TrainState(state.params, slots, state.optimizer, state.counts, state.rules)
     for layout in (LAYOUT, registry.layout("tf2-keras")):
         with pytest.raises(InexactError, match=r"has slot m"):
@@ -278,13 +278,13 @@ def test_variables_are_told_apart_or_not_at_all(schema: str) -> None:
             in_memory(np.zeros(shape, np.int64 if integer else np.float32))
             for integer, (_, _, shape) in zip(whole, rows, strict=True)
         ]
-        told = vars(kept)
-        found = numbered(schema, tensors, told)
-        assert found.kept == kept and found.shapes == tuple(shapes)
+        attrs = vars(kept)
+        numbers = numbered(schema, tensors, attrs)
+        assert numbers.kept == kept and numbers.shapes == tuple(shapes)
         with pytest.raises(StateError, match=r"aren't those"):
-            numbered(schema, tensors[:-1], told)
+            numbered(schema, tensors[:-1], attrs)
         with pytest.raises(StateError):
-            numbered(schema, tensors[::-1], told)
+            numbered(schema, tensors[::-1], attrs)
 
 
 def write(encoded: Encoded, target: Path, container: Any = H5) -> None:

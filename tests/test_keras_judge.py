@@ -74,15 +74,15 @@ def test_keras_goes_on_from_what_statekit_wrote(kind: str, tmp_path: Path) -> No
     import keras
     import tensorflow as tf
 
-    net, own = model(), optimizer(kind)
-    net.compile(own, "mse", run_eagerly=True)
-    move(net, own, 3)
+    net, keras_optimizer = model(), optimizer(kind)
+    net.compile(keras_optimizer, "mse", run_eagerly=True)
+    move(net, keras_optimizer, 3)
     net.save(tmp_path / "a.keras")
     net.save_weights(tmp_path / "a.weights.h5")
-    tf.train.Checkpoint(model=net, optimizer=own).save(str(tmp_path / "a" / "ckpt"))
-    start = values(net, own)
-    move(net, own, 2)
-    after = values(net, own)
+    tf.train.Checkpoint(model=net, optimizer=keras_optimizer).save(str(tmp_path / "a" / "ckpt"))
+    start = values(net, keras_optimizer)
+    move(net, keras_optimizer, 2)
+    after = values(net, keras_optimizer)
     said = {"use_ema": True} if kind == "lamb" else {}
 
     def goes_on(loaded: Any, theirs: Any) -> None:
@@ -127,11 +127,11 @@ def test_statekit_goes_on_from_what_keras_wrote(kind: str, form: str, tmp_path: 
 
     import statekit.tensorflow
 
-    net, own = model(), optimizer(kind)
-    net.compile(own, "mse", run_eagerly=True)
-    move(net, own, 2)
+    net, keras_optimizer = model(), optimizer(kind)
+    net.compile(keras_optimizer, "mse", run_eagerly=True)
+    move(net, keras_optimizer, 2)
     if form == "a":
-        tf.train.Checkpoint(model=net, optimizer=own).save(str(tmp_path / "a" / "ckpt"))
+        tf.train.Checkpoint(model=net, optimizer=keras_optimizer).save(str(tmp_path / "a" / "ckpt"))
     elif form == "a.keras":
         net.save(tmp_path / form)
     else:
@@ -149,13 +149,13 @@ def test_statekit_goes_on_from_what_keras_wrote(kind: str, form: str, tmp_path: 
         assert np.array_equal(left, right)
     if kind == "statekit":
         assert same(
-            [v.numpy() for part in own.slots().values() for v in part.values()],
+            [v.numpy() for part in keras_optimizer.slots().values() for v in part.values()],
             [v.numpy() for part in resumed.slots().values() for v in part.values()],
         )
     else:
         for path, part in resumed.averages().items():
             number = [variable.path for variable in net.trainable_variables].index(path)
-            assert np.array_equal(part["average"], own._model_variables_moving_average[number])
+            assert np.array_equal(part["average"], keras_optimizer._model_variables_moving_average[number])
 
 
 def test_groups_that_arent_in_the_models_order_are_restored_by_tensorflow(tmp_path: Path) -> None:
@@ -167,22 +167,22 @@ def test_groups_that_arent_in_the_models_order_are_restored_by_tensorflow(tmp_pa
 
     def fresh() -> tuple[Any, Any]:
         net = model()
-        own = statekit.tensorflow.Adafactor(RATE, beta1=0.9, min_dim_size_to_factor=4, groups=groups)
-        own.build(net.trainable_variables)
-        net.compile(own, "mse")
-        return net, own
+        drop_in = statekit.tensorflow.Adafactor(RATE, beta1=0.9, min_dim_size_to_factor=4, groups=groups)
+        drop_in.build(net.trainable_variables)
+        net.compile(drop_in, "mse")
+        return net, drop_in
 
-    net, own = fresh()
-    move(net, own, 2)
+    net, drop_in = fresh()
+    move(net, drop_in, 2)
     net.save(tmp_path / "a.keras")
-    tf.train.Checkpoint(model=net, optimizer=own).save(str(tmp_path / "a" / "ckpt"))
+    tf.train.Checkpoint(model=net, optimizer=drop_in).save(str(tmp_path / "a" / "ckpt"))
     for form in ("a.keras", "a"):
         written = tmp_path / f"{form}.ckpt.d"
         convert(plan(tmp_path / form, written, layout="tf2-statekit"))
         loaded, theirs = fresh()
         prefix = str(next(written.glob("*.index")).with_suffix(""))
         tf.train.Checkpoint(model=loaded, optimizer=theirs).restore(prefix).assert_existing_objects_matched()
-        assert same(values(loaded, theirs), values(net, own)), form
+        assert same(values(loaded, theirs), values(net, drop_in)), form
 
 
 def test_the_layers_variables_are_called_as_keras_calls_them() -> None:
@@ -224,8 +224,8 @@ def test_the_layers_variables_are_called_as_keras_calls_them() -> None:
     ]  # fmt: skip
     both = layers.Bidirectional(layers.LSTM(2))
     both.build((None, 4, 4))
-    found = [v.path.split("/")[-1] for v in both.forward_layer.weights]
-    assert found == known["variables"]["cell"][0]
+    variable_names = [v.path.split("/")[-1] for v in both.forward_layer.weights]
+    assert variable_names == known["variables"]["cell"][0]
     assert known["variables"].keys() - seen == {
         "cell",
         "query_dense",
@@ -263,16 +263,16 @@ def test_a_model_whose_attributes_are_a_foreign_states_paths_loads_it(tmp_path: 
     write(LAYOUT.encode(state), tmp_path / "f.weights.h5")
     outer = Outer()
     outer(np.zeros((1, 4), np.float32))
-    own = keras.optimizers.Adafactor(0.5)
-    outer.compile(own)
-    own.build(outer.trainable_variables)
+    keras_optimizer = keras.optimizers.Adafactor(0.5)
+    outer.compile(keras_optimizer)
+    keras_optimizer.build(outer.trainable_variables)
     outer.load_weights(tmp_path / "f.weights.h5")
     for variable, tensor in zip(outer.trainable_variables, state.params.values(), strict=True):
         assert np.array_equal(variable, tensor.read())
-    assert int(own.iterations) == 5 and float(own.learning_rate) == np.float32(RATE)
+    assert int(keras_optimizer.iterations) == 5 and float(keras_optimizer.learning_rate) == np.float32(RATE)
     slots = state.slots["net/dense/kernel"]
-    assert np.array_equal(own._r[0], slots["v_row"].read()) and np.array_equal(
-        own._c[0], slots["v_col"].read()
+    assert np.array_equal(keras_optimizer._r[0], slots["v_row"].read()) and np.array_equal(
+        keras_optimizer._c[0], slots["v_col"].read()
     )
     with open_state(tmp_path / "f.weights.h5") as opened:
         assert list(opened.state.params) == list(state.params)
@@ -285,10 +285,10 @@ def test_a_file_of_the_model_says_where_its_parameters_lie_or_what_doesnt_fit(tm
 
     from statekit.errors import StateError, UsageError
 
-    net, own = model(), optimizer("adafactor")
-    net.compile(own, "mse")
-    move(net, own, 2)
-    tf.train.Checkpoint(model=net, optimizer=own).save(str(tmp_path / "a" / "ckpt"))
+    net, keras_optimizer = model(), optimizer("adafactor")
+    net.compile(keras_optimizer, "mse")
+    move(net, keras_optimizer, 2)
+    tf.train.Checkpoint(model=net, optimizer=keras_optimizer).save(str(tmp_path / "a" / "ckpt"))
     fresh, theirs = model(), optimizer("adafactor")
     fresh.save(tmp_path / "fresh.keras")
     fresh.compile(theirs, "mse")
@@ -301,7 +301,7 @@ def test_a_file_of_the_model_says_where_its_parameters_lie_or_what_doesnt_fit(tm
         fresh.load_weights(tmp_path / "b.weights.h5")
     convert(plan(source, tmp_path / "c.weights.h5", like=like))
     fresh.load_weights(tmp_path / "c.weights.h5")
-    assert same(values(fresh, theirs), values(net, own))
+    assert same(values(fresh, theirs), values(net, keras_optimizer))
     again = plan(tmp_path / "c.weights.h5", tmp_path / "d.keras", like=like)
     assert again.options["like"] == "fresh.keras"
 

@@ -67,9 +67,9 @@ def test_the_printed_schedule_of_keras_has_every_rate(call: str) -> None:
     again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(scope["schedule"]))
     due = [rates.rate(updates) for updates in range(60)]
     for schedule in (scope["schedule"], compiled, again):
-        found = [float(schedule(tf.constant(updates, tf.int64))) for updates in range(60)]
+        called = [float(schedule(tf.constant(updates, tf.int64))) for updates in range(60)]
         # Keras computes in float32: a rate of a difference is off by its terms' rounding.
-        assert found == pytest.approx(due, rel=2e-6, abs=1e-6 * max(due))
+        assert called == pytest.approx(due, rel=2e-6, abs=1e-6 * max(due))
     if FORMS[call] != "Schedule(" and not call.startswith(
         "optax"
     ):  # read from Keras, and written for it again
@@ -90,8 +90,8 @@ def test_the_printed_schedule_of_keras_has_every_rate(call: str) -> None:
     ],
 )
 def test_what_keras_has_alone_or_nobody_said_is_named(call: str, why: str) -> None:
-    told = called_rates(parse_call(call))
-    assert isinstance(told, str) and why in told
+    rates = called_rates(parse_call(call))
+    assert isinstance(rates, str) and why in rates
 
 
 class LRScheduler:

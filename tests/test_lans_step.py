@@ -173,7 +173,7 @@ def test_masters_move_and_parameters_follow_rounded(xp: Backend) -> None:
     p, grads = drawn(0, 4, 2).astype(np.float16), [drawn(seed, 4, 2).astype(np.float16) for seed in (1, 2)]
     for variant in (FUSED, UNFUSED):
         state = state_of(variant, {"a": p, "b": p.astype(np.float32)}, multi_precision=True)
-        assert {path: set(own) for path, own in state.slots.items()} == {
+        assert {path: set(tensors) for path, tensors in state.slots.items()} == {
             "a": {"m", "v", "master"},
             "b": {"m", "v"},
         }

@@ -37,12 +37,12 @@ def _setuptools() -> dict[str, Any]:
 
 def packages_on_disk(root: Path) -> set[str]:
     """Returns the dotted name of every folder with an `__init__.py`, as it is imported."""
-    found = {
+    packages = {
         ".".join(init.parent.relative_to(root).parts)
         for top in ("statekit", *HOMES.values())
         for init in (root / top).rglob("__init__.py")
     }
-    return {name if name.partition(".")[0] == "statekit" else f"statekit.{name}" for name in found}
+    return {name if name.partition(".")[0] == "statekit" else f"statekit.{name}" for name in packages}
 
 
 def test_every_package_is_declared() -> None:
@@ -61,6 +61,43 @@ def test_the_map_and_the_links_say_the_same() -> None:
     for link, home in LINKS.items():
         assert (ROOT / link).is_symlink(), f"{link} is no symbolic link; check out with core.symlinks=true"
         assert os.readlink(ROOT / link) == home
+
+
+UNSAYING = {"own", "found", "held", "told"}
+"""What a variable may not be called: such a name says whose it is or where it came from, and not what it holds."""
+
+
+def unsaying(text: str) -> list[str]:
+    """Returns the variables and parameters of a module that don't say what they hold; errors have a keyword `found`."""
+    nodes = list(ast.walk(ast.parse(text)))
+    fields = {
+        part.target
+        for n in nodes
+        if isinstance(n, ast.ClassDef)
+        for part in n.body
+        if isinstance(part, ast.AnnAssign)
+    }
+    stored = [n for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    variables = [n.id for n in stored if n not in fields]
+    params = [n.arg for n in nodes if isinstance(n, ast.arg) and n.arg != "found"]
+    return [name for name in (*variables, *params) if name in UNSAYING]
+
+
+def test_variables_say_what_they_hold() -> None:
+    modules = [
+        path
+        for top in ("statekit", *HOMES.values(), "tests")
+        for path in sorted((ROOT / top).rglob("*.py"))
+        if "golden" not in path.parts
+    ]
+    assert len(modules) > 400
+    named = {f"{path.relative_to(ROOT)}": unsaying(path.read_text(encoding="utf-8")) for path in modules}
+    assert {path: names for path, names in named.items() if names} == {}
+
+
+def test_a_variable_that_does_not_is_noticed() -> None:
+    assert unsaying("found = [own for own in range(3)]") == ["found", "own"]
+    assert unsaying("def f(held, found=None): ...") == ["held"]
 
 
 # A script's own folder is the first place that Python imports from. Below converters/ many folders and modules bear

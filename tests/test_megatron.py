@@ -71,7 +71,7 @@ def test_it_is_written_as_it_was(tmp_path: Path) -> None:
 def mixed(state: TrainState) -> TrainState:
     """The state of a run whose parameters are bfloat16, beside float32 masters."""
     low = {path: Cast(tensor, DTYPES["bfloat16"]) for path, tensor in state.params.items()}
-    slots = {path: {**own, "master": state.params[path]} for path, own in state.slots.items()}
+    slots = {path: {**tensors, "master": state.params[path]} for path, tensors in state.slots.items()}
     return replace(state, params=low, slots=slots)
 
 
@@ -85,12 +85,12 @@ def test_masters_lie_beside_their_parameters(name: str, tmp_path: Path) -> None:
         with open_state(tmp_path / "iter_0000004") as again:
             assert f"sharded/optimizer.state.{name}.enc.bias" in again.checkpoint.tensors
             assert "optimizer" in again.checkpoint.tree["common"]["optimizer"]
-            for path, own in state.slots.items():
-                found = again.state
-                assert found.params[path].dtype == DTYPES["bfloat16"]
-                assert same_values(found.params[path], state.params[path])
-                assert found.slots[path].keys() == own.keys()
-                assert all(same_values(found.slots[path][slot], own[slot]) for slot in own)
+            for path, tensors in state.slots.items():
+                again_state = again.state
+                assert again_state.params[path].dtype == DTYPES["bfloat16"]
+                assert same_values(again_state.params[path], state.params[path])
+                assert again_state.slots[path].keys() == tensors.keys()
+                assert all(same_values(again_state.slots[path][slot], tensors[slot]) for slot in tensors)
         convert(plan(tmp_path / "iter_0000004", tmp_path / "back", to="megatron"))
         convert(plan(tmp_path / "iter_0000004", tmp_path / "plain.dcp"))
         with open_state(tmp_path / "back") as back, open_state(tmp_path / "plain.dcp") as wide:

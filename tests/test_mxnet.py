@@ -58,8 +58,12 @@ def recorded(case: str) -> TrainState:
 
 def differences(ours: TrainState, theirs: TrainState) -> list[str]:
     """What differs in parameters and slots, dtypes included."""
-    left = dict(ours.params) | {f"{p} {n}": t for p, own in ours.slots.items() for n, t in own.items()}
-    right = dict(theirs.params) | {f"{p} {n}": t for p, own in theirs.slots.items() for n, t in own.items()}
+    left = dict(ours.params) | {
+        f"{p} {n}": t for p, tensors in ours.slots.items() for n, t in tensors.items()
+    }
+    right = dict(theirs.params) | {
+        f"{p} {n}": t for p, tensors in theirs.slots.items() for n, t in tensors.items()
+    }
     assert left.keys() == right.keys()
     return [n for n in left if left[n].dtype != right[n].dtype or not same_values(left[n], right[n])]
 
@@ -92,8 +96,8 @@ def test_a_checkpoint_is_decoded_as_it_was_recorded_and_written_back_byte_for_by
             if ours.optimizer.groups[0].known_from.get(name) != "file":
                 assert name in ("lr_mult", "wd_mult", "learning_rate")
                 continue
-            told = {path: n for path, n in value.items() if n != 1} if name.endswith("_mult") else value
-            assert ours.optimizer.groups[0].hyperparameters[name] == told, name
+            said = {path: n for path, n in value.items() if n != 1} if name.endswith("_mult") else value
+            assert ours.optimizer.groups[0].hyperparameters[name] == said, name
         encoded = LANS.encode(ours)
         assert encoded.dropped == {}
         written, again = write(encoded, tmp_path / "one"), write(encoded, tmp_path / "two")
@@ -314,8 +318,8 @@ def test_indices_count_sorted_names_in_mxnet_2_and_the_files_order_in_mxnet_1(tm
 
 def test_names_in_the_optimizer_or_given_outweigh_any_order(tmp_path: Path) -> None:
     names = {0: "b.weight", 1: "a.weight", 2: "c.bias"}
-    told = states(moments(*SHAPES), (LANS_CLASS, attributes(HELD, idx2name=names)))
-    with open_state(put(tmp_path / "told", told)) as opened:
+    named = states(moments(*SHAPES), (LANS_CLASS, attributes(HELD, idx2name=names)))
+    with open_state(put(tmp_path / "told", named)) as opened:
         assert first(opened.state, "b/weight") == 0
         assert not any("order" in note or "sorted" in note for note in opened.state.assumptions)
     plain = states(moments(*SHAPES), (LANS_CLASS, attributes(HELD)))
@@ -341,10 +345,10 @@ def test_where_no_order_fits_names_are_asked_for(tmp_path: Path) -> None:
 
 def test_counts_of_devices_and_parameters_that_fell_behind_are_kept(tmp_path: Path) -> None:
     slots = moments(*SHAPES)
-    held = attributes({0: 7, 1: 5, 2: 7}, begin_num_update=2, num_update=9)
-    held["_all_index_update_counts"] = {0: {}, 3: held["_all_index_update_counts"][0]}
-    held["lr_mult"] = {1: 0.5}
-    data = states(slots, (LANS_CLASS, held))
+    attrs = attributes({0: 7, 1: 5, 2: 7}, begin_num_update=2, num_update=9)
+    attrs["_all_index_update_counts"] = {0: {}, 3: attrs["_all_index_update_counts"][0]}
+    attrs["lr_mult"] = {1: 0.5}
+    data = states(slots, (LANS_CLASS, attrs))
     with open_state(put(tmp_path / "behind", data)) as opened:
         counts = opened.state.counts
         assert (counts.updates, counts.schedule, counts.behind) == (5, 9, {"b/weight": 3})
@@ -377,9 +381,11 @@ def test_every_protocol_of_pickle_is_read(tmp_path: Path, protocol: int) -> None
 
 def test_steps_of_a_folder_are_found_by_the_numbers_of_their_names(tmp_path: Path) -> None:
     for step in (8, 12, 100):
-        held = dict.fromkeys(HELD, step)
+        counts_at = dict.fromkeys(HELD, step)
         put(
-            tmp_path / "run", states(moments(*SHAPES), (LANS_CLASS, attributes(held))), name=f"net-{step:04d}"
+            tmp_path / "run",
+            states(moments(*SHAPES), (LANS_CLASS, attributes(counts_at))),
+            name=f"net-{step:04d}",
         )
     with CONTAINER.open(tmp_path / "run") as opened:
         assert opened.step == 100 and opened.meta["steps"] == [8, 12, 100]
@@ -410,12 +416,12 @@ def test_states_without_parameters_are_listed_but_make_no_state(tmp_path: Path) 
 def test_what_mxnet_cannot_hold_is_refused_with_every_reason(name: str, tmp_path: Path) -> None:
     layout = registry.layout(name)
     slots = moments(*SHAPES)
-    held = attributes(HELD)
+    attrs = attributes(HELD)
     last = {"mxnet-lans": "lans.LANS", "mxnet-lamb": "lamb.LAMB", "mxnet-adam": "adam.Adam"}[name]
-    with open_state(put(tmp_path / "x", states(slots, (f"mxnet.optimizer.{last}", held)))) as opened:
+    with open_state(put(tmp_path / "x", states(slots, (f"mxnet.optimizer.{last}", attrs)))) as opened:
         assert opened.layout == name
         state = opened.state
-        less = {path: {n: t for n, t in own.items() if n != "m"} for path, own in state.slots.items()}
+        less = {path: {n: t for n, t in tensors.items() if n != "m"} for path, tensors in state.slots.items()}
         with pytest.raises(InexactError, match="expected m, v"):
             layout.encode(dataclasses.replace(state, slots=less))
         other = registry.layout("mxnet-lans" if name != "mxnet-lans" else "mxnet-adam")
@@ -445,8 +451,8 @@ ADAM_CLASS = "mxnet.optimizer.adam.Adam"
 
 def adam(**changes: Any) -> dict[str, Any]:
     """All attributes of an Adam, in its order."""
-    own = ("lower_bound", "upper_bound", "beta1", "beta2", "epsilon")
-    base = {k: v for k, v in attributes(HELD).items() if k not in own}
+    names = ("lower_bound", "upper_bound", "beta1", "beta2", "epsilon")
+    base = {k: v for k, v in attributes(HELD).items() if k not in names}
     moments = {"lazy_update": False, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-08}
     return {**base, **moments, "aggregate_num": 1, **changes}
 
@@ -462,8 +468,8 @@ def rates(state: TrainState) -> dict[str, tuple[float, float]]:
 def test_multipliers_become_groups_where_the_schema_has_none(tmp_path: Path) -> None:
     """A Module decays only names that end in weight, or gamma."""
     name = "".join(["c.", "bias"])  # another object than the key, as in the recordings
-    held = adam(lr=0.1, wd=0.01, lr_mult={0: 3.0}, wd_mult={"c.bias": 0.0}, idx2name={2: name})
-    data = states(moments(*SHAPES), (ADAM_CLASS, held))
+    attrs = adam(lr=0.1, wd=0.01, lr_mult={0: 3.0}, wd_mult={"c.bias": 0.0}, idx2name={2: name})
+    data = states(moments(*SHAPES), (ADAM_CLASS, attrs))
     with open_state(put(tmp_path / "x", data)) as opened:
         assert opened.layout == "mxnet-adam"
         expected = {"a/weight": (0.1 * 3.0, 0.01), "b/weight": (0.1, 0.01), "c/bias": (0.1, 0.0)}
@@ -504,9 +510,9 @@ def test_groups_become_multipliers_where_these_are_exact(tmp_path: Path) -> None
 
 
 def opened_layout(name: str) -> MXNetOptim:
-    found = registry.layout(name)
-    assert isinstance(found, MXNetOptim)
-    return found
+    layout = registry.layout(name)
+    assert isinstance(layout, MXNetOptim)
+    return layout
 
 
 @pytest.mark.parametrize(

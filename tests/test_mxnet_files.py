@@ -87,9 +87,9 @@ def test_long_bytes_stay_in_the_file(tmp_path: Path, protocol: int, source: Open
     tree = {"short": b"s" * KEPT_BYTES, "long": b"l" * (KEPT_BYTES + 1), "last": [b"z" * 100_000, "end"]}
     data = pickle.dumps(tree, protocol=protocol)
     (tmp_path / "x").write_bytes(data + b"rest")
-    found = thin(source(tmp_path / "x"))
-    assert found.end == len(data) and found.value["short"] == tree["short"]
-    long, (last, end) = found.value["long"], found.value["last"]
+    thinned = thin(source(tmp_path / "x"))
+    assert thinned.end == len(data) and thinned.value["short"] == tree["short"]
+    long, (last, end) = thinned.value["long"], thinned.value["last"]
     assert isinstance(long, Part) and isinstance(last, Part) and end == "end"
     assert long.read(0, long.size).tobytes() == tree["long"]
     assert last.read(99_990, 10).tobytes() == b"z" * 10
@@ -127,12 +127,12 @@ def _read_bytes() -> int:
 def test_records_of_every_generation_are_read(tmp_path: Path, generation: int, source: Open) -> None:
     path = tmp_path / "net.params"
     path.write_bytes(array_list(PARAMS, generation))
-    found = read_params(source(path))
-    assert list(found.arrays) == list(PARAMS) and found.generation == generation
+    records = read_params(source(path))
+    assert list(records.arrays) == list(PARAMS) and records.generation == generation
     for name, array in PARAMS.items():
-        np.testing.assert_array_equal(found.arrays[name].read(), array)
+        np.testing.assert_array_equal(records.arrays[name].read(), array)
         np.testing.assert_array_equal(
-            found.arrays[name].read((slice(1, 2),) * array.ndim), array[(slice(1, 2),) * array.ndim]
+            records.arrays[name].read((slice(1, 2),) * array.ndim), array[(slice(1, 2),) * array.ndim]
         )
 
 
@@ -144,9 +144,9 @@ def test_an_npz_of_numpy_is_read_too(tmp_path: Path, source: Open) -> None:
     }
     with (tmp_path / "net.params").open("wb") as file:
         np.savez(file, **arrays)
-    found = read_params(source(tmp_path / "net.params"))
+    records = read_params(source(tmp_path / "net.params"))
     for name, array in arrays.items():
-        np.testing.assert_array_equal(found.arrays[name].read(), array)
+        np.testing.assert_array_equal(records.arrays[name].read(), array)
 
 
 def write(tree: Any, target: Path) -> Path:
@@ -173,8 +173,10 @@ def test_every_dtype_of_mxnet_comes_back(tmp_path: Path, form: str) -> None:
     with CONTAINER.open(write(tree, tmp_path / "out") / "net.params") as opened:
         assert opened.tree["files"]["params"]["form"] == form
         for name, array in arrays.items():
-            found = opened.tree["params"][name].read()
-            assert found.dtype == array.dtype and found.shape == array.shape and np.array_equal(found, array)
+            values = opened.tree["params"][name].read()
+            assert (
+                values.dtype == array.dtype and values.shape == array.shape and np.array_equal(values, array)
+            )
 
 
 def test_numpy_reads_what_is_written(tmp_path: Path) -> None:
@@ -312,9 +314,9 @@ def test_a_flipped_bit_in_an_npz_is_noticed_before_values_are_trusted(tmp_path: 
     data = bytearray((FOLDER / "net.params").read_bytes())
     data[30 + len("scale.npy") + 128 + 1] ^= 1
     (tmp_path / "net.params").write_bytes(data)
-    found = read_params(source(tmp_path / "net.params"))
+    records = read_params(source(tmp_path / "net.params"))
     with pytest.raises(CorruptError, match="CRC"):
-        found.arrays["scale"].read()
+        records.arrays["scale"].read()
 
 
 def test_a_file_of_parameters_cut_anywhere_is_refused(tmp_path: Path, source: Open) -> None:

@@ -120,8 +120,8 @@ def test_param_names_outweigh_the_models_order(tmp_path: Path) -> None:
     params = {n: jnp.asarray(p.detach().numpy()) for n, p in net.named_parameters()}
     _, state = statekit.jax.load_optimizer(path, params, param_names=names)
     for name, param in net.named_parameters():
-        held = np.asarray(slots_of(state)[name]["m"])
-        assert np.array_equal(held, original.state[param]["exp_avg"].numpy())
+        momentum = np.asarray(slots_of(state)[name]["m"])
+        assert np.array_equal(momentum, original.state[param]["exp_avg"].numpy())
 
 
 def slots_of(state: Any) -> Any:
@@ -156,19 +156,19 @@ def test_names_may_differ_in_torch(tmp_path: Path) -> None:
 def test_names_may_differ_in_jax(tmp_path: Path) -> None:
     net, original = trained()
     path = named_file(tmp_path, net, original)
-    held = dict(net.named_parameters())
+    params_of = dict(net.named_parameters())
     theirs = {
         f"{key}.{kind}": OTHER.get(f"{key}.{kind}", f"{key}.{kind}")
         for key in "qzm"
         for kind in ("weight", "bias")
     }
-    blank = {name: jnp.zeros(held[there].shape) for name, there in theirs.items()}
+    blank = {name: jnp.zeros(params_of[there].shape) for name, there in theirs.items()}
     params = statekit.jax.load_params(path, blank, names=OTHER)
     _, state = statekit.jax.load_optimizer(path, blank, names=OTHER)
     for name, there in theirs.items():
-        assert np.array_equal(params[name], held[there].detach().numpy())
-        own = slots_of(state)[name]["m"]
-        assert np.array_equal(own, original.state[held[there]]["exp_avg"].numpy())
+        assert np.array_equal(params[name], params_of[there].detach().numpy())
+        momentum = slots_of(state)[name]["m"]
+        assert np.array_equal(momentum, original.state[params_of[there]]["exp_avg"].numpy())
 
 
 def test_no_value_is_narrowed_in_jax(tmp_path: Path) -> None:

@@ -56,10 +56,10 @@ def test_config_tells_what_trainers_optimizer_numbers(
     with statekit.open(tmp_path / "run.pt") as opened:
         assert [[path.replace("/", ".") for path in group.paths] for group in opened.groups] == truth
         for index, name in enumerate(flat):
-            held = opened.slots[name.replace(".", "/")]
+            slots = opened.slots[name.replace(".", "/")]
             for slot, native in (("m", "exp_avg"), ("v", "exp_avg_sq")):
                 if native in state[index]:
-                    assert np.array_equal(held[slot].read(), state[index][native].numpy())
+                    assert np.array_equal(slots[slot].read(), state[index][native].numpy())
 
 
 def test_drop_ins_take_names_from_config(runs: tuple[Path, Truth]) -> None:
@@ -93,9 +93,9 @@ def test_keras_takes_names_from_config_and_names_in_order(runs: tuple[Path, Trut
         options: dict[str, Any] = {"names": names, **how}
         statekit.tensorflow.load_params(step, variables, **options)
         optimizer = statekit.tensorflow.load_optimizer(step, variables, **options)
-        held = {path.replace("/", "."): own for path, own in optimizer.slots().items()}
+        slots = {path.replace("/", "."): tensors for path, tensors in optimizer.slots().items()}
         for index, name in enumerate(flat):
-            assert np.array_equal(held[name]["m"].numpy(), state[index]["exp_avg"].numpy()), name
+            assert np.array_equal(slots[name]["m"].numpy(), state[index]["exp_avg"].numpy()), name
 
 
 def changed(runs: tuple[Path, Truth], to: Path, **changes: Any) -> Path:

@@ -54,8 +54,8 @@ class Run:
         ]
         self.params = {n: torch.nn.Parameter(torch.from_numpy(g * 2)) for n, g in self.grads[0].items()}
         groups = [
-            {"params": [(name, self.params[name]) for name in names], **own}
-            for names, own in zip((MATRICES, VECTORS), settings, strict=True)
+            {"params": [(name, self.params[name]) for name in names], **setting}
+            for names, setting in zip((MATRICES, VECTORS), settings, strict=True)
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=0.01)
         self.rates: list[list[float]] = []
@@ -120,8 +120,8 @@ def test_the_printed_lines_go_on(case: str, layout: str, container: str, tmp_pat
     names = gone_on(run.file, tmp_path / "out", container, layout, params, run.rates[0])
     state, optimizer = names["state"], names["optimizer"]
     assert jax.tree.structure(state) == jax.tree.structure(names["target"])
-    for stored, own in zip(jax.tree.leaves(state["params"]), jax.tree.leaves(params), strict=True):
-        assert np.array_equal(stored, own)
+    for stored, param in zip(jax.tree.leaves(state["params"]), jax.tree.leaves(params), strict=True):
+        assert np.array_equal(stored, param)
     if layout == "statekit-jax" and scheduled:
         return  # statekit.jax counts no schedule of its own: the rate of a moment stands in the lines
     moved, kept = state["params"], state["opt_state"]
@@ -145,7 +145,9 @@ def test_parameters_that_nothing_moved_stay_where_they_are(alike: bool, layout: 
     state = replace(state, optimizer=replace(state.optimizer, variant=variant))
     state = replace(
         state,
-        slots={p: {n: in_memory(abs(t.read())) for n, t in own.items()} for p, own in state.slots.items()},
+        slots={
+            p: {n: in_memory(abs(t.read())) for n, t in tensors.items()} for p, tensors in state.slots.items()
+        },
     )
     values = {path.replace("/", "."): tensor.read() for path, tensor in state.params.items()}
     names = gone_on(save(state, tmp_path / "neutral"), tmp_path / "out", "orbax", layout, tree(values), [0.1])

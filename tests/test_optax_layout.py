@@ -43,8 +43,8 @@ def test_a_recorded_state_is_decoded_exactly(bundle: Path, step: Path) -> None:
         recorded = recording.state(update, recording.trajectories[0], update + 1)
         assert state.counts.updates == recorded.counts.updates
         assert values(state.params) == values(recorded.params)
-        assert {path: values(own) for path, own in state.slots.items()} == {
-            path: values(own) for path, own in recorded.slots.items()
+        assert {path: values(tensors) for path, tensors in state.slots.items()} == {
+            path: values(tensors) for path, tensors in recorded.slots.items()
         }
         assert state.optimizer.schema == recorded.optimizer.schema
         for path, rule in state.rules.items():
@@ -189,8 +189,8 @@ def test_labels_are_groups() -> None:
     assert [group.paths for group in state.optimizer.groups] == [("dense/bias", "scale"), ("dense/kernel",)]
 
 
-def injected(inner: Tree, **held: Any) -> Tree:
-    scalars = {name: in_memory(np.asarray(value, np.float32)) for name, value in held.items()}
+def injected(inner: Tree, **hyperparameters: Any) -> Tree:
+    scalars = {name: in_memory(np.asarray(value, np.float32)) for name, value in hyperparameters.items()}
     return {"count": count(), "hyperparams": scalars, "hyperparams_states": {}, "inner_state": inner}
 
 
@@ -282,9 +282,9 @@ def test_how_a_parameter_is_factored(
     if axes is not None:
         assert [axis.value for axis in rule.axes] == axes.split()
         return
-    told = ["COLUMN", "ROW", "NONE", "NONE"]
-    given = decoded(tree, factor_map=[["w", told]])
-    assert given.rules["w"] == Rule(tuple(map(Axis, told)), "given")
+    labels = ["COLUMN", "ROW", "NONE", "NONE"]
+    given = decoded(tree, factor_map=[["w", labels]])
+    assert given.rules["w"] == Rule(tuple(map(Axis, labels)), "given")
     assert any("numpy" in said for said in decoded(tree).assumptions)
     assert not any("numpy" in said for said in given.assumptions)
     with pytest.raises(StateError, match="another way"):
@@ -368,8 +368,8 @@ def test_another_systems_adafactor_becomes_a_chain() -> None:
     assert first["v"]["dense"]["kernel"].shape == (1,)
     assert (first["v_row"]["mask"], first["v_row"]["dense"]["bias"].dtype.name) == (None, "bfloat16")
     again = LAYOUT.decode(checkpoint(tree), Hints())
-    assert {path: values(own) for path, own in again.slots.items()} == {
-        path: values(own) for path, own in plain_state().slots.items()
+    assert {path: values(tensors) for path, tensors in again.slots.items()} == {
+        path: values(tensors) for path, tensors in plain_state().slots.items()
     }
 
 
@@ -539,7 +539,10 @@ def test_parts_of_several_optimizers_are_a_state() -> None:
     }
     state = decoded({"params": params, "opt_state": {"inner_states": parts}})
     assert state.optimizer.kinds == (("adafactor", "optax"), ("adamw", "optax"))
-    assert {path: {*own} for path, own in state.slots.items()} == {"a": {"v_row", "v_col"}, "b": {"m", "v"}}
+    assert {path: {*tensors} for path, tensors in state.slots.items()} == {
+        "a": {"v_row", "v_col"},
+        "b": {"m", "v"},
+    }
     alone = {"count": count(), **{name: {"a": one[name]["a"]} for name in ("v_row", "v_col", "v")}}
     chain = [alone, None, None, None, None]
     assert (

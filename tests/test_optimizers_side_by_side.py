@@ -94,7 +94,7 @@ def test_they_are_the_groups_of_one_state(form: str, named: bool, tmp_path: Path
         ]
         assert opened.counts.updates == SAVED and not opened.counts.behind
         assert opened.groups[1].hyperparameters["beta1"] == 0.8
-        assert {path: {*own} for path, own in opened.slots.items()} == {
+        assert {path: {*tensors} for path, tensors in opened.slots.items()} == {
             "a/weight": {"v_row", "v_col"},
             "c/weight": {"v_row", "v_col"},
             "a/bias": {"m", "v"},
@@ -141,8 +141,8 @@ def test_they_go_on_as_torch_does(where: str, tmp_path: Path) -> None:
         to = {"neutral": ("statekit", None), "statekit-torch": ("torch", "statekit-torch")}[where]
         convert(plan(source, tmp_path / "there", to=to[0], layout=to[1]))
         with open_state(source) as before, open_state(tmp_path / "there") as after:
-            assert {p: values(own) for p, own in before.slots.items()} == {
-                p: values(own) for p, own in after.slots.items()
+            assert {p: values(tensors) for p, tensors in before.slots.items()} == {
+                p: values(tensors) for p, tensors in after.slots.items()
             }
         source = tmp_path / "there"
     params = {name: torch.nn.Parameter(param.data.clone()) for name, param in run.params.items()}

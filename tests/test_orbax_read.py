@@ -27,12 +27,12 @@ VALUES = np.arange(12, dtype=np.float32).reshape(4, 3)
 
 def recorded() -> list[tuple[Path, Path]]:
     """Returns bundle and checkpoint of every recording of Optax in an Orbax checkpoint."""
-    found = []
+    folders = []
     for bundle in bundles("optax_adafactor"):
         files = json.loads((bundle / "meta.json").read_text())["checkpoint"]["files"]
         steps = [bundle / name for name in files if name.endswith("/_CHECKPOINT_METADATA")]
-        found += [(bundle, step.parent) for step in steps]
-    return found
+        folders += [(bundle, step.parent) for step in steps]
+    return folders
 
 
 RECORDED = recorded()
@@ -52,20 +52,20 @@ def native_names(bundle: Path) -> dict[str, Array]:
     from safetensors.numpy import load_file
 
     step = json.loads((bundle / "meta.json").read_text())["checkpoint_step"]
-    found = {}
+    names = {}
     for key, array in load_file(bundle / "trajectory.safetensors").items():
         number, kind, rest = key.split("/", 2)
         if int(number) != step:
             continue
         path, _, slot = rest.rpartition("/")
-        found[
+        names[
             {
                 "param": f"params/{rest}",
                 "slot": f"opt_state/{slot.replace('.', '/')}/{path}",
                 "global": f"opt_state/{rest.replace('.', '/')}",
             }[kind]
         ] = array
-    return found
+    return names
 
 
 @pytest.mark.parametrize(("bundle", "step"), RECORDED, ids=IDS)
@@ -78,9 +78,9 @@ def test_every_tensor_of_every_recorded_checkpoint(bundle: Path, step: Path) -> 
         expected = native_names(bundle)
         assert opened.tensors.keys() == expected.keys()
         for name, array in expected.items():
-            found = opened.tensors[name].read()
-            assert (found.shape, found.dtype) == (array.shape, array.dtype), name
-            assert found.tobytes() == array.tobytes(), name
+            values = opened.tensors[name].read()
+            assert (values.shape, values.dtype) == (array.shape, array.dtype), name
+            assert values.tobytes() == array.tobytes(), name
         assert opened.findings == ()
         assert opened.meta["files_beside"] == []
 

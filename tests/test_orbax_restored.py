@@ -76,7 +76,7 @@ def test_a_t5x_run_goes_on_with_optax(case: str, tmp_path: Path) -> None:
     with open_state(source) as opened:
         state = opened.state
         hyper = state.optimizer.groups[0].hyperparameters
-        momentum = 0.9 if any("m" in own for own in state.slots.values()) else None
+        momentum = 0.9 if any("m" in tensors for tensors in state.slots.values()) else None
         zeros = {tuple(path.split("/")): jnp.zeros(t.shape, t.dtype) for path, t in state.params.items()}
         optimizer = optax.adafactor(
             optax.constant_schedule(0.1),
@@ -89,11 +89,11 @@ def test_a_t5x_run_goes_on_with_optax(case: str, tmp_path: Path) -> None:
         with ocp.CheckpointManager(tmp_path / "run") as manager:
             restored = manager.restore(updates, args=ocp.args.StandardRestore(target))
         assert jax.tree.structure(restored) == jax.tree.structure(target)
-        for path, own in state.slots.items():
-            for name, tensor in own.items():
+        for path, tensors in state.slots.items():
+            for name, tensor in tensors.items():
                 link, field = (4, "ema") if name == "m" else (0, name)
-                found = flat(getattr(restored["opt_state"][link], field))[path]
-                assert found.tobytes() == tensor.read().tobytes(), (path, name)
+                array = flat(getattr(restored["opt_state"][link], field))[path]
+                assert array.tobytes() == tensor.read().tobytes(), (path, name)
         assert restored["opt_state"][0].count == restored["opt_state"][2].count == updates
     by_path = ocp.StandardCheckpointer().restore(tmp_path / "run" / str(updates) / "default", target)
     assert exact(flat(by_path)) == exact(flat(restored))
@@ -184,8 +184,8 @@ def test_what_orbax_writes_today(zarr3: bool, ocdbt: bool, tmp_path: Path) -> No
     assert opened.tensors["wide"].grain != (64, 96)
     expected = flat({**tree, "key": jax.random.key_data(tree["key"])})
     del expected["text"]
-    found = {name: tensor.read() for name, tensor in opened.tensors.items()}
-    assert {n: (a.shape, a.tobytes()) for n, a in found.items()} == {
+    arrays = {name: tensor.read() for name, tensor in opened.tensors.items()}
+    assert {n: (a.shape, a.tobytes()) for n, a in arrays.items()} == {
         n: (a.shape, a.tobytes()) for n, a in expected.items()
     }
 
@@ -239,9 +239,9 @@ def test_the_lines_to_go_on_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         zeros = {
             tuple(path.split("/")): jnp.zeros(t.shape, t.dtype) for path, t in opened.state.params.items()
         }
-        momentum = {f"m/{path}": own["m"].read() for path, own in opened.state.slots.items()}
-    own = optax.adafactor(optax.constant_schedule(0.1), min_dim_size_to_factor=10, momentum=0.9)
-    for layout, optimizer in (("optax", own), ("statekit-jax", None)):
+        momentum = {f"m/{path}": tensors["m"].read() for path, tensors in opened.state.slots.items()}
+    adafactor = optax.adafactor(optax.constant_schedule(0.1), min_dim_size_to_factor=10, momentum=0.9)
+    for layout, optimizer in (("optax", adafactor), ("statekit-jax", None)):
         planned = plan(source, tmp_path / layout, to="orbax", layout=layout)
         convert(planned)
         lines = (
@@ -253,8 +253,8 @@ def test_the_lines_to_go_on_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         names: dict[str, Any] = {"params": nested(zeros), "schedule": optax.constant_schedule(0.1)}
         exec(compile(lines, "to go on", "exec"), names)
         state = names["state"]["opt_state"]
-        held = {"m": state[4].ema if optimizer else state.m}
-        assert exact(flat(held)) == exact(momentum)
+        slots = {"m": state[4].ema if optimizer else state.m}
+        assert exact(flat(slots)) == exact(momentum)
 
 
 def test_damage_to_what_was_written_is_noticed(tmp_path: Path) -> None:
@@ -264,9 +264,9 @@ def test_damage_to_what_was_written_is_noticed(tmp_path: Path) -> None:
     expected = read_all(ORBAX, tmp_path / "run")
     refused = noticed = 0
     for what, copy, _ in damaged_copies(tmp_path / "run", tmp_path / "copies"):
-        found = read_all(ORBAX, copy)
-        refused += found is None
-        if found not in (None, expected):
+        values = read_all(ORBAX, copy)
+        refused += values is None
+        if values not in (None, expected):
             opened = open_proven(ORBAX, copy)
             assert opened.manifest is None and opened.findings[0].damage, what
             noticed += 1

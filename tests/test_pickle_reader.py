@@ -58,9 +58,9 @@ def test_plain_data_is_read_as_python_reads_it(value: Any, protocol: int) -> Non
 def test_large_plain_data(protocol: int) -> None:
     shared = ["x" * 300, b"y" * 70_000, list(range(5000)), tuple(range(2000))]
     value = {"a": shared, "b": shared, "many": [{"k": i} for i in range(3000)], 3: {(1, "b"): 2.5}}
-    found = read(pickle.dumps(value, protocol))
-    assert found == value
-    assert found["a"] is found["b"]
+    loaded = read(pickle.dumps(value, protocol))
+    assert loaded == value
+    assert loaded["a"] is loaded["b"]
 
 
 def test_python_2_text() -> None:
@@ -98,35 +98,35 @@ HERE = __name__
 def test_objects_become_records(protocol: int) -> None:
     path = pathlib.PurePosixPath("a/b")
     value = {"options": Options(0.5, [1]), "color": Color.RED, "path": path}
-    found = read(pickle.dumps(value, protocol))
-    assert found["options"] == Record(f"{HERE}.Options", (), {"rate": 0.5, "inner": [1]})
-    assert found["color"] == Record(f"{HERE}.Color", ("red",))
-    assert found["path"].name == "pathlib.PurePosixPath"
-    assert found["path"].args == (("a/b",) if sys.version_info >= (3, 13) else ("a", "b"))
+    loaded = read(pickle.dumps(value, protocol))
+    assert loaded["options"] == Record(f"{HERE}.Options", (), {"rate": 0.5, "inner": [1]})
+    assert loaded["color"] == Record(f"{HERE}.Color", ("red",))
+    assert loaded["path"].name == "pathlib.PurePosixPath"
+    assert loaded["path"].args == (("a/b",) if sys.version_info >= (3, 13) else ("a", "b"))
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_subclasses_of_containers_keep_their_items(protocol: int) -> None:
     names, items = Names(a=1, b=2), Items(range(2500))
     names.note = "kept"  # type: ignore[attr-defined]  # a subclass with attributes
-    found = read(pickle.dumps([names, items, Point(1, 2), collections.deque([1, 2], 5)], protocol))
-    assert found[0] == Record(f"{HERE}.Names", ({"a": 1, "b": 2},), {"note": "kept"})
-    assert found[1] == Record(f"{HERE}.Items", (list(range(2500)),))
-    assert found[2] == Record(f"{HERE}.Point", (1, 2))
-    assert found[3].args[-1] == [1, 2]
+    loaded = read(pickle.dumps([names, items, Point(1, 2), collections.deque([1, 2], 5)], protocol))
+    assert loaded[0] == Record(f"{HERE}.Names", ({"a": 1, "b": 2},), {"note": "kept"})
+    assert loaded[1] == Record(f"{HERE}.Items", (list(range(2500)),))
+    assert loaded[2] == Record(f"{HERE}.Point", (1, 2))
+    assert loaded[3].args[-1] == [1, 2]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_plain_classes_of_python_become_plain_data(protocol: int) -> None:
     default: collections.defaultdict[str, int] = collections.defaultdict(int, z=1, a=2)
     ordered = collections.OrderedDict([("z", 1), ("a", 2)])
-    found = read(
+    loaded = read(
         pickle.dumps(
             [ordered, default, collections.Counter("aab"), bytearray(b"\xff\x00"), b"", b"\xfe"], protocol
         )
     )
-    assert found == [{"z": 1, "a": 2}, {"z": 1, "a": 2}, {"a": 2, "b": 1}, b"\xff\x00", b"", b"\xfe"]
-    assert list(found[0]) == ["z", "a"]
+    assert loaded == [{"z": 1, "a": 2}, {"z": 1, "a": 2}, {"a": 2, "b": 1}, b"\xff\x00", b"", b"\xfe"]
+    assert list(loaded[0]) == ["z", "a"]
     rest = read(
         pickle.dumps([{5}, frozenset({6}), 1 + 2j, slice(1, 2), functools.partial(int, "3")], protocol)
     )
@@ -144,9 +144,9 @@ def test_attributes_without_a_place_are_noted() -> None:
     state._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]  # as PyTorch's state_dict does
     assert read_pickle(pickle.dumps(state), "test").notes == ()
     state.more = 5  # type: ignore[attr-defined]  # what has no place
-    found = read_pickle(pickle.dumps(state), "test")
-    assert found.value == {"weight": 1}
-    assert found.notes == ("attribute more of a dict has no place in the tree",)
+    loaded = read_pickle(pickle.dumps(state), "test")
+    assert loaded.value == {"weight": 1}
+    assert loaded.notes == ("attribute more of a dict has no place in the tree",)
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -154,12 +154,12 @@ def test_an_object_that_mentions_itself_is_data_without_a_cycle(protocol: int) -
     child = Options(1.0)
     parent = Options(2.0, child)
     child.inner = parent  # as configuration trees hold their parents
-    found = read_pickle(pickle.dumps([parent, parent], protocol), "test")
-    assert found.value[0].state["inner"].state["rate"] == 1.0
-    assert found.value[0].state["inner"].state["inner"] == Record(f"{HERE}.Options")
-    assert found.value[1] is found.value[0]
-    assert "mentions itself" in found.notes[0]
-    assert len(list(walk(found.value))) == 6
+    loaded = read_pickle(pickle.dumps([parent, parent], protocol), "test")
+    assert loaded.value[0].state["inner"].state["rate"] == 1.0
+    assert loaded.value[0].state["inner"].state["inner"] == Record(f"{HERE}.Options")
+    assert loaded.value[1] is loaded.value[0]
+    assert "mentions itself" in loaded.notes[0]
+    assert len(list(walk(loaded.value))) == 6
 
 
 def test_keys_that_are_objects_become_hashable() -> None:
@@ -169,8 +169,8 @@ def test_keys_that_are_objects_become_hashable() -> None:
 
     Key.__qualname__, Key.__module__ = "Key", __name__
     globals()["Key"] = Key
-    found = read(pickle.dumps({Key("a"): 1, Key("b"): 2, frozenset({1}): 3}, 4))
-    assert list(found) == [
+    loaded = read(pickle.dumps({Key("a"): 1, Key("b"): 2, frozenset({1}): 3}, 4))
+    assert list(loaded) == [
         Record(f"{HERE}.Key", (), (("name", "a"),)),
         Record(f"{HERE}.Key", (), (("name", "b"),)),
         Record("builtins.frozenset", ((1,),)),
@@ -191,10 +191,10 @@ ARRAYS = [
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda a: f"{a.dtype.str}{a.shape}")
 def test_numpy_arrays_become_tensors(array: np.ndarray[Any, Any], protocol: int) -> None:
-    found = read(pickle.dumps({"a": array, "again": array}, protocol))
-    tensor = found["a"]
+    loaded = read(pickle.dumps({"a": array, "again": array}, protocol))
+    tensor = loaded["a"]
     assert isinstance(tensor, Tensor)
-    assert found["again"] is tensor
+    assert loaded["again"] is tensor
     assert (tensor.shape, tensor.dtype) == (array.shape, array.dtype.newbyteorder("="))
     assert np.array_equal(tensor.read(), array)
 
@@ -202,9 +202,9 @@ def test_numpy_arrays_become_tensors(array: np.ndarray[Any, Any], protocol: int)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_numpy_scalars_become_numbers(protocol: int) -> None:
     values = [np.float32(0.1), np.float64(0.5), np.int8(-3), np.bool_(True), ml_dtypes.bfloat16(1.5)]
-    found = read(pickle.dumps(values, protocol))
-    assert found == [float(np.float32(0.1)), 0.5, -3, True, 1.5]
-    assert [type(v) for v in found] == [float, float, int, bool, float]
+    loaded = read(pickle.dumps(values, protocol))
+    assert loaded == [float(np.float32(0.1)), 0.5, -3, True, 1.5]
+    assert [type(v) for v in loaded] == [float, float, int, bool, float]
     assert read(pickle.dumps(np.complex64(1 + 2j), protocol)) == Record("builtins.complex", (1.0, 2.0))
 
 
@@ -219,9 +219,9 @@ def test_dtype_codes_are_those_of_numpy() -> None:
 
 
 def test_recorded_pickles_of_other_systems_are_data() -> None:
-    found = sorted(p for p in GOLDEN.rglob("*") if p.name == ".metadata" or p.suffix == ".states")
-    assert found
-    for path in found:
+    files = sorted(p for p in GOLDEN.rglob("*") if p.name == ".metadata" or p.suffix == ".states")
+    assert files
+    for path in files:
         tree = read_pickle(path.read_bytes(), str(path), calls=torch_calls).value
         assert len(list(walk(tree))) > 10, path
         if path.name == ".metadata":
@@ -233,12 +233,12 @@ def test_several_pickles_in_a_row() -> None:
     stream = io.BytesIO()
     for value in (1, "two", [3]):
         pickle.dump(value, stream, 2)
-    data, start, found = stream.getvalue(), 0, []
+    data, start, values = stream.getvalue(), 0, []
     while start < len(data):
         one = read_pickle(data, "test", start=start)
-        found.append(one.value)
+        values.append(one.value)
         start = one.end
-    assert found == [1, "two", [3]]
+    assert values == [1, "two", [3]]
 
 
 def test_reading_takes_no_more_than_a_few_microseconds_an_opcode() -> None:

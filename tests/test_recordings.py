@@ -43,12 +43,12 @@ def test_it_is_described_in_the_documented_form(folder: Path) -> None:
 @pytest.mark.parametrize("folder", ALL)
 def test_its_states_are_encoded_as_they_were_recorded(folder: Path) -> None:
     with open_recording(folder) as recording:
-        own, trajectory = system(recording.system), recording.trajectories[0]
+        form, trajectory = system(recording.system), recording.trajectories[0]
         states = recording.states(trajectory)
         for step in range(recording.first, recording.last + 1):
             prefix, update = f"{recording.number(step)}/", max(step, recording.first + 1)
             native = {name[len(prefix) :]: t for name, t in states.items() if name.startswith(prefix)}
-            again = own.encode(recording.state(step, trajectory, update), recording.phase(update))
+            again = form.encode(recording.state(step, trajectory, update), recording.phase(update))
             assert again.keys() == native.keys()
             for name, tensor in native.items():
                 assert (again[name].shape, again[name].dtype) == (tensor.shape, tensor.dtype), name

@@ -88,12 +88,12 @@ def test_what_is_said_of_each_has_a_source_and_a_user() -> None:
 )
 def test_no_target_is_told_anothers_lines(container: str) -> None:
     """At b103f67 all but T5X, Orbax and Flax were told to load PyTorch's."""
-    own = {"hf-trainer": "trainer.train(", "mxnet": "trainer.load_states(", "keras-h5": "load_weights("}
+    lines_of = {"hf-trainer": "trainer.train(", "mxnet": "trainer.load_states(", "keras-h5": "load_weights("}
     layout = {"mxnet": "mxnet-adam", "tf-bundle": "tf2-keras", "keras-h5": "keras", "orbax": "optax"}
     place = Place(container, layout.get(container, "torch-optim"), Path("out"), 3)
     lines = "\n".join(resume_lines(place, state("adamw", "torch")))
     assert "statekit.torch" not in lines
-    assert own.get(container, "") in lines
+    assert lines_of.get(container, "") in lines
 
 
 def model() -> torch.nn.Module:
@@ -137,10 +137,12 @@ def test_pytorch_goes_on_by_its_own_lines(layout: str, container: str, groups: i
     names = [name for name, _ in net.named_parameters()]
     order = names if groups == 1 else [*names[::2], *names[1::2]]
     (tmp_path / "names").write_text("\n".join(order))
-    told = ["--param-names", str(tmp_path / "names")]
+    options = ["--param-names", str(tmp_path / "names")]
     target = tmp_path / "out"
     assert (
-        main(["convert", str(tmp_path / "a.pt"), str(target), "--to", container, "--layout", layout, *told])
+        main(
+            ["convert", str(tmp_path / "a.pt"), str(target), "--to", container, "--layout", layout, *options]
+        )
         == DONE
     )
     source, fresh = net, model()
@@ -198,13 +200,13 @@ def test_a_path_cannot_become_code() -> None:
 def test_megatron_lm_is_told_what_it_can_load(tmp_path: Path) -> None:
     """With a schedule that it can't have, Megatron-Core's own calls; these very lines went on in 0.16.1."""
     known = state("adamw", "torch")
-    own = Schedule("OptimizerParamScheduler", {}, 15, "extra/megatron_common/opt_param_scheduler")
+    schedule = Schedule("OptimizerParamScheduler", {}, 15, "extra/megatron_common/opt_param_scheduler")
     other = Schedule("StepLR", {}, 3, "extra/torch/scheduler")
     place = Place("megatron", "megatron-distributed", tmp_path, 3, converted=True)
     flags = (
         "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --use-checkpoint-opt_param-scheduler"
     )
-    for schedules in ((), (own,)):
+    for schedules in ((), (schedule,)):
         (line,) = resume_lines(replace(place, run=RunState(schedules)), known)
         assert line == f"--load {tmp_path} --ckpt-format torch_dist {flags}"
     rate = {"dtype": "float32", "value": 0.1}
@@ -235,8 +237,8 @@ def test_momentum_is_never_left_off_because_nobody_told_its_decay(tmp_path: Path
 
 def manifest_of(target: Path) -> dict[str, Any]:
     if target.is_dir():
-        found: dict[str, Any] = json.loads((target / FILE).read_text())
-        return found
+        record: dict[str, Any] = json.loads((target / FILE).read_text())
+        return record
     with open_state(target) as opened:
         assert opened.checkpoint.manifest is not None
         return dict(opened.checkpoint.manifest)
@@ -287,8 +289,8 @@ def test_the_verb_prints_them_for_a_checkpoint(
     source = GOLDEN / "t5x" / "momentum_f32" / "checkpoint"
     options = ["--framework", framework] if framework else []
     assert main(["resume", str(source), *options, "--json"]) == DONE
-    found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["format", "container", "layout", "next_update", "lines"]
+    printed = json.loads(capsys.readouterr().out)
+    assert list(printed) == ["format", "container", "layout", "next_update", "lines"]
     step = source / "checkpoint_4"
     last = {
         None: 'utils.RestoreCheckpointConfig.mode = "specific"',
@@ -296,10 +298,10 @@ def test_the_verb_prints_them_for_a_checkpoint(
         "jax": f'load_optimizer("{step}", params, learning_rate=..., beta1=...)',
         "tensorflow": f'load_optimizer("{step}", model.trainable_variables, learning_rate=..., beta1=...)',
     }
-    assert found["lines"][-1].endswith(last[framework])
+    assert printed["lines"][-1].endswith(last[framework])
     assert main(["resume", str(source), *options]) == DONE
     shown = capsys.readouterr().out
-    assert "\n".join(found["lines"]) in shown
+    assert "\n".join(printed["lines"]) in shown
     assert "The next update will use:" in shown
 
 
@@ -334,8 +336,8 @@ def saved(folder: Path, optimizer: torch.optim.Optimizer, net: torch.nn.Module, 
     """Saves a run, whose groups name their parameters."""
     named = {id(param): name for name, param in net.named_parameters()}
     state = optimizer.state_dict()
-    for stored, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
-        stored["param_names"] = [named[id(param)] for param in own["params"]]
+    for stored, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        stored["param_names"] = [named[id(param)] for param in group["params"]]
     torch.save({"model": net.state_dict(), "optimizer": state, **others}, folder / "a.pt")
     return folder / "a.pt"
 
@@ -384,9 +386,9 @@ def test_a_schedule_is_made_before_the_state_that_it_would_change_is_loaded(tmp_
 
 
 def test_an_optimizer_that_makes_its_own_rate_is_asked_for_none() -> None:
-    own = state("adafactor", "hf")
-    own["groups"][0]["hyperparameters"] = {"learning_rate": None, "relative_step": True}
-    lines = "\n".join(resume_lines(Place("torch", "statekit-torch", Path("/run/out"), 3), own))
+    hf = state("adafactor", "hf")
+    hf["groups"][0]["hyperparameters"] = {"learning_rate": None, "relative_step": True}
+    lines = "\n".join(resume_lines(Place("torch", "statekit-torch", Path("/run/out"), 3), hf))
     assert "lr=" not in lines and "load_optimizer(" in lines
 
 

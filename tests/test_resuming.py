@@ -75,6 +75,6 @@ def test_a_line_that_is_missing_is_seen(
         return [line for line in lines if not line.startswith(spoiled)]
 
     monkeypatch.setattr(resume, "resume_lines", without)
-    found = resuming.run_cell("torch/torch-optim/module", tmp_path / "run")
-    assert found["loads"] is (spoiled == "optimizer.load_state_dict(")
-    assert not found["goes_on"]
+    result = resuming.run_cell("torch/torch-optim/module", tmp_path / "run")
+    assert result["loads"] is (spoiled == "optimizer.load_state_dict(")
+    assert not result["goes_on"]

@@ -59,10 +59,12 @@ def moved(state: TrainState, case: Case) -> Moved:
     live, move = load(REAL, state), mover(REAL, state, "compiled")
     for grads in case.grads:
         live = move(live, {path: np.asarray(grad, np.float64) for path, grad in grads.items()}, RATE)
-    found = {(path, "param"): param for path, param in live.params.items()}
-    for path, own in live.slots.items():
-        found |= {(path, averaged(state.rules.get(path), name)): slot for name, slot in own.items()}
-    return found
+    tensors_by_axes = {(path, "param"): param for path, param in live.params.items()}
+    for path, tensors in live.slots.items():
+        tensors_by_axes |= {
+            (path, averaged(state.rules.get(path), name)): slot for name, slot in tensors.items()
+        }
+    return tensors_by_axes
 
 
 def averaged(rule: Rule | None, slot: str) -> str:
@@ -97,12 +99,12 @@ def test_what_is_said_to_be_equal_is(schema: str, source: str, target: str, full
     way = change_rule(run.state, source, target)
     if way.exactness > Exactness.ROUNDING and full:
         return  # one of the many options given can't be had there: what it would do instead has no rule
-    found = apart(moved(run.state, run), moved(way.state, run))
+    different = apart(moved(run.state, run), moved(way.state, run))
     if way.exactness <= Exactness.ROUNDING:
-        assert not found, way
+        assert not different, way
     elif schema != "scaled_adam":  # whose generations differ in what few updates reach
         worse = {(schema, one.what) for one in way.differences if one.exactness > Exactness.ROUNDING}
-        assert found or worse & EDGE, way
+        assert different or worse & EDGE, way
 
 
 @pytest.mark.parametrize(
@@ -173,9 +175,9 @@ def test_a_rule_that_the_target_has_is_no_crossing() -> None:
 
 def test_the_nearest_of_several_rules_is_taken() -> None:
     state = adafactor("t5x", (8,))
-    found = best_rule_change(state, ("t5x",), ("torch", "hf"))
-    assert (found.target, found.exactness) == ("hf", Exactness.ROUNDING)
-    group = found.state.optimizer.groups[0].hyperparameters
+    change = best_rule_change(state, ("t5x",), ("torch", "hf"))
+    assert (change.target, change.exactness) == ("hf", Exactness.ROUNDING)
+    group = change.state.optimizer.groups[0].hyperparameters
     assert (group["relative_step"], group["weight_decay_rate"], group["beta1"]) == (False, 0.0, None)
 
 
@@ -183,10 +185,10 @@ def test_a_full_second_moment_is_averaged_where_the_target_factors_everything() 
     state = adafactor("t5x")
     way = change_rule(state, "t5x", "hf")
     full = state.slots["w"]["v"].read().astype(np.float64)
-    own = way.state.slots["w"]
+    slots = way.state.slots["w"]
     assert way.exactness == Exactness.STATISTICS
-    np.testing.assert_array_equal(own["v_row"].read(), full.mean(1).astype(np.float32))
-    np.testing.assert_array_equal(own["v_col"].read(), full.mean(0).astype(np.float32))
+    np.testing.assert_array_equal(slots["v_row"].read(), full.mean(1).astype(np.float32))
+    np.testing.assert_array_equal(slots["v_col"].read(), full.mean(0).astype(np.float32))
     assert way.state.rules["w"].axes == (Axis.ROW, Axis.COLUMN)
 
 
@@ -223,8 +225,8 @@ def test_parameters_kept_from_decay_by_name_become_a_group() -> None:
     group = Group(("w", "bias"), settings, dict.fromkeys(settings, "given"))
     adam = TrainState(both, {}, Optimizer("adamw", "gpt_neo", (group,)), Counts(1, 1))
     way = change_rule(adam, "gpt_neo", "torch")
-    found = [(g.paths, g.hyperparameters["weight_decay_rate"]) for g in way.state.optimizer.groups]
-    assert found == [(("w",), 0.1), (("bias",), 0.0)]
+    decays = [(g.paths, g.hyperparameters["weight_decay_rate"]) for g in way.state.optimizer.groups]
+    assert decays == [(("w",), 0.1), (("bias",), 0.0)]
     assert "exclude_from_weight_decay" not in worse(way)
 
 

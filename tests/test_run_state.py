@@ -45,7 +45,7 @@ def test_a_schedule_of_mxnet_is_an_inert_record() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "found"),
+    ("path", "counts"),
     [
         (TRAINER, {"trainer": 1, "epoch": 1, "random": 1, "schedule": 1}),
         (LIGHTNING, {"trainer": 1, "epoch": 1, "schedule": 1}),
@@ -53,11 +53,11 @@ def test_a_schedule_of_mxnet_is_an_inert_record() -> None:
         (OPTAX, {"data": 1}),
     ],
 )
-def test_the_parts_of_a_run_are_found_by_name(path: Path, found: dict[str, int]) -> None:
+def test_the_parts_of_a_run_are_found_by_name(path: Path, counts: dict[str, int]) -> None:
     if not path.exists():
         pytest.skip("not among the compact recordings")
     document = run(path).to_json()
-    assert {what: len(parts) for what, parts in document.items()} == found
+    assert {what: len(parts) for what, parts in document.items()} == counts
 
 
 def test_a_trainer_is_said_by_its_plain_values() -> None:
@@ -68,7 +68,7 @@ def test_a_trainer_is_said_by_its_plain_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "kind"),
+    ("arguments", "kind"),
     [
         ({"step_size": 3, "gamma": 0.1}, "StepLR"),
         ({"milestones": {2: 1}, "gamma": 0.1}, "MultiStepLR"),
@@ -78,10 +78,10 @@ def test_a_trainer_is_said_by_its_plain_values() -> None:
         ({"unheard": 1}, None),
     ],
 )
-def test_kinds_are_told_apart(held: dict[str, Any], kind: str | None) -> None:
-    record = {**held, "base_lrs": [0.1], "last_epoch": 7, "_step_count": 8, "_last_lr": [0.05]}
+def test_kinds_are_told_apart(arguments: dict[str, Any], kind: str | None) -> None:
+    record = {**arguments, "base_lrs": [0.1], "last_epoch": 7, "_step_count": 8, "_last_lr": [0.05]}
     (schedule,) = run_of({"torch": {"scheduler": record}}).schedules
-    assert (schedule.kind, schedule.at, schedule.parameters) == (kind, 7, {**held, "base_lrs": [0.1]})
+    assert (schedule.kind, schedule.at, schedule.parameters) == (kind, 7, {**arguments, "base_lrs": [0.1]})
 
 
 def test_eden_and_accumulation_are_found() -> None:
@@ -92,10 +92,10 @@ def test_eden_and_accumulation_are_found() -> None:
         "optax": {"tree": {"opt_state": {"mini_step": 1, "inner": [None]}}},
         "ties": {"head/weight": "emb/weight"},
     }
-    found = run_of(extra)
-    assert (found.schedules[0].kind, found.schedules[0].at) == ("Eden", 12)
-    assert [(part.what, part.value) for part in found.parts] == [("accumulation", 1)]
-    assert found.to_json()["ties"] == {"head/weight": "emb/weight"}
+    run = run_of(extra)
+    assert (run.schedules[0].kind, run.schedules[0].at) == ("Eden", 12)
+    assert [(part.what, part.value) for part in run.parts] == [("accumulation", 1)]
+    assert run.to_json()["ties"] == {"head/weight": "emb/weight"}
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_kinds_are_those_of_torch_itself(kind: str, arguments: dict[str, Any]) -
     for _ in range(3):
         optimizer.step()
         made.step()
-    held = {key: value for key, value in made.state_dict().items() if key != "anneal_func"}
-    (schedule,) = run_of({"torch": {"scheduler": held}}).schedules
+    record = {key: value for key, value in made.state_dict().items() if key != "anneal_func"}
+    (schedule,) = run_of({"torch": {"scheduler": record}}).schedules
     assert (schedule.kind, schedule.at) == (kind, 3)
 
 

@@ -54,10 +54,10 @@ def entry(dtype: str = "F32", shape: Any = (1,), offsets: Any = (0, 4), **more: 
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets, **more}
 
 
-def same(found: OpenFile, arrays: dict[str, Array]) -> None:
-    assert found.tensors.keys() == arrays.keys()
+def same(opened: OpenFile, arrays: dict[str, Array]) -> None:
+    assert opened.tensors.keys() == arrays.keys()
     for name, array in arrays.items():
-        tensor = found.tensors[name]
+        tensor = opened.tensors[name]
         assert (tensor.shape, tensor.dtype) == (array.shape, array.dtype)
         assert tensor.read().tobytes() == array.tobytes()
 
@@ -71,23 +71,23 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
 
 def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
     save_file(ARRAYS, tmp_path / "x.safetensors", {"some": "note"})
-    found = open_safetensors(tmp_path / "x.safetensors")
-    same(found, ARRAYS)
-    assert found.metadata == {"some": "note"}
-    found.close()
+    opened = open_safetensors(tmp_path / "x.safetensors")
+    same(opened, ARRAYS)
+    assert opened.metadata == {"some": "note"}
+    opened.close()
 
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d != "complex128"])
 def test_every_dtype_goes_both_ways(tmp_path: Path, dtype: str) -> None:
     array = np.arange(6).astype(DTYPES[dtype]).reshape(2, 3)
-    found = open_safetensors(ours(tmp_path / "ours", {"a": array}))
-    same(found, {"a": array})
-    found.close()
+    opened = open_safetensors(ours(tmp_path / "ours", {"a": array}))
+    same(opened, {"a": array})
+    opened.close()
     save_file({"a": array}, tmp_path / "theirs")
     assert (tmp_path / "theirs").read_bytes()[-array.nbytes :] == array.tobytes()
-    found = open_safetensors(tmp_path / "theirs")
-    same(found, {"a": array})
-    found.close()
+    opened = open_safetensors(tmp_path / "theirs")
+    same(opened, {"a": array})
+    opened.close()
 
 
 def test_tensors_are_aligned_to_their_elements(tmp_path: Path) -> None:
@@ -104,22 +104,22 @@ def test_the_headers_digest_covers_all_before_the_data(tmp_path: Path) -> None:
     with path.open("wb") as output:
         digest = save_safetensors({"a": in_memory(np.zeros(2))}, output, stream, {})
     assert digest == bytes_digest(path.read_bytes()[:-16])
-    found = open_safetensors(path)
-    assert found.header_digest == digest
-    found.close()
+    opened = open_safetensors(path)
+    assert opened.header_digest == digest
+    opened.close()
 
 
 def test_every_block_is_read_by_itself(tmp_path: Path) -> None:
     array = np.arange(2 * 3 * 4, dtype=np.int32).reshape(2, 3, 4)
-    found = open_safetensors(ours(tmp_path / "x", {"first": np.zeros(5), "a": array}))
+    opened = open_safetensors(ours(tmp_path / "x", {"first": np.zeros(5), "a": array}))
     cuts = [[slice(i, j) for i in range(n + 1) for j in range(i, n + 1)] for n in array.shape]
     for index in itertools.product(*cuts):
-        assert np.array_equal(found.tensors["a"].read(index), array[index])
-    found.close()
+        assert np.array_equal(opened.tensors["a"].read(index), array[index])
+    opened.close()
 
 
 def test_a_block_costs_no_more_than_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = open_safetensors(ours(tmp_path / "x", {"a": np.zeros((1000, 8), np.float32)}))
+    opened = open_safetensors(ours(tmp_path / "x", {"a": np.zeros((1000, 8), np.float32)}))
     read: list[int] = []
     real = os.preadv
 
@@ -128,24 +128,24 @@ def test_a_block_costs_no_more_than_its_bytes(tmp_path: Path, monkeypatch: pytes
         return read[-1]
 
     monkeypatch.setattr(os, "preadv", counting)
-    found.tensors["a"].read((slice(10, 20), slice(0, 8)))
+    opened.tensors["a"].read((slice(10, 20), slice(0, 8)))
     assert read == [10 * 8 * 4]
-    found.close()
+    opened.close()
 
 
 def test_a_closed_file_isnt_read(tmp_path: Path) -> None:
-    found = open_safetensors(ours(tmp_path / "x", ARRAYS))
-    found.close()
+    opened = open_safetensors(ours(tmp_path / "x", ARRAYS))
+    opened.close()
     with (tmp_path / "x").open("rb"), pytest.raises(ValueError, match="closed"):
-        found.tensors["matrix"].read()
+        opened.tensors["matrix"].read()
 
 
 def test_a_file_that_shrinks_while_open_is_an_error(tmp_path: Path) -> None:
-    found = open_safetensors(ours(tmp_path / "x", ARRAYS))
+    opened = open_safetensors(ours(tmp_path / "x", ARRAYS))
     os.truncate(tmp_path / "x", 200)
     with pytest.raises(CorruptError, match="ends before"):
-        [tensor.read() for tensor in found.tensors.values()]
-    found.close()
+        [tensor.read() for tensor in opened.tensors.values()]
+    opened.close()
 
 
 BAD: dict[str, tuple[Any, bytes, str]] = {
@@ -241,10 +241,10 @@ def test_our_rules_are_at_least_the_librarys(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_bool_that_is_neither_is_corrupt(tmp_path: Path) -> None:
-    found = open_safetensors(raw(tmp_path / "x", {"a": entry("BOOL", (2,), (0, 2))}, b"\1\2"))
+    opened = open_safetensors(raw(tmp_path / "x", {"a": entry("BOOL", (2,), (0, 2))}, b"\1\2"))
     with pytest.raises(CorruptError, match="neither 0 nor 1"):
-        found.tensors["a"].read()
-    found.close()
+        opened.tensors["a"].read()
+    opened.close()
 
 
 @pytest.mark.parametrize(
@@ -278,11 +278,11 @@ def test_every_truncation_and_many_flips_of_a_header_are_typed_errors_or_harmles
         bad[bit // 8] ^= 1 << bit % 8
         path.write_bytes(bad)
         try:
-            found = open_safetensors(path)
+            opened = open_safetensors(path)
         except StatekitError:
             continue
-        assert found.header_digest != digest  # what is still valid differs in its digest
-        found.close()
+        assert opened.header_digest != digest  # what is still valid differs in its digest
+        opened.close()
 
 
 def test_a_huge_tensor_is_written_in_blocks() -> None:

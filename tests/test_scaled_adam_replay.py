@@ -77,14 +77,14 @@ def test_the_resumed_bfloat16_run_is_judged_too() -> None:
 
 @pytest.mark.parametrize("path", ALL)
 def test_batches_split_into_members_and_stack_back_bit_for_bit(path: Path) -> None:
-    own = system("scaled_adam")
+    form = system("scaled_adam")
     with open_recording(path) as recording:
         for trajectory in recording.trajectories:
             states = recording.states(trajectory)
             for step in range(trajectory.first, recording.last + 1):
                 prefix = f"{step}/"
                 native = {name[len(prefix) :]: t for name, t in states.items() if name.startswith(prefix)}
-                again = own.encode(
+                again = form.encode(
                     recording.state(step, trajectory, max(step, 1)), recording.phase(max(step, 1))
                 )
                 assert set(again) == set(native)
@@ -193,11 +193,11 @@ def betas_swapped(state: TrainState) -> TrainState:
 
 def rms_recomputed(state: TrainState) -> TrainState:
     slots = {}
-    for path, own in state.slots.items():
-        if "param_rms" in own:
+    for path, tensors in state.slots.items():
+        if "param_rms" in tensors:
             p = state.params[path].read()
-            fresh = np.sqrt(np.mean(p * p, keepdims=True)).astype(own["param_rms"].dtype)
-            slots[path] = {**own, "param_rms": in_memory(fresh, "param_rms")}
+            fresh = np.sqrt(np.mean(p * p, keepdims=True)).astype(tensors["param_rms"].dtype)
+            slots[path] = {**tensors, "param_rms": in_memory(fresh, "param_rms")}
     return with_slots(state, slots)
 
 

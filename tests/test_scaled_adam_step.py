@@ -236,8 +236,8 @@ def test_low_precision_keeps_its_dtypes(xp: Backend, variant: str, dtype: str) -
     p, g = (x.astype(DTYPES[dtype]) for x in arrays(3, 5))
     after = run(xp, state_of({"w": p}, variant), {"w": g}, {"w": g})
     assert read(after, "w").dtype == DTYPES[dtype]
-    held = {tensor.dtype.name for tensor in after.slots["w"].values()}
-    assert held == ({dtype} if variant == "pt7" else {"float32"})
+    dtypes = {tensor.dtype.name for tensor in after.slots["w"].values()}
+    assert dtypes == ({dtype} if variant == "pt7" else {"float32"})
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3)])
@@ -300,8 +300,8 @@ def test_a_traced_decay_correction_keeps_its_digits() -> None:
 
 @pytest.mark.parametrize("beta2", [0.5, 0.6, 0.8, 0.95, 0.97, 0.98, 0.99, 0.999, 0.1, 0.01])
 def test_the_last_corrected_update_is_the_one_that_float64_finds(beta2: float) -> None:
-    found = corrected_updates(beta2)
-    assert [1.0 - beta2 ** (k + 1) < 0.99 for k in range(found + 3)] == [k < found for k in range(found + 3)]
+    first = corrected_updates(beta2)
+    assert [1.0 - beta2 ** (k + 1) < 0.99 for k in range(first + 3)] == [k < first for k in range(first + 3)]
 
 
 def test_pytorchs_promotion() -> None:

@@ -59,15 +59,15 @@ def optimizer() -> torch.optim.Optimizer:
 
 def stepped(schedule: Any, times: int) -> list[list[float]]:
     """Returns the rates of updates, before each of which the schedule stood."""
-    found = []
+    rates = []
     for _ in range(times):
-        found.append([group["lr"] for group in schedule.optimizer.param_groups])
+        rates.append([group["lr"] for group in schedule.optimizer.param_groups])
         schedule.optimizer.step()
         schedule.step()
-    return found
+    return rates
 
 
-def held(schedule: Any) -> dict[str, Any]:
+def state_of(schedule: Any) -> dict[str, Any]:
     """Returns its state as a file has it."""
     state = dict(schedule.state_dict())
     if "_schedulers" in state:
@@ -101,11 +101,11 @@ def check(rates: Rates, due: list[float]) -> None:
 def test_pytorchs_schedules_go_on_elsewhere_at_their_own_rates(name: str) -> None:
     schedule = TORCH[name](optimizer())
     stepped(schedule, DONE)
-    [found] = run_of({"torch": {"scheduler": held(schedule)}}).schedules
-    assert len(found.rates) == 2
+    [run_schedule] = run_of({"torch": {"scheduler": state_of(schedule)}}).schedules
+    assert len(run_schedule.rates) == 2
     due = stepped(schedule, MORE)
     for group in range(2):
-        rates = found.of_group(group)
+        rates = run_schedule.of_group(group)
         assert isinstance(rates, Rates), rates
         check(rates, [one[group] for one in due])
 
@@ -114,16 +114,18 @@ def test_pytorchs_schedules_go_on_elsewhere_at_their_own_rates(name: str) -> Non
 def test_trainers_arguments_tell_its_schedule(name: str) -> None:
     from transformers.optimization import get_scheduler
 
-    told = TRANSFORMERS[name]
-    special = {"scheduler_specific_kwargs": told.get("lr_scheduler_kwargs")}
-    schedule = get_scheduler(name, optimizer(), told.get("warmup_steps", 0), told["max_steps"], **special)
+    arguments_of = TRANSFORMERS[name]
+    special = {"scheduler_specific_kwargs": arguments_of.get("lr_scheduler_kwargs")}
+    schedule = get_scheduler(
+        name, optimizer(), arguments_of.get("warmup_steps", 0), arguments_of["max_steps"], **special
+    )
     stepped(schedule, DONE)
-    arguments = {"lr_scheduler_type": name, "learning_rate": 0.1, **told}
-    extra = {"torch": {"scheduler": held(schedule), TRAINER_ARGUMENTS: arguments}}
-    [found] = run_of(extra).schedules
+    arguments = {"lr_scheduler_type": name, "learning_rate": 0.1, **arguments_of}
+    extra = {"torch": {"scheduler": state_of(schedule), TRAINER_ARGUMENTS: arguments}}
+    [run_schedule] = run_of(extra).schedules
     due = stepped(schedule, MORE)
     for group in range(2):
-        rates = found.of_group(group)
+        rates = run_schedule.of_group(group)
         assert isinstance(rates, Rates), rates
         check(rates, [one[group] for one in due])
 
@@ -156,7 +158,7 @@ def mxnet_due(kind: str, state: dict[str, Any], number: int) -> float:
 
 @pytest.mark.parametrize("warmup", [0, 1, 12])
 @pytest.mark.parametrize(
-    ("kind", "own"),
+    ("kind", "settings"),
     [
         ("FactorScheduler", {"step": 4, "factor": 0.7, "stop_factor_lr": 1e-3, "count": 0}),
         ("MultiFactorScheduler", {"step": [6, 21, 33], "factor": 0.3, "cur_step_ind": 0, "count": 0}),
@@ -165,15 +167,21 @@ def mxnet_due(kind: str, state: dict[str, Any], number: int) -> float:
     ],
 )
 def test_mxnets_schedules_go_on_elsewhere_at_their_own_rates(
-    kind: str, own: dict[str, Any], warmup: int
+    kind: str, settings: dict[str, Any], warmup: int
 ) -> None:
-    state = {"base_lr": 0.04, "warmup_steps": warmup, "warmup_begin_lr": 0.01, "warmup_final_lr": 0.04, **own}
-    state |= {"warmup_mode": "linear", "max_steps": own.get("max_update", 0) - warmup}
+    state = {
+        "base_lr": 0.04,
+        "warmup_steps": warmup,
+        "warmup_begin_lr": 0.01,
+        "warmup_final_lr": 0.04,
+        **settings,
+    }
+    state |= {"warmup_mode": "linear", "max_steps": settings.get("max_update", 0) - warmup}
     for number in range(1, DONE + 1):
         mxnet_due(kind, state, number)
     record = Record(f"mxnet.lr_scheduler.{kind}", (), dict(state))
-    [found] = run_of({"mxnet": {"attributes": {"lr_scheduler": record}}}).schedules
-    rates = found.of_group(0)
+    [run_schedule] = run_of({"mxnet": {"attributes": {"lr_scheduler": record}}}).schedules
+    rates = run_schedule.of_group(0)
     assert isinstance(rates, Rates), rates
     check(rates, [mxnet_due(kind, state, DONE + 1 + i) for i in range(MORE)])
 
@@ -190,13 +198,13 @@ def test_what_is_no_such_function_is_named(
     make: Made, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     net = torch.nn.Linear(3, 2)
-    own = torch.optim.AdamW(net.parameters(), lr=0.1)
-    schedule = make(own)
+    adamw = torch.optim.AdamW(net.parameters(), lr=0.1)
+    schedule = make(adamw)
     for param in net.parameters():
         param.grad = torch.ones_like(param)
-    own.step()
+    adamw.step()
     schedule.step(*([1.0] if "Plateau" in why else []))
-    state = {"model": net.state_dict(), "optimizer": own.state_dict(), "scheduler": schedule.state_dict()}
+    state = {"model": net.state_dict(), "optimizer": adamw.state_dict(), "scheduler": schedule.state_dict()}
     torch.save(state, tmp_path / "run.pt")
     assert main(["convert", str(tmp_path / "run.pt"), str(tmp_path / "out"), "--to", "orbax"]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -208,14 +216,14 @@ def test_what_is_no_such_function_is_named(
 
 def test_a_schedule_that_counts_epochs_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     net = torch.nn.Linear(3, 2)
-    own = torch.optim.AdamW(net.parameters(), lr=0.1)
-    schedule = torch_schedules.StepLR(own, 3)
+    adamw = torch.optim.AdamW(net.parameters(), lr=0.1)
+    schedule = torch_schedules.StepLR(adamw, 3)
     for _ in range(5):
         for param in net.parameters():
             param.grad = torch.ones_like(param)
-        own.step()
+        adamw.step()
     schedule.step()
-    state = {"model": net.state_dict(), "optimizer": own.state_dict(), "scheduler": schedule.state_dict()}
+    state = {"model": net.state_dict(), "optimizer": adamw.state_dict(), "scheduler": schedule.state_dict()}
     torch.save(state, tmp_path / "run.pt")
     assert main(["convert", str(tmp_path / "run.pt"), str(tmp_path / "out"), "--to", "orbax"]) == 0
     assert "StepLR stands at 1 after 5 updates" in " ".join(capsys.readouterr().out.split())

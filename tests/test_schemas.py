@@ -35,10 +35,10 @@ def read(name: str) -> Data:
 
 def faults(data: Data) -> list[str]:
     """Everything wrong with one file: against the JSON Schema, else between its parts."""
-    found = sorted(
+    violations = sorted(
         f"{e.json_path}: {e.message}" for e in jsonschema.Draft202012Validator(META).iter_errors(data)
     )
-    return found or [*_part_faults(data), *_setting_faults(data), *_constant_faults(data)]
+    return violations or [*_part_faults(data), *_setting_faults(data), *_constant_faults(data)]
 
 
 def _part_faults(data: Data) -> Iterator[str]:
@@ -65,16 +65,18 @@ def _part_faults(data: Data) -> Iterator[str]:
 def _setting_faults(data: Data) -> Iterator[str]:
     hyperparameters = data["hyperparameters"]
     for name, variant in data["variants"].items():
-        own = {**variant["fixed"], **variant["defaults"]}
+        settings = {**variant["fixed"], **variant["defaults"]}
         yield from (
             f"{name} both offers and fixes {key}" for key in set(variant["fixed"]) & set(variant["defaults"])
         )
-        yield from (f"{name} has unknown hyperparameter {key}" for key in set(own) - set(hyperparameters))
+        yield from (
+            f"{name} has unknown hyperparameter {key}" for key in set(settings) - set(hyperparameters)
+        )
         for key, spec in hyperparameters.items():
-            if key not in own and "if_absent" not in spec:
+            if key not in settings and "if_absent" not in spec:
                 yield f"{name} doesn't say {key}"
                 continue
-            value = own.get(key, spec.get("if_absent"))
+            value = settings.get(key, spec.get("if_absent"))
             if not _fits(value, spec):
                 yield f"{name}: {key} can't be {value}"
             if name == data["reference"] and value != spec["default"]:
@@ -190,7 +192,7 @@ def test_broken_copy_is_refused(path: str, value: object, fault: str) -> None:
         del part[last]
     else:
         part[last] = value
-    assert any(fault in found for found in faults(data)), faults(data)
+    assert any(fault in one for one in faults(data)), faults(data)
 
 
 def test_slots_are_those_of_the_design() -> None:

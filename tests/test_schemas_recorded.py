@@ -38,14 +38,14 @@ CHANGED_GRADIENTS = {
 
 
 def _recordings() -> list[tuple[Path, str]]:
-    found = []
+    recordings = []
     for bundle in (b for system in VARIANTS for b in bundles(system)):
         meta = json.loads((bundle / "meta.json").read_text(encoding="utf-8"))
         adafactor = "adafactor" in meta["optimizer"].lower() and "Multi" not in meta["optimizer"]
         if adafactor and bundle.name not in CHANGED_GRADIENTS and not meta["extra"].get("global_step_start"):
             early = bundle.name.startswith("early")
-            found.append((bundle, "t2t_early" if early else VARIANTS[bundle.parent.name]))
-    return found
+            recordings.append((bundle, "t2t_early" if early else VARIANTS[bundle.parent.name]))
+    return recordings
 
 
 def averaged(
@@ -93,7 +93,7 @@ def mistakes(bundle: Path, variant: str, constants: Mapping[str, Any]) -> list[s
         stored = {
             (path, canonical.get(slot.rpartition(".")[2])): key for key, (path, _, slot) in parts.items()
         }
-        found = []
+        wrong = []
         for path, averaged_axes in axes.items():
             for i, slot in enumerate(("v_row", "v_col")):
                 value = file.get_tensor(stored[path, slot]) if (path, slot) in stored else np.zeros(1)
@@ -105,8 +105,8 @@ def mistakes(bundle: Path, variant: str, constants: Mapping[str, Any]) -> list[s
                     )
                     right = value.shape == mean.shape and np.allclose(value, mean, rtol=1e-5, atol=1e-12)
                 if not right:
-                    found.append(f"{path} {slot}")
-    return found
+                    wrong.append(f"{path} {slot}")
+    return wrong
 
 
 RECORDINGS = _recordings()

@@ -46,7 +46,7 @@ def copied(source: Path, target: Path) -> Path:
 
 def at(row: Row, folder: Path) -> Path:
     """Returns a copy of a sample's checkpoint."""
-    sample = row.found(folder)
+    sample = row.sample_in(folder)
     root = sample.root or sample.path
     copy = copied(root, folder / "copy" / root.name)
     return copy / sample.path.relative_to(root) if sample.path != root else copy

@@ -67,11 +67,11 @@ class Fault:
     @contextmanager
     def made(self, state: TrainState) -> Iterator[None]:
         """Lets our side err about the optimizer of a state."""
-        told = variant_constants(state.optimizer.schema, str(state.optimizer.variant))
+        constants = variant_constants(state.optimizer.schema, str(state.optimizer.variant))
         with pytest.MonkeyPatch.context() as patch:
             for name, value in self.constants.items():
-                assert told[name] != value, f"{name} is {value} by right"
-                patch.setitem(told, name, value)
+                assert constants[name] != value, f"{name} is {value} by right"
+                patch.setitem(constants, name, value)
             for place, name, wrong in self.code:
                 if isinstance(place, Mapping):
                     patch.setitem(place, name, wrong(place[name]))
@@ -122,8 +122,8 @@ def recorded(case: str) -> Recorded:
 
 def enough(state: TrainState) -> list[str]:
     """Returns all parameters if something acts on them jointly, else one of each kind, square ones first."""
-    told = state.optimizer.groups[0].hyperparameters
-    if told.get("global_norm_clip_threshold") or state.optimizer.schema == "scaled_adam":
+    hyperparameters = state.optimizer.groups[0].hyperparameters
+    if hyperparameters.get("global_norm_clip_threshold") or state.optimizer.schema == "scaled_adam":
         return list(state.params)
     kinds: dict[Any, str] = {}
     for path, tensor in state.params.items():
@@ -134,36 +134,38 @@ def enough(state: TrainState) -> list[str]:
 
 @cache
 def bounds(case: str, contracts: bool, sqrt_units: float) -> tuple[Mapping[tuple[str, str], Interval], ...]:
-    told = recorded(case)
-    roots = max(told.sqrt_units, sqrt_units)
-    xp = IntervalBackend(contracts or told.execution == "compiled", sqrt_units=roots)
-    move, found = mover(xp, told.moments[0].before, told.execution), []
-    for moment in told.moments:
-        live = move(load(xp, moment.before), held(xp, moment.grads), moment.rate)
-        found.append(named(live.params, live.slots, live.shared))
-    return tuple(found)
+    recording = recorded(case)
+    roots = max(recording.sqrt_units, sqrt_units)
+    xp = IntervalBackend(contracts or recording.execution == "compiled", sqrt_units=roots)
+    move, intervals = mover(xp, recording.moments[0].before, recording.execution), []
+    for moment in recording.moments:
+        live = move(load(xp, moment.before), loaded_grads(xp, moment.grads), moment.rate)
+        intervals.append(named(live.params, live.slots, live.shared))
+    return tuple(intervals)
 
 
-def held(xp: Backend, grads: Mapping[str, Array]) -> dict[str, Any]:
+def loaded_grads(xp: Backend, grads: Mapping[str, Array]) -> dict[str, Any]:
     return {path: xp.asarray(grad) for path, grad in grads.items()}
 
 
 @cache
 def right_move(case: str, name: str) -> Move:
-    told = recorded(case)
-    return mover(backend(name), told.moments[0].before, told.execution)
+    recording = recorded(case)
+    return mover(backend(name), recording.moments[0].before, recording.execution)
 
 
 def noticed(fault: Fault, xp: Backend) -> str:
     """Returns the first element that leaves the bound; "" if none does."""
-    told, right = recorded(fault.case), bounds(fault.case, xp.contracts, xp.sqrt_units)
-    before = told.moments[0].before
+    recording, right = recorded(fault.case), bounds(fault.case, xp.contracts, xp.sqrt_units)
+    before = recording.moments[0].before
     with fault.made(before):
         wrong = fault.seen(before) if fault.moves_wrongly else None
-        move = mover(xp, wrong, told.execution) if wrong else right_move(fault.case, xp.name)
-        for moment, bound in zip(told.moments, right, strict=True):
+        move = mover(xp, wrong, recording.execution) if wrong else right_move(fault.case, xp.name)
+        for moment, bound in zip(recording.moments, right, strict=True):
             mine = fault.seen(moment.before)
-            after = tensors(store(xp, move(load(xp, mine), held(xp, moment.grads), moment.rate), mine))
+            after = tensors(
+                store(xp, move(load(xp, mine), loaded_grads(xp, moment.grads), moment.rate), mine)
+            )
             for key, tensor in after.items():
                 value, old = tensor.read(), tensors(moment.before)[key].read()
                 row = compare(moment.update, *key, value, value, old, bound[key])
@@ -175,9 +177,9 @@ def noticed(fault: Fault, xp: Backend) -> str:
 def swapped(state: TrainState) -> TrainState:
     """Takes rows for columns where shapes don't tell."""
     slots = {
-        path: {**own, "v_row": own["v_col"], "v_col": own["v_row"]}
-        for path, own in state.slots.items()
-        if "v_row" in own and own["v_row"].shape == own["v_col"].shape
+        path: {**tensors, "v_row": tensors["v_col"], "v_col": tensors["v_row"]}
+        for path, tensors in state.slots.items()
+        if "v_row" in tensors and tensors["v_row"].shape == tensors["v_col"].shape
     }
     assert slots
     return replace(state, slots={**state.slots, **slots})

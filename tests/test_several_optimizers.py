@@ -65,8 +65,8 @@ def test_each_group_is_of_its_own_optimizer(wrapper: str, container: str, files:
         by_schema = {group.schema: {*group.paths} for group in state.optimizer.groups}
         assert by_schema == {"adafactor": {*BIG}, "adamw": {*SMALL}}
         assert state.counts.updates == SAVED
-        held = {path: {*own} for path, own in state.slots.items()}
-        assert held == {
+        slot_names = {path: {*tensors} for path, tensors in state.slots.items()}
+        assert slot_names == {
             "emb/kernel": {"v_row", "v_col", "m"},
             "head/kernel": {"v", "m"},
             "norm/bias": {"m", "v"},
@@ -237,12 +237,12 @@ def test_a_part_without_a_schema_is_named_and_its_parameters_are_not_frozen(
     small = {path: np.ones(shape, np.float32) for path, shape in SHAPES.items()}
     params = nested(small)
     rules = {"big": getattr(optax, which, optax.sgd)(0.1), "small": optax.adamw(0.1)}
-    own = {"trace": optax.sgd(0.1, momentum=0.9)}
+    traced = {"trace": optax.sgd(0.1, momentum=0.9)}
     optimizer = (
         optax.contrib.muon(0.1)
         if which == "muon"
         else optax.partition(
-            {**rules, "big": own.get(which, rules["big"]), "fixed": optax.set_to_zero()}, nested(LABELS)
+            {**rules, "big": traced.get(which, rules["big"]), "fixed": optax.set_to_zero()}, nested(LABELS)
         )
     )
     file = saved(tmp_path / "run", "orbax", params, optimizer.init(params))
@@ -344,8 +344,8 @@ def test_the_text_of_the_updates_moves_each_group_by_its_own(files: Any) -> None
     after = store(xp, live, state)
     assert after.optimizer.kinds == state.optimizer.kinds and after.counts.updates == ALL
     fresh = initial(replace(state, slots={}))
-    assert {path: {*own} for path, own in fresh.slots.items()} == {
-        path: {*own} for path, own in state.slots.items()
+    assert {path: {*tensors} for path, tensors in fresh.slots.items()} == {
+        path: {*tensors} for path, tensors in state.slots.items()
     }
 
 
@@ -359,9 +359,9 @@ def test_a_drop_in_of_torch_goes_on_as_optax_does(foreach: bool, files: Any, tmp
     names = {path.replace("/", "."): path for path in SHAPES}
     saved_params = flat(run().saved[0])
     params = {name: torch.nn.Parameter(torch.from_numpy(saved_params[p].copy())) for name, p in names.items()}
-    told = {"adafactor/beta1": 0.9, "adamw/weight_decay": 0.1}
+    hparams = {"adafactor/beta1": 0.9, "adamw/weight_decay": 0.1}
     optimizer = st.load_optimizer(
-        files(), params.items(), lr={"adafactor": 1e-2, "adamw": 1e-3}, hparams=told
+        files(), params.items(), lr={"adafactor": 1e-2, "adamw": 1e-3}, hparams=hparams
     )
     assert isinstance(optimizer, st.Partition)
     for group in optimizer.param_groups:
@@ -397,9 +397,9 @@ def test_exchanged_schemas_go_on_otherwise(files: Any) -> None:
     params = {
         n: torch.nn.Parameter(torch.from_numpy(flat(run().saved[0])[p].copy())) for n, p in names.items()
     }
-    told = {"adafactor/beta1": 0.9, "adamw/weight_decay": 0.1}
+    hparams = {"adafactor/beta1": 0.9, "adamw/weight_decay": 0.1}
     optimizer = st.load_optimizer(
-        files(), params.items(), lr={"adafactor": 1e-3, "adamw": 1e-2}, hparams=told
+        files(), params.items(), lr={"adafactor": 1e-3, "adamw": 1e-2}, hparams=hparams
     )
     step(optimizer, params, names, SAVED, ALL)
     with pytest.raises(AssertionError):
@@ -514,13 +514,13 @@ def test_the_printed_lines_of_statekit_torch_go_on_as_optax_does_and_through_a_s
     """As they are printed, in a program of its own."""
     import torch
 
-    told = ("adafactor/learning_rate=0.01", "adafactor/beta1=0.9", "adamw/learning_rate=0.001")
+    said = ("adafactor/learning_rate=0.01", "adafactor/beta1=0.9", "adamw/learning_rate=0.001")
     planned = plan(
         files(),
         tmp_path / "out",
         to=to,
         layout="statekit-torch",
-        hints=hints(*told, "adamw/weight_decay=0.1"),
+        hints=hints(*said, "adamw/weight_decay=0.1"),
     )
     report = convert(planned)
     lines = resume_lines(of_plan(planned, report.files), planned.state)

@@ -34,13 +34,13 @@ def _found(path: Path) -> tuple[tuple[Container, Evidence], tuple[Layout, Eviden
 def test_what_is_found_is_what_all_together_find(
     row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = row.found(tmp_path).path
+    path = row.sample_in(tmp_path).path
     assert cards.containers_for(path)(row.sample.container)
     with registry.container(row.sample.container).open(path) as checkpoint:
         assert cards.layouts_for(checkpoint)(row.layout)
-    found = _found(path)
+    choice = _found(path)
     _ask_all(monkeypatch)
-    assert found == _found(path)
+    assert choice == _found(path)
 
 
 def test_signs_are_of_formats_that_there_are() -> None:

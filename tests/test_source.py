@@ -60,15 +60,15 @@ SOURCES: dict[str, Callable[[Files, Path], Source]] = {
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_reads_at_any_place(kind: str, files: Files, path: Path) -> None:
-    found = SOURCES[kind](files, path)
-    assert found.size == len(DATA)
+    source = SOURCES[kind](files, path)
+    assert source.size == len(DATA)
     for start, count in ((0, 0), (0, len(DATA)), (100, 7), (len(DATA) - 1, 1), (len(DATA), 0)):
-        assert bytes_at(found, start, count) == DATA[start : start + count]
+        assert bytes_at(source, start, count) == DATA[start : start + count]
     into = bytearray(5)
-    found.read_into(3, memoryview(into))
+    source.read_into(3, memoryview(into))
     assert into == DATA[3:8]
-    assert source_digest(found) == bytes_digest(DATA)
-    with as_file(found) as file:
+    assert source_digest(source) == bytes_digest(DATA)
+    with as_file(source) as file:
         file.seek(-4, os.SEEK_END)
         assert file.read() == DATA[-4:] and file.read(1) == b""
 
@@ -78,9 +78,9 @@ def test_reads_at_any_place(kind: str, files: Files, path: Path) -> None:
 def test_what_lies_outside_is_refused_before_it_is_allocated(
     kind: str, start: int, count: int, files: Files, path: Path
 ) -> None:
-    found = SOURCES[kind](files, path)
+    source = SOURCES[kind](files, path)
     with pytest.raises(CorruptError, match="ends before the data it declares"):
-        found.read(start, count)
+        source.read(start, count)
 
 
 def test_the_error_says_which_byte_of_which_file(files: Files, path: Path) -> None:
@@ -91,12 +91,12 @@ def test_the_error_says_which_byte_of_which_file(files: Files, path: Path) -> No
 
 
 def test_a_file_that_shrinks_is_an_error_and_not_a_signal(files: Files, path: Path) -> None:
-    found = files.source(path)
-    found.read(0, 10)
+    file = files.source(path)
+    file.read(0, 10)
     os.truncate(path, 100)
-    assert bytes_at(found, 0, 100) == DATA[:100]
+    assert bytes_at(file, 0, 100) == DATA[:100]
     with pytest.raises(CorruptError, match="ends before") as caught:
-        found.read(90, 20)
+        file.read(90, 20)
     assert f"byte 100 of {path}" in str(caught.value)
 
 
@@ -105,12 +105,12 @@ def test_only_regular_files_are_opened_and_no_fifo_is_waited_for(
     kind: str, tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a socket's path is short
-    place, held = Path("x"), None
+    place, listener = Path("x"), None
     if kind == "fifo":
         os.mkfifo(place)
     elif kind == "socket":
-        held = socket.socket(socket.AF_UNIX)
-        held.bind(str(place))
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(place))
     elif kind == "device":
         place = Path("/dev/null")
     else:
@@ -118,26 +118,26 @@ def test_only_regular_files_are_opened_and_no_fifo_is_waited_for(
     for opened in (files.source, lambda path: first_bytes(path, 4), read_small):
         with pytest.raises(RefusedError, match="regular file"):
             opened(place)
-    if held is not None:
-        held.close()
+    if listener is not None:
+        listener.close()
 
 
 def test_a_fifo_that_takes_a_files_place_is_refused_too(files: Files, path: Path) -> None:
-    found = files.source(path)
+    file = files.source(path)
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(RefusedError, match="regular file"):
-        found.read(0, 1)
+        file.read(0, 1)
 
 
 def test_a_file_that_takes_another_ones_place_is_not_taken_for_it(
     tmp_path: Path, files: Files, path: Path
 ) -> None:
-    found = files.source(path)
+    file = files.source(path)
     (tmp_path / "b").write_bytes(DATA)
     (tmp_path / "b").rename(path)
     with pytest.raises(CorruptError, match="replaced while"):
-        found.read(0, 1)
+        file.read(0, 1)
 
 
 def test_missing_and_unreadable_files_are_told_apart(tmp_path: Path, files: Files, path: Path) -> None:
@@ -161,9 +161,9 @@ def test_threads_read_one_file_side_by_side_though_few_stay_open(
             sources.append(files.source(tmp_path / f"{i}"))
 
         def check(seed: int) -> bool:
-            own = np.random.default_rng(seed)
+            random = np.random.default_rng(seed)
             for _ in range(300):
-                which, start = int(own.integers(8)), int(own.integers(49_000))
+                which, start = int(random.integers(8)), int(random.integers(49_000))
                 if bytes_at(sources[which], start, 1000) != contents[which][start : start + 1000]:
                     return False
             return True
@@ -183,21 +183,21 @@ def test_a_file_is_opened_once(path: Path, files: Files, monkeypatch: pytest.Mon
         return real(str(name), flags)
 
     monkeypatch.setattr(os, "open", counted)
-    found = files.source(path)
+    file = files.source(path)
     assert opened == []
     for start in range(100):
-        found.read(start, 1)
+        file.read(start, 1)
     assert opened == [path]
 
 
 def test_reading_after_closing_says_so(path: Path) -> None:
     with opening() as files:
-        found = files.source(path)
-        found.read(0, 1)
-    assert bytes_at(found, 0, 1) == DATA[:1]
+        file = files.source(path)
+        file.read(0, 1)
+    assert bytes_at(file, 0, 1) == DATA[:1]
     files.close()
     with pytest.raises(UsageError, match="closed"):
-        found.read(0, 1)
+        file.read(0, 1)
 
 
 def test_files_are_closed_where_opening_a_checkpoint_fails(path: Path) -> None:
@@ -248,9 +248,9 @@ def test_a_container_draws_on_the_budget_it_is_given(tmp_path: Path) -> None:
 
 
 def _open_below(folder: Path) -> int:
-    held = [os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if n.isdigit()
+    open_files = [os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if n.isdigit()
             and os.path.islink(f"/proc/self/fd/{n}")]  # fmt: skip
-    return sum(name.startswith(f"{folder}/") for name in held)
+    return sum(name.startswith(f"{folder}/") for name in open_files)
 
 
 OPENERS = {"open", "read_bytes", "read_text", "memmap", "mmap", "fromfile", "safe_open", "pread", "preadv"}
@@ -282,26 +282,28 @@ OURS = {"container", "chosen", "named", "TORCH", "arrays", "written", "self", "m
 
 def opening_calls(text: str) -> list[str]:
     """Returns the calls in a module that open files by themselves."""
-    found = []
+    calls = []
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.Call):
             continue
         call = node.func
         if isinstance(call, ast.Name) and call.id in OPENERS - {"read_text"}:
-            found.append(call.id)
+            calls.append(call.id)
         elif isinstance(call, ast.Attribute) and call.attr in OPENERS:
             owner = ast.unparse(call.value)
             containers = call.attr == "open" and {*owner.replace("(", ".").split(".")} & OURS
             if not containers and not owner.startswith("resources.files("):  # files of the package
-                found.append(ast.unparse(call))
-    return found
+                calls.append(ast.unparse(call))
+    return calls
 
 
 def test_no_module_opens_files_by_itself() -> None:
     tops = [ROOT / top for top in ("statekit", "converters", "cli")]
     modules = [path for top in tops for path in sorted(top.rglob("*.py"))]
-    found = {str(m.relative_to(ROOT)): {*opening_calls(m.read_text(encoding="utf-8"))} for m in modules}
-    assert {name: calls for name, calls in found.items() if calls} == {
+    calls_by_module = {
+        str(m.relative_to(ROOT)): {*opening_calls(m.read_text(encoding="utf-8"))} for m in modules
+    }
+    assert {name: calls for name, calls in calls_by_module.items() if calls} == {
         name: calls for name, (_, calls) in ALLOWED.items()
     }
 

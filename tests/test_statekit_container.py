@@ -181,12 +181,12 @@ def test_large_states_are_cut_into_shards_in_order(tmp_path: Path, monkeypatch: 
     with staged(tmp_path / "ckpt", "folder") as stage:
         CONTAINER.write(Encoded(tree, 0), stage)
         stage.commit(CONTAINER.open)
-    found = {}
+    shards = {}
     for path in sorted((tmp_path / "ckpt").glob("*.safetensors")):
         with safe_open(path, framework="np") as shard:
-            found[path.name] = "".join(sorted(shard.keys()))
+            shards[path.name] = "".join(sorted(shard.keys()))
     names = [f"tensors-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)]
-    assert found == dict(zip(names, ["ab", "c", "d", "e"], strict=True))
+    assert shards == dict(zip(names, ["ab", "c", "d", "e"], strict=True))
     with opened(tmp_path / "ckpt") as checkpoint:
         assert values(checkpoint.tensors) == values(tree)
 

@@ -57,7 +57,12 @@ def decoded(opt_state: Tree, **hints: Any) -> TrainState:
 
 
 @pytest.mark.parametrize(
-    "hang", [lambda own: own, lambda own: [None, own, {"count": count()}], lambda own: {"inner_state": own}]
+    "hang",
+    [
+        lambda state: state,
+        lambda state: [None, state, {"count": count()}],
+        lambda state: {"inner_state": state},
+    ],
 )
 def test_a_state_wherever_it_hangs(hang: Any) -> None:
     state = decoded(hang(ADAFACTOR))
@@ -135,13 +140,13 @@ def test_faults_are_named(change: dict[str, Any], error: str) -> None:
 
 def test_rules_are_told_or_open() -> None:
     params = {"w": full(3, 4, 4)}
-    own = {"count": count(), "v_row": {"w": full(3, 4)}, "v_col": {"w": full(3, 4)}}
-    tree = {"params": params, "opt_state": {**own, **{name: {"w": None} for name in ("v", "m", "average")}}}
+    state = {"count": count(), "v_row": {"w": full(3, 4)}, "v_col": {"w": full(3, 4)}}
+    tree = {"params": params, "opt_state": {**state, **{name: {"w": None} for name in ("v", "m", "average")}}}
     open_rule = LAYOUT.decode(checkpoint(tree), Hints()).rules["w"]
     assert open_rule.known_from == "assumed"
-    told = ["BATCH", "COLUMN", "ROW"]
-    given = LAYOUT.decode(checkpoint(tree), Hints({"factor_map": [["w", told]]})).rules["w"]
-    assert given == Rule(tuple(map(Axis, told)), "given")
+    labels = ["BATCH", "COLUMN", "ROW"]
+    given = LAYOUT.decode(checkpoint(tree), Hints({"factor_map": [["w", labels]]})).rules["w"]
+    assert given == Rule(tuple(map(Axis, labels)), "given")
     by_variant = LAYOUT.decode(checkpoint(tree), Hints(variant="hf")).rules["w"]
     assert by_variant == Rule((Axis.NONE, Axis.ROW, Axis.COLUMN), "file")
 
@@ -149,12 +154,12 @@ def test_rules_are_told_or_open() -> None:
 def test_another_systems_state_is_written_as_it_is() -> None:
     state = plain_state()
     tree = LAYOUT.encode(state).tree
-    own = tree["opt_state"]["inner_state"]  # empty and mask are frozen
-    assert own["v_row"]["dense"]["kernel"] is state.slots["dense/kernel"]["v_row"]
-    assert (own["v_row"]["dense"]["bias"], own["m"]["mask"]) == (None, None)
+    inner = tree["opt_state"]["inner_state"]  # empty and mask are frozen
+    assert inner["v_row"]["dense"]["kernel"] is state.slots["dense/kernel"]["v_row"]
+    assert (inner["v_row"]["dense"]["bias"], inner["m"]["mask"]) == (None, None)
     again = LAYOUT.decode(checkpoint(tree), Hints())
-    assert {p: values(own) for p, own in again.slots.items()} == {
-        p: values(own) for p, own in state.slots.items()
+    assert {p: values(tensors) for p, tensors in again.slots.items()} == {
+        p: values(tensors) for p, tensors in state.slots.items()
     }
 
 
@@ -167,11 +172,11 @@ def odd(*groups: Group, **changes: Any) -> TrainState:
 def test_what_lies_beside_the_optimizer_goes_along() -> None:
     first = adam()
     chain = [first, None, {"count": count(3)}]
-    held = {"opt_state": injected(chain, b1=0.5), "params": PARAMS, "rng": full(2), "step": count()}
-    state = OPTAX.decode(checkpoint(held, meta={"items": ["a", "b"]}, step=9), Hints())
+    tree = {"opt_state": injected(chain, b1=0.5), "params": PARAMS, "rng": full(2), "step": count()}
+    state = OPTAX.decode(checkpoint(tree, meta={"items": ["a", "b"]}, step=9), Hints())
     encoded = LAYOUT.encode(state)
     assert encoded.tree["opt_state"].keys() == {"count", *OWN_FIELDS["adamw"]}
-    same_tree({**encoded.tree, "opt_state": None}, {**held, "opt_state": None})
+    same_tree({**encoded.tree, "opt_state": None}, {**tree, "opt_state": None})
     left = {"extra/optax/tree/opt_state/hyperparams/b1"}
     assert left == encoded.dropped.keys() & tensor_names({"extra": dict(state.extra)}).keys()
     form = {name for name in encoded.dropped if name.startswith("extra/optax/tree/opt_state/")}
@@ -179,7 +184,7 @@ def test_what_lies_beside_the_optimizer_goes_along() -> None:
     assert (encoded.step, encoded.place) == (9, "{step}/{item}")
     again = LAYOUT.decode(checkpoint(encoded.tree), Hints())
     back = OPTAX.encode(again).tree
-    same_tree({**back, "opt_state": None}, {**held, "opt_state": None})
+    same_tree({**back, "opt_state": None}, {**tree, "opt_state": None})
     assert values(tensor_names(back["opt_state"][0]["mu"])) == values(tensor_names(first["mu"]))
 
 
@@ -234,8 +239,8 @@ def test_a_t5x_run_goes_on_with_statekit_jax(case: str, options: dict[str, Any],
         assert jax.tree.structure(restored) == jax.tree.structure(target)
         assert isinstance(restored["opt_state"], AdafactorState)
         expected = {f"params/{path}": tensor.read() for path, tensor in state.params.items()}
-        for path, own in state.slots.items():
-            expected |= {f"opt_state/{name}/{path}": tensor.read() for name, tensor in own.items()}
+        for path, tensors in state.slots.items():
+            expected |= {f"opt_state/{name}/{path}": tensor.read() for name, tensor in tensors.items()}
         expected["opt_state/count"] = np.asarray(updates, np.int32)
         assert exact(flat(restored)) == exact(expected)
 
@@ -260,8 +265,8 @@ def test_what_a_user_saves_is_recognised(tmp_path: Path) -> None:
             else:
                 fields |= dict.fromkeys(("m", "v") if schema != "scaled_adam" else ("exp_avg_sq",), params)
             together = dict.fromkeys(OWN_GROUP_FIELDS.get(schema, ()), optax.MaskedNode())
-            own = kind(count=jnp.asarray(3, jnp.int32), **fields, **together)
-            tree = {"params": params, "opt_state": (own, optax.EmptyState())}
+            state = kind(count=jnp.asarray(3, jnp.int32), **fields, **together)
+            tree = {"params": params, "opt_state": (state, optax.EmptyState())}
             saver.save(tmp_path / schema, tree)
             saver.wait_until_finished()
             seen = inspect(tmp_path / schema)

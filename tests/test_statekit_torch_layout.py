@@ -38,10 +38,10 @@ def decoded(tree: Mapping[str, Any], **hints: Any) -> TrainState:
     return LAYOUT.decode(checkpoint(tree), Hints(hints))
 
 
-def state_of(bundle: Path, told: bool = True) -> TrainState:
+def state_of(bundle: Path, by_recording: bool = True) -> TrainState:
     with open_recording(bundle) as recording:
         step = recording.checkpoint_step or 0
-        if told:
+        if by_recording:
             return recording.state(step, recording.trajectories[0], step + 1)
     with open_state(bundle / recording.checkpoint) as opened:
         return opened.state
@@ -52,10 +52,10 @@ def without_collision() -> TrainState:
     return replace(state, params={path: t for path, t in state.params.items() if path != "dense.kernel"})
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["told", "untold"])
+@pytest.mark.parametrize("by_recording", [True, False], ids=["told", "untold"])
 @pytest.mark.parametrize("bundle", T5X)
-def test_a_state_comes_back_as_it_was(bundle: Path, told: bool) -> None:
-    state = state_of(bundle, told)
+def test_a_state_comes_back_as_it_was(bundle: Path, by_recording: bool) -> None:
+    state = state_of(bundle, by_recording)
     encoded = LAYOUT.encode(state)
     assert decoded(encoded.tree) == state
     assert (encoded.exactness, encoded.dropped, encoded.step) == ({}, {}, state.counts.updates)
@@ -97,7 +97,7 @@ def test_names_that_collide_are_refused_on_both_ways() -> None:
 def test_a_dot_in_a_path_survives() -> None:
     state = without_collision()
     dotted = {path.replace("dense/", "dense.v1/"): tensor for path, tensor in state.params.items()}
-    slots = {path.replace("dense/", "dense.v1/"): own for path, own in state.slots.items()}
+    slots = {path.replace("dense/", "dense.v1/"): tensors for path, tensors in state.slots.items()}
     rules = {path.replace("dense/", "dense.v1/"): rule for path, rule in state.rules.items()}
     group = replace(state.optimizer.groups[0], paths=tuple(slots))
     state = replace(
@@ -258,8 +258,8 @@ def trained_further(recording: Recording, file: Path) -> tuple[torch.nn.Module, 
         model = blank_model(opened.state.params)
     model.register_buffer("offsets", torch.arange(3))  # T5X's file has none, so this stays
     load_params(source, model)
-    told = dict(recording.phase(update).hyperparameters)
-    optimizer = load_optimizer(source, model.named_parameters(), lr=0.01, hparams=told)
+    hyperparameters = dict(recording.phase(update).hyperparameters)
+    optimizer = load_optimizer(source, model.named_parameters(), lr=0.01, hparams=hyperparameters)
     set_grads(model, recording.gradients(update))
     optimizer.step()
     beside = {"step": 12345, "epoch": 2, "rng": torch.get_rng_state()}
@@ -340,7 +340,7 @@ def test_counts_and_rates_may_be_tensors() -> None:
     tree = LAYOUT.encode(state).tree
     group = tree["optimizer"]["param_groups"][0]
     group["step"], group["lr"] = in_memory(np.asarray(7, np.int64)), in_memory(np.asarray(0.5, np.float32))
-    found = decoded(tree)
-    assert found.counts == state.counts
-    assert found.optimizer.groups[0].hyperparameters["learning_rate"] == 0.5
-    assert found.optimizer.groups[0].known_from["learning_rate"] == "file"
+    state_read = decoded(tree)
+    assert state_read.counts == state.counts
+    assert state_read.optimizer.groups[0].hyperparameters["learning_rate"] == 0.5
+    assert state_read.optimizer.groups[0].known_from["learning_rate"] == "file"

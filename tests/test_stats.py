@@ -15,22 +15,22 @@ from statekit.tensors.tensor import Array, in_memory
 
 
 def test_of_a_known_tensor() -> None:
-    found = measure(in_memory(np.array([[3.0, -4.0], [0.0, np.nan], [np.inf, -np.inf]], np.float32)))
-    assert found == Stats(finite=3, squares=25.0, minimum=-4.0, maximum=3.0, zeros=1, nans=1, infs=2)
-    assert found.norm == 5.0
-    assert found.rms == pytest.approx((25 / 3) ** 0.5)
+    stats = measure(in_memory(np.array([[3.0, -4.0], [0.0, np.nan], [np.inf, -np.inf]], np.float32)))
+    assert stats == Stats(finite=3, squares=25.0, minimum=-4.0, maximum=3.0, zeros=1, nans=1, infs=2)
+    assert stats.norm == 5.0
+    assert stats.rms == pytest.approx((25 / 3) ** 0.5)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "uint8", "bool"])
 def test_every_numpy_dtype(dtype: str) -> None:
-    found = measure(in_memory(np.array([0, 1, 1, 0], dtype)))
-    assert (found.squares, found.minimum, found.maximum, found.zeros) == (2.0, 0.0, 1.0, 2)
+    stats = measure(in_memory(np.array([0, 1, 1, 0], dtype)))
+    assert (stats.squares, stats.minimum, stats.maximum, stats.zeros) == (2.0, 0.0, 1.0, 2)
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2fnuz])
 def test_narrow_dtypes(dtype: type) -> None:
-    found = measure(in_memory(np.array([0.0, -2.0, np.nan], dtype)))
-    assert (found.squares, found.minimum, found.maximum, found.zeros, found.nans) == (4.0, -2.0, 0.0, 1, 1)
+    stats = measure(in_memory(np.array([0.0, -2.0, np.nan], dtype)))
+    assert (stats.squares, stats.minimum, stats.maximum, stats.zeros, stats.nans) == (4.0, -2.0, 0.0, 1, 1)
 
 
 def test_complex_values_count_by_magnitude() -> None:
@@ -38,14 +38,14 @@ def test_complex_values_count_by_magnitude() -> None:
 
 
 def test_squares_of_float32_do_not_overflow() -> None:
-    found = measure(in_memory(np.array([3e38, 3e38], np.float32)))
-    assert found.norm == pytest.approx(3e38 * 2**0.5, rel=1e-6)
+    stats = measure(in_memory(np.array([3e38, 3e38], np.float32)))
+    assert stats.norm == pytest.approx(3e38 * 2**0.5, rel=1e-6)
 
 
 def test_of_nothing() -> None:
-    found = measure(in_memory(np.zeros((0, 3), np.float32)))
-    assert found == Stats()
-    assert (found.norm, found.rms) == (0.0, None)
+    stats = measure(in_memory(np.zeros((0, 3), np.float32)))
+    assert stats == Stats()
+    assert (stats.norm, stats.rms) == (0.0, None)
 
 
 @given(hnp.arrays(np.float32, hnp.array_shapes(max_dims=3, max_side=9), elements=st.floats(width=32)))
@@ -65,6 +65,6 @@ def test_blocks_make_no_difference(values: Array) -> None:
 def test_a_large_tensor_is_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats, "BLOCK_BYTES", 64)
     sizes: list[int] = []
-    found = measure(in_memory(np.ones((10, 8), np.float32)), sizes.append)
-    assert found.squares == 80.0
+    measured = measure(in_memory(np.ones((10, 8), np.float32)), sizes.append)
+    assert measured.squares == 80.0
     assert sizes == [64] * 5

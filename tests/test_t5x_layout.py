@@ -29,7 +29,7 @@ CASES = [bundle.name for bundle in bundles("t5x")]
 ROW, COLUMN, BATCH, NONE = Axis.ROW, Axis.COLUMN, Axis.BATCH, Axis.NONE
 
 
-def told(case: str) -> dict[str, Any]:
+def recorded_hyperparameters(case: str) -> dict[str, Any]:
     """Returns everything a user of a recorded run could say about it."""
     recording = meta(case)
     hyperparameters: dict[str, Any] = recording["hyperparameters"]
@@ -64,18 +64,18 @@ def test_a_recorded_state_is_sorted_by_its_recording(source: Recorded) -> None:
                 slot: expected.get(f"state/param_states/{path}/{slot}")
                 for slot in ("v_row", "v_col", "v", "m")
             }
-            held = {s: array for s, array in native.items() if array is not None and array.shape != (1,)}
+            arrays = {s: array for s, array in native.items() if array is not None and array.shape != (1,)}
             if path == "encoder/gate":
-                held = {"v": expected[f"state/param_states/{path}/v"]}
-            assert state.slots.get(path, {}).keys() == held.keys(), path
-            for slot, array in held.items():
+                arrays = {"v": expected[f"state/param_states/{path}/v"]}
+            assert state.slots.get(path, {}).keys() == arrays.keys(), path
+            for slot, array in arrays.items():
                 assert state.slots[path][slot].read().tobytes() == array.tobytes()
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("folder", ["checkpoint", "checkpoint_orbax"])
 def test_rules_are_those_t5x_resolved(case: str, folder: str) -> None:
-    state = decode(open_case(case, folder), **told(case))
+    state = decode(open_case(case, folder), **recorded_hyperparameters(case))
     for path, resolved in meta(case)["extra"]["factorization"].items():
         if resolved is None:
             assert path not in state.rules
@@ -91,7 +91,7 @@ def test_rules_are_those_t5x_resolved(case: str, folder: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_hyperparameters_are_those_that_were_told(case: str) -> None:
-    state = decode(open_case(case), **told(case))
+    state = decode(open_case(case), **recorded_hyperparameters(case))
     recording = meta(case)["hyperparameters"]
     groups = recording.get("traversals_and_optimizers", [{"hyperparameters": recording}])
     assert len(state.optimizer.groups) == len(groups)
@@ -198,8 +198,8 @@ def test_bounds_of_the_smallest_factored_axis() -> None:
 )
 def test_rules_from_slots(shape: Any, row: Any, column: Any, expected: tuple[str, str] | None) -> None:
     rule = from_slots(shape, row, column, by_logical_axes=False)
-    found = None if rule is None else (" ".join(axis.value for axis in rule.axes), rule.known_from)
-    assert found == expected
+    labels = None if rule is None else (" ".join(axis.value for axis in rule.axes), rule.known_from)
+    assert labels == expected
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_hints_are_heard_over_what_is_inferred() -> None:
 
 def test_a_map_of_scales_is_resolved_by_path() -> None:
     group = decode(
-        open_case("scale_map_maxscale_gnorm"), **told("scale_map_maxscale_gnorm")
+        open_case("scale_map_maxscale_gnorm"), **recorded_hyperparameters("scale_map_maxscale_gnorm")
     ).optimizer.groups[0]
     scales = group.hyperparameters["multiply_by_parameter_scale"]
     assert {path for path, flag in scales.items() if not flag} == {
@@ -413,7 +413,7 @@ def converted(state: TrainState, target: Path) -> Checkpoint:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_manifest_carries_what_was_known(case: str, tmp_path: Path) -> None:
-    original = decode(open_case(case), **told(case)).with_hyperparameters(step_offset=2)
+    original = decode(open_case(case), **recorded_hyperparameters(case)).with_hyperparameters(step_offset=2)
     original = replace(original, counts=Counts(original.counts.updates, 77), assumptions=("one",))
     again = decode(converted(original, tmp_path / "run"))
     assert again.to_json() == original.to_json()
@@ -424,7 +424,7 @@ def test_a_manifest_carries_what_was_known(case: str, tmp_path: Path) -> None:
 
 
 def test_a_manifest_that_does_not_fit_is_not_believed(tmp_path: Path) -> None:
-    original = decode(open_case("momentum_f32"), **told("momentum_f32"))
+    original = decode(open_case("momentum_f32"), **recorded_hyperparameters("momentum_f32"))
     converted(original, tmp_path / "run")
     target = tmp_path / "run" / "checkpoint_4" / "target.encoder.encoder_norm.scale" / "0"
     target.write_bytes(target.read_bytes()[:-1] + b"\1")
@@ -556,10 +556,10 @@ def test_what_else_the_tree_holds_comes_back() -> None:
 
 
 def matrix(rule: tuple[Axis, ...], shape: tuple[int, int] = (3, 5), **slots: Array) -> TrainState:
-    own = {name: in_memory(array) for name, array in slots.items()}
+    tensors = {name: in_memory(array) for name, array in slots.items()}
     return TrainState(
         {"a/kernel": in_memory(np.ones(shape, np.float32))},
-        {"a/kernel": own} if own else {},
+        {"a/kernel": tensors} if tensors else {},
         Optimizer("adafactor", "hf", (Group(("a/kernel",)),)),
         Counts(3, 3),
         {"a/kernel": Rule(rule, "file")},

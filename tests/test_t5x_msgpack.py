@@ -94,9 +94,9 @@ def test_arrays_are_skipped_and_read_later(shape: tuple[int, ...], dtype: str) -
     assert tree["d"] == 7
     spans.clear()
     for leaf in (tree["a"], tree["b"]["c"]):
-        found = read(leaf)
-        assert (found.dtype, found.shape) == (array.dtype, array.shape)
-        assert found.tobytes() == array.tobytes()
+        loaded = read(leaf)
+        assert (loaded.dtype, loaded.shape) == (array.dtype, array.shape)
+        assert loaded.tobytes() == array.tobytes()
     assert sum(count for _, count in spans) == 2 * array.nbytes
 
 

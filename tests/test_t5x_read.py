@@ -41,11 +41,11 @@ def test_every_tensor_of_every_recorded_checkpoint(checkpoint: Recorded) -> None
         expected = checkpoint.expected()
         assert opened.tensors.keys() == expected.keys() | {"state/step"}
         for name, array in expected.items():
-            found = opened.tensors[name].read()
-            assert found.shape == array.shape, name
-            assert np.array_equal(wide(found), wide(array), equal_nan=True), name
+            values = opened.tensors[name].read()
+            assert values.shape == array.shape, name
+            assert np.array_equal(wide(values), wide(array), equal_nan=True), name
             if name.startswith("state/"):
-                assert found.tobytes() == array.tobytes(), name
+                assert values.tobytes() == array.tobytes(), name
         step = opened.tensors["state/step"]
         assert (step.dtype.name, step.shape, int(step.read())) == ("int32", (), checkpoint.step)
         assert opened.step == checkpoint.step
@@ -55,11 +55,11 @@ def test_every_tensor_of_every_recorded_checkpoint(checkpoint: Recorded) -> None
 @pytest.mark.parametrize("checkpoint", RECORDED, ids=str)
 def test_every_recorded_checkpoint_is_recognised(checkpoint: Recorded) -> None:
     for path in (checkpoint.run, checkpoint.run / f"checkpoint_{checkpoint.step}"):
-        found = {name: container.detect(path) for name, container in CONTAINERS.items()}
-        evidence = found.pop(checkpoint.container)
+        fits = {name: container.detect(path) for name, container in CONTAINERS.items()}
+        evidence = fits.pop(checkpoint.container)
         assert evidence is not None
         assert evidence.specificity == 20
-        assert list(found.values()) == [None]
+        assert list(fits.values()) == [None]
     assert registry.detect_container(checkpoint.run)[0].name == checkpoint.container
 
 

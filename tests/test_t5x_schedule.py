@@ -105,8 +105,8 @@ def call(text: str) -> Any:
 
 def test_a_gin_file_says_the_call_and_its_arguments() -> None:
     arguments = {"factors": "constant * rsqrt_decay", "base_learning_rate": 1.0, "warmup_steps": 10000}
-    found = call(PRETRAIN)
-    assert (found.function, found.arguments, found.whole) == (
+    schedule_call = call(PRETRAIN)
+    assert (schedule_call.function, schedule_call.arguments, schedule_call.whole) == (
         "create_learning_rate_scheduler",
         arguments,
         True,

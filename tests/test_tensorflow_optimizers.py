@@ -53,10 +53,10 @@ def train(net: Any, updates: int = 2) -> None:
 
 def values(net: Any) -> dict[str, Any]:
     """All variables of a model, and of its optimizer without the optimizer's own name."""
-    held = {
+    arrays = {
         "/".join(v.path.split("/")[-2:]): v.numpy() for v in net.variables
     }  # Keras may open another scope
-    return held | {v.path.partition("/")[2]: v.numpy() for v in net.optimizer.variables}
+    return arrays | {v.path.partition("/")[2]: v.numpy() for v in net.optimizer.variables}
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -238,11 +238,11 @@ def test_stacked_parameters_move_as_each_by_itself(kind: str, monkeypatch: pytes
     grads = [tf.constant(rng.normal(size=(3, 5)).astype(np.float32)) for _ in range(6)]
 
     def moved() -> list[Any]:
-        held = [keras.Variable(value, name=f"w{i}") for i, value in enumerate(start)]
+        variables = [keras.Variable(value, name=f"w{i}") for i, value in enumerate(start)]
         optimizer = KINDS[kind]() if kind != "LANS" else st.LANS(1e-2)
         for _ in range(2):
-            optimizer.apply(grads, held)
-        return [v.numpy() for v in held] + [v.numpy() for v in optimizer.variables]
+            optimizer.apply(grads, variables)
+        return [v.numpy() for v in variables] + [v.numpy() for v in optimizer.variables]
 
     monkeypatch.setattr(step, "STACK", 45)
     together = moved()
@@ -270,9 +270,9 @@ def test_what_cannot_be_is_refused_with_every_fault() -> None:
         UsageError, match=r"another optimizer's name for beta1 @ b1(.|\n)*did you mean amsgrad"
     ):
         st.AdamW(1e-2, b1=0.9, amsgrid=True)  # type: ignore[call-arg]  # the fault
-    with pytest.raises(UsageError) as found:
+    with pytest.raises(UsageError) as raised:
         st.Adafactor(1e-2, **{"weight_decay": 0.1, "decay_rate": "fast", "clip": 2})  # type: ignore[arg-type]  # the faults
-    assert all(name in str(found.value) for name in ("weight_decay_rate", "decay_rate", "clip"))
+    assert all(name in str(raised.value) for name in ("weight_decay_rate", "decay_rate", "clip"))
     with pytest.raises(StateError, match="can't step"):
         st.AdamW(1e-2, variant="tf1")
     with pytest.raises(UsageError, match="are an option here"):
@@ -294,10 +294,10 @@ def test_what_cannot_be_is_refused_with_every_fault() -> None:
 def test_a_saved_state_is_loaded_by_name_or_not_at_all(tmp_path: Path) -> None:
     net = compiled(st.Adafactor(1e-2, min_dim_size_to_factor=2))
     train(net, 1)
-    own: dict[str, Any] = {}
-    net.optimizer.save_own_variables(own)
-    assert "net:first:kernel:v_row" in own
-    turned = dict(reversed(own.items()))
+    variables: dict[str, Any] = {}
+    net.optimizer.save_own_variables(variables)
+    assert "net:first:kernel:v_row" in variables
+    turned = dict(reversed(variables.items()))
     fresh = st.Adafactor(1e-2, min_dim_size_to_factor=2)
     fresh.build(net.trainable_variables)
     fresh.load_own_variables(turned)
@@ -305,14 +305,14 @@ def test_a_saved_state_is_loaded_by_name_or_not_at_all(tmp_path: Path) -> None:
         {str(i): v.numpy() for i, v in enumerate(fresh.variables)},
         {str(i): v.numpy() for i, v in enumerate(net.optimizer.variables)},
     )
-    swapped = {**own, "net:first:kernel:v_row": own["net:first:kernel:v_col"]}
+    swapped = {**variables, "net:first:kernel:v_row": variables["net:first:kernel:v_col"]}
     with pytest.raises(StateError, match="has shape"):
         fresh.load_own_variables(swapped)
     with pytest.raises(StateError, match="isn't in the file"):
-        fresh.load_own_variables({name: v for name, v in own.items() if "bias" not in name})
+        fresh.load_own_variables({name: v for name, v in variables.items() if "bias" not in name})
     unbuilt = st.Adafactor(1e-2)
     with pytest.warns(UserWarning, match="hasn't been built"):
-        unbuilt.load_own_variables(own)
+        unbuilt.load_own_variables(variables)
 
 
 def test_a_strategy_of_several_replicas_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,8 +118,8 @@ def options() -> dict[str, Any]:
 
 def fresh(state: TrainState, prefix: str = "") -> list[Any]:
     """Variables with a state's names and shapes, in another order."""
-    held = [driving.variable(prefix + p, np.zeros(t.shape, t.dtype)) for p, t in state.params.items()]
-    return held[::-1]
+    variables = [driving.variable(prefix + p, np.zeros(t.shape, t.dtype)) for p, t in state.params.items()]
+    return variables[::-1]
 
 
 @pytest.fixture(scope="module")
@@ -170,13 +170,13 @@ def test_every_familys_own_checkpoint_is_loaded(case: str) -> None:
         moved = {path for group in state.optimizer.groups for path in group.paths}
         variables = {v.path: v for v in fresh(state)}
         load_params(folder, list(variables.values()))
-        held = {path: variables[path] for path in state.params if path in moved}
+        mine = {path: variables[path] for path in state.params if path in moved}
         schema, variant = state.optimizer.schema, str(state.optimizer.variant)
         said = [driving.spelled(group.hyperparameters) for group in state.optimizer.groups]
         known = {n: said[0][n] for n in offered(schema, variant) if all(g.get(n) == said[0][n] for g in said)}
-        optimizer = load_optimizer(folder, list(held.values())[::-1], 1e-3, variant=variant, **known)
+        optimizer = load_optimizer(folder, list(mine.values())[::-1], 1e-3, variant=variant, **known)
         assert int(optimizer.iterations.numpy()) == state.counts.updates
-        want, got = driving.read(state), driving.Run(held, optimizer).tensors()
+        want, got = driving.read(state), driving.Run(mine, optimizer).tensors()
     assert {key for key in want if key[0] in moved or key[0].startswith("groups/")} == got.keys()
     for key, value in got.items():
         np.testing.assert_array_equal(value, want[key].astype(value.dtype), err_msg=str(key))

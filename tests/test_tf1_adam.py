@@ -125,8 +125,8 @@ def test_slots_of_parts_are_found_and_named_again(scope: str) -> None:
     state = TF_ADAM.decode(opened(tree), Hints())
     assert [path for path in state.params if path != "b"] == [f"net/w/part_{i}" for i in reversed(range(12))]
     for i in range(12):
-        own = state.slots[f"net/w/part_{i}"]
-        assert own.keys() == {"m", "v"} and all(np.all(slot.read() == i) for slot in own.values())
+        tensors = state.slots[f"net/w/part_{i}"]
+        assert tensors.keys() == {"m", "v"} and all(np.all(slot.read() == i) for slot in tensors.values())
         assert np.all(state.extra["tf1"]["averages"][f"net/w/part_{i}"].read() == i)
     again = TF_ADAM.encode(state).tree
     assert isinstance(again, Mapping) and again.keys() == tree.keys()
@@ -198,9 +198,9 @@ def test_a_partitioned_run_below_a_scope_goes_on_in_tensorflow(tmp_path: Path) -
     with CONTAINER.open(theirs) as checkpoint:
         state = TF_ADAM.decode(checkpoint, Hints())
         ours = save(TF_ADAM.encode(state).tree, tmp_path / "ours", 2)
-        for path, own in state.slots.items():
+        for path, tensors in state.slots.items():
             for slot, name in (("m", "Adam"), ("v", "Adam_1")):
-                assert np.array_equal(own[slot].read(), before[f"training/{path}/{name}:0"])
+                assert np.array_equal(tensors[slot].read(), before[f"training/{path}/{name}:0"])
         assert state.optimizer.groups[0].hyperparameters["beta2"] == 0.98
     assert len(state.slots) == 4
     for part in (".index", ".data-00000-of-00001"):

@@ -69,10 +69,10 @@ def test_a_recorded_state_is_sorted_by_its_recording_and_written_again(folder: P
         assert detect_layout(checkpoint)[0].name == layout.name
         assert state.counts == said.counts
         assert state.params.keys() == said.params.keys() and state.slots.keys() == said.slots.keys()
-        for path, own in said.slots.items():
+        for path, tensors in said.slots.items():
             assert same_values(state.params[path], said.params[path]), path
-            assert state.slots[path].keys() == own.keys(), path
-            assert all(same_values(state.slots[path][slot], own[slot]) for slot in own), path
+            assert state.slots[path].keys() == tensors.keys(), path
+            assert all(same_values(state.slots[path][slot], tensors[slot]) for slot in tensors), path
         assert bits(tensor_names(layout.encode(state).tree)) == bits(checkpoint.tensors)
 
 
@@ -98,8 +98,8 @@ def test_exchanged_slots_are_noticed(folder: Path, tmp_path: Path) -> None:
 
 def _exchanged(state: TrainState) -> tuple[tuple[str, str], dict[str, dict[str, Tensor]]]:
     """Returns slots of which one has another's values, or its own in another order, and which it is."""
-    slots = {path: dict(own) for path, own in state.slots.items()}
-    every = [(path, slot) for path, own in slots.items() for slot in own]
+    slots = {path: dict(tensors) for path, tensors in state.slots.items()}
+    every = [(path, slot) for path, tensors in slots.items() for slot in tensors]
     for (path, slot), (other, beside) in itertools.combinations(every, 2):
         left, right = slots[path][slot], slots[other][beside]
         if (left.shape, left.dtype) == (right.shape, right.dtype) and not same_values(left, right):
@@ -124,7 +124,10 @@ def test_numbered_slots_are_told_apart_over_all_variables() -> None:
         w=ONES, w__Adafactor=ROWS, w__Adafactor_1=COLUMNS, b=VECTOR, b__Adafactor=VECTOR, global_step=STEP
     )
     state = T2T.decode(plain, Hints())
-    assert {path: list(own) for path, own in state.slots.items()} == {"w": ["v_row", "v_col"], "b": ["v"]}
+    assert {path: list(tensors) for path, tensors in state.slots.items()} == {
+        "w": ["v_row", "v_col"],
+        "b": ["v"],
+    }
     assert state.optimizer.variant is None and "t2t_late, t2t_early" in state.assumptions[0]
     named_variant = T2T.decode(plain, Hints(variant="t2t_late")).optimizer
     assert named_variant.variant == "t2t_late" and named_variant.groups[0].hyperparameters["beta1"] == 0.0
@@ -133,7 +136,7 @@ def test_numbered_slots_are_told_apart_over_all_variables() -> None:
         b=VECTOR, b__Adafactor=VECTOR, b__Adafactor_1=VECTOR, global_step=STEP,
     )  # fmt: skip
     state = T2T.decode(with_m, Hints(variant="t2t_late"))
-    assert {path: list(own) for path, own in state.slots.items()} == {
+    assert {path: list(tensors) for path, tensors in state.slots.items()} == {
         "w": ["m", "v_row", "v_col"],
         "b": ["m", "v"],
     }
@@ -226,10 +229,10 @@ def test_t5x_gets_the_slots_by_the_axes_they_have_averaged(case: str, tmp_path: 
     convert(plan(folder / "checkpoint", target, to="t5x"))
     with open_state(folder / "checkpoint") as source, open_state(target) as written:
         tall = 0
-        for path, own in source.state.slots.items():
+        for path, tensors in source.state.slots.items():
             there, rule = written.state.slots[path], written.state.rules[path]
             before = source.state.rules[path]
-            for slot, tensor in own.items():
+            for slot, tensor in tensors.items():
                 other = {"v_row": "v_col", "v_col": "v_row"}.get(slot, slot)
                 name = slot if rule.axes == before.axes else other
                 assert there[name].read().tobytes() == tensor.read().tobytes(), (path, slot)

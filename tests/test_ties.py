@@ -80,8 +80,8 @@ def test_safetensors_says_it_as_its_own_library_does(source: Path, tmp_path: Pat
     )
     model["head"].weight = model["emb"].weight
     load_model(model, str(there / "model.safetensors"))
-    held = torch.load(source, weights_only=True)["model"]
-    assert torch.equal(model["head"].weight, held["emb.weight"])
+    saved = torch.load(source, weights_only=True)["model"]
+    assert torch.equal(model["head"].weight, saved["emb.weight"])
 
 
 def test_metadata_that_are_no_names_are_passed_over(source: Path, tmp_path: Path) -> None:

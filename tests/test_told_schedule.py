@@ -31,9 +31,9 @@ EDEN = {
 
 
 def rates_of(text: str, base: float | None = None) -> Rates:
-    told = called_rates(parse_call(text), base)
-    assert isinstance(told, Rates), told
-    return told
+    rates = called_rates(parse_call(text), base)
+    assert isinstance(rates, Rates), rates
+    return rates
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table["class"])
@@ -46,11 +46,11 @@ def test_eden_gives_icefalls_own_rates(table: dict[str, Any]) -> None:
         if kind == "Eden":  # an epoch of so many batches that this batch is of this epoch
             arguments["batches_per_epoch"] = max(math.ceil(batch / (epoch + 1)), 1)
         for base, due in zip(table["base_lr"], row["lr"], strict=True):
-            told = called_rates({"function": kind, "arguments": arguments, "whole": True}, base)
-            assert isinstance(told, Rates), told
+            rates = called_rates({"function": kind, "arguments": arguments, "whole": True}, base)
+            assert isinstance(rates, Rates), rates
             if batch:  # the first update is asked for batch 1
-                assert told.rate(batch - 1) == pytest.approx(due, rel=1e-12)
-                assert eval(python_code(told), {"math": math})(batch - 1) == pytest.approx(due, rel=1e-12)
+                assert rates.rate(batch - 1) == pytest.approx(due, rel=1e-12)
+                assert eval(python_code(rates), {"math": math})(batch - 1) == pytest.approx(due, rel=1e-12)
                 checked += 1
     assert checked == 2 * sum(row["batch"] > 0 for row in table["rows"]) > 10
 
@@ -208,8 +208,8 @@ def test_a_call_of_transformers_is_what_transformers_makes_of_it(call: str) -> N
     ],
 )
 def test_what_a_call_does_not_say_or_nobody_else_has_is_named(call: str, why: str) -> None:
-    told = called_rates(parse_call(call))
-    assert isinstance(told, str) and why in told
+    rates = called_rates(parse_call(call))
+    assert isinstance(rates, str) and why in rates
 
 
 @pytest.mark.parametrize(
@@ -246,8 +246,8 @@ def test_a_gin_file_tells_it_too(tmp_path: Path) -> None:
 
 def test_every_function_says_what_it_needs() -> None:
     for name, function in FUNCTIONS.items():
-        told = called_rates({"function": name, "arguments": {}, "whole": False}, 0.1)
-        assert isinstance(told, Rates) == (name == "get_constant_schedule"), (name, told)
+        rates = called_rates({"function": name, "arguments": {}, "whole": False}, 0.1)
+        assert isinstance(rates, Rates) == (name == "get_constant_schedule"), (name, rates)
         strange = called_rates(
             {"function": name, "arguments": dict.fromkeys(function.parameters, "x"), "whole": True}, 0.1
         )

@@ -68,10 +68,10 @@ def train(optimizer: torch.optim.Optimizer, named: Named, steps: int, first: int
 
 def values(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, torch.Tensor]:
     """Returns copies of every parameter and slot, by name."""
-    found = {name: param.detach().clone() for name, param in named.items()}
+    tensors = {name: param.detach().clone() for name, param in named.items()}
     for name, param in named.items():
-        found |= {f"{name} {slot}": value.clone() for slot, value in optimizer.state[param].items()}
-    return found
+        tensors |= {f"{name} {slot}": value.clone() for slot, value in optimizer.state[param].items()}
+    return tensors
 
 
 def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -108,7 +108,9 @@ def test_a_step_is_the_texts_step_bit_for_bit(options: dict[str, Any], dtype: to
         scene = Scene(xp, "t5x", 0.05, step)
         params, slots, _ = move_group(steps, scene, group, configs, params, grads, slots, {})
         optimizer.step()
-        expected = dict(params) | {f"{n} {slot}": v for n, own in slots.items() for slot, v in own.items()}
+        expected = dict(params) | {
+            f"{n} {slot}": v for n, tensors in slots.items() for slot, v in tensors.items()
+        }
         assert_same(values(optimizer, named), expected)
     assert addresses == [param.data_ptr() for param in named.values()]
     assert optimizer.param_groups[0]["step"] == 4
@@ -329,9 +331,9 @@ def test_copies_and_pickles_go_on_alike() -> None:
     twin, unpickled = copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))
     train(optimizer, named, 2, 2)
     for other in (twin, unpickled):
-        own = dict(zip(named, other.param_groups[0]["params"], strict=True))
-        train(other, own, 2, 2)
-        assert_same(values(other, own), values(optimizer, named))
+        copies = dict(zip(named, other.param_groups[0]["params"], strict=True))
+        train(other, copies, 2, 2)
+        assert_same(values(other, copies), values(optimizer, named))
 
 
 def loss(named: Named) -> torch.Tensor:
@@ -381,7 +383,7 @@ def test_a_step_runs_on_the_device_of_its_parameters() -> None:
     for param in named.values():
         param.grad = torch.empty_like(param)
     optimizer.step()
-    assert {v.device.type for own in optimizer.state.values() for v in own.values()} == {"meta"}
+    assert {v.device.type for slots in optimizer.state.values() for v in slots.values()} == {"meta"}
 
 
 # --- state dicts ---
@@ -403,7 +405,7 @@ def test_a_state_dict_goes_through_a_file_exactly(dtype: torch.dtype) -> None:
     twin = {name: torch.nn.Parameter(param.detach().clone()) for name, param in reversed(named.items())}
     other = Adafactor(twin.items())
     other.load_state_dict(through_a_file(optimizer))
-    assert {v.dtype for own in other.state.values() for v in own.values()} == {torch.float32}
+    assert {v.dtype for slots in other.state.values() for v in slots.values()} == {torch.float32}
     assert_same(values(other, twin), values(optimizer, named))
     same = ("lr", "step", "beta1", "weight_decay_rate", "min_dim_size_to_factor", "rules")
     assert all(other.param_groups[0][key] == optimizer.param_groups[0][key] for key in same)
@@ -519,7 +521,7 @@ def test_loading_runs_the_hooks() -> None:
     optimizer, other = make(named, lr=0.5), make(twin)
     seen: list[torch.optim.Optimizer] = []
 
-    def before(own: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def before(loading: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         groups = [{**group, "lr": 0.125} for group in state["param_groups"]]
         return {**state, "param_groups": groups}
 

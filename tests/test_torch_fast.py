@@ -151,8 +151,8 @@ def moved(made: Case, change: Callable[[FastMove], FastMove] = lambda move: move
         }.items()
     }  # fmt: skip
     bound = made.bound(0, "compiled", contracted=True, sqrt_units=xp.sqrt_units)
-    held = {path: xp.asarray(grad) for path, grad in made.grads[0].items()}
-    text = mover(xp, state)(load(xp, state), held, RATE)
+    gradients = {path: xp.asarray(grad) for path, grad in made.grads[0].items()}
+    text = mover(xp, state)(load(xp, state), gradients, RATE)
     theirs = named(text.params, text.slots, text.shared)
     return Moved(
         arrays,
@@ -262,8 +262,8 @@ def test_a_fault_of_a_thousandth_is_noticed(
     schema: str, variant: str, changes: Mapping[str, Any], way: str
 ) -> None:
     made = with_grads(random_case(schema, variant, changes), lambda path, grad: grad)
-    told = moved(made, rate=RATE * 1.001).outside
-    assert len({path for path, _ in told}) > len(TABLE) // 2
+    outside = moved(made, rate=RATE * 1.001).outside
+    assert len({path for path, _ in outside}) > len(TABLE) // 2
 
 
 @pytest.mark.parametrize("schema", LOOPED)
@@ -315,7 +315,7 @@ def test_loops_reach_for_no_memory_but_what_they_know() -> None:
     ):
         assert not numba_runner.in_reach([[good, good], [good, other]])
     with pytest.raises(StateError, match="fit"):
-        numba_runner.run(lambda *told: None, (3, 4), [[good, good]], torch.ones(1, 3))
+        numba_runner.run(lambda *arguments: None, (3, 4), [[good, good]], torch.ones(1, 3))
 
 
 def test_autograd_notices_that_loops_move_parameters() -> None:

@@ -28,8 +28,8 @@ SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def recordings() -> list[Path]:
-    found = (p for system in SYSTEMS for p in (GOLDEN / system).rglob("*") if p.suffix in SUFFIXES)
-    return sorted(found)
+    files = (p for system in SYSTEMS for p in (GOLDEN / system).rglob("*") if p.suffix in SUFFIXES)
+    return sorted(files)
 
 
 @pytest.mark.torch
@@ -38,9 +38,9 @@ def test_recordings_are_read_as_torch_reads_them() -> None:
     for path in recordings():
         assert CONTAINER.detect(path) is not None, path
         with CONTAINER.open(path) as checkpoint:
-            found = assert_same(checkpoint.tree, torch_load(path), path.name)
-            assert found == len(checkpoint.tensors)
-            tensors += found
+            count = assert_same(checkpoint.tree, torch_load(path), path.name)
+            assert count == len(checkpoint.tensors)
+            tensors += count
     assert len(recordings()) >= 20
     assert tensors > 100
 

@@ -42,7 +42,7 @@ SYSTEMS: dict[str, Layout] = {
 
 def _files() -> list[Path]:
     """Bundles that can be replayed, whose checkpoint is a torch file with model and optimizer."""
-    found = []
+    files = []
     for folder in (one for system in SYSTEMS for one in bundles(system)):
         try:
             with open_recording(folder) as recording:
@@ -51,10 +51,10 @@ def _files() -> list[Path]:
                     continue
                 with CONTAINER.open(path) as checkpoint:
                     if SYSTEMS[recording.system].detect(checkpoint) is not None:
-                        found.append(folder)
+                        files.append(folder)
         except NotFoundError:
             continue
-    return found
+    return files
 
 
 FILES = _files()
@@ -99,10 +99,10 @@ def test_a_recorded_state_is_found_by_shape_and_written_again(folder: Path) -> N
         with native_state(folder / recording.checkpoint, expected) as ours:
             assert ours.counts == expected.counts
             assert ours.params.keys() == expected.params.keys()
-            for path, own in expected.slots.items():
+            for path, tensors in expected.slots.items():
                 assert same_values(ours.params[path], expected.params[path]), path
-                assert ours.slots[path].keys() == own.keys(), path
-                assert all(same_values(ours.slots[path][slot], own[slot]) for slot in own), path
+                assert ours.slots[path].keys() == tensors.keys(), path
+                assert all(same_values(ours.slots[path][slot], tensors[slot]) for slot in tensors), path
             for group, recorded in zip(ours.optimizer.groups, expected.optimizer.groups, strict=True):
                 assert group.paths == recorded.paths
                 assert all(same_values(group.slots[n], recorded.slots[n]) for n in recorded.slots)
@@ -128,11 +128,11 @@ def test_a_permuted_slot_is_noticed(folder: Path, tmp_path: Path) -> None:
             names = tuple(path for group in said(recording).optimizer.groups for path in group.paths)
             hints = Hints(param_names=names if folder.name in NEED_NAMES else None)
             state = layout.decode(checkpoint, hints)
-            slots = {path: dict(own) for path, own in state.slots.items()}
+            slots = {path: dict(tensors) for path, tensors in state.slots.items()}
             path, slot = next(
                 (path, slot)
-                for path, own in slots.items()
-                for slot, tensor in own.items()
+                for path, tensors in slots.items()
+                for slot, tensor in tensors.items()
                 if len(np.unique(tensor.read().astype(np.float64))) > 1
             )
             slots[path][slot] = in_memory(np.flip(slots[path][slot].read()).copy())
@@ -187,8 +187,8 @@ def test_shapes_that_decide_nothing_are_refused(groups: list[list[Any]], match: 
 def test_given_names_count_and_are_counted() -> None:
     groups = [{"params": [0, 1]}, {"params": [2]}]
     known = dict.fromkeys(("x.a", "x.b", "c"))
-    found = named_order(groups, known, ("c", "x/a", "x.b"))
-    assert found is not None and found.groups == (("c", "x.a"), ("x.b",))
+    order = named_order(groups, known, ("c", "x/a", "x.b"))
+    assert order is not None and order.groups == (("c", "x.a"), ("x.b",))
     for names, match in ((("c", "x.a"), "expected: 3"), (("c", "x.a", "d"), "isn't in the model part @ d")):
         with pytest.raises(StateError, match=match):
             named_order(groups, known, names)
@@ -204,10 +204,10 @@ def test_the_order_of_batches_is_the_models_where_the_file_sorts_its_names() -> 
         with pytest.raises(StateError, match="sorts them by name"):
             ICEFALL.decode(left, Hints())
         moved = [path.replace("/", ".") for group in meant.optimizer.groups for path in group.paths]
-        found = ICEFALL.decode(left, Hints(model={name: weights[name] for name in moved}))
-        assert found.optimizer.groups[0].paths == meant.optimizer.groups[0].paths
-        for path, own in meant.slots.items():
-            assert all(same_values(found.slots[path][slot], tensor) for slot, tensor in own.items())
+        state = ICEFALL.decode(left, Hints(model={name: weights[name] for name in moved}))
+        assert state.optimizer.groups[0].paths == meant.optimizer.groups[0].paths
+        for path, tensors in meant.slots.items():
+            assert all(same_values(state.slots[path][slot], tensor) for slot, tensor in tensors.items())
 
 
 def test_names_are_read_from_lines_json_and_state_dicts(tmp_path: Path) -> None:
@@ -224,14 +224,14 @@ def test_names_are_read_from_lines_json_and_state_dicts(tmp_path: Path) -> None:
     (tmp_path / "names.txt").write_text("\n".join(names))
     target = str(tmp_path / "out.statekit")
     assert main(["convert", source, target]) == 3
-    told = ["--param-names", str(tmp_path / "names.txt"), "--variant", "pt7"]
-    assert main(["convert", source, target, *told]) == 0
+    options = ["--param-names", str(tmp_path / "names.txt"), "--variant", "pt7"]
+    assert main(["convert", source, target, *options]) == 0
     with open_state(Path(target)) as opened:
         assert opened.state.optimizer.variant == "pt7"
         assert [path for group in opened.state.optimizer.groups for path in group.paths] == names
 
 
-def tree_of(own: Mapping[Any, Any], **options: Any) -> Checkpoint:
+def tree_of(slots: Mapping[Any, Any], **options: Any) -> Checkpoint:
     group = {
         "betas": (0.9, 0.99),
         "amsgrad": False,
@@ -242,7 +242,7 @@ def tree_of(own: Mapping[Any, Any], **options: Any) -> Checkpoint:
     }
     weights = {"w": in_memory(np.ones((2, 3), np.float32))}
     return Checkpoint(
-        "torch", Path("x"), {"model": weights, "optimizer": {"state": own, "param_groups": [group]}}
+        "torch", Path("x"), {"model": weights, "optimizer": {"state": slots, "param_groups": [group]}}
     )
 
 
@@ -254,13 +254,13 @@ def adam(step: Any, shape: tuple[int, ...] = (2, 3)) -> dict[str, Any]:
 def test_states_that_make_no_sense_are_refused() -> None:
     good = TORCH_OPTIM.decode(tree_of({0: adam(in_memory(np.float32(3) * np.ones(())))}, params=[0]), Hints())
     assert good.counts.updates == 3
-    for own, match in (
+    for slots, match in (
         ({0: adam(1.5)}, "updates"),
         ({0: adam(None)}, "no step"),
         ({0: adam(3, (3, 2))}, "0 in the model"),
     ):
         with pytest.raises(StateError, match=match):
-            TORCH_OPTIM.decode(tree_of(own, params=[0]), Hints())
+            TORCH_OPTIM.decode(tree_of(slots, params=[0]), Hints())
     with pytest.raises(InexactError, match="variant optax"):
         TORCH_OPTIM.encode(replace(good, optimizer=replace(good.optimizer, variant="optax")))
     with pytest.raises(InexactError, match="scaled_adam"):
@@ -275,7 +275,7 @@ def test_a_parameter_that_missed_updates_keeps_its_count() -> None:
     decoded = TORCH_OPTIM.decode(Checkpoint("torch", Path("x"), tree), Hints())
     assert decoded.counts.updates == 5 and decoded.counts.behind == {"b": 3}
     written = TORCH_OPTIM.encode(decoded).tree["optimizer"]["state"]
-    assert [float(own["step"].read()) for own in written.values()] == [5.0, 3.0]
+    assert [float(slots["step"].read()) for slots in written.values()] == [5.0, 3.0]
 
 
 def blocks(tensor: Tensor, whole: Array) -> None:

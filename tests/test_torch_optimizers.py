@@ -64,10 +64,10 @@ def train(optimizer: torch.optim.Optimizer, named: Named, first: int, updates: i
 
 
 def make(schema: str, named: Named, **options: Any) -> Any:
-    own = {**KINDS[schema], **options}
-    if "lr_mult" in own and "wide" not in named:
-        del own["lr_mult"]
-    return OPTIMIZERS[schema](named.items(), **{"lr": 0.05, **own})
+    settings = {**KINDS[schema], **options}
+    if "lr_mult" in settings and "wide" not in named:
+        del settings["lr_mult"]
+    return OPTIMIZERS[schema](named.items(), **{"lr": 0.05, **settings})
 
 
 def tensors(optimizer: torch.optim.Optimizer, named: Named) -> Any:
@@ -81,9 +81,9 @@ def tensors(optimizer: torch.optim.Optimizer, named: Named) -> Any:
 def test_what_nobody_says_is_as_the_variant_has_it(schema: str, variant: str) -> None:
     needed = dict(UNSAID.get((schema, variant), {}))
     optimizer = OPTIMIZERS[schema](parameters().items(), variant=variant, **needed)
-    own = {"lr": None, "step": 0, "schema": schema, "variant": variant, "foreach": True}
+    settings = {"lr": None, "step": 0, "schema": schema, "variant": variant, "foreach": True}
     map_of_t5x = {"factor_map": None} if variant == "t5x" else {}
-    assert optimizer.defaults == own | defaults(schema, variant) | needed | map_of_t5x
+    assert optimizer.defaults == settings | defaults(schema, variant) | needed | map_of_t5x
     known = load_schema(schema).hyperparameters.keys() - {"lr"}
     group = {name: value for name, value in optimizer.param_groups[0].items() if name in known}
     assert group == defaults(schema, variant) | needed
@@ -176,9 +176,9 @@ def test_moved_together_every_variant_stays_within_the_bound(schema: str, varian
         run.optimizer.param_groups[0]["lr"] = RATE
         run.optimizer.step()
         bound = trial.bound(update, "compiled", True, XP.sqrt_units)
-        found = run.tensors()
-        assert found.keys() == bound.keys()
-        rows = [compare(update, *key, value, value, value, bound[key]) for key, value in found.items()]
+        tensors_now = run.tensors()
+        assert tensors_now.keys() == bound.keys()
+        rows = [compare(update, *key, value, value, value, bound[key]) for key, value in tensors_now.items()]
         assert [(row.path, row.tensor, row.example) for row in rows if row.outside] == []
 
 
@@ -460,9 +460,9 @@ def test_copies_and_pickles_go_on_alike(schema: str) -> None:
     twin, unpickled = copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))
     train(optimizer, named, 3, 2)
     for other in (twin, unpickled):
-        own = dict(zip(named, other.param_groups[0]["params"], strict=True))
-        train(other, own, 3, 2)
-        assert differing(tensors(other, own), tensors(optimizer, named)) == []
+        copies = dict(zip(named, other.param_groups[0]["params"], strict=True))
+        train(other, copies, 3, 2)
+        assert differing(tensors(other, copies), tensors(optimizer, named)) == []
 
 
 def layers(count: int) -> Named:

@@ -28,11 +28,11 @@ FAMILIES = ("adafactor", "scaled_adam", "lans", "lamb", "adamw")
 
 
 def test_every_family_is_among_them() -> None:
-    found = set()
+    families = set()
     for path in RECORDINGS.values():
         with open_recording(path) as recording:
-            found.add(first_state(recording).optimizer.schema)
-    assert found == ({*FAMILIES} - {"lamb"} if GOLDEN == COMPACT else {*FAMILIES})
+            families.add(first_state(recording).optimizer.schema)
+    assert families == ({*FAMILIES} - {"lamb"} if GOLDEN == COMPACT else {*FAMILIES})
 
 
 @pytest.mark.parametrize("path", ALL)
@@ -55,7 +55,7 @@ def judged(recording: Recording) -> Any:
         tensor.dtype.itemsize < 4
         for tensor in [
             *first_state(recording).params.values(),
-            *(t for own in first_state(recording).slots.values() for t in own.values()),
+            *(t for tensors in first_state(recording).slots.values() for t in tensors.values()),
         ]
     )
     # Compiled and op by op are one in float32; the resumed run of ScaledAdam has slots that no load gives.

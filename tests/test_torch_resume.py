@@ -65,8 +65,8 @@ def resumed(
     with open_state(source) as opened:
         model = blank_model(opened.state.params)
     load_params(source, model)
-    told = options.pop("hparams", recording.hints(first_update(recording)).hyperparameters)
-    return model, load_optimizer(source, model.named_parameters(), hparams=told, **options)
+    hyperparameters = options.pop("hparams", recording.hints(first_update(recording)).hyperparameters)
+    return model, load_optimizer(source, model.named_parameters(), hparams=hyperparameters, **options)
 
 
 def go_on(recording: Recording, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -79,16 +79,16 @@ def go_on(recording: Recording, model: torch.nn.Module, optimizer: torch.optim.O
 
 
 def results(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Array]:
-    found = {}
+    arrays = {}
     for name, param in model.named_parameters():
         path = name.replace(".", "/")
-        found[path] = numpy(param)
-        found |= {f"{path} {slot}": numpy(value) for slot, value in optimizer.state[param].items()}
-    return found
+        arrays[path] = numpy(param)
+        arrays |= {f"{path} {slot}": numpy(value) for slot, value in optimizer.state[param].items()}
+    return arrays
 
 
 def tensors(state: TrainState) -> dict[str, Tensor]:
-    slots = {f"{path} {slot}": t for path, own in state.slots.items() for slot, t in own.items()}
+    slots = {f"{path} {slot}": t for path, tensors in state.slots.items() for slot, t in tensors.items()}
     return {**state.params, **slots}
 
 
@@ -169,19 +169,21 @@ def unlike(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 @pytest.mark.parametrize("path", TRAINED)
 def test_a_whole_network_goes_on(path: Path) -> None:
     meta = json.loads((path / "meta.json").read_text())
-    source, told = path / "checkpoint" / "checkpoint_8", dict(meta["hyperparameters"])
-    told["logical_axes"] = meta["extra"]["axes"]
-    with open_state(source, hints=Hints(told)) as opened:
+    source, hyperparameters = path / "checkpoint" / "checkpoint_8", dict(meta["hyperparameters"])
+    hyperparameters["logical_axes"] = meta["extra"]["axes"]
+    with open_state(source, hints=Hints(hyperparameters)) as opened:
         model = blank_model(opened.state.params)
     load_params(source, model)
-    optimizer = load_optimizer(source, model.named_parameters(), hparams=told)
+    optimizer = load_optimizer(source, model.named_parameters(), hparams=hyperparameters)
     with (
         closing(open_safetensors(path / "grads.safetensors")) as grads,
         closing(open_safetensors(path / "trajectory.safetensors")) as recorded,
     ):
         for update in (9, 10):
-            own = f"{update}/"
-            set_grads(model, {n.removeprefix(own): t for n, t in grads.tensors.items() if n.startswith(own)})
+            prefix = f"{update}/"
+            set_grads(
+                model, {n.removeprefix(prefix): t for n, t in grads.tensors.items() if n.startswith(prefix)}
+            )
             optimizer.param_groups[0]["lr"] = meta["learning_rate"][update - 1]
             optimizer.step()
         for name, array in results(model, optimizer).items():
@@ -229,12 +231,12 @@ def test_slots_in_each_others_place_are_noticed() -> None:
 
 def test_every_system_of_files_gives_the_same_optimizer(tmp_path: Path) -> None:
     with open_recording(GOLDEN / "t5x" / "scale_map_maxscale_gnorm") as recording:
-        told = recording.hints(first_update(recording))
+        hints = recording.hints(first_update(recording))
         source = recording.folder / recording.checkpoint
         model, optimizer = resumed(recording)
         before = results(model, optimizer)
         for target in (tmp_path / "run.pt", tmp_path / "statekit-run"):
-            convert(plan(source, target, hints=told))
+            convert(plan(source, target, hints=hints))
             again = blank_like(source)
             load_params(target, again)
             loaded = load_optimizer(target, again.named_parameters())
@@ -289,10 +291,10 @@ def test_what_nobody_said_stops_the_step_and_not_the_loading() -> None:
         assert re.search(r"unknown: beta1 @ \d+ places: encoder", str(caught.value))
         kept = optimizer.state_dict()
         assert "m" in kept["state"][0]
-        _, told = resumed(recording, hparams={}, beta1=0.9, lr=torch.tensor(0.01))
-        assert told.param_groups[0]["lr"] == torch.tensor(0.01)
+        _, other = resumed(recording, hparams={}, beta1=0.9, lr=torch.tensor(0.01))
+        assert other.param_groups[0]["lr"] == torch.tensor(0.01)
         set_grads(model, {})
-        told.step()
+        other.step()
 
 
 def test_an_unknown_rule_stops_the_step_and_not_the_loading() -> None:
@@ -315,8 +317,8 @@ def test_parameters_of_a_frozen_part_are_left_out() -> None:
             frozen, key=list(dict(model.named_parameters())).index
         )
         named = [(name, param) for name, param in model.named_parameters() if name in moved]
-        told = recording.hints(first_update(recording)).hyperparameters
-        again = load_optimizer(recording.folder / recording.checkpoint, named, hparams=told)
+        hyperparameters = recording.hints(first_update(recording)).hyperparameters
+        again = load_optimizer(recording.folder / recording.checkpoint, named, hparams=hyperparameters)
         assert [g["param_names"] for g in again.param_groups] == [
             g["param_names"] for g in optimizer.param_groups
         ]

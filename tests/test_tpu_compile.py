@@ -29,11 +29,11 @@ def compiled(rules: str, kinds: str, dtypes: str, size: int) -> list[dict[str, o
 
 
 def test_every_step_compiles_for_a_tpu_and_holds_nothing_more_in_between() -> None:
-    found = compiled(",".join(RULES), "v5e", "float32", 8192)
-    assert [one["rule"] for one in found] == list(RULES)
+    programs = compiled(",".join(RULES), "v5e", "float32", 8192)
+    assert [one["rule"] for one in programs] == list(RULES)
     over = {
         str(one["rule"]): one["ratio"]
-        for one in found
+        for one in programs
         if float(str(one["ratio"])) > LARGEST[str(one["rule"])]
     }
     assert not over
@@ -42,5 +42,5 @@ def test_every_step_compiles_for_a_tpu_and_holds_nothing_more_in_between() -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["v4", "v5e", "v5p"])
 def test_every_step_compiles_for_every_tpu(kind: str) -> None:
-    found = compiled(",".join(RULES), kind, "float32,bfloat16", 512)
-    assert len(found) == 2 * len(RULES)
+    programs = compiled(",".join(RULES), kind, "float32,bfloat16", 512)
+    assert len(programs) == 2 * len(RULES)

@@ -33,16 +33,16 @@ def driven(work: Path, case: dict[str, Any]) -> dict[str, Any]:
     script = Path(__file__).with_name("trainer_driving.py")
     done = subprocess.run([sys.executable, script, work], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads((work / "result.json").read_text())
-    return found
+    result: dict[str, Any] = json.loads((work / "result.json").read_text())
+    return result
 
 
 def sources(folder: Path) -> dict[str, Path]:
     """Writes or names checkpoints that no Trainer wrote."""
     two_groups = made(NAMES, GROUPS)
     two_groups["optimizer"]["param_groups"][1]["weight_decay"] = 0.01
-    for own in two_groups["optimizer"]["state"].values():
-        own["exp_avg_sq"] = in_memory(own["exp_avg"].read() ** 2)
+    for slots in two_groups["optimizer"]["state"].values():
+        slots["exp_avg_sq"] = in_memory(slots["exp_avg"].read() ** 2)
     for group, names in zip(two_groups["optimizer"]["param_groups"], GROUPS, strict=True):
         group["param_names"] = list(names)
     return {
@@ -61,13 +61,13 @@ def test_trainer_goes_on_saves_and_goes_on_from_that(tmp_path: Path) -> None:
     results = driven(tmp_path, {**folders, "lines": lines})
     assert results.pop("printed") == [1, 3]
     assert results.pop("documented") == {"saved": [1, 3, 5], "logged": [1, 2, 3, 4, 5], "seen": 5}
-    for name, found in results.items():
+    for name, result in results.items():
         first = int(folders[name].rpartition("-")[2])
-        assert found["steps"] == [first + 3, first + 6], name
-        assert {*found["saved"]} == {f"checkpoint-{first + 3}", f"checkpoint-{first + 6}"}, name
-        assert found["control"]["args"]["should_save"] is True, name
-        for path, values in found["expected"].items():
-            assert np.array_equal(found["weights"][path], values), (name, path)
+        assert result["steps"] == [first + 3, first + 6], name
+        assert {*result["saved"]} == {f"checkpoint-{first + 3}", f"checkpoint-{first + 6}"}, name
+        assert result["control"]["args"]["should_save"] is True, name
+        for path, values in result["expected"].items():
+            assert np.array_equal(result["weights"][path], values), (name, path)
 
 
 def test_a_learning_rate_that_trainer_cannot_do_without_is_asked_for(tmp_path: Path) -> None:

@@ -27,35 +27,37 @@ def driven(folder: Path, *words: str) -> dict[str, Any]:
         [sys.executable, script, folder, *words], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return found
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return result
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "t5"])
 def test_twenty_updates_in_optax_and_back_through_two_saves(kind: str, tmp_path: Path) -> None:
     """At b103f67 GPT-2's two groups were one chain without a mask, which `optax.adamw(mask=...)` couldn't restore."""
-    found = driven(tmp_path, kind)
-    assert all(found["groups"])
-    assert ("mask=mask" in found["lines"]) == (kind == "gpt2")
-    assert found["optax"] <= IN_OPTAX, found["optax"]
-    assert found["saved"] == ["checkpoint-30", "checkpoint-35"]
-    (losses, rates), (meant, due) = np.transpose(found["log"]), np.transpose(found["expected"])
+    result = driven(tmp_path, kind)
+    assert all(result["groups"])
+    assert ("mask=mask" in result["lines"]) == (kind == "gpt2")
+    assert result["optax"] <= IN_OPTAX, result["optax"]
+    assert result["saved"] == ["checkpoint-30", "checkpoint-35"]
+    (losses, rates), (meant, due) = np.transpose(result["log"]), np.transpose(result["expected"])
     assert len(losses) == 10
     np.testing.assert_allclose(rates, due, rtol=1e-12)
     np.testing.assert_allclose(losses, meant, rtol=1e-5)
     # Keys' bias has no effect, as the softmax takes no notice of it: its gradients are rounding, which AdamW makes
     # steps of. That is seen, not taken for granted.
-    without_effect = {name for name in found["weights"] if name.endswith(" of keys")}
+    without_effect = {name for name in result["weights"] if name.endswith(" of keys")}
     assert len(without_effect) == (2 if kind == "gpt2" else 0)
     for name in without_effect:
-        queries = found["grads"][name.replace(" of keys", " of queries")]
-        assert found["grads"][name] <= NOTHING * max(queries, found["grads"][name.replace("keys", "values")])
-    assert {n: x for n, x in found["weights"].items() if x > BACK and n not in without_effect} == {}
+        queries = result["grads"][name.replace(" of keys", " of queries")]
+        assert result["grads"][name] <= NOTHING * max(
+            queries, result["grads"][name.replace("keys", "values")]
+        )
+    assert {n: x for n, x in result["weights"].items() if x > BACK and n not in without_effect} == {}
 
 
 @pytest.mark.parametrize("rate", ["0.05", "0.01"])
 def test_what_optax_and_pytorch_are_apart_is_their_own_rounding(rate: str, tmp_path: Path) -> None:
     """Optax makes 1 - beta2^t in float32: at a rate of 0.01 that is 1.5e-5 of the way that a weight near 1 goes."""
-    found = driven(tmp_path, "gpt2", rate)
-    assert found["as_by_hand"], "where statekit has no part, Optax ends elsewhere"
-    assert found["of_bound"] <= 1, found["of_bound"]
+    result = driven(tmp_path, "gpt2", rate)
+    assert result["as_by_hand"], "where statekit has no part, Optax ends elsewhere"
+    assert result["of_bound"] <= 1, result["of_bound"]

@@ -192,8 +192,8 @@ def test_trees_of_arrays_come_and_go(tmp_path: Path) -> None:
         ocp.PyTreeCheckpointer().save(tmp_path / name, whole)
         for path in (tmp_path / name, tmp_path / f"{name}.msgpack"):
             report = statekit.convert(path, tmp_path / f"to-orbax-{path.name}", to="orbax")
-            found = statekit.inspect(path)
-            assert sorted(p.tensor.name for p in found.parameters) == ["dense/bias", "dense/kernel"]
+            inspection = statekit.inspect(path)
+            assert sorted(p.tensor.name for p in inspection.parameters) == ["dense/bias", "dense/kernel"]
             again = ocp.StandardCheckpointer().restore(report.target / "0" / "default", {"params": tree})
             assert np.array_equal(again["params"]["dense"]["bias"], tree["dense"]["bias"])
     statekit.convert(tmp_path / "under", tmp_path / "to.msgpack", to="flax")

@@ -291,15 +291,15 @@ def test_links_that_lead_out_are_refused(tmp_path: Path) -> None:
     inside = tmp_path / "checkpoint"
     inside.mkdir()
     (inside / "folder").symlink_to(outside, target_is_directory=True)
-    own = write_array(inside / "own", array(4), (4,))
-    (own / "0").unlink()
-    (own / "0").symlink_to(outside / "0")
+    entry = write_array(inside / "own", array(4), (4,))
+    (entry / "0").unlink()
+    (entry / "0").symlink_to(outside / "0")
     store = FolderStore(inside, Files(checkpoint=inside))
     for key in ("folder/.zarray", "folder/0", "own/0"):
         with pytest.raises(RefusedError, match="leads out"):
             store.value(key)
     with pytest.raises(RefusedError, match="leads out"):
-        opened(own).read()
+        opened(entry).read()
 
 
 def test_links_that_stay_inside_are_followed(tmp_path: Path) -> None:
@@ -350,10 +350,10 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_chunks_as_t5x_cuts_them(shape: tuple[int, ...], itemsize: int, expected: tuple[int, ...]) -> None:
-    found = chunk_shape(shape, itemsize)
-    assert math.prod(found) * itemsize <= 64 * 2**20
-    assert all(n % c == 0 for n, c in zip(shape, found, strict=True))
-    assert found == expected
+    chunks = chunk_shape(shape, itemsize)
+    assert math.prod(chunks) * itemsize <= 64 * 2**20
+    assert all(n % c == 0 for n, c in zip(shape, chunks, strict=True))
+    assert chunks == expected
 
 
 @pytest.mark.parametrize("limit", [8, 24, 64, 200, 1000])

@@ -36,7 +36,7 @@ Place = Callable[[torch.Tensor], torch.Tensor]
 
 def recordings() -> dict[str, Path]:
     """Every recording that can be replayed, by `<system>/<case>`."""
-    found = {}
+    folders = {}
     for meta in sorted(GOLDEN.glob("*/*/meta.json")):
         try:
             with open_recording(meta.parent) as recording:
@@ -44,8 +44,8 @@ def recordings() -> dict[str, Path]:
         except (StatekitError, OSError, KeyError):
             continue
         if state.optimizer.variant in load_schema(state.optimizer.schema).stepped:
-            found[recording.name] = meta.parent
-    return found
+            folders[recording.name] = meta.parent
+    return folders
 
 
 def first_state(recording: Recording) -> TrainState:
@@ -105,17 +105,21 @@ def begin(
     factor_map = {path: [axis.value for axis in rule.axes] for path, rule in state.rules.items()}
     groups = []
     for group in state.optimizer.groups:
-        own = {key: value for key, value in group.hyperparameters.items() if key not in LEFT_OUT}
+        settings = {key: value for key, value in group.hyperparameters.items() if key not in LEFT_OUT}
         for name in ("lr_mult", "wd_mult"):
-            if name in own:
-                own[name] = {path: value for path, value in own[name].items() if path in group.paths}
-        if own.get("parameter_encoding"):  # recorded as the object's name
-            own["parameter_encoding"] = "eighth_power"
+            if name in settings:
+                settings[name] = {
+                    path: value for path, value in settings[name].items() if path in group.paths
+                }
+        if settings.get("parameter_encoding"):  # recorded as the object's name
+            settings["parameter_encoding"] = "eighth_power"
         if by_rules:
-            own["rules"] = {path: state.rules[path].to_json() for path in group.paths if path in state.rules}
+            settings["rules"] = {
+                path: state.rules[path].to_json() for path in group.paths if path in state.rules
+            }
         elif factor_map:
-            own["factor_map"] = factor_map
-        groups.append({"params": [(path, params[path]) for path in group.paths], **own})
+            settings["factor_map"] = factor_map
+        groups.append({"params": [(path, params[path]) for path in group.paths], **settings})
     schema, variant = state.optimizer.schema, str(state.optimizer.variant)
     optimizer = OPTIMIZERS[schema](groups, variant=variant, foreach=foreach)
     for made in optimizer.param_groups:

@@ -94,16 +94,16 @@ def _judged(run: Case, update: int, place: Callable[[torch.Tensor], torch.Tensor
         assert type(param).__name__ == "Parameter" or hasattr(param, "device_mesh")
     sharded.optimizer.param_groups[0]["lr"] = 0.01
     sharded.optimizer.step()
-    found = {(path, "param"): whole(param) for path, param in sharded.params.items()}
+    tensors = {(path, "param"): whole(param) for path, param in sharded.params.items()}
     for path, param in sharded.params.items():
-        own = sharded.optimizer.state[param]
-        found |= {(path, name): whole(value) for name, value in own.items()}
+        slots = sharded.optimizer.state[param]
+        tensors |= {(path, name): whole(value) for name, value in slots.items()}
     group = sharded.optimizer.param_groups[0].get("slots", {})
-    found |= {("groups/0", name): whole(value) for name, value in group.items()}
+    tensors |= {("groups/0", name): whole(value) for name, value in group.items()}
     bound = run.bound(update, "compiled", True, XP.sqrt_units)
-    assert bound.keys() == found.keys()
-    zero = {key: np.zeros_like(value) for key, value in found.items()}
-    rows = [compare(update, *key, value, value, zero[key], bound[key]) for key, value in found.items()]
+    assert bound.keys() == tensors.keys()
+    zero = {key: np.zeros_like(value) for key, value in tensors.items()}
+    rows = [compare(update, *key, value, value, zero[key], bound[key]) for key, value in tensors.items()]
     return [f"{row.path} {row.tensor} {row.example}" for row in rows if row.outside]
 
 
@@ -163,8 +163,8 @@ def checkpoints_go_round(mesh: Any, rank: int, folder: Path) -> None:
         expected = torch.load(folder / f"{name}.pt", weights_only=True)
         for key, param in third.named_parameters():
             assert torch.equal(whole_of(param), expected["model"][key]), name
-        for i, own in enumerate(loaded.state.values()):
-            for slot, value in own.items():
+        for i, slots in enumerate(loaded.state.values()):
+            for slot, value in slots.items():
                 assert torch.equal(whole_of(value), expected["optimizer"]["state"][i][slot]), (name, slot)
         train(third, loaded, 2, 2)
         for key, param in third.named_parameters():
@@ -172,5 +172,5 @@ def checkpoints_go_round(mesh: Any, rank: int, folder: Path) -> None:
 
 
 def whole_of(value: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return found.detach()
+    array: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return array.detach()

@@ -172,14 +172,14 @@ def main(work: Path) -> None:
     transformers.utils.logging.set_verbosity_error()
     case = json.loads((work / "case.json").read_text())
     lines = case.pop("lines", None)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         name: two_saves(Path(folder), work / "out" / name) for name, folder in case.items()
     }
     if "torch" in case:
-        found["documented"] = documented(Path(case["torch"]), work / "out" / "documented")
+        result["documented"] = documented(Path(case["torch"]), work / "out" / "documented")
     if lines:
-        found["printed"] = printed(lines, Path(case["torch"]), work / "out" / "printed")
-    (work / "result.json").write_text(json.dumps(found))
+        result["printed"] = printed(lines, Path(case["torch"]), work / "out" / "printed")
+    (work / "result.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

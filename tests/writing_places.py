@@ -41,7 +41,11 @@ def elsewhere(folder: Path) -> dict[str, list[str]]:
         source.mkdir(parents=True)
         parent.mkdir()
         planned = plan(
-            row.found(source).path, parent / target_name(name), to=name, layout=row.layout, hints=row.hints
+            row.sample_in(source).path,
+            parent / target_name(name),
+            to=name,
+            layout=row.layout,
+            hints=row.hints,
         )
         places.clear()
         convert(planned)

@@ -89,8 +89,12 @@ def sharding(chunks: tuple[int, ...], compressor: str | None = "zstd", where: st
     """Returns the codec that puts chunks into shards."""
     little = {"configuration": {"endian": "little"}, "name": "bytes"}
     inner = [little, *([{"name": compressor, "configuration": {"level": 1}}] if compressor else [])]
-    own = {"chunk_shape": list(chunks), "codecs": inner, "index_codecs": [little, {"name": "crc32c"}]}
-    return {"name": "sharding_indexed", "configuration": own | {"index_location": where}}
+    configuration = {
+        "chunk_shape": list(chunks),
+        "codecs": inner,
+        "index_codecs": [little, {"name": "crc32c"}],
+    }
+    return {"name": "sharding_indexed", "configuration": configuration | {"index_location": where}}
 
 
 def shard_bytes(parts: list[bytes | None], at_end: bool = True) -> bytes:
@@ -131,8 +135,8 @@ def write_sharded(
         ]
         path = folder.joinpath("c", *map(str, position))
         path.parent.mkdir(parents=True, exist_ok=True)
-        held = [None if i in absent else piece for i, piece in enumerate(pieces)]
-        path.write_bytes(shard_bytes(held, where == "end"))
+        present = [None if i in absent else piece for i, piece in enumerate(pieces)]
+        path.write_bytes(shard_bytes(present, where == "end"))
     return folder
 
 

@@ -179,8 +179,8 @@ def _proven(checkpoint: Checkpoint, budget: Budget, tell: OnProgress) -> Checked
         read = list(_read_tensors(checkpoint, tell))
         items += read
         faults += [(item.fault, item.name) for item in read if item.fault]
-        held = {stored.place for tensor in checkpoint.tensors.values() for stored in stored_in(tensor)}
-        rest = list(_read_files([path for path in files if path not in named], held, checkpoint, budget))
+        places = {stored.place for tensor in checkpoint.tensors.values() for stored in stored_in(tensor)}
+        rest = list(_read_files([path for path in files if path not in named], places, checkpoint, budget))
         items += rest
         faults += [(item.fault, f"{base / item.name}") for item in rest if item.fault]
     return CheckedCheckpoint(
@@ -196,13 +196,13 @@ def _proven(checkpoint: Checkpoint, budget: Budget, tell: OnProgress) -> Checked
 
 
 def _read_files(
-    paths: Iterable[Path], held: Set[str], checkpoint: Checkpoint, budget: Budget
+    paths: Iterable[Path], places: Set[str], checkpoint: Checkpoint, budget: Budget
 ) -> Iterator[Proven]:
     """Yields the files that hold records, which no tensor's row is about."""
     base = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     for path in paths:
         by = of_file(path)
-        if by != ZIP and _is_held(path, held, checkpoint.path):
+        if by != ZIP and _is_held(path, places, checkpoint.path):
             continue
         fault = ""
         if by == ZIP:
@@ -215,11 +215,11 @@ def _relative(path: Path, base: Path) -> str:
     return path.relative_to(base).as_posix() if path.is_relative_to(base) else f"{path}"
 
 
-def _is_held(path: Path, held: Set[str], top: Path) -> bool:
+def _is_held(path: Path, places: Set[str], top: Path) -> bool:
     """Tells whether a file holds the values of tensors, which are proven by themselves, or is a chunk of some."""
     if path.name in HEADERS:
         return False
-    return f"{path}" in held or any(f"{folder}" in held for folder in path.parents if folder != top)
+    return f"{path}" in places or any(f"{folder}" in places for folder in path.parents if folder != top)
 
 
 def _read_tensors(checkpoint: Checkpoint, tell: OnProgress) -> Iterator[Proven]:

@@ -207,8 +207,8 @@ class RatesOf:
             return None
         codes = []
         for side in sides:
-            own = [python_code(each[number]) for number in side]
-            codes.append(own[0] if len({*own}) == 1 else f"[{', '.join(own)}]")
+            of_side = [python_code(each[number]) for number in side]
+            codes.append(of_side[0] if len({*of_side}) == 1 else f"[{', '.join(of_side)}]")
         lines = [
             *(["import math"] if any(MATH in code for code in codes) else []),
             "functions = [",

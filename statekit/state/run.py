@@ -242,12 +242,12 @@ def _with_groups(schedules: list[Schedule], bases: Sequence[float | None]) -> li
     moved = [number for number, base in enumerate(bases) if base is not None]
     each = [one.bases for one in schedules]
     alone = len(schedules) == 1 and len(moved) == len(bases)
-    if alone or not all(each) or [base for own in each for base in own] != [bases[i] for i in moved]:
+    if alone or not all(each) or [base for rates in each for base in rates] != [bases[i] for i in moved]:
         return schedules
     ends = list(accumulate(map(len, each)))
     return [
-        replace(one, groups=tuple(moved[end - len(own) : end]))
-        for one, own, end in zip(schedules, each, ends, strict=True)
+        replace(one, groups=tuple(moved[end - len(rates) : end]))
+        for one, rates, end in zip(schedules, each, ends, strict=True)
     ]
 
 

@@ -136,7 +136,7 @@ def hints(schema: str, variant: str) -> tuple[str, ...]:
 
 def tensor_bytes(made: TrainState) -> int:
     """Returns the size of a state's values."""
-    slots = (slot for own in made.slots.values() for slot in own.values())
+    slots = (slot for tensors in made.slots.values() for slot in tensors.values())
     return sum(map(nbytes, (*made.params.values(), *slots)))
 
 

@@ -89,8 +89,8 @@ def rows(entrants: Entrants, updates: int) -> Iterator[tuple[str, ...]]:
     roof = next(iter(entrants))
     for name, entrant in entrants.items():
         cells = [
-            (f"{found[name]:.0f}", f"{found[name] / found[roof]:.2f}") if name in found else ("-", "-")
-            for found in measured
+            (f"{speeds[name]:.0f}", f"{speeds[name] / speeds[roof]:.2f}") if name in speeds else ("-", "-")
+            for speeds in measured
         ]
         yield (f"statekit {name}" if entrant.ours else name), *(cell for pair in cells for cell in pair)
 

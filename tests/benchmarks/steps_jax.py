@@ -22,7 +22,7 @@ def _entrant(make: Callable[..., Any], mine: bool = False, most: int = 10_000) -
         grads = {name: jax.random.normal(key, (side, side)) for name, key in zip(names, keys, strict=True)}
         params = {name: grad[::-1] * 0.1 for name, grad in grads.items()}
         transformation = make(learning_rate=RATE)
-        held = [params, transformation.init(params)]
+        arrays = [params, transformation.init(params)]
 
         @partial(jax.jit, donate_argnums=(0, 1))
         def update(params: Any, state: Any, grads: Any) -> Any:
@@ -30,8 +30,8 @@ def _entrant(make: Callable[..., Any], mine: bool = False, most: int = 10_000) -
             return optax.apply_updates(params, updates), state
 
         def step() -> object:
-            held[:] = update(*held, grads)
-            return jax.block_until_ready(held)
+            arrays[:] = update(*arrays, grads)
+            return jax.block_until_ready(arrays)
 
         return step
 

@@ -37,7 +37,7 @@ def sample(number: int) -> Checkpoint:
     place = folder() / f"{number}"
     shutil.rmtree(place, ignore_errors=True)  # of a process that ended
     place.mkdir()
-    written = ROWS[number].found(place)
+    written = ROWS[number].sample_in(place)
     checkpoint = registry.container(written.container).open(written.path)
     atexit.register(checkpoint.close)  # HDF5 doesn't outlive Python
     return checkpoint

@@ -76,8 +76,10 @@ def arguments(draw: st.DrawFn, library: str, family: str) -> dict[str, Any]:
         return {"learning_rate": rate, "min_dim_size_to_factor": 4, **draw(more), **draw(scale)}
     if library == "optax":
         more = chosen(eps=[1e-8, 1e-6, 0.1], eps_root=[0.0, 1e-6], weight_decay=DECAYS)
-        own = chosen(nesterov=[True], mu_dtype=["float32", "bfloat16"]) if family == "adamw" else st.just({})
-        return {"learning_rate": rate, "b1": b1, "b2": b2, **draw(more), **draw(own)}
+        chosen_options = (
+            chosen(nesterov=[True], mu_dtype=["float32", "bfloat16"]) if family == "adamw" else st.just({})
+        )
+        return {"learning_rate": rate, "b1": b1, "b2": b2, **draw(more), **draw(chosen_options)}
     if family == "adafactor":
         more = chosen(beta_2_decay=[-0.8, -0.5], clip_threshold=[1.0, 0.3], relative_step=[True, False])
         return {"learning_rate": rate, **draw(more), **draw(chosen(weight_decay=[None, 0.01]))}

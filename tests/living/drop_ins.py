@@ -80,10 +80,10 @@ def _jax(case: Case, start: TrainState) -> Update:
 
     def update(state: TrainState, grads: Arrays, rows: Sparse) -> Tensors:
         params = {path: jnp.asarray(tensor.read()) for path, tensor in state.params.items()}
-        held = _loaded(spec, state, group, leaves_of(params))
-        after, then = step(params, held, {path: jnp.asarray(grad) for path, grad in grads.items()})
+        loaded = _loaded(spec, state, group, leaves_of(params))
+        after, then = step(params, loaded, {path: jnp.asarray(grad) for path, grad in grads.items()})
         slots, _ = slots_of(spec.schema, leaves_of(params), then)
-        read = {p: {n: np.asarray(v) for n, v in own.items()} for p, own in slots.items()}
+        read = {p: {n: np.asarray(v) for n, v in tensors.items()} for p, tensors in slots.items()}
         return named({path: np.asarray(value) for path, value in after.items()}, read, [])
 
     return update
@@ -111,8 +111,8 @@ def _keras(case: Case, start: TrainState) -> Update:
         given = {p: slices(case, p, rows[p]) if p in rows else tf.constant(g) for p, g in grads.items()}
         optimizer.apply_gradients([(grad, variables[path]) for path, grad in given.items()])
         slots = {
-            path: {name: xp.numpy(tf.convert_to_tensor(v)) for name, v in own.items()}
-            for path, own in optimizer.slots().items()
+            path: {name: xp.numpy(tf.convert_to_tensor(v)) for name, v in tensors.items()}
+            for path, tensors in optimizer.slots().items()
             if path in variables
         }
         return named({p: xp.numpy(tf.convert_to_tensor(v.value)) for p, v in variables.items()}, slots, [])

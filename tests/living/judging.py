@@ -31,7 +31,7 @@ def faults(case: Case, xp: Backend | None = None) -> list[str]:
     is another one after it went into a statekit folder and back.
     """
     xp, run = xp or backend(case.backend), RUNS[case.library](case)
-    found = []
+    outside = []
     before = run.state()
     rates = tuple(_rate(case.library, arguments) for arguments, _ in case.groups)
     ours = drop_in(case, before, rates) if case.drop_in and follows(case) else None
@@ -39,17 +39,19 @@ def faults(case: Case, xp: Backend | None = None) -> list[str]:
         grads, rows = case.gradients(update), case.rows(update)
         run.update(grads, rows)
         after = run.state()
-        found += [f"update {update + 1}: {one}" for one in differences(case, xp, before, after, grads, rows)]
+        outside += [
+            f"update {update + 1}: {one}" for one in differences(case, xp, before, after, grads, rows)
+        ]
         if ours is not None:
             got = ours(before, grads, rows)
             bounds = _bounds(case, True, backend("torch").sqrt_units)
             bound = _moved(case, bounds, before, grads, rows, rates)
-            found += [f"update {update + 1}, class: {one}" for one in _outside(got, bound, before, after)]
+            outside += [f"update {update + 1}, class: {one}" for one in _outside(got, bound, before, after)]
         before = after
     if case.back:
         with tempfile.TemporaryDirectory() as folder:
-            found += [f"there and back: {one}" for one in lost(case, run, Path(folder))]
-    return found
+            outside += [f"there and back: {one}" for one in lost(case, run, Path(folder))]
+    return outside
 
 
 def differences(
@@ -60,14 +62,14 @@ def differences(
     rates = tuple(_rate(case.library, arguments) for arguments, _ in case.groups)
     ours = store(xp, _moved(case, xp, before, grads, rows, rates), before)
     bound = _moved(case, _bounds(case, contracted, xp.sqrt_units), before, grads, rows, rates)
-    found = list(_outside(_tensors(ours), bound, before, after))
+    outside = list(_outside(_tensors(ours), bound, before, after))
     counts = [
         {path: state.counts.behind.get(path, state.counts.updates) for path in state.params}
         for state in (ours, after)
     ]
     if counts[0] != counts[1]:
-        found.append(f"counts {counts[0]}, the original's {counts[1]}")
-    return found
+        outside.append(f"counts {counts[0]}, the original's {counts[1]}")
+    return outside
 
 
 def _bounds(case: Case, contracted: bool, sqrt_units: float) -> IntervalBackend:
@@ -97,10 +99,10 @@ def _rate(library: str, arguments: Any) -> float | None:
 
 def _moved(case: Case, xp: Backend, state: TrainState, grads: Arrays, rows: Sparse, rates: Any) -> Any:
     move = mover(xp, state, case.execution)
-    held = {path: xp.asarray(grad) for path, grad in grads.items()}
-    held |= {path: _repeated(xp, case, path, *own) for path, own in rows.items()}
+    arrays = {path: xp.asarray(grad) for path, grad in grads.items()}
+    arrays |= {path: _repeated(xp, case, path, *pair) for path, pair in rows.items()}
     with np.errstate(all="ignore"):
-        return move(load(xp, state), held, rates)
+        return move(load(xp, state), arrays, rates)
 
 
 def _repeated(xp: Backend, case: Case, path: str, values: Any, rows: Any) -> Repeated:

@@ -146,7 +146,7 @@ class Run(Protocol):
 def canonical(
     case: Case,
     params: Arrays,
-    held: Mapping[str, Arrays],
+    stored: Mapping[str, Arrays],
     updates: int,
     behind: Mapping[str, int] | None = None,
 ) -> TrainState:
@@ -167,13 +167,13 @@ def canonical(
                 factored = group.hyperparameters.get("factored", True)
                 rules[path] = Rule(by_shape(constants, case.params[path], factored, minimum), "given")
     slots: dict[str, dict[str, Tensor]] = {}
-    for path, own in held.items():
-        named: dict[str, Tensor] = {name: in_memory(array, name) for name, array in own.items()}
+    for path, arrays in stored.items():
+        named: dict[str, Tensor] = {name: in_memory(array, name) for name, array in arrays.items()}
         rule = rules.get(path)
         slots[path] = named if rule is None else canonical_slots(case.variant, rule, tensors[path], named)
     optimizer = Optimizer(case.family, case.variant, tuple(groups))
     state = TrainState(tensors, slots, optimizer, Counts(updates, updates, behind or {}), rules)
-    fresh = [path for path in tensors if path not in held]
+    fresh = [path for path in tensors if path not in stored]
     if not fresh:
         return state
     begun = initial(TrainState(tensors, {}, optimizer, Counts(0, 0), rules))
@@ -181,11 +181,11 @@ def canonical(
     return TrainState(tensors, full, optimizer, state.counts, rules)
 
 
-def _by_alias(case: Case, held: Mapping[str, Any]) -> dict[str, Any]:
+def _by_alias(case: Case, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what has the alias of a slot, by the slot's canonical name."""
     slots = load_schema(case.family).slots.items()
     aliases = {slot.aliases[case.variant]: name for name, slot in slots if case.variant in slot.aliases}
-    return {aliases[name]: value for name, value in held.items() if name in aliases}
+    return {aliases[name]: value for name, value in arrays.items() if name in aliases}
 
 
 def _torch_class(case: Case) -> Any:
@@ -231,17 +231,19 @@ class TorchRun:
             self._step = torch.compile(self._optimizer.step)
 
     def state(self) -> TrainState:
-        held, counts = {}, {}
+        slots, counts = {}, {}
         for path, param in self._params.items():
-            own = self._optimizer.state.get(param)
-            counts[path] = int(own["step"]) if own else 0
-            if own:
-                arrays = {n: self._numpy(v) for n, v in own.items() if isinstance(v, self._torch.Tensor)}
-                held[path] = _by_alias(self._case, arrays)
+            param_state = self._optimizer.state.get(param)
+            counts[path] = int(param_state["step"]) if param_state else 0
+            if param_state:
+                arrays = {
+                    n: self._numpy(v) for n, v in param_state.items() if isinstance(v, self._torch.Tensor)
+                }
+                slots[path] = _by_alias(self._case, arrays)
         updates = max(counts.values(), default=0)
         behind = {path: count for path, count in counts.items() if count != updates}
         params = {path: self._numpy(param) for path, param in self._params.items()}
-        return canonical(self._case, params, held, updates, behind)
+        return canonical(self._case, params, slots, updates, behind)
 
     def _numpy(self, tensor: Any) -> Array:
         wide = tensor.detach().to(self._torch.float32).numpy().copy()
@@ -263,11 +265,11 @@ class TorchRun:
         return path, {}
 
     def load(self, path: Path) -> None:
-        held = self._torch.load(path, weights_only=False)
+        saved = self._torch.load(path, weights_only=False)
         with self._torch.no_grad():
             for name, param in self._params.items():
-                param.copy_(held["model"][dotted(name)])
-        self._optimizer.load_state_dict(held["optimizer"])
+                param.copy_(saved["model"][dotted(name)])
+        self._optimizer.load_state_dict(saved["optimizer"])
 
 
 class OptaxRun:
@@ -292,13 +294,13 @@ class OptaxRun:
         self._updates = 0
 
     def state(self) -> TrainState:
-        held: dict[str, dict[str, Array]] = {path: {} for path in self._params}
+        arrays: dict[str, dict[str, Array]] = {path: {} for path in self._params}
         for part in self._jax.tree.leaves(self._state, is_leaf=lambda x: hasattr(x, "_fields")):
             for name, tree in getattr(part, "_asdict", dict)().items():
                 if isinstance(tree, dict):
                     for path, array in tree.items():
-                        held[path][name] = np.asarray(array)
-        slots = {path: _by_alias(self._case, own) for path, own in held.items()}
+                        arrays[path][name] = np.asarray(array)
+        slots = {path: _by_alias(self._case, of_path) for path, of_path in arrays.items()}
         params = {path: np.asarray(array) for path, array in self._params.items()}
         return canonical(self._case, params, slots, self._updates)
 
@@ -321,8 +323,12 @@ class OptaxRun:
 
         tree = {"params": self._params, "opt_state": self._state, "step": self._updates}
         file = path if path.is_file() else next(path.glob("checkpoint_*"))
-        held = self._jax.tree.map(self._jnp.asarray, serialization.from_bytes(tree, file.read_bytes()))
-        self._params, self._state, self._updates = held["params"], held["opt_state"], int(held["step"])
+        restored = self._jax.tree.map(self._jnp.asarray, serialization.from_bytes(tree, file.read_bytes()))
+        self._params, self._state, self._updates = (
+            restored["params"],
+            restored["opt_state"],
+            int(restored["step"]),
+        )
 
 
 class KerasRun:
@@ -354,26 +360,28 @@ class KerasRun:
         lists = {"m": "_momentums", "v": "_velocities"}
         if self._case.family == "adafactor":
             lists = {"v_row": "_r", "v_col": "_c", "v": "_v"}
-        held = {
-            path: {name: np.asarray(getattr(self._optimizer, own)[i]) for name, own in lists.items()}
+        slots = {
+            path: {
+                name: np.asarray(getattr(self._optimizer, attribute)[i]) for name, attribute in lists.items()
+            }
             for i, path in enumerate(self._paths)
         }
         params = {path: np.asarray(p) for path, p in zip(self._paths, self._params, strict=True)}
-        return canonical(self._case, params, held, int(self._optimizer.iterations.numpy()))
+        return canonical(self._case, params, slots, int(self._optimizer.iterations.numpy()))
 
     def update(self, grads: Arrays, rows: Sparse = MappingProxyType({})) -> None:
         present = tuple(path for path in self._paths if path in grads)
-        own = [p for path, p in zip(self._paths, self._params, strict=True) if path in grads]
+        params = [p for path, p in zip(self._paths, self._params, strict=True) if path in grads]
         values = [
             slices(self._case, p, rows[p]) if p in rows else self._tf.constant(grads[p]) for p in present
         ]
         if self._case.mode != "compiled":
-            self._optimizer.apply_gradients(list(zip(values, own, strict=True)))
+            self._optimizer.apply_gradients(list(zip(values, params, strict=True)))
             return
         key = (*present, *rows)
         if key not in self._calls:
             self._calls[key] = self._tf.function(
-                lambda given: self._optimizer.apply_gradients(list(zip(given, own, strict=True))),
+                lambda given: self._optimizer.apply_gradients(list(zip(given, params, strict=True))),
                 jit_compile=True,
             )
         self._calls[key](values)

@@ -62,7 +62,7 @@ What isn't drawn because an original itself doesn't do it, or because statekit r
 
 def part_of(kind: Kind, number: int, size: int) -> list[Case]:
     """Returns the cases of a part: always the same ones."""
-    found: dict[str, Case] = {}
+    case_of: dict[str, Case] = {}
 
     @seed(hash_of(kind) * 100_000 + number)
     @settings(
@@ -74,11 +74,11 @@ def part_of(kind: Kind, number: int, size: int) -> list[Case]:
     )
     @given(cases(*kind))
     def drawn(case: Case) -> None:
-        if runs(case) and len(found) < size:
-            found.setdefault(repr(case), case)
+        if runs(case) and len(case_of) < size:
+            case_of.setdefault(repr(case), case)
 
     drawn()
-    return list(found.values())
+    return list(case_of.values())
 
 
 def hash_of(kind: Kind) -> int:
@@ -128,9 +128,9 @@ def page(parts: list[dict[str, Any]]) -> str:
     """Returns docs/living.md."""
     by_kind: dict[str, Counter[str]] = {}
     for part in parts:
-        own = by_kind.setdefault(part["kind"], Counter())
-        own.update({k: v for k, v in part.items() if isinstance(v, int) and k not in ("part", "size")})
-        own["outside"] += len(part["outside"])
+        counted = by_kind.setdefault(part["kind"], Counter())
+        counted.update({k: v for k, v in part.items() if isinstance(v, int) and k not in ("part", "size")})
+        counted["outside"] += len(part["outside"])
     columns = ("cases", "updates", "float32", "bfloat16", "float16", "drop_in", "back", "backend", "outside")
     lines = [
         "| library | family | mode | cases | updates | float32 | bfloat16 | float16 | class | there and back "
@@ -142,7 +142,9 @@ def page(parts: list[dict[str, Any]]) -> str:
             lines.append(f"| {' | '.join([*kind.split('-'), *(str(by_kind[kind][c]) for c in columns)])} |")
     total = sum(by_kind.values(), Counter())
     lines.append(f"| **all** | | | {' | '.join(str(total[c]) for c in columns)} |")
-    compiled = sum(own["cases"] for kind, own in by_kind.items() if kind.endswith("-compiled"))
+    compiled = sum(
+        counted_of_kind["cases"] for kind, counted_of_kind in by_kind.items() if kind.endswith("-compiled")
+    )
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
     made = f"{total['cases']} cases, {compiled} of them compiled, {total['outside']} outside. Made with {versions}."
     return f"{TEXT}\n{made}\n\n" + "\n".join(lines) + "\n"

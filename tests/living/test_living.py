@@ -42,8 +42,8 @@ def test_our_step_is_the_originals(library: str, family: str, mode: str) -> None
         suppress_health_check=list(HealthCheck),
     )
     @given(cases(library, family, mode))
-    def held(case: Case) -> None:
+    def check(case: Case) -> None:
         assume(runs(case))
         assert faults(case) == [], case
 
-    held()
+    check()

@@ -26,26 +26,26 @@ def lost(case: Case, run: Run, folder: Path) -> list[str]:
     Both then take the case's last update once more. What an original loses of its own save isn't ours: PyTorch casts
     Transformers' float32 slots to the dtype of a parameter of low precision.
     """
-    path, told = run.save(folder)
+    path, file = run.save(folder)
     container, layout, name = FORMS[case.library]
-    statekit.convert(path, folder / "neutral", to="statekit", **told)
+    statekit.convert(path, folder / "neutral", to="statekit", **file)
     more: dict[str, Any] = {"like": path} if case.library == "keras" else {}
     statekit.convert(folder / "neutral", folder / name, to=container, layout=layout, **more)
     runs = [RUNS[case.library](case), RUNS[case.library](case)]
     for one, source in zip(runs, (path, folder / name), strict=True):
         one.load(source)
-    found = [f"loaded, {one}" for one in _unequal(*(one.state() for one in runs))]
+    differences = [f"loaded, {one}" for one in _unequal(*(one.state() for one in runs))]
     last = len(case.grads) - 1
     for one in runs:
         one.update(case.gradients(last), case.rows(last))
-    return found + [f"one update later, {one}" for one in _unequal(*(one.state() for one in runs))]
+    return differences + [f"one update later, {one}" for one in _unequal(*(one.state() for one in runs))]
 
 
 def _unequal(mine: TrainState, theirs: TrainState) -> list[str]:
     left, right = _values(mine), _values(theirs)
-    found = [" ".join(key) for key in left if key not in right or not _same(left[key], right[key])]
+    differing = [" ".join(key) for key in left if key not in right or not _same(left[key], right[key])]
     counts = [(state.counts.updates, dict(state.counts.behind)) for state in (mine, theirs)]
-    return found + ([f"counts {counts[0]} and {counts[1]}"] if counts[0] != counts[1] else [])
+    return differing + ([f"counts {counts[0]} and {counts[1]}"] if counts[0] != counts[1] else [])
 
 
 def _values(state: TrainState) -> dict[tuple[str, str], Array]:

@@ -36,7 +36,7 @@ def main(folder: Path, sources: Path, options: set[str]) -> None:
             target.mkdir()
         if "replace" in options:
             (target / "old" if target.is_dir() else target).write_text("what was there before")
-        source = row.found(sources / name).path
+        source = row.sample_in(sources / name).path
         planned = plan(source, target, to=name, layout=row.layout, hints=row.hints)
         (folder / f"begin {name}").mkdir()
         convert(planned, replace_foreign="replace" in options)

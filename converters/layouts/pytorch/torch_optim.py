@@ -274,17 +274,22 @@ class TorchOptim:
         return join_side_by_side(state.extra, updates, params, dicts, places, (*placed, SIDE_BY_SIDE))
 
     def _optimizer(
-        self, state: TrainState, kind: TorchOptimizer, own: Sequence[Group], by_name: bool, faults: Faults
+        self,
+        state: TrainState,
+        kind: TorchOptimizer,
+        canonical: Sequence[Group],
+        by_name: bool,
+        faults: Faults,
     ) -> tuple[list[dict[str, Any]], dict[Any, dict[str, Any]]]:
         """Returns the groups and the state of an optimizer that moves some of a state's groups."""
-        order = [path for group in own for path in group.paths]
+        order = [path for group in canonical for path in group.paths]
         index = {path: _name(path) if by_name else i for i, path in enumerate(order)}
         native = {
             index[path]: _native(kind, state, path, state.slots[path], faults)
             for path in state.slots
             if path in index and state.slots[path]
         }
-        stated = [*(state.extra.get(GROUPS) or ()), *({} for _ in own)]
+        stated = [*(state.extra.get(GROUPS) or ()), *({} for _ in canonical)]
         groups = [
             {
                 **{key: kind.usual[key] for key in kind.usual if self.form and key not in others},
@@ -292,7 +297,7 @@ class TorchOptim:
                 "params": [index[path] for path in group.paths],
                 **({} if by_name else {"param_names": [_name(path) for path in group.paths]}),
             }
-            for group, others in zip(own, stated, strict=False)
+            for group, others in zip(canonical, stated, strict=False)
         ]
         return groups, native
 
