@@ -308,6 +308,8 @@ def _expanded(tokens: Sequence[str], macros: Mapping[str, Sequence[str]], depth:
 
 def _bindings(text: str, place: object) -> Iterator[tuple[str, list[str]]]:
     """Yields selector and value tokens of every binding, `include` and a name of every other file; no imports."""
+    if (at := text.find("\0")) >= 0:  # Python 3.13's tokenizer ends in a SystemError
+        raise FormatError("A gin file holds a NUL.", place=place, found=f"at character {at}")
     prefix = ""
     words: list[str] = []
     try:

@@ -43,6 +43,7 @@ BYTES: dict[str, list[bytes]] = {
         _spec(dtype={}),
         _spec(metadata={"shape": [2], "chunks": 2, "dtype": "<f4", "compressor": None}),
     ],
+    "gin": [b"adafactor.Adafactor.decay_rate = 0\0.8\n"],
     "dcp metadata": [_dcp(transform_descriptors=5), _dcp(offset="1"), _dcp(relative_path=Record("a.B"))],
     "zarr": [json.dumps({**documents.ZARRAY, "chunks": [1, 1], "fill_value": 1e308}).encode()],
 }
