@@ -2,17 +2,21 @@
 
 One number says it all, bytes of memory; `--budget` raises it. What a job holds (headers, indices, pickles, trees; the
 values of tensors stream) is counted before it is allocated, and given back when the checkpoint is closed. Work is
-counted in steps, and may grow with the bytes that were read, not with time: an honest file on a slow disk passes. Of
-disk reading takes nothing. Readers ask here and have no limits of their own, so that limits can't multiply.
+counted in steps, and what decompresses in bytes that come out; both may grow with the bytes that were read, not with
+time: an honest file on a slow disk passes. What only saves work, as a chunk that is decoded already, is kept while
+nothing else needs the room. Of disk reading takes nothing. Readers ask here and have no limits of their own, so that
+limits can't multiply.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from statekit.errors import BudgetError, UsageError
 
@@ -20,6 +24,8 @@ DEFAULT = 512 * 2**20
 """Bytes that a job may hold unless it is told otherwise."""
 NODE_BYTES = 128
 """What one value of a tree is taken to need, in bytes: its object, and its place in a dict or list."""
+EXPANSION = 64
+"""Bytes that one stored byte may become, over all that a job reads; a byte of zeros becomes a thousand."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
 
@@ -58,6 +64,13 @@ class Limits:
         """
         return self.held // 512 + min(read, self.held // 8) // 2
 
+    def decoded(self, read: int) -> int:
+        """Returns how many bytes may come out of compression, or out of nothing, once so many were read.
+
+        That is 2 GiB by default, and 64 for each byte: an optimizer's first state is zeros beside its parameters.
+        """
+        return 4 * self.held + EXPANSION * read
+
 
 class Budget:
     """What a job has taken of its limits. Made once for a job, which may open several checkpoints, by any thread.
@@ -70,7 +83,8 @@ class Budget:
     def __init__(self, limits: Limits | None = None, *, follow_links: bool = False) -> None:
         self.limits = limits or Limits()
         self.follow_links = follow_links
-        self._held = self._steps = self._read = 0
+        self._held = self._steps = self._read = self._decoded = 0
+        self._kept: OrderedDict[tuple[Account, Hashable], tuple[Any, int]] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
@@ -90,6 +104,8 @@ class Budget:
             BudgetError: That is more than the job may hold.
         """
         with self._lock:
+            while self._kept and self._held + count > self.limits.held:
+                self._held -= self._kept.popitem(last=False)[1][1]
             if self._held + count > self.limits.held:
                 raise BudgetError(
                     f"{what} is more than this job may hold in memory.",
@@ -105,10 +121,54 @@ class Budget:
         with self._lock:
             self._held -= count
 
+    def keep(self, key: tuple[Account, Hashable], value: Any, count: int) -> None:
+        """Keeps what was held, for an account, until its bytes are needed."""
+        with self._lock:
+            self._held -= self._kept.pop(key, (None, 0))[1]
+            self._kept[key] = value, count
+
+    def kept(self, key: tuple[Account, Hashable]) -> tuple[Any, int]:
+        """Takes out what was kept, and how many bytes that is, which stay held; None if it is gone."""
+        with self._lock:
+            return self._kept.pop(key, (None, 0))
+
+    def forget(self, account: Account) -> None:
+        """Gives back what was kept for an account."""
+        with self._lock:
+            for key in [key for key in self._kept if key[0] is account]:
+                self._held -= self._kept.pop(key)[1]
+
     def read(self, count: int) -> None:
         """Notes that so many bytes were read, which explain work."""
         with self._lock:
             self._read += count
+
+    def decode(self, count: int, what: str, place: str) -> None:
+        """Takes `count` bytes that something stored becomes, or something that isn't stored at all.
+
+        Args:
+            count: How many.
+            what: What they come from, as an error begins: `A chunk`.
+            place: The file, and the byte in it.
+
+        Raises:
+            BudgetError: That is more than the bytes explain that were read so far.
+        """
+        with self._lock:
+            self._decoded += count
+        self.explain(0, what, place)
+
+    def explain(self, count: int, what: str, place: str) -> None:
+        """Asks, before anything is read, whether `count` bytes could be decoded, as in `decode`."""
+        most, count = self.limits.decoded(self._read), self._decoded + count
+        if count > most:
+            raise BudgetError(
+                f"{what} becomes more than its bytes explain.",
+                place=place,
+                expected=f"at most {most} bytes from {self._read} (the budget's limit `decoded`)",
+                found=f"{count} bytes",
+                remedy=_raised(max(2 * self.limits.held, count // 4)),
+            )
 
     def step(self, count: int, what: str, place: str) -> None:
         """Takes `count` steps of work.
@@ -185,6 +245,39 @@ class Account:
         """Notes that so many bytes were read."""
         self.budget.read(count)
 
+    def decode(self, count: int, what: str, place: str) -> None:
+        """Takes bytes that something stored becomes, as `Budget.decode` does."""
+        self.budget.decode(count, what, place)
+
+    def explain(self, count: int, what: str, place: str) -> None:
+        """Asks whether so many bytes could be decoded, as `Budget.explain` does."""
+        self.budget.explain(count, what, place)
+
+    def keep(self, key: Hashable, value: Any, count: int) -> None:
+        """Keeps what saves work if it is asked for again, until something else needs its `count` bytes.
+
+        Args:
+            key: What it is.
+            value: What is kept.
+            count: Its bytes, which this account held so far.
+        """
+        with self._lock:
+            self._held -= count
+        self.budget.keep((self, key), value, count)
+
+    def kept(self, key: Hashable) -> Any:
+        """Takes out what was kept under a key, and holds its bytes again; None if it is gone."""
+        value, count = self.budget.kept((self, key))
+        with self._lock:
+            self._held += count
+        return value
+
+    def free(self, count: int) -> None:
+        """Gives some of the bytes back that are held."""
+        with self._lock:
+            self._held -= count
+        self.budget.free(count)
+
     @contextmanager
     def passing(self) -> Iterator[Account]:
         """Gives an account for what is held only while something is parsed."""
@@ -199,3 +292,4 @@ class Account:
         with self._lock:
             taken, self._held = self._held, 0
         self.budget.free(taken)
+        self.budget.forget(self)

@@ -6,13 +6,17 @@ values. `reads` is True for one that isn't refused, but has to be read within th
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
+
+import h5py
 
 from statekit.converters.formats.crc32c import crc32c
 
@@ -483,3 +487,226 @@ def _t5x(folder: Path) -> Path:
     head = b"\x82\xa7version\x03\xa9optimizer\x81\xa6target"
     (folder / "checkpoint").write_bytes(head + msgpack_array(0xDD, 40_000_000) + b"\x01" * 40_000_000)
     return folder
+
+
+# HDF5: chunks and groups.
+
+
+def keras_file(folder: Path) -> tuple[Path, h5py.File]:
+    """Opens a new file of Keras' weights to be filled."""
+    path = folder / "a.weights.h5"
+    return path, h5py.File(path, "w")
+
+
+def chunked(
+    folder: Path, shape: tuple[int, ...], chunks: tuple[int, ...], stored: bytes, **filters: object
+) -> Path:
+    """Writes a data set of bytes, each of whose chunks is stored as these bytes."""
+    path, file = keras_file(folder)
+    with file:
+        data = file.create_dataset("layers/dense/vars/0", shape, "u1", chunks=chunks, **filters)
+        for at in itertools.product(*(range(0, n, c) for n, c in zip(shape, chunks, strict=True))):
+            data.id.write_direct_chunk(at, stored)
+    return path
+
+
+def zeros(count: int, kind: Literal["zlib", "gzip", "raw"] = "zlib") -> bytes:
+    """Deflates so many zeros, a multiple of 1 MiB."""
+    encoder = zlib.compressobj(9, wbits=-15)
+    piece = encoder.compress(bytes(2**20)) + encoder.flush(zlib.Z_FULL_FLUSH)
+    body = piece * (count // 2**20) + b"\3\0"
+    if kind == "raw":
+        return body
+    if kind == "zlib":
+        return b"\x78\xda" + body + (count % 65521 << 16 | 1).to_bytes(4, "big")  # Adler-32
+    crc = 0
+    for _ in range(count // 2**20):
+        crc = zlib.crc32(bytes(2**20), crc)
+    return b"\x1f\x8b\x08" + bytes(7) + body + struct.pack("<II", crc, count % 2**32)
+
+
+@bomb("HDF5: a chunk of 1 GiB", "stats", quick=True)
+def _h5_chunk(folder: Path) -> Path:
+    return chunked(folder, (2**15, 2**15), (2**15, 2**15), zeros(2**30), compression="gzip")
+
+
+@bomb("HDF5: a chunk of 400 MiB, which many blocks touch", "stats", reads=True)
+def _h5_touched(folder: Path) -> Path:
+    return chunked(folder, (400, 2**20), (400, 2**20), zeros(400 * 2**20), compression="gzip")
+
+
+@bomb("HDF5: 64 chunks of 64 MiB across", "stats")
+def _h5_across(folder: Path) -> Path:
+    return chunked(folder, (2**13, 2**19), (2**13, 2**13), zeros(2**26), compression="gzip")
+
+
+@bomb("HDF5: a chunk of 4 kB that inflates to 1 GiB", "stats", quick=True)
+def _h5_inflates(folder: Path) -> Path:
+    return chunked(folder, (4096,), (4096,), zeros(2**30), compression="gzip")
+
+
+@bomb("HDF5: 16 GiB of zeros in chunks of 1 MiB", "stats")
+def _h5_zeros(folder: Path) -> Path:
+    return chunked(folder, (2**34,), (2**20,), zeros(2**20), compression="gzip")
+
+
+@bomb("HDF5: 60 000 groups", reads=True)
+def _h5_groups(folder: Path) -> Path:
+    path, file = keras_file(folder)
+    with file:
+        for i in range(60_000):
+            file.create_group(f"layers/{i}")
+    return path
+
+
+@bomb("HDF5: 2000 groups in one another", quick=True)
+def _h5_deep(folder: Path) -> Path:
+    path, file = keras_file(folder)
+    with file:
+        group = file
+        for _ in range(2000):
+            group = group.create_group("g")
+    return path
+
+
+# zarr: chunks of T5X, shards of Orbax, its database.
+
+
+def zarr_of(
+    folder: Path,
+    shape: tuple[int, ...],
+    chunks: tuple[int, ...],
+    stored: bytes | None,
+    codec: str = "zstd",
+    dtype: str = "uint8",
+) -> Path:
+    """Writes a checkpoint of Orbax with one array of format 3; its chunks all have these bytes, or are absent."""
+    item = folder / "1" / "default"
+    array = item / "params.w"
+    array.mkdir(parents=True)
+    key = [{"key": "params", "key_type": 2}, {"key": "w", "key_type": 2}]
+    leaf = {"key_metadata": key, "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False}}
+    tree = {"('params', 'w')": leaf}
+    document: dict[str, object] = {"tree_metadata": tree, "use_zarr3": True, "use_ocdbt": False}
+    document["store_array_data_equal_to_fill_value"] = stored is not None
+    (item / "_METADATA").write_text(json.dumps(document))
+    codecs: list[object] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    codecs += [{"name": codec, "configuration": {"level": 1}}] if codec else []
+    (array / "zarr.json").write_text(json.dumps(zarr_header(shape, chunks, codecs, dtype)))
+    if stored is None:
+        return folder / "1"
+    for position in itertools.product(*(range(-(-n // c)) for n, c in zip(shape, chunks, strict=True))):
+        path = array.joinpath("c", *map(str, position))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(stored)
+    return folder / "1"
+
+
+def zarr_header(
+    shape: tuple[int, ...], chunks: tuple[int, ...], codecs: list[object], dtype: str
+) -> dict[str, object]:
+    """Returns the header of an array of format 3."""
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": shape,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks}},
+        "chunk_key_encoding": {"name": "default"},
+        "codecs": codecs,
+        "data_type": dtype,
+        "fill_value": 0,
+    }
+
+
+def zstd_zeros(count: int, window_log: int = 25) -> bytes:
+    """Compresses so many zeros, a multiple of 128 KiB, in blocks that repeat a byte; Source: RFC 8878, 3.1.1."""
+    block = struct.pack("<I", 2**17 << 3 | 1 << 1)[:3] + b"\0"
+    last = struct.pack("<I", 2**17 << 3 | 1 << 1 | 1)[:3] + b"\0"
+    return b"\x28\xb5\x2f\xfd\0" + bytes([window_log - 10 << 3]) + block * (count // 2**17 - 1) + last
+
+
+@bomb("zarr: a zstd chunk of 1 GiB, window 2^25", "stats", reads=True)
+def _zarr_zstd(folder: Path) -> Path:
+    return zarr_of(folder, (2**15, 2**13), (2**15, 2**13), zstd_zeros(2**30), dtype="float32")
+
+
+@bomb("zarr: a gzip chunk of 1 GiB", "stats", reads=True)
+def _zarr_gzip(folder: Path) -> Path:
+    return zarr_of(folder, (2**15, 2**13), (2**15, 2**13), zeros(2**30, "gzip"), "gzip", "float32")
+
+
+@bomb("zarr: a zstd chunk with a window of 1 GiB", "stats", quick=True)
+def _zarr_window(folder: Path) -> Path:
+    return zarr_of(folder, (2**15, 2**13), (2**15, 2**13), zstd_zeros(2**30, 30), dtype="float32")
+
+
+@bomb("zarr: a chunk of 4 kB that becomes 4 GiB", "stats", quick=True)
+def _zarr_longer(folder: Path) -> Path:
+    return zarr_of(folder, (4096,), (4096,), zstd_zeros(2**32))
+
+
+@bomb("zarr: 64 chunks of 16 MiB across", "stats", reads=True)
+def _zarr_across(folder: Path) -> Path:
+    return zarr_of(folder, (2**9, 2**19), (2**9, 2**13), zstd_zeros(2**24, 20), dtype="float32")
+
+
+@bomb("zarr: 128 chunks of 8 MiB across, which no budget holds", "stats")
+def _zarr_thrash(folder: Path) -> Path:
+    return zarr_of(folder, (2**10, 2**18), (2**10, 2**11), zstd_zeros(2**23, 20), dtype="float32")
+
+
+@bomb("zarr: 3 GiB of one array that isn't stored", "stats", quick=True)
+def _zarr_absent(folder: Path) -> Path:
+    return zarr_of(folder, (3, 2**28), (1, 2**28), None, dtype="float32")
+
+
+@bomb("zarr: 2^40 chunks that aren't stored", quick=True)
+def _zarr_looked_for(folder: Path) -> Path:
+    return zarr_of(folder, (2**40,), (1,), None)
+
+
+@bomb("zarr: a chunk of 1 EiB", "stats", quick=True)
+def _zarr_huge(folder: Path) -> Path:
+    return zarr_of(folder, (2**60,), (2**60,), zstd_zeros(2**30))
+
+
+@bomb("zarr: a codec that isn't read", quick=True)
+def _zarr_blosc(folder: Path) -> Path:
+    return zarr_of(folder, (2**20,), (2**20,), b"\2\1\0\0" + bytes(12), "blosc")
+
+
+@bomb("zarr: a header of 60 MB", quick=True)
+def _zarr_header(folder: Path) -> Path:
+    path = zarr_of(folder, (4,), (4,), None)
+    (path / "default" / "params.w" / "zarr.json").write_bytes(EMPTY)
+    return path
+
+
+@bomb("zarr: 4 M chunks of a byte in a shard", "stats")
+def _zarr_shard(folder: Path) -> Path:
+    count = 2**22
+    path = zarr_of(folder, (count,), (count,), None)
+    array = path / "default" / "params.w"
+    little = {"name": "bytes", "configuration": {"endian": "little"}}
+    own = {"chunk_shape": [1], "codecs": [little], "index_codecs": [little]}
+    header = zarr_header((count,), (count,), [{"name": "sharding_indexed", "configuration": own}], "uint8")
+    (array / "zarr.json").write_text(json.dumps(header))
+    (array / "c").mkdir()
+    (array / "c" / "0").write_bytes(b"\0" + struct.pack("<QQ", 0, 1) * count)
+    return path
+
+
+@bomb("OCDBT: 100 000 keys without a tree", quick=True, reads=True)
+def _ocdbt_keys(folder: Path) -> Path:
+    import tensorstore
+
+    item = folder / "1" / "default"
+    item.mkdir(parents=True)
+    spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{item}/"}}
+    database = tensorstore.KvStore.open(spec).result()
+    with tensorstore.Transaction() as transaction:
+        opened = database.with_transaction(transaction)
+        for i in range(100_000):
+            opened[f"{i:06d}"] = b"x"
+    (item / "_METADATA").write_text(json.dumps({"tree_metadata": {}, "use_ocdbt": True, "use_zarr3": True}))
+    return folder / "1"

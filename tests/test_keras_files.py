@@ -38,7 +38,7 @@ from statekit.errors import (
     UsageError,
 )
 from statekit.files.checkpoint import ATTRIBUTES
-from statekit.files.source import Held, as_file
+from statekit.files.source import Held
 from statekit.files.stage import staged
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
@@ -414,7 +414,7 @@ def test_members_stand_in_the_order_of_writing_though_later_ones_fill_gaps(tmp_p
         places = [h5py.h5o.get_info(group[name].id).addr for name in written]
         at = h5py.h5o.get_info(group.id).addr
     assert places != sorted(places)  # where they are described doesn't tell
-    opened = open_hdf5(as_file(Held(path.read_bytes(), "a.h5")), "a.h5")
+    opened = open_hdf5(Held(path.read_bytes(), "a.h5"), "a.h5")
     assert [key for key in opened.tree["vars"] if key != ATTRIBUTES] == written
     opened.close()
 

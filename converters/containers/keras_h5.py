@@ -23,7 +23,7 @@ from statekit.converters.formats.hdf5.writer import MANIFEST, manifest_bytes, wr
 from statekit.errors import NotFoundError, StatekitError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint, Finding, Proof
 from statekit.files.integrity import proof_inside
-from statekit.files.source import Files, as_file, first_bytes, opening
+from statekit.files.source import Files, first_bytes, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tree import strict_json
 from statekit.tensors.typed import Name, typed
@@ -63,7 +63,7 @@ class KerasH5:
         """
         refuse_step(path, step)
         with opening(path, budget) as files:
-            opened = open_hdf5(as_file(files.source(path)), f"{path}")
+            opened = open_hdf5(files.source(path), f"{path}")
             files.on_close(opened.close)
             proof, findings = documents(opened.tree, path, files)
         return Checkpoint(self.name, path, opened.tree, {}, None, findings, files.close, proof=proof)

@@ -29,7 +29,7 @@ from statekit.converters.formats.zip_archive import Archive, checked_member
 from statekit.errors import FormatError, InexactError, StatekitError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint, Finding
 from statekit.files.checksums import ZIP
-from statekit.files.source import File, Files, Held, Part, Source, as_file, bytes_at, opening
+from statekit.files.source import File, Files, Held, Part, Source, bytes_at, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Index, Stored
 from statekit.tensors.tree import Tree
@@ -80,7 +80,7 @@ class KerasZip:
                 for name in (CONFIG, METADATA)
                 if name in members
             }
-            opened = open_hdf5(as_file(_weights(archive)), f"{path}:{WEIGHTS}")
+            opened = open_hdf5(_weights(archive), f"{path}:{WEIGHTS}")
             files.on_close(opened.close)
             proof, findings = documents(opened.tree, path, files)
             tree = {ATTRIBUTES: {**opened.tree.pop(ATTRIBUTES, {}), **documents_read}, **opened.tree}

@@ -15,8 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from statekit.converters.formats.decompression import DEFLATE, MOST_OF_ONE, decompressed
 from statekit.errors import CommitError, CorruptError, FormatError, RefusedError
-from statekit.files.source import Source, bytes_at, hold, record, short
+from statekit.files.source import Part, Source, bytes_at, hold, record, short
 from statekit.files.whole_file import Checked
 from statekit.tensors.tensor import BLOCK_BYTES, Array
 
@@ -29,8 +30,6 @@ LOCAL_MAGIC, CENTRAL_MAGIC, END_MAGIC, END64_MAGIC, LOCATOR_MAGIC = (
     0x04034B50, 0x02014B50, 0x06054B50, 0x06064B50, 0x07064B50,
 )  # fmt: skip
 FULL16, FULL32 = 0xFFFF, 0xFFFFFFFF
-MAX_RATIO = 1032
-"""How many bytes deflate makes of one, at most. Source: zlib.net/zlib_tech.html."""
 _DEFLATED = 8
 _NODES = 3
 """Values of a tree that a member counts for, with its entry in the directory."""
@@ -139,17 +138,11 @@ class Archive:
 
     def _inflated(self, member: Member, packed: int, what: str) -> bytes:
         hold(self.source, member.start, member.size, what)
-        decoder, whole = zlib.decompressobj(-zlib.MAX_WBITS), io.BytesIO()
-        try:
-            for at in range(0, packed, BLOCK_BYTES):
-                data = bytes_at(self.source, member.start + at, min(BLOCK_BYTES, packed - at))
-                whole.write(decoder.decompress(data, member.size + 1 - whole.tell()))
-        except zlib.error as error:
-            raise CorruptError(
-                "A member of a zip archive is damaged.",
-                place=f"{member.name} in {self.source.place}",
-                found=error,
-            ) from None
+        whole = io.BytesIO()  # which gives its bytes away without a copy
+        for piece in decompressed(Part(self.source, member.start, packed), DEFLATE, f"{what}, deflated,"):
+            whole.write(piece)
+            if whole.tell() > member.size:
+                break
         if whole.tell() != member.size:
             raise CorruptError(
                 "A member of a zip archive has another size than it says.",
@@ -293,11 +286,11 @@ def _entry(source: Source, raw: bytes, at: int, deflated: bool) -> tuple[_Entry,
             expected="bytes stored as they are" + (", or deflated" if deflated else ""),
             found=f"method {method}, flags {flags:#06x}, {packed} bytes for {size}",
         )
-    if inflates and size > packed * MAX_RATIO:
+    if inflates and size > packed * MOST_OF_ONE[DEFLATE]:
         raise RefusedError(
             "A member of a zip archive declares more than its bytes can hold.",
             place=place,
-            expected=f"at most {packed * MAX_RATIO} bytes",
+            expected=f"at most {packed * MOST_OF_ONE[DEFLATE]} bytes",
             found=size,
         )
     return _Entry(name, header, size, crc, packed if inflates else None), end

@@ -522,7 +522,7 @@ class Part:
 class Held:
     """Bytes that are in memory already, read as if they were a file's."""
 
-    data: bytes
+    data: bytes | memoryview
     place: str
     account: Account = field(default_factory=Account, repr=False, compare=False)
 

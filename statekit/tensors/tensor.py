@@ -132,6 +132,25 @@ def positions(ranges: Sequence[range]) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
+def touched_chunks(chunks: Shape, index: Index) -> Iterator[tuple[tuple[int, ...], Index, Index]]:
+    """Yields position, block within the chunk, and block within the result, of every chunk that a block touches.
+
+    Args:
+        chunks: The shape of a chunk: they lie on a regular grid.
+        index: The block.
+    """
+    if any(cut.start == cut.stop for cut in index):
+        return
+    axes = list(zip(index, chunks, strict=True))
+    for position in positions([range(cut.start // c, -(-cut.stop // c)) for cut, c in axes]):
+        inner, outer = [], []
+        for i, (cut, c) in zip(position, axes, strict=True):
+            low, high = max(cut.start, i * c), min(cut.stop, (i + 1) * c)
+            inner.append(slice(low - i * c, high - i * c))
+            outer.append(slice(low - cut.start, high - cut.start))
+        yield position, tuple(inner), tuple(outer)
+
+
 def blocks(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[Index]:
     """Cuts a tensor into blocks of at most `limit` bytes whose values, one after the other, are the tensor in C order.
 
@@ -148,14 +167,17 @@ def blocks(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[Index]:
     while axis < len(shape) - 1 and math.prod(shape[axis + 1 :]) * item > limit:
         axis += 1
     rows = max(1, limit // (math.prod(shape[axis + 1 :]) * item))
-    grain = tensor.grain[axis]
-    if rows > grain:
-        rows -= rows % grain
+    grain = max(1, tensor.grain[axis])
+    rows = (
+        rows - rows % grain if rows > grain else -(-grain // -(-grain // rows))
+    )  # or equal parts of a grain
+    step = max(rows, grain)
     for outer in positions([range(n) for n in shape[:axis]]):
         head = tuple(slice(i, i + 1) for i in outer)
-        for start in range(0, shape[axis], rows):
-            cut = slice(start, min(start + rows, shape[axis]))
-            yield (*head, cut, *whole(shape[axis + 1 :]))
+        for first in range(0, shape[axis], step):
+            last = min(first + step, shape[axis])
+            for start in range(first, last, rows):
+                yield (*head, slice(start, min(start + rows, last)), *whole(shape[axis + 1 :]))
 
 
 def chunks(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[Array]:

@@ -643,9 +643,8 @@ def _change_member(h5: Any, name: str, random: Random) -> None:
 
 def _read_hdf5(data: bytes) -> object:
     from statekit.converters.formats.hdf5.reader import open_hdf5
-    from statekit.files.source import as_file
 
-    opened = open_hdf5(as_file(Held(data, PLACE)), PLACE)
+    opened = open_hdf5(Held(data, PLACE), PLACE)
     try:
         return used(opened.tree)
     finally:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -16,6 +16,7 @@ import numpy as np
 
 from fuzz.changing import changed_bytes, changed_tree
 from fuzz.reader import PLACE, Reader, used
+from statekit.budget import Account
 from statekit.files.source import Held
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.tensors.tree import Record, to_json
@@ -139,12 +140,13 @@ class Values:
 
     values: Mapping[str, bytes]
     place: str = PLACE
+    account: Account = field(default_factory=Account)
 
     def value(self, key: str) -> Held | None:
         from statekit.converters.formats.zarr.stores import checked_key
 
         checked_key(key, self.place)
-        return Held(self.values[key], f"{key} in {PLACE}") if key in self.values else None
+        return Held(self.values[key], f"{key} in {PLACE}", self.account) if key in self.values else None
 
     def headers(self, keys: Sequence[str]) -> list[bytes | None]:
         return [self.values.get(key) for key in keys]

@@ -14,22 +14,24 @@ Prefix", IV.A.2.r "The Symbol Table Message"; keras-team/keras, keras/src/saving
 
 from __future__ import annotations
 
-import io
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from statekit.converters.formats.decompression import MOST_OF_ONE, ZLIB
+from statekit.converters.formats.hdf5.chunks import DEFLATE, FLETCHER32, SHUFFLE, Chunks
 from statekit.converters.formats.hdf5.heaps import Watched
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
 from statekit.files.checkpoint import ATTRIBUTES
 from statekit.files.checksums import OF_FILTERS
+from statekit.files.source import Source, as_file
 from statekit.tensors.tensor import DTYPES, Array, DType, Index, Shape, Stored
-from statekit.tensors.tree import MAX_DEPTH, MAX_NODES
+from statekit.tensors.tree import MAX_DEPTH
 
 Read: TypeAlias = Callable[[int, int], bytes]
 """Gives so many bytes from an address on; fewer at the end of the file."""
@@ -105,10 +107,11 @@ if TYPE_CHECKING:
 MAX_ATTRIBUTE = 64 * 2**20
 """The largest attribute, in bytes."""
 MAX_ATTRIBUTES = 1000
-MAX_RATIO = 1032
-"""How many bytes deflate makes of one, at most."""
-MAX_CHUNK = 2**30
-_FILTERS = {1: "deflate", 2: "shuffle", 3: "fletcher32"}
+_MEMBER_NODES = 16
+"""Values of a tree that a group or data set counts for, with what the library keeps of it."""
+_MEMBER_STEPS = 128
+"""Steps of work that one takes."""
+_FILTERS = {DEFLATE: "deflate", SHUFFLE: "shuffle", FLETCHER32: "fletcher32"}
 _VIRTUAL = 3
 _FAULTS = (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError, IndexError, MemoryError)
 
@@ -130,11 +133,11 @@ class Opened:
         self.file.close()
 
 
-def open_hdf5(source: IO[bytes] | io.RawIOBase, place: str) -> Opened:
+def open_hdf5(source: Source, place: str) -> Opened:
     """Parses the headers of an HDF5 file.
 
     Args:
-        source: The file, opened for reading.
+        source: The file.
         place: What errors call it.
 
     Raises:
@@ -144,12 +147,13 @@ def open_hdf5(source: IO[bytes] | io.RawIOBase, place: str) -> Opened:
     """
     import h5py
 
-    watched = Watched(source)
+    raw = as_file(source)
+    watched = Watched(raw)
     with parsing(place):
         file = h5py.File(watched, "r")
     try:
-        with parsing(place), _names(file, source) as names:
-            tree = _Reader(file, place, names).group(file["/"], "", 0)[1]
+        with parsing(place), _names(file, raw) as names:
+            tree = _Reader(file, source, place, names).group(file["/"], "", 0)[1]
     except BaseException:
         file.close()
         raise
@@ -190,9 +194,8 @@ def _names(file: Any, source: Any) -> Iterator[Names | None]:
 class _Reader:
     """Walks a file once; counts what it meets."""
 
-    def __init__(self, file: Any, place: str, names: Names | None) -> None:
-        self._file, self._place, self._names = file, place, names
-        self._nodes = 0
+    def __init__(self, file: Any, source: Source, place: str, names: Names | None) -> None:
+        self._file, self._source, self._place, self._names = file, source, place, names
         self._seen: set[int] = set()
 
     def group(self, group: Any, name: str, depth: int) -> tuple[int, dict[str, Any]]:
@@ -236,13 +239,15 @@ class _Reader:
         import h5py
 
         address = int(h5py.h5o.get_info(item.id).addr)
-        self._nodes += 1
-        if address in self._seen or self._nodes > MAX_NODES or depth > MAX_DEPTH:
+        if address in self._seen or depth > MAX_DEPTH:
             raise RefusedError(
                 "An HDF5 file holds something twice, or too much.",
                 place=f"{name} in {self._place}",
-                expected=f"a tree of at most {MAX_NODES} members and {MAX_DEPTH} levels",
+                expected=f"a tree of at most {MAX_DEPTH} levels",
             )
+        place = f"byte {address} of {self._place}"
+        self._source.account.step(_MEMBER_STEPS, "An HDF5 file", place)
+        self._source.account.nodes(_MEMBER_NODES, "An HDF5 file", place)
         self._seen.add(address)
         return address
 
@@ -262,17 +267,20 @@ class _Reader:
         if dataset.shape is None or len(dataset.shape) > 32:
             raise FormatError("A dataset has no usable shape.", place=place, found=dataset.shape)
         shape = tuple(map(int, dataset.shape))
-        chunk, checksum = self._layout(dataset, shape, wide, place)
-        fetch = _Fetch(dataset, wide, place).read
+        chunk, checksum, chunks = self._layout(dataset, shape, wide, place)
+        fetch = _Fetch(dataset, wide, place, chunks).read
         return Stored(shape, wide, fetch, name, self._place, chunk, checksum=checksum)
 
-    def _layout(self, dataset: Any, shape: Shape, dtype: DType, place: str) -> tuple[Shape | None, str]:
-        """Checks where a dataset's values are; returns its chunks and their checksum."""
+    def _layout(
+        self, dataset: Any, shape: Shape, dtype: DType, place: str
+    ) -> tuple[Shape | None, str, Chunks | None]:
+        """Checks where a dataset's values are; returns shape and checksum of its chunks, and them if filtered."""
         plan = dataset.id.get_create_plist()
         size, stored = math.prod(shape) * dtype.itemsize, int(dataset.id.get_storage_size())
         if plan.get_external_count() or plan.get_layout() == _VIRTUAL:
             raise RefusedError("A dataset wants its values from other files.", place=place)
-        filters = [plan.get_filter(i)[0] for i in range(plan.get_nfilters())]
+        pipeline = [plan.get_filter(i) for i in range(plan.get_nfilters())]
+        filters = [code for code, *_ in pipeline]
         if any(code not in _FILTERS for code in filters):
             raise RefusedError(
                 "A dataset went through a filter that isn't read.",
@@ -281,7 +289,7 @@ class _Reader:
                 found=f"filter {next(code for code in filters if code not in _FILTERS)}",
                 remedy="write it again without filters",
             )
-        ratio = MAX_RATIO if 1 in filters else 1
+        ratio = MOST_OF_ONE[ZLIB] if DEFLATE in filters else 1
         if size > stored * ratio:
             raise CorruptError(
                 "A dataset holds fewer values than it says.",
@@ -289,13 +297,18 @@ class _Reader:
                 expected=f"{size} bytes for {dtype} {shape}",
                 found=f"{stored} bytes",
             )
-        if dataset.chunks is not None and math.prod(dataset.chunks) * dtype.itemsize > MAX_CHUNK:
-            raise RefusedError("A dataset has absurd chunks.", place=place, found=dataset.chunks)
         end = dataset.id.get_offset()
         if end is not None and end + stored > self._file.id.get_filesize():
             raise CorruptError("A dataset lies beyond the end of the file.", place=place)
         checksum = next((OF_FILTERS[code] for code in reversed(filters) if code in OF_FILTERS), "")
-        return tuple(dataset.chunks) if dataset.chunks else None, checksum
+        if not dataset.chunks or not filters:
+            return tuple(dataset.chunks) if dataset.chunks else None, checksum, None
+        if dataset.dtype.kind in "iuf" and not _stored_as(dataset):
+            raise FormatError("A dataset has a dtype that statekit doesn't carry.", place=place, found="bits")
+        cut = tuple(map(int, dataset.chunks))
+        steps = tuple((code, int(parameters[0]) if parameters else 1) for code, _, parameters, _ in pipeline)
+        chunks = Chunks(self._source, dataset.id.chunk_iter, shape, cut, dataset.dtype, steps, place)
+        return cut, checksum, chunks
 
 
 @dataclass(frozen=True)
@@ -305,10 +318,16 @@ class _Fetch:
     dataset: Any
     dtype: DType
     place: str
+    chunks: Chunks | None
 
     def read(self, index: Index) -> Array:
         with parsing(self.place):
-            block = np.asarray(self.dataset[index] if index else self.dataset[()])
+            if self.chunks:
+                block = self.chunks.read(index)
+            else:
+                block = np.asarray(self.dataset[index] if index else self.dataset[()])
+            if block.dtype.kind == "b":
+                return np.not_equal(block.view(np.uint8), 0)
             if block.dtype.kind == "V":
                 return np.ascontiguousarray(block).view(self.dtype).reshape(block.shape)
             return block.astype(self.dtype, copy=False)
@@ -320,6 +339,13 @@ def _holds(tree: Mapping[str, Any]) -> bool:
         for key, value in tree.items()
         if key != ATTRIBUTES
     )
+
+
+def _stored_as(dataset: Any) -> bool:
+    """Tells whether values lie in the file as NumPy has them, so that the library needn't convert them."""
+    import h5py
+
+    return bool(dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype, logical=True)))
 
 
 def _says_bfloat16(dataset: Any) -> bool:

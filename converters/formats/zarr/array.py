@@ -4,45 +4,50 @@ Both formats of zarr cut an array on a regular grid and compress each chunk by i
 in one value, a shard, whose index says where each lies: two uint64 for each chunk of the shard, in C order, offset and
 size, both 2^64-1 for a chunk that is absent; then follows the index's crc32c.
 
-A stored chunk is decoded as a stream, so that a block costs its own size and not the chunk's: chunks of real
-checkpoints reach gigabytes (one device's shard of an array), and a stream keeps a few MiB of one.
+A large stored chunk is decoded as a stream, so that a block costs its own size and not the chunk's: chunks of real
+checkpoints reach gigabytes (one device's shard of an array), and a stream keeps a few MiB of one. Blocks that follow
+one another find streams and small chunks where the last one left them, while the job's budget has room for them.
 Source: zarr-specs, codec `sharding_indexed` version 1.0.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import IO, Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 
+from statekit.budget import Account
 from statekit.converters.formats.crc32c import crc32c
+from statekit.converters.formats.decompression import MOST_OF_ONE, PIECE, decompressed, stream_bytes
 from statekit.converters.formats.storage import checked_shape
 from statekit.converters.formats.zarr.stores import Store
 from statekit.errors import CorruptError, FormatError, RefusedError
 from statekit.files.checksums import OF_COMPRESSORS
-from statekit.files.source import Part, Source, as_file, bytes_at
-from statekit.tensors.tensor import Array, DType, Index, Shape, Stored, index_shape, positions, whole
-
-PIECE = 2**20
-"""How much is read from a file, and decoded, at a time. In bytes."""
+from statekit.files.source import Part, Source, bytes_at, hold
+from statekit.tensors.tensor import (
+    Array,
+    DType,
+    Index,
+    Shape,
+    Stored,
+    index_shape,
+    positions,
+    touched_chunks,
+    whole,
+)
 
 SLAB = 8 * 2**20
 """How much of a chunk is held to cut a block out of it, in bytes. A chunk up to this size is always read to its end."""
 
-_WBITS = {"gzip": 31, "zlib": 15}
-_RATIO = {"gzip": 1032, "zlib": 1032, "zstd": 2**15}
-"""The most bytes that one stored byte can stand for.
-
-Source: deflate, 258 bytes for two bits (zlib.net/zlib_tech.html); zstd, 128 KiB for 4 bytes (RFC 8878, 3.1.1.2).
-"""
-_ZSTD_WINDOW = 2**25
+CHUNK_STEPS = 128
+"""Steps of work that a chunk takes, however small it is, and looking for one that is absent."""
 
 
 class Stream(Protocol):
@@ -78,10 +83,17 @@ class RawStream:
 
 
 class DecodedStream:
-    """A compressed chunk of `size` bytes when decoded."""
+    """A compressed chunk of `size` bytes when decoded.
+
+    Attributes:
+        position: Where the next read begins.
+        needs: How many bytes it takes of the budget.
+    """
 
     def __init__(self, value: Source, compressor: str, size: int) -> None:
-        self._pieces = _decoded(value, compressor)
+        self.needs = stream_bytes(value, compressor, size)
+        hold(value, 0, self.needs, "A chunk that is decoded")
+        self._pieces = decompressed(value, compressor, "A chunk")
         self._held = memoryview(b"")
         self._place = value.place
         self._size = size
@@ -144,19 +156,19 @@ def check_stored(value: Source, compressor: str | None, size: int) -> None:
                 expected=f"{size} bytes",
                 found=f"{value.size} bytes",
             )
-    elif size > value.size * _RATIO[compressor]:
+    elif size > value.size * MOST_OF_ONE[compressor]:
         raise RefusedError(
             "A chunk declares more values than its bytes can hold.",
             place=value.place,
-            expected=f"at most {value.size * _RATIO[compressor]} bytes from {value.size} bytes of {compressor}",
+            expected=f"at most {value.size * MOST_OF_ONE[compressor]} bytes from {value.size} bytes of {compressor}",
             found=f"{size} bytes",
             remedy="the chunk is cut off, or the header lies",
         )
 
 
-def open_stream(value: Source, compressor: str | None, size: int) -> RawStream | DecodedStream:
-    """Opens the stream of a chunk of `size` decoded bytes."""
-    return RawStream(value) if compressor is None else DecodedStream(value, compressor, size)
+def open_stream(value: Source, compressor: str, size: int) -> DecodedStream:
+    """Opens the stream of a compressed chunk of `size` decoded bytes."""
+    return DecodedStream(value, compressor, size)
 
 
 def copy_block(stream: Stream, shape: Shape, index: Index, out: Array, start: int = 0) -> None:
@@ -198,42 +210,7 @@ def _bytes_of(array: Array) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def _decoded(value: Source, compressor: str) -> Iterator[bytes]:
-    return _unzstd(value) if compressor == "zstd" else _inflated(value, _WBITS[compressor])
-
-
-def _inflated(value: Source, wbits: int) -> Iterator[bytes]:
-    decoder, offset = zlib.decompressobj(wbits), 0
-    try:
-        while offset < value.size and not decoder.eof:
-            data = bytes_at(value, offset, min(PIECE, value.size - offset))
-            offset += len(data)
-            while piece := decoder.decompress(data, PIECE):
-                yield piece
-                data = decoder.unconsumed_tail
-    except zlib.error as error:
-        raise CorruptError("A chunk is damaged.", place=value.place, found=str(error)) from error
-    if not decoder.eof or decoder.unused_data or offset < value.size:
-        fault = "bytes after the end of the data" if decoder.eof else "the data ends too early"
-        raise CorruptError("A chunk is damaged.", place=value.place, found=fault)
-
-
-def _unzstd(value: Source) -> Iterator[bytes]:
-    import zstandard
-
-    reader = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(
-        cast(IO[bytes], as_file(value)), read_size=PIECE
-    )
-    try:
-        while piece := reader.read(PIECE):
-            yield piece
-    except zstandard.ZstdError as error:
-        raise CorruptError("A chunk is damaged.", place=value.place, found=str(error)) from error
-
-
 _ABSENT = 2**64 - 1
-_MAX_INDEX = 2**26
-"""The largest index that is read, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -262,16 +239,10 @@ class Shards:
         """Reads the index of a shard: offset and size for every chunk, of shape (*grid, 2).
 
         Raises:
-            RefusedError: It declares to be larger than any index.
+            BudgetError: It is more than the job may hold.
             CorruptError: The shard is too small for it, its checksum disagrees, or a chunk lies outside the shard.
         """
         size = self.index_bytes(chunks)
-        if size > _MAX_INDEX:
-            raise RefusedError(
-                "A shard declares an absurd number of chunks.",
-                place=shard.place,
-                found=f"index of {size} bytes",
-            )
         if shard.size < size:
             raise CorruptError(
                 "A shard is smaller than its index.",
@@ -279,7 +250,9 @@ class Shards:
                 expected=f"at least {size} bytes",
                 found=f"{shard.size} bytes",
             )
-        data = bytes_at(shard, shard.size - size if self.at_end else 0, size)
+        start = shard.size - size if self.at_end else 0
+        hold(shard, start, size, "The index of a shard")
+        data = bytes_at(shard, start, size)
         if self.checked and crc32c(data[:-4]) != int.from_bytes(data[-4:], "little"):
             raise CorruptError("The checksum of a shard's index disagrees.", place=shard.place)
         index = np.frombuffer(data, "<u8", count=2 * (size // 16)).reshape(-1, 2)
@@ -296,11 +269,6 @@ class Shards:
         """Returns the stored bytes of the chunk at a position within its shard, or None if it is absent."""
         offset, size = (int(n) for n in index[position])
         return None if offset == size == _ABSENT else Part(shard, offset, size)
-
-
-_MAX_LOOKED_FOR = 100_000
-_MAX_FILLED = 2**30
-_MAX_OPEN = 16
 
 
 @dataclass(frozen=True)
@@ -424,45 +392,44 @@ def absent_chunks(store: Store, prefix: str, header: Header) -> list[str]:
     """Returns the keys of shards or chunks that are absent and read as fill value.
 
     Raises:
-        RefusedError: There are too many chunks to look for, or absent ones claim more than 1 GiB.
+        BudgetError: There are too many chunks to look for, or absent ones declare more than their bytes explain.
     """
     if header.fill is None:
         return []
     place = f"{store.place}/{prefix}"
     grid = header.values_grid()
-    if math.prod(grid) > _MAX_LOOKED_FOR:
-        raise RefusedError("An array has an absurd number of chunks.", place=place, found=f"{header}")
-    absent = [
-        f"{header.value_key(position)}{inside}"
-        for position in positions([range(n) for n in grid])
-        for inside in _absent(header, store.value(f"{prefix}/{header.value_key(position)}"))
-    ]
-    if len(absent) * header.chunk_bytes() > _MAX_FILLED:
-        raise RefusedError(
-            "An array declares values that aren't stored.", place=place, found=f"{len(absent)} absent chunks"
-        )
+    account, absent = store.account, list[str]()
+    for position in positions([range(n) for n in grid]):
+        for inside in _absent(header, store.value(f"{prefix}/{header.value_key(position)}"), account, place):
+            account.step(CHUNK_STEPS, "An array that isn't stored", place)
+            account.nodes(1, "The list of chunks that are absent", place)
+            absent.append(f"{header.value_key(position)}{inside}")
+    account.explain(len(absent) * header.chunk_bytes(), "An array that isn't stored", place)
     return absent
 
 
-def _absent(header: Header, value: Source | None) -> list[str]:
-    """Returns for each absent chunk of a value what its key has in addition: nothing, or its place in the shard."""
+def _absent(header: Header, value: Source | None, account: Account, place: str) -> Iterator[str]:
+    """Yields for each absent chunk of a value what its key has in addition: nothing, or its place in the shard."""
     if header.shards is None:
-        return [] if value is not None else [""]
-    inside = header.shards.grid(header.chunks)
-    if math.prod(inside) > _MAX_LOOKED_FOR:
-        raise RefusedError("A shard has an absurd number of chunks.", found=f"{header}")
+        if value is None:
+            yield ""
+        return
     index = None if value is None else header.shards.read_index(value, header.chunks)
-    return [
-        f"[{','.join(map(str, position))}]"
-        for position in positions([range(n) for n in inside])
-        if value is None or index is None or header.shards.chunk(value, index, position) is None
-    ]
+    for position in positions([range(n) for n in header.shards.grid(header.chunks)]):
+        if value is None or index is None or header.shards.chunk(value, index, position) is None:
+            yield f"[{','.join(map(str, position))}]"
+    if index is not None:
+        account.free(index.nbytes)
 
 
 def _view(array: Array, index: Index) -> Array:
     where: tuple[Any, ...] = (*index, ...)  # the ellipsis keeps rank 0 a view
     view: Array = array[where]
     return view
+
+
+_AT_ONCE = 256
+"""Chunks of a block that are looked for before they are decoded."""
 
 
 @functools.cache
@@ -473,34 +440,38 @@ def _pool() -> ThreadPoolExecutor:
 class _Reader:
     """Reads blocks of one array.
 
-    A large chunk of which a block took a part stays open where that ended: reading on continues there, so that
-    streaming an array decodes each chunk once.
+    What a block took a part of is kept for the next, where it ended: streaming an array decodes each chunk once.
     """
 
     def __init__(self, store: Store, prefix: str, header: Header) -> None:
         self._store, self._prefix, self._header = store, prefix, header
-        self._open: dict[tuple[int, ...], DecodedStream | RawStream] = {}
-        self._indexes: dict[tuple[int, ...], Array] = {}
 
     def __call__(self, index: Index) -> Array:
+        out: Array | None = None
         values: dict[tuple[int, ...], Source | None] = {}
-        parts = [
-            (position, inner, outer, self._value(position, values))
-            for position, inner, outer in _touched(self._header, index)
-        ]
-        out = np.empty(index_shape(index), self._header.dtype)
-        jobs = [(position, inner, _view(out, outer), value) for position, inner, outer, value in parts]
-        if len(jobs) == 1:
-            self._copy(jobs[0])
-        else:
-            for _ in _pool().map(self._copy, jobs):
-                pass
-        return out
+        place = f"{self._store.place}/{self._prefix}"
+        touched = touched_chunks(self._header.chunks, index)
+        while parts := list(itertools.islice(touched, _AT_ONCE)):
+            self._store.account.step(CHUNK_STEPS * len(parts), "Reading an array in chunks", place)
+            stored = [self._value(position, values) for position, _, _ in parts]
+            values.clear()
+            if out is None:  # not before the first chunks were seen to hold what is declared
+                out = np.empty(index_shape(index), self._header.dtype)
+            jobs = [
+                (position, inner, _view(out, outer), value)
+                for (position, inner, outer), value in zip(parts, stored, strict=True)
+            ]
+            if len(jobs) == 1:
+                self._copy(jobs[0])
+            else:
+                for _ in _pool().map(self._copy, jobs):
+                    pass
+        return np.empty(index_shape(index), self._header.dtype) if out is None else out
 
     def _value(
         self, position: tuple[int, ...], values: dict[tuple[int, ...], Source | None]
     ) -> Source | None:
-        """Returns the stored bytes of a chunk; `values` has what this block touched, which may be shards."""
+        """Returns the stored bytes of a chunk; `values` has what was touched last, which may be shards."""
         header = self._header
         outer, inner = header.split(position)
         place = f"{self._prefix}/{header.value_key(outer)}"
@@ -508,11 +479,12 @@ class _Reader:
             values[outer] = self._store.value(place)
         value = values[outer]
         if value is not None and header.shards is not None:
-            if outer not in self._indexes:
-                if len(self._indexes) >= _MAX_OPEN:
-                    self._indexes.clear()
-                self._indexes[outer] = header.shards.read_index(value, header.chunks)
-            value = header.shards.chunk(value, self._indexes[outer], inner)
+            key = (self, "index", outer)
+            index = self._store.account.kept(key)
+            if index is None:
+                index = header.shards.read_index(value, header.chunks)
+            self._store.account.keep(key, index, header.shards.index_bytes(header.chunks))
+            value = header.shards.chunk(value, index, inner)
         if value is not None:
             check_stored(value, header.compressor, header.chunk_bytes())
         elif header.fill is None:
@@ -526,31 +498,65 @@ class _Reader:
 
     def _copy(self, job: tuple[tuple[int, ...], Index, Array, Source | None]) -> None:
         position, index, out, value = job
-        header = self._header
-        if value is None:
-            out[...] = header.fill
-            return
+        header, account = self._header, self._store.account
         size = header.chunk_bytes()
-        stream = self._open.pop(position, None)
-        if stream is None or stream.position > first_byte(header.chunks, index, header.dtype.itemsize):
-            stream = open_stream(value, header.compressor, size)
+        if value is None:
+            account.decode(out.nbytes, "A chunk that isn't stored", f"{self._store.place}/{self._prefix}")
+            out[...] = header.fill
+        elif header.compressor is None:
+            copy_block(RawStream(value), header.chunks, index, out)
+        elif size <= SLAB:
+            self._cut(position, index, out, value, header.compressor)
+        else:
+            self._stream(position, index, out, value, header.compressor)
+
+    def _cut(
+        self, position: tuple[int, ...], index: Index, out: Array, value: Source, compressor: str
+    ) -> None:
+        """Copies a part of a small chunk, or all of one, which is decoded whole."""
+        header, account = self._header, self._store.account
+        chunk = account.kept((self, position))
+        if chunk is None:
+            stream = DecodedStream(value, compressor, header.chunk_bytes())
+            hold(value, 0, header.chunk_bytes(), "A chunk")
+            chunk = out if out.shape == header.chunks and out.flags.c_contiguous else self._empty()
+            stream.read_into(_bytes_of(chunk))
+            stream.finish()
+            account.free(stream.needs)
+        if chunk is not out:
+            out[...] = _view(chunk, index)
+        if self._ends(position, index):
+            account.free(header.chunk_bytes())
+        else:
+            account.keep((self, position), chunk, header.chunk_bytes())
+
+    def _stream(
+        self, position: tuple[int, ...], index: Index, out: Array, value: Source, compressor: str
+    ) -> None:
+        """Copies a part of a large chunk, going on where the last block ended."""
+        header, account = self._header, self._store.account
+        size = header.chunk_bytes()
+        stream = account.kept((self, position))
+        if stream is not None and stream.position > first_byte(header.chunks, index, header.dtype.itemsize):
+            account.free(stream.needs)
+            stream = None
+        if stream is None:
+            stream = open_stream(value, compressor, size)
         copy_block(stream, header.chunks, index, out)
-        if isinstance(stream, DecodedStream):
-            if stream.position == size or size <= SLAB:  # a small chunk is always checked to its end
-                stream.finish()
-            elif len(self._open) < _MAX_OPEN:
-                self._open[position] = stream
+        if stream.position == size:
+            stream.finish()
+        if self._ends(position, index):
+            account.free(stream.needs)
+        else:
+            account.keep((self, position), stream, stream.needs)
 
+    def _empty(self) -> Array:
+        return np.empty(self._header.chunks, self._header.dtype)
 
-def _touched(header: Header, index: Index) -> Iterator[tuple[tuple[int, ...], Index, Index]]:
-    """Yields position, block within the chunk, and block within the result, of every chunk that a block touches."""
-    if any(cut.start == cut.stop for cut in index):
-        return
-    axes = list(zip(index, header.chunks, strict=True))
-    for position in positions([range(cut.start // c, -(-cut.stop // c)) for cut, c in axes]):
-        inner, outer = [], []
-        for i, (cut, c) in zip(position, axes, strict=True):
-            low, high = max(cut.start, i * c), min(cut.stop, (i + 1) * c)
-            inner.append(slice(low - i * c, high - i * c))
-            outer.append(slice(low - cut.start, high - cut.start))
-        yield position, tuple(inner), tuple(outer)
+    def _ends(self, position: tuple[int, ...], index: Index) -> bool:
+        """Tells whether a block of a chunk has the last value of it that the array has: no later block touches it."""
+        header = self._header
+        return all(
+            cut.stop == min(c, n - i * c)
+            for cut, i, c, n in zip(index, position, header.chunks, header.shape, strict=True)
+        )

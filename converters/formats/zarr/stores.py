@@ -36,6 +36,10 @@ class Store(Protocol):
     def place(self) -> str:
         """Where the store is, for messages."""
 
+    @property
+    def account(self) -> Account:
+        """What reading it draws on."""
+
     def value(self, key: str) -> Source | None:
         """Returns the value of a key, or None if there is none."""
 
@@ -104,6 +108,10 @@ class FolderStore:
     def place(self) -> str:
         return str(self.folder)
 
+    @property
+    def account(self) -> Account:
+        return self.files.account
+
     def value(self, key: str) -> Source | None:
         try:
             return self.files.source(self.folder.joinpath(*checked_key(key, self.place)))
@@ -122,6 +130,10 @@ class OcdbtStore:
     place: str
     database: Any
     files: Files = field(repr=False, compare=False)
+
+    @property
+    def account(self) -> Account:
+        return self.files.account
 
     @staticmethod
     def of(folder: Path, files: Files) -> OcdbtStore:
@@ -209,6 +221,7 @@ class OcdbtStore:
             data = bytes(self.database.read(key, byte_range=slice(offset, offset + count)).result().value)
             if len(data) != count:
                 raise ValueError(f"{len(data)} of {count} bytes at {offset}")
+            self.account.read(count)
             return data
         except (ValueError, OSError) as error:
             raise _damaged(f"{key} in {self.place}", error) from error

@@ -1,0 +1,117 @@
+"""What is compressed, as a stream of pieces: of zip archives, zarr's chunks and HDF5's filters, drawing on the budget.
+
+A stream keeps a few MiB, however much comes out of it. What came out is counted for the whole job, so that no number of
+small files becomes more than their bytes explain.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import IO, cast
+
+from statekit.errors import CorruptError
+from statekit.files.source import Source, as_file, byte_of, bytes_at
+from statekit.tensors.tensor import Array
+
+PIECE = 2**20
+"""How much is read from a file, and decompressed, at a time. In bytes."""
+DEFLATE, GZIP, ZLIB, ZSTD = "deflate", "gzip", "zlib", "zstd"
+_WBITS = {DEFLATE: -15, GZIP: 31, ZLIB: 15}
+MOST_OF_ONE = {DEFLATE: 1032, GZIP: 1032, ZLIB: 1032, ZSTD: 2**15}
+"""The most bytes that one stored byte can stand for.
+
+Source: deflate, 258 bytes for two bits (zlib.net/zlib_tech.html); zstd, 128 KiB for 4 bytes (RFC 8878, 3.1.1.2).
+"""
+_DEFLATE_WINDOW = 2**15
+_ZSTD_HEADER = 18
+"""The longest header of a frame, in bytes. Source: RFC 8878, 3.1.1.1."""
+
+
+def decompressed(value: Source, compressor: str, what: str) -> Iterator[bytes]:
+    """Yields what a compressed run of bytes stands for, in pieces of at most `PIECE` bytes.
+
+    Args:
+        value: The compressed bytes; all of them.
+        compressor: `deflate`, `gzip`, `zlib` or `zstd`.
+        what: What it is, as an error begins: `A chunk`.
+
+    Raises:
+        CorruptError: They are damaged, or something stands behind them.
+        BudgetError: They become more than the bytes explain that this job has read.
+    """
+    pieces = _unzstd(value, what) if compressor == ZSTD else _inflated(value, _WBITS[compressor], what)
+    for piece in pieces:
+        value.account.decode(len(piece), what, byte_of(value, 0))
+        yield piece
+
+
+def stream_bytes(value: Source, compressor: str, size: int) -> int:
+    """Returns how many bytes a stream needs in memory that `size` bytes come out of.
+
+    Raises:
+        CorruptError: What is compressed has no header.
+    """
+    window = _zstd_window(value) if compressor == ZSTD else _DEFLATE_WINDOW
+    return min(PIECE, value.size) + min(PIECE, size) + min(window, size)
+
+
+def decompress_into(out: Array, value: Source, compressor: str, what: str) -> int:
+    """Fills an array of bytes with what a compressed run of bytes stands for; returns how many that are.
+
+    Raises:
+        CorruptError: They are damaged, or more than the array holds.
+        BudgetError: As `decompressed` raises it.
+    """
+    filled, target = 0, out.data
+    for piece in decompressed(value, compressor, what):
+        if filled + len(piece) > len(target):
+            raise CorruptError(
+                f"{what} is longer than declared.", place=byte_of(value, 0), expected=f"{len(target)} bytes"
+            )
+        target[filled : filled + len(piece)] = piece
+        filled += len(piece)
+    return filled
+
+
+def _inflated(value: Source, wbits: int, what: str) -> Iterator[bytes]:
+    decoder, offset = zlib.decompressobj(wbits), 0
+    try:
+        while offset < value.size and not decoder.eof:
+            data = bytes_at(value, offset, min(PIECE, value.size - offset))
+            offset += len(data)
+            while piece := decoder.decompress(data, PIECE):
+                yield piece
+                data = decoder.unconsumed_tail
+    except zlib.error as error:
+        raise _damaged(value, what, str(error)) from error
+    if not decoder.eof or decoder.unused_data or offset < value.size:
+        fault = "bytes after the end of the data" if decoder.eof else "the data ends too early"
+        raise _damaged(value, what, fault)
+
+
+def _zstd_window(value: Source) -> int:
+    import zstandard
+
+    try:
+        header = bytes_at(value, 0, min(_ZSTD_HEADER, value.size))
+        return int(zstandard.get_frame_parameters(header).window_size)
+    except zstandard.ZstdError as error:
+        raise _damaged(value, "Compressed data", str(error)) from error
+
+
+def _unzstd(value: Source, what: str) -> Iterator[bytes]:
+    import zstandard
+
+    reader = zstandard.ZstdDecompressor(max_window_size=max(_zstd_window(value), 2**10)).stream_reader(
+        cast(IO[bytes], as_file(value)), read_size=PIECE
+    )
+    try:
+        while piece := reader.read(PIECE):
+            yield piece
+    except zstandard.ZstdError as error:
+        raise _damaged(value, what, str(error)) from error
+
+
+def _damaged(value: Source, what: str, fault: str) -> CorruptError:
+    return CorruptError(f"{what} is damaged.", place=byte_of(value, 0), found=fault)
