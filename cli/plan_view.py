@@ -71,6 +71,8 @@ def _options(plan: Plan) -> Iterator[tuple[str, str]]:
         said = [f"{key}={value}" for key, value in one.get("config", {}).items()]
         renamed = [f"{pattern}={replacement}" for pattern, replacement in one.get("rename", ())]
         yield ("map", ", ".join([one["name"], *said])) if "name" in one else ("renamed", ", ".join(renamed))
+    for layout, why in plan.options.get("passed_over", {}).items():
+        yield "layout", f"{plan.target.layout}, as {layout} doesn't go on exactly: {why}"
     asked = plan.options.get("step_offset", {})
     if asked.get("value") is not None:
         yield "step_offset", f"{asked['value']} (asked for: {asked['asked']})"

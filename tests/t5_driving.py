@@ -1,6 +1,6 @@
 """A T5 that T5X trained goes on in Hugging Face's; run by itself, with Transformers.
 
-    python t5_driving.py BUNDLE FOLDER
+    python t5_driving.py BUNDLE FOLDER t5|umt5
 
 Converts the recording's checkpoint of update 8 into `FOLDER`, goes on to update 16 on the recorded batches, and writes
 `FOLDER/result.json`: for each way of going on, how far logits, losses and weights are from those that T5X recorded.
@@ -8,6 +8,8 @@ Converts the recording's checkpoint of update 8 into `FOLDER`, goes on to update
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,6 +22,7 @@ import transformers
 from safetensors.numpy import load_file
 
 import statekit
+from statekit.cli.main import main as statekit_main
 from statekit.errors import StateError
 from statekit.torch import Adafactor, load_optimizer, load_params
 
@@ -41,6 +44,11 @@ class Run:
         self.batches, self.losses, self.logits, self.trajectory = (
             load_file(bundle / f"{name}.safetensors") for name in names
         )
+        self.hparams = {
+            name: self.meta["hyperparameters"][name]
+            for name in ("logical_factor_rules", "min_dim_size_to_factor")
+        }
+        self.hparams["logical_axes"] = self.extra["axes"]
 
     def tied(self) -> Any:
         """Returns Hugging Face's model as its class builds it: transformers 5 ties the head, whatever is said."""
@@ -82,6 +90,19 @@ class Run:
         total = (batch["decoder_loss_weights"] * each).sum()
         return logits, total / (self.extra["loss"]["loss_normalizing_factor"] or 1.0)
 
+    def apart(self, model: Any) -> float:
+        """Returns how far a model's logits are from the recorded ones, per the largest, where there is a target."""
+        with torch.no_grad():
+            logits = self.outputs(model.eval(), START + 1)[0].numpy()
+        recorded = self.logits[f"{START}/batch_{START + 1}/logits"]
+        real = self.batches[f"{START + 1}/decoder_target_tokens"] > 0
+        return float(np.abs(logits - recorded)[real].max() / np.abs(recorded).max())
+
+    def off(self, update: int, loss: float) -> float:
+        """Returns how far the loss before an update is from the recorded one, relatively."""
+        recorded = float(self.losses["loss_float64"][update - 1])
+        return abs(loss - recorded) / abs(recorded)
+
 
 def errors(run: Run, model: Any, optimizer: Any, mapped: list[dict[str, Any]]) -> dict[str, float]:
     """Goes on to the last update, and returns the worst error of a loss, and of a tensor's movement (l2 norms)."""
@@ -93,8 +114,7 @@ def errors(run: Run, model: Any, optimizer: Any, mapped: list[dict[str, Any]]) -
         _, loss = run.outputs(model, update)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        recorded = float(run.losses["loss_float64"][update - 1])
-        worst = max(worst, abs(float(loss.detach()) - recorded) / abs(recorded))
+        worst = max(worst, run.off(update, float(loss.detach())))
     return {"loss": worst, "weights": max(moved(run, model, mapped))}
 
 
@@ -127,25 +147,98 @@ def swapped(optimizer: Any) -> None:
             slots["v_row"], slots["v_col"] = slots["v_col"], slots["v_row"]
 
 
+class Recorded(transformers.Trainer):  # type: ignore[misc]  # its base is untyped
+    """Trains on the recorded batches, one after the other, at T5X's loss and rates."""
+
+    run: Run
+    worst: float = 0.0
+
+    def _get_train_sampler(self, *given: Any) -> None:
+        return None
+
+    def create_scheduler(self, *given: Any, **others: Any) -> Any:
+        rates = self.run.losses["learning_rate"]
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda done: float(rates[min(done, END - 1)])
+        )
+        return self.lr_scheduler
+
+    def compute_loss(self, model: Any, inputs: Any, *given: Any, **others: Any) -> Any:
+        update = int(inputs["update"])
+        loss = self.run.outputs(model, update)[1]
+        assert update == self.state.global_step + 1
+        self.worst = max(self.worst, self.run.off(update, float(loss.detach())))
+        return loss
+
+
+def followed(run: Run, lines: list[str], out: Path, updates: int) -> Recorded:
+    """Goes on by printed lines up to a number of updates, where Trainer saves."""
+    args = transformers.TrainingArguments(
+        output_dir=str(out), max_steps=updates, save_steps=updates, per_device_train_batch_size=1, learning_rate=1.0,
+        report_to="none", use_cpu=True, max_grad_norm=0.0, disable_tqdm=True, logging_strategy="no",
+        remove_unused_columns=False,
+    )  # fmt: skip
+    Recorded.run = run
+    scope = {"args": args, "dataset": [{"update": i} for i in range(1, END + 1)], "Recorded": Recorded}
+    code = "\n".join(lines).replace("transformers.Trainer(", "Recorded(")
+    exec(compile(code, "to go on", "exec"), scope)
+    result: Recorded = scope["trainer"]
+    return result
+
+
+def called(*words: object) -> Any:
+    """Returns what a call of `statekit` prints as JSON."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert statekit_main([*map(str, words), "--json"]) == 0
+    return json.loads(printed.getvalue())
+
+
+def trainer(run: Run, folder: Path, mapped: list[dict[str, Any]]) -> dict[str, Any]:
+    """Goes on from a folder of Trainer by the lines that are printed, and again from what Trainer saved there."""
+    hf, saved = folder / "hf", folder / "out" / f"checkpoint-{START + 4}"
+    hparams = [
+        word for key, value in run.hparams.items() for word in ("--hparams", f"{key}={json.dumps(value)}")
+    ]
+    words = ["--map", run.kind[2], "--config", "num_heads=4", "--to", "hf-trainer", *hparams]
+    converted = called("convert", run.checkpoint, hf, *words)
+    resumed = called("resume", hf)["lines"]
+    first = followed(run, converted["resume"], folder / "out", START + 4)
+    loads = [line for line in resumed if not line.startswith((" ", "class", "trainer.add"))]
+    lines = [
+        line.replace(str(hf / f"checkpoint-{START}"), str(saved)).replace(str(hf), str(saved))
+        for line in loads
+    ]
+    last = followed(run, [one.replace(", lr=args.learning_rate", "") for one in lines], folder / "last", END)
+    return {
+        "layout": converted["plan"]["target"]["layout"],
+        "passed_over": list(converted["plan"]["options"]["passed_over"]),
+        "logits": run.apart(followed_model(resumed)),
+        "without the line after loading": run.apart(followed_model(resumed, "model = ")),
+        "loss": max(first.worst, last.worst),
+        "weights": max(moved(run, last.model, mapped)),
+    }
+
+
+def followed_model(lines: list[str], only: str = "model") -> Any:
+    """Returns the model that printed lines make, those that begin so."""
+    scope: dict[str, Any] = {}
+    exec("\n".join(line for line in lines if line.startswith(("import transformers", only))), scope)
+    return scope["model"]
+
+
 def main(bundle: Path, folder: Path, kind: str) -> None:
     """Goes on in every way."""
     transformers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(1)  # which is faster for matrices as small as these
     run = Run(bundle, kind)
-    hparams = {
-        name: run.meta["hyperparameters"][name] for name in ("logical_factor_rules", "min_dim_size_to_factor")
-    }
-    hparams["logical_axes"] = run.extra["axes"]
+    hparams = run.hparams
     report = statekit.convert(run.checkpoint, folder / "run.pt", map=run.kind[2], hparams=hparams)
     mapped = report.plan.to_json()["mapped"]
     result: dict[str, Any] = {"exactness": report.plan.exactness.name, "mapped": mapped}
 
     model = run.model()
     model.load_state_dict(torch.load(folder / "run.pt", weights_only=True)["model"])
-    with torch.no_grad():
-        logits = run.outputs(model, START + 1)[0].numpy()
-    recorded = run.logits[f"{START}/batch_{START + 1}/logits"]
-    real = run.batches[f"{START + 1}/decoder_target_tokens"] > 0
-    result["logits"] = float(np.abs(logits - recorded)[real].max() / np.abs(recorded).max())
+    result["logits"] = run.apart(model)
     result["converted"] = errors(
         run, model, load_optimizer(folder / "run.pt", model.named_parameters()), mapped
     )
@@ -171,6 +264,7 @@ def main(bundle: Path, folder: Path, kind: str) -> None:
         model.named_parameters(), lr=1.0, min_dim_size_to_factor=hparams["min_dim_size_to_factor"]
     )
     result["cold"] = errors(run, model, cold, mapped)
+    result["trainer"] = trainer(run, folder, mapped)
     (folder / "result.json").write_text(json.dumps(result))
 
 

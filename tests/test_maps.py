@@ -23,6 +23,7 @@ from statekit.errors import InexactError, StateError, UsageError
 from statekit.maps.links import Link, carried
 from statekit.maps.model_map import Renaming, load, map_names, maps_of
 from statekit.maps.operations import Merge, Operation, Part, Permute, Piece, Stack, Unstack
+from statekit.maps.pretrained import Model, Pretrained
 from statekit.state.exactness import Exactness
 from statekit.state.train_state import Axis, Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import TIES, Array, Index, Tensor, blocks, in_memory
@@ -278,6 +279,51 @@ def test_t5_goes_to_hugging_face_and_back_with_every_bit_and_name(gated: bool, t
             assert other.read().tobytes() == slot.read().tobytes()
 
 
+def config_of(state: TrainState, **said: Any) -> dict[str, Any]:
+    made = load("t5x-t5:hf-t5", said).apply(state).state
+    files: dict[str, dict[str, Any]] = made.extra["torch"]["pretrained"]
+    assert files["generation_config.json"].items() <= files["config.json"].items()
+    return files["config.json"]
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_models_configuration_is_made_of_what_the_checkpoint_proves(gated: bool, tied: bool) -> None:
+    config = config_of(t5(layers=3, gated=gated, tied=tied), num_heads=2)
+    proven = {
+        "vocab_size": 12, "d_model": 4, "d_ff": 8, "d_kv": 3, "num_heads": 2, "num_layers": 3,
+        "num_decoder_layers": 3, "relative_attention_num_buckets": 3, "tie_word_embeddings": tied,
+        "feed_forward_proj": "gated-gelu" if gated else "relu", "architectures": ["T5ForConditionalGeneration"],
+    }  # fmt: skip
+    assert proven.items() <= config.items()
+
+
+def test_what_no_checkpoint_says_of_the_model_is_told_or_taken_as_was_said() -> None:
+    sentence = load("t5x-t5:hf-t5").apply(t5()).state.assumptions[-1]
+    for taken in ("dropout_rate=0.0", "eos_token_id=1", "feed_forward_proj=gated-gelu"):
+        assert taken in sentence
+    said = {"dropout_rate": 0.1, "eos_token_id": 3, "feed_forward_proj": "gated-silu", "n_positions": 512}
+    state = load("t5x-t5:hf-t5", said).apply(t5()).state
+    assert said.items() <= state.extra["torch"]["pretrained"]["config.json"].items()
+    assert state.assumptions == (
+        "config.json has what --config says and neither map nor checkpoint knows: n_positions=512.",
+    )
+
+
+def test_what_was_said_of_the_model_and_isnt_so_is_refused_by_name() -> None:
+    said = {"num_heads": 3, "d_model": 8, "feed_forward_proj": "relu", "tie_word_embeddings": True}
+    with pytest.raises(StateError) as error:
+        config_of(t5(), **said)
+    assert {*said, "d_kv"} == {place for _, place in error.value.faults} | {"d_kv"}
+    uneven = Pretrained("T", {"config.json": {"num_heads": {"length": "a", "axis": 0}}})
+    with pytest.raises(StateError, match="can't be told: the parameters have"):
+        replace(uneven, files={"config.json": {"num_heads": {"length": "?", "axis": 0}}}).made(
+            Model({"a": (2,), "b": (3,)}), {}, "m"
+        )
+    with pytest.raises(UsageError, match="num_heads"):
+        uneven.made(Model({"b": (3,)}), {}, "m")
+
+
 def without(state: TrainState, *paths: str) -> TrainState:
     groups = tuple(
         replace(g, paths=tuple(p for p in g.paths if p not in paths), hyperparameters={})
@@ -413,6 +459,36 @@ def test_what_t5x_wrote_goes_to_hugging_face_and_back_with_every_array_equal(
 
 def scanned() -> Path:
     return next(path for path in WRITTEN if path.parts[-3] == "scanned")
+
+
+def unscanned() -> Path:
+    return next(path for path in WRITTEN if path.parts[-3] == "unscanned")
+
+
+def test_a_folder_of_trainer_has_the_model_at_its_top_too(tmp_path: Path) -> None:
+    report = statekit.convert(
+        unscanned(), tmp_path / "hf", to="hf-trainer", map="t5x-t5:hf-t5", hparams=said_of(unscanned())
+    )
+    assert report.plan.target.layout == "statekit-torch"
+    assert "v of 2 parameters" in report.plan.options["passed_over"]["torch-optim"]
+    [step] = (tmp_path / "hf").glob("checkpoint-*")
+    for name in ("model.safetensors", "config.json", "generation_config.json"):
+        assert (tmp_path / "hf" / name).read_bytes() == (step / name).read_bytes()
+    assert {*report.files} > {"config.json", f"{step.name}/config.json"}
+    assert any("optimizer.pt has none" in one for one in report.plan.assumptions)
+    again = statekit.convert(tmp_path / "hf", tmp_path / step.name, to="hf-trainer")
+    assert again.plan.exactness is Exactness.BITWISE
+    assert (tmp_path / step.name / "config.json").read_bytes() == (step / "config.json").read_bytes()
+    with statekit.open(tmp_path / "hf") as state:
+        assert state.checkpoint.path == step
+
+
+def test_a_layout_that_was_asked_for_isnt_passed_over(tmp_path: Path) -> None:
+    with pytest.raises(InexactError, match="averaged into v_row and v_col"):
+        statekit.plan(
+            unscanned(), tmp_path / "hf", to="hf-trainer", layout="torch-optim", map="t5x-t5:hf-t5",
+            hparams={**said_of(unscanned()), "learning_rate": 1.0},
+        )  # fmt: skip
 
 
 def test_heads_of_joined_kernels_are_asked_for_by_name(tmp_path: Path) -> None:

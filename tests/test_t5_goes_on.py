@@ -57,6 +57,21 @@ def test_training_goes_on_as_it_did_in_t5x(result: Any, way: str) -> None:
     assert result[way]["weights"] <= WEIGHTS
 
 
+def test_a_folder_loads_by_itself_and_trainer_goes_on_from_it_by_the_printed_lines_through_its_next_save(
+    result: Any,
+) -> None:
+    folder = result["trainer"]
+    assert (folder["layout"], folder["passed_over"]) == ("statekit-torch", ["torch-optim"])
+    assert folder["logits"] <= LOGITS
+    assert folder["loss"] <= LOSS
+    assert folder["weights"] <= WEIGHTS
+
+
+def test_a_head_that_umt5_would_scale_is_told_after_loading(result: Any) -> None:
+    untied_umt5 = any("/block/1/layer/0/SelfAttention/relative" in one["target"] for one in result["mapped"])
+    assert (result["trainer"]["without the line after loading"] > LOGITS) is untied_umt5
+
+
 def test_a_head_of_its_own_doesnt_go_into_a_model_that_ties_it(result: Any) -> None:
     apart = any(one["target"] == "lm_head/weight" for one in result["mapped"])
     assert ("is one tensor with" in result["tied"]) is apart

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from statekit.conversion.contracts import (
 from statekit.conversion.open_state import OpenState, open_state
 from statekit.conversion.plan import Plan, Request, Side, build_plan
 from statekit.conversion.rule_change import RuleChange, best_rule_change, joined_rule_change
-from statekit.conversion.target import check_apart, choose_container, choose_layout, written_as
+from statekit.conversion.target import check_apart, choose_container, layouts_for, written_as
 from statekit.errors import Faults, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import files_of, proven
@@ -114,13 +114,15 @@ def prepare(request: Request) -> Plan:
     try:
         state = opened.state.with_step_offset(request.step_offset)
         name = request.layout or implied
-        layout = choose_layout(container, [one for one, _ in state.optimizer.kinds], name, opened.layout)
+        cards = layouts_for(container, [one for one, _ in state.optimizer.kinds], name, opened.layout)
+        card, passed_over = _going_on(cards, state, opened.layout, request)
+        layout = registry.layout(card.name)
         keeps_encoding = isinstance(layout, KeepsEncoding) and layout.keeps_encoding
         if not keeps_encoding and not _is_stored_as_moved(state):
             check_known(state, opened.makers)
             state = state.each(decoded)
         state, mapped = carried_through(state, request.maps) if request.maps else (state, ())
-        rule_change = rule_change_to(registry.layout_card(layout.name), state, opened.layout)
+        rule_change = rule_change_to(card, state, opened.layout)
         if rule_change is not None:
             rule_change.check(request.require, lambda: _nearest(opened, request))
             state = rule_change.state
@@ -140,6 +142,7 @@ def prepare(request: Request) -> Plan:
             "step_offset": {"asked": request.step_offset, "value": _offset(state, request.step_offset)},
             "require": request.require.name.lower(),
             **({"like": request.like.name} if request.like is not None else {}),
+            **({"passed_over": passed_over} if passed_over else {}),
             **({"maps": [one.to_json() for one in request.maps]} if request.maps else {}),
             **({"accept_damaged": True} if request.hints.accept_damaged else {}),
         }
@@ -243,6 +246,23 @@ def _is_stored_as_moved(state: TrainState) -> bool:
     """Tells whether parameters are stored as an optimizer moves them: in float32, with no master beside them."""
     masters = any(MASTER in tensors for tensors in state.slots.values())
     return not masters and all(param.dtype.name == "float32" for param in state.params.values())
+
+
+def _going_on(
+    cards: Sequence[LayoutCard], state: TrainState, source: str, request: Request
+) -> tuple[LayoutCard, dict[str, str]]:
+    """Returns the first layout whose rule goes on as exactly as was required, and why others before it don't.
+
+    It is the first of all where none does: what then is refused is that one.
+    """
+    passed: dict[str, str] = {}
+    for card in cards:
+        change = rule_change_to(card, state, source)
+        if change is None or change.exactness <= request.require:
+            return card, passed
+        worst = next(one for one in change.differences if one.exactness > request.require)
+        passed[card.name] = f"{worst.exactness.name.lower()}: {worst}"
+    return cards[0], {}
 
 
 def rule_change_to(layout: LayoutCard, state: TrainState, source: str) -> RuleChange | None:

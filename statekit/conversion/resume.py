@@ -59,6 +59,7 @@ class Place:
         run: What is known of the run.
         converted: Whether statekit wrote it; None where its step or a manifest in its folder tells.
         folder: The folder that `files` are named in, where `path` is one of them.
+        map_name: The map that made its model; "" without one.
     """
 
     container: str
@@ -72,6 +73,7 @@ class Place:
     run: RunState = field(default_factory=RunState)
     converted: bool | None = None
     folder: Path | None = None
+    map_name: str = ""
 
 
 def of_plan(plan: Plan, files: Iterable[str] = ()) -> Place:
@@ -89,6 +91,7 @@ def of_plan(plan: Plan, files: Iterable[str] = ()) -> Place:
         plan.empty,
         by_path,
         plan.run,
+        map_name=_map_name(plan.options),
     )
 
 
@@ -118,9 +121,17 @@ def of_checkpoint(opened: OpenState) -> Place:
     names = tuple(opened.checkpoint.tensors)
     empty = tuple(empty_names(opened.checkpoint.tree))
     run = run_of(opened.state.extra)
+    converted = manifest is not None
+    map_name = _map_name(manifest["options"]) if manifest is not None else ""
     return Place(
-        container, layout, path, None, files, names, empty, by_path, run, manifest is not None, folder
+        container, layout, path, None, files, names, empty, by_path, run, converted, folder, map_name
     )
+
+
+def _map_name(options: Mapping[str, Any]) -> str:
+    """Returns the map that made a target's model, by what was asked for; "" without one."""
+    names = [one["name"] for one in options.get("maps", ()) if isinstance(one, Mapping) and "name" in one]
+    return str(names[-1]) if names else ""
 
 
 def _by_path(container: str, layout: str, source: str | None, options: Mapping[str, Any]) -> bool:
@@ -259,6 +270,7 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         if schedule.jax
         else _missing_arguments(state, _RATE),
         "scheduler_keys": schedule.place and _subscripts(schedule.place),
+        **_model_lines(place, path, paths, rates == {"None"}),
         "scheduled": "" if call else None,
         "unscheduled": None if call else "",
         "own_rate": "" if any(group["hyperparameters"].get("relative_step") for group in groups) else None,
@@ -266,7 +278,8 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "optimizer": "\n".join(_construction(place, state, schedule.optax)),
         "not_arguments": f"not an argument of {constructor}: {', '.join(others)}" if others else None,
         "groups": "groups" if converted else _groups(groups),
-        "missing": _missing_arguments(state, None if schedule.torch and not call else "lr"),
+        "missing": (missing := _missing_arguments(state, None if schedule.torch and not call else "lr")),
+        "missing_in_trainer": missing.replace(f"lr={_UNKNOWN}", "lr=args.learning_rate"),
         "step_offset": f"{max(offsets)}" if len(offsets) == 1 and max(offsets) else None,
         "rate": rates.pop() if len(rates) == 1 and rates != {"None"} else _UNKNOWN,
         "params_file": None if arrays_in is not None else by_suffix.get(".params", "net.params"),
@@ -287,6 +300,36 @@ def _schedule(place: Place, state: State) -> ScheduleLines:
     if not schedules:
         return ScheduleLines()
     return schedule_lines(schedules, state, _data()["schedules"], _sides(place, state))
+
+
+def _model_lines(place: Place, step: Path, paths: Iterable[str], no_rate: bool) -> dict[str, str | None]:
+    """Returns what may stand in a line about the model that a map made, and its library builds from the folder.
+
+    Args:
+        place: Where it is.
+        step: The step's own folder.
+        paths: Its parameters.
+        no_rate: Whether nobody knows the learning rate.
+    """
+    pretrained = None
+    if place.map_name:
+        from statekit.maps.model_map import pretrained_of
+
+        pretrained = pretrained_of(place.map_name)
+    if pretrained is None:
+        return dict.fromkeys(
+            ("model_class", "model_folder", "after_loading", "remark", "trainers_rate", "pretrained")
+        )
+    run = step.parent if (step.parent / pretrained.main).is_file() else step
+    after = [line for path, line in pretrained.after_loading.items() if path in paths]
+    return {
+        "model_class": pretrained.class_name,
+        "model_folder": _quoted(run if place.step is None else place.path),
+        "after_loading": "\n".join(after) or None,
+        "remark": pretrained.remark or None,
+        "pretrained": "",
+        "trainers_rate": "" if no_rate else None,
+    }
 
 
 def _megatron_schedule(place: Place, state: State) -> str | None:

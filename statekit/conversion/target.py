@@ -9,7 +9,7 @@ from pathlib import Path
 
 from statekit.conversion import registry
 from statekit.conversion.cards import ContainerCard, LayoutCard
-from statekit.conversion.contracts import Container, ForTarget, Layout
+from statekit.conversion.contracts import Container, ForTarget
 from statekit.errors import UsageError, meant
 from statekit.state.schema import NO_OPTIMIZER, WEIGHTS
 
@@ -65,10 +65,10 @@ def source_container(name: str) -> tuple[Container, str | None]:
     return _named(name, "--from")
 
 
-def choose_layout(
+def layouts_for(
     container: Container, schemas: Collection[str], name: str | None, source: str = ""
-) -> Layout:
-    """Chooses the layout of a target: the one named, else the source's own, else the first at home in the container.
+) -> list[LayoutCard]:
+    """Returns the layouts that a target may get: the one named, else the source's own first, then those at home there.
 
     Args:
         container: The target's container.
@@ -90,7 +90,7 @@ def choose_layout(
                 expected=f"a layout of {what}: {_names(layouts, len(schemas) > 1)}",
                 found=f"{name}{f' in {container.name}' if alone else ''}, which holds {', '.join(card.variants)}",
             )
-        return registry.layout(name)
+        return [card]
     homes = [
         card for card in layouts if container.name in card.containers and card.holds(schemas, container.name)
     ]
@@ -109,8 +109,7 @@ def choose_layout(
             expected=f"a layout of {what}: {_names(layouts, len(schemas) > 1)}",
             remedy="name one with --layout, or choose another container with --to",
         )
-    best = min(homes, key=lambda card: (card.name != source, card.containers.index(container.name)))
-    return registry.layout(best.name)
+    return sorted(homes, key=lambda card: (card.name != source, card.containers.index(container.name)))
 
 
 def check_apart(source: Path, target: Path) -> None:

@@ -17,6 +17,8 @@ ATTRIBUTES = "@"
 SEQUENCES_AS_MAPS = "sequences_as_maps"
 """Key in `Checkpoint.meta` of containers that keep a sequence as a map with the keys "0", "1", ... and None as {}."""
 
+PRETRAINED = "pretrained"
+"""Key beside a model of the files that its library builds it from, as a map made them: name -> JSON."""
 FILES_BESIDE = "files_beside"
 """Key in `Checkpoint.meta` and in a state's `extra`: names of a step's files that don't belong to its arrays."""
 

@@ -10,15 +10,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
 from itertools import product
 from typing import Any
 
 from statekit.errors import Faults, StateError, UsageError, check_name
+from statekit.files.checkpoint import PRETRAINED
 from statekit.maps.links import Carried, Link, StateMap, carried
 from statekit.maps.operations import Merge, Operation, Part, Permute, Stack, Unstack
+from statekit.maps.pretrained import Model, Pretrained
+from statekit.state.run import BESIDE
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import TIES, Shape
 
@@ -123,7 +126,8 @@ class ModelMap:
         old_ties: Those that the source has.
         refused: Names of the source that the target can't hold, each with the reason.
         needed: Names of the configuration that the operations take, each with what it is.
-        config: What was said of them.
+        config: What was said of them, and of the target's model.
+        pretrained: What the target's library builds its model from.
     """
 
     name: str
@@ -135,6 +139,7 @@ class ModelMap:
     refused: tuple[tuple[Template, str], ...] = ()
     needed: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    pretrained: Pretrained | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns what was asked for, as it stands in a plan."""
@@ -150,7 +155,7 @@ class ModelMap:
         """
         shapes = {path: param.shape for path, param in state.params.items()}
         faults = Faults()
-        links = list(self._links(shapes, faults))
+        links, model = self._links(shapes, faults)
         made = {link.target for link in links}
         for name, path in state.extra.get(TIES, {}).items():
             if self.old_ties.get(name) != path:
@@ -162,9 +167,20 @@ class ModelMap:
             remedy=f"name the map of its model: {', '.join(map_names())}; or rename its parameters: --rename",
         )
         ties = {name: path for name, path in self.ties.items() if path in made and name not in made}
-        return carried(state, links, ties, self.name)
+        result = carried(state, links, ties, self.name)
+        return result if self.pretrained is None else self._with_files(result, self.pretrained, model)
 
-    def _links(self, shapes: Mapping[str, Shape], faults: Faults) -> Iterator[Link]:
+    def _with_files(self, result: Carried, pretrained: Pretrained, model: Model) -> Carried:
+        """Returns a state with what the target's library builds its model from, instead of the source's such files."""
+        state = result.state
+        model = replace(model, shapes={path: param.shape for path, param in state.params.items()})
+        made, taken = pretrained.made(model, self.config, self.name)
+        beside = {**state.extra.get(BESIDE, {}), PRETRAINED: made}
+        extra = {**state.extra, BESIDE: beside}
+        return replace(result, state=replace(state, extra=extra, assumptions=(*state.assumptions, *taken)))
+
+    def _links(self, shapes: Mapping[str, Shape], faults: Faults) -> tuple[list[Link], Model]:
+        """Returns what becomes of each parameter, and what kind of model the names show; adds what doesn't fit."""
         refused = {
             path: why
             for path in shapes
@@ -173,7 +189,7 @@ class ModelMap:
         }
         if refused:  # the rest of such a model wouldn't fit either
             faults += [(f"can't be held by the target: {why}", path) for path, why in refused.items()]
-            return
+            return [], Model()
         bound = {
             entry: {path: b for path in shapes if (b := entry.source.binding(path)) is not None}
             for entry in self.entries
@@ -187,7 +203,7 @@ class ModelMap:
         counts = self._counts(active, bound, shapes, faults)
         links = [link for entry in active for link in self._of_entry(entry, bound[entry], counts, faults)]
         order = {path: i for i, path in enumerate(shapes)}
-        yield from sorted(links, key=lambda link: order[link.sources[0]])
+        return sorted(links, key=lambda link: order[link.sources[0]]), Model({}, counts, chosen)
 
     def _chosen(
         self, bound: Mapping[Entry, Mapping[str, Binding]], faults: Faults
@@ -329,6 +345,11 @@ def load(name: str, config: Mapping[str, Any] | None = None) -> ModelMap:
     return _read(name, json.loads(text), turned, config or {})
 
 
+def pretrained_of(name: str) -> Pretrained | None:
+    """Returns what a map's target builds its model from; None if it doesn't say, or there is no such map."""
+    return load(name).pretrained if name in map_names() else None
+
+
 def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str, Any]) -> ModelMap:
     """Reads a map in one of its directions."""
     source, target = ("target", "source") if turned else ("source", "target")
@@ -349,11 +370,14 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
             )
         )
     needed = {key: str(what) for key, what in data.get("config", {}).items()}
-    said = {key: config[key] for key in needed if config.get(key) is not None}
+    pretrained = Pretrained.read(data[target].get("pretrained"))
+    said = {
+        key: value for key, value in config.items() if value is not None and (key in needed or pretrained)
+    }
     faults = Faults(
-        (f"is {value!r:.80}, expected a number from 1 on", key)
-        for key, value in said.items()
-        if type(value) is not int or value < 1
+        (f"is {said[key]!r:.80}, expected a number from 1 on", key)
+        for key in needed
+        if key in said and (type(said[key]) is not int or said[key] < 1)
     )
     faults.check(UsageError, f"The map {name} can't take its configuration", place="--config")
     refused = tuple(
@@ -371,6 +395,7 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
         refused,
         needed,
         said,
+        pretrained,
     )
 
 

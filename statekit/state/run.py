@@ -21,6 +21,8 @@ from statekit.state.schedules.pytorch import torch_kind, torch_rates
 from statekit.tensors.tensor import TIES
 from statekit.tensors.tree import Path, Record, Tree, to_json
 
+BESIDE = "torch"
+"""Key in a state's extra: what lay beside model and optimizer in a file or folder of PyTorch."""
 TRAINER_ARGUMENTS = "trainer_arguments"
 """Key beside a Trainer's parts: those of its arguments that make its schedule, as its folder's container reads them."""
 SIDE_BY_SIDE = "torch_optimizers"
@@ -267,7 +269,7 @@ class _Around:
 
     @staticmethod
     def of(extra: Mapping[str, Tree]) -> _Around:
-        beside, groups, call = extra.get("torch"), extra.get("param_groups"), extra.get(CALLED)
+        beside, groups, call = extra.get(BESIDE), extra.get("param_groups"), extra.get(CALLED)
         arguments = beside.get(TRAINER_ARGUMENTS) if isinstance(beside, Mapping) else None
         options = (
             [one if isinstance(one, Mapping) else {} for one in groups] if isinstance(groups, list) else []

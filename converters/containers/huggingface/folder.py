@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,13 +49,13 @@ from statekit.errors import (
     StatekitError,
     UsageError,
 )
-from statekit.files.checkpoint import SORTED, STEPS, Checkpoint, Finding
+from statekit.files.checkpoint import PRETRAINED, SORTED, STEPS, Checkpoint, Finding
 from statekit.files.checksums import ZIP
 from statekit.files.manifest import inside, is_manifest
 from statekit.files.safetensors import save_safetensors
 from statekit.files.source import File, Files, first_bytes, opening, read_small
 from statekit.files.stage import Stage
-from statekit.tensors.tensor import TIES, Stored, Tensor, index_shape, ties_of
+from statekit.tensors.tensor import TIES, Stored, Tensor, in_memory, index_shape, ties_of
 from statekit.tensors.tree import Path as Keys
 from statekit.tensors.tree import Record, Tree, at, holds_records, loose, loose_json, put, without
 
@@ -331,6 +332,7 @@ TRAINER_STATE = "trainer_state.json"
 _STEP = re.compile(r"checkpoint[-_](\d{1,18})")
 _SEVERAL = re.compile(r"(model|pytorch_model|optimizer)_[1-9]\d*\.(safetensors|bin)")
 _HEAD_BYTES = 9
+_BLOCK = 2**22
 
 
 @dataclass(frozen=True)
@@ -430,13 +432,18 @@ class HuggingFaceFolder:
             if key not in encoded.tree and self.parts[key] not in carried
         }
         tree = {**{key: one.part for key, one in made.items()}, **encoded.tree}
+        pretrained = _pretrained(tree)
+        again = [name for name in pretrained if name in carried]
+        if pretrained:
+            tree[FILES] = {**carried, **{name: _json_bytes(part) for name, part in pretrained.items()}}
         model = tree.get("model")
         if isinstance(model, Mapping) and (
             ties := ties_of(model, model)
         ):  # safetensors has no shared tensors
             tree |= {"model": {name: one for name, one in model.items() if name not in ties}, TIES: ties}
-        said = (*encoded.assumptions, *(one.said for one in made.values()))
-        return replace(encoded, tree=tree, assumptions=said)
+        said = [*encoded.assumptions, *(one.said for one in made.values())]
+        said += [f"{name} is the one that the map made; another lay beside the source." for name in again]
+        return replace(encoded, tree=tree, assumptions=tuple(said))
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes a folder that the library loads: the model as safetensors, all else as torch files and JSON.
@@ -457,6 +464,9 @@ class HuggingFaceFolder:
         files = tree.pop(FILES) if are_files(tree.get(FILES)) else {}
         if TRAINING_ARGS in files:  # which says them
             tree.pop(TRAINER_ARGUMENTS, None)
+        pretrained = _pretrained(tree)
+        if pretrained:
+            del tree[PRETRAINED]  # they are among the files
         stem = "adapter_model" if ADAPTER_CONFIG in files else "model"
         model, ties = tree.pop("model"), tree.pop(TIES, {})
 
@@ -467,10 +477,14 @@ class HuggingFaceFolder:
             with stage.file() as output:
                 save_safetensors(model, output, stream, metadata_of(ties))
             return
-        save_model(model, stem, self.shard_bytes, stage, stream, prefix, ties)
+        written = save_model(model, stem, self.shard_bytes, stage, stream, prefix, ties)
         for key in [one for one in self.parts if one in tree]:
             write_part(stage, f"{prefix}{self.parts[key]}", key, tree.pop(key))
         write_files(stage, prefix, files)
+        if pretrained and prefix:  # from_pretrained takes the run's folder too, as after Trainer's save_model
+            for name in (*written, *pretrained):
+                with (stage.path / prefix / name).open("rb") as file, stage.file(name) as output:
+                    shutil.copyfileobj(file, output, _BLOCK)
         if tree:
             write_part(stage, f"{prefix}{REST}", "", tree)
 
@@ -495,6 +509,25 @@ class HuggingFaceFolder:
             if number > newest
         ]
         return _Folder(steps[newest if step is None else step], tuple(steps), tuple(passed))
+
+
+def _pretrained(tree: Tree) -> Mapping[str, Any]:
+    """Returns the files that a model's library builds it from; none if they aren't plain JSON under plain names."""
+    part = tree.get(PRETRAINED) if isinstance(tree, Mapping) else None
+    named = isinstance(part, Mapping) and all(
+        isinstance(name, str)
+        and re.fullmatch(r"\w+\.json", name)
+        and isinstance(one, Mapping)
+        and name != TRAINER_STATE
+        and not is_manifest(name)
+        for name, one in part.items()
+    )
+    return part if isinstance(part, Mapping) and named else {}
+
+
+def _json_bytes(part: Mapping[str, Any]) -> Tensor:
+    text = json.dumps(part, indent=2, sort_keys=True) + "\n"
+    return in_memory(np.frombuffer(text.encode("ascii"), np.uint8), "the map")
 
 
 def _model_alone(encoded: Encoded) -> Encoded:

@@ -37,6 +37,10 @@ def _trainer(folder: Path) -> str:
 
 _INTERVAL = 500
 """How many updates lie between two logs, evaluations and saves unless Trainer's arguments say something else."""
+_OWN_RATE = (
+    " Nobody said that of the next: optimizer.pt has none, and the printed lines set it to what Trainer's arguments"
+    " make; or say it: --hparams learning_rate=..."
+)
 _CONTROL = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
@@ -79,7 +83,8 @@ def _for_trainer(encoded: Encoded) -> Mapping[str, Made]:
         "scheduler": Made(
             scheduler,
             f"The source has no scheduler of PyTorch: scheduler.pt says that {encoded.step} updates are done,"
-            f" and Trainer's arguments make the rate after the next update.",
+            f" and Trainer's arguments make the rate after the next update."
+            + (_OWN_RATE if None in rates else ""),
         ),
         "trainer_state": Made(
             state,

@@ -153,8 +153,10 @@ def save_model(
     stream: Stream,
     prefix: str = "",
     ties: Mapping[str, str] | None = None,
-) -> None:
+) -> tuple[str, ...]:
     """Writes a model as safetensors, in its order: files and index keep what the order says of the parameters.
+
+    Returns the names of its files.
 
     Args:
         tensors: By name.
@@ -183,6 +185,8 @@ def save_model(
         text = json.dumps({"metadata": total, "weight_map": weights}, indent=2) + "\n"
         with stage.file(f"{prefix}{stem}{_SAFE}{INDEX}") as output:
             output.write(text.encode("ascii"))
+        return (f"{stem}{_SAFE}{INDEX}", *dict.fromkeys(weights.values()))
+    return (f"{stem}{_SAFE}",)
 
 
 def _open_file(path: Path, files: Files) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:

@@ -24,11 +24,11 @@ from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.megatron.groups import with_params, without_params
 from statekit.converters.layouts.megatron.schedule import KEY, constant_schedule
-from statekit.converters.layouts.pytorch.parts import BESIDE, PLACES, is_plain, not_plain
+from statekit.converters.layouts.pytorch.parts import PLACES, is_plain, not_plain
 from statekit.converters.layouts.pytorch.torch_fqn import LAYOUT as BY_NAME
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
-from statekit.state.run import run_of
+from statekit.state.run import BESIDE, run_of
 from statekit.state.stored_params import MASTER
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import DTYPES, Cast, Tensor

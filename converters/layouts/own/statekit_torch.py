@@ -27,7 +27,6 @@ import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.pytorch.parts import (
-    BESIDE,
     BUFFERS,
     GROUPS,
     by_index,
@@ -40,6 +39,7 @@ from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state import options
 from statekit.state.options import BY_NAME, RATE_NAMES, SCALE, by_other_names
+from statekit.state.run import BESIDE
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, RuleRecord, TrainState
 from statekit.tensors.tensor import TIES, Tensor, ties_of

@@ -22,6 +22,7 @@ from statekit.conversion.contracts import Encoded
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.errors import UsageError
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
+from statekit.state.run import BESIDE
 from statekit.tensors.tensor import TIES, Tensor, ties_of
 from statekit.tensors.tree import (
     Path,
@@ -49,8 +50,8 @@ MODELS: tuple[Path, ...] = (("model",), ("state_dict",), ("model_state_dict",), 
 """Paths at which others keep an optimizer's state, and a model's; the first of each is ours."""
 DEEPEST, MOST_PARTS = 2, 100
 """How deep below the top other places are looked for, and the longest list that is looked through."""
-BUFFERS, GROUPS, BESIDE = "buffers", "param_groups", "torch"
-"""Parts of `extra` that lie elsewhere in the file: in `model`, in the groups, and at the top."""
+BUFFERS, GROUPS = "buffers", "param_groups"
+"""Parts of `extra` that lie elsewhere in the file: in `model`, and in the groups; as `BESIDE` does at the top."""
 PLACES = "torch_places"
 """Key in `extra`: where model and optimizer lie in the file."""
 _FLAT_STATE, _FLAT_GROUPS = "state.", "param_groups."

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.pytorch.parts import (
-    BESIDE,
     MODELS,
     find_parts,
     is_plain,
@@ -23,6 +22,7 @@ from statekit.converters.layouts.pytorch.parts import (
 from statekit.converters.layouts.pytorch.side_by_side import optimizer_places
 from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state
 from statekit.files.checkpoint import MODEL_KEY, Checkpoint
+from statekit.state.run import BESIDE
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import TIES, Tensor, ties_of
 from statekit.tensors.tree import Path, Tree, at, loose, put, without

@@ -1,0 +1,165 @@
+"""What a model's library reads beside its weights, `config.json`: from what a checkpoint proves, and what was said.
+
+A map says of each key where its value comes from. What the shapes and names of the parameters prove can't be said
+otherwise; what the source's code has always had stands in the map; what neither tells is said by `--config`, and what
+is taken instead of it is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from statekit.errors import Faults, StateError, UsageError
+from statekit.tensors.tensor import Shape
+
+Rule = Mapping[str, Any]
+"""Where a key's value comes from, as the map's file has it."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as a map has made it.
+
+    Attributes:
+        shapes: Its parameters' shapes.
+        counts: How many there are of what each number of the map counts.
+        chosen: The alternative of each of the map's choices.
+    """
+
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    chosen: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """What a library needs to build one side's model.
+
+    Attributes:
+        class_name: The class that reads it.
+        files: File -> key -> where its value comes from.
+        after_loading: A line of Python for models that have a parameter, by its path.
+        remark: A line on what the library's training does otherwise.
+    """
+
+    class_name: str
+    files: Mapping[str, Mapping[str, Rule]]
+    after_loading: Mapping[str, str] = field(default_factory=dict)
+    remark: str = ""
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any] | None) -> Pretrained | None:
+        """Reads what a map's file says of a side; None if it says nothing."""
+        if data is None:
+            return None
+        return cls(data["class"], data["files"], data.get("after_loading", {}), data.get("remark", ""))
+
+    def made(
+        self, model: Model, said: Mapping[str, Any], name: str
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Returns the files' contents, and what was taken that nobody knows, in sentences.
+
+        Args:
+            model: The model.
+            said: The values of `--config`.
+            name: The map's, for errors.
+
+        Raises:
+            StateError: What was said contradicts the checkpoint; lists every key.
+            UsageError: A key is needed that nothing tells; lists every one.
+        """
+        faults, missing = Faults(), Faults()
+        values: dict[str, Any] = {}
+        files: dict[str, dict[str, Any]] = {}
+        for file, key, rule in self._rules():
+            try:
+                proven, is_open = _value(rule, model, values)
+            except StateError as error:
+                faults.add(error.subject, key)
+                continue
+            value = said.get(key, proven)
+            if value is None:
+                missing.add("isn't told by the checkpoint", key)
+                continue
+            if value != proven and not is_open(value):
+                faults.add(f"is {value!r:.80}, and the checkpoint has {proven!r}", key)
+            values[key] = files.setdefault(file, {})[key] = value
+        faults.check(
+            StateError,
+            f"What was said of the model isn't what the map {name} makes of the checkpoint",
+            place="--config",
+            remedy="leave it out, or name the checkpoint of that model",
+        )
+        missing.check(
+            UsageError,
+            f"The map {name} needs to know what no checkpoint says",
+            place="--config",
+            remedy="say it: --config KEY=VALUE, or --config config.json with the model's",
+        )
+        others = {key: value for key, value in said.items() if key not in values}
+        files[self.main].update(others)
+        return files, tuple(self._sentences(values, said, others))
+
+    @property
+    def main(self) -> str:
+        """The file that says what the model is."""
+        return next(iter(self.files))
+
+    def _rules(self) -> Iterator[tuple[str, str, Rule]]:
+        for file, rules in self.files.items():
+            for key, rule in rules.items():
+                yield file, key, rule
+
+    def _sentences(
+        self, values: Mapping[str, Any], said: Mapping[str, Any], others: Mapping[str, Any]
+    ) -> Iterator[str]:
+        taken = [
+            f"{key}={values[key]} ({rule['assumed']})"
+            for _, key, rule in self._rules()
+            if "assumed" in rule and key not in said
+        ]
+        if taken:
+            yield f"Nothing says these of the model, and {self.main} has: {', '.join(taken)}; --config says others."
+        if others:
+            shown = ", ".join(f"{key}={value!r:.60}" for key, value in others.items())
+            yield f"{self.main} has what --config says and neither map nor checkpoint knows: {shown}."
+
+
+def _value(rule: Rule, model: Model, values: Mapping[str, Any]) -> tuple[Any, Callable[[object], bool]]:
+    """Returns what a rule makes of a model, None if nothing, and which other values may be said."""
+    if "count" in rule:
+        return model.counts.get(rule["count"]), _never
+    if "same" in rule:
+        return values.get(rule["same"]), _never
+    if "length" in rule:
+        return _length(rule, model.shapes, values), _never
+    if "choice" in rule:
+        others = list(rule["of"].values()) if "assumed" in rule else None
+        return rule["of"][
+            model.chosen[rule["choice"]]
+        ], lambda said: others is not None and said not in others
+    return rule.get("is"), lambda said: True
+
+
+def _never(said: object) -> bool:
+    return False
+
+
+def _length(rule: Rule, shapes: Mapping[str, Shape], values: Mapping[str, Any]) -> int | None:
+    """Returns the length of an axis that parameters have in common, or of what it is a multiple of."""
+    lengths = {
+        shape[rule["axis"]]: path for path, shape in shapes.items() if fnmatchcase(path, rule["length"])
+    }
+    if len(lengths) > 1:
+        several = ", ".join(f"{length} ({path})" for length, path in lengths.items())
+        raise StateError(f"can't be told: the parameters have {several}")
+    length = next(iter(lengths), None)
+    if length is None or "per" not in rule:
+        return length
+    by = values.get(rule["per"])
+    if type(by) is not int or by < 1 or length % by:
+        raise StateError(f"can't be told: {length} isn't a multiple of {rule['per']}, which is {by!r:.80}")
+    return length // by
