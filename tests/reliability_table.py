@@ -84,6 +84,13 @@ SUITES = {
         "one bit of one file is flipped; then it is converted. Half of the places are drawn by byte, half by file. "
         "`pytest -m slow tests/test_bit_flips.py`; a sample of it in every run.",
     ),
+    "mixed": Suite(
+        "A file of another step",
+        "A part of step 4 of a run in its place in step 8, of every library that writes several files, without a "
+        "manifest; then it is planned and read. Caught: refused, or said under what is odd about the source. Silent: "
+        "nothing in any of the files tells; a manifest does (`statekit seal`). "
+        "`pytest tests/test_mixed_files.py`.",
+    ),
     "soak": Suite(
         "Drawn conversions while things go wrong",
         "Drawn samples into drawn formats, with SIGKILL or SIGTERM at some time, files that can't grow, a call that "

@@ -83,7 +83,7 @@ def written(
     """Makes a row of a state that statekit writes."""
 
     sample = Sample(container, Path(), None, unchecked, optional, False, writes)
-    write = _writes(container, layout, lambda: made_state(schema, variant))
+    write = state_writer(container, layout, lambda: made_state(schema, variant))
     return Row(schema, sample, layout, Hints(variant=variant), write)
 
 
@@ -114,11 +114,11 @@ def mixed(
 ) -> Row:
     """Makes a row of a run with several optimizers."""
     sample = Sample(container, Path(), None, unchecked, (), False, writes)
-    write = _writes(container, layout, lambda: mixed_state(*kinds))
+    write = state_writer(container, layout, lambda: mixed_state(*kinds))
     return Row("+".join(schema for schema, _ in kinds), sample, layout, NO_HINTS, write)
 
 
-def _writes(container: str, layout: str, make: Callable[[], TrainState]) -> Write:
+def state_writer(container: str, layout: str, make: Callable[[], TrainState]) -> Write:
     """Returns what writes a state into a folder."""
 
     def write(folder: Path) -> Path:

@@ -26,12 +26,12 @@ from statekit.converters.containers.step_folders import files_beside
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.containers.torch_file import open_torch
 from statekit.converters.formats.pytorch.reader import named
-from statekit.errors import FormatError, NotFoundError, UsageError
+from statekit.errors import CorruptError, FormatError, NotFoundError, UsageError
 from statekit.files.checkpoint import FILES_BESIDE, Checkpoint
 from statekit.files.source import opening
 from statekit.files.stage import Stage
-from statekit.tensors.tensor import Shape, Tensor
-from statekit.tensors.tree import Tree
+from statekit.tensors.tensor import Shape, Tensor, same_values
+from statekit.tensors.tree import Tree, walk
 from statekit.tensors.views import Concatenated, Segment
 
 MAX_RANKS = 4096
@@ -125,6 +125,15 @@ def _joined(path: Path, ranks: Sequence[Mapping[str, Any]]) -> Tree:
         if getattr(leaf, "shape", ())
     }
     beside = {slot: leaf for slot, leaf in records[0].items() if slot not in slots}
+    for number, (rank, record) in enumerate(zip(ranks, records, strict=True)):
+        theirs = {slot: record.get(slot) for slot in beside}
+        if not _is_same(theirs, beside) or not _is_same(rank["optimizer"].get("param_groups"), groups):
+            raise CorruptError(
+                "The files of ranks aren't of one step.",
+                place=path / f"rank{number}.pt",
+                expected="the count and the options of rank 0's optimizer",
+                remedy="put the files of one save into a folder of their own",
+            )
     whole = [rank["flat_param_shard"] for rank in ranks]
     state = {
         name: {**beside, **{slot: _part(pieces, at, shape, path) for slot, pieces in slots.items()}}
@@ -134,6 +143,17 @@ def _joined(path: Path, ranks: Sequence[Mapping[str, Any]]) -> Tree:
         "model": {name: _part(whole, at, shape, path) for name, at, shape in spans},
         "optimizer": {"state": state, "param_groups": [{**groups[0], "params": list(fqns)}]},
     }
+
+
+def _is_same(one: Tree, other: Tree) -> bool:
+    """Tells whether two records hold the same, tensors by their values."""
+    mine, theirs = list(walk(one)), list(walk(other))
+    if [path for path, _ in mine] != [path for path, _ in theirs]:
+        return False
+    return all(
+        same_values(leaf, twin) if isinstance(leaf, Tensor) and isinstance(twin, Tensor) else leaf == twin
+        for (_, leaf), (_, twin) in zip(mine, theirs, strict=True)
+    )
 
 
 def _are_names(fqns: Any) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.conversion import registry
+from statekit.conversion.agreement import disagreements
 from statekit.conversion.contracts import Contents, Hints
 from statekit.conversion.open_state import chosen_container, chosen_layout
 from statekit.errors import NotFoundError, StateError, StatekitError, UnknownFormatError, printable, some
@@ -270,7 +271,8 @@ def _seen(
         if request.layout or replace(hints, model_key=None, optimizer_key=None) != of_files:
             raise
         return _native(opened, checkpoint, error, request, on_progress)
-    named = replace(opened, layout=Choice(layout.name, layout.title, why.because))
+    findings = (*opened.findings, *disagreements(checkpoint, state))
+    named = replace(opened, layout=Choice(layout.name, layout.title, why.because), findings=findings)
     return _canonical(named, state, request, on_progress)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 from statekit.budget import Budget
 from statekit.conversion import registry
+from statekit.conversion.agreement import disagreements
 from statekit.conversion.contracts import NO_HINTS, Container, Evidence, Hints, Layout
 from statekit.conversion.target import source_container
 from statekit.errors import CorruptError, printable
@@ -231,6 +233,7 @@ def _decoded(
 ) -> OpenState:
     meaning, why = chosen_layout(checkpoint, layout)
     state = registry.decoded(meaning, checkpoint, hints)
+    checkpoint = replace(checkpoint, findings=(*checkpoint.findings, *disagreements(checkpoint, state)))
     return OpenState(checkpoint, meaning.name, (seen, why), state, budget)
 
 
@@ -238,7 +241,8 @@ def _decoded(
 def state_to_load(path: Path, *, step: int | None = None, hints: Hints = NO_HINTS) -> Iterator[OpenState]:
     """Opens a checkpoint whose values go into a run: every byte that is used is proven, as far as a manifest has it.
 
-    What was read in part is proven when the context is left without an error.
+    What was read in part is proven when the context is left without an error. It warns of files that may be of another
+    step.
 
     Args:
         path: A checkpoint, or a run's folder.
@@ -255,7 +259,11 @@ def state_to_load(path: Path, *, step: int | None = None, hints: Hints = NO_HINT
     budget = hints.job_budget()
     with registry.opened(named, path, step, hints, budget) as checkpoint:
         used = proving(checkpoint, budget)
-        yield _decoded(used.checkpoint, seen, layout, hints, budget)
+        opened = _decoded(used.checkpoint, seen, layout, hints, budget)
+        doubts = [finding.what for finding in opened.checkpoint.findings[len(checkpoint.findings) :]]
+        if doubts:  # to whoever called load_...
+            warnings.warn(f"{'; '.join(doubts)} @ {checkpoint.path}", stacklevel=4)
+        yield opened
         used.finish()
 
 

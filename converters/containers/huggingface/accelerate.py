@@ -31,4 +31,5 @@ CONTAINER = HuggingFaceFolder(
     {"optimizer": "optimizer.bin", "scheduler": "scheduler.bin", "scaler": "scaler.pt"},
     _accelerate,
     shard_bytes=None,
+    companions={"optimizer.bin": "load_state finds no optimizer"},
 )

@@ -15,7 +15,8 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -362,6 +363,7 @@ class HuggingFaceFolder:
         opens_files: Whether a single file of the model is one too.
         shard_bytes: Bytes of tensors in a file of the model at most; None where the library reads a single file only.
         step_folder: The name of a step's folder, with `{step}`; "" where folders have no such names.
+        companions: Pattern of a file's name that the library always writes beside a model -> what is lost without it.
     """
 
     name: str
@@ -373,6 +375,7 @@ class HuggingFaceFolder:
     opens_files: bool = False
     shard_bytes: int | None = SHARD_BYTES
     step_folder: str = ""
+    companions: Mapping[str, str] = field(default_factory=dict)
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = "folder"
 
@@ -413,8 +416,16 @@ class HuggingFaceFolder:
             if number is not None:
                 check_step(step, number, folder.path)
         meta = {**meta, STEPS: list(folder.steps)}
-        findings = (*folder.findings, *findings)
+        missing = () if alone else tuple(self._missing(folder.path))
+        findings = (*folder.findings, *findings, *missing)
         return Checkpoint(self.name, folder.path, tree, meta, number, findings, files.close)
+
+    def _missing(self, folder: Path) -> Iterator[Finding]:
+        """Yields the files that the library always writes and that aren't there."""
+        names = [entry.name for entry in folder.iterdir()]
+        for pattern, lost in self.companions.items():
+            if not any(fnmatchcase(name, pattern) for name in names):
+                yield Finding(f"{pattern} isn't there: {lost}", f"{folder}")
 
     def fitted(self, encoded: Encoded) -> Encoded:
         """Returns a state with its parts where the folder keeps them, and what the library can't do without.

@@ -102,4 +102,8 @@ CONTAINER = HuggingFaceFolder(
     _trainer,
     _for_trainer,
     step_folder="checkpoint-{step}",
+    companions={
+        "optimizer.*": "Trainer begins with an optimizer of its own",
+        "scheduler.*": "Trainer begins with an optimizer and a schedule of its own",
+    },
 )

@@ -1,0 +1,128 @@
+"""Whether the files of a checkpoint are of one step: what its names, records, counts and schedules say of that.
+
+A file of another step fits in shape, and nothing in the bytes of weights tells whose they are. But most files that
+stand beside weights count: a trainer's record its steps, an optimizer its updates, a schedule where it stands, and a
+step's folder is called by its number. Where these disagree, files may be mixed. A run may also have skipped updates or
+begun its optimizer anew, so it is said and not refused. What can't be told is listed in docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.state.run import run_of
+from statekit.state.schema import WEIGHTS
+from statekit.state.train_state import TrainState
+from statekit.tensors.tree import Path, at
+
+NAMES = {
+    "hf-trainer": r"checkpoint-(\d+)",
+    "deepspeed": r"global_step(\d+)(?:_universal)?",
+    "megatron": r"iter_(\d+)",
+    "t5x": r"checkpoint_(\d+)",
+    "orbax": r"(?:.*_)?(\d+)",
+    "flax": r"(?:.*_)?(\d+)",
+    "torch": r".*step=(\d+)(?:-v\d+)?\.ckpt",
+}
+"""Container -> how its library names the folder or file of a step. TensorFlow 2 counts saves there.
+
+Source: transformers trainer_utils.py, `PREFIX_CHECKPOINT_DIR`; deepspeed/runtime/engine.py, `save_checkpoint`;
+megatron/training/checkpointing.py, `get_checkpoint_name`; t5x/checkpoints.py, `get_checkpoint_dir`; orbax
+checkpoint/path/step.py; flax/training/checkpoints.py, `_checkpoint_path`; lightning
+pytorch/callbacks/model_checkpoint.py, `format_checkpoint_name`.
+"""
+RECORDS: Mapping[str, Path] = {
+    "hf-trainer": ("trainer_state", "global_step"),
+    "deepspeed": ("deepspeed", "global_steps"),
+    "megatron": ("common", "iteration"),
+    "torch": ("global_step",),
+}
+"""Container -> where the record stands that says the step, beside the optimizer's own."""
+_SKIPPED = ("deepspeed", "skipped_steps")
+_LIGHTNING = "pytorch-lightning_version"
+_BY_RANK = frozenset({"dcp", "deepspeed", "megatron", "fsdp1-ranks"})
+"""Containers of which each rank writes a file."""
+_SEVERAL_FILES = frozenset({"hf-trainer", "accelerate"})
+"""Containers in which optimizer and schedule lie in files of their own."""
+_RANDOM_STATES = re.compile(r"random_states_\d+\.pkl")
+_WHY = "files of another step may be among them, unless updates were skipped or the optimizer was begun anew"
+
+
+class Said(NamedTuple):
+    """A step, and what says it."""
+
+    step: int
+    place: str
+
+
+def disagreements(checkpoint: Checkpoint, state: TrainState) -> tuple[Finding, ...]:
+    """Returns what speaks against a checkpoint's files being of one step.
+
+    Args:
+        checkpoint: The checkpoint.
+        state: The state that it decodes to.
+    """
+    return tuple(
+        Finding(what, f"{checkpoint.path}")
+        for what in (*_of_records(checkpoint), *_of_counts(checkpoint, state))
+    )
+
+
+def _of_records(checkpoint: Checkpoint) -> Iterator[str]:
+    name, record = _named(checkpoint), _recorded(checkpoint)
+    if name and record and name.step != record.step:
+        yield f"{name.place} says step {name.step}, {record.place} says {record.step}: {_WHY}"
+
+
+def _of_counts(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
+    if state.optimizer.schema == WEIGHTS or state.optimizer.several:
+        return
+    updates, run = state.counts.updates, run_of(state.extra)
+    name, record = _named(checkpoint), _recorded(checkpoint)
+    may_skip = any(part.what in ("scaler", "accumulation") for part in run.parts)
+    if record is not None:
+        skipped = at(checkpoint.tree, _SKIPPED)
+        expected = record.step - (skipped if type(skipped) is int else 0)
+        if updates != expected and not (may_skip and updates < expected):
+            yield f"{record.place} says step {expected}, the optimizer has done {updates} updates: {_WHY}"
+    elif name is not None and abs(updates - name.step) > 1 and not may_skip:  # or called by the one before
+        yield f"{name.place} says step {name.step}, the optimizer has done {updates} updates: {_WHY}"
+    if checkpoint.container in _SEVERAL_FILES:
+        steps = {updates, updates * _processes(checkpoint), *([record.step] if record and may_skip else [])}
+        for schedule in run.schedules:
+            if schedule.at is not None and schedule.at not in steps:
+                yield (
+                    f"the schedule stands at step {schedule.at}, the optimizer has done {updates} updates: {_WHY}"
+                )
+    if checkpoint.container in _BY_RANK and state.counts.behind:
+        counts = sorted({updates, *state.counts.behind.values()})
+        yield f"parameters have done {', '.join(map(str, counts))} updates: {_WHY}"
+
+
+def _named(checkpoint: Checkpoint) -> Said | None:
+    """Returns the step in the name of a checkpoint's folder or file, if its library puts it there."""
+    pattern = NAMES.get(checkpoint.container)
+    name = checkpoint.path.name
+    match = re.fullmatch(pattern, name, re.DOTALL) if pattern else None
+    return Said(int(match[1]), name) if match and len(match[1]) < 20 else None
+
+
+def _recorded(checkpoint: Checkpoint) -> Said | None:
+    """Returns the step that a trainer's record says."""
+    path = RECORDS.get(checkpoint.container)
+    if path is None or (checkpoint.container == "torch" and _LIGHTNING not in checkpoint.tree):
+        return None
+    step = at(checkpoint.tree, path)
+    return Said(step, "/".join(map(str, path))) if type(step) is int else None
+
+
+def _processes(checkpoint: Checkpoint) -> int:
+    """Returns how many processes wrote a folder of Accelerate, whose schedule makes a step for each.
+
+    Source: huggingface/accelerate, scheduler.py, `AcceleratedScheduler.step`.
+    """
+    files = checkpoint.tree.get("files") or {}
+    return max(1, sum(bool(_RANDOM_STATES.fullmatch(str(name))) for name in files))
