@@ -266,6 +266,7 @@ ALL = (
     alone("torch", "torch-weights"),
     alone("flax", "jax-weights"),
     alone("tf-bundle", "tf-weights"),
+    alone("tf-bundle", "tf2-weights"),
     alone("keras-h5", "keras-weights", unchecked=ANYWHERE),
     alone("mxnet", "mxnet-weights", unchecked=ANYWHERE),
     written("keras-h5", "keras", "lamb", "keras", unchecked=ANYWHERE),

@@ -25,11 +25,12 @@ from statekit.conversion.open_state import open_state
 from statekit.conversion.registry import detect_container
 from statekit.converters.containers.dcp import CONTAINER
 from statekit.converters.formats.dcp import writer
-from statekit.converters.formats.dcp.metadata import Box, read_metadata, tiling_fault
+from statekit.converters.formats.dcp.metadata import read_metadata
 from statekit.converters.layouts.pytorch.parts import with_names
 from statekit.errors import NotFoundError, RefusedError, UsageError
 from statekit.files import source
 from statekit.state.train_state import TrainState
+from statekit.tensors.boxes import Box, tiling_fault
 from statekit.tensors.tensor import BLOCK_BYTES, Filled, chunks, in_memory, same_values
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay
@@ -386,9 +387,9 @@ def test_any_cut_tiles_and_any_change_is_noticed(seed: int) -> None:
 
 
 def test_a_million_comparisons_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    from statekit.converters.formats.dcp import metadata
+    from statekit.tensors import boxes
 
-    monkeypatch.setattr(metadata, "MAX_COMPARED", 100)
+    monkeypatch.setattr(boxes, "MAX_COMPARED", 100)
     with pytest.raises(RefusedError, match="too many parts"):
         tiling_fault((100, 100), [((i, i), (100 - i, 1)) for i in range(100)])
 

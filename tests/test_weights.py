@@ -15,8 +15,13 @@ from safetensors.torch import load_model, save_file
 import statekit
 import statekit.torch
 from statekit.cli.main import main
+from statekit.conversion.contracts import Hints
+from statekit.conversion.resume import of_plan, resume_lines
+from statekit.converters.layouts.weights.tf_weights import LAYOUT as TF_WEIGHTS
 from statekit.errors import StateError, StatekitError, UsageError
+from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import WEIGHTS
+from statekit.tensors.tensor import in_memory
 
 pytestmark = pytest.mark.torch
 
@@ -95,6 +100,147 @@ def test_a_bundle_of_variables_is_what_tensorflow_loads(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
     model.load_state_dict(torch.load(tmp_path / "back.pt", weights_only=True)["model"])
     assert same(model, net())
+
+
+def saved(folder: Path, axis: int, optimizer: bool = False) -> dict[str, Any]:
+    """Saves a network whose matrix is cut in three, as TensorFlow 1 does; returns its variables by name."""
+    import tensorflow as tf
+
+    v1 = tf.compat.v1
+    with tf.Graph().as_default(), v1.Session() as session:
+        step = v1.train.get_or_create_global_step()
+        with v1.variable_scope("net", use_resource=False, initializer=v1.random_normal_initializer(seed=1)):
+            matrix = v1.get_variable("w", shape=(10, 6), partitioner=v1.fixed_size_partitioner(3, axis))
+            bias = v1.get_variable("b", shape=(6,))
+        if optimizer:
+            loss = tf.reduce_sum((tf.ones((2, 10)) @ matrix + bias) ** 2)
+            update = v1.train.AdamOptimizer(0.1).minimize(loss, global_step=step)
+        session.run(v1.global_variables_initializer())
+        for _ in range(3 * optimizer):
+            session.run(update)
+        v1.train.Saver().save(session, str(folder / "model.ckpt"), 5)
+        return {"net/w": session.run(tf.convert_to_tensor(matrix)), "net/b": session.run(bias)}
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_partitioned_variable_is_whole_and_cut_again_as_it_was(axis: int, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    params = saved(tmp_path / "there", axis)
+    with statekit.open(tmp_path / "there") as opened:
+        assert opened.state.optimizer.schema == WEIGHTS and opened.state.params.keys() == params.keys()
+        for path, value in params.items():
+            tensor = opened.state.params[path]
+            assert np.array_equal(tensor.read(), value)
+            block = tuple(slice(1, n - 1) for n in value.shape)
+            assert np.array_equal(tensor.read(block), value[block])
+    statekit.convert(tmp_path / "there", tmp_path / "out.pt")
+    weights = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert {name: tuple(one.shape) for name, one in weights["model"].items()} == {
+        "net.w": (10, 6),
+        "net.b": (6,),
+    }
+    statekit.convert(tmp_path / "there", tmp_path / "neutral", to="statekit")
+    statekit.convert(tmp_path / "neutral", tmp_path / "back", to="tf-bundle")
+    for file in ("model.ckpt-5.index", "model.ckpt-5.data-00000-of-00001"):
+        assert (tmp_path / "back" / file).read_bytes() == (tmp_path / "there" / file).read_bytes()
+
+
+@pytest.mark.tensorflow
+def test_slices_that_leave_a_hole_make_no_variable(tmp_path: Path) -> None:
+    checkpoint = Checkpoint("tf-bundle", tmp_path, {"w": {"10 6 0,4:0,6": in_memory(np.ones((4, 6)))}})
+    with pytest.raises(StateError, match=r"slices(.|\n)*24 of 60"):
+        TF_WEIGHTS.decode(checkpoint, Hints())
+
+
+@pytest.mark.tensorflow
+def test_a_partitioned_run_keeps_its_parts_in_their_order(tmp_path: Path) -> None:
+    params = saved(tmp_path, 1, optimizer=True)
+    with statekit.open(tmp_path) as opened:
+        parts = [opened.state.params[f"net/w/part_{i}"].read() for i in range(3)]
+        moments = [opened.state.slots[f"net/w/part_{i}"]["m"].shape for i in range(3)]
+    assert np.array_equal(np.concatenate(parts, 1), params["net/w"]) and moments == [(10, 2)] * 3
+
+
+def objects(kind: str) -> Any:
+    """Something that `tf.train.Checkpoint` keeps, with values that are drawn anew."""
+    import keras
+    import tensorflow as tf
+
+    draw = tf.random.normal
+    if kind == "module":
+        module = tf.Module()
+        module.w, module.scale = tf.Variable(draw((4, 3)), name="w"), tf.Variable(draw(()))
+        module.layers = [tf.Variable(draw((3,))), tf.Variable(draw((2,)))]
+        return module
+    sizes = {"one": 3, "two": 2}
+    layers = [keras.layers.Dense(size, name=name) for name, size in sizes.items()]
+    model = keras.Sequential([keras.layers.Input((4,)), *layers], name="net")
+    if kind == "compiled":
+        model.compile("adam", "mse")
+    return model
+
+
+def variables(made: Any) -> list[Any]:
+    return [variable.numpy() for variable in made.variables]
+
+
+@pytest.mark.tensorflow
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras on NumPy 2
+@pytest.mark.parametrize("kind", ["module", "keras", "compiled"])
+@pytest.mark.parametrize("at", ["model", "root"])
+def test_objects_of_tensorflow_2_come_and_go(kind: str, at: str, tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    made = objects(kind)
+    whole = tf.train.Checkpoint(made) if at == "root" else tf.train.Checkpoint(model=made)
+    whole.save(str(tmp_path / "there" / "ckpt"))
+    with statekit.open(tmp_path / "there") as opened:
+        assert (opened.layout, opened.state.optimizer.schema) == ("tf2-weights", WEIGHTS)
+        assert opened.state.counts.updates == 0, "the number counts saves"
+        values = sorted(tensor.read().tobytes() for tensor in opened.state.params.values())
+    weights = [one for one in variables(made) if one.dtype.kind == "f"]
+    assert values == sorted(one.tobytes() for one in weights)
+    statekit.convert(tmp_path / "there", tmp_path / "between.pt")
+    report = statekit.convert(tmp_path / "between.pt", tmp_path / "back", to="tf2-weights-tf-bundle")
+    fresh = objects(kind)
+    lines = resume_lines(of_plan(report.plan, report.files), report.plan.state)
+    printed(lines, {"model": fresh})
+    assert all(np.array_equal(a, b) for a, b in zip(variables(fresh), variables(made), strict=True))
+
+
+@pytest.mark.tensorflow
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_weights_from_elsewhere_are_found_by_objects_of_their_names(tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    torch.save({"enc.w": torch.randn(3, 2), "b": torch.randn(4)}, tmp_path / "bare.pt")
+    report = statekit.convert(tmp_path / "bare.pt", tmp_path / "there", to="tf2-weights-tf-bundle")
+    model = tf.Module()
+    model.enc = tf.Module()
+    model.enc.w, model.b = tf.Variable(tf.zeros((3, 2))), tf.Variable(tf.zeros(4))
+    printed(resume_lines(of_plan(report.plan, report.files), report.plan.state), {"model": model})
+    read = torch.load(tmp_path / "bare.pt", weights_only=True)
+    assert np.array_equal(model.enc.w.numpy(), read["enc.w"]) and np.array_equal(model.b.numpy(), read["b"])
+
+
+@pytest.mark.tensorflow
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize("which", ["SGD", "Adam"])
+def test_objects_with_an_optimizer_that_ran_arent_weights(which: str, tmp_path: Path) -> None:
+    import keras
+    import tensorflow as tf
+
+    model = objects("keras")
+    optimizer = getattr(keras.optimizers, which)()
+    optimizer.apply([tf.ones_like(one) for one in model.trainable_variables], model.trainable_variables)
+    tf.train.Checkpoint(model=model, optimizer=optimizer).save(str(tmp_path / "ckpt"))
+    if which == "SGD":
+        with pytest.raises(StatekitError, match="sgd"):
+            statekit.open(tmp_path)
+        return
+    with statekit.open(tmp_path) as opened:
+        assert opened.layout == "tf2-keras"
 
 
 @pytest.mark.tensorflow

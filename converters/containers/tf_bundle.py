@@ -28,8 +28,6 @@ from statekit.converters.formats.storage import dense
 from statekit.converters.formats.tensor_bundle.entries import (
     STRING,
     BundleEntry,
-    Extent,
-    bounds,
     parse_entry,
     parse_header,
     parse_strings,
@@ -49,6 +47,7 @@ from statekit.files.checksums import BUNDLE
 from statekit.files.source import File, Files, last_bytes, opening, read_small, record
 from statekit.files.stage import Stage
 from statekit.tensors.object_graph import GRAPH, Graph
+from statekit.tensors.slices import Extent, bounds
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Shape, index_shape
 
 _NUMBERED = re.compile(r"(.+)-(\d+)", re.DOTALL)

@@ -282,6 +282,7 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         "missing_in_trainer": missing.replace(f"lr={_UNKNOWN}", "lr=args.learning_rate"),
         "step_offset": f"{max(offsets)}" if len(offsets) == 1 and max(offsets) else None,
         "rate": rates.pop() if len(rates) == 1 and rates != {"None"} else _UNKNOWN,
+        "objects": "model=model" if any(name.startswith("model/") for name in place.tensors) else "model",
         "params_file": None if arrays_in is not None else by_suffix.get(".params", "net.params"),
         "params_folder": arrays_in,
         "each_array": None if arrays_in is None else "",

@@ -176,13 +176,13 @@ def _changed_index(_: Any, random: Random) -> bytes:
 
 def _read_index(data: bytes) -> object:
     from statekit.converters.formats.tensor_bundle.entries import (
-        bounds,
         parse_entry,
         parse_header,
         parse_strings,
         slice_key,
     )
     from statekit.converters.formats.tensor_bundle.table import read_table
+    from statekit.tensors.slices import bounds
 
     entries = read_table(data, PLACE)
     parse_header(entries.pop(b"", b""), PLACE)

@@ -13,6 +13,7 @@ from statekit.converters.formats.pytorch.reader import read_object
 from statekit.errors import CorruptError, Faults
 from statekit.files.checksums import ZIP
 from statekit.files.source import File, Files, Part, byte_of, bytes_at
+from statekit.tensors.boxes import overlap
 from statekit.tensors.tensor import Array, Index, Stored, Tensor, index_shape
 from statekit.tensors.tree import Tree
 
@@ -136,10 +137,5 @@ class _Box:
 
     def fill(self, block: Array, index: Index) -> None:
         """Reads what a block has of the box into it."""
-        offsets, sizes = self.chunk.box
-        low = [max(s.start, at) for s, at in zip(index, offsets, strict=True)]
-        high = [min(s.stop, at + n) for s, at, n in zip(index, offsets, sizes, strict=True)]
-        if all(a < b for a, b in zip(low, high, strict=True)):
-            within = tuple(slice(a - at, b - at) for a, b, at in zip(low, high, offsets, strict=True))
-            there = tuple(slice(a - s.start, b - s.start) for a, b, s in zip(low, high, index, strict=True))
-            block[there] = self.values().read(within)
+        if (both := overlap(index, self.chunk.box)) is not None:
+            block[both[1]] = self.values().read(both[0])

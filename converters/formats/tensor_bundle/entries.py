@@ -12,17 +12,14 @@ import math
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from statekit.budget import Account
 from statekit.converters.formats.crc32c import crc32c
 from statekit.converters.formats.tensor_bundle.table import masked, to_varint, varint
 from statekit.errors import CorruptError, FormatError
-from statekit.tensors.tensor import DTYPES, DType, Index, Shape
-
-Extent: TypeAlias = tuple[tuple[int, int], ...]
-"""Start and length of a slice along each axis; length `FULL` if it isn't said, for the whole axis."""
-FULL = -1
+from statekit.tensors.slices import FULL, Extent, bounds
+from statekit.tensors.tensor import DTYPES, DType, Shape
 
 STRING = 7
 _CODES = {
@@ -129,14 +126,6 @@ def entry_bytes(entry: BundleEntry) -> bytes:
         ]
         out += field_of(7, b"".join(field_of(1, part) for part in parts))
     return out
-
-
-def bounds(extent: Extent, shape: Shape) -> Index:
-    """Returns where a slice lies in its tensor."""
-    return tuple(
-        slice(0, size) if length == FULL else slice(start, start + length)
-        for (start, length), size in zip(extent, shape, strict=True)
-    )
 
 
 def slice_key(name: bytes, extent: Extent) -> bytes:

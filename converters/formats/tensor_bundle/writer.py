@@ -5,18 +5,14 @@ Source: tensorflow/tensorflow, core/util/tensor_bundle/tensor_bundle.cc, `Bundle
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from statekit.converters.formats.crc32c import crc32c
 from statekit.converters.formats.tensor_bundle.entries import (
-    FULL,
     STRING,
     BundleEntry,
-    Extent,
-    bounds,
     code_of,
     entry_bytes,
     header,
@@ -26,12 +22,12 @@ from statekit.converters.formats.tensor_bundle.entries import (
 from statekit.converters.formats.tensor_bundle.table import masked, write_table
 from statekit.errors import Faults, FormatError
 from statekit.files.stage import Stage
+from statekit.tensors.slices import Extent, bounds, parse_spec
 from statekit.tensors.tensor import Shape, Tensor, index_shape
 from statekit.tensors.tree import Tree
 
 STATE_FILE = "checkpoint"
 """The text file that names the newest checkpoint of a folder."""
-_SPEC = re.compile(r"((?:\d+ )*)((?:-|\d+,\d+)(?::(?:-|\d+,\d+))*)")
 
 
 @dataclass(frozen=True)
@@ -117,21 +113,11 @@ def _leaves(tree: Tree) -> Iterator[_Leaf]:
 def _slices(label: str, parts: Mapping[str, Any], faults: Faults) -> Iterator[_Leaf]:
     name = label.encode("utf-8")
     for spec, value in parts.items():
-        match = _SPEC.fullmatch(spec)
-        full = tuple(map(int, match[1].split())) if match else ()
-        pieces = match[2].split(":") if match else []
-        if (
-            match is None
-            or len(pieces) != len(full)
-            or not isinstance(value, Tensor)
-            or (code := code_of(value.dtype)) is None
-        ):
+        named = parse_spec(spec)
+        if named is None or not isinstance(value, Tensor) or (code := code_of(value.dtype)) is None:
             faults.add("isn't a slice of a tensor", f"{label}/{spec}")
             continue
-        extent = tuple(
-            (0, FULL) if piece == "-" else (int(piece.split(",")[0]), int(piece.split(",")[1]))
-            for piece in pieces
-        )
+        full, extent = named
         if index_shape(bounds(extent, full)) != value.shape:
             faults.add(f"has shape {value.shape}", f"{label}/{spec}")
             continue

@@ -20,6 +20,7 @@ from itertools import accumulate
 from typing import Any, TypeAlias
 
 from statekit.converters.layouts.tensorflow1.powers import POWERS
+from statekit.converters.layouts.tensorflow1.slices import numbers
 from statekit.errors import StateError
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.typed import Name, typed
@@ -126,30 +127,24 @@ def _parted(
     flat: dict[str, Any] = {}
     parts: dict[str, tuple[str, str]] = {}
     scopes = _scopes(tree, pattern)
-    numbers = {name: _numbers(value) for name, value in tree.items() if isinstance(value, Mapping)}
+    places = {name: numbers(value) for name, value in tree.items() if isinstance(value, Mapping)}
     for name, value in tree.items():
         if not isinstance(value, Mapping):
             flat[name] = value
             continue
         for spec, tensor in value.items():
-            slot = _sliced_slot(name, spec, numbers, pattern, scopes)
-            path = f"{name}/part_{numbers[name][spec]}"
+            slot = _sliced_slot(name, spec, places, pattern, scopes)
+            path = f"{name}/part_{places[name][spec]}"
             flat[slot or path] = tensor
             if slot is None:
                 parts[path] = name, spec
     return flat, parts
 
 
-def _numbers(slices: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the number of each part, which is its place along the axis that is partitioned."""
-    ordered = sorted(slices, key=lambda spec: [int(n) for n in re.findall(r"(\d+),", spec)])
-    return {spec: i for i, spec in enumerate(ordered)}
-
-
 def _sliced_slot(
     name: str,
     spec: str,
-    numbers: Mapping[str, Mapping[str, int]],
+    places: Mapping[str, Mapping[str, int]],
     pattern: re.Pattern[str],
     scopes: Iterable[str],
 ) -> str | None:
@@ -158,8 +153,8 @@ def _sliced_slot(
     suffix = name[len(match["base"]) :] if match else AVERAGE if name.endswith(AVERAGE) else ""
     base = name.removesuffix(suffix)
     for whole in (base, *accumulate(base.split("/")[:-1], "{}/{}".format)) if suffix else ():
-        if spec in numbers.get(whole, ()):
-            path = f"{whole}/part_{numbers[whole][spec]}"
+        if spec in places.get(whole, ()):
+            path = f"{whole}/part_{places[whole][spec]}"
             for scope in scopes:
                 if saved_name(whole, path, scope, suffix) == name:
                     return f"{scope}{path}{suffix}"

@@ -73,7 +73,7 @@ class JaxWeights:
             raise not_weights(checkpoint)
         params = {"/".join(keys): tensor for keys, tensor in _leaves(node)}
         rest = {key: part for key, part in tree.items() if key != PARAMS} if node is not tree else {}
-        return weights_state(params, {HOME: rest} if rest else {}, checkpoint.step, hints)
+        return weights_state(params, {HOME: rest} if rest else {}, checkpoint, hints)
 
     def encode(self, state: TrainState) -> Encoded:
         """Returns the tree, parameters under `params`.

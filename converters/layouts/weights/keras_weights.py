@@ -60,7 +60,7 @@ class KerasWeights:
         home = home_of(tree, placed)
         home["tree"].pop(OPTIMIZER, None)
         params = {path: variable.tensor for path, variable in placed.items()}
-        return weights_state(params, {HOME: home}, checkpoint.step, hints)
+        return weights_state(params, {HOME: home}, checkpoint, hints)
 
     def like(self, state: TrainState, model: Checkpoint) -> TrainState:
         """Returns the state as a file of the same model lays it out."""

@@ -55,7 +55,7 @@ class MXNetWeights:
         if not _is_model(tree):
             raise not_weights(checkpoint)
         params = {name.replace(".", "/"): tensor for name, tensor in tree[PARAMS].items()}
-        return weights_state(params, {HOME: tree.get(FILES, {})}, checkpoint.step, hints)
+        return weights_state(params, {HOME: tree.get(FILES, {})}, checkpoint, hints)
 
     def encode(self, state: TrainState) -> Encoded:
         """Returns the file's tree, names with dots, as Gluon has them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from statekit.conversion.contracts import Hints
+from statekit.converters.layouts.hyperparameters import manifest_state
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import WEIGHTS
@@ -17,14 +18,14 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {WEIGHTS: ()}
 
 
 def weights_state(
-    params: Mapping[str, Tensor], extra: Mapping[str, Tree], step: int | None, hints: Hints
+    params: Mapping[str, Tensor], extra: Mapping[str, Tree], checkpoint: Checkpoint, hints: Hints
 ) -> TrainState:
     """Returns the state of weights alone.
 
     Args:
         params: By path.
         extra: What else the checkpoint holds.
-        step: Its step, if it has one.
+        checkpoint: It, whose step counts; else the one that its manifest has, where the system has no place for it.
         hints: What the user says; there is no optimizer that anything could be said of.
 
     Raises:
@@ -41,7 +42,8 @@ def weights_state(
             place=", ".join(asked),
             remedy="leave it out, or name the file that holds the optimizer too",
         )
-    done = step or 0
+    known = manifest_state(checkpoint, WEIGHTS)
+    done = checkpoint.step or (known.schedule if known else 0)
     return TrainState(params, {}, Optimizer(WEIGHTS, None, ()), Counts(done, done), {}, extra)
 
 

@@ -1,7 +1,8 @@
 """The layout `tf-weights`: variables of TensorFlow by name, without an optimizer's.
 
 In goes what a Saver of TensorFlow 1 wrote of a model alone, with or without a global step; out comes a state of its
-variables. A checkpoint of objects (`tf.train.Checkpoint`) names other things than variables, and doesn't fit.
+variables. A partitioned one is the variable that its slices make up, and is cut as it was when it is written again. A
+checkpoint of objects (`tf.train.Checkpoint`) names other things than variables, and doesn't fit.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
+from statekit.converters.layouts.tensorflow1.slices import cut, joined
 from statekit.converters.layouts.weights.state import VARIANTS, require_weights, weights_state
 from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import TrainState
 from statekit.tensors.object_graph import GRAPH
 from statekit.tensors.tensor import Tensor
+from statekit.tensors.typed import Name, fits, typed
 
 GLOBAL_STEP = "global_step"
 HOME = "tf_weights"
@@ -31,6 +34,13 @@ OF_OPTIMIZERS = re.compile(
 
 Source: tensorflow/tensorflow v1.15, python/training, `_get_or_make_slot`; Mesh-TensorFlow, optimize.py.
 """
+
+
+class Beside(TypedDict, total=False):
+    """What is no parameter: a step, and where the slices of partitioned variables lie."""
+
+    global_step: Tensor
+    slices: dict[Name, list[Name]]
 
 
 @dataclass(frozen=True)
@@ -58,9 +68,15 @@ class TensorFlowWeights:
         tree = checkpoint.tree
         if not _is_model(tree):
             raise StateError("The checkpoint doesn't hold weights alone.", place=checkpoint.path)
-        params = {name: tensor for name, tensor in tree.items() if name != GLOBAL_STEP}
+        params = {
+            name: joined(name, value, checkpoint.path) if isinstance(value, Mapping) else value
+            for name, value in tree.items()
+            if name != GLOBAL_STEP
+        }
+        slices = {name: list(value) for name, value in tree.items() if isinstance(value, Mapping)}
         beside = {GLOBAL_STEP: tree[GLOBAL_STEP]} if GLOBAL_STEP in tree else {}
-        return weights_state(params, {HOME: beside} if beside else {}, checkpoint.step, hints)
+        beside |= {"slices": slices} if slices else {}
+        return weights_state(params, {HOME: beside} if beside else {}, checkpoint, hints)
 
     def encode(self, state: TrainState) -> Encoded:
         """Returns variables by name.
@@ -69,15 +85,19 @@ class TensorFlowWeights:
             InexactError: The state has an optimizer.
         """
         require_weights(state, self.name)
-        beside = state.extra.get(HOME) or {}
+        beside = typed(state.extra.get(HOME, {}), Beside, f"extra/{HOME}", "These lie beside no variables")
+        slices: Mapping[str, list[str]] = beside.get("slices", {})
+        parts = {name: cut(state.params[name], slices[name]) for name in slices if name in state.params}
         dropped = dropped_from(state.extra, (HOME,), "TensorFlow")
-        return Encoded({**state.params, **beside}, state.counts.updates, dropped=dropped)
+        step = {GLOBAL_STEP: beside["global_step"]} if "global_step" in beside else {}
+        tree = {**state.params, **{name: part for name, part in parts.items() if part}, **step}
+        return Encoded(tree, state.counts.updates, dropped=dropped)
 
 
 def _is_model(tree: Any) -> bool:
     if not isinstance(tree, Mapping) or GRAPH in tree or not tree.keys() - {GLOBAL_STEP}:
         return False
-    return all(isinstance(one, Tensor) and not OF_OPTIMIZERS.search(str(name)) for name, one in tree.items())
+    return fits(tree, dict[Name, Tensor | dict[Name, Tensor]]) and not any(map(OF_OPTIMIZERS.search, tree))
 
 
 LAYOUT = TensorFlowWeights()

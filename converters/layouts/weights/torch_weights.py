@@ -72,9 +72,7 @@ class TorchWeights:
             PLACE: list(place),
         }
         params = {_path(str(name)): tensor for name, tensor in model.items() if name not in ties}
-        return weights_state(
-            params, {key: part for key, part in extra.items() if part}, checkpoint.step, hints
-        )
+        return weights_state(params, {key: part for key, part in extra.items() if part}, checkpoint, hints)
 
     def encode(self, state: TrainState) -> Encoded:
         """Returns the file's tree: the model under a key, `model` unless the source had another.

@@ -1,0 +1,156 @@
+"""The layout `tf2-weights`: a model's variables in `tf.train.Checkpoint`, without an optimizer's.
+
+    model/layers/0/.ATTRIBUTES/VARIABLE_VALUE
+
+In goes what `tf.train.Checkpoint` or a SavedModel keeps of objects that no optimizer moved; out comes a state of their
+variables, by the names that the object graph keeps of them, or by their places where names don't tell them apart. An
+optimizer that was made and never ran has no slots and no parameters yet: what it holds comes along.
+
+Source: tensorflow/tensorflow, core/protobuf/trackable_object_graph.proto; python/checkpoint/checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypedDict
+
+import numpy as np
+
+from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.converters.layouts.dropped import dropped_from
+from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state
+from statekit.converters.layouts.weights.tf_weights import OF_OPTIMIZERS
+from statekit.files.checkpoint import Checkpoint
+from statekit.state.train_state import TrainState
+from statekit.tensors.object_graph import GRAPH, SAVE_COUNTER, SUFFIX, Builder, Graph, Node
+from statekit.tensors.tensor import Tensor, in_memory
+from statekit.tensors.tree import Tree
+from statekit.tensors.typed import Name, typed
+
+HOME = "tf_objects"
+"""Key in `extra`: the objects, where each parameter lies, and what is no parameter."""
+_COUNTS, _MOVED = ({"_iterations"}, {"iter", "learning_rate"}), "_trainable_variables"
+"""What tells optimizers of Keras 3 and 2: where they count updates; and the list of what they move.
+
+Source: keras-team/keras, keras/src/optimizers/base_optimizer.py; tensorflow/tensorflow v2.15,
+python/keras/optimizer_v2/optimizer_v2.py.
+"""
+_UNNAMED = re.compile(r"(.*/)?Variable(_\d+)?")
+"""What TensorFlow calls a variable that nobody named."""
+
+
+class Objects(TypedDict):
+    """How a checkpoint keeps its variables."""
+
+    objects: Tree
+    keys: dict[Name, Name]
+    others: dict[Name, Tree]
+
+
+@dataclass(frozen=True)
+class ObjectWeights:
+    """Variables of objects."""
+
+    name: str = "tf2-weights"
+    title: str = "weights alone: a model's variables in tf.train.Checkpoint"
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: VARIANTS)
+    containers: tuple[str, ...] = ("tf-bundle",)
+
+    def detect(self, checkpoint: Checkpoint) -> Evidence | None:
+        """Looks for variables in the object graph, and that no optimizer moves any."""
+        keys = _keys(checkpoint)
+        return Evidence(5, "variables of objects, and no optimizer that ran") if keys else None
+
+    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+        """Returns the canonical state.
+
+        Raises:
+            StateError: There are no variables, or an optimizer has some.
+            UsageError: Something is said of an optimizer.
+        """
+        keys = _keys(checkpoint)
+        if not keys:
+            raise not_weights(checkpoint)
+        tree = checkpoint.tree
+        others = {key: value for key, value in tree.items() if key not in {*keys.values(), GRAPH}}
+        home = {"objects": tree[GRAPH], "keys": keys, "others": others}
+        params = {path: tree[key] for path, key in keys.items()}
+        return weights_state(params, {HOME: home}, replace(checkpoint, step=_step(checkpoint)), hints)
+
+    def encode(self, state: TrainState) -> Encoded:
+        """Returns the tree of keys: with the objects that it had, else with new ones by the paths of the parameters.
+
+        Raises:
+            InexactError: The state has an optimizer.
+        """
+        require_weights(state, self.name)
+        dropped = dropped_from(state.extra, (HOME,), "tf.train.Checkpoint")
+        if HOME in state.extra:
+            home = typed(state.extra[HOME], Objects, f"extra/{HOME}", "These are no objects of variables")
+            if home["keys"].keys() == state.params.keys():
+                tree = {home["keys"][path]: tensor for path, tensor in state.params.items()}
+                return Encoded(
+                    {**tree, **home["others"], GRAPH: home["objects"]}, state.counts.updates, dropped=dropped
+                )
+            dropped[f"extra/{HOME}"] = "the objects are new ones"
+        return Encoded(_new(state.params), state.counts.updates, dropped=dropped)
+
+
+def _keys(checkpoint: Checkpoint) -> dict[str, str]:
+    """Returns the key of each variable by its path; none if there are no objects, or an optimizer moves some."""
+    tree, graph = checkpoint.tree, Graph.from_record(checkpoint.meta.get(GRAPH))
+    if checkpoint.container != "tf-bundle" or graph is None or not isinstance(tree, Mapping):
+        return {}
+    if GRAPH not in tree or any(node.slots or _has_moved(graph, node) for node in graph.nodes):
+        return {}
+    idle = {child for node in graph.nodes if _is_optimizer(node) for child in node.children.values()}
+    values = [(i, node.variable) for i, node in enumerate(graph.nodes)]
+    kept = {
+        value.key: value.full_name
+        for i, value in values
+        if value is not None
+        and i not in idle
+        and isinstance(tree.get(value.key), Tensor)
+        and tree[value.key].dtype.kind in "fV"
+    }
+    names = [*kept.values()]
+    if len({*names}) < len(names) or not all(names) or any(map(_UNNAMED.fullmatch, names)):
+        names = [key.removesuffix(SUFFIX) for key in kept]
+    if any(map(OF_OPTIMIZERS.search, (*names, *(key.removesuffix(SUFFIX) for key in kept)))):
+        return {}
+    return dict(zip(names, kept, strict=True))
+
+
+def _is_optimizer(node: Node) -> bool:
+    return any(names <= node.children.keys() for names in _COUNTS)
+
+
+def _has_moved(graph: Graph, node: Node) -> bool:
+    """Tells whether an object is an optimizer that knows of parameters."""
+    return _is_optimizer(node) and bool(graph.items(node.children.get(_MOVED)))
+
+
+def _step(checkpoint: Checkpoint) -> int | None:
+    """Returns the number at the end of the name, unless it only counts saves.
+
+    Source: tensorflow/tensorflow, python/checkpoint/checkpoint.py, `Checkpoint.save`.
+    """
+    saves = checkpoint.tree.get(f"{SAVE_COUNTER}{SUFFIX}")
+    counts = isinstance(saves, Tensor) and saves.shape == () and int(saves.read()) == checkpoint.step
+    return None if counts else checkpoint.step
+
+
+def _new(params: Mapping[str, Tensor]) -> dict[str, Any]:
+    builder, tree = Builder(), dict[str, Any]()
+    for path, tensor in params.items():
+        *above, last = path.split("/")
+        builder.variable(builder.at(("model", *above)), last, path, f"model/{path}")
+        tree[f"model/{path}{SUFFIX}"] = tensor
+    builder.variable(0, SAVE_COUNTER, SAVE_COUNTER, SAVE_COUNTER)
+    tree[f"{SAVE_COUNTER}{SUFFIX}"] = in_memory(np.asarray(1, np.int64), SAVE_COUNTER)
+    return {**tree, GRAPH: builder.done().to_record()}
+
+
+LAYOUT = ObjectWeights()

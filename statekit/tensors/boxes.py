@@ -1,0 +1,186 @@
+"""Boxes: tensors that are stored in parts, each a block of the whole, as ranks and partitioned variables hold them.
+
+In go a tensor's shape and its boxes. Out comes what is wrong with them; the whole over tensors that lie in them; and a
+part of a whole, to be written again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from statekit.errors import RefusedError, UsageError
+from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, index_shape, normal_index
+
+Box: TypeAlias = tuple[Shape, Shape]
+"""First index and size along each axis."""
+
+MAX_COMPARED = 20_000_000
+"""Pairs of boxes that are compared at most; a regular grid of n boxes takes at most n times the root of n."""
+
+
+def tiling_fault(shape: Shape, boxes: Sequence[Box]) -> str:
+    """Returns what is wrong with the boxes of a tensor; "" if they tile it.
+
+    Raises:
+        RefusedError: There are so many, so oddly placed, that comparing them takes too long.
+
+    Example:
+        >>> tiling_fault((4, 2), [((0, 0), (3, 2)), ((3, 0), (1, 2))])
+        ''
+        >>> tiling_fault((4, 2), [((0, 0), (3, 2))])
+        'has 6 of 8 values'
+    """
+    for offsets, sizes in boxes:
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
+            return f"has a part of {len(sizes)} axes, expected {len(shape)}"
+        if any(start + n > whole for start, n, whole in zip(offsets, sizes, shape, strict=True)):
+            return f"has a part at {offsets} of size {sizes} that reaches beyond {shape}"
+    filled = [box for box in boxes if math.prod(box[1])]
+    clash = next(_overlaps(shape, filled), None)
+    if clash:
+        return f"has parts at {clash[0][0]} and {clash[1][0]} that overlap"
+    covered, size = sum(math.prod(sizes) for _, sizes in filled), math.prod(shape)
+    return "" if covered == size else f"has {covered} of {size} values"
+
+
+def _overlaps(shape: Shape, boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
+    """Yields overlapping pairs, sweeping along the axis that is cut most often."""
+    if len(boxes) < 2:
+        return
+    if not shape:
+        yield boxes[0], boxes[1]
+        return
+    axis = max(range(len(shape)), key=lambda i: len({offsets[i] for offsets, _ in boxes}))
+    reached: list[Box] = []
+    compared = 0
+    for box in sorted(boxes, key=lambda one: one[0][axis]):
+        start = box[0][axis]
+        reached = [other for other in reached if other[0][axis] + other[1][axis] > start]
+        compared += len(reached)
+        if compared > MAX_COMPARED:
+            raise RefusedError(
+                "A tensor is cut into too many parts.",
+                expected=f"at most {MAX_COMPARED} comparisons to see that none overlap",
+                found=f"{len(boxes)} parts",
+            )
+        yield from ((other, box) for other in reached if _meet(other, box))
+        reached.append(box)
+
+
+def _meet(left: Box, right: Box) -> bool:
+    return all(
+        a < b + m and b < a + n for a, n, b, m in zip(left[0], left[1], right[0], right[1], strict=True)
+    )
+
+
+def overlap(index: Index, box: Box) -> tuple[Index, Index] | None:
+    """Returns what a block of a tensor has of a box, counted within the box and within the block; None if nothing.
+
+    Example:
+        >>> overlap((slice(1, 4),), ((3,), (2,)))
+        ((slice(0, 1, None),), (slice(2, 3, None),))
+    """
+    offsets, sizes = box
+    low = [max(s.start, at) for s, at in zip(index, offsets, strict=True)]
+    high = [min(s.stop, at + n) for s, at, n in zip(index, offsets, sizes, strict=True)]
+    if not all(a < b for a, b in zip(low, high, strict=True)):
+        return None
+    within = tuple(slice(a - at, b - at) for a, b, at in zip(low, high, offsets, strict=True))
+    there = tuple(slice(a - s.start, b - s.start) for a, b, s in zip(low, high, index, strict=True))
+    return within, there
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Tensors of one dtype that lie in the boxes of a whole one, by where each begins.
+
+    Raises:
+        UsageError: They don't tile it, or have several dtypes.
+
+    Example:
+        >>> from statekit.tensors.tensor import in_memory
+        >>> Joined({(0,): in_memory(np.arange(3)), (3,): in_memory(np.arange(2))}, (5,)).read().tolist()
+        [0, 1, 2, 0, 1]
+    """
+
+    parts: Mapping[tuple[int, ...], Tensor]
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        fault = tiling_fault(self.shape, [(at, part.shape) for at, part in self.parts.items()])
+        dtypes = {part.dtype.name for part in self.parts.values()}
+        if fault or len(dtypes) != 1:
+            raise UsageError(
+                "Parts don't make up a tensor.",
+                expected=f"boxes of one dtype that tile {self.shape}",
+                found=fault or ", ".join(sorted(dtypes)) or "no part",
+            )
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype."""
+        return next(iter(self.parts.values())).dtype
+
+    @property
+    def grain(self) -> Shape:
+        """The cheapest block: as large as the first part."""
+        return tuple(max(n, 1) for n in next(iter(self.parts.values())).shape)
+
+    def read(self, index: Index | None = None) -> Array:
+        """Reads a block."""
+        index = normal_index(index, self.shape)
+        block = np.empty(index_shape(index), self.dtype)
+        for at, part in self.parts.items():
+            if (both := overlap(index, (at, part.shape))) is not None:
+                block[both[1]] = part.read(both[0])
+        return block
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes the tensor."""
+        parts = [{"at": list(at), "source": part.to_json()} for at, part in self.parts.items()]
+        return {"op": "joined", "sources": parts, "shape": list(self.shape)}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a tensor has in a box; undoes `Joined`.
+
+    Example:
+        >>> from statekit.tensors.tensor import in_memory
+        >>> Cut(in_memory(np.arange(6).reshape(2, 3)), (slice(0, 2), slice(1, 3))).read().tolist()
+        [[1, 2], [4, 5]]
+    """
+
+    tensor: Tensor
+    box: Index
+
+    @property
+    def shape(self) -> Shape:
+        """The shape."""
+        return index_shape(self.box)
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype."""
+        return self.tensor.dtype
+
+    @property
+    def grain(self) -> Shape:
+        """The cheapest block: the tensor's, as far as it lies in the box."""
+        return tuple(max(min(g, n), 1) for g, n in zip(self.tensor.grain, self.shape, strict=True))
+
+    def read(self, index: Index | None = None) -> Array:
+        """Reads a block."""
+        index = normal_index(index, self.shape)
+        moved = zip(index, self.box, strict=True)
+        return self.tensor.read(tuple(slice(s.start + b.start, s.stop + b.start) for s, b in moved))
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes the tensor."""
+        box = [[part.start, part.stop] for part in self.box]
+        return {"op": "cut", "source": self.tensor.to_json(), "box": box}
