@@ -103,7 +103,7 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
 
 
 _follow_links_option = click.option("--follow-links", is_flag=True, help=FOLLOW_LINKS)
-_budget_option = click.option(
+budget_option = click.option(
     "--budget",
     metavar="SIZE",
     callback=_size,
@@ -124,7 +124,7 @@ def checkpoints_options(command: Callable[..., Any]) -> Callable[..., Any]:
         from_option("container", "What the files are, if it can't be told."),
         click.option("--step", type=int, metavar="N", help="One step of a run's folder. Default: all."),
         _follow_links_option,
-        _budget_option,
+        budget_option,
     )
     return functools.reduce(lambda made, add: add(made), reversed(added), command)
 
@@ -180,7 +180,7 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
         help="Go on with a checkpoint that its manifest contradicts; says what does.",
     )
     @_follow_links_option
-    @_budget_option
+    @budget_option
     @functools.wraps(command)
     def run(
         *args: Any,

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from statekit.arrays.backend import BACKEND_NAMES, backend
-from statekit.cli.arguments import FOLLOW_LINKS
+from statekit.cli.arguments import FOLLOW_LINKS, budget_option
 from statekit.cli.output import Table, print_json, progress, screen
 from statekit.converters.formats.hparams import read_hparams
 from statekit.errors import NotFoundError, StatekitError, UsageError, listed, printable
@@ -56,6 +56,7 @@ LEGEND = (
     help="Canonical hyperparameters that our side uses instead.",
 )
 @click.option("--follow-links", is_flag=True, help=FOLLOW_LINKS)
+@budget_option
 @click.option(
     "--trajectory",
     type=click.Path(file_okay=False, path_type=Path),
@@ -69,6 +70,7 @@ def command(
     checkpoint: Path | None,
     hparams: tuple[str, ...],
     follow_links: bool,
+    budget: int | None,
     trajectory: Path | None,
     as_json: bool,
 ) -> int:
@@ -92,7 +94,7 @@ def command(
     failed: dict[str, str] = {}
     rest = failed if len(bundles) > 1 else None
     changes = read_hparams(hparams).values
-    subjects, skipped, fresh = _subjects(bundles, start, checkpoint, changes, follow_links, rest)
+    subjects, skipped, fresh = _subjects(bundles, start, checkpoint, changes, follow_links, budget, rest)
     if trajectory:
         trajectory.mkdir(parents=True, exist_ok=True)
     results = []
@@ -138,6 +140,7 @@ def _subjects(
     checkpoint: Path | None,
     changes: Mapping[str, Any],
     follow_links: bool,
+    budget: int | None,
     failed: dict[str, str] | None,
 ) -> tuple[list[Subject], dict[str, str], dict[str, str]]:
     """Returns what can be replayed; what can't, and what has to start from fresh slots, each with the reason."""
@@ -152,7 +155,7 @@ def _subjects(
             except NotFoundError as error:
                 skipped[name] = f"{error.subject} ({error.found})"
                 continue
-            subject = Subject(recording, start or "checkpoint", checkpoint, changes, follow_links)
+            subject = Subject(recording, start or "checkpoint", checkpoint, changes, follow_links, budget)
             why = subject.obstacle() if subject.start == "checkpoint" and checkpoint is None else ""
             if why and start is None:
                 fresh[recording.name] = why

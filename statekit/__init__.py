@@ -311,6 +311,7 @@ def replay(
     checkpoint: _Path | None = None,
     hparams: Mapping[str, Any] | None = None,
     follow_links: bool = False,
+    budget: int | None = None,
 ) -> Replay:
     """Continues a recorded run by our steps, and compares every element of every update with the original's.
 
@@ -321,6 +322,7 @@ def replay(
         checkpoint: Start from this checkpoint instead; it must hold the same state.
         hparams: Canonical hyperparameters that our side uses instead of the recorded ones.
         follow_links: As in `open`.
+        budget: As in `open`.
 
     Raises:
         NotFoundError: There is no recording, or it has no checkpoint.
@@ -340,7 +342,7 @@ def replay(
 
     beginning = None if checkpoint is None else _local(checkpoint)
     with open_recording(_local(recording)) as opened:
-        subject = Subject(opened, start, beginning, dict(hparams or {}), follow_links)
+        subject = Subject(opened, start, beginning, dict(hparams or {}), follow_links, budget)
         return replayed(subject, backend_named(backend))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -135,33 +134,3 @@ def test_a_chunk_larger_than_the_budget_is_refused_by_its_place(tmp_path: Path) 
         assert "`held`" in str(caught.value)
         assert "--budget" in str(caught.value)
         opened.close()
-
-
-def test_what_saves_work_makes_room_for_what_is_needed() -> None:
-    from statekit.budget import Account
-
-    budget = Budget(Limits(100))
-    one, other = Account(budget), Account(budget)
-    one.hold(60, "A", "a")
-    one.keep("a", "value", 60)
-    assert one.kept("b") is None
-    assert one.kept("a") == "value"
-    one.keep("a", "value", 60)
-    other.hold(90, "B", "b")
-    assert one.kept("a") is None
-    assert budget.held == 90
-    with pytest.raises(BudgetError):
-        one.hold(11, "A", "a")
-    other.keep("b", "value", 90)
-    other.close()
-    assert budget.held == 0
-
-
-def test_what_comes_out_of_compression_is_explained_by_what_was_read() -> None:
-    budget = Budget(Limits(2**20))
-    most = budget.limits.decoded(0)
-    budget.decode(most, "A chunk", "a")
-    with pytest.raises(BudgetError, match="becomes more than its bytes explain"):
-        budget.decode(1, "A chunk", "a")
-    budget.read(1)
-    budget.decode(math.floor(most / 2**20), "A chunk", "a")

@@ -173,7 +173,7 @@ class Dcp:
         place, number, steps = step_folder(path, step, METADATA, "checkpoint of torch.distributed.checkpoint")
         with opening(path, budget) as files:
             folder = open_folder(place, files)
-            tree = tree_of(folder.contents.paths, folder.values, f"{place / METADATA}")
+            tree = tree_of(folder.contents.paths, folder.values, f"{place / METADATA}", files.account)
             return folder.checkpoint(self.name, tree, number, steps)
 
     def fitted(self, encoded: Encoded) -> Encoded:

@@ -34,7 +34,6 @@ from statekit.tensors.tensor import Shape, Tensor, same_values
 from statekit.tensors.tree import Tree, walk
 from statekit.tensors.views import Concatenated, Segment
 
-MAX_RANKS = 4096
 _RANK = re.compile(r"rank(\d{1,5})\.pt")
 _KEYS = {"optimizer", "flat_param_shard", "rank", "world_size", "fqns", "shapes"}
 
@@ -67,7 +66,7 @@ class FsdpRanks:
             )
         entries = sorted((entry for entry in path.iterdir() if _RANK.fullmatch(entry.name)), key=_number)
         with opening(path, budget) as files:
-            ranks = [open_torch(file, files).tree for file in entries[:MAX_RANKS]]
+            ranks = [open_torch(file, files).tree for file in entries]
             _check(path, [_number(file) for file in entries], ranks)
             tree = named(_joined(path, ranks))
         beside = files_beside(path, {file.name for file in entries})

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from statekit.budget import Account
 from statekit.errors import CorruptError, FormatError, RefusedError
 from statekit.tensors.tensor import BLOCK_BYTES, Array, DType, Index, Shape, Stored, index_shape
 
-MAX_EXPANDED = 16 * 2**20
-"""Elements of a tensor that shows the same stored values again and again."""
 MAX_RANK = 64
 MAX_ELEMENTS = 2**60
 SMALL_READ = 64 * 2**10
 """Bytes that cost about as much to read as none."""
+_EXPANDED = "A tensor that shows few stored values many times"
 SPARSE = 8
 """How many times more bytes than wanted may be read to read them at once."""
 
@@ -36,6 +36,7 @@ class Storage:
         swapped: Whether the bytes are in the other order than this machine's.
         checksum: The checksum that reading compares (statekit/files/checksums.py); "" if there is none.
         windows: The tensors made so far: what reads the same bytes is one tensor, so that sharing is seen.
+        account: What a tensor draws on that shows the same values again and again; None where there is none such.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Storage:
     swapped: bool = False
     checksum: str = ""
     windows: dict[str, Stored] = field(default_factory=dict, repr=False, compare=False)
+    account: Account | None = field(default=None, repr=False, compare=False)
 
     def whole(self) -> Stored:
         """Returns all of it as a tensor of rank 1."""
@@ -135,7 +137,7 @@ def window(
     Raises:
         FormatError: Offset, shape or strides aren't those of a tensor.
         CorruptError: An element lies outside the storage.
-        RefusedError: The same stored values are shown more than 16 Mi times.
+        BudgetError: It shows the same stored values so often that they are more than the job may hold.
     """
     place = f"{storage.name} in {storage.place}"
     numbers = (offset, *shape, *stride)
@@ -157,17 +159,11 @@ def window(
             expected=f"an offset of at most {stored} elements, all elements within them",
             found=f"offset {offset}, last element {last}",
         )
-    if size > stored and size > MAX_EXPANDED:
-        raise RefusedError(
-            "A tensor shows few stored values very many times.",
-            place=place,
-            expected=f"at most {MAX_EXPANDED} elements, or as many as are stored ({stored})",
-            found=f"{size} elements",
-            remedy="make it contiguous before saving",
-        )
     # As text, which is hashed with a secret: tuples of numbers can be chosen to collide.
     key = f"{offset} {shape} {stride} {dtype} {conjugate} {negative}"
     if key not in storage.windows:
+        if size > stored and storage.account:
+            storage.account.hold((size - stored) * dtype.itemsize, _EXPANDED, place)
         part = _Window(storage, dtype, offset, stride, conjugate, negative)
         storage.windows[key] = Stored(
             shape, dtype, part.read, storage.name, storage.place, checksum=storage.checksum

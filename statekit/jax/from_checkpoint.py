@@ -47,6 +47,7 @@ def load_optimizer(
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
     follow_links: bool = False,
+    budget: int | None = None,
     **overrides: Any,
 ) -> tuple[optax.GradientTransformation, Any]:
     """Builds the optimizer that a checkpoint records, and loads its state by parameter name.
@@ -70,6 +71,7 @@ def load_optimizer(
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names, as in its configuration.
         follow_links: Whether to read what links out of the checkpoint lead to.
+        budget: Bytes that may be held of headers, pickles and trees, and work in proportion; 512 MiB if None.
         **overrides: Hyperparameters for every group, e.g. `clipping_threshold=None`; `step_offset="reset"` lets the
             second moment's decay start anew, as finetuning does. What can be overridden is the law that
             `statekit.dropin.overrides.overridden` states.
@@ -85,7 +87,9 @@ def load_optimizer(
         CorruptError: What is read isn't what its manifest or a checksum says.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    hints = Hints.given(hparams, variant, param_names, names_from=names_from, follow_links=follow_links)
+    hints = Hints.given(
+        hparams, variant, param_names, names_from=names_from, follow_links=follow_links, budget=budget
+    )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         state = as_params(opened.state)[0]
         require_resumable(state, path, HOME, MAKERS)
@@ -186,6 +190,7 @@ def load_params(
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
     follow_links: bool = False,
+    budget: int | None = None,
 ) -> Any:
     """Returns a checkpoint's parameters in the place of others, by name, laid out over devices as they are.
 
@@ -200,6 +205,7 @@ def load_params(
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names.
         follow_links: As in `load_optimizer`.
+        budget: As in `load_optimizer`.
 
     Raises:
         StateError: Parameters are missing on either side, or of other shapes or narrower dtypes; lists every one.
@@ -207,7 +213,9 @@ def load_params(
         CorruptError: What is read isn't what its manifest or a checksum says.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    hints = Hints.given(hparams, None, param_names, names_from=names_from, follow_links=follow_links)
+    hints = Hints.given(
+        hparams, None, param_names, names_from=names_from, follow_links=follow_links, budget=budget
+    )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         leaves = leaves_of(params)
         state = renamed(as_params(opened.state)[0], names or {}, path)

@@ -55,6 +55,7 @@ def load_optimizer(
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
     follow_links: bool = False,
+    budget: int | None = None,
     **overrides: Any,
 ) -> SchemaOptimizer:
     """Builds the optimizer that a checkpoint records, and loads its state by the variables' names.
@@ -72,6 +73,7 @@ def load_optimizer(
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names, as in its configuration.
         follow_links: Whether to read what links out of the checkpoint lead to.
+        budget: Bytes that may be held of headers, pickles and trees, and work in proportion; 512 MiB if None.
         **overrides: Hyperparameters for all parameters, which outweigh the checkpoint's, and arguments of the
             optimizer; `step_offset="reset"` lets the second moment's decay start anew, as finetuning does. What can be
             overridden is the law that `statekit.dropin.overrides.overridden` states.
@@ -89,7 +91,9 @@ def load_optimizer(
         FormatError: The bytes can't be trusted, or no format fits.
     """
     order = _order(Path(path), variables, param_names)
-    hints = Hints.given(hparams, variant, order, names_from=names_from, follow_links=follow_links)
+    hints = Hints.given(
+        hparams, variant, order, names_from=names_from, follow_links=follow_links, budget=budget
+    )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         state = as_params(opened.state)[0]
         require_resumable(state, path, HOME, MAKERS, "Keras moves the variables of a model by one")
@@ -255,6 +259,7 @@ def load_params(
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
     follow_links: bool = False,
+    budget: int | None = None,
 ) -> None:
     """Copies a checkpoint's parameters into variables, by name, in place; nothing is copied unless all fit.
 
@@ -271,6 +276,7 @@ def load_params(
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names.
         follow_links: As in `load_optimizer`.
+        budget: As in `load_optimizer`.
 
     Raises:
         StateError: Parameters are missing on either side, or of other shapes or narrower dtypes; lists every one.
@@ -282,7 +288,7 @@ def load_params(
     model = isinstance(variables, keras.Model)
     wanted = list(variables.variables if isinstance(variables, keras.Model) else variables)
     order = _order(Path(path), variables, param_names)
-    hints = Hints.given(hparams, None, order, names_from=names_from, follow_links=follow_links)
+    hints = Hints.given(hparams, None, order, names_from=names_from, follow_links=follow_links, budget=budget)
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         names = names or _renumbered(opened, wanted)
         state = as_params(opened.state)[0]

@@ -13,21 +13,28 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from statekit.errors import RefusedError, UsageError
+from statekit.budget import Account
+from statekit.errors import UsageError
 from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, index_shape, normal_index
 
 Box: TypeAlias = tuple[Shape, Shape]
 """First index and size along each axis."""
 
-MAX_COMPARED = 20_000_000
-"""Pairs of boxes that are compared at most; a regular grid of n boxes takes at most n times the root of n."""
+_COMPARED = 8
+"""Boxes that one step compares; a regular grid of n boxes takes at most n times the root of n of them."""
 
 
-def tiling_fault(shape: Shape, boxes: Sequence[Box]) -> str:
+def tiling_fault(shape: Shape, boxes: Sequence[Box], place: str = "", account: Account | None = None) -> str:
     """Returns what is wrong with the boxes of a tensor; "" if they tile it.
 
+    Args:
+        shape: The tensor's shape.
+        boxes: Where its parts lie in it.
+        place: What errors call it.
+        account: What comparing them draws on; one of its own if None.
+
     Raises:
-        RefusedError: There are so many, so oddly placed, that comparing them takes too long.
+        BudgetError: There are so many, so oddly placed, that comparing them takes too long.
 
     Example:
         >>> tiling_fault((4, 2), [((0, 0), (3, 2)), ((3, 0), (1, 2))])
@@ -41,14 +48,14 @@ def tiling_fault(shape: Shape, boxes: Sequence[Box]) -> str:
         if any(start + n > whole for start, n, whole in zip(offsets, sizes, shape, strict=True)):
             return f"has a part at {offsets} of size {sizes} that reaches beyond {shape}"
     filled = [box for box in boxes if math.prod(box[1])]
-    clash = next(_overlaps(shape, filled), None)
+    clash = next(_overlaps(shape, filled, place, account or Account()), None)
     if clash:
         return f"has parts at {clash[0][0]} and {clash[1][0]} that overlap"
     covered, size = sum(math.prod(sizes) for _, sizes in filled), math.prod(shape)
     return "" if covered == size else f"has {covered} of {size} values"
 
 
-def _overlaps(shape: Shape, boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
+def _overlaps(shape: Shape, boxes: Sequence[Box], place: str, account: Account) -> Iterator[tuple[Box, Box]]:
     """Yields overlapping pairs, sweeping along the axis that is cut most often."""
     if len(boxes) < 2:
         return
@@ -62,12 +69,8 @@ def _overlaps(shape: Shape, boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
         start = box[0][axis]
         reached = [other for other in reached if other[0][axis] + other[1][axis] > start]
         compared += len(reached)
-        if compared > MAX_COMPARED:
-            raise RefusedError(
-                "A tensor is cut into too many parts.",
-                expected=f"at most {MAX_COMPARED} comparisons to see that none overlap",
-                found=f"{len(boxes)} parts",
-            )
+        account.step(compared // _COMPARED, "A tensor cut into too many parts", place)
+        compared %= _COMPARED
         yield from ((other, box) for other in reached if _meet(other, box))
         reached.append(box)
 

@@ -70,6 +70,7 @@ def load_optimizer(
     map: str | None = None,
     config: Mapping[str, Any] | None = None,
     follow_links: bool = False,
+    budget: int | None = None,
     **overrides: Any,
 ) -> torch.optim.Optimizer:
     """Builds the optimizer that a checkpoint records, and loads its state by parameter name.
@@ -99,6 +100,7 @@ def load_optimizer(
             then.
         config: What the map needs to know of the model and no checkpoint says, e.g. `{"num_heads": 12}`.
         follow_links: Whether to read what links out of the checkpoint lead to.
+        budget: Bytes that may be held of headers, pickles and trees, and work in proportion; 512 MiB if None.
         **overrides: Hyperparameters for every group, e.g. `clipping_threshold=None`; `step_offset="reset"` lets the
             second moment's decay start anew, as finetuning does. What can be overridden is the law that
             `statekit.dropin.overrides.overridden` states.
@@ -121,7 +123,7 @@ def load_optimizer(
     pairs = _pairs(named_parameters)
     maps = maps_of(map, config)
     model = [] if maps else pairs  # the checkpoint has other ones
-    hints = _hints(model, names or {}, param_names, names_from, hparams, variant, follow_links)
+    hints = _hints(model, names or {}, param_names, names_from, hparams, variant, follow_links, budget)
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         state = carried_through(as_params(opened.state)[0], maps)[0]
         require_resumable(state, path, HOME, MAKERS)
@@ -190,6 +192,7 @@ def load_params(
     map: str | None = None,
     config: Mapping[str, Any] | None = None,
     follow_links: bool = False,
+    budget: int | None = None,
 ) -> None:
     """Copies a checkpoint's parameters into a model, by name, in place; nothing is copied unless all fit.
 
@@ -207,6 +210,7 @@ def load_params(
         map: As in `load_optimizer`.
         config: As in `load_optimizer`.
         follow_links: As in `load_optimizer`.
+        budget: As in `load_optimizer`.
 
     Raises:
         StateError: Parameters are missing on either side, or of other shapes or narrower dtypes; lists every one.
@@ -217,7 +221,7 @@ def load_params(
     """
     maps = maps_of(map, config)
     pairs = [] if maps else list(model.named_parameters())
-    hints = _hints(pairs, names or {}, param_names, names_from, hparams, None, follow_links)
+    hints = _hints(pairs, names or {}, param_names, names_from, hparams, None, follow_links, budget)
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         state = renamed(carried_through(as_params(opened.state)[0], maps)[0], names or {}, path)
         fitted = _fitted(state, opened.makers, model, path)
@@ -285,6 +289,7 @@ def _hints(
     hparams: Mapping[str, Any] | None,
     variant: str | None,
     follow_links: bool,
+    budget: int | None,
 ) -> Hints:
     """Returns what the caller says of a checkpoint, the parameters that it has for it among that."""
     theirs = {path_of(mine): name for mine, name in names.items()}
@@ -293,7 +298,13 @@ def _hints(
         for name, param in ((theirs.get(path_of(n), n), p) for n, p in pairs if p.requires_grad)
     }
     return Hints.given(
-        hparams, variant, param_names, model=model, names_from=names_from, follow_links=follow_links
+        hparams,
+        variant,
+        param_names,
+        model=model,
+        names_from=names_from,
+        follow_links=follow_links,
+        budget=budget,
     )
 
 

@@ -120,6 +120,7 @@ class Subject:
         checkpoint: Another checkpoint to start from; it must hold the same state.
         changes: Canonical hyperparameters that our side uses instead of the recorded ones.
         follow_links: Whether to read what links out of the checkpoint lead to.
+        budget: Bytes that reading it may hold; the usual ones if None.
     """
 
     recording: Recording
@@ -127,6 +128,7 @@ class Subject:
     checkpoint: Path | None = None
     changes: Mapping[str, Any] | None = None
     follow_links: bool = False
+    budget: int | None = None
 
     @property
     def first(self) -> int:
@@ -172,16 +174,20 @@ class Subject:
             self.recording.system,
         )
         if self.checkpoint is None and system not in HINTED:
-            with native_state(path, self._said(update), self.follow_links) as state:
+            with native_state(path, self._said(update), self._allowed()) as state:
                 yield state
             return
-        with open_state(path, hints=Hints(follow_links=self.follow_links)) as bare:
+        with open_state(path, hints=self._allowed()) as bare:
             if bare.layout != system:
                 yield bare.state
                 return
-        hints = replace(self.recording.hints(update), follow_links=self.follow_links)
+        hints = replace(self.recording.hints(update), follow_links=self.follow_links, budget=self.budget)
         with open_state(path, hints=hints) as opened:
             yield opened.state
+
+    def _allowed(self) -> Hints:
+        """Returns what reading a checkpoint may do, without anything that is said of it."""
+        return Hints(follow_links=self.follow_links, budget=self.budget)
 
     def _said(self, update: int) -> TrainState:
         """Returns the recorded state before an update."""

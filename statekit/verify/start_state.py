@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def native_state(path: Path, said: TrainState, follow_links: bool = False) -> Iterator[TrainState]:
+def native_state(path: Path, said: TrainState, hints: Hints | None = None) -> Iterator[TrainState]:
     """Opens a checkpoint and yields its state, moved as a recorded state says.
 
     Names may have a prefix in the file, such as the attribute that a Lightning module holds its network in; parameters
@@ -28,12 +28,12 @@ def native_state(path: Path, said: TrainState, follow_links: bool = False) -> It
     Args:
         path: The checkpoint.
         said: A recorded state of the run: its groups, hyperparameters, rules and names count.
-        follow_links: Whether to read what links out of the checkpoint lead to.
+        hints: What reading it may do; what is usual if None.
 
     Raises:
         StateError: The file makes no state, even with the names of its parameters.
     """
-    with _opened(path, said, follow_links) as opened:
+    with _opened(path, said, hints or Hints()) as opened:
         state = _moved(_renamed(opened.state, said), said)
         moved = {path for group in state.optimizer.groups for path in group.paths}
         params = {
@@ -55,16 +55,16 @@ def told(state: TrainState, said: TrainState) -> TrainState:
     return replace(state, optimizer=replace(said.optimizer, groups=groups), rules=said.rules)
 
 
-def _opened(path: Path, said: TrainState, follow_links: bool) -> OpenState:
+def _opened(path: Path, said: TrainState, hints: Hints) -> OpenState:
     names = tuple(name for group in said.optimizer.groups for name in group.paths)
     try:
-        opened = open_state(path, hints=Hints(follow_links=follow_links))
+        opened = open_state(path, hints=hints)
     except StateError:  # it may only number its parameters
-        return open_state(path, hints=Hints(param_names=names, follow_links=follow_links))
+        return open_state(path, hints=replace(hints, param_names=names))
     if {*names} <= _renamed(opened.state, said).params.keys():
         return opened
     opened.checkpoint.close()  # it may number those of some layers
-    return open_state(path, hints=Hints(param_names=names, follow_links=follow_links))
+    return open_state(path, hints=replace(hints, param_names=names))
 
 
 def _renamed(state: TrainState, said: TrainState) -> TrainState:

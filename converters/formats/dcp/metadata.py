@@ -89,6 +89,7 @@ class _Reading:
     """The faults met so far, and where each piece lies by its key and its offsets."""
 
     place: str
+    account: Account
     pieces: dict[tuple[str, Shape | None], Piece] = field(default_factory=dict)
     faults: Faults = field(default_factory=Faults)
 
@@ -117,7 +118,7 @@ def read_metadata(data: bytes, place: str, account: Account | None = None) -> Co
     listed, stored = whole.get("state_dict_metadata"), whole.get("storage_data")
     if not isinstance(listed, dict) or not isinstance(stored, dict):
         raise FormatError("The metadata lists no entries or no places.", place=place)
-    reading = _Reading(place)
+    reading = _Reading(place, account or Account())
     _pieces(reading, stored)
     tensors, objects = dict[str, Entry](), dict[str, Piece]()
     for key, entry in listed.items():
@@ -255,7 +256,7 @@ def _tensor(reading: _Reading, key: str, fields: Mapping[str, Any]) -> Entry | N
             reading.faults.add(f"needs more bytes at {offsets} than the {piece.size} it has", key)
             return None
         chunks[offsets, sizes] = Chunk((offsets, sizes), piece)
-    fault = tiling_fault(shape, list(chunks))
+    fault = tiling_fault(shape, list(chunks), f"{key} in {reading.place}", reading.account)
     if fault:
         reading.faults.add(fault, key)
         return None

@@ -9,16 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from statekit.budget import Account
 from statekit.errors import Faults, FormatError, RefusedError, UsageError
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import MAX_DEPTH, Path, Tree
 
-MAX_HOLES = 64
-"""Places of one list that nothing was saved for, such as an empty dict."""
 
-
-def tree_of(paths: Mapping[str, Path], values: Mapping[str, Tree], place: str) -> dict[Any, Tree]:
+def tree_of(
+    paths: Mapping[str, Path], values: Mapping[str, Tree], place: str, account: Account | None = None
+) -> dict[Any, Tree]:
     """Returns the tree that holds the values at their paths: an index belongs to a list, a name to a dict.
+
+    Args:
+        paths: By flat key.
+        values: By flat key.
+        place: What errors call it.
+        account: What places of lists draw on that nothing was saved for, such as an empty dict.
 
     Raises:
         FormatError: A path leads through a value, through a list by name or a dict by index, or is taken.
@@ -37,7 +43,8 @@ def tree_of(paths: Mapping[str, Path], values: Mapping[str, Tree], place: str) -
         if path[-1] in node:
             raise _clash(key, place)
         node[path[-1]] = _Leaf(values[key])
-    return {key: _plain(node, place) for key, node in root.items()}
+    account = account or Account()
+    return {key: _plain(node, place, account) for key, node in root.items()}
 
 
 class _Leaf:
@@ -49,21 +56,22 @@ class _Leaf:
         self.value = value
 
 
-def _plain(node: Any, place: str) -> Tree:
+def _plain(node: Any, place: str, account: Account) -> Tree:
     if isinstance(node, _Leaf):
         return node.value
     indices = [key for key in node if type(key) is int]
     if not indices:
-        return {key: _plain(below, place) for key, below in node.items()}
+        return {key: _plain(below, place, account) for key, below in node.items()}
     if len(indices) < len(node):
         raise FormatError(
             "A part of the tree is a list and a dict.", place=place, found=f"index {indices[0]} beside names"
         )
-    if min(indices) < 0 or max(indices) >= len(indices) + MAX_HOLES:
-        raise RefusedError("A list has impossible places.", place=place, found=f"index {max(indices)}")
+    if min(indices) < 0:
+        raise RefusedError("A list has impossible places.", place=place, found=f"index {min(indices)}")
+    account.nodes(max(indices) + 1 - len(indices), "A list with impossible places", place)
     listed: list[Tree] = [None] * (max(indices) + 1)
     for index, below in node.items():
-        listed[index] = _plain(below, place)
+        listed[index] = _plain(below, place, account)
     return listed
 
 

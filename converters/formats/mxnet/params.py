@@ -31,7 +31,8 @@ from statekit.tensors.tree import MAX_NAME_BYTES
 LIST_MAGIC = struct.pack("<QQ", 0x112, 0)
 ZIP_MAGIC = b"PK\3\4"
 NPZ, LIST, FOLDER = "npz", "list", "npy"
-MAX_ARRAYS = 1_000_000
+_ARRAY_NODES = 16
+"""Values of a tree that an array counts for, with what says where its bytes lie."""
 MAX_NPY_HEADER = 2**16
 _NPY_MAGIC = b"\x93NUMPY"
 _NPY_SHORT = 128
@@ -182,8 +183,7 @@ def _chained(head: bytes, stage: Stage, name: str, tensor: Tensor) -> Any:
 def _read_list(source: Source) -> Params:
     place = source.place
     count = _number(source, len(LIST_MAGIC))
-    if count > MAX_ARRAYS:
-        raise FormatError("A list has too many arrays.", place=place, expected=MAX_ARRAYS, found=count)
+    source.account.nodes(_ARRAY_NODES * count, "A list with too many arrays", place)
     at, records = len(LIST_MAGIC) + 8, []
     for i in range(count):
         record = read_record(source, at, f"array {i}")

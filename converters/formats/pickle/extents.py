@@ -10,17 +10,16 @@ import pickletools
 from dataclasses import replace
 
 from statekit.converters.formats.pickle.reader import TruncatedPickle, Unpickled, Vocabulary, read_pickle
-from statekit.errors import FormatError, RefusedError
+from statekit.errors import FormatError
 from statekit.files.source import Part, Source, byte_of, bytes_at, hold, record
 
 KEPT_BYTES = 256
 """Byte strings up to this stay where they are."""
-MAX_THIN = 64 * 2**20
-"""The largest pickle once its long byte strings are left out, in bytes."""
-MAX_WHOLE = 2**30
-"""The largest pickle of a protocol below 3, which writes bytes as text, in bytes."""
 MAX_LINE = 2**16
 _WINDOW = 2**16
+_ASKED, _AT_ONCE = 1024, 2**20
+"""Opcodes, and bytes, between two questions to the budget."""
+_WHAT = "A pickle without its arrays"
 _WIDTHS = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_ARGUMENT4: 4,
     pickletools.TAKEN_FROM_ARGUMENT4U: 4, pickletools.TAKEN_FROM_ARGUMENT8U: 8,
@@ -43,13 +42,14 @@ def read_thin_pickle(source: Source, calls: Vocabulary) -> Unpickled:
 
     Raises:
         TruncatedPickle: The file ends before the pickle does.
-        RefusedError: As `read_pickle` raises it; or the pickle is too large even without its byte strings.
+        RefusedError: As `read_pickle` raises it.
+        BudgetError: Even without its byte strings the pickle is more than the job may hold.
         FormatError: The bytes aren't a pickle.
     """
     place = source.place
     head = bytes_at(source, 0, min(2, source.size))
     if head[:1] != b"\x80" or head[1:] < b"\x03":
-        data = record(source, 0, source.size, MAX_WHOLE, "A pickle")
+        data = record(source, 0, source.size, None, "A pickle")
         return read_pickle(data, place, calls=calls, account=source.account)
     thin = _Thinning(source)
     extents = thin.extents
@@ -63,10 +63,6 @@ def read_thin_pickle(source: Source, calls: Vocabulary) -> Unpickled:
     return replace(read, end=thin.at)
 
 
-def _too_large(place: str, limit: int, size: int) -> RefusedError:
-    return RefusedError("A pickle is too large.", place=place, expected=f"{limit} bytes", found=size)
-
-
 class _Thinning:
     """Goes over the opcodes of a file once."""
 
@@ -77,8 +73,11 @@ class _Thinning:
 
     def run(self) -> bytes:
         """Returns the pickle without its long byte strings."""
-        out = bytearray()
+        out, taken, opcodes = bytearray(), 0, 0
         while True:
+            opcodes += 1
+            if not opcodes % _ASKED:
+                self.source.account.step(_ASKED // 4, _WHAT, byte_of(self.source, self.at))
             code = self._peek(1)[0]
             if code in _OUTSIDE or code not in _ARGUMENTS:
                 opcode = f"opcode {code:#04x}"
@@ -92,13 +91,26 @@ class _Thinning:
                 out += b"J" + len(self.extents).to_bytes(4, "little") + b"Q"
                 self.extents.append(self._extent(self.at + head, body))
             else:
-                out += self._peek(head + body)
+                if len(out) + head + body > taken:
+                    more = max(min(_AT_ONCE, self.source.size), len(out) + head + body - taken)
+                    hold(self.source, self.at, more, _WHAT)
+                    taken += more
+                if body > _AT_ONCE:
+                    self._add_long(out, head + body)
+                else:
+                    out += self._peek(head + body)
             self.at += head + body
-            if len(out) > MAX_THIN:
-                raise _too_large(f"{self.source.place}, without its arrays", MAX_THIN, len(out))
             if code == _STOP:
-                hold(self.source, 0, len(out), "A pickle without its arrays")
-                return bytes(out)
+                with self.source.account.passing() as passing:
+                    passing.hold(len(out), _WHAT, byte_of(self.source, self.at))
+                    return bytes(out)
+
+    def _add_long(self, out: bytearray, count: int) -> None:
+        """Adds what is long but no byte string, which lies in the window, too, and cut out of it."""
+        with self.source.account.passing() as passing:
+            passing.hold(2 * count, _WHAT, byte_of(self.source, self.at))
+            out += self._peek(count)
+            self._window = b""
 
     def _sizes(self, code: int) -> tuple[int, int]:
         """Returns how many bytes an opcode takes before its counted ones, and how many those are."""
@@ -127,8 +139,6 @@ class _Thinning:
             size = min(max(count, _WINDOW), self.source.size - self.at)
             if size < count:
                 raise self._truncated()
-            if count > MAX_THIN:
-                raise _too_large(f"{self.source.place}, without its arrays", MAX_THIN, count)
             self._window, self._start, have = bytes_at(self.source, self.at, size), self.at, 0
         return self._window[have : have + count]
 

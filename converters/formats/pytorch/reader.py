@@ -246,8 +246,9 @@ class _Storages:
             return saved[1]  # the class of a module, saved with its source text
         place = self.source.place
         dtype, key, count, rest = storage_id(saved, place)
+        fetch, account = partial(self.fetch, key), self.source.account
         root = Storage(
-            f"storage {key}", place, dtype, count * dtype.itemsize, partial(self.fetch, key), SWAPPED
+            f"storage {key}", place, dtype, count * dtype.itemsize, fetch, SWAPPED, account=account
         )
         if self.roots.setdefault(key, root) != root:
             raise FormatError("A storage is described in two ways.", place=f"storage {shown(key)} in {place}")
@@ -267,7 +268,8 @@ class _Storages:
         start, nbytes = first * root.dtype.itemsize, count * root.dtype.itemsize
         if start + nbytes > root.nbytes:
             raise CorruptError("A part of a storage reaches beyond it.", place=f"{name} in {root.place}")
-        return Storage(name, root.place, root.dtype, nbytes, partial(self.fetch, key, shift=start), SWAPPED)
+        fetch = partial(self.fetch, key, shift=start)
+        return Storage(name, root.place, root.dtype, nbytes, fetch, SWAPPED, account=root.account)
 
     def fetch(self, key: str, start: int, count: int, shift: int = 0) -> Array:
         """Reads bytes of a storage."""
@@ -493,7 +495,8 @@ def _storage(archive: Archive, root: str, swapped: bool, known: dict[str, Storag
             found=f"{size} bytes",
         )
     checksum = ZIP if archive.members[name].crc else ""
-    storage = Storage(f"data/{key}", place, dtype, size, partial(archive.read, name), swapped, checksum)
+    fetch, account = partial(archive.read, name), archive.source.account
+    storage = Storage(f"data/{key}", place, dtype, size, fetch, swapped, checksum, account=account)
     if known.setdefault(key, storage) != storage:
         raise FormatError("A storage is described in two ways.", place=f"{name} in {place}")
     return known[key]

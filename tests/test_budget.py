@@ -1,0 +1,78 @@
+"""The budget of a job: what is kept makes room, what decompresses is explained, and every verb passes it on."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import statekit
+from goldens import bundles
+from statekit.budget import Account, Budget, Limits
+from statekit.errors import BudgetError, StatekitError
+
+
+def test_what_saves_work_makes_room_for_what_is_needed() -> None:
+    budget = Budget(Limits(100))
+    one, other = Account(budget), Account(budget)
+    one.hold(60, "A", "a")
+    one.keep("a", "value", 60)
+    assert one.kept("b") is None
+    assert one.kept("a") == "value"
+    one.keep("a", "value", 60)
+    other.hold(90, "B", "b")
+    assert one.kept("a") is None
+    assert budget.held == 90
+    with pytest.raises(BudgetError):
+        one.hold(11, "A", "a")
+    other.keep("b", "value", 90)
+    other.close()
+    assert budget.held == 0
+
+
+def test_what_comes_out_of_compression_is_explained_by_what_was_read() -> None:
+    budget = Budget(Limits(2**20))
+    most = budget.limits.decoded(0)
+    budget.decode(most, "A chunk", "a")
+    with pytest.raises(BudgetError, match="becomes more than its bytes explain"):
+        budget.decode(1, "A chunk", "a")
+    budget.read(1)
+    budget.decode(math.floor(most / 2**20), "A chunk", "a")
+
+
+def load(framework: str, path: Path, **options: Any) -> object:
+    """Loads a checkpoint's parameters into nothing, or its optimizer's state."""
+    if framework == "torch":
+        import torch
+
+        import statekit.torch as torch_loading
+
+        model = torch.nn.Linear(1, 1)
+        if options.pop("optimizer", False):
+            return torch_loading.load_optimizer(path, model.named_parameters(), **options)
+        torch_loading.load_params(path, model, **options)
+        return model
+    import statekit.jax as jax_loading
+
+    verb = jax_loading.load_optimizer if options.pop("optimizer", False) else jax_loading.load_params
+    return verb(path, {}, **options)
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_loading_takes_a_budget(framework: str, optimizer: bool) -> None:
+    path = next(case / "checkpoint" for case in bundles("keras")) / "model.weights.h5"
+    with pytest.raises(BudgetError):
+        load(framework, path, optimizer=optimizer, budget=100)
+    with pytest.raises(StatekitError) as caught:  # a linear layer isn't that model
+        load(framework, path, optimizer=optimizer, budget=2**30)
+    assert not isinstance(caught.value, BudgetError)
+
+
+def test_replaying_takes_a_budget() -> None:
+    recording = bundles("t5x")[0]
+    with pytest.raises(BudgetError):
+        statekit.replay(recording, budget=10)
+    assert statekit.replay(recording, budget=2**30).passed
