@@ -14,10 +14,10 @@ from tf_files import save
 
 from statekit.conversion.contracts import Hints
 from statekit.converters.containers.tf_bundle import CONTAINER
-from statekit.converters.layouts.tensorflow1.powers import beta_of, power_after
-from statekit.converters.layouts.tensorflow1.t2t import LAYOUT as T2T
-from statekit.converters.layouts.tensorflow1.tf2_adam import LAYOUT as TF_ADAM_GRAPH
-from statekit.converters.layouts.tensorflow1.tf_adam import LAYOUT as TF_ADAM
+from statekit.converters.layouts.tensorflow.powers import beta_of, power_after
+from statekit.converters.layouts.tensorflow.t2t import LAYOUT as T2T
+from statekit.converters.layouts.tensorflow.tf2_adam import LAYOUT as TF_ADAM_GRAPH
+from statekit.converters.layouts.tensorflow.tf_adam import LAYOUT as TF_ADAM
 from statekit.errors import InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState

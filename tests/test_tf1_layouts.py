@@ -21,11 +21,11 @@ from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.conversion.registry import detect_layout
 from statekit.converters.containers.tf_bundle import CONTAINER
-from statekit.converters.layouts.tensorflow1.layout import TensorFlow1
-from statekit.converters.layouts.tensorflow1.mesh_tf import LAYOUT as MESH_TF
-from statekit.converters.layouts.tensorflow1.mesh_tf_adam import LAYOUT as MESH_TF_ADAM
-from statekit.converters.layouts.tensorflow1.t2t import LAYOUT as T2T
-from statekit.converters.layouts.tensorflow1.tf_adam import LAYOUT as TF_ADAM
+from statekit.converters.layouts.tensorflow.layout import TensorFlow1
+from statekit.converters.layouts.tensorflow.mesh_tf import LAYOUT as MESH_TF
+from statekit.converters.layouts.tensorflow.mesh_tf_adam import LAYOUT as MESH_TF_ADAM
+from statekit.converters.layouts.tensorflow.t2t import LAYOUT as T2T
+from statekit.converters.layouts.tensorflow.tf_adam import LAYOUT as TF_ADAM
 from statekit.errors import InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState

@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
-from statekit.converters.layouts.tensorflow1.slices import cut, joined
+from statekit.converters.layouts.tensorflow.slices import cut, joined
 from statekit.converters.layouts.weights.state import VARIANTS, require_weights, weights_state
 from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint

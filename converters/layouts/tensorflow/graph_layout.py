@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
-from statekit.converters.layouts.tensorflow1.layout import TensorFlow1
-from statekit.converters.layouts.tensorflow1.names import GLOBAL_STEP
-from statekit.converters.layouts.tensorflow1.powers import POWERS
+from statekit.converters.layouts.tensorflow.layout import TensorFlow1
+from statekit.converters.layouts.tensorflow.names import GLOBAL_STEP
+from statekit.converters.layouts.tensorflow.powers import POWERS
 from statekit.errors import InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import TrainState

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeAlias
 
-from statekit.converters.layouts.tensorflow1.powers import POWERS
-from statekit.converters.layouts.tensorflow1.slices import numbers
+from statekit.converters.layouts.tensorflow.powers import POWERS
+from statekit.converters.layouts.tensorflow.slices import numbers
 from statekit.errors import StateError
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.typed import Name, typed

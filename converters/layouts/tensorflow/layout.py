@@ -24,14 +24,14 @@ import numpy as np
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.hyperparameters import manifest_state
-from statekit.converters.layouts.tensorflow1.names import (
+from statekit.converters.layouts.tensorflow.names import (
     AVERAGE,
     GLOBAL_STEP,
     Named,
     saved_name,
     sorted_names,
 )
-from statekit.converters.layouts.tensorflow1.powers import POWERS, held_betas, new_powers
+from statekit.converters.layouts.tensorflow.powers import POWERS, held_betas, new_powers
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.constants import variant_constants

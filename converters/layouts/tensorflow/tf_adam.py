@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from statekit.converters.layouts.tensorflow1.layout import TensorFlow1
+from statekit.converters.layouts.tensorflow.layout import TensorFlow1
 
 LAYOUT = TensorFlow1(
     name="tf-adam",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statekit.converters.layouts.tensorflow1 import tf_adam
-from statekit.converters.layouts.tensorflow1.graph_layout import TF1Graph
+from statekit.converters.layouts.tensorflow import tf_adam
+from statekit.converters.layouts.tensorflow.graph_layout import TF1Graph
 
 LAYOUT = TF1Graph(inner=tf_adam.LAYOUT, name="tf2-adam", slots={"m": "m", "v": "v"})

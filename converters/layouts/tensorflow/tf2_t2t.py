@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from statekit.converters.layouts.tensorflow1 import t2t
-from statekit.converters.layouts.tensorflow1.graph_layout import TF1Graph
+from statekit.converters.layouts.tensorflow import t2t
+from statekit.converters.layouts.tensorflow.graph_layout import TF1Graph
 from statekit.state.schema import load_schema
 
 _SLOTS = load_schema("adafactor").slots
