@@ -11,7 +11,7 @@ from statekit.arrays.backend import BACKEND_NAMES, Backend, backend
 from statekit.arrays.numpy_backend import ORACLE
 from statekit.errors import UnknownRuleError, UsageError
 from statekit.optim import adafactor
-from statekit.optim.adafactor_forms import Hyperparameters
+from statekit.optim.adafactor_forms import AdafactorHyperparameters
 from statekit.optim.run import move_group, steps_for
 from statekit.optim.steps import Scene
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState, next_decay
@@ -32,7 +32,7 @@ def xp(request: pytest.FixtureRequest) -> Backend:
     return ORACLE if request.param == "float64" else backend(request.param)
 
 
-def hyper(**changes: Any) -> Hyperparameters:
+def hyper(**changes: Any) -> AdafactorHyperparameters:
     values = {**adafactor.defaults(), **changes}
     return adafactor.hyperparameters(Group(("p",), values), "p")
 

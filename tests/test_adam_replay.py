@@ -197,7 +197,7 @@ def test_decay_after_the_update_leaves_the_bound(case: str, monkeypatch: pytest.
     xp, update = backend("numpy"), adamw.update
 
     def late(
-        scene: Scene, param: Any, grad: Any, slots: Any, settings: adamw.Hyperparameters, common: None
+        scene: Scene, param: Any, grad: Any, slots: Any, settings: adamw.AdamWHyperparameters, common: None
     ) -> Any:
         if scene.xp is not xp:
             return update(scene, param, grad, slots, settings, common)

@@ -24,7 +24,7 @@ from statekit.conversion.rate_code import MATH
 from statekit.conversion.resume_rates import RatesOf, ScheduleLines, schedule_lines
 from statekit.errors import StateError
 from statekit.files.manifest import FILE
-from statekit.optim.adafactor_forms import Hyperparameters
+from statekit.optim.adafactor_forms import AdafactorHyperparameters
 from statekit.state.options import stored_rate
 from statekit.state.run import MEGATRON, RunState, Schedule, run_of
 from statekit.state.schema import WEIGHTS, load_schema
@@ -616,7 +616,7 @@ def _missing(state: State, group: Mapping[str, Any]) -> Iterator[str]:
     if known.get(_RATE) is None and not known.get("relative_step"):
         yield _RATE
     if kind["schema"] == "adafactor" and kind["variant"]:
-        needed = {field.name for field in fields(Hyperparameters)}
+        needed = {field.name for field in fields(AdafactorHyperparameters)}
         for name in load_schema(kind["schema"]).variant(kind["variant"])["defaults"]:
             if name in needed and name not in known:
                 yield name

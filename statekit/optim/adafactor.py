@@ -24,7 +24,7 @@ from statekit.arrays.backend import Backend, Value
 from statekit.arrays.promotion import LOW
 from statekit.errors import UnknownRuleError
 from statekit.optim import adafactor_forms as forms
-from statekit.optim.adafactor_forms import Hyperparameters, Setting
+from statekit.optim.adafactor_forms import AdafactorHyperparameters, Setting
 from statekit.optim.adafactor_storage import STORAGE
 from statekit.optim.gradient_clipping import clipped
 from statekit.optim.steps import (
@@ -54,19 +54,19 @@ COMPOUNDING = "given_or_relative_compounding"
 class ParamConfig:
     """All that one parameter's update depends on beside arrays and scene."""
 
-    hyper: Hyperparameters
+    hyper: AdafactorHyperparameters
     rule: Rule
     place: int | None = None
     """Where it stands in its group, if its learning rate depends on those before it."""
 
 
-def hyperparameters(group: Group, path: str, variant: str = "t5x") -> Hyperparameters:
+def hyperparameters(group: Group, path: str, variant: str = "t5x") -> AdafactorHyperparameters:
     """Returns what a parameter's update needs from its group.
 
     Raises:
         UnknownRuleError: A hyperparameter that the variant offers is unknown; lists all that are.
     """
-    hyper = settled(Hyperparameters, "adafactor", variant, group)
+    hyper = settled(AdafactorHyperparameters, "adafactor", variant, group)
     scale = hyper.multiply_by_parameter_scale
     excluded = group.hyperparameters.get("exclude_from_parameter_scale") or ()
     return replace(
@@ -79,7 +79,7 @@ def hyperparameters(group: Group, path: str, variant: str = "t5x") -> Hyperparam
     )
 
 
-def _undecayed(path: str, hyper: Hyperparameters, variant: str) -> bool:
+def _undecayed(path: str, hyper: AdafactorHyperparameters, variant: str) -> bool:
     excluded = IS_EXCLUDED[variant_constants("adafactor", variant)["decay_exclusions"]]
     return excluded(path, hyper.exclude_from_weight_decay)
 
@@ -178,7 +178,7 @@ def compounded(scene: Scene, group: Group, params: Arrays, grads: Arrays) -> tup
     return tuple(rates[:-1])
 
 
-def _setting(scene: Scene, hyper: Hyperparameters, rule: Rule, param: Value) -> Setting:
+def _setting(scene: Scene, hyper: AdafactorHyperparameters, rule: Rule, param: Value) -> Setting:
     constants = variant_constants("adafactor", scene.variant)
     execution = execution_of(scene, constants["compute_dtype"])
     return Setting(scene.xp, constants, hyper, rule, scene.xp.dtype(param), execution)

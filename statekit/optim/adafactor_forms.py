@@ -24,7 +24,7 @@ from statekit.tensors.tensor import DTYPES, float_info
 
 
 @dataclass(frozen=True)
-class Hyperparameters:
+class AdafactorHyperparameters:
     """What one parameter's update needs, in canonical names. `schemas/adafactor.json` explains each."""
 
     beta1: float | None
@@ -56,7 +56,7 @@ class Hyperparameters:
 
 
 @dataclass(frozen=True)
-class Setting(steps.Setting[AdafactorConstants, Hyperparameters]):
+class Setting(steps.Setting[AdafactorConstants, AdafactorHyperparameters]):
     """Where one parameter's update runs.
 
     Attributes:

@@ -33,7 +33,7 @@ from statekit.state.train_state import Group, Rule, TrainState
 
 
 @dataclass(frozen=True)
-class Hyperparameters(AdamHyperparameters):
+class AdamWHyperparameters(AdamHyperparameters):
     """What a group's update needs, in canonical names. `schemas/adamw.json` explains each."""
 
     decoupled_weight_decay: bool
@@ -43,7 +43,7 @@ class Hyperparameters(AdamHyperparameters):
     dtype_momentum: str | None
 
 
-Setting: TypeAlias = AdamSetting[AdamWConstants, Hyperparameters]
+Setting: TypeAlias = AdamSetting[AdamWConstants, AdamWHyperparameters]
 
 
 @dataclass(frozen=True)
@@ -125,23 +125,23 @@ DECAYED_FIRST: Mapping[str, Callable[[Setting, Value, float], Value]] = {
 """The parameter before the update of the moments."""
 
 
-def slot_names(hyper: Hyperparameters) -> tuple[str, ...]:
+def slot_names(hyper: AdamWHyperparameters) -> tuple[str, ...]:
     """Returns the slots that a parameter has."""
     return ("m", "v", *(["v_max"] if hyper.amsgrad else []), *(["average"] if hyper.use_ema else []))
 
 
-def momentum_dtype(form: AdamWConstants, hyper: Hyperparameters, param_dtype: str) -> str:
+def momentum_dtype(form: AdamWConstants, hyper: AdamWHyperparameters, param_dtype: str) -> str:
     """Returns the dtype in which m is stored."""
     named = {"parameter": param_dtype, "dtype_momentum": hyper.dtype_momentum or param_dtype}
     return named.get(form["first_moment_dtype"], "float32")
 
 
-def settle(group: Group, path: str, rule: Rule | None, variant: str) -> Hyperparameters:
+def settle(group: Group, path: str, rule: Rule | None, variant: str) -> AdamWHyperparameters:
     """Returns what a parameter's update needs: the weight decay is None where it is kept from the parameter."""
-    return adam_family.settle("adamw", Hyperparameters, group, path, variant)
+    return adam_family.settle("adamw", AdamWHyperparameters, group, path, variant)
 
 
-def init(xp: Backend, param: Value, config: Hyperparameters, variant: str) -> dict[str, Value]:
+def init(xp: Backend, param: Value, config: AdamWHyperparameters, variant: str) -> dict[str, Value]:
     """Returns the slots of a parameter before its first update: zeros."""
     dtype, constants = xp.dtype(param), variant_constants("adamw", variant)
     second = dtype if constants["moment_dtype"] == "parameter" else "float32"
@@ -161,7 +161,7 @@ def prepare(
 
 
 def update(
-    scene: Scene, param: Value, grad: Value, slots: Arrays, config: Hyperparameters, common: None
+    scene: Scene, param: Value, grad: Value, slots: Arrays, config: AdamWHyperparameters, common: None
 ) -> tuple[Value, dict[str, Value]]:
     """Returns a parameter and its slots after one update, as `statekit.optim.steps.Steps.update`.
 
@@ -205,7 +205,7 @@ def _moments(s: Setting, slots: Arrays, g: Value, squares: Value | None) -> tupl
 
 def check(state: TrainState, group: Group) -> None:
     """Raises UnknownRuleError where the step can't go on as the original would."""
-    hyper = adam_family.check("adamw", Hyperparameters, slot_names, state, group, masters=True)
+    hyper = adam_family.check("adamw", AdamWHyperparameters, slot_names, state, group, masters=True)
     if hyper.weight_decay_rate and not hyper.decoupled_weight_decay:
         raise UnknownRuleError(
             "Adam with weight decay in the gradient isn't AdamW; the step doesn't do it.",

@@ -26,16 +26,15 @@ from statekit.optim.trust_ratio import NORM, RATIO
 from statekit.state.constants import LambConstants, variant_constants
 from statekit.state.train_state import Group, Rule, TrainState
 
-Hyperparameters = AdamHyperparameters
 Setting: TypeAlias = AdamSetting[LambConstants, AdamHyperparameters]
 
 
-def settle(group: Group, path: str, rule: Rule | None, variant: str) -> Hyperparameters:
+def settle(group: Group, path: str, rule: Rule | None, variant: str) -> AdamHyperparameters:
     """Returns what a parameter's update needs: the weight decay is None where it is kept from the parameter."""
-    return adam_family.settle("lamb", Hyperparameters, group, path, variant)
+    return adam_family.settle("lamb", AdamHyperparameters, group, path, variant)
 
 
-def init(xp: Backend, param: Value, config: Hyperparameters, variant: str) -> dict[str, Value]:
+def init(xp: Backend, param: Value, config: AdamHyperparameters, variant: str) -> dict[str, Value]:
     """Returns the slots of a parameter before its first update: zeros."""
     return slots_like(xp, param, dict.fromkeys(slot_names(config), xp.dtype(param)))
 
@@ -51,7 +50,7 @@ def prepare(
 
 
 def update(
-    scene: Scene, param: Value, grad: Value, slots: Arrays, config: Hyperparameters, common: None
+    scene: Scene, param: Value, grad: Value, slots: Arrays, config: AdamHyperparameters, common: None
 ) -> tuple[Value, dict[str, Value]]:
     """Returns a parameter and its slots after one update, as `statekit.optim.steps.Steps.update`."""
     constants = variant_constants("lamb", scene.variant)
@@ -76,11 +75,11 @@ def update(
     return xp.narrow(p, xp.dtype(param)), stored(xp, {"m": m, "v": v}, slots)
 
 
-def slot_names(hyper: Hyperparameters) -> tuple[str, ...]:
+def slot_names(hyper: AdamHyperparameters) -> tuple[str, ...]:
     """Returns the slots that a parameter has."""
     return ("m", "v", "average") if hyper.use_ema else ("m", "v")
 
 
 def check(state: TrainState, group: Group) -> None:
     """Raises UnknownRuleError where the step can't go on as the original would."""
-    adam_family.check("lamb", Hyperparameters, slot_names, state, group)
+    adam_family.check("lamb", AdamHyperparameters, slot_names, state, group)

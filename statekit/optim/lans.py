@@ -41,7 +41,7 @@ from statekit.state.train_state import Group, Rule, TrainState
 
 
 @dataclass(frozen=True)
-class Hyperparameters:
+class LansHyperparameters:
     """What a group's update needs, in canonical names. `schemas/lans.json` explains each."""
 
     beta1: float
@@ -72,13 +72,13 @@ class Multipliers:
 class ParamConfig:
     """All that one parameter's update depends on beside arrays and scene."""
 
-    hyper: Hyperparameters
+    hyper: LansHyperparameters
     lr_mult: float
     wd: float
 
 
 @dataclass(frozen=True)
-class Setting(steps.Setting[LansConstants, Hyperparameters]):
+class Setting(steps.Setting[LansConstants, LansHyperparameters]):
     """Where one parameter's update runs.
 
     Attributes:
@@ -184,7 +184,7 @@ def coefficient(s: Setting, weight: Value, norm: Value, share: Value) -> Value:
 def settle(group: Group, path: str, rule: Rule | None, variant: str) -> ParamConfig:
     """Returns what a parameter's update needs."""
     hyper, by_path = (
-        settled(Hyperparameters, "lans", variant, group),
+        settled(LansHyperparameters, "lans", variant, group),
         settled(Multipliers, "lans", variant, group),
     )
     return ParamConfig(hyper, by_path.lr_mult.get(path, 1.0), hyper.wd * by_path.wd_mult.get(path, 1.0))

@@ -32,8 +32,8 @@ from statekit.optim import scaled_adam_clip
 from statekit.optim.scaled_adam_forms import (
     MAX_RMS,
     MOMENTUM,
-    Hyperparameters,
     Moving,
+    ScaledAdamHyperparameters,
     Setting,
     hyperparameters,
 )
@@ -42,12 +42,12 @@ from statekit.state.constants import variant_constants
 from statekit.state.train_state import Group, Rule, TrainState
 
 
-def settle(group: Group, path: str, rule: Rule | None, variant: str) -> Hyperparameters:
+def settle(group: Group, path: str, rule: Rule | None, variant: str) -> ScaledAdamHyperparameters:
     """Returns what a parameter's update needs."""
     return hyperparameters(group, variant)
 
 
-def init(xp: Backend, param: Value, config: Hyperparameters, variant: str) -> dict[str, Value]:
+def init(xp: Backend, param: Value, config: ScaledAdamHyperparameters, variant: str) -> dict[str, Value]:
     """Returns the slots of a parameter before its first update: zeros.
 
     `param_rms` gets its first value in the first update: the originals have no slots before.
@@ -84,14 +84,19 @@ def prepare(
     return full, *scaled_adam_clip.clip(s, params, full, slots, buffers)
 
 
-def setting(scene: Scene, hyper: Hyperparameters) -> Setting:
+def setting(scene: Scene, hyper: ScaledAdamHyperparameters) -> Setting:
     """Returns where a group's update runs."""
     constants = variant_constants("scaled_adam", scene.variant)
     return Setting(scene.xp, constants, hyper, scene.xp.number(scene.rate), scene.step)
 
 
 def update(
-    scene: Scene, param: Value, grad: Value, slots: Arrays, config: Hyperparameters, common: Value | None
+    scene: Scene,
+    param: Value,
+    grad: Value,
+    slots: Arrays,
+    config: ScaledAdamHyperparameters,
+    common: Value | None,
 ) -> tuple[Value, dict[str, Value]]:
     """Returns a parameter and its slots after one update, as `statekit.optim.steps.Steps.update`.
 

@@ -18,7 +18,7 @@ import math
 from collections.abc import Hashable, Mapping
 
 from statekit.arrays.backend import Backend, Value
-from statekit.optim.scaled_adam_forms import Hyperparameters, Setting
+from statekit.optim.scaled_adam_forms import ScaledAdamHyperparameters, Setting
 
 EARLY: Mapping[str, tuple[int, ...]] = {"none": (), "at_10_20_40": (10, 20, 40)}
 
@@ -37,7 +37,7 @@ def batches(members: Mapping[str, tuple[Hashable, ...]]) -> tuple[tuple[str, ...
     return tuple(tuple(paths_of[key]) for key in sorted(paths_of))
 
 
-def init(xp: Backend, like: Value, hyper: Hyperparameters) -> dict[str, Value]:
+def init(xp: Backend, like: Value, hyper: ScaledAdamHyperparameters) -> dict[str, Value]:
     """Returns the slots of a group as a whole before its first update; none without clipping."""
     if hyper.clipping_scale is None:
         return {}

@@ -19,7 +19,7 @@ from statekit.state.train_state import Group
 
 
 @dataclass(frozen=True)
-class Hyperparameters:
+class ScaledAdamHyperparameters:
     """What a group's update needs, in icefall's names. `schemas/scaled_adam.json` explains each."""
 
     clipping_scale: float | None
@@ -33,19 +33,19 @@ class Hyperparameters:
     clipping_update_period: int
 
 
-def hyperparameters(group: Group, variant: str) -> Hyperparameters:
+def hyperparameters(group: Group, variant: str) -> ScaledAdamHyperparameters:
     """Returns what a group's update needs.
 
     Raises:
         UnknownRuleError: A hyperparameter is unknown; lists all that are.
     """
-    hyper = settled(Hyperparameters, "scaled_adam", variant, group)
+    hyper = settled(ScaledAdamHyperparameters, "scaled_adam", variant, group)
     beta1, beta2 = hyper.betas
     return replace(hyper, betas=(beta1, beta2))
 
 
 @dataclass(frozen=True)
-class Setting(steps.Setting[ScaledAdamConstants, Hyperparameters]):
+class Setting(steps.Setting[ScaledAdamConstants, ScaledAdamHyperparameters]):
     """Where a group's update runs.
 
     Attributes:

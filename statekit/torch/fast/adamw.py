@@ -19,7 +19,7 @@ import torch
 
 from statekit.arrays.backend import Value
 from statekit.optim.adam_family import AdamSetting
-from statekit.optim.adamw import Hyperparameters, Setting
+from statekit.optim.adamw import AdamWHyperparameters, Setting
 from statekit.optim.steps import Scene
 from statekit.state.constants import variant_constants
 from statekit.torch.fast.batching import Stacks, Tensors, by_name, in_stacks, plain, squares
@@ -114,7 +114,7 @@ FOLLOWED = Followed(
 class FastAdamW:
     """The update of parameters that share `hyper`, what `settle` returned."""
 
-    hyper: Hyperparameters
+    hyper: AdamWHyperparameters
     variant: str
 
     def __call__(
@@ -146,7 +146,7 @@ class FastAdamW:
         in_stacks(kernel, {"param": params, **named}, {"grad": grads})
 
 
-def fast_adamw(variant: str, hyper: Hyperparameters, param: torch.Tensor) -> FastAdamW | None:
+def fast_adamw(variant: str, hyper: AdamWHyperparameters, param: torch.Tensor) -> FastAdamW | None:
     """Returns the fast path of a parameter, or None if it hasn't one.
 
     The kernel loses a NaN in v_max, and m + (g - m) (1 - beta1) is closer to m than the sums that it takes. Rules that

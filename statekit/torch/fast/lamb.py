@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from statekit.optim.adam_family import AdamSetting
-from statekit.optim.lamb import Hyperparameters, Setting
+from statekit.optim.adam_family import AdamHyperparameters, AdamSetting
+from statekit.optim.lamb import Setting
 from statekit.optim.steps import Scene
 from statekit.optim.trust_ratio import RATIO
 from statekit.state.constants import variant_constants
@@ -46,7 +46,7 @@ FOLLOWED = Followed(
 class FastLamb:
     """The update of parameters that share `hyper`, what `settle` returned."""
 
-    hyper: Hyperparameters
+    hyper: AdamHyperparameters
     variant: str
 
     def __call__(
@@ -95,6 +95,6 @@ class FastLamb:
         run(numba_kernels.lamb_params, shape, [params, *moments], ratio * s.rate, w, *corrections)
 
 
-def fast_lamb(variant: str, hyper: Hyperparameters, param: torch.Tensor) -> FastLamb | None:
+def fast_lamb(variant: str, hyper: AdamHyperparameters, param: torch.Tensor) -> FastLamb | None:
     """Returns the fast path of a parameter, or None if it hasn't one; see `fast_adamw` for the moments' form."""
     return FastLamb(hyper, variant) if FOLLOWED.fits("lamb", variant, hyper) and plain(param) else None

@@ -14,7 +14,7 @@ import torch
 from statekit.arrays.backend import Value
 from statekit.optim.scaled_adam import setting, sized
 from statekit.optim.scaled_adam_clip import reached
-from statekit.optim.scaled_adam_forms import Hyperparameters, Setting, at_least, corrected_updates
+from statekit.optim.scaled_adam_forms import ScaledAdamHyperparameters, Setting, at_least, corrected_updates
 from statekit.optim.steps import Scene
 from statekit.torch.fast.batching import (
     Slots,
@@ -62,7 +62,7 @@ FOLLOWED = Followed(
 class FastScaledAdam:
     """The update of parameters that share `hyper`, what `settle` returned."""
 
-    hyper: Hyperparameters
+    hyper: ScaledAdamHyperparameters
 
     def __call__(
         self,
@@ -169,7 +169,9 @@ def _learn(
     return at_least(s, sizes["param_rms"], "float32") * (s.rate * (beta1 - 1.0)), x * (1.0 - beta1)
 
 
-def fast_scaled_adam(variant: str, hyper: Hyperparameters, param: torch.Tensor) -> FastScaledAdam | None:
+def fast_scaled_adam(
+    variant: str, hyper: ScaledAdamHyperparameters, param: torch.Tensor
+) -> FastScaledAdam | None:
     """Returns the fast path of a parameter, or None if it hasn't one: one of one element."""
     fits = FOLLOWED.fits("scaled_adam", variant, hyper)
     return FastScaledAdam(hyper) if fits and plain(param) and param.numel() > 1 else None
