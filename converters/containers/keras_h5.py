@@ -29,7 +29,7 @@ from statekit.tensors.tree import strict_json
 from statekit.tensors.typed import Name, typed
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
-CONFIG, METADATA = "config.json", "metadata.json"
+CONFIG, VERSIONS = "config.json", "metadata.json"
 """Attributes of the whole file that are documents: a `.keras` file's, which statekit's `.weights.h5` keeps."""
 SAYINGS = "statekit_keras"
 """Attribute of the whole file in which statekit says what files of Keras don't: the names of all variables."""
@@ -92,7 +92,7 @@ def refuse_step(path: Path, step: int | None) -> None:
 def documents(tree: dict[str, Any], path: Path, files: Files) -> tuple[Proof | None, tuple[Finding, ...]]:
     """Takes the manifest out of a tree's attributes, and parses documents among them, in place."""
     attributes = tree.get(ATTRIBUTES, {})
-    for name in (CONFIG, METADATA, SAYINGS):
+    for name in (CONFIG, VERSIONS, SAYINGS):
         if isinstance(attributes.get(name), str):
             attributes[name] = document(attributes[name], f"{name} in {path}", files)
     text = attributes.pop(MANIFEST, None)

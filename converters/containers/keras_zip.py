@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.keras_h5 import CONFIG, METADATA, document, documents, refuse_step
+from statekit.converters.containers.keras_h5 import CONFIG, VERSIONS, document, documents, refuse_step
 from statekit.converters.formats.hdf5.reader import open_hdf5
 from statekit.converters.formats.hdf5.writer import manifest_bytes, write_hdf5
 from statekit.converters.formats.zip_archive import Archive, checked_member
@@ -77,18 +77,18 @@ class KerasZip:
                 raise FormatError("A .keras file lacks a member.", place=path, expected=", ".join(missing))
             documents_read = {
                 name: document(archive.record(name, f"The document {name}"), f"{name} in {path}", files)
-                for name in (CONFIG, METADATA)
+                for name in (CONFIG, VERSIONS)
                 if name in members
             }
             opened = open_hdf5(_weights(archive), f"{path}:{WEIGHTS}")
             files.on_close(opened.close)
             proof, findings = documents(opened.tree, path, files)
             tree = {ATTRIBUTES: {**opened.tree.pop(ATTRIBUTES, {}), **documents_read}, **opened.tree}
-            others = sorted(members.keys() - {CONFIG, METADATA, WEIGHTS})
+            others = sorted(members.keys() - {CONFIG, VERSIONS, WEIGHTS})
             beside = (Finding("a member that isn't read", f"{name} in {path}") for name in others)
             findings = (*findings, *beside)
             tree = _checked(tree, archive)
-        meta = {"keras_version": documents_read.get(METADATA, {}).get("keras_version"), "not_read": others}
+        meta = {"keras_version": documents_read.get(VERSIONS, {}).get("keras_version"), "not_read": others}
         return Checkpoint(self.name, path, tree, meta, None, findings, files.close, proof=proof)
 
     def fitted(self, encoded: Encoded) -> Encoded:
@@ -116,7 +116,7 @@ class KerasZip:
         """
         tree = self.fitted(encoded).tree
         attributes = tree[ATTRIBUTES]
-        documents_written = {METADATA: attributes.get(METADATA, {}), CONFIG: attributes[CONFIG]}
+        documents_written = {VERSIONS: attributes.get(VERSIONS, {}), CONFIG: attributes[CONFIG]}
         rest = {name: value for name, value in attributes.items() if name not in documents_written}
         with tempfile.TemporaryFile(dir=stage.path.parent) as weights, stage.file() as output:
             manifest = write_hdf5({**tree, ATTRIBUTES: rest}, weights, stage, apart=3)

@@ -30,7 +30,7 @@ StepKind: TypeAlias = Literal["legacy", "orbax", "flax"]
 
 INDEX = "checkpoint"
 """The msgpack file of a legacy checkpoint, and of Orbax items before OCDBT."""
-METADATA = "_METADATA"
+TREE_METADATA = "_METADATA"
 STEP_METADATA = "_CHECKPOINT_METADATA"
 DATABASE = "manifest.ocdbt"
 JSON_ITEM = "metadata"
@@ -160,7 +160,7 @@ def kind_of(path: Path) -> StepKind | None:
 
 def is_item(folder: Path) -> bool:
     """Tells whether a folder is an Orbax item: a tree of arrays."""
-    if any((folder / name).is_file() for name in (METADATA, DATABASE)):
+    if any((folder / name).is_file() for name in (TREE_METADATA, DATABASE)):
         return True
     head = _head(folder / INDEX)
     return _is_map(head) and any(mark in head for mark in _PLACEHOLDERS)
@@ -177,7 +177,9 @@ def items(step: Path) -> list[Path]:
 def says_t5x(item: Path) -> bool:
     """Tells whether an Orbax item's tree is a T5X train state, by the names at its beginning."""
     return any(
-        mark in _head(item / name) for name in (METADATA, INDEX) for mark in (b"param_states", b"_optimizer")
+        mark in _head(item / name)
+        for name in (TREE_METADATA, INDEX)
+        for mark in (b"param_states", b"_optimizer")
     )
 
 

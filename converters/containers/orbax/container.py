@@ -41,8 +41,8 @@ from statekit.converters.containers.orbax.writer import step_metadata, write_ite
 from statekit.converters.containers.step_folders import (
     INDEX,
     JSON_ITEM,
-    METADATA,
     STEP_METADATA,
+    TREE_METADATA,
     find_step,
     is_item,
     items,
@@ -85,7 +85,7 @@ def open_item(folder: Path, opened: Files) -> Item:
         FormatError: They don't follow the format or can't be trusted.
     """
     files = FolderStore(folder, opened)
-    index, stated, document = files.value(INDEX), files.value(METADATA), files.value(JSON_ITEM)
+    index, stated, document = files.value(INDEX), files.value(TREE_METADATA), files.value(JSON_ITEM)
     if index is stated is None and document is not None:
         return Item(
             strict_json(read_whole(document, None), document.place, opened.account),
@@ -103,7 +103,7 @@ def open_item(folder: Path, opened: Files) -> Item:
         raise FormatError(
             "An Orbax item doesn't say what its arrays are.",
             place=folder,
-            expected=f"{METADATA}, or {INDEX}",
+            expected=f"{TREE_METADATA}, or {INDEX}",
             remedy="the checkpoint is incomplete; copy it again",
         )
     entries = metadata.entries()
@@ -165,7 +165,7 @@ _HANDLERS = (
 """Those whose items are trees of arrays, or JSON."""
 
 _OWN_FILES = {
-    METADATA,
+    TREE_METADATA,
     STEP_METADATA,
     INDEX,
     STRINGS,
@@ -209,7 +209,7 @@ class OrbaxFolder:
             raise FormatError(
                 "An Orbax checkpoint holds no tree of arrays.",
                 place=step_folder.path,
-                expected=f"an item with {METADATA}",
+                expected=f"an item with {TREE_METADATA}",
             )
         with opening(path, budget) as files:
             opened = {folder: open_item(folder, files) for folder in folders}

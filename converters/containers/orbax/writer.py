@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.converters.containers.orbax.metadata import STRINGS, document_of
-from statekit.converters.containers.step_folders import JSON_ITEM, METADATA, array_names
+from statekit.converters.containers.step_folders import JSON_ITEM, TREE_METADATA, array_names
 from statekit.converters.formats.zarr.writer import encoded_chunks, header_bytes, header_for
 from statekit.files.durable import writing
 from statekit.files.stage import Stage
@@ -52,7 +52,7 @@ def write_item(stage: Stage, folder: str, tree: Tree, name: str = "") -> str:
     if strings:
         with stage.file(f"{folder}/{STRINGS}") as output:
             output.write(json.dumps(strings).encode())
-    with stage.file(f"{folder}/{METADATA}") as output:
+    with stage.file(f"{folder}/{TREE_METADATA}") as output:
         output.write(json.dumps(document).encode())
     return _TREE
 
