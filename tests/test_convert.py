@@ -18,6 +18,7 @@ import pytest
 
 from formats import Packed, Renamed, arrays, plain_state, register, save, small_state, snapshot, values
 from statekit.budget import Budget
+from statekit.conversion import prepared
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
@@ -648,7 +649,7 @@ def test_a_source_that_was_rewritten_since_is_opened_again(
 def test_a_plan_that_nobody_carries_out_closes_its_source(source: Path, tmp_path: Path) -> None:
     closed: list[bool] = []
     work = plan(source, tmp_path / "x.statekit")
-    opened = work.prepared[0].opened.checkpoint
+    opened = prepared._WAITING[id(work)].opened.checkpoint
     close = opened.on_close
     object.__setattr__(opened, "on_close", lambda: closed.append(close() is None))
     del work

@@ -126,7 +126,6 @@ class Plan:
         findings: What was odd about the source; not part of the digest, as it names places on this machine.
         request: What was asked for, with paths; not part of the digest.
         empty: Names of the target's leaves that hold nothing; not part of the digest.
-        prepared: What the plan was made from, still open, for the first that carries it out; closed with the plan.
     """
 
     source: Side
@@ -143,7 +142,6 @@ class Plan:
     findings: tuple[Finding, ...]
     request: Request
     empty: tuple[str, ...] = field(default=(), repr=False, compare=False)
-    prepared: list[Any] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def bytes(self) -> int:

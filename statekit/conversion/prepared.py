@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 from weakref import finalize
 
 from statekit.conversion import registry
@@ -100,7 +100,7 @@ class Prepared(AbstractContextManager["Prepared"]):
 
 
 def prepare(request: Request) -> Plan:
-    """Makes the plan of a conversion; it holds what it was made from, for the first that carries it out.
+    """Makes the plan of a conversion; what it was made from stays open for the first that carries it out.
 
     Raises:
         UsageError: The options, or source and target, don't go together.
@@ -165,8 +165,8 @@ def prepare(request: Request) -> Plan:
     except BaseException:
         opened.close()
         raise
-    plan.prepared.append(Prepared(opened, state, container, layout, encoded, files))
-    finalize(plan, _close, plan.prepared)
+    _WAITING[id(plan)] = Prepared(opened, state, container, layout, encoded, files)
+    finalize(plan, _close, id(plan))
     return plan
 
 
@@ -177,8 +177,8 @@ def carried_out(plan: Plan) -> Prepared:
         UsageError: The source isn't what it was when the plan was made.
     """
     check_apart(plan.request.source, plan.request.target)
-    if plan.prepared:
-        prepared = cast(Prepared, plan.prepared.pop())
+    prepared = _WAITING.pop(id(plan), None)
+    if prepared is not None:
         if prepared.is_current:
             return prepared
         prepared.opened.close()
@@ -191,12 +191,16 @@ def carried_out(plan: Plan) -> Prepared:
             found=f"plan {again.digest}",
             remedy="make a new plan",
         )
-    return cast(Prepared, again.prepared.pop())
+    return _WAITING.pop(id(again))
 
 
-def _close(prepared: list[Prepared]) -> None:
-    while prepared:
-        prepared.pop().opened.close()
+_WAITING: dict[int, Prepared] = {}
+"""By a plan's identity, what it was made from, still open for the first that carries it out; closed with the plan."""
+
+
+def _close(plan: int) -> None:
+    if (prepared := _WAITING.pop(plan, None)) is not None:
+        prepared.opened.close()
 
 
 def _facts_of(checkpoint: Checkpoint) -> dict[str, tuple[int, int, int]]:
