@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.budget import Budget
-from statekit.conversion.checkpoints_at import Place, checkpoints_at
+from statekit.conversion.checkpoints_at import OneReport, PathReport, Place, checkpoints_at
 from statekit.conversion.contracts import Hints
 from statekit.errors import StatekitError, printable
 from statekit.files.checkpoint import Checkpoint
@@ -50,24 +50,16 @@ class Proven:
 
 
 @dataclass(frozen=True)
-class CheckedCheckpoint:
+class CheckedCheckpoint(OneReport):
     """What was found of one checkpoint.
 
     Attributes:
-        path: The checkpoint.
-        container: Its container's name.
-        step: The step that it says it is.
-        manifest: Its manifest, if it has one.
-        is_sealed: Whether that was made later, of a checkpoint as it was.
+        is_sealed: Whether its manifest was made later, of a checkpoint as it was.
         items: Every file and tensor that was read, and what proves it.
         faults: All that is wrong, as what and where.
         notes: What else was odd, as what and where.
     """
 
-    path: Path
-    container: str
-    step: int | None = None
-    manifest: Path | None = None
     is_sealed: bool = False
     items: tuple[Proven, ...] = ()
     faults: tuple[tuple[str, str], ...] = ()
@@ -81,10 +73,7 @@ class CheckedCheckpoint:
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""
         return {
-            "path": str(self.path),
-            "container": self.container,
-            "step": self.step,
-            "manifest": None if self.manifest is None else str(self.manifest),
+            **super().to_json(),
             "sealed": self.is_sealed,
             "passed": not self.faults,
             "items": [vars(item) for item in self.items],
@@ -94,16 +83,8 @@ class CheckedCheckpoint:
 
 
 @dataclass(frozen=True, repr=False)
-class CheckReport:
-    """What was found of the checkpoints at a path.
-
-    Attributes:
-        path: The path.
-        checkpoints: Each of them, the oldest step first.
-    """
-
-    path: Path
-    checkpoints: tuple[CheckedCheckpoint, ...]
+class CheckReport(PathReport[CheckedCheckpoint]):
+    """What was found of the checkpoints at a path."""
 
     @property
     def passed(self) -> bool:
@@ -116,8 +97,7 @@ class CheckReport:
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""
-        checkpoints = [one.to_json() for one in self.checkpoints]
-        return {"path": str(self.path), "passed": self.passed, "checkpoints": checkpoints}
+        return {"path": str(self.path), "passed": self.passed, **super().to_json()}
 
 
 def check(
@@ -156,7 +136,11 @@ def _checked(place: Place, hints: Hints, tell: OnProgress) -> CheckedCheckpoint:
     except StatekitError as error:
         where = f"{error.place or place.path}"
         return CheckedCheckpoint(
-            place.path, place.container.name, place.step, faults=((f"can't be read: {error.line}", where),)
+            place.path,
+            place.container.name,
+            place.step,
+            None,
+            faults=((f"can't be read: {error.line}", where),),
         )
 
 

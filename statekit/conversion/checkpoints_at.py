@@ -1,4 +1,7 @@
-"""Every checkpoint that a path means: one, or all steps of a run's folder, or all files of a folder of them."""
+"""Every checkpoint that a path means: one, or all steps of a run's folder, or all files of a folder of them.
+
+What is done for each, and what is said of it, is a report of the path, of one shape whatever was done.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,60 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from statekit.budget import Budget
 from statekit.conversion import registry
 from statekit.conversion.contracts import Container, Hints
 from statekit.conversion.target import source_container
-from statekit.errors import StatekitError, UnknownFormatError
+from statekit.errors import StatekitError, UnknownFormatError, printable
 from statekit.files.checkpoint import STEPS, Checkpoint
+
+
+@dataclass(frozen=True)
+class OneReport:
+    """What is said of one checkpoint.
+
+    Attributes:
+        path: The checkpoint.
+        container: Its container's name.
+        step: The step that it says it is.
+        manifest: Where its manifest is; None if it has none.
+    """
+
+    path: Path
+    container: str
+    step: int | None
+    manifest: Path | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        manifest = None if self.manifest is None else str(self.manifest)
+        return {"path": str(self.path), "container": self.container, "step": self.step, "manifest": manifest}
+
+
+T = TypeVar("T", bound=OneReport)
+
+
+@dataclass(frozen=True, repr=False)
+class PathReport(Generic[T]):
+    """What is said of the checkpoints at a path.
+
+    Attributes:
+        path: The path.
+        checkpoints: Each of them, the oldest step first.
+    """
+
+    path: Path
+    checkpoints: tuple[T, ...]
+
+    def __repr__(self) -> str:
+        return printable(f"<{type(self).__name__} {self.path}: {len(self.checkpoints)} checkpoints>")
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        return {"path": str(self.path), "checkpoints": [one.to_json() for one in self.checkpoints]}
+
 
 _NUMBERED = re.compile(r".*\d", re.DOTALL)
 

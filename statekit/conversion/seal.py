@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.budget import Budget
-from statekit.conversion.checkpoints_at import Place, checkpoints_at
+from statekit.conversion.checkpoints_at import OneReport, PathReport, Place, checkpoints_at
 from statekit.conversion.contracts import Hints
-from statekit.errors import CorruptError, Faults, printable
+from statekit.errors import CorruptError, Faults
 from statekit.files.checkpoint import Checkpoint, Proof
 from statekit.files.checksums import of_tensor
 from statekit.files.durable import new_file, sync_folder, writing
@@ -40,13 +40,10 @@ _OF_VALUES = ("state", "resume")
 
 
 @dataclass(frozen=True)
-class SealedCheckpoint:
+class SealedCheckpoint(OneReport):
     """What was done for one checkpoint.
 
     Attributes:
-        path: The checkpoint.
-        container: Its container's name.
-        step: The step that it says it is.
         manifest: Where its manifest is.
         done: `sealed`, `renewed`, or `proven`: it had a manifest that fits, and nothing was written.
         files: How many files the manifest names.
@@ -54,9 +51,6 @@ class SealedCheckpoint:
         changed: Files that aren't what an earlier manifest said, or that it didn't name.
     """
 
-    path: Path
-    container: str
-    step: int | None
     manifest: Path
     done: Literal["sealed", "renewed", "proven"]
     files: int
@@ -65,32 +59,12 @@ class SealedCheckpoint:
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""
-        return {
-            **vars(self),
-            "path": str(self.path),
-            "manifest": str(self.manifest),
-            "changed": list(self.changed),
-        }
+        return {**vars(self), **super().to_json(), "changed": list(self.changed)}
 
 
 @dataclass(frozen=True, repr=False)
-class SealReport:
-    """What was done for the checkpoints at a path.
-
-    Attributes:
-        path: The path.
-        checkpoints: Each of them, the oldest step first.
-    """
-
-    path: Path
-    checkpoints: tuple[SealedCheckpoint, ...]
-
-    def __repr__(self) -> str:
-        return printable(f"<SealReport {self.path}: {len(self.checkpoints)} checkpoints>")
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
-        return {"path": str(self.path), "checkpoints": [one.to_json() for one in self.checkpoints]}
+class SealReport(PathReport[SealedCheckpoint]):
+    """What was done for the checkpoints at a path."""
 
 
 def seal(
