@@ -66,7 +66,10 @@ __all__ = [  # noqa: RUF022 (the verbs first)
 
 
 class _Unsaid(TypedDict, total=False):
-    """What a user says of a checkpoint beside its files, and how far these are trusted: `open` explains each."""
+    """What a user says of a checkpoint beside its files, and how far these are trusted: `open` explains each.
+
+    The fields of `conversion.contracts.Hints`, as a caller of Python gives them.
+    """
 
     hparams: Mapping[str, Any] | None
     variant: str | None
@@ -86,16 +89,7 @@ def open(
     container: str | None = None,
     layout: str | None = None,
     step: int | None = None,
-    hparams: Mapping[str, Any] | None = None,
-    variant: str | None = None,
-    param_names: Sequence[str] | None = None,
-    names_from: Literal["config"] | None = None,
-    schedule: str | None = None,
-    model_key: str | None = None,
-    optimizer_key: str | None = None,
-    accept_damaged: bool = False,
-    follow_links: bool = False,
-    budget: int | None = None,
+    **hints: Unpack[_Unsaid],
 ) -> OpenState:
     """Opens a checkpoint and decodes it to its canonical state; reads headers and scalars only.
 
@@ -104,21 +98,16 @@ def open(
         container: How its arrays lie in files; found by its content if None.
         layout: What its names mean; found by the names if None.
         step: Which step of a run's folder; the newest if None.
-        hparams: Hyperparameters that the checkpoint doesn't say, in the original's own names.
-        variant: Which variant of the optimizer ran, where the files can't tell.
-        param_names: Names in the order of the optimizer's parameters, where it only numbers them.
-        names_from: `config`: take that order from the architecture that config.json beside a Trainer's weights names,
-            built without weights; it needs statekit[hf].
-        schedule: The call that makes the run's learning rate, where its files don't say it, as the program has it:
-            `optax.cosine_decay_schedule(1e-3, 10000)`. Nothing of it is run.
-        model_key: Where the model's weights lie in a PyTorch file, keys joined by `/`, if several may be meant.
-        optimizer_key: Where the optimizer's state lies in it.
-        accept_damaged: Whether to go on with a checkpoint that its manifest contradicts; `checkpoint.findings` say what
-            does.
-        follow_links: Whether to read what links out of the checkpoint lead to. Those within one repository of Hugging
-            Face's cache are followed anyway.
-        budget: Bytes that may be held of headers, pickles and trees, and work in proportion; 512 MiB if None. Values of
-            tensors stream and need none of it.
+        **hints: What the files don't say, and how far they are trusted; `inspect`, `plan` and `convert` take it too:
+            hparams: Hyperparameters, in the original's own names.
+            variant: Which variant of the optimizer ran.
+            param_names: Names in the order of the optimizer's parameters, where it only numbers them.
+            names_from: `config`: that order as the architecture in config.json beside a Trainer's weights has it.
+            schedule: The call that makes the learning rate: `optax.cosine_decay_schedule(1e-3, 10000)`. It isn't run.
+            model_key, optimizer_key: Where both lie in a PyTorch file, keys joined by `/`.
+            accept_damaged: Whether to go on with what its manifest contradicts; `checkpoint.findings` say what that is.
+            follow_links: Whether to read what links out of the checkpoint lead to.
+            budget: Bytes for headers, pickles and trees, and work in proportion; 512 MiB if None. Values stream.
 
     Returns:
         The opened state: `params`, `slots`, `groups`, `counts`, `hyperparameters`, and `tensors` by name.
@@ -141,19 +130,7 @@ def open(
     """
     from statekit.conversion.open_state import open_state
 
-    hints = _hints(
-        hparams=hparams,
-        variant=variant,
-        param_names=param_names,
-        names_from=names_from,
-        schedule=schedule,
-        model_key=model_key,
-        optimizer_key=optimizer_key,
-        accept_damaged=accept_damaged,
-        follow_links=follow_links,
-        budget=budget,
-    )
-    return open_state(_local(path), container=container, layout=layout, step=step, hints=hints)
+    return open_state(_local(path), container=container, layout=layout, step=step, hints=_hints(hints))
 
 
 def inspect(  # noqa: D417 - three of `open` are named in one line
@@ -173,12 +150,11 @@ def inspect(  # noqa: D417 - three of `open` are named in one line
         container, layout, step: As in `open`.
         filter: Glob for parameter paths and names of other tensors; `*` also matches `/`.
         stats: Whether to read all values and add norm, rms, min, max, zeros, NaN and Inf.
-        **hints: What the files don't say, from `hparams` to `budget`, as in `open`.
+        **hints: As in `open`.
 
     Raises:
         NotFoundError: Nothing is there, no such step, or nothing matches the filter.
-        FormatError: The bytes can't be trusted.
-        UsageError: No container, layout, variant or hyperparameter of that name.
+        FormatError, UsageError: As of `open`.
 
     Example:
         >>> import statekit
@@ -189,7 +165,7 @@ def inspect(  # noqa: D417 - three of `open` are named in one line
     from statekit.conversion.inspection import Request
     from statekit.conversion.inspection import inspect as inspected
 
-    return inspected(_local(path), Request(container, layout, step, _hints(**hints), filter, stats))
+    return inspected(_local(path), Request(container, layout, step, _hints(hints), filter, stats))
 
 
 def plan(
@@ -220,11 +196,10 @@ def plan(
         step_offset: `keep`; `reset`, so that the second-moment decay starts anew; or the step where it starts.
         require: The least exactness allowed.
         like: A file that Keras saved of the same model, trained or not: the target's parameters lie as in it.
-        map: From the source's model to that of another codebase, e.g. `t5x-t5:hf-t5`: names and axes of the parameters,
-            and every slot with them.
+        map: Gives parameters, and their slots, the names and axes of another codebase's model, e.g. `t5x-t5:hf-t5`.
         config: What the map needs to know of the model and no checkpoint says, e.g. `{"num_heads": 12}`.
         rename: Regular expression -> replacement, as `re.sub` takes them, for the names of parameters; before the map.
-        **hints: What the files don't say, from `hparams` to `budget`, as in `open`.
+        **hints: As in `open`.
 
     Raises:
         InexactError: The conversion would be less exact than required.
@@ -248,7 +223,7 @@ def plan(
         to=to,
         layout=layout,
         step=step,
-        hints=_hints(**hints),
+        hints=_hints(hints),
         step_offset=step_offset,
         require=Exactness[require.upper()],
         like=None if like is None else _local(like),
@@ -270,8 +245,7 @@ def convert(
     Args:
         source: A checkpoint, or a run's folder; or a plan, which says the target and all else.
         target: Where the result shall be.
-        replace: Whether an existing target may be replaced that statekit wrote; it stays until the new one is proven
-            and synced.
+        replace: Whether a target that statekit wrote may be replaced; it stays until the new one is proven and synced.
         replace_foreign: Whether any other file or folder may be replaced, too.
         on_progress: Told about every block.
         **options: Those of `plan`.
@@ -352,34 +326,13 @@ def _local(path: _Path) -> Any:
     return Path(path)
 
 
-def _hints(
-    *,
-    hparams: Mapping[str, Any] | None = None,
-    variant: str | None = None,
-    param_names: Sequence[str] | None = None,
-    names_from: Literal["config"] | None = None,
-    schedule: str | None = None,
-    model_key: str | None = None,
-    optimizer_key: str | None = None,
-    accept_damaged: bool = False,
-    follow_links: bool = False,
-    budget: int | None = None,
-) -> Hints:
+def _hints(said: _Unsaid) -> Hints:
     from statekit.conversion.contracts import Hints
     from statekit.state.schedules.call_text import parse_call
 
-    return Hints.given(
-        hparams,
-        variant,
-        param_names,
-        model_key=model_key,
-        optimizer_key=optimizer_key,
-        names_from=names_from,
-        schedule=None if schedule is None else parse_call(schedule),
-        accept_damaged=accept_damaged,
-        follow_links=follow_links,
-        budget=budget,
-    )
+    call = said.get("schedule")
+    fields: dict[str, Any] = {**said, "schedule": None if call is None else parse_call(call)}
+    return Hints.given(**fields)
 
 
 def __getattr__(name: str) -> Any:
@@ -394,4 +347,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     # The types are reached by name; listed here, help(statekit) would be a page for each of them.
-    return ["__all__", "__doc__", "__file__", "__name__", "__path__", "__version__", *_VERBS]
+    return ["__doc__", "__file__", "__name__", "__path__", "__version__", *_VERBS]

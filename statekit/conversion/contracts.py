@@ -69,35 +69,22 @@ class Hints:
         hparams: Mapping[str, Any] | None = None,
         variant: str | None = None,
         param_names: Sequence[str] | None = None,
-        *,
-        model: Mapping[str, Tensor] | None = None,
-        model_key: str | None = None,
-        optimizer_key: str | None = None,
-        names_from: str | None = None,
-        schedule: Mapping[str, Any] | None = None,
-        accept_damaged: bool = False,
-        follow_links: bool = False,
-        budget: int | None = None,
+        **others: Any,
     ) -> Hints:
         """Returns hints as a caller gives them: any sequence of names, and None for what isn't said.
+
+        Args:
+            hparams: `hyperparameters`.
+            variant: As the field.
+            param_names: `param_names`.
+            **others: The other fields by name.
 
         Example:
             >>> Hints.given(None, "hf", ["w", "b"]).param_names
             ('w', 'b')
         """
-        return cls(
-            dict(hparams or {}),
-            variant,
-            None if param_names is None else tuple(param_names),
-            model,
-            model_key,
-            optimizer_key,
-            names_from,
-            schedule,
-            accept_damaged,
-            follow_links,
-            budget,
-        )
+        names = None if param_names is None else tuple(param_names)
+        return cls(dict(hparams or {}), variant, names, **others)
 
     def job_budget(self) -> Budget:
         """Returns a new budget for the job that these hints are for."""
