@@ -688,8 +688,10 @@ def _zarr_shard(folder: Path) -> Path:
     path = zarr_of(folder, (count,), (count,), None)
     array = path / "default" / "params.w"
     little = {"name": "bytes", "configuration": {"endian": "little"}}
-    own = {"chunk_shape": [1], "codecs": [little], "index_codecs": [little]}
-    header = zarr_header((count,), (count,), [{"name": "sharding_indexed", "configuration": own}], "uint8")
+    sharding = {"chunk_shape": [1], "codecs": [little], "index_codecs": [little]}
+    header = zarr_header(
+        (count,), (count,), [{"name": "sharding_indexed", "configuration": sharding}], "uint8"
+    )
     (array / "zarr.json").write_text(json.dumps(header))
     (array / "c").mkdir()
     (array / "c" / "0").write_bytes(b"\0" + struct.pack("<QQ", 0, 1) * count)

@@ -98,9 +98,9 @@ def test_a_chunk_of_another_size_or_with_a_fault_is_damage(
         opened.close()
 
 
-@pytest.mark.parametrize(("held", "decoded"), [(2**26, 6), (2**23, 96)])
+@pytest.mark.parametrize(("allowed", "decoded"), [(2**26, 6), (2**23, 96)])
 def test_streaming_decodes_a_chunk_once_while_the_budget_has_room_for_a_row_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: int, decoded: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int, decoded: int
 ) -> None:
     values = np.random.default_rng(0).integers(0, 9, (512, 3 * 2**12), np.int32)
     with h5py.File(tmp_path / "a.h5", "w") as file:
@@ -114,7 +114,7 @@ def test_streaming_decodes_a_chunk_once_while_the_budget_has_room_for_a_row_of_t
         return inflated(*arguments)
 
     monkeypatch.setattr(hdf5_chunks, "_inflated", counted)
-    with Files(Budget(Limits(held))) as files:
+    with Files(Budget(Limits(allowed))) as files:
         opened = open_hdf5(files.source(tmp_path / "a.h5"), "a.h5")
         blocks = list(chunks(opened.tree["a"], 16 * values.nbytes // 512))
         assert np.array_equal(np.concatenate(blocks), values)
