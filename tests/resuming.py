@@ -60,7 +60,6 @@ TORCH += [
     f"{target}/{model}"
     for target in ("torch/torch-optim", *(one for one in _TORCH_TARGETS if one.endswith("/statekit-torch")))
     for model in _PAIRS
-    if not (target.startswith("hf-trainer") and "schedule" in model)
 ]
 TORCH += [f"torch/torch-optim/lightning: {model}" for model in _PAIRS]
 _JAX_TARGETS = ("orbax/optax", "flax/optax", "orbax/statekit-jax", "flax/statekit-jax")

@@ -151,7 +151,7 @@ class TrainerRun(PretrainedRun):
                 RATE  # Trainer's schedule multiplies it, which an optimizer with its own rate ignores
             )
         args = self.arguments(folder, 3 * UPDATES)
-        scheduler = self.scope.pop("scheduler", None) if self.setting.schedule == "LinearLR" else None
+        scheduler = self.scope.pop("scheduler", None) if self.setting.schedule != "LambdaLR" else None
         self.scope["trainer"] = transformers.Trainer(
             self.scope["model"], args, train_dataset=self.scope["dataset"],
             optimizers=(self.scope["optimizer"], scheduler),

@@ -162,6 +162,19 @@ NO_HINTS = Hints()
 
 
 @dataclass(frozen=True)
+class Paced:
+    """Where a run's schedule stands.
+
+    Attributes:
+        at: What it is asked for the next update: the updates done, as it counts them.
+        rates: The rate that it gives each group then; None where it doesn't tell.
+    """
+
+    at: int
+    rates: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
 class Encoded:
     """A state in native form.
 
@@ -179,6 +192,7 @@ class Encoded:
         side_by_side: The same state with a record for each of the run's optimizers where `tree` has joined them to one,
             for containers in which a program finds its own again; None if the run has one, or `tree` has them all.
         assumptions: What was made up because the target can't do without it, one sentence each.
+        paced: Where the run's schedule stands, and the rate of each group's next update, as far as it tells.
     """
 
     tree: Tree
@@ -190,6 +204,7 @@ class Encoded:
     by_name: Encoded | None = None
     side_by_side: Encoded | None = None
     assumptions: tuple[str, ...] = ()
+    paced: Paced | None = None
 
 
 class Container(Protocol):

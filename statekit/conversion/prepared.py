@@ -23,6 +23,7 @@ from statekit.conversion.contracts import (
     KeepsMasters,
     Layout,
     LikeModel,
+    Paced,
 )
 from statekit.conversion.open_state import OpenState, open_state
 from statekit.conversion.plan import Plan, Request, Side, build_plan
@@ -33,6 +34,7 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import files_of, proven
 from statekit.files.stage import TargetKind
 from statekit.maps.links import carried_through
+from statekit.state.run import Schedule, run_of
 from statekit.state.stored_params import MASTER, as_params, check_known, decoded
 from statekit.state.train_state import StepOffset, TrainState
 
@@ -129,6 +131,8 @@ def prepare(request: Request) -> Plan:
         if request.like is not None:
             state = _like(layout, state, request.like)
         encoded, state = _encoded(layout, state)
+        if schedules := run_of(state.extra).schedules:
+            encoded = replace(encoded, paced=_paced(schedules, state))
         if isinstance(container, Fitting):
             encoded = container.fitted(encoded)
         options = {
@@ -235,6 +239,15 @@ def _like(layout: Layout, state: TrainState, path: Path) -> TrainState:
     container, _ = registry.detect_container(path)
     with registry.opened(container, path, None, NO_HINTS) as model:
         return layout.like(state, model)
+
+
+def _paced(schedules: Sequence[Schedule], state: TrainState) -> Paced:
+    from statekit.conversion.resume_rates import RatesOf
+
+    rates_of = RatesOf(schedules, state.to_json())
+    told = map(rates_of.of, range(len(state.optimizer.groups)))
+    at = state.counts.schedule
+    return Paced(at, tuple(None if isinstance(one, str) else one.rate(at) for one in told))
 
 
 def _encoded(layout: Layout, state: TrainState) -> tuple[Encoded, TrainState]:

@@ -270,11 +270,11 @@ def _values(place: Place, entry: Mapping[str, Any], state: State) -> dict[str, s
         if schedule.jax
         else _missing_arguments(state, _RATE),
         "scheduler_keys": schedule.place and _subscripts(schedule.place),
-        **_model_lines(place, path, paths, rates == {"None"}),
+        **_model_lines(place, path, paths, rates == {"None"} and schedule.torch is None),
         "scheduled": "" if call else None,
         "unscheduled": None if call else "",
         "own_rate": "" if any(group["hyperparameters"].get("relative_step") for group in groups) else None,
-        "own_scheduler": "None" if schedule.is_own else call,
+        **_trainers(place, schedule),
         "optimizer": "\n".join(_construction(place, state, schedule.optax)),
         "not_arguments": f"not an argument of {constructor}: {', '.join(others)}" if others else None,
         "groups": "groups" if converted else _groups(groups),
@@ -331,6 +331,23 @@ def _model_lines(place: Place, step: Path, paths: Iterable[str], no_rate: bool) 
         "pretrained": "",
         "trainers_rate": "" if no_rate else None,
     }
+
+
+def _trainers(place: Place, schedule: ScheduleLines) -> dict[str, str | None]:
+    """Returns what may stand in a line about the schedule that Transformers' Trainer goes on by."""
+    states = [part.value for part in place.run.parts if part.place.endswith("/trainer_state")]
+    by_trainer = any(isinstance(one, Mapping) and one.get("train_batch_size") != 0 for one in states)
+    if schedule.is_lambda and by_trainer:  # whose arguments make it again; 0 is what a conversion writes
+        return {"trainer_schedule": None if schedule.torch else schedule.comment, "own_scheduler": "None"}
+    if schedule.call:
+        imports = "import math\nimport torch" if MATH in schedule.call else "import torch"
+        return {"trainer_schedule": imports, "own_scheduler": schedule.call}
+    if schedule.torch:
+        return {"trainer_schedule": schedule.torch, "own_scheduler": "scheduler"}
+    said = (
+        schedule.comment or "# nothing tells the run's schedule: args makes the rates after the next update's"
+    )
+    return {"trainer_schedule": said, "own_scheduler": "None"}
 
 
 def _megatron_schedule(place: Place, state: State) -> str | None:

@@ -17,7 +17,9 @@ from statekit.conversion.rate_code import JAX_NUMPY, MATH, optax_code, python_co
 from statekit.state.options import stored_rate
 from statekit.state.rates import Rates, Told, piece
 from statekit.state.run import KERAS_SCHEDULE, Schedule
+from statekit.state.schedules.function import says
 from statekit.state.schedules.icefall import FUNCTIONS, SETTINGS
+from statekit.state.schedules.pytorch import STATES, torch_kind
 
 _TORCH = "extra/torch/"
 """Where the canonical names of what lay beside model and optimizer in a torch file begin."""
@@ -32,7 +34,7 @@ class ScheduleLines:
     Attributes:
         call: The call that makes the schedule of a state of PyTorch, for an `optimizer`.
         place: Where its record lies in the file, keys joined by `/`.
-        is_own: Whether it may be one that Transformers' Trainer makes of its arguments.
+        is_lambda: Whether its class may be the one of which Transformers' Trainer makes all of its own.
         comment: Why the lines beside it don't make the schedule.
         torch: Lines that make it of an `optimizer` of PyTorch.
         torch_each: Lines that make those of several `optimizers`.
@@ -48,7 +50,7 @@ class ScheduleLines:
 
     call: str | None = None
     place: str | None = None
-    is_own: bool = True
+    is_lambda: bool = False
     comment: str | None = None
     torch: str | None = None
     torch_each: str | None = None
@@ -83,7 +85,7 @@ def schedule_lines(
     return ScheduleLines(
         call,
         None if of_torch is None else of_torch.place.removeprefix(_TORCH),
-        of_torch is None or of_torch.kind in (None, "LambdaLR"),
+        of_torch is not None and of_torch.kind in (None, "LambdaLR"),
         rates_of.comment(),
         rates_of.torch_lines(),
         rates_of.lines_of_each(sides),
@@ -284,15 +286,32 @@ def _call(schedule: Schedule, arguments: Mapping[str, Sequence[str]], optimizer:
     `...` stands for the arguments of classes that aren't among those whose state holds them; a LambdaLR's function is
     in no state, and called `lr_lambda`.
     """
-    if schedule.kind is None:
+    return _made(schedule.kind, schedule.parameters, arguments, optimizer)
+
+
+def _made(
+    kind: str | None, state: Mapping[str, Any], arguments: Mapping[str, Sequence[str]], optimizer: str
+) -> str:
+    parts = state.get("_schedulers")
+    if kind is None:
         return "..."
-    if schedule.kind == "LambdaLR":
+    if kind == "LambdaLR":
         said = "lr_lambda"
-    elif schedule.kind in arguments and set(arguments[schedule.kind]) <= schedule.parameters.keys():
-        said = ", ".join(f"{name}={schedule.parameters[name]!r}" for name in arguments[schedule.kind])
+    elif kind in arguments and set(arguments[kind]) <= state.keys():
+        said = ", ".join(f"{name}={state[name]!r}" for name in arguments[kind])
+    elif kind == "SequentialLR" and isinstance(parts, (list, tuple)) and all(map(_is_record, parts)):
+        each = ", ".join(_made(torch_kind(part), part, arguments, optimizer) for part in parts)
+        said = f"[{each}], milestones={state.get('_milestones')!r}"
+    elif kind == "MultiStepLR" and says(state, STATES[kind]):
+        each_at = [at for at, times in state["milestones"].items() for _ in range(times)]
+        said = f"milestones={each_at!r}, gamma={state['gamma']!r}"
     else:
         said = "..."
-    return f"torch.optim.lr_scheduler.{schedule.kind}({optimizer}, {said})"
+    return f"torch.optim.lr_scheduler.{kind}({optimizer}, {said})"
+
+
+def _is_record(part: Any) -> bool:
+    return isinstance(part, Mapping)
 
 
 def _calls_of_each(

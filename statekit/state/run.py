@@ -7,6 +7,7 @@ schedule is its kind, its parameters and where it stands.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -42,6 +43,7 @@ class Schedule:
         rates: What it does to each group, as a function of the updates done, or why there is no such form; one entry
             where it does the same to all.
         groups: Numbers of the groups that it moves, in the order of `rates`; none if these are all.
+        last: The rates that it gave last, as its state has them.
     """
 
     kind: str | None
@@ -50,6 +52,20 @@ class Schedule:
     place: str
     rates: tuple[Told, ...] = ()
     groups: tuple[int, ...] = ()
+    last: tuple[Any, ...] = ()
+
+    def following(self, rates: Sequence[Told]) -> Schedule:
+        """Returns it with what it does to each group; where its last rate is another, that is said instead."""
+        last = self.last if len(self.last) == len(rates) else (None,) * len(rates)
+        return replace(self, rates=tuple(map(self._agreeing, rates, last)))
+
+    def _agreeing(self, rates: Told, last: Any) -> Told:
+        if isinstance(rates, str) or self.at is None or type(last) not in (int, float):
+            return rates
+        due = rates.rate(self.at)
+        if math.isclose(due, last, rel_tol=1e-6, abs_tol=1e-12):
+            return rates
+        return f"its rate after {self.at} updates is {last!r}, and not {due!r}, as what is said of it makes"
 
     @property
     def bases(self) -> tuple[Any, ...]:
@@ -216,6 +232,8 @@ def run_of(extra: Mapping[str, Tree]) -> RunState:
         elif (what := _what(name)) is not None:
             parts.append(RunPart(what, name, _value(node, what)))
     ties = extra.get(TIES)
+    # A LambdaLR without its bases isn't one that was saved: folders of Trainer need it to say where a run stands.
+    schedules = [one for one in schedules if one.bases or one.kind != "LambdaLR"]
     schedules = _with_call(_with_groups(schedules, around.bases) or counts[:1], around)
     return RunState(
         tuple(schedules),
@@ -299,8 +317,8 @@ def _with_call(schedules: list[Schedule], around: _Around) -> list[Schedule]:
     (one,) = schedules
     each = one.bases or (around.bases if around.bases and None not in around.bases else (None,))
     said = {**one.parameters, **(arguments if isinstance(arguments, Mapping) else {})}
-    rates = tuple(called_rates(around.call, base) for base in each)
-    return [replace(one, kind=one.kind or str(name), parameters=said, rates=rates)]
+    told = one.following([called_rates(around.call, base) for base in each])
+    return [replace(told, kind=one.kind or str(name), parameters=said)]
 
 
 def _nodes(tree: Tree, path: Path) -> Iterator[tuple[Path, Tree]]:
@@ -344,10 +362,10 @@ def _schedule(node: Tree, name: str, around: _Around = _Around()) -> Schedule | 
     torch_class = torch_kind(node)
     at = next((node[key] for key in ("last_epoch", "batch") if type(node.get(key)) is int), None)
     given = {key: value for key, value in node.items() if key not in _PLACE_IN_TIME}
-    made = Schedule(torch_class, given, at, name)
-    return replace(
-        made, rates=tuple(torch_rates(torch_class, node, base, around.arguments) for base in made.bases)
-    )
+    last = node.get("_last_lr")
+    made = Schedule(torch_class, given, at, name, last=tuple(last) if isinstance(last, (list, tuple)) else ())
+    rates = [torch_rates(torch_class, node, base, around.arguments) for base in made.bases]
+    return made.following(rates) if torch_class == "LambdaLR" else replace(made, rates=tuple(rates))
 
 
 def _is_scheduler(node: Mapping[Any, Any], name: str) -> bool:

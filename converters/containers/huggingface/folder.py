@@ -286,6 +286,22 @@ def _uncarried(path: Path, files: Files) -> str:
     return ""
 
 
+def _paced(encoded: Encoded) -> Encoded:
+    """Returns a state in whose groups the learning rate is the next update's, where another's schedule says it."""
+    place = ("optimizer", "param_groups")
+    groups = at(encoded.tree, place)
+    rates = encoded.paced.rates if encoded.paced and "scheduler" not in encoded.tree else ()
+    if not isinstance(groups, list) or len(groups) != len(rates):
+        return encoded
+    each = list(zip(groups, rates, strict=True))
+    paced = [group if rate is None else {**group, "lr": rate} for group, rate in each]
+    changed = [str(rate) for group, rate in each if rate is not None and group.get("lr") != rate]
+    if not changed:
+        return encoded
+    said = f"The learning rate in optimizer.pt is the next update's, by the run's schedule: {', '.join(changed)}."
+    return replace(encoded, tree=put(encoded.tree, place, paced), assumptions=(*encoded.assumptions, said))
+
+
 _SCHEDULERS: tuple[Keys, ...] = (
     ("scheduler",),
     ("lr_scheduler",),
@@ -364,6 +380,7 @@ class HuggingFaceFolder:
         shard_bytes: Bytes of tensors in a file of the model at most; None where the library reads a single file only.
         step_folder: The name of a step's folder, with `{step}`; "" where folders have no such names.
         companions: Pattern of a file's name that the library always writes beside a model -> what is lost without it.
+        paced: Whether the library's next update takes the learning rate that the optimizer's file has.
     """
 
     name: str
@@ -376,6 +393,7 @@ class HuggingFaceFolder:
     shard_bytes: int | None = SHARD_BYTES
     step_folder: str = ""
     companions: Mapping[str, str] = field(default_factory=dict)
+    paced: bool = False
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = "folder"
 
@@ -436,6 +454,8 @@ class HuggingFaceFolder:
         encoded = moved_to(encoded, {"model", *self.parts})
         if self.target_kind == "file":
             encoded = _model_alone(encoded)
+        if self.paced:
+            encoded = _paced(encoded)
         carried = encoded.tree.get(FILES) or {}
         made = {
             key: one

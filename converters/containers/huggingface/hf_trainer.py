@@ -59,10 +59,10 @@ def _for_trainer(encoded: Encoded) -> Mapping[str, Made]:
     faults.check(
         UsageError,
         "Trainer's next update reads its learning rate from optimizer.pt, and the source doesn't say it",
-        remedy="name it: --hparams learning_rate=...; the updates after that go by Trainer's own scheduler",
+        remedy="name it: --hparams learning_rate=..., or the run's schedule: --schedule",
     )
-    lambdas = [None] * len(groups)
-    scheduler = {"last_epoch": encoded.step, "_step_count": encoded.step + 1, "lr_lambdas": lambdas}
+    lambdas, done = [None] * len(groups), encoded.paced.at if encoded.paced else encoded.step
+    scheduler = {"last_epoch": done, "_step_count": done + 1, "lr_lambdas": lambdas}
     rates = [group["lr"] for group in groups]
     if rates and all(isinstance(rate, (int, float)) for rate in rates):
         scheduler["_last_lr"] = rates  # what Trainer logs for its next update
@@ -82,8 +82,8 @@ def _for_trainer(encoded: Encoded) -> Mapping[str, Made]:
     return {
         "scheduler": Made(
             scheduler,
-            f"The source has no scheduler of PyTorch: scheduler.pt says that {encoded.step} updates are done,"
-            f" and Trainer's arguments make the rate after the next update."
+            f"The source has no scheduler of PyTorch: scheduler.pt says that {done} updates are done;"
+            " Trainer's arguments, or a scheduler that it is given, make the rate after the next update."
             + (_OWN_RATE if None in rates else ""),
         ),
         "trainer_state": Made(
@@ -106,4 +106,5 @@ CONTAINER = HuggingFaceFolder(
         "optimizer.*": "Trainer begins with an optimizer of its own",
         "scheduler.*": "Trainer begins with an optimizer and a schedule of its own",
     },
+    paced=True,
 )

@@ -68,7 +68,7 @@ def torch_rates(
     make = _TORCH.get(kind or "")
     if make is None:
         return f"{kind or 'a schedule of an unknown class'} isn't a function of the updates done that others have"
-    if not says(state, _STATES[str(kind)]):
+    if not says(state, STATES[str(kind)]):
         return f"the state of {kind} doesn't say all of its arguments"
     return Rates(tuple(make(state, base)))
 
@@ -99,7 +99,7 @@ _TORCH: Mapping[str, Callable[[Mapping[str, Any], float], list[Piece]]] = {
 
 
 _Count: TypeAlias = Annotated[int, Limit("a small number", lambda n: 0 <= n < 1000)]
-_STATES: Mapping[str, Mapping[str, Any]] = {
+STATES: Mapping[str, Mapping[str, Any]] = {
     "ConstantLR": {"factor": Finite, "total_iters": Natural},
     "LinearLR": {"start_factor": Finite, "end_factor": Finite, "total_iters": Natural},
     "PolynomialLR": {"power": Finite, "total_iters": Natural},
