@@ -147,6 +147,10 @@ SOURCES: dict[str, Callable[[Path], Case]] = {
 }
 
 
+SAMPLE = ("torch, told", "optax, told", "keras")
+"""Those that aren't left to the long run."""
+
+
 def driven(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     """Runs trainer_schedule_driving.py, and returns what it found."""
     (folder / "case.json").write_text(json.dumps(case))
@@ -161,7 +165,9 @@ def driven(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.tensorflow
 @pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # SequentialLR's own use of it
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras on NumPy 2
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    "source", [pytest.param(one, marks=() if one in SAMPLE else pytest.mark.slow) for one in SOURCES]
+)
 def test_trainer_goes_on_at_the_runs_rates(source: str, tmp_path: Path) -> None:
     """They were those of Trainer's arguments, linear to 0 unless these say otherwise, and nothing said so."""
     case, due = SOURCES[source](tmp_path)
