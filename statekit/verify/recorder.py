@@ -167,10 +167,12 @@ class Recorder:
 
 def _usual(hyperparameters: Mapping[str, Any]) -> Execution:
     """Returns how the original that a recording names usually runs; compiled if it doesn't name a variant."""
-    if "schema" not in hyperparameters or "variant" not in hyperparameters:
+    said = [{**hyperparameters, **group} for group in hyperparameters.get("groups", [{}])]
+    if not all({"schema", "variant"} <= one.keys() for one in said):
         return "compiled"
-    constants = variant_constants(str(hyperparameters["schema"]), str(hyperparameters["variant"]))
-    return USUAL.get(constants.get("compute_dtype", ""), "compiled")
+    constants = (variant_constants(str(one["schema"]), str(one["variant"])) for one in said)
+    usual = {USUAL.get(one.get("compute_dtype", ""), "compiled") for one in constants}
+    return usual.pop() if len(usual) == 1 else "compiled"
 
 
 def write_trajectory(path: Path, states: Iterator[TrainState], recording: Recording) -> TrainState:

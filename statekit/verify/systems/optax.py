@@ -104,7 +104,9 @@ class Optax:
                 "A recorded state lies between two updates, of whose gradients it has only some.", place=begun
             )
         checkpoint = Checkpoint("orbax", Path(f"step {step}"), _tree(tensors), step=step)
-        state = layout("optax").decode(checkpoint, Hints({"optimizer": spec["schema"]}))
+        schemas = {schema for schema, _ in schema_named.kinds_of(spec)}
+        hints = Hints({"optimizer": next(iter(schemas))}) if len(schemas) == 1 else Hints()
+        state = layout("optax").decode(checkpoint, hints)
         if state.counts.updates != step:
             raise StateError(
                 "A recorded state has made another number of updates than its name says.",

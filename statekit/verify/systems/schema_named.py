@@ -2,7 +2,7 @@
 
 A phase's hyperparameters then are, beside the system's own arguments in `groups`:
 
-    schema, variant     which rule ran
+    schema, variant     which rule ran; of several optimizers side by side each group says its own
     groups              [{"params": [path, ...], <argument>: <value>, ...}, ...]
     dimension_names     path -> names of its axes, where some are kept out of factoring by name
     rules               path -> ROW, COLUMN, BATCH or NONE for each axis, where the shape alone doesn't say
@@ -38,17 +38,26 @@ def kind(meta: Mapping[str, Any], kinds: Mapping[str, tuple[str, str]]) -> tuple
 
     Raises:
         NotFoundError: No word of `kinds` is in it.
+        UnknownRuleError: Words of several optimizers are.
     """
-    schema_and_variant = next(
-        (names for word, names in kinds.items() if word in str(meta["optimizer"])), None
+    named = [names for word, names in kinds.items() if word in str(meta["optimizer"])]
+    several = Faults(
+        ("names it, and not what it moves", schema) for schema in dict.fromkeys(s for s, _ in named)
     )
-    if schema_and_variant is None:
+    if len(several) > 1:
+        several.check(
+            UnknownRuleError,
+            "A recording is of several optimizers side by side",
+            place=meta["optimizer"],
+            remedy="say in every group of extra.param_groups which optimizer moves it (docs/recordings.md)",
+        )
+    if not named:
         raise NotFoundError(
             "statekit can't replay this system's optimizer yet.",
             expected=", ".join(kinds),
             found=meta["optimizer"],
         )
-    return schema_and_variant
+    return named[0]
 
 
 def described(
@@ -94,14 +103,72 @@ def aliases(schema: OptimizerSchema, variant: str) -> dict[str, str]:
     return {name: slot.aliases[variant] for name, slot in schema.slots.items() if variant in slot.aliases}
 
 
+def kinds_of(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns whose rule moves each group: its own schema and variant, else those of all.
+
+    Raises:
+        FormatError: Neither says one; lists every such group.
+    """
+    kinds = [
+        tuple(group.get(name, spec.get(name)) for name in ("schema", "variant")) for group in spec["groups"]
+    ]
+    faults = Faults(
+        (f"says neither schema nor variant: {', '.join(group['params'])}", f"groups/{i}")
+        for i, (group, kind) in enumerate(zip(spec["groups"], kinds, strict=True))
+        if None in kind
+    )
+    faults.check(FormatError, "A recording doesn't say which optimizer moves which parameters")
+    return [(str(schema), str(variant)) for schema, variant in kinds]
+
+
+def _parts(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns what a description says of each optimizer, one after the other."""
+    kinds, groups = kinds_of(spec), spec["groups"]
+    each = dict.fromkeys(kinds) or {(spec["schema"], spec["variant"]): None}
+    return [
+        {
+            **spec,
+            "schema": schema,
+            "variant": variant,
+            "groups": [g for g, kind in zip(groups, kinds, strict=True) if kind == (schema, variant)],
+        }
+        for schema, variant in each
+    ]
+
+
 def decode(tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState:
-    """Returns the canonical state of one step.
+    """Returns the canonical state of one step, of several optimizers those of all.
 
     Raises:
         FormatError: A tensor has no place in it, or a parameter is missing.
         StateError: Parameters don't all count the same updates.
     """
     spec = phase.hyperparameters
+    specs = _parts(spec)
+    moved = [{path for group in one["groups"] for path in group["params"]} for one in specs]
+    owners = {path: i for i, paths in enumerate(moved) for path in paths}
+    named: list[dict[str, Tensor]] = [{} for _ in specs]
+    for name, tensor in tensors.items():
+        kind, _, path = name.partition("/")
+        path = path.rpartition("/")[0] if kind == "slot" else path
+        named[owners.get(path, 0)][name] = tensor
+    parts = [_decode(one, step, part) for one, part in zip(named, specs, strict=True)]
+    if len(parts) == 1:
+        return parts[0]
+    carried = [part.extra[other_tensors.CARRIED] for part in parts if other_tensors.CARRIED in part.extra]
+    beside = {name: tensor for one in carried for name, tensor in one["tensors"].items()}
+    return TrainState(
+        {path: param for part in parts for path, param in part.params.items()},
+        {path: slots for part in parts for path, slots in part.slots.items()},
+        _optimizer(spec),
+        Counts(step, step),
+        {path: rule for part in parts for path, rule in part.rules.items()},
+        {other_tensors.CARRIED: {"updates": step, "tensors": beside}} if beside else {},
+    )
+
+
+def _decode(tensors: Mapping[str, Tensor], step: int, spec: Mapping[str, Any]) -> TrainState:
+    """Returns the state of one optimizer."""
     schema, variant = load_schema(spec["schema"]), spec["variant"]
     groups = _groups(spec)
     params = {name[len("param/") :]: t for name, t in tensors.items() if name.startswith("param/")}
@@ -174,7 +241,8 @@ def as_described(state: TrainState, spec: Mapping[str, Any]) -> TrainState:
     """
     groups = _groups(spec)
     faults = Faults(_missing(groups, state.params))
-    faults.check(FormatError, f"A recording doesn't hold a state of {spec['schema']}")
+    schemas = " and ".join(dict.fromkeys(schema for schema, _ in kinds_of(spec)))
+    faults.check(FormatError, f"A recording doesn't hold a state of {schemas}")
     Faults(_contradicted(state, groups)).check(
         StateError, "The tensors of a recording contradict its description"
     )
@@ -182,8 +250,8 @@ def as_described(state: TrainState, spec: Mapping[str, Any]) -> TrainState:
     return replace(
         state,
         params={**params, **state.params},
-        optimizer=Optimizer(spec["schema"], spec["variant"], groups),
-        rules=dict(_rules(params, groups, spec)),
+        optimizer=_optimizer(spec),
+        rules={path: rule for one in _parts(spec) for path, rule in _rules(params, _groups(one), one)},
         assumptions=(),
     )
 
@@ -215,12 +283,18 @@ def _missing(groups: Sequence[Group], params: Mapping[str, Tensor]) -> list[tupl
 
 
 def _groups(spec: Mapping[str, Any]) -> tuple[Group, ...]:
-    schema = load_schema(spec["schema"])
-    return tuple(_group(schema, spec["variant"], group) for group in spec["groups"])
+    each = zip(spec["groups"], kinds_of(spec), strict=True)
+    return tuple(_group(load_schema(schema), variant, group) for group, (schema, variant) in each)
+
+
+def _optimizer(spec: Mapping[str, Any]) -> Optimizer:
+    return Optimizer.of(_groups(spec), kinds_of(spec))
 
 
 BESIDE: Mapping[str, str] = {
     "params": "the group's paths",
+    "schema": "whose rule moves the group",
+    "variant": "whose rule moves the group",
     "param_names": "their names",
     "param_idx2name": "their names",
     "parameters_names": "their names",
@@ -303,7 +377,15 @@ def _base(groups: Sequence[Group]) -> int:
 
 def encode(state: TrainState, phase: Phase) -> dict[str, Tensor]:
     """Returns the tensors of a state under the trajectory's names, without the step."""
-    spec, variant = phase.hyperparameters, str(state.optimizer.variant)
+    specs, named = _parts(phase.hyperparameters), {f"param/{path}": t for path, t in state.params.items()}
+    for part, spec in zip(state.parts(), specs, strict=True):
+        named |= _encode(part, spec)
+    return named
+
+
+def _encode(state: TrainState, spec: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the tensors of the state of one optimizer."""
+    variant = str(state.optimizer.variant)
     named = {f"param/{path}": tensor for path, tensor in state.params.items()}
     if _unborn(state):
         return named

@@ -43,11 +43,11 @@ class TorchOptim:
                 expected="Adafactor on whole parameters",
                 found=by_rank,
             )
-        schema, variant = kind(meta, KINDS)
+        groups = [_of_its_optimizer(group) for group in recorded_groups(folder, meta)]
+        each = all("schema" in group for group in groups)
         spec: dict[str, Any] = {
-            "schema": schema,
-            "variant": variant,
-            "groups": list(recorded_groups(folder, meta)),
+            **({} if each else dict(zip(("schema", "variant"), kind(meta, KINDS), strict=True))),
+            "groups": groups,
             "counts": {"slots": ["step"], "dtype": "float32"},
         }
         config = meta["extra"].get("ds_config")
@@ -100,6 +100,15 @@ def recorded_groups(folder: Path, meta: Mapping[str, Any]) -> Iterator[dict[str,
             yield {**arguments, "params": [path_of[name] for name in names]}
     else:
         yield {**meta["hyperparameters"], "params": list(extra["fqn"])}
+
+
+def _of_its_optimizer(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a group's arguments, with schema and variant where it says which of several optimizers moves it."""
+    if "optimizer" not in group:
+        return dict(group)
+    schema, variant = kind(group, KINDS)
+    rest = {name: value for name, value in group.items() if name != "optimizer"}
+    return {**rest, "schema": schema, "variant": variant}
 
 
 def _stored_groups(folder: Path, meta: Mapping[str, Any]) -> list[dict[str, Any]]:
