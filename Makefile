@@ -11,7 +11,7 @@ export JAX_PLATFORMS := cpu
 .PHONY: help demo test test-all living fuzz soak check format package bench tables clean
 
 help:
-	@echo "make demo      take a checkpoint that T5X wrote and go on in PyTorch"
+	@echo "make demo      take a T5 that T5X trained and go on in Transformers"
 	@echo "make test      run the tests, long sweeps as a sample"
 	@echo "make test-all  run all tests in full"
 	@echo "make living    hold our steps against the living originals, LIVING_CASES drawn runs; goes on where it was stopped, and writes docs/living.md"

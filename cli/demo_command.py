@@ -1,4 +1,7 @@
-"""`statekit demo`: a T5X run goes on in PyTorch, beside what T5X itself did next."""
+"""`statekit demo`: a T5X run goes on in PyTorch, beside what T5X itself did next.
+
+A recording of a whole run goes on in Transformers' T5 (`demo_t5`), one of gradients in a bare optimizer.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ import click
 import numpy as np
 
 from statekit.arrays.backend import Backend, backend
-from statekit.cli import convert_command, inspect_command, output
+from statekit.cli import convert_command, demo_t5, inspect_command, output
 from statekit.cli.arguments import local_file
+from statekit.cli.loss_plot import Curve, Panel, picture
 from statekit.cli.output import Screen, Table
 from statekit.cli.replay_command import BOUND
 from statekit.errors import MissingExtraError, NotFoundError
@@ -57,14 +61,18 @@ Values: TypeAlias = Mapping[str, Mapping[str, Array]]
 def command(bundle: Path | None, out: Path) -> int:
     """Goes on in PyTorch from a checkpoint that T5X wrote.
 
-    Inspects the checkpoint of BUNDLE, a recording of T5X; converts it; resumes it in statekit.torch.Adafactor on the
-    gradients that T5X had; and compares weights and slots after every step with what T5X recorded. Exit code 1 if
-    one element lies outside the bound of float32 arithmetic.
+    Inspects the checkpoint of BUNDLE, a recording of T5X; converts it to Transformers' T5ForConditionalGeneration with
+    its optimizer; trains on the batches that T5X had; and compares losses and weights with T5X's. Exit code 1 if they
+    aren't the same up to rounding. A recording that has gradients instead of batches is resumed in
+    statekit.torch.Adafactor, and every step of every element is compared.
     """
     stdout = output.screen()
-    target = out / "torch-ckpt.pt"
     out.mkdir(parents=True, exist_ok=True)
-    with open_recording(bundle or _default_bundle()) as recording:
+    bundle = bundle or _default_bundle()
+    if demo_t5.Run.fits(bundle):
+        return _as_t5(stdout, demo_t5.Run(bundle), out)
+    target = out / "torch-ckpt.pt"
+    with open_recording(bundle) as recording:
         start = recording.checkpoint_step
         if start is None:
             raise NotFoundError("The recording has no checkpoint.", place=recording.folder)
@@ -81,6 +89,65 @@ def command(bundle: Path | None, out: Path) -> int:
         _show(stdout, recording, list(_differences(recording, run)), judged)
     stdout.say(" ".join(_verdict(judged)), bold=True)
     return 0 if judged.passed else 1
+
+
+def _as_t5(stdout: Screen, run: demo_t5.Run, out: Path) -> int:
+    """Goes on from a recording of a whole T5 in Transformers' model."""
+    folder, first = out / "hf-t5", run.updates[0]
+    hparams = [f"min_dim_size_to_factor={run.meta['hyperparameters']['min_dim_size_to_factor']}"]
+    stdout.say("1. What T5X wrote", bold=True)
+    asked = ["--filter", "*decoder/layers_1/mlp*", *(word for one in hparams for word in ("--hparams", one))]
+    _run(stdout, inspect_command.command, [str(run.checkpoint), *asked])
+    stdout.title("2. As Transformers' T5ForConditionalGeneration, with its optimizer")
+    words = ["--map", demo_t5.MAP, "--config", "num_heads=4", "--to", "hf-trainer", *asked[2:], "--replace"]
+    _run(stdout, convert_command.command, [str(run.checkpoint), str(folder), *words])
+    ways = dict(demo_t5.go_on(run, folder))
+    stdout.title(f"3. Updates {first} to {run.updates[-1]} in PyTorch")
+    stdout.say()
+    apart = {name: demo_t5.errors(run, one) for name, one in ways.items()}
+    grid = Table(("update", "T5X's loss", *ways), right=("update", "T5X's loss", *ways))
+    for update in run.updates:
+        grid.add_row(
+            str(update),
+            f"{run.losses['loss_float64'][update - 1]:.4f}",
+            *(f"{one.losses[update]:.4f} ({apart[name][update]:.0e})" for name, one in ways.items()),
+        )
+    stdout.show(grid)
+    stdout.say()
+    plot = out / "losses.svg"
+    plot.write_text(t5_picture(run, ways), encoding="utf-8")
+    stdout.say(f"In parentheses: how far from T5X's loss, relatively. The curves are in {plot}.")
+    loss, weights = max(apart[demo_t5.GOES_ON].values()), ways[demo_t5.GOES_ON].weights
+    passed = loss <= demo_t5.WITHIN_LOSS and weights <= demo_t5.WITHIN_WEIGHTS
+    verdict = "PyTorch goes on as T5X did." if passed else "PyTorch does NOT go on as T5X did."
+    stdout.say(
+        f"Losses differ by {loss:.0e} at most, weights by {weights:.0e} of their movement: {verdict}",
+        bold=True,
+    )
+    return 0 if passed else 1
+
+
+def t5_picture(run: demo_t5.Run, ways: Mapping[str, demo_t5.Continued]) -> str:
+    """Returns the losses of a run as SVG: T5X's and PyTorch's per token, and how far each way is from T5X's."""
+    tokens, losses = run.losses["weight_sum"], run.losses["loss_float64"]
+    colors = dict(zip(ways, ("#0969da", "#bc4c00", "#8250df"), strict=True))
+    each = {n: float(loss / weight) for n, (loss, weight) in enumerate(zip(losses, tokens, strict=True), 1)}
+    ours = {n: loss / float(tokens[n - 1]) for n, loss in ways[demo_t5.GOES_ON].losses.items()}
+    panels = (
+        Panel(
+            "loss per token",
+            (
+                Curve("T5X", each, "#8c959f"),
+                Curve("PyTorch", ours, colors[demo_t5.GOES_ON], True),
+            ),
+        ),
+        Panel(
+            "difference from T5X's loss, relative",
+            [Curve(name, demo_t5.errors(run, one), colors[name]) for name, one in ways.items()],
+            powers=True,
+        ),
+    )
+    return picture(panels, run.updates[0] - 1, "converted")
 
 
 def _default_bundle() -> Path:

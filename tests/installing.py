@@ -24,7 +24,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
-RECORDING = ROOT / "tests" / "golden" / "t5x" / "momentum_f32"
+RECORDING = ROOT / "tests" / "golden" / "t5x_train" / "t5_11_unscanned"
 SOURCES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md")
 FOLDERS = ("statekit", "converters", "schemas", "cli", "docs")
 
@@ -162,7 +162,7 @@ def _closure(
 
 
 def trial(python: Path, extra: str, work: Path) -> None:
-    """Inspects, converts, and uses what the extra is for; with PyTorch, goes through the demo.
+    """Inspects, converts, and uses what the extra is for; with Transformers, goes through the demo.
 
     Raises:
         AssertionError: Says which command failed, with what it printed.
@@ -182,10 +182,10 @@ def trial(python: Path, extra: str, work: Path) -> None:
         assert f"pip install 'statekit[{name}]'" in _run(1, work, python, "-c", f"import statekit.{name}")
     for name in IMPORTS if extra == "all" else [extra] if extra else []:
         _run(0, work, python, "-c", IMPORTS[name])
-    if "torch" in brought:
+    if extra in ("hf", "all"):
         assert "goes on as T5X did" in _run(0, work, statekit, "demo")
     else:
-        assert "pip install 'statekit[torch]'" in _run(3, work, statekit, "demo")
+        assert "pip install 'statekit[hf]'" in _run(3, work, statekit, "demo")
 
 
 def _run(code: int, folder: Path, *command: str | Path) -> str:

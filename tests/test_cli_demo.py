@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from goldens import bundles
+from statekit.cli.loss_plot import Curve, Panel, picture
 from statekit.cli.main import DONE, FAILED, WANTING, main
 from statekit.torch import Adafactor
 
@@ -16,8 +18,9 @@ pytestmark = pytest.mark.torch
 CASES = {path.name: path for path in bundles("t5x")}
 
 
-def demo(tmp_path: Path, case: str) -> int:
-    return main(["demo", str(CASES[case]), "--out", str(tmp_path / "out")])
+def demo(tmp_path: Path, case: str | None) -> int:
+    named = [] if case is None else [str(CASES[case])]
+    return main(["demo", *named, "--out", str(tmp_path / "out")])
 
 
 @pytest.mark.parametrize("case", ["momentum_f32", "finetune_step_offset", "bf16_params", "multi_optimizer"])
@@ -36,18 +39,23 @@ def test_it_can_be_repeated(tmp_path: Path) -> None:
     assert [demo(tmp_path, "small_factor_shapes") for _ in range(2)] == [DONE, DONE]
 
 
+@pytest.mark.parametrize(("bundle", "by"), [(None, 2**-4), ("momentum_f32", 2**-20)])
 def test_an_optimizer_that_steps_otherwise_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bundle: str | None,
+    by: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     step = Adafactor.step
 
     def careless(self: Adafactor) -> None:
         step(self)
         with torch.no_grad():
-            self.param_groups[0]["params"][0].view(-1)[0] *= 1 + 2**-20
+            self.param_groups[0]["params"][0].view(-1)[0] *= 1 + by
 
     monkeypatch.setattr(Adafactor, "step", careless)
-    assert demo(tmp_path, "momentum_f32") == WANTING
+    assert demo(tmp_path, bundle) == WANTING
     assert "PyTorch does NOT go on as T5X did" in capsys.readouterr().out
 
 
@@ -58,3 +66,16 @@ def test_without_recordings_it_says_what_to_do(
     monkeypatch.setattr("statekit.cli.demo_command.BUNDLE", Path("nosuch"))
     assert main(["demo"]) == FAILED
     assert "statekit demo BUNDLE" in capsys.readouterr().err
+
+
+def test_the_curves_are_a_picture_of_every_update(tmp_path: Path) -> None:
+    values = {n: float(n) for n in range(1, 17)}
+    panels = [
+        Panel("a", [Curve("b", values, "red", dots=True)]),
+        Panel("c", [Curve("d", values, "red")], powers=True),
+    ]
+    root = ElementTree.fromstring(picture(panels, 8, "converted"))
+    tags = [one.tag.rpartition("}")[2] for one in root]
+    assert tags.count("circle") == 16 + 1
+    assert tags.count("polyline") == 2
+    assert "converted" in [one.text for one in root]

@@ -16,7 +16,7 @@ from goldens import COMPACT, GOLDEN
 
 ROOT = Path(__file__).parents[1]
 HOMES = {"statekit/converters": "converters", "statekit/schemas": "schemas", "statekit/cli": "cli"}
-RECORDING = "tests/golden/t5x/momentum_f32"
+RECORDING = "tests/golden/t5x_train/t5_11_unscanned"
 LINKS = {**{link: f"../{home}" for link, home in HOMES.items()}, "cli/recording": f"../{RECORDING}"}
 """Links by which tools that resolve by path see the package as it is installed."""
 OTHERS = {
