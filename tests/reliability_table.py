@@ -80,8 +80,9 @@ class Suite:
 SUITES = {
     "flips": Suite(
         "One bit flipped",
-        "Every format that statekit writes, with its manifest, and every format as its own system wrote it, in which "
-        "one bit of one file is flipped; then it is converted. Half of the places are drawn by byte, half by file. "
+        "Every format that statekit writes, with its manifest; every format as its own system wrote it; and so, sealed "
+        "with a manifest: in which one bit of one file is flipped, the manifest's among them; then it is converted. "
+        "Half of the places are drawn by byte, half by file. "
         "`pytest -m slow tests/test_bit_flips.py`; a sample of it in every run.",
     ),
     "mixed": Suite(

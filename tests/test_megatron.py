@@ -22,7 +22,7 @@ from statekit.converters.layouts.megatron.layout import LAYOUT
 from statekit.converters.layouts.megatron.megatron_distributed import LAYOUT as DISTRIBUTED
 from statekit.converters.layouts.megatron.megatron_float16 import LAYOUT as FLOAT16
 from statekit.converters.layouts.pytorch.torch_fqn import LAYOUT as BY_NAME
-from statekit.errors import InexactError, NotFoundError, RefusedError, StateError, UsageError
+from statekit.errors import FormatError, InexactError, NotFoundError, RefusedError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import Counts, TrainState
 from statekit.tensors.tensor import DTYPES, Cast, Filled, in_memory, same_values
@@ -277,6 +277,21 @@ def test_another_generation_is_refused(tmp_path: Path) -> None:
         CONTAINER.open(copy)
     (copy / "metadata.json").write_text("{}")
     assert CONTAINER.detect(copy) is None
+
+
+@pytest.mark.parametrize("damage", [(b'sharded_backend"', b'shazded_backend"'), (b'": 1,', b'": 1(')])
+def test_a_damaged_configuration_is_refused_and_not_read_as_weights_of_another_library(
+    damage: tuple[bytes, bytes], tmp_path: Path
+) -> None:
+    copy = tmp_path / "it"
+    shutil.copytree(SOURCE, copy, copy_function=shutil.copyfile)
+    copy.chmod(0o755)
+    config = copy / "metadata.json"
+    data = config.read_bytes()
+    config.write_bytes(data.replace(*damage, 1))
+    assert config.read_bytes() != data
+    with pytest.raises(FormatError, match=r"metadata\.json"):
+        open_state(copy)
 
 
 def test_a_step_that_is_a_tensor_is_read() -> None:

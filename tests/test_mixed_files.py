@@ -204,7 +204,7 @@ def mixed(make: Make, part: str, folder: Path) -> Path:
     return new
 
 
-def told(checkpoint: Path) -> str:
+def noticed(checkpoint: Path) -> str:
     """Says how a mixed checkpoint was noticed; "" if it wasn't."""
     try:
         planned = plan(checkpoint, checkpoint.parent / "target.statekit", to="statekit")
@@ -235,7 +235,7 @@ SAME = {"dcp: .metadata": "it says shapes and places, which are those of the oth
 @pytest.mark.parametrize("name", MIXES)
 def test_a_file_of_another_step_is_noticed(name: str, tmp_path: Path) -> None:
     make, part = MIXES[name]
-    seen = told(mixed(make, part, tmp_path))
+    seen = noticed(mixed(make, part, tmp_path))
     silent, same = name in UNTOLD, name in SAME
     said = UNTOLD.get(name) or SAME.get(name) or seen.partition(": files of")[0]
     note("mixed", Row(name, 1, caught=int(bool(seen)), harmless=int(same), silent=int(silent), said=said))
@@ -254,7 +254,7 @@ def test_what_makes_no_difference_makes_none(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in MIXES if not name.startswith("lightning")])
 def test_files_of_one_step_are_passed_without_a_word(name: str, tmp_path: Path) -> None:
-    assert told(MIXES[name][0](tmp_path / "sound", STEPS[1])) == ""
+    assert noticed(MIXES[name][0](tmp_path / "sound", STEPS[1])) == ""
 
 
 def test_an_inspection_says_it_too(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_schedule_that_each_of_several_processes_moved_is_of_the_same_step(tmp
     place = accelerate(tmp_path, 4)
     (place / "random_states_1.pkl").write_bytes((place / "random_states_0.pkl").read_bytes())
     torch.save(run(8)[2].state_dict(), place / "scheduler.bin")
-    assert told(place) == ""
+    assert noticed(place) == ""
 
 
 @pytest.mark.parametrize(

@@ -56,14 +56,17 @@ class Megatron:
     target_kind: Literal["file", "folder"] | None = "folder"
 
     def detect(self, path: Path) -> Evidence | None:
-        """Looks at `metadata.json`, here or in a run's iterations."""
+        """Looks at `metadata.json`, here or in a run's iterations, and at what stands beside it.
+
+        A damaged one doesn't make the folder another library's: opening says what is wrong with it.
+        """
         for folder in [path, *reversed(steps_below(path, _CONFIG).values())]:
-            try:
-                config = _config(folder) if (folder / METADATA).is_file() else None
-            except StatekitError:
+            if not (folder / METADATA).is_file():
                 continue
-            if config:
+            if config := _config_if_sound(folder):
                 return Evidence(20, f"{folder / _CONFIG} says {config['sharded_backend']}, beside {METADATA}")
+            if (folder / _COMMON_FILE).is_file() and _may_be_damaged(folder / _CONFIG):
+                return Evidence(20, f"{folder / _COMMON_FILE} and {_CONFIG} beside {METADATA}")
         return None
 
     def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
@@ -99,6 +102,24 @@ class Megatron:
         if prefix:
             with stage.file(_LATEST) as file:
                 file.write(str(encoded.step).encode())
+
+
+def _config_if_sound(folder: Path) -> dict[str, Any] | None:
+    try:
+        return _config(folder)
+    except StatekitError:
+        return None
+
+
+def _may_be_damaged(config: Path) -> bool:
+    """Tells whether a file is no JSON, or holds some of a configuration's keys and not the one that is looked for."""
+    if not config.is_file():
+        return False
+    try:
+        kept = strict_json(read_small(config), config)
+    except StatekitError:
+        return True
+    return isinstance(kept, dict) and bool(kept.keys() & _WRITTEN.keys())
 
 
 def _config(folder: Path, files: Files | None = None) -> dict[str, Any] | None:
