@@ -102,9 +102,9 @@ def _maps(name: str | None, config: tuple[str, ...], rename: dict[str, str]) -> 
 @click.option(
     "--map",
     "map_name",
-    metavar="SOURCE:TARGET",
+    metavar="SOURCE:TARGET|FILE",
     shell_complete=complete_maps,
-    help="From one codebase's model to another's: t5x-t5:hf-t5. Slots follow their parameters.",
+    help="From one codebase's model to another's: t5x-t5:hf-t5, or a .json file of your own. Slots follow.",
 )
 @click.option(
     "--config",

@@ -75,6 +75,7 @@ VERBS = {
     "schemas": Verb(
         "statekit.cli.schemas_command", "Shows what each optimizer keeps, in every implementation."
     ),
+    "maps": Verb("statekit.cli.maps_command", "Shows the maps from one codebase's model to another's."),
     "demo": Verb("statekit.cli.demo_command", "Goes on in PyTorch from a checkpoint that T5X wrote."),
 }
 

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 import statekit
 from formats import values
 from goldens import GOLDEN
-from statekit.errors import InexactError, StateError, UsageError
+from statekit.cli.main import DONE, USAGE, main
+from statekit.errors import FormatError, InexactError, StateError, UsageError
+from statekit.maps import json_schema
 from statekit.maps.links import Link, carried
 from statekit.maps.model_map import Renaming, load, map_names, maps_of
 from statekit.maps.operations import Merge, Operation, Part, Permute, Piece, Stack, Unstack
@@ -519,3 +521,109 @@ def test_a_scanned_t5_is_refused_for_t5_by_the_names_of_its_tables(tmp_path: Pat
         statekit.plan(scanned(), tmp_path / "hf.pt", map="t5x-t5:hf-t5", hparams=said_of(scanned()))
     places = [place for _, place in error.value.faults]
     assert places == [f"{side}/{side}/relpos_bias/rel_embedding" for side in ("decoder", "encoder")]
+
+
+# Maps of the user's own, and what is shown of all.
+
+SCHEMA = json.loads(resources.files("statekit.schemas").joinpath("statekit-map.schema.json").read_text())
+TRANSPOSED = {"op": "permute", "order": [1, 0]}
+USERS: dict[str, Any] = {
+    "title": "Mine and theirs", "facts": ["my code"], "source": {"title": "mine"}, "target": {"title": "theirs"},
+    "choices": {"head": ["tied", "untied"]}, "config": {"heads": "the number of heads"},
+    "parameters": [
+        {"source": "layer_{n}/kernel", "target": "layers/{n}/weight", "operations": [TRANSPOSED]},
+        {"source": "head/kernel", "target": "head/weight", "when": {"head": "untied"}},
+    ],
+}  # fmt: skip
+
+
+def of_line(**said: Any) -> dict[str, Any]:
+    return {"parameters": [{"source": "a", "target": "b", **said}]}
+
+
+def of_user(tmp_path: Path, **changes: Any) -> Path:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({**USERS, **changes}))
+    return path
+
+
+def test_a_map_of_ones_own_goes_both_ways(tmp_path: Path) -> None:
+    shapes = {"layer_0/kernel": (2, 3), "layer_1/kernel": (2, 3), "head/kernel": (3, 4)}
+    params = {
+        path: in_memory(np.arange(float(np.prod(shape))).reshape(shape)) for path, shape in shapes.items()
+    }
+    state = TrainState(params, {}, Optimizer("weights", None, (Group(tuple(params)),)), Counts(1, 1))
+    path = of_user(tmp_path)
+    there = load(str(path)).apply(state).state
+    assert list(there.params) == ["layers/0/weight", "layers/1/weight", "head/weight"]
+    assert there.params["layers/1/weight"].shape == (3, 2)
+    back = load(f"{path}:back").apply(there).state
+    assert list(back.params) == list(shapes)
+    with pytest.raises(StateError) as error:
+        load(str(path)).apply(with_param(without(state, "layer_0/kernel"), "adapter"))
+    assert {place for _, place in error.value.faults} == {"layer_0/kernel", "adapter"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"operation": []}, "isn't known here @ operation"),
+        ({"parameters": [{"source": "a"}]}, "is missing @ parameters/0/target"),
+        ({"parameters": [{"source": "a{n}", "target": "b"}]}, "fields that the other side hasn't"),
+        (of_line(when={"mlp": "x"}), "isn't among the choices"),
+        (of_line(operations=[{"op": "permute", "order": ["0"]}]), "integer"),
+        (of_line(operations=[{"op": "permute", "order": [2, 0]}]), "order [2, 0]"),
+        (of_line(operations=[{"op": "merge", "axis": 0, "outer": "x"}]), "merges by x"),
+        (of_line(operations=[TRANSPOSED, {"op": "unstack", "axis": 0, "over": "n"}]), "behind another"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_map_is_refused_with_every_fault(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(FormatError, match="its schema gives it") as error:
+        load(str(of_user(tmp_path, **changes)))
+    assert said in str(error.value)
+
+
+@st.composite
+def spoiled(draw: st.DrawFn) -> Any:
+    """Draws a map's file with one place in it changed."""
+    data = json.loads(json.dumps(draw(st.sampled_from([USERS, json.loads(SHIPPED[0].read_text())]))))
+    node, within = data, data
+    for _ in range(draw(st.integers(1, 6))):
+        if not isinstance(node, (dict, list)) or not node:
+            break
+        within, key = node, draw(st.sampled_from(list(node) if isinstance(node, dict) else range(len(node))))
+        node = node[key]
+    value = draw(st.sampled_from([None, 3, -1, "", "{", "a{b}", [], {}, [0, 0], {"op": "merge"}, {"is": 3}]))
+    if isinstance(within, list) or draw(st.booleans()):
+        within[key] = value
+    elif draw(st.booleans()):
+        del within[key]
+    else:
+        within["another"] = value
+    return data
+
+
+SHIPPED = sorted(MODELS.iterdir(), key=str)
+
+
+@settings(max_examples=300, deadline=None)
+@given(spoiled())
+def test_files_are_held_to_the_published_schema(data: Any) -> None:
+    ours = not list(json_schema.faults(data, SCHEMA))
+    assert ours is jsonschema.Draft202012Validator(SCHEMA).is_valid(data)
+
+
+def test_every_map_is_listed_and_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["maps"]) == DONE
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in map_names())
+    for name in [*map_names(), str(of_user(tmp_path))]:
+        assert main(["maps", name]) == DONE
+        shown = capsys.readouterr().out
+        assert all(entry.target.text in shown for entry in load(name).entries)
+        assert main(["maps", name, "--json"]) == DONE
+        assert json.loads(capsys.readouterr().out)["name"] == load(name).name
+    assert main(["maps", "t5x-t5:hf_t5"]) == USAGE
+    assert "did you mean t5x-t5:hf-t5" in capsys.readouterr().err

@@ -14,16 +14,20 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
 from itertools import product
+from pathlib import Path
 from typing import Any
 
-from statekit.errors import Faults, StateError, UsageError, check_name
+from statekit.errors import Faults, FormatError, StateError, UsageError, check_name
 from statekit.files.checkpoint import PRETRAINED
+from statekit.files.source import read_small
+from statekit.maps import json_schema
 from statekit.maps.links import Carried, Link, StateMap, carried
 from statekit.maps.operations import Merge, Operation, Part, Permute, Stack, Unstack
 from statekit.maps.pretrained import Model, Pretrained
 from statekit.state.run import BESIDE
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import TIES, Shape
+from statekit.tensors.tree import strict_json
 
 _FIELD = re.compile(r"\{(\w+)\}")
 _NUMBER = r"0|[1-9]\d{0,5}"
@@ -327,22 +331,81 @@ def _files() -> set[str]:
     return {file.name for file in folder.iterdir() if file.name.endswith(".json")}
 
 
+BACK = ":back"
+"""Ends the path of a map's file that shall be gone from its target to its source."""
+
+
 def load(name: str, config: Mapping[str, Any] | None = None) -> ModelMap:
-    """Returns a map by its name, `<source>:<target>`.
+    """Returns a map by its name, `<source>:<target>`, or from a file of the user's.
 
     Args:
-        name: The name.
+        name: The name; or the path of a `.json` file, with `:back` behind it for the other direction.
         config: What no checkpoint says of the model, such as `num_heads`; a model's whole config.json may be given.
 
     Raises:
         UsageError: There is no such map, or a value isn't one that it takes.
+        NotFoundError: There is no such file.
+        FormatError: The file isn't a map; lists every fault.
+    """
+    path = name.removesuffix(BACK)
+    if path.endswith(".json"):
+        return _read(Path(name).name, _users(Path(path)), path != name, config or {})
+    data, turned = data_of(name)
+    return _read(name, data, turned, config or {})
+
+
+def data_of(name: str) -> tuple[Mapping[str, Any], bool]:
+    """Returns a map's file as it is, and whether the name means the way from its target to its source.
+
+    Raises:
+        UsageError: There is no such map.
     """
     check_name("map", name, map_names(), "--map")
     a, b = name.split(":")
     turned = f"{a}.{b}.json" not in _files()
     file = f"{b}.{a}.json" if turned else f"{a}.{b}.json"
     text = resources.files("statekit.converters").joinpath("models", file).read_text(encoding="utf-8")
-    return _read(name, json.loads(text), turned, config or {})
+    data: Mapping[str, Any] = json.loads(text)
+    return data, turned
+
+
+def _users(path: Path) -> Mapping[str, Any]:
+    """Reads a user's map, and holds it to the published schema and to what its templates say of each other."""
+    data = strict_json(read_small(path), path)
+    text = (
+        resources.files("statekit.schemas").joinpath("statekit-map.schema.json").read_text(encoding="utf-8")
+    )
+    faults = Faults(json_schema.faults(data, json.loads(text)))
+    if not faults:
+        faults += _unfitting(data)
+    faults.check(
+        FormatError,
+        "A map's file has another form than its schema gives it",
+        place=path,
+        remedy="schemas/statekit-map.schema.json says what may stand where; `statekit maps NAME --json` shows one",
+    )
+    return data  # type: ignore[no-any-return]  # that is what the schema proved
+
+
+def _unfitting(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields what a schema can't say: fields that only one side has, choices that there aren't, lost axes."""
+    choices, config = data.get("choices", {}), data.get("config", {})
+    for i, line in enumerate(data["parameters"]):
+        place, steps = f"parameters/{i}", line.get("operations", [])
+        counted = {one["over"] for one in steps if one["op"] == "unstack"}
+        fields = [set(_FIELD.findall(line[side])) for side in ("source", "target")]
+        if fields[1] - fields[0] != counted or fields[0] - fields[1]:
+            yield "has fields that the other side hasn't, and that nothing counts", place
+        if any(one["op"] == "unstack" for one in steps[1:]):
+            yield "has unstack behind another operation", place
+        for name, alternative in line.get("when", {}).items():
+            if alternative not in choices.get(name, ()):
+                yield f"is for {name} {alternative}, which isn't among the choices", place
+        for one in steps:
+            if one["op"] == "merge" and one["outer"] not in config:
+                yield f"merges by {one['outer']}, which config doesn't explain", place
+            if one["op"] == "permute" and sorted(one["order"]) != list(range(len(one["order"]))):
+                yield f"has order {one['order']}, which isn't one of axes 0 to n", place
 
 
 def pretrained_of(name: str) -> Pretrained | None:

@@ -1,0 +1,88 @@
+"""`statekit maps`: from which codebase's model to which a run can be carried, and what becomes of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import click
+
+from statekit.cli import output
+from statekit.cli.arguments import complete_maps
+from statekit.cli.output import Screen, Table
+from statekit.maps.model_map import ModelMap, data_of, load, map_names
+
+
+@click.command("maps")
+@click.argument("name", required=False, shell_complete=complete_maps)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: of one map, its file.")
+def command(name: str | None, as_json: bool) -> None:
+    """Shows the maps from one codebase's model to another's.
+
+    Without NAME: all maps, one line each. With NAME: which parameter becomes which, and how; what the map needs to be
+    told of the model; what it refuses. NAME may be the path of a map of your own, a .json file, with :back behind it
+    for the other direction.
+    """
+    stdout = output.screen()
+    if name is None and as_json:
+        titles = {one: list(load(one).titles) for one in map_names()}
+        output.print_json("maps", {"maps": titles})
+    elif name is None:
+        table = Table(("map", "from", "to"))
+        for one in map_names():
+            table.add_row(one, *load(one).titles)
+        stdout.show(table)
+        stdout.say()
+        stdout.say("statekit convert SOURCE TARGET --map NAME; a map of your own is a file: --map FILE.json")
+    elif as_json:
+        shown = load(name)
+        data = data_of(name)[0] if name in map_names() else {}
+        output.print_json("map", {"name": shown.name, "lines": list(map(dict, _lines(shown))), "file": data})
+    else:
+        _show(stdout, load(name))
+
+
+def _lines(one: ModelMap) -> Iterator[Mapping[str, Any]]:
+    for entry in one.entries:
+        when = {} if entry.when is None else {"when": dict([entry.when])}
+        steps = [dict(step) for step in entry.operations]
+        yield {"source": entry.source.text, "target": entry.target.text, "operations": steps, **when}
+
+
+def _show(stdout: Screen, one: ModelMap) -> None:
+    head = Table(("what", "value"), titled=False)
+    head.add_row("map", one.name)
+    head.add_row("from", one.titles[0])
+    head.add_row("to", one.titles[1])
+    for choice, alternatives in one.choices.items():
+        head.add_row("models", f"with {choice} {' or '.join(alternatives)}")
+    stdout.show(head)
+    stdout.say()
+    table = Table(("parameter", "becomes", "how", "of models with"))
+    for entry in one.entries:
+        when = "" if entry.when is None else " ".join(entry.when)
+        table.add_row(entry.source.text, entry.target.text, "; ".join(map(_words, entry.operations)), when)
+    stdout.show(table)
+    fields = {name: words for entry in one.entries for name, words in entry.source.words.items()}
+    stdout.show_list("{...} stands for:", (f"{name}: {', '.join(words)}" for name, words in fields.items()))
+    stdout.show_list("Further names:", (f"{name}: {path}" for name, path in one.ties.items()))
+    stdout.show_list("Needs --config for:", (f"{name}: {what}" for name, what in one.needed.items()))
+    stdout.show_list("Refuses:", (f"{template.text}: {why}" for template, why in one.refused))
+    if one.pretrained is not None:
+        files = ", ".join(one.pretrained.files)
+        stdout.show_list("Makes:", [f"{files}, from which {one.pretrained.class_name} is built"])
+
+
+def _words(step: Mapping[str, Any]) -> str:
+    """Says an operation of a map's file in a few words."""
+    match step["op"]:
+        case "permute":
+            return "transposed" if step["order"] == [1, 0] else f"axes {step['order']}"
+        case "merge":
+            return f"axes {step['axis']} and {step['axis'] + 1} merged"
+        case "part":
+            return f"axis {step['axis']} parted, by {step['outer']}"
+        case "unstack":
+            return f"one of axis {step['axis']} for each {step['over']}"
+        case _:
+            return f"stacked along axis {step['axis']} over {step['over']}"
