@@ -16,14 +16,13 @@ from goldens import GOLDEN, bundles
 from statekit.arrays.backend import Backend, backend
 from statekit.arrays.numpy_backend import ORACLE
 from statekit.files.safetensors import open_safetensors
-from statekit.optim.scaled_adam_clip import batches
+from statekit.optim.scaled_adam_clip import JOINT, batches
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.verify.recorder import write_trajectory
 from statekit.verify.recording import Recording, from_json, open_recording, system, to_json
 from statekit.verify.replay import Subject, free_run, replay
-from statekit.verify.systems.scaled_adam import JOINT
 
 ALL = [pytest.param(path, id=path.name) for path in bundles("scaled_adam")]
 BACKENDS = [

@@ -24,7 +24,7 @@ from statekit.converters.layouts.pytorch.parts import Parts, extra_of, find_part
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import SORTED, Checkpoint
 from statekit.optim import scaled_adam
-from statekit.optim.scaled_adam_clip import batches
+from statekit.optim.scaled_adam_clip import JOINT, batches
 from statekit.state.schedules.called import KEY as CALLED
 from statekit.state.schedules.icefall import IN_RUN, eden
 from statekit.state.schema import all_variants, load_schema
@@ -34,8 +34,6 @@ from statekit.tensors.typed import Natural, misfits
 from statekit.tensors.views import Slice, Stack
 
 SCHEMA = "scaled_adam"
-JOINT = "unused_size_slots"
-"""In `extra`: what the seed generation keeps for a batch of one-element parameters and never uses, by first member."""
 _SCHEDULER = "scheduler"
 _SHARED = ("model_norms", "model_norm_threshold", "num_clipped")
 _SIZE = ("param_rms", "scale_exp_avg_sq", "scale_grads")

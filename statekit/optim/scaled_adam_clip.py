@@ -20,6 +20,9 @@ from collections.abc import Hashable, Mapping
 from statekit.arrays.backend import Backend, Value
 from statekit.optim.scaled_adam_forms import ScaledAdamHyperparameters, Setting
 
+JOINT = "unused_size_slots"
+"""In a state's extra: what the seed generation keeps for a batch of one-element parameters and never uses, by the
+batch's first member."""
 EARLY: Mapping[str, tuple[int, ...]] = {"none": (), "at_10_20_40": (10, 20, 40)}
 
 

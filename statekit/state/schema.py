@@ -140,6 +140,10 @@ class OptimizerSchema:
         )
         return values
 
+    def slot_names(self, variant: str) -> dict[str, str]:
+        """Returns what a variant calls its slots: canonical name -> its own; one that it doesn't have is absent."""
+        return {name: slot.aliases[variant] for name, slot in self.slots.items() if variant in slot.aliases}
+
     def native(self, variant: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a variant's own arguments for canonical hyperparameters; those that it doesn't offer are left out.
 

@@ -77,10 +77,7 @@ class TorchOptimizer:
     @property
     def names(self) -> dict[str, str]:
         """Canonical slot -> name in the state."""
-        slots = load_schema(self.schema).slots
-        return {
-            name: slot.aliases[self.variant] for name, slot in slots.items() if self.variant in slot.aliases
-        }
+        return load_schema(self.schema).slot_names(self.variant)
 
     @property
     def form(self) -> Mapping[str, Any]:

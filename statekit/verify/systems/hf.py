@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from statekit.verify.systems.schema_named import described, kind
-from statekit.verify.systems.torch_optim import checkpoint_of, recorded_groups
+from statekit.verify.systems.schema_named import checkpoint_of, described, kind
+from statekit.verify.systems.torch_optim import recorded_groups
 
 KINDS = {"Adafactor": ("adafactor", "hf")}
 

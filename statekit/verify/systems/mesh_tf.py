@@ -29,7 +29,8 @@ def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
     extra, arguments = meta["extra"], dict(meta["hyperparameters"])
     dtypes = extra["variable_dtype"]
     if schema == "adafactor":
-        arguments = {"step_offset": 0, **adafactor_arguments(arguments)}
+        offset = load_schema(schema).settings(variant)["step_offset"]
+        arguments = {"step_offset": offset, **adafactor_arguments(arguments)}
         arguments["activation_dtype"] = dtypes["activation"]
     else:
         # get_optimizer passes these itself, whatever the run's configuration says.

@@ -10,16 +10,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from statekit.state.schema import load_schema
 from statekit.verify.systems.schema_named import described, kind
 
 KINDS = {"LANS": ("lans", "mxnet")}
-PATHS = {True: "fused", False: "unfused"}
 
 
 def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of `recording.json` for MXNet's `meta.json`."""
     extra, arguments = meta["extra"], meta["hyperparameters"]
-    schema, family = kind(meta, KINDS)
+    name, _ = kind(meta, KINDS)
+    schema = load_schema(name)
+    fused = arguments["use_fused_step"]
+    variant = next(one for one in schema.variants if schema.settings(one).get("use_fused_step") is fused)
     scales = extra["rescale_grad_used"]
     starts = [i for i, scale in enumerate(scales) if i == 0 or scale != scales[i - 1]]
     group = {
@@ -29,8 +32,8 @@ def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
         "params": sorted(meta["params"], key=extra["param_index"].__getitem__),
     }
     spec = {
-        "schema": schema,
-        "variant": f"{family}_{PATHS[arguments['use_fused_step']]}",
+        "schema": schema.name,
+        "variant": variant,
         "counts": {"slots": ["step_count"], "dtype": "int64"},
     }
     phases = [

@@ -12,7 +12,7 @@ MultiSteps counts micro-batches; what is replayed are its updates, each with the
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from statekit.tensors.tree import Path as Keys
 from statekit.tensors.tree import Tree, nested, walk
 from statekit.verify.contract import Phase
 from statekit.verify.systems import schema_named
-from statekit.verify.systems.schema_named import described, kind
+from statekit.verify.systems.schema_named import checkpoint_of, described, kind
 
 KINDS = {
     "adamw": ("adamw", "optax"),
@@ -37,14 +37,14 @@ KINDS = {
 }
 MASKS = {"ndim > 1": lambda shape: len(shape) > 1}
 """Which parameters are decayed, by the words for it."""
-ABSENT: Mapping[str, Mapping[str, Any]] = {
-    "adamw": {"amsgrad": False, "nesterov": False},
-    "lamb": {},
-    "adafactor": {"dtype_momentum": "float32"},
+UNSAID: Mapping[str, Sequence[str]] = {
+    "adamw": ("amsgrad", "nesterov"),
+    "lamb": (),
+    "adafactor": ("dtype_momentum",),
 }
-"""What a link isn't unless it says so; AMSGrad is another link."""
-BARE = {"momentum": None, "weight_decay_rate": None}
-"""What a chain of links doesn't do unless one of them does."""
+"""What no link says that is as usual; AMSGrad is another link."""
+ELSEWHERE = ("beta1", "weight_decay_rate")
+"""What other links of a chain do, and as usual is done by none."""
 GRADIENTS_PER_UPDATE = "every_k_schedule"
 LINKS = (
     "clip", "clip_by_global_norm", "scale_by_factored_rms", "clip_by_block_rms", "scale_by_param_block_rms", "scale",
@@ -71,7 +71,7 @@ class Optax:
         _require_known_links(said)
         arguments = _arguments(meta["hyperparameters"])
         group = {
-            **ABSENT[schema],
+            **_usual(schema, UNSAID[schema]),
             **{name: value for name, value in arguments.items() if name not in READ_HERE},
             "exclude_from_weight_decay": _excluded(
                 meta, arguments.get("mask", arguments.get("weight_decay_mask"))
@@ -84,7 +84,7 @@ class Optax:
         if "factored_dims_d1_d0" in meta["extra"]:
             spec["rules"] = _rules(meta)
         recorded = described(
-            meta, [(1, int(meta["steps"]), spec)], _path(meta["checkpoint"]["files"]), "compiled"
+            meta, [(1, int(meta["steps"]), spec)], checkpoint_of(meta["checkpoint"]["files"]), "compiled"
         )
         return _by_update(recorded, arguments.get(GRADIENTS_PER_UPDATE) or _every(said))
 
@@ -191,30 +191,30 @@ def _name(keys: Keys, params: Mapping[str, Tensor]) -> str:
     return f"global/{'.'.join(keys)}"
 
 
-def _path(files: Sequence[str]) -> str:
-    """Returns the checkpoint's folder or file: Orbax marks a folder by the metadata in it, Flax writes a file."""
-    marked = [name for name in files if name.endswith("/_CHECKPOINT_METADATA")]
-    return marked[0].rpartition("/")[0] if marked else files[0]
-
-
 def _arguments(hyperparameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns hyperparameters under the names of adafactor(), if a chain of its links is described."""
     if "scale_by_factored_rms" not in hyperparameters:
         return hyperparameters
     floor = hyperparameters.get("scale_by_param_block_rms")
-    usual = load_schema("adafactor").settings("optax")["epsilon2"]
+    usual = _usual("adafactor", ["epsilon2"])["epsilon2"]
     if floor not in (None, usual):
         raise NotFoundError(
             "adafactor() has another floor of the parameter scale.", expected=usual, found=floor
         )
     return {
-        **BARE,
+        **_usual("adafactor", ELSEWHERE),
         **hyperparameters,
         **hyperparameters["scale_by_factored_rms"],
         "eps": hyperparameters["scale_by_factored_rms"]["epsilon"],
         "clipping_threshold": hyperparameters.get("clip_by_block_rms"),
         "multiply_by_parameter_scale": floor is not None,
     }
+
+
+def _usual(schema: str, names: Iterable[str]) -> dict[str, Any]:
+    """Returns hyperparameters as Optax has them if nothing is said."""
+    settings = load_schema(schema).settings("optax")
+    return {name: settings[name] for name in names}
 
 
 def _excluded(meta: Mapping[str, Any], mask: str | None) -> dict[str, bool] | None:

@@ -13,7 +13,7 @@ from statekit.conversion.contracts import Hints
 from statekit.conversion.registry import layout
 from statekit.files.checkpoint import Checkpoint
 from statekit.optim.run import initial
-from statekit.optim.scaled_adam_clip import batches
+from statekit.optim.scaled_adam_clip import JOINT, batches
 from statekit.state.constants import variant_constants
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
@@ -22,8 +22,6 @@ from statekit.verify.contract import FORMAT, TRAJECTORY, Phase
 from statekit.verify.systems.schema_named import require_known
 
 RESUMED = "resumed_trajectory.safetensors"
-JOINT = "unused_size_slots"
-"""In a state's extra: what the seed generation keeps for a batch of one-element parameters and never uses."""
 
 
 class ScaledAdam:

@@ -11,6 +11,7 @@ A phase's hyperparameters then are, beside the system's own arguments in `groups
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,6 +61,11 @@ def kind(meta: Mapping[str, Any], kinds: Mapping[str, tuple[str, str]]) -> tuple
     return named[0]
 
 
+def checkpoint_of(files: Sequence[str]) -> str:
+    """Returns what is opened as a checkpoint: its only file, or the folder of its first."""
+    return files[0] if len(files) == 1 else posixpath.dirname(files[0])
+
+
 def described(
     meta: Mapping[str, Any],
     phases: Sequence[tuple[int, int, Mapping[str, Any]]],
@@ -96,11 +102,6 @@ def described(
         "trajectories": [{"file": TRAJECTORY, "execution": execution, **trajectory}],
         "checkpoint": {"path": checkpoint, "step": first + int(meta["checkpoint_step"])},
     }
-
-
-def aliases(schema: OptimizerSchema, variant: str) -> dict[str, str]:
-    """Returns canonical slot -> name in the recording."""
-    return {name: slot.aliases[variant] for name, slot in schema.slots.items() if variant in slot.aliases}
 
 
 def kinds_of(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -172,7 +173,7 @@ def _decode(tensors: Mapping[str, Tensor], step: int, spec: Mapping[str, Any]) -
     schema, variant = load_schema(spec["schema"]), spec["variant"]
     groups = _groups(spec)
     params = {name[len("param/") :]: t for name, t in tensors.items() if name.startswith("param/")}
-    native = aliases(schema, variant)
+    native = schema.slot_names(variant)
     recorded = _slots(tensors, params, native)
     rest = _others(tensors, params, recorded, native)
     faults = Faults(
@@ -233,7 +234,7 @@ def _others(
 
 
 def as_described(state: TrainState, spec: Mapping[str, Any]) -> TrainState:
-    """Returns a state that moves as a description says, whatever could be spec from its tensors.
+    """Returns a state that moves as a description says, whatever its tensors alone could say.
 
     Raises:
         FormatError: A parameter of a group is missing.
@@ -389,7 +390,7 @@ def _encode(state: TrainState, spec: Mapping[str, Any]) -> dict[str, Tensor]:
     named = {f"param/{path}": tensor for path, tensor in state.params.items()}
     if _unborn(state):
         return named
-    native = aliases(load_schema(state.optimizer.schema), variant)
+    native = load_schema(state.optimizer.schema).slot_names(variant)
     slots: dict[str, Tensor] = {}
     for path, arrays in state.slots.items():
         rule = state.rules.get(path)

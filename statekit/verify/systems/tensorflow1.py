@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from statekit.errors import NotFoundError
+from statekit.state.schema import load_schema
 
 SQRT_UNITS = 8.0
 """Source: Eigen, Eigen/src/Core/arch/AVX/MathFunctions.h, `psqrt<Packet8f>` with EIGEN_FAST_MATH, of 2019."""
@@ -32,11 +33,9 @@ def adafactor_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         >>> adafactor_arguments({"decay_rate": "adafactor_decay_rate_adam(0.98)"})["beta2"]
         0.98
     """
+    usual = load_schema("adafactor").settings(VARIANT)
     decay_arguments = {
-        "decay_rate": 0.8,
-        "decay_type": "pow",
-        "beta2": None,
-        "second_moment_decay": None,
+        name: usual[name] for name in ("decay_rate", "decay_type", "beta2", "second_moment_decay")
     }
     decay = arguments.get("decay_rate")
     if isinstance(decay, int | float):
@@ -46,6 +45,8 @@ def adafactor_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {**arguments, **decay_arguments}
 
 
+VARIANT = "t2t_late"
+"""Mesh-TensorFlow's decay, and that of older releases, is the same if nothing is said."""
 DECAYS: Mapping[str, Mapping[str, str]] = {
     "pow": {"exponent": "decay_rate", "offset": "step_offset"},
     "adam": {"beta2": "beta2"},

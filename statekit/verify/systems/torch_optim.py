@@ -9,8 +9,7 @@ them in `partitions`: {"ranks": n, "by": "group" or "parameter"}.
 
 from __future__ import annotations
 
-import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,11 @@ from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Array, Tensor, in_memory
 from statekit.verify.contract import Phase
 from statekit.verify.systems import schema_named
-from statekit.verify.systems.schema_named import aliases, described, kind
+from statekit.verify.systems.schema_named import checkpoint_of, described, kind
 
 KINDS = {"AdamW": ("adamw", "torch"), "Adafactor": ("adafactor", "torch")}
 BY_RANK = ("DeepSpeed", "FSDP1")
 """Wrappers under which an optimizer sees flat pieces of the parameters: only elementwise rules don't notice."""
-SHARDED = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
 class TorchOptim:
@@ -81,11 +79,6 @@ class TorchOptim:
         return schema_named.encode(state, phase) | dict(_partitions(state, phase))
 
 
-def checkpoint_of(files: Sequence[str]) -> str:
-    """Returns what is opened as a checkpoint: its only file, or the folder of its first."""
-    return files[0] if len(files) == 1 else posixpath.dirname(files[0])
-
-
 def recorded_groups(folder: Path, meta: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields the arguments of each parameter group, and its paths as `params`."""
     extra = meta["extra"]
@@ -113,19 +106,10 @@ def _of_its_optimizer(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _stored_groups(folder: Path, meta: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the groups that a DeepSpeed checkpoint holds: `meta.json` names their parameters only."""
-    file = next(
-        name for name in meta["checkpoint"]["files"] if name.endswith(SHARDED) and "universal" not in name
-    )
-    with container("torch").open(folder / file) as opened:
-        whole = opened.tree["optimizer_state_dict"]
-        inner = (
-            whole["base_optimizer_state"]
-            if "base_optimizer_state" in whole
-            else whole["optimizer_state_dict"]
-        )
+    with container("deepspeed").open(folder / checkpoint_of(meta["checkpoint"]["files"])) as opened:
         return [
             {key: list(value) if isinstance(value, tuple) else value for key, value in group.items()}
-            for group in inner["param_groups"]
+            for group in opened.tree["optimizer"]["param_groups"]
         ]
 
 
@@ -139,7 +123,7 @@ def _partitions(state: TrainState, phase: Phase) -> Iterator[tuple[str, Tensor]]
     if partitions is None or state.counts.updates == 0:
         return
     ranks, by_group = partitions["ranks"], partitions["by"] == "group"
-    native = aliases(load_schema(state.optimizer.schema), str(state.optimizer.variant))
+    native = load_schema(state.optimizer.schema).slot_names(str(state.optimizer.variant))
     count = in_memory(np.asarray(state.counts.updates, np.float32), "step")
     for number, group in enumerate(state.optimizer.groups):
         slots = state.slots[group.paths[0]] if group.paths else {}
