@@ -64,7 +64,7 @@ def of_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return {names[param]: param.detach().numpy().copy() for param in run.params.values()}
 
     def slots() -> dict[str, dict[str, Array]]:
-        state = {param: own for one in run.optimizers for param, own in one.state.items()}
+        state = {param: slots for one in run.optimizers for param, slots in one.state.items()}
         return {
             path: {slot: value.numpy().copy() for slot, value in state.get(param, {}).items()}
             for param, path in names.items()

@@ -73,8 +73,8 @@ def torch_lambda(folder: Path) -> Case:
     from transformers import get_linear_schedule_with_warmup
 
     file, names, due = of_torch(folder, lambda one: get_linear_schedule_with_warmup(one, 6, 30), 2)
-    told = "get_linear_schedule_with_warmup(optimizer, 6, 30)"
-    return {"source": str(file), "layout": "torch-optim", "names": names, "schedule": told}, due
+    call = "get_linear_schedule_with_warmup(optimizer, 6, 30)"
+    return {"source": str(file), "layout": "torch-optim", "names": names, "schedule": call}, due
 
 
 def of_optax(folder: Path) -> Case:
@@ -95,8 +95,8 @@ def of_optax(folder: Path) -> Case:
             folder.absolute() / "source" / str(DONE) / "default", {"params": params, "opt_state": state}
         )
     due = [[float(schedule(DONE + i))] for i in range(MORE)]
-    told = {"weight_decay": 1e-4}
-    return {"source": str(folder / "source"), "layout": "torch-optim", "schedule": WARM, "hparams": told}, due
+    said = {"weight_decay": 1e-4}
+    return {"source": str(folder / "source"), "layout": "torch-optim", "schedule": WARM, "hparams": said}, due
 
 
 def of_t5x(folder: Path) -> Case:
@@ -104,8 +104,8 @@ def of_t5x(folder: Path) -> Case:
     source = GOLDEN / "t5x/momentum_f32/checkpoint"
     base, warm = T5X["base_learning_rate"], T5X["warmup_steps"]
     due = [[base * min(1, t / warm) / max(t, warm) ** 0.5] for t in range(4, 4 + MORE)]
-    told = ", ".join(f"{name}={value}" for name, value in T5X.items())
-    call = f"create_learning_rate_scheduler(factors='constant * linear_warmup * rsqrt_decay', {told})"
+    arguments = ", ".join(f"{name}={value}" for name, value in T5X.items())
+    call = f"create_learning_rate_scheduler(factors='constant * linear_warmup * rsqrt_decay', {arguments})"
     hparams = {"beta1": 0.9, "multiply_by_parameter_scale": False}
     case = {"source": str(source), "layout": "statekit-torch", "schedule": call, "hparams": hparams}
     return case, due
@@ -157,8 +157,8 @@ def driven(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     script = Path(__file__).with_name("trainer_schedule_driving.py")
     done = subprocess.run([sys.executable, script, folder], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return found
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return result
 
 
 @pytest.mark.jax
@@ -171,11 +171,11 @@ def driven(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
 def test_trainer_goes_on_at_the_runs_rates(source: str, tmp_path: Path) -> None:
     """They were those of Trainer's arguments, linear to 0 unless these say otherwise, and nothing said so."""
     case, due = SOURCES[source](tmp_path)
-    found = driven(tmp_path, case)
-    assert found["finite"] and len(found["rates"]) == MORE
-    for rates, meant in zip(found["rates"], due, strict=True):
+    result = driven(tmp_path, case)
+    assert result["finite"] and len(result["rates"]) == MORE
+    for rates, meant in zip(result["rates"], due, strict=True):
         assert rates == pytest.approx(meant * (len(rates) if len(meant) == 1 else 1), rel=2e-6, abs=1e-9)
-    assert found["later"] == found["lines"]
+    assert result["later"] == result["lines"]
 
 
 def lines_of(file: Path, to: Path, names: list[str]) -> str:
@@ -199,15 +199,15 @@ def test_what_trainer_would_make_instead_is_never_passed_over(tmp_path: Path) ->
     assert "optimizers=(optimizer, None)" in lines
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_a_schedule_that_trainer_was_given_is_not_taken_for_that_of_its_arguments(own: bool) -> None:
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_schedule_that_trainer_was_given_is_not_taken_for_that_of_its_arguments(is_given: bool) -> None:
     """A Trainer with a LambdaLR of the program's own was shown the rates of `lr_scheduler_type`, linear by default."""
     from transformers.optimization import get_scheduler
 
     optimizer = torch.optim.AdamW(net().parameters(), lr=0.1)
     schedule = (
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-        if own
+        if is_given
         else get_scheduler("linear", optimizer, 0, 50)
     )
     for _ in range(DONE):
@@ -215,13 +215,13 @@ def test_a_schedule_that_trainer_was_given_is_not_taken_for_that_of_its_argument
         schedule.step()
     said = {"lr_scheduler_type": "linear", "max_steps": 50, "learning_rate": 0.1}
     state = {**schedule.state_dict()}
-    [found] = run_of({"torch": {"scheduler": state, TRAINER_ARGUMENTS: said}}).schedules
-    assert isinstance(found.of_group(0), str) == own
-    if own:
-        assert str(found.of_group(0)).startswith("its rate after 3 updates is 0.0729")
-    told = parse_call("get_linear_schedule_with_warmup(optimizer, 0, 50)")
-    [found] = run_of({"torch": {"scheduler": state}, CALLED: told}).schedules
-    assert isinstance(found.of_group(0), str) == own
+    [read] = run_of({"torch": {"scheduler": state, TRAINER_ARGUMENTS: said}}).schedules
+    assert isinstance(read.of_group(0), str) == is_given
+    if is_given:
+        assert str(read.of_group(0)).startswith("its rate after 3 updates is 0.0729")
+    call = parse_call("get_linear_schedule_with_warmup(optimizer, 0, 50)")
+    [read] = run_of({"torch": {"scheduler": state}, CALLED: call}).schedules
+    assert isinstance(read.of_group(0), str) == is_given
 
 
 def test_rows_of_schedules_are_made_again_of_their_parts() -> None:
@@ -231,13 +231,13 @@ def test_rows_of_schedules_are_made_again_of_their_parts() -> None:
     steps = lr_scheduler.MultiStepLR(optimizer, [2, 5, 5], 0.3)
     row = lr_scheduler.SequentialLR(optimizer, [lr_scheduler.ConstantLR(optimizer, 0.5, 3), steps], [4])
     state = {**row.state_dict(), "_schedulers": [dict(one) for one in row.state_dict()["_schedulers"]]}
-    [found] = run_of({"torch": {"scheduler": state}}).schedules
+    [read] = run_of({"torch": {"scheduler": state}}).schedules
     of_state = {
         "groups": [{"hyperparameters": {"learning_rate": 0.1}}],
         "counts": {"schedule": 0, "updates": 0},
     }
     arguments = {"ConstantLR": ["factor", "total_iters"]}
-    call = schedule_lines([found], of_state, arguments, [[0]]).call
+    call = schedule_lines([read], of_state, arguments, [[0]]).call
     assert call == (
         "torch.optim.lr_scheduler.SequentialLR(optimizer, ["
         "torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5, total_iters=3), "

@@ -60,12 +60,12 @@ def main(work: Path) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.trainer.DEFAULT_CALLBACKS.append(Watch)
     case = json.loads((work / "case.json").read_text())
-    told = Hints(
+    hints = Hints(
         case.get("hparams", {}),
         param_names=tuple(names) if (names := case.get("names")) else None,
         schedule=parse_call(text) if (text := case.get("schedule")) else None,
     )
-    planned = plan(Path(case["source"]), work / "run", to="hf-trainer", layout=case["layout"], hints=told)
+    planned = plan(Path(case["source"]), work / "run", to="hf-trainer", layout=case["layout"], hints=hints)
     report = convert(planned)
     done = planned.target.step or 0
     folder = work / "run" / f"checkpoint-{done}"
@@ -79,7 +79,7 @@ def main(work: Path) -> None:
     model = trained(again, saved, work / "out", done + 2 * HALF)
     result = {
         "rates": RATES, "lines": printed, "later": later, "assumed": planned.to_json()["assumptions"],
-        "finite": all(abs(x) < 1e9 for own in weights(model).values() for x in own),
+        "finite": all(abs(x) < 1e9 for values in weights(model).values() for x in values),
     }  # fmt: skip
     (work / "result.json").write_text(json.dumps(result))
 

@@ -245,9 +245,9 @@ def _paced(schedules: Sequence[Schedule], state: TrainState) -> Paced:
     from statekit.conversion.resume_rates import RatesOf
 
     rates_of = RatesOf(schedules, state.to_json())
-    told = map(rates_of.of, range(len(state.optimizer.groups)))
+    rates = map(rates_of.of, range(len(state.optimizer.groups)))
     at = state.counts.schedule
-    return Paced(at, tuple(None if isinstance(one, str) else one.rate(at) for one in told))
+    return Paced(at, tuple(None if isinstance(one, str) else one.rate(at) for one in rates))
 
 
 def _encoded(layout: Layout, state: TrainState) -> tuple[Encoded, TrainState]:

@@ -317,8 +317,8 @@ def _with_call(schedules: list[Schedule], around: _Around) -> list[Schedule]:
     (one,) = schedules
     each = one.bases or (around.bases if around.bases and None not in around.bases else (None,))
     said = {**one.parameters, **(arguments if isinstance(arguments, Mapping) else {})}
-    told = one.following([called_rates(around.call, base) for base in each])
-    return [replace(told, kind=one.kind or str(name), parameters=said)]
+    paced = one.following([called_rates(around.call, base) for base in each])
+    return [replace(paced, kind=one.kind or str(name), parameters=said)]
 
 
 def _nodes(tree: Tree, path: Path) -> Iterator[tuple[Path, Tree]]:
