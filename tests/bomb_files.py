@@ -32,25 +32,32 @@ class Bomb:
         verb: How it is opened.
         reads: Whether it is read rather than refused.
         quick: Whether it is among the sample that continuous integration opens.
+        options: What else is said on the command line; `{}` is the folder.
     """
 
     make: Make
     verb: Literal["inspect", "stats"] = "inspect"
     reads: bool = False
     quick: bool = False
+    options: tuple[str, ...] = ()
 
 
 BOMBS: dict[str, Bomb] = {}
 
 
 def bomb(
-    name: str, verb: Literal["inspect", "stats"] = "inspect", *, reads: bool = False, quick: bool = False
+    name: str,
+    verb: Literal["inspect", "stats"] = "inspect",
+    *,
+    reads: bool = False,
+    quick: bool = False,
+    options: tuple[str, ...] = (),
 ) -> Callable[[Make], Make]:
     """Puts a bomb among the others under a name."""
 
     def put(make: Make) -> Make:
         assert name not in BOMBS
-        BOMBS[name] = Bomb(make, verb, reads, quick)
+        BOMBS[name] = Bomb(make, verb, reads, quick, options)
         return make
 
     return put
@@ -712,3 +719,147 @@ def _ocdbt_keys(folder: Path) -> Path:
             opened[f"{i:06d}"] = b"x"
     (item / "_METADATA").write_text(json.dumps({"tree_metadata": {}, "use_ocdbt": True, "use_zarr3": True}))
     return folder / "1"
+
+
+# The rest: deflated archives, npz, MXNet's lists, parts of distributed checkpoints, hyperparameters.
+
+
+def deflated(path: Path, members: dict[str, tuple[bytes, int | None]]) -> Path:
+    """Writes a zip archive; a member whose size is given is deflated already."""
+    body, directory = b"", b""
+    for name, (data, size) in members.items():
+        crc = zlib.crc32(data) if size is None else 0
+        method, whole = (0, len(data)) if size is None else (8, size)
+        head = struct.pack("<HHHHHIIIHH", 20, 0, method, 0, 33, crc, len(data), whole, len(name), 0)
+        entry = struct.pack("<I", 0x02014B50) + struct.pack("<H", 20) + head
+        directory += entry + struct.pack("<HHHII", 0, 0, 0, 0, len(body)) + name.encode()
+        body += struct.pack("<I", 0x04034B50) + head + name.encode() + data
+    count = len(members)
+    end = struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, count, count, len(directory), len(body), 0)
+    path.write_bytes(body + directory + end)
+    return path
+
+
+@bomb("Keras: weights deflated to 1 MB that become 1 GiB", quick=True)
+def _keras_deflated(folder: Path) -> Path:
+    weights = zeros(2**30, "raw")
+    members = {"config.json": (b"{}", None), "model.weights.h5": (weights, 2**30)}
+    return deflated(folder / "a.keras", members)
+
+
+@bomb("Keras: weights that say 4 kB and become 1 GiB", quick=True)
+def _keras_lies(folder: Path) -> Path:
+    members = {"config.json": (b"{}", None), "model.weights.h5": (zeros(2**30, "raw"), 2**22)}
+    return deflated(folder / "a.keras", members)
+
+
+@bomb("Keras: a config deflated to 400 kB that becomes 400 MiB", quick=True)
+def _keras_config(folder: Path) -> Path:
+    config = zeros(400 * 2**20, "raw")
+    members: dict[str, tuple[bytes, int | None]] = {"config.json": (config, 400 * 2**20)}
+    members["model.weights.h5"] = (b"\x89HDF\r\n\x1a\n", None)
+    return deflated(folder / "a.keras", members)
+
+
+@bomb("zip: a deflated data.pkl in a torch file", quick=True)
+def _torch_deflated(folder: Path) -> Path:
+    return deflated(folder / "a.pt", {"archive/data.pkl": (zeros(2**30, "raw"), 2**30)})
+
+
+@bomb("npz: an array of 64 TiB", quick=True)
+def _npz(folder: Path) -> Path:
+    head = b"{'descr': '<f4', 'fortran_order': False, 'shape': (17592186044416,), }".ljust(117) + b"\n"
+    array = b"\x93NUMPY\1\0" + struct.pack("<H", len(head)) + head
+    return deflated(folder / "a.params", {"w.npy": (array, None)})
+
+
+@bomb("npz: a header of 60 MB", quick=True)
+def _npz_header(folder: Path) -> Path:
+    head = b"[" * 60_000_000
+    array = b"\x93NUMPY\2\0" + struct.pack("<I", len(head)) + head
+    return deflated(folder / "a.params", {"w.npy": (array, None)})
+
+
+@bomb("MXNet: a list that says 2^40 arrays", quick=True)
+def _list(folder: Path) -> Path:
+    path = folder / "a.params"
+    path.write_bytes(struct.pack("<QQQ", 0x112, 0, 2**40) + bytes(64))
+    return path
+
+
+@bomb("MXNet: a list of 1.5 M arrays of nothing", quick=True)
+def _many_arrays(folder: Path) -> Path:
+    path, count = folder / "a.params", 1_500_000
+    array = struct.pack("<IiIqiii", 0xF993FAC9, 0, 1, 0, 1, 0, 0)
+    names = b"".join(struct.pack("<Q", 7) + b"%07d" % i for i in range(count))
+    path.write_bytes(struct.pack("<QQQ", 0x112, 0, count) + array * count + struct.pack("<Q", count) + names)
+    return path
+
+
+@bomb("MXNet: states with 300 MB of text", quick=True)
+def _states_text(folder: Path) -> Path:
+    return states(folder / "a.states", text("a" * 300_000_000) + b"0N.")
+
+
+@bomb("MXNet: states of 40 M opcodes")
+def _states_idle(folder: Path) -> Path:
+    return states(folder / "a.states", b"N0" * 20_000_000 + b"N.")
+
+
+@bomb("MXNet: states of protocol 2 of 1 GiB, sparse", quick=True)
+def _states_whole(folder: Path) -> Path:
+    path = folder / "a.states"
+    path.write_bytes(b"\x80\x02cmxnet\nA\n0")
+    with path.open("r+b") as file:
+        file.truncate(2**30)
+    return path
+
+
+@bomb("legacy torch file: 6 M memo entries", quick=True)
+def _legacy_memo(folder: Path) -> Path:
+    magic = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+    rest = b"\x80\x02M\xe9\x03.\x80\x02}."
+    (folder / "a.pt").write_bytes(magic + rest + b"\x80\x04N" + b"\x94" * 6_000_000 + b".\x80\x02].")
+    return folder / "a.pt"
+
+
+@bomb("torch: a tensor of 2^27 elements over one number", quick=True)
+def _expanded(folder: Path) -> Path:
+    storage = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x01tQ"
+    size = b"J" + (2**27).to_bytes(4, "little") + b"\x85"
+    made = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\0" + size + b"K\0\x85\x89}tR"
+    path = folder / "a.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in (("data.pkl", b"\x80\x02}" + text("w") + made + b"s."), ("data/0", bytes(4))):
+            archive.writestr(zipfile.ZipInfo(f"archive/{name}"), data)
+    return path
+
+
+@bomb("manifest: 900 000 files in statekit.json")
+def _manifest_files(folder: Path) -> Path:
+    files = b",".join(b'"f%d":{"size":0,"blake3":""}' % i for i in range(900_000))
+    (folder / "tensors-00001-of-00001.safetensors").write_bytes(b"")
+    (folder / "statekit.json").write_bytes(b'{"format": "statekit-manifest", "files": {' + files + b"}}")
+    return folder
+
+
+@bomb("FSDP1: 4000 ranks, each of 6 M memo entries", quick=True)
+def _ranks(folder: Path) -> Path:
+    first = torch_zip(folder / "rank0.pt", b"\x80\x04N" + b"\x94" * 6_000_000 + b".")
+    for i in range(1, 4000):
+        (folder / f"rank{i}.pt").hardlink_to(first)
+    return folder
+
+
+@bomb("gin: 60 MB of macros", options=("--hparams", "{}/config.gin"), quick=True)
+def _gin(folder: Path) -> Path:
+    (folder / "config.gin").write_bytes(b"a = %a\n" * 8_000_000)
+    return safetensors(folder / "a.safetensors", b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', 1)
+
+
+@bomb("gin: macros that double 60 times", options=("--hparams", "{}/config.gin"), reads=True, quick=True)
+def _gin_doubles(folder: Path) -> Path:
+    lines = ["a0 = 1"] + [f"a{i} = [%a{i - 1}, %a{i - 1}]" for i in range(1, 61)]
+    text_of = "\n".join([*lines, "adafactor.Adafactor.decay_rate = %a60"])
+    (folder / "config.gin").write_text(text_of)
+    return safetensors(folder / "a.safetensors", b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', 1)

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -115,19 +115,22 @@ def containers_for(path: Path) -> MayFit:
         seen = {"holds": _entries(path)}
     else:
         seen = {"holds": _entries(path.parent, path.name)}
-    return lambda name: _shows(_signs("containers").get(name), seen)
+    return lambda name: _shows(_signs("containers").get(name), partial(_is_seen, seen))
 
 
 def layouts_for(checkpoint: Checkpoint) -> MayFit:
     """Returns which layouts may fit the names of a checkpoint's tensors."""
     seen = {"names": "\n".join(checkpoint.tensors)}
-    return lambda name: _shows(_signs("layouts").get(name), seen)
+    is_seen = cache(partial(_is_seen, seen))  # several layouts have one sign
+    return lambda name: _shows(_signs("layouts").get(name), is_seen)
 
 
-def _shows(signs: Mapping[str, str] | None, seen: Mapping[str, str]) -> bool:
-    if signs is None:
-        return True
-    return any(key in seen and re.search(sign, seen[key], _FLAGS[key]) for key, sign in signs.items())
+def _shows(signs: Mapping[str, str] | None, is_seen: Callable[[str, str], bool]) -> bool:
+    return signs is None or any(is_seen(key, sign) for key, sign in signs.items())
+
+
+def _is_seen(seen: Mapping[str, str], key: str, sign: str) -> bool:
+    return key in seen and re.search(sign, seen[key], _FLAGS[key]) is not None
 
 
 _FLAGS = {"name": re.DOTALL, "begins": re.DOTALL, "holds": re.MULTILINE, "names": re.MULTILINE}

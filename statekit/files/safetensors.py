@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,6 +27,7 @@ from statekit.tensors.digest import bytes_digest
 from statekit.tensors.tensor import DTYPES, Array, DType, Index, Shape, Stored, Tensor, index_shape, nbytes
 from statekit.tensors.tree import MAX_NAME_BYTES, strict_json
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 MAX_HEADER_BYTES = 100_000_000
 """The largest header, in bytes. Source: safetensors, `MAX_HEADER_SIZE`."""
 MAX_RANK = 64
@@ -162,7 +164,7 @@ def _unwritable(name: str, tensor: Tensor) -> str:
 
 
 def _name_fault(name: str) -> str:
-    if name == "__metadata__" or any(ord(c) < 32 or ord(c) == 127 for c in name):
+    if name == "__metadata__" or _CONTROL.search(name):
         return f"has an unusable name, {name!r}"
     try:
         size = len(name.encode("utf-8"))

@@ -7,6 +7,7 @@ number), which `reader` then meets as a `Part` of the file. So a file of gigabyt
 from __future__ import annotations
 
 import pickletools
+import re
 from dataclasses import replace
 
 from statekit.converters.formats.pickle.reader import TruncatedPickle, Unpickled, Vocabulary, read_pickle
@@ -29,6 +30,18 @@ _BYTES = frozenset(b"BC\x8e\x96")
 _OUTSIDE = frozenset(b"PQ")
 _TWO_LINES = frozenset(b"ci")
 _STOP = ord(".")
+
+
+def _fixed() -> re.Pattern[bytes]:
+    """Returns what matches a run of opcodes whose sizes are fixed, up to one that ends or leads outside."""
+    kinds = []
+    for size in sorted({size for size in _ARGUMENTS.values() if size >= 0}):
+        codes = {code for code, n in _ARGUMENTS.items() if n == size} - _OUTSIDE - {_STOP}
+        kinds.append(b"[" + re.escape(bytes(sorted(codes))) + b"]" + b".{%d}" % size)
+    return re.compile(b"(?:" + b"|".join(kinds) + b")++", re.DOTALL)
+
+
+_FIXED = _fixed()
 
 
 def read_thin_pickle(source: Source, calls: Vocabulary) -> Unpickled:
@@ -75,9 +88,6 @@ class _Thinning:
         """Returns the pickle without its long byte strings."""
         out, taken, opcodes = bytearray(), 0, 0
         while True:
-            opcodes += 1
-            if not opcodes % _ASKED:
-                self.source.account.step(_ASKED // 4, _WHAT, byte_of(self.source, self.at))
             code = self._peek(1)[0]
             if code in _OUTSIDE or code not in _ARGUMENTS:
                 opcode = f"opcode {code:#04x}"
@@ -86,7 +96,12 @@ class _Thinning:
                     place=byte_of(self.source, self.at),
                     found=opcode,
                 )
-            head, body = self._sizes(code)
+            run = _FIXED.match(self._window, self.at - self._start)
+            head, body = (run.end() - run.start(), 0) if run else self._sizes(code)
+            opcodes += head // 8 if run else 1
+            if opcodes >= _ASKED:
+                self.source.account.step(opcodes // 4, _WHAT, byte_of(self.source, self.at))
+                opcodes = 0
             if code in _BYTES and body > KEPT_BYTES:
                 out += b"J" + len(self.extents).to_bytes(4, "little") + b"Q"
                 self.extents.append(self._extent(self.at + head, body))

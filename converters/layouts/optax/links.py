@@ -208,7 +208,7 @@ def leaves(tree: Tree) -> Iterator[tuple[Path, Any]]:
     stack: list[tuple[Path, Any]] = [((), tree)]
     while stack:
         path, node = stack.pop()
-        below = children(node)
+        below = () if isinstance(node, Stored) else children(node)  # tensors are the many
         if below:
             stack += reversed([((*path, key), child) for key, child in below])
         else:
@@ -219,6 +219,8 @@ def replaced(tree: Tree, parts: Mapping[Path, Tree], path: Path = ()) -> Tree:
     """Returns a tree with some of its nodes replaced."""
     if path in parts:
         return parts[path]
+    if isinstance(tree, Stored):
+        return tree
     below = {}
     for key, child in children(
         tree
