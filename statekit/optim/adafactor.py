@@ -11,7 +11,10 @@ One parameter p with gradient g and learning rate a, at count s (updates done be
     m = beta1 m + (1-beta1) u,  u = m                                  (with momentum)
     p = (1 - w) p - u,  w = weight_decay_rate [* a^weight_decay_rate_lr_exponent]
 
-A is every axis that isn't BATCH. Source: google-research/t5x, t5x/adafactor.py, `Adafactor.apply_param_gradient`.
+A is every axis that isn't BATCH. Where other implementations differ, from the place of epsilon on,
+`schemas/adafactor.json` names the form that each has, and statekit.optim.adafactor_forms does it.
+
+Source: google-research/t5x, t5x/adafactor.py, `Adafactor.apply_param_gradient`.
 """
 
 from __future__ import annotations

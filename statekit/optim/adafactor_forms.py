@@ -1,8 +1,9 @@
 """The forms in which implementations of Adafactor differ, each a small function under the name its schema gives it.
 
-`schemas/adafactor.json` says of every variant which form it has; statekit.optim.adafactor puts them together. In all
-of them s is the setting, g the gradient, p the parameter, decay and mix the weights of the second moment's old and
-new value.
+Which variant has which (where Keras' epsilons are added, what HF's learning rate is scaled by) stands in
+`schemas/adafactor.json`: `variants.keras.constants` names the form, `differences.epsilon1_place` says what each form
+is. statekit.optim.adafactor puts them together. In all of them s is the setting, g the gradient, p the parameter,
+decay and mix the weights of the second moment's old and new value.
 """
 
 from __future__ import annotations
