@@ -627,3 +627,25 @@ def test_every_map_is_listed_and_shown(capsys: pytest.CaptureFixture[str], tmp_p
         assert json.loads(capsys.readouterr().out)["name"] == load(name).name
     assert main(["maps", "t5x-t5:hf_t5"]) == USAGE
     assert "did you mean t5x-t5:hf-t5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in WRITTEN if p.parts[-3] == "scanned"], ids=lambda path: str(path.parts[-2])
+)
+def test_scanned_layers_come_apart_in_t5x_and_are_stacked_again_with_every_array_equal(
+    path: Path, tmp_path: Path
+) -> None:
+    there = statekit.convert(
+        path,
+        tmp_path / "checkpoint_1000",
+        to="t5x",
+        map="t5x-t5-scanned:t5x-t5-unscanned",
+        hparams=said_of(path),
+    )
+    assert there.plan.exactness is Exactness.BITWISE
+    with statekit.open(tmp_path / "checkpoint_1000") as apart:
+        assert apart.state.params["encoder/layers_1/attention/query/kernel"].shape == (64, 4, 16)
+    back = tmp_path / "back"
+    statekit.convert(there.target, back, to="t5x", map="t5x-t5-unscanned:t5x-t5-scanned")
+    with statekit.open(path, hparams=said_of(path)) as first, statekit.open(back) as second:
+        assert values(second.checkpoint.tensors) == values(first.checkpoint.tensors)

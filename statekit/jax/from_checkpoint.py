@@ -23,6 +23,8 @@ from statekit.jax.leaves import Leaves, leaves_of
 from statekit.jax.sharding import slot_sharding
 from statekit.jax.states import STATES, State
 from statekit.jax.transformation import OptimizerSpec, Rate, built, rate_faults, state_of
+from statekit.maps.links import carried_through
+from statekit.maps.model_map import maps_of
 from statekit.optim.run import steps_for
 from statekit.state.options import FACTOR_MAP, RATE_NAMES, known_options, read_options, taken
 from statekit.state.stored_params import as_params, as_variable
@@ -46,6 +48,8 @@ def load_optimizer(
     names_from: Literal["config"] | None = None,
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
+    map: str | None = None,
+    config: Mapping[str, Any] | None = None,
     follow_links: bool = False,
     budget: int | None = None,
     **overrides: Any,
@@ -70,6 +74,9 @@ def load_optimizer(
             without weights; it needs statekit[hf].
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names, as in its configuration.
+        map: From the checkpoint's model to that of another codebase, e.g. `t5x-t5-scanned:t5x-t5-unscanned`; `names`
+            are of its names then.
+        config: What the map needs to know of the model and no checkpoint says, e.g. `{"num_heads": 12}`.
         follow_links: Whether to read what links out of the checkpoint lead to.
         budget: Bytes that may be held of headers, pickles and trees, and work in proportion; 512 MiB if None.
         **overrides: Hyperparameters for every group, e.g. `clipping_threshold=None`; `step_offset="reset"` lets the
@@ -91,7 +98,7 @@ def load_optimizer(
         hparams, variant, param_names, names_from=names_from, follow_links=follow_links, budget=budget
     )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
-        state = as_params(opened.state)[0]
+        state = carried_through(as_params(opened.state)[0], maps_of(map, config))[0]
         require_resumable(state, path, HOME, MAKERS)
         state = renamed(state, names or {}, path)
         state = overridden(
@@ -189,6 +196,8 @@ def load_params(
     names_from: Literal["config"] | None = None,
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
+    map: str | None = None,
+    config: Mapping[str, Any] | None = None,
     follow_links: bool = False,
     budget: int | None = None,
 ) -> Any:
@@ -204,6 +213,8 @@ def load_params(
         names_from: As in `load_optimizer`.
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names.
+        map: As in `load_optimizer`.
+        config: As in `load_optimizer`.
         follow_links: As in `load_optimizer`.
         budget: As in `load_optimizer`.
 
@@ -218,13 +229,14 @@ def load_params(
     )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         leaves = leaves_of(params)
-        state = renamed(as_params(opened.state)[0], names or {}, path)
+        state = carried_through(as_params(opened.state)[0], maps_of(map, config))[0]
+        state = renamed(state, names or {}, path)
         stored, dtypes = state.params, {path_of(name): leaf.dtype for name, leaf in leaves.by_name.items()}
         sources = {
             path_of(name): as_variable(state, name, dtypes.get(path_of(name), tensor.dtype), opened.makers)
             for name, tensor in stored.items()
         }
-        faults = _shape_faults(stored, map(path_of, stored), leaves)
+        faults = _shape_faults(stored, [path_of(name) for name in stored], leaves)
         faults += [
             (fault, name)
             for name, leaf in leaves.by_name.items()

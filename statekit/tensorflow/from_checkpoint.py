@@ -16,6 +16,8 @@ from statekit.conversion.registry import detect_container
 from statekit.dropin.matching import Given, copy_fault, match_faults, require_resumable
 from statekit.dropin.overrides import overridden
 from statekit.errors import Faults, StateError, UnknownRuleError, UsageError
+from statekit.maps.links import carried_through
+from statekit.maps.model_map import maps_of
 from statekit.state.options import FACTOR_MAP, KERAS, known_options, stored_rate, taken
 from statekit.state.stored_params import as_params, as_variable
 from statekit.state.train_state import Axis, Rule, TrainState
@@ -54,6 +56,8 @@ def load_optimizer(
     names_from: Literal["config"] | None = None,
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
+    map: str | None = None,
+    config: Mapping[str, Any] | None = None,
     follow_links: bool = False,
     budget: int | None = None,
     **overrides: Any,
@@ -72,6 +76,9 @@ def load_optimizer(
             without weights; it needs statekit[hf].
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names, as in its configuration.
+        map: From the checkpoint's model to that of another codebase, e.g. `t5x-t5-scanned:t5x-t5-unscanned`; `names`
+            are of its names then.
+        config: What the map needs to know of the model and no checkpoint says, e.g. `{"num_heads": 12}`.
         follow_links: Whether to read what links out of the checkpoint lead to.
         budget: Bytes that may be held of headers, pickles and trees, and work in proportion; 512 MiB if None.
         **overrides: Hyperparameters for all parameters, which outweigh the checkpoint's, and arguments of the
@@ -95,9 +102,9 @@ def load_optimizer(
         hparams, variant, order, names_from=names_from, follow_links=follow_links, budget=budget
     )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
-        state = as_params(opened.state)[0]
+        state = carried_through(as_params(opened.state)[0], maps_of(map, config))[0]
         require_resumable(state, path, HOME, MAKERS, "Keras moves the variables of a model by one")
-        names = names or _renumbered(opened, _trainable(variables))
+        names = names or ({} if map else _renumbered(opened, _trainable(variables)))
         schema, variant = state.optimizer.schema, str(state.optimizer.variant)
         arguments = {
             k: v for k, v in overrides.items() if k in _ARGUMENTS and k not in taken(schema, variant)
@@ -258,6 +265,8 @@ def load_params(
     names_from: Literal["config"] | None = None,
     step: int | None = None,
     hparams: Mapping[str, Any] | None = None,
+    map: str | None = None,
+    config: Mapping[str, Any] | None = None,
     follow_links: bool = False,
     budget: int | None = None,
 ) -> None:
@@ -275,6 +284,8 @@ def load_params(
             without weights; it needs statekit[hf].
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names.
+        map: As in `load_optimizer`.
+        config: As in `load_optimizer`.
         follow_links: As in `load_optimizer`.
         budget: As in `load_optimizer`.
 
@@ -290,8 +301,8 @@ def load_params(
     order = _order(Path(path), variables, param_names)
     hints = Hints.given(hparams, None, order, names_from=names_from, follow_links=follow_links, budget=budget)
     with state_to_load(Path(path), step=step, hints=hints) as opened:
-        names = names or _renumbered(opened, wanted)
-        state = as_params(opened.state)[0]
+        names = names or ({} if map else _renumbered(opened, wanted))
+        state = carried_through(as_params(opened.state)[0], maps_of(map, config))[0]
         sources = {normal(p): p for p in state.params}
         targets = {normal((names or {}).get(path_of(v), path_of(v))): v for v in wanted}
         faults = [
