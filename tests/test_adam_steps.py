@@ -435,7 +435,8 @@ def test_two_links_of_clipping_are_refused() -> None:
 
 REFUSED = [
     ("adamw", "torch", {}, "float64", "float32"),
-    ("adamw", "keras", {}, "float16", "float32"),
+    ("adamw", "keras", {}, "float64", "float32"),
+    ("lamb", "keras", {}, "float16", "float32"),
     ("adamw", "mesh_tf", {}, "bfloat16", "float32"),
     ("lamb", "keras", {}, "float64", "float32"),
     ("adamw", "keras", {"gradient_accumulation_steps": 4}, "float32", "accumulate"),

@@ -9,6 +9,7 @@ from typing import Generic, Literal, TypeVar
 
 from statekit.arrays.backend import Value
 from statekit.arrays.promotion import LOW
+from statekit.errors import UnknownRuleError
 from statekit.optim.adam_moments import CORRECTION, RATE
 from statekit.optim.gradient_clipping import Limits
 from statekit.optim.steps import LOW_PRECISION, Scene, Setting, execution_of
@@ -67,6 +68,9 @@ class AdamSetting(Setting[C, H], Generic[C, H]):
     def of(cls, scene: Scene, form: C, hyper: H, dtype: str = "float32") -> AdamSetting[C, H]:
         """Returns the setting of an update of a parameter, `dtype` its own or its master's."""
         rate = RATE[form["lr_precision"]](scene.xp, scene.rate)
+        if form["compute_dtype"] == "converted":
+            compiled = execution_of(scene, form["compute_dtype"]) == "compiled"
+            return cls(scene.xp, form, hyper, scene.xp.cast(rate, dtype), scene.step, dtype, compiled)
         each = form["compute_dtype"] == "each_operation"
         fused = each and execution_of(scene, form["compute_dtype"]) == "compiled"
         rounds = each and not fused
@@ -89,6 +93,9 @@ class AdamSetting(Setting[C, H], Generic[C, H]):
     def correction(self, beta: float, ahead: int = 1) -> Value:
         """Returns 1 - beta^t, t being this update's number (or one further on)."""
         t, usual = self.step + ahead, CORRECTION[self.form["bias_correction_precision"]]
+        if self.form["compute_dtype"] == "converted":
+            t = self.xp.cast(self.xp.widen(t), self.dtype)
+            return usual(self.xp, self.xp.constant(beta, self.dtype), t)
         if not self.fused:
             return usual(self.xp, beta, t)
         # PyTorch's fused kernel takes it in float64 as well, what torch.compile makes of its text in float32.
@@ -116,6 +123,22 @@ def settle(schema: Schema, kind: type[H], group: Group, path: str, variant: str)
     excluded = IS_EXCLUDED[variant_constants(schema, variant)["decay_exclusions"]]
     kept = None if excluded(path, hyper.exclude_from_weight_decay) else hyper.weight_decay_rate or None
     return replace(hyper, weight_decay_rate=kept, exclude_from_weight_decay=None)
+
+
+def _require_alone(
+    state: TrainState, group: Group, path: str, hyper: AdamHyperparameters, variant: str, schema: Schema
+) -> None:
+    """Raises UnknownRuleError for what isn't followed beside a parameter of low precision, by its name."""
+    limits = vars(settled(Limits, schema, variant, group))
+    said = [name for name, value in {**limits, "use_ema": hyper.use_ema or None}.items() if value is not None]
+    if said:
+        raise UnknownRuleError(
+            "How the original rounds this beside a parameter of low precision isn't known.",
+            place=path,
+            expected="float32, or an update without it",
+            found=f"{', '.join(said)} beside {state.params[path].dtype.name}",
+            remedy="step the float32 masters, if the run kept them",
+        )
 
 
 def check(
@@ -151,6 +174,8 @@ def check(
         low = rounding in LOW_PRECISION and state.params[path].dtype.name in LOW
         if not has_master and not low:
             require_float32(state, path)
+        if low and rounding == "converted":
+            _require_alone(state, group, path, hyper, variant, schema)
         require_slots(state, path, slot_names(hyper))
     settled(Limits, schema, variant, group)
     require_whole_updates(hyper.gradient_accumulation_steps)

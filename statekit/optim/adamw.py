@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from statekit.arrays.backend import Backend, Value
+from statekit.arrays.promotion import LOW
 from statekit.errors import UnknownRuleError
 from statekit.optim import adam_family
 from statekit.optim.adam_family import AdamHyperparameters, AdamSetting
@@ -117,9 +118,15 @@ UPDATE: Mapping[str, Callable[[Setting, Moving], Value]] = {
 """The parameter after an update."""
 
 
+def _share(s: Setting, p: Value, w: float) -> Value:
+    # TensorFlow's graphs multiply the two numbers first, jitted or not.
+    weight = s.xp.constant(w)
+    return p * (s.rate * weight) if s.fused and s.dtype in LOW else p * weight * s.rate
+
+
 DECAYED_FIRST: Mapping[str, Callable[[Setting, Value, float], Value]] = {
     "product_first": lambda s, p, w: s.times(p, 1.0 - s.rate * w),
-    "subtract_first": lambda s, p, w: p - p * s.xp.constant(w) * s.rate,
+    "subtract_first": lambda s, p, w: p - _share(s, p, w),
     "in_update": lambda s, p, w: p,
 }
 """The parameter before the update of the moments."""
@@ -175,6 +182,14 @@ def update(
     s: Setting = AdamSetting.of(scene, constants, config, scene.xp.dtype(moved))
     xp, hyper = s.xp, s.hyper
     p, g = xp.widen(moved), xp.widen(grad)
+    if s.form["compute_dtype"] == "converted":
+        g = xp.cast(g, s.dtype)
+        if squares is not None and s.dtype in LOW:
+            raise UnknownRuleError(
+                "How the original rounds rows that are given several times isn't known beside low precision.",
+                expected="a gradient of the parameter's shape",
+                found=f"rows beside {s.dtype}",
+            )
     if hyper.maximize:
         g = -g
     w = hyper.weight_decay_rate

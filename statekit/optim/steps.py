@@ -98,7 +98,7 @@ class Steps(Protocol):
         """
 
 
-LOW_PRECISION = ("each_operation", "promoted")
+LOW_PRECISION = ("each_operation", "promoted", "converted")
 """Values of `compute_dtype` with which operations round to a dtype of low precision."""
 
 
@@ -114,7 +114,9 @@ USUAL: Mapping[str, Execution] = {"each_operation": "op_by_op"}
 def promoting(
     scene: Scene, compute_dtype: str, arrays: Iterable[Value], loose: tuple[str, ...] = ("float16",)
 ) -> Scene:
-    """Returns a scene over JAX's promotion of dtypes, where that is the rule and some array is of low precision.
+    """Returns a scene over dtypes that decide how operations round, where that is the rule and some array is low.
+
+    Operations in the parameter's dtype, to which all is converted first, are as JAX's are op by op.
 
     Args:
         scene: The scene.
@@ -123,9 +125,9 @@ def promoting(
         loose: Dtypes of a parameter whose compiled updates are followed within one rounding of each operation only.
     """
     listed = list(arrays)
-    if compute_dtype != "promoted" or not any_low(scene.xp, listed):
+    if compute_dtype not in ("promoted", "converted") or not any_low(scene.xp, listed):
         return scene
-    op_by_op = execution_of(scene, compute_dtype) == "op_by_op"
+    op_by_op = compute_dtype == "converted" or execution_of(scene, compute_dtype) == "op_by_op"
     within = () if op_by_op or scene.xp.dtype(listed[0]) not in loose else loose
     return replace(scene, xp=Promoting(scene.xp, op_by_op, within))
 

@@ -360,6 +360,8 @@ class KerasRun:
         lists = {"m": "_momentums", "v": "_velocities"}
         if self._case.family == "adafactor":
             lists = {"v_row": "_r", "v_col": "_c", "v": "_v"}
+        if self._case.groups[0][0].get("amsgrad"):
+            lists["v_max"] = "_velocity_hats"
         slots = {
             path: {
                 name: np.asarray(getattr(self._optimizer, attribute)[i]) for name, attribute in lists.items()
