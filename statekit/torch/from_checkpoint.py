@@ -121,11 +121,13 @@ def load_optimizer(
         if fault := rate_fault(rate):
             raise UsageError("This can't be a learning rate.", place="lr", found=fault)
     pairs = _pairs(named_parameters)
-    maps = maps_of(map, config)
+    maps = maps_of(map, config) if map is not None or config else ()
     model = [] if maps else pairs  # the checkpoint has other ones
     hints = _hints(model, names or {}, param_names, names_from, hparams, variant, follow_links, budget)
     with state_to_load(Path(path), step=step, hints=hints) as opened:
-        state = carried_through(as_params(opened.state)[0], maps)[0]
+        state = as_params(opened.state)[0]
+        if maps:
+            state = carried_through(state, maps)[0]
         require_resumable(state, path, HOME, MAKERS)
         state = renamed(state, names or {}, path)
         state = overridden(state, overrides, "lr", lambda schema: f"{HOME}.{MAKERS[schema]}(...)")
@@ -219,11 +221,14 @@ def load_params(
             other values were copied already; then the error says so.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    maps = maps_of(map, config)
+    maps = maps_of(map, config) if map is not None or config else ()
     pairs = [] if maps else list(model.named_parameters())
     hints = _hints(pairs, names or {}, param_names, names_from, hparams, None, follow_links, budget)
     with state_to_load(Path(path), step=step, hints=hints) as opened:
-        state = renamed(carried_through(as_params(opened.state)[0], maps)[0], names or {}, path)
+        state = as_params(opened.state)[0]
+        if maps:
+            state = carried_through(state, maps)[0]
+        state = renamed(state, names or {}, path)
         fitted = _fitted(state, opened.makers, model, path)
         with changing("the model"):
             for target, source in fitted:
