@@ -292,6 +292,9 @@ def test_a_damaged_configuration_is_refused_and_not_read_as_weights_of_another_l
     assert config.read_bytes() != data
     with pytest.raises(FormatError, match=r"metadata\.json"):
         open_state(copy)
+    config.unlink()
+    with pytest.raises(NotFoundError, match=r"metadata\.json"):
+        open_state(copy)
 
 
 def test_a_step_that_is_a_tensor_is_read() -> None:

@@ -27,7 +27,7 @@ from statekit.converters.formats.dcp.metadata import METADATA
 from statekit.converters.formats.dcp.writer import write_dcp
 from statekit.converters.formats.pytorch.reader import read_object
 from statekit.converters.formats.pytorch.writer import write_archive
-from statekit.errors import FormatError, RefusedError, StatekitError
+from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.source import Files, opening, read_small
 from statekit.files.stage import Stage
@@ -66,7 +66,7 @@ class Megatron:
             if config := _config_if_sound(folder):
                 return Evidence(20, f"{folder / _CONFIG} says {config['sharded_backend']}, beside {METADATA}")
             if (folder / _COMMON_FILE).is_file() and _may_be_damaged(folder / _CONFIG):
-                return Evidence(20, f"{folder / _COMMON_FILE} and {_CONFIG} beside {METADATA}")
+                return Evidence(20, f"{folder / _COMMON_FILE} beside {METADATA}")
         return None
 
     def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
@@ -76,6 +76,15 @@ class Megatron:
             NotFoundError: No checkpoint, or no such iteration; or a file isn't there.
             FormatError: Metadata or pieces don't follow the format or can't be trusted.
         """
+        if (
+            all((path / name).is_file() for name in (METADATA, _COMMON_FILE))
+            and not (path / _CONFIG).exists()
+        ):
+            raise NotFoundError(
+                "A file of the checkpoint isn't there.",
+                place=path / _CONFIG,
+                remedy="copy the whole folder; Megatron-Core reads it first, too",
+            )
         place, number, steps = step_folder(path, step, _CONFIG, "checkpoint of Megatron-Core")
         with opening(path, budget) as files:
             _backend(place, files)
@@ -112,9 +121,9 @@ def _config_if_sound(folder: Path) -> dict[str, Any] | None:
 
 
 def _may_be_damaged(config: Path) -> bool:
-    """Tells whether a file is no JSON, or holds some of a configuration's keys and not the one that is looked for."""
+    """Tells whether a configuration isn't there, is no JSON, or has some of its keys and not the one that counts."""
     if not config.is_file():
-        return False
+        return True
     try:
         kept = strict_json(read_small(config), config)
     except StatekitError:

@@ -31,5 +31,8 @@ CONTAINER = HuggingFaceFolder(
     {"optimizer": "optimizer.bin", "scheduler": "scheduler.bin", "scaler": "scaler.pt"},
     _accelerate,
     shard_bytes=None,
-    companions={"optimizer.bin": "load_state finds no optimizer"},
+    companions={
+        "optimizer.bin": "load_state finds no optimizer",
+        "random_states_*.pkl": "load_state leaves random generators as they are",
+    },
 )

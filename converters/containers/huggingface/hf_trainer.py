@@ -105,6 +105,7 @@ CONTAINER = HuggingFaceFolder(
     companions={
         "optimizer.*": "Trainer begins with an optimizer of its own",
         "scheduler.*": "Trainer begins with an optimizer and a schedule of its own",
+        "rng_state*.pth": "Trainer draws other random numbers than the run would have",
     },
     paced=True,
 )
