@@ -22,7 +22,7 @@ from goldens import GOLDEN
 from statekit.cli.main import DONE, USAGE, main
 from statekit.errors import FormatError, InexactError, StateError, UsageError
 from statekit.maps import json_schema
-from statekit.maps.links import Link, carried
+from statekit.maps.links import Link, carried, carried_through
 from statekit.maps.model_map import Renaming, load, map_names, maps_of
 from statekit.maps.operations import Merge, Operation, Part, Permute, Piece, Stack, Unstack
 from statekit.maps.pretrained import Model, Pretrained
@@ -649,3 +649,28 @@ def test_scanned_layers_come_apart_in_t5x_and_are_stacked_again_with_every_array
     statekit.convert(there.target, back, to="t5x", map="t5x-t5-unscanned:t5x-t5-scanned")
     with statekit.open(path, hparams=said_of(path)) as first, statekit.open(back) as second:
         assert values(second.checkpoint.tensors) == values(first.checkpoint.tensors)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_mesh_tensorflows_t5_goes_to_t5x_and_on_to_hugging_face(gated: bool) -> None:
+    state = t5(layers=11, gated=gated)
+    mesh = load("t5x-t5:mesh-tf-t5").apply(state).state
+    for name in (
+        "encoder/block_010/layer_000/SelfAttention/q",
+        "decoder/block_000/layer_001/EncDecAttention/o",
+    ):
+        assert name in mesh.params
+    assert "decoder/block_000/layer_000/SelfAttention/relative_attention_bias" in mesh.params
+    back = load("mesh-tf-t5:t5x-t5").apply(mesh).state
+    assert (list(back.params), back.rules) == (list(state.params), state.rules)
+    straight = load("t5x-t5:hf-t5").apply(state).state
+    through, mapped = carried_through(mesh, maps_of("mesh-tf-t5:t5x-t5:hf-t5", {"num_heads": 2}))
+    assert through.rules == straight.rules
+    assert {one.sources[0]: one.target for one in mapped}["shared/embedding"] == "shared/weight"
+    for path, slots in straight.slots.items():
+        for name, slot in slots.items():
+            np.testing.assert_array_equal(through.slots[path][name].read(), slot.read())
+    with pytest.raises(StateError, match="block_010"):
+        load("mesh-tf-t5:t5x-t5").apply(without(mesh, "encoder/block_010/layer_000/SelfAttention/q"))
+    with pytest.raises(UsageError, match="no map of that name"):
+        maps_of("mesh-tf-t5:hf-t5:t5x-t5")

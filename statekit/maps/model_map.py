@@ -1,8 +1,8 @@
 """Model maps: from the names of one codebase's model to another's, and how the axes of each differ.
 
 A map is a JSON file below `converters/models`, held to `schemas/statekit-map.schema.json`. Its templates are paths with
-fields: `{word}` of a table of words that both sides know by other names, and `{number}`, which counts, as layers do. It
-is read in both directions.
+fields: `{word}` of a table of words that both sides know by other names, and `{number}`, which counts, as layers do;
+`{number:3}` has zeros before it, to three digits. It is read in both directions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import TIES, Shape
 from statekit.tensors.tree import strict_json
 
-_FIELD = re.compile(r"\{(\w+)\}")
+_FIELD = re.compile(r"\{(\w+)(?::(\d))?\}")
 _NUMBER = r"0|[1-9]\d{0,5}"
 Binding = Mapping[str, str | int]
 """What the fields of a template stand for: a word of the first side, or a number."""
@@ -50,7 +50,7 @@ class Template:
     @property
     def fields(self) -> tuple[str, ...]:
         """The names of the fields, each once."""
-        return tuple(dict.fromkeys(_FIELD.findall(self.text)))
+        return tuple(dict.fromkeys(name for name, _ in _FIELD.findall(self.text)))
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -70,21 +70,21 @@ class Template:
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        text, seen = "", set[str]()
-        for i, part in enumerate(_FIELD.split(self.text)):
-            if i % 2 == 0:
-                text += re.escape(part)
-            elif part in seen:
-                text += f"(?P={part})"
-            else:
-                words = self.words.get(part)
-                text += f"(?P<{part}>{'|'.join(map(re.escape, words.values())) if words else _NUMBER})"
-                seen.add(part)
-        return re.compile(text)
+        text, end, seen = "", 0, set[str]()
+        for match in _FIELD.finditer(self.text):
+            name, digits = match.groups()
+            text += re.escape(self.text[end : match.start()])
+            words = self.words.get(name)
+            number = rf"\d{{{digits}}}|[1-9]\d{{{digits},5}}" if digits else _NUMBER
+            of_field = "|".join(map(re.escape, words.values())) if words else number
+            text += f"(?P={name})" if name in seen else f"(?P<{name}>{of_field})"
+            end = match.end()
+            seen.add(name)
+        return re.compile(text + re.escape(self.text[end:]))
 
     def path(self, binding: Binding) -> str:
         """Returns the path that a binding gives."""
-        return _FIELD.sub(lambda m: self._word(m[1], binding[m[1]]), self.text)
+        return _FIELD.sub(lambda m: self._word(m[1], binding[m[1]]).zfill(int(m[2] or 0)), self.text)
 
     def _word(self, name: str, value: str | int) -> str:
         return self.words[name][str(value)] if name in self.words else str(value)
@@ -393,7 +393,7 @@ def _unfitting(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for i, line in enumerate(data["parameters"]):
         place, steps = f"parameters/{i}", line.get("operations", [])
         counted = {one["over"] for one in steps if one["op"] == "unstack"}
-        fields = [set(_FIELD.findall(line[side])) for side in ("source", "target")]
+        fields = [{name for name, _ in _FIELD.findall(line[side])} for side in ("source", "target")]
         if fields[1] - fields[0] != counted or fields[0] - fields[1]:
             yield "has fields that the other side hasn't, and that nothing counts", place
         if any(one["op"] == "unstack" for one in steps[1:]):
@@ -504,7 +504,7 @@ def maps_of(
     """Returns what was asked for: other names first, then a model map.
 
     Args:
-        name: The model map's name; None without.
+        name: The model map's name, or several joined, as `mesh-tf-t5:t5x-t5:hf-t5`; None without.
         config: What it is told of the model.
         rename: Patterns and replacements.
 
@@ -516,4 +516,13 @@ def maps_of(
             "There is no map that could take a configuration.", place="--config", remedy="name it: --map"
         )
     renaming = (Renaming(tuple(rename.items())),) if rename else ()
-    return (*renaming, *((load(name, config),) if name is not None else ()))
+    return (*renaming, *(load(one, config) for one in _chained(name)))
+
+
+def _chained(name: str | None) -> Iterator[str]:
+    """Yields the maps of a name such as `mesh-tf-t5:t5x-t5:hf-t5`, one after the other."""
+    sides = [] if name is None else name.split(":")
+    if name is None or len(sides) < 3 or name.removesuffix(BACK).endswith(".json"):
+        yield from () if name is None else (name,)
+        return
+    yield from (f"{a}:{b}" for a, b in pairwise(sides))
