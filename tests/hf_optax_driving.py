@@ -1,8 +1,8 @@
 """A run of Transformers' Trainer goes to Optax and back; run by itself, with PyTorch and JAX in one process.
 
-    python hf_optax_driving.py FOLDER gpt2|t5 [RATE]
+    python hf_optax_driving.py FOLDER gpt2|t5 [RATE [UPDATES]]
 
-The result goes to `FOLDER/result.json`.
+After so many updates the run goes to Optax. The result goes to `FOLDER/result.json`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOKENS = [[(3 * i + 2 * j * j + i * j) % 17 for j in range(8)] for i in range(64
 DATA = [{"input_ids": torch.tensor(row), "labels": torch.tensor(row)} for row in TOKENS]
 USUAL: dict[str, Any] = {
     "max_steps": END, "per_device_train_batch_size": 2, "report_to": "none", "learning_rate": RATE,
-    "max_grad_norm": 0.0, "use_cpu": True, "logging_steps": 1, "save_steps": FIRST, "disable_tqdm": True,
+    "max_grad_norm": 0.0, "use_cpu": True, "logging_steps": 1, "save_steps": 5, "disable_tqdm": True,
 }  # fmt: skip
 DECAY = 0.1
 OPTIONS: Mapping[str, dict[str, Any]] = {
@@ -57,7 +57,8 @@ def by_hand(folder: Path, groups: list[list[str]], recorder: Recorder) -> dict[s
         {name: jnp.asarray(state[i][slot].numpy()) for i, name in enumerate(names)}
         for slot in ("exp_avg", "exp_avg_sq")
     )
-    optimizer = optax.adamw(rate, weight_decay=DECAY, mask={name: name in groups[0] for name in names})
+    schedule = optax.linear_schedule(RATE, 0.0, END)
+    optimizer = optax.adamw(schedule, weight_decay=DECAY, mask={name: name in groups[0] for name in names})
     params = {name: jnp.asarray(recorder.weights[FIRST][name]) for name in names}
     adam, decay, schedule = optimizer.init(params)
     count = jnp.asarray(FIRST, jnp.int32)
@@ -191,7 +192,6 @@ def through_optax(
     lines = "\n".join(resume_lines(of_plan(planned), planned.state))
     scope: dict[str, Any] = {
         "params": jax.tree.map(jnp.zeros_like, tree(recorder.weights[FIRST])),
-        "schedule": rate,
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -273,4 +273,7 @@ def main(work: Path, kind: str) -> None:
 if __name__ == "__main__":
     if len(sys.argv) > 3:
         RATE = USUAL["learning_rate"] = float(sys.argv[3])
+    if len(sys.argv) > 4:
+        FIRST, LAST, END = (int(sys.argv[4]) + more for more in (0, 20, 30))
+        USUAL["max_steps"] = END
     main(Path(sys.argv[1]), sys.argv[2])
