@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import statekit
+import statekit.maps
 from goldens import COMPACT
 from statekit.errors import StateError
 from statekit.maps.links import carried_through
@@ -97,3 +98,52 @@ def test_torch_takes_a_map_of_the_users_own(tmp_path: Path) -> None:
     ]
     optimizer = statekit.torch.load_optimizer(CHECKPOINT, named, map=str(path), hparams=SAID, lr=0.01)
     assert len(optimizer.state) == len(shapes)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("tied", [False, True])
+def test_live_parameters_of_pytorch_go_there_and_back(tied: bool, mapped: TrainState) -> None:
+    import torch
+
+    path_of = {
+        path.replace("/", "."): path for path in mapped.params if not (tied and path.startswith("lm_head"))
+    }
+    model = {name: torch.from_numpy(mapped.params[path].read().copy()) for name, path in path_of.items()}
+    further = dict.fromkeys(
+        ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), model["shared.weight"]
+    )
+    further |= {"lm_head.weight": model["shared.weight"]} if tied else {}
+    there = statekit.maps.load("hf-t5:t5x-t5").apply({**model, **further})
+    assert "decoder.layers_1.mlp.wo.kernel" in there
+    assert ("decoder.logits_dense.kernel" in there) is not tied
+    back = statekit.maps.load(MAP).apply(there)
+    assert back.keys() == {**model, **further}.keys()
+    for name, tensor in {**model, **further}.items():
+        assert torch.equal(back[name], tensor)
+    with pytest.raises(StateError, match="is missing in the checkpoint"):
+        statekit.maps.load("hf-t5:t5x-t5").apply({n: t for n, t in model.items() if "final" not in n})
+
+
+@pytest.mark.jax
+def test_live_trees_of_jax_come_apart_and_are_stacked() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    scanned = next((COMPACT / "t5x_checkpoints" / "scanned").glob("*/checkpoint_*"))
+    with statekit.open(scanned) as opened:
+        arrays = {path: jnp.asarray(t.read()) for path, t in opened.state.params.items()}
+    tree: dict[str, Any] = {}
+    for path, array in arrays.items():
+        *outer, last = path.split("/")
+        node = tree
+        for key in outer:
+            node = node.setdefault(key, {})
+        node[last] = array
+    there = statekit.maps.load("t5x-t5-scanned:hf-umt5", {"num_heads": 4}).apply(tree)
+    query = there["encoder"]["block"]["1"]["layer"]["0"]["SelfAttention"]["q"]["weight"]
+    kernel = arrays["encoder/encoder/attention/query/kernel"]
+    np.testing.assert_array_equal(query, kernel[:, 1].reshape(kernel.shape[0], -1).T)
+    back = statekit.maps.load("hf-umt5:t5x-t5-scanned", {"num_heads": 4}).apply(there)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), tree, back))
+    with pytest.raises(StateError, match="can't be mapped: axes 1 and 2 merged"):
+        statekit.maps.load("t5x-t5-scanned:hf-umt5", {"num_heads": 8}).apply(tree)

@@ -15,12 +15,12 @@ from functools import cached_property
 from importlib import resources
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from statekit.errors import Faults, FormatError, StateError, UsageError, check_name
 from statekit.files.checkpoint import PRETRAINED
 from statekit.files.source import read_small
-from statekit.maps import json_schema
+from statekit.maps import json_schema, live
 from statekit.maps.links import Carried, Link, StateMap, carried
 from statekit.maps.operations import Merge, Operation, Part, Permute, Stack, Unstack
 from statekit.maps.pretrained import Model, Pretrained
@@ -149,30 +149,56 @@ class ModelMap:
         """Returns what was asked for, as it stands in a plan."""
         return {"name": self.name, "config": dict(self.config)}
 
-    def apply(self, state: TrainState) -> Carried:
-        """Returns a state under the other side's names.
+    @overload
+    def apply(self, state: TrainState) -> Carried: ...
+
+    @overload
+    def apply(self, state: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    def apply(self, state: TrainState | Mapping[str, Any]) -> Carried | dict[str, Any]:
+        """Returns a state under the other side's names; or live parameters, as a state_dict or a tree of arrays.
+
+        Live arrays stay those of their framework; names come back as they were given: nested, with dots or slashes.
 
         Raises:
             StateError: Names of either side aren't covered, or what they name doesn't fit; lists every fault.
             InexactError: The state doesn't tell what the target would hold; lists every such parameter.
             UsageError: What the map needs to know wasn't said; lists every name.
         """
+        if not isinstance(state, TrainState):
+            return self._live(state)
         shapes = {path: param.shape for path, param in state.params.items()}
         faults = Faults()
         links, model = self._links(shapes, faults)
-        made = {link.target for link in links}
         for name, path in state.extra.get(TIES, {}).items():
             if self.old_ties.get(name) != path:
                 faults.add(f"is a further name of {path}, which the map doesn't know", name)
+        self._check(faults)
+        result = carried(state, links, self._ties_of(links), self.name)
+        return result if self.pretrained is None else self._with_files(result, self.pretrained, model)
+
+    def _live(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns live arrays under the other side's names."""
+        arrays, named = live.flat(tree)
+        arrays = live.apart(arrays, self.old_ties)
+        faults = Faults()
+        links, _ = self._links({path: tuple(array.shape) for path, array in arrays.items()}, faults)
+        self._check(faults)
+        result = live.made(arrays, links)
+        return named({**result, **{name: result[path] for name, path in self._ties_of(links).items()}})
+
+    def _ties_of(self, links: Sequence[Link]) -> dict[str, str]:
+        """Returns the further names that the target has of what was made."""
+        made = {link.target for link in links}
+        return {name: path for name, path in self.ties.items() if path in made and name not in made}
+
+    def _check(self, faults: Faults) -> None:
         faults.check(
             StateError,
             f"The map {self.name} doesn't fit the checkpoint",
             place=f"from {self.titles[0]} to {self.titles[1]}",
             remedy=f"name the map of its model: {', '.join(map_names())}; or rename its parameters: --rename",
         )
-        ties = {name: path for name, path in self.ties.items() if path in made and name not in made}
-        result = carried(state, links, ties, self.name)
-        return result if self.pretrained is None else self._with_files(result, self.pretrained, model)
 
     def _with_files(self, result: Carried, pretrained: Pretrained, model: Model) -> Carried:
         """Returns a state with what the target's library builds its model from, instead of the source's such files."""

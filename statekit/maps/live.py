@@ -1,0 +1,124 @@
+"""Maps on live arrays: the parameters of a model in memory, or their gradients, under another model's names and axes.
+
+In goes a `state_dict` of PyTorch, or a tree of JAX's or NumPy's arrays. Out come arrays of the same kind, views where
+the framework makes views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from statekit.errors import StateError, UsageError
+from statekit.maps.links import Link
+from statekit.maps.operations import Merge, Operation, Part, Permute, Stack, Unstack
+
+Tree = Mapping[str, Any]
+
+
+def flat(tree: Tree) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], dict[str, Any]]]:
+    """Returns a tree's arrays by path, and what gives others the names that it has: nested, with dots or with slashes.
+
+    Raises:
+        UsageError: Two arrays have one path, or something in the tree is no array.
+    """
+    is_nested = any(isinstance(one, Mapping) for one in tree.values())
+    has_dots = not is_nested and not any("/" in name for name in tree)
+    arrays: dict[str, Any] = {}
+    for path, array in _leaves(tree, ()):
+        name = "/".join(path)
+        name = name if is_nested else name.replace(".", "/")
+        if name in arrays or not hasattr(array, "shape"):
+            what = "stands there twice" if name in arrays else "is no array"
+            raise UsageError(f"A tree can't be mapped: {name} {what}.", found=type(array).__name__)
+        arrays[name] = array
+
+    def named(others: Mapping[str, Any]) -> dict[str, Any]:
+        if not is_nested:
+            return {path.replace("/", ".") if has_dots else path: one for path, one in others.items()}
+        root: dict[str, Any] = {}
+        for path, one in others.items():
+            *outer, last = path.split("/")
+            node = root
+            for key in outer:
+                node = node.setdefault(key, {})
+            node[last] = one
+        return root
+
+    return arrays, named
+
+
+def _leaves(tree: Tree, path: tuple[str, ...]) -> Iterable[tuple[tuple[str, ...], Any]]:
+    for key, one in tree.items():
+        if isinstance(one, Mapping):
+            yield from _leaves(one, (*path, str(key)))
+        else:
+            yield (*path, str(key)), one
+
+
+def apart(arrays: Mapping[str, Any], ties: Mapping[str, str]) -> dict[str, Any]:
+    """Returns arrays without the further names of tied ones: those that are the same array, or share its memory."""
+    tied = {
+        name
+        for name, one in ties.items()
+        if name in arrays and one in arrays and _same(arrays[name], arrays[one])
+    }
+    return {name: array for name, array in arrays.items() if name not in tied}
+
+
+def _same(left: Any, right: Any) -> bool:
+    if left is right:
+        return True
+    if left.shape != right.shape or not hasattr(left, "data_ptr"):
+        return False
+    return bool(left.data_ptr() == right.data_ptr() and left.stride() == right.stride())
+
+
+def made(arrays: Mapping[str, Any], links: Iterable[Link]) -> dict[str, Any]:
+    """Returns what links make of arrays.
+
+    Raises:
+        StateError: An array hasn't the axes for it.
+    """
+    return {link.target: _of(link, [arrays[path] for path in link.sources]) for link in links}
+
+
+def _of(link: Link, arrays: Sequence[Any]) -> Any:
+    for operation in link.operations:
+        try:
+            arrays = (
+                [_namespace(arrays[0]).stack(list(arrays), operation.axis)]
+                if isinstance(operation, Stack)
+                else [_moved(operation, array) for array in arrays]
+            )
+        except (IndexError, ValueError, RuntimeError, TypeError) as error:
+            shapes = ", ".join(str(tuple(array.shape)) for array in arrays)
+            raise StateError(
+                f"An array can't be mapped: {operation}.", place=", ".join(link.sources), found=shapes
+            ) from error
+    return arrays[0]
+
+
+def _moved(operation: Operation, array: Any) -> Any:
+    shape = tuple(array.shape)
+    match operation:
+        case Permute(order):
+            xp = _namespace(array)
+            return xp.permute(array, order) if hasattr(xp, "permute") else xp.permute_dims(array, order)
+        case Merge(axis, outer):
+            if outer not in (None, shape[axis]):
+                raise ValueError(f"{shape[axis]} along axis {axis}, not {outer}")
+            return array.reshape((*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :]))
+        case Part(axis, outer):
+            return array.reshape((*shape[:axis], outer, shape[axis] // outer, *shape[axis + 1 :]))
+        case Unstack(axis, place):
+            return array[(slice(None),) * axis + (place,)]
+    raise TypeError(f"nothing is known of {operation} for live arrays")
+
+
+def _namespace(array: Any) -> Any:
+    if hasattr(array, "__array_namespace__"):
+        return array.__array_namespace__()
+    import torch
+
+    return torch
