@@ -11,7 +11,7 @@ import json
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -91,7 +91,7 @@ def text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(raw)) + raw
 
 
-@bomb("pickle: 24 M empty dicts in a list", quick=True)
+@bomb("pickle: 24 M empty dicts in a list")
 def _dicts(folder: Path) -> Path:
     return torch_zip(folder / "a.pt", b"\x80\x02](" + b"}" * 24_000_000 + b"e.")
 
@@ -169,7 +169,7 @@ def _idle(folder: Path) -> Path:
     return torch_zip(folder / "a.pt", b"\x80\x02" + b"N0" * 20_000_000 + b"N.")
 
 
-@bomb("pickle: 10 M marks", quick=True)
+@bomb("pickle: 10 M marks")
 def _marks(folder: Path) -> Path:
     return torch_zip(folder / "a.pt", b"\x80\x02" + b"(" * 10_000_000 + b"N.")
 
@@ -185,13 +185,13 @@ def _wide_text(folder: Path) -> Path:
     return torch_zip(folder / "a.pt", b"\x80\x04" + text("a" * 100_000_000 + chr(0x1F600)) + b".")
 
 
-@bomb("pickle: 3 M objects, each given a state", quick=True)
+@bomb("pickle: 3 M objects, each given a state")
 def _objects(folder: Path) -> Path:
     made = b"cmine\nThing\nq\x000](" + b"h\x00)\x81}b" * 3_000_000 + b"e."
     return torch_zip(folder / "a.pt", b"\x80\x02" + made)
 
 
-@bomb("pickle: 1.5 M tensors over one storage", quick=True)
+@bomb("pickle: 1.5 M tensors over one storage")
 def _tensors(folder: Path) -> Path:
     path = folder / "a.pt"
     storage = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x08tQ"
@@ -206,10 +206,15 @@ def _tensors(folder: Path) -> Path:
 
 @bomb("pickle: 900 000 tensors of a torch file")
 def _many_tensors(folder: Path) -> Path:
+    return torch_tensors(folder, 900_000)
+
+
+def torch_tensors(folder: Path, count: int) -> Path:
+    """Writes a torch file of so many tensors."""
     path = folder / "a.pt"
     head = b"(" + text("storage") + b"ctorch\nFloatStorage\n"
     parts = [b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nq\x010)q\x020}q\x030}("]
-    for i in range(900_000):
+    for i in range(count):
         key = text(str(i))
         storage = text(str(i % 1000))
         parts.append(key + b"h\x01(" + head + storage + text("cpu") + b"K\x01tQK\x00h\x02h\x02\x89h\x03tR")
@@ -221,7 +226,7 @@ def _many_tensors(folder: Path) -> Path:
     return path
 
 
-@bomb("legacy torch file: 24 M empty dicts", quick=True)
+@bomb("legacy torch file: 24 M empty dicts")
 def _legacy(folder: Path) -> Path:
     magic = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
     rest = b"\x80\x02M\xe9\x03.\x80\x02}."
@@ -337,12 +342,17 @@ def _header(folder: Path) -> Path:
     return safetensors(folder / "a.safetensors", b'{"__metadata__": ' + EMPTY + b"}")
 
 
-@bomb("safetensors: 900 000 tensors", quick=True)
+@bomb("safetensors: 900 000 tensors")
 def _many(folder: Path) -> Path:
+    return safetensors_tensors(folder, 900_000)
+
+
+def safetensors_tensors(folder: Path, count: int) -> Path:
+    """Writes a safetensors file of so many tensors."""
     entries = (
-        b'"%d":{"dtype":"U8","shape":[1],"data_offsets":[%d,%d]}' % (i, i, i + 1) for i in range(900_000)
+        b'"%d":{"dtype":"U8","shape":[1],"data_offsets":[%d,%d]}' % (i, i, i + 1) for i in range(count)
     )
-    return safetensors(folder / "a.safetensors", b"{" + b",".join(entries) + b"}", 900_000)
+    return safetensors(folder / "a.safetensors", b"{" + b",".join(entries) + b"}", count)
 
 
 @bomb("safetensors: a header of 90 MB of spaces", reads=True, quick=True)
@@ -458,7 +468,7 @@ def msgpack_array(code: int, count: int) -> bytes:
     return bytes([code]) + struct.pack(">I", count)
 
 
-@bomb("msgpack: 24 M empty maps", quick=True)
+@bomb("msgpack: 24 M empty maps")
 def _maps(folder: Path) -> Path:
     path = folder / "checkpoint_1"
     path.write_bytes(b"\x81\xa6params" + msgpack_array(0xDD, 24_000_000) + b"\x80" * 24_000_000)
@@ -467,11 +477,16 @@ def _maps(folder: Path) -> Path:
 
 @bomb("msgpack: 900 000 arrays")
 def _arrays(folder: Path) -> Path:
+    return flax_tensors(folder, 900_000)
+
+
+def flax_tensors(folder: Path, count: int) -> Path:
+    """Writes a file of Flax of so many arrays."""
     array = b"\x93\x91\x01\xa7float32\xc4\x04\0\0\0\0"
     one = b"\xc7" + bytes([len(array)]) + b"\x01" + array
-    entries = b"".join(b"\xa7%07d" % i + one for i in range(900_000))
+    entries = b"".join(b"\xa7%07d" % i + one for i in range(count))
     path = folder / "checkpoint_1"
-    path.write_bytes(b"\x81\xa6params" + msgpack_array(0xDF, 900_000) + entries)
+    path.write_bytes(b"\x81\xa6params" + msgpack_array(0xDF, count) + entries)
     return path
 
 
@@ -489,7 +504,7 @@ def _text_msgpack(folder: Path) -> Path:
     return path
 
 
-@bomb("msgpack: 40 M numbers in a T5X index", quick=True)
+@bomb("msgpack: 40 M numbers in a T5X index")
 def _t5x(folder: Path) -> Path:
     head = b"\x82\xa7version\x03\xa9optimizer\x81\xa6target"
     (folder / "checkpoint").write_bytes(head + msgpack_array(0xDD, 40_000_000) + b"\x01" * 40_000_000)
@@ -707,6 +722,24 @@ def _zarr_shard(folder: Path) -> Path:
 
 @bomb("OCDBT: 100 000 keys without a tree", quick=True, reads=True)
 def _ocdbt_keys(folder: Path) -> Path:
+    return orbax_database(folder, {f"{i:06d}": b"x" for i in range(100_000)}, {})
+
+
+def orbax_tensors(folder: Path, count: int) -> Path:
+    """Writes a checkpoint of Orbax with so many arrays in a database."""
+    header: dict[str, object] = {"zarr_format": 2, "shape": [1], "chunks": [1], "dtype": "<f4", "order": "C"}
+    header |= {"compressor": None, "fill_value": None, "filters": None, "dimension_separator": "."}
+    values, tree = dict[str, bytes](), dict[str, object]()
+    for i in range(count):
+        values |= {f"params.{i}/.zarray": json.dumps(header).encode(), f"params.{i}/0": bytes(4)}
+        key = [{"key": "params", "key_type": 2}, {"key": f"{i}", "key_type": 2}]
+        leaf = {"value_type": "jax.Array", "skip_deserialize": False}
+        tree[f"('params', '{i}')"] = {"key_metadata": key, "value_metadata": leaf}
+    return orbax_database(folder, values, tree)
+
+
+def orbax_database(folder: Path, values: Mapping[str, bytes], tree: Mapping[str, object]) -> Path:
+    """Writes a checkpoint of Orbax whose database has these values."""
     import tensorstore
 
     item = folder / "1" / "default"
@@ -715,9 +748,10 @@ def _ocdbt_keys(folder: Path) -> Path:
     database = tensorstore.KvStore.open(spec).result()
     with tensorstore.Transaction() as transaction:
         opened = database.with_transaction(transaction)
-        for i in range(100_000):
-            opened[f"{i:06d}"] = b"x"
-    (item / "_METADATA").write_text(json.dumps({"tree_metadata": {}, "use_ocdbt": True, "use_zarr3": True}))
+        for key, value in values.items():
+            opened[key] = value
+    document = {"tree_metadata": tree, "use_ocdbt": True, "use_zarr3": False}
+    (item / "_METADATA").write_text(json.dumps(document))
     return folder / "1"
 
 
@@ -796,7 +830,7 @@ def _many_arrays(folder: Path) -> Path:
     return path
 
 
-@bomb("MXNet: states with 300 MB of text", quick=True)
+@bomb("MXNet: states with 300 MB of text")
 def _states_text(folder: Path) -> Path:
     return states(folder / "a.states", text("a" * 300_000_000) + b"0N.")
 
@@ -863,3 +897,38 @@ def _gin_doubles(folder: Path) -> Path:
     text_of = "\n".join([*lines, "adafactor.Adafactor.decay_rate = %a60"])
     (folder / "config.gin").write_text(text_of)
     return safetensors(folder / "a.safetensors", b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', 1)
+
+
+@bomb("torch.distributed.checkpoint: a list with a part at 2^40", quick=True)
+def _dcp_list(folder: Path) -> Path:
+    return distributed(folder, b"(" + text("a") + number(2**40) + b"t")
+
+
+@bomb("torch.distributed.checkpoint: a part 100 000 levels deep", quick=True)
+def _dcp_deep(folder: Path) -> Path:
+    return distributed(folder, b"(" + b"K\1" * 100_000 + b"t")
+
+
+def distributed(folder: Path, path: bytes) -> Path:
+    """Writes a folder of torch.distributed.checkpoint with one object, at a path in the tree."""
+    size = torch_zip(folder / "__0_0.distcp", b"\x80\2N.").stat().st_size
+    metadata = b"ctorch.distributed.checkpoint.metadata\n"
+    key = text("a.b")
+    entry = metadata + b"BytesStorageMetadata\n)\x81"
+    index = (
+        metadata
+        + b"MetadataIndex\n)\x81}("
+        + text("fqn")
+        + key
+        + text("offset")
+        + b"N"
+        + text("index")
+        + b"Nub"
+    )
+    info = b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n)\x81}(" + text("relative_path")
+    info += text("__0_0.distcp") + text("offset") + b"K\0" + text("length") + number(size) + b"ub"
+    fields = text("state_dict_metadata") + b"}" + key + entry + b"s"
+    fields += text("planner_data") + b"}" + key + path + b"s"
+    fields += text("storage_data") + b"}" + index + info + b"s"
+    (folder / ".metadata").write_bytes(b"\x80\2" + metadata + b"Metadata\n)\x81}(" + fields + b"ub.")
+    return folder

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from bomb_files import BOMBS
+from bomb_files import BOMBS, flax_tensors, orbax_tensors, safetensors, safetensors_tensors, torch_tensors
 from reliability_table import Row, note
 
 from statekit.budget import DEFAULT
@@ -73,3 +74,24 @@ def test_a_bomb_takes_no_more_than_the_budget(name: str, imports: int) -> None:
 
 def test_the_bombs_are_many() -> None:
     assert len(BOMBS) >= 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [torch_tensors, safetensors_tensors, flax_tensors, orbax_tensors])
+def test_100_000_tensors_are_listed_in_a_minute_and_a_gibibyte(make: Callable[[Path, int], Path]) -> None:
+    with TemporaryDirectory() as folder:
+        took = opened("inspect", str(make(Path(folder), 100_000)))
+    assert took["code"] == 0, took["error"]
+    assert took["cpu"] < 60
+    assert took["peak"] < 2**30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["stats", "seal"])
+def test_a_tensor_of_8_gib_streams_in_256_mib(verb: str) -> None:
+    size = 8 * 2**30
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2**31], "data_offsets": [0, size]}}).encode()
+    with TemporaryDirectory() as folder:  # nearly all of it lies nowhere
+        took = opened(verb, str(safetensors(Path(folder) / "a.safetensors", header, size)))
+    assert took["code"] == 0, took["error"]
+    assert took["peak"] < 256 * 2**20
