@@ -127,7 +127,8 @@ class Seen:
     Attributes:
         counts: How many were `caught`, `harmless`, `silent`, `untyped` or `hung`.
         bad: Those that nobody may pass over: file, bit and what happened.
-        silent: Files in which a flip was silent, relative to the checkpoint.
+        silent: Where a flip was silent: the file, relative to the checkpoint, and the bit.
+        harmless: Where it was harmless.
         seconds: The longest.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.inspection import Request, inspect
 from statekit.conversion.open_state import open_state
-from statekit.conversion.seal import seal
 from statekit.errors import CorruptError
 from statekit.files import file_changes, integrity
+from statekit.files.manifest import FILE, RECORDS, sealed, to_text
 from statekit.files.proving import Reading
 from statekit.files.source import File
 from statekit.tensors.digest import records_digest, tensor_digest
@@ -184,12 +185,20 @@ def test_values_are_read_once(
 
 
 def test_a_manifest_without_a_digest_of_the_records_proves_whole_files(tmp_path: Path) -> None:
-    """As earlier versions wrote it, and a seal of a single file in its place."""
-    target = written("torch", tmp_path / "written")
-    model = model_of(target)
-    report = seal(target)
-    assert report.checkpoints[0].done == "proven"
+    """As earlier versions wrote it: then all is proven before anything is copied."""
+    target = written("safetensors", tmp_path / "written")
+    model, place = model_of(target), target / FILE
+    fields = json.loads(place.read_text())
+    without = {key: value for key, value in fields.items() if key not in (RECORDS, "digest")}
+    assert RECORDS in fields
+    place.write_text(to_text(sealed(without)))
     statekit.torch.load_params(target, model)
+    changed_value(target)
+    for param in model.parameters():
+        param.data.zero_()
+    with pytest.raises(CorruptError, match="was changed"):
+        statekit.torch.load_params(target, model)
+    assert not any(param.any() for param in model.parameters())
 
 
 def test_a_consumers_next_step_leaves_the_digest_of_the_records(tmp_path: Path) -> None:
