@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -245,11 +246,16 @@ def _described(tensor: TensorSummary) -> tuple[str, str, str]:
 
 def _run(run: RunState) -> Iterator[str]:
     """Yields what is known of the run, a line for each thing with where it is known from."""
+    if len(run.optimizers) > 1:
+        ends = accumulate(run.optimizers)
+        each = [_numbered(range(end - n, end)) for end, n in zip(ends, run.optimizers, strict=True)]
+        yield f"{len(each)} optimizers: of {', of '.join(each)}"
     for schedule in run.schedules:
         at = "" if schedule.at is None else f" at step {schedule.at}"
         given = ", ".join(f"{key}={value!r:.60}" for key, value in schedule.parameters.items())
         kind = schedule.kind or "of a kind that its state doesn't tell"
-        yield f"schedule {kind}{at}: {given}{_as_rates(schedule)} @ {schedule.place}"
+        whose = f" of {_numbered(schedule.groups)}" if schedule.groups else ""
+        yield f"schedule {kind}{whose}{at}: {given}{_as_rates(schedule)} @ {schedule.place}"
     for part in run.parts:
         content = part.value
         plain = (
@@ -259,6 +265,11 @@ def _run(run: RunState) -> Iterator[str]:
         )
         yield f"{part.what}{f': {plain}' if content is not None and plain else ''} @ {part.place}"
     yield from (f"tied: {name} is {path}" for name, path in run.ties.items())
+
+
+def _numbered(groups: Sequence[int]) -> str:
+    """Names groups by their numbers: `group 1`, `groups 0, 2`."""
+    return f"group{'s' * (len(groups) > 1)} {', '.join(map(str, groups))}"
 
 
 def _as_rates(schedule: Schedule) -> str:

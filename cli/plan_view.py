@@ -175,6 +175,14 @@ def _sources(expression: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield from (p for p in parts if isinstance(p, Mapping) and "op" in p)
 
 
+def _schedule_of(number: int, at: int, schedules: Sequence[Schedule]) -> str:
+    """Says which schedule goes on at a step in a group, by its number."""
+    if not schedules:
+        return f"a schedule of it, if the run has one, goes on at step {at}"
+    moving = dict.fromkeys(one.kind or "its schedule" for one in schedules if one.moves(number))
+    return f"{' or '.join(moving)} goes on at step {at}" if moving else "no schedule moves it"
+
+
 def show_next(stdout: Screen, state: Mapping[str, Any], schedules: Sequence[Schedule]) -> None:
     """Prints what the next update of each group will use; `schedules` are the run's."""
     if state["schema"] == WEIGHTS:
@@ -188,7 +196,7 @@ def show_next(stdout: Screen, state: Mapping[str, Any], schedules: Sequence[Sche
         parts = [
             f"update {group['update'] + 1} ({group['update']} done)",
             f"learning rate {rate:g}" if isinstance(rate, float) else "the learning rate you give",
-            f"a learning-rate schedule goes on at its step {group['schedule']}",
+            _schedule_of(i, group["schedule"], schedules),
         ]
         if group.get("decay") is not None:
             parts.append(f"second-moment decay {group['decay']:.6g} (step_offset {group['step_offset']})")

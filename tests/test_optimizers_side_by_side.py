@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from formats import values
+from statekit.cli.main import DONE, main
 from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.inspection import inspect
@@ -220,7 +221,9 @@ def test_two_of_one_rule_stay_two(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_what_each_schedule_moves_is_told_by_the_rates_that_it_set_out_from(tmp_path: Path) -> None:
+def test_what_each_schedule_moves_is_told_by_the_rates_that_it_set_out_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The schedule of one optimizer was printed for both, and moved the other's parameters at its own rate."""
     import torch
 
@@ -237,6 +240,13 @@ def test_what_each_schedule_moves_is_told_by_the_rates_that_it_set_out_from(tmp_
         rates = RatesOf((one,), opened.state.to_json())
         assert rates.of(0) == "" and rates.next(0) == 0.02
         assert rates.next(1) == pytest.approx(0.003 * 0.5)
+    assert main(["inspect", str(tmp_path / "one.pt")]) == DONE
+    seen = capsys.readouterr().out
+    assert "2 optimizers: of group 0, of group 1" in seen and "schedule StepLR of group 1 at step 3" in seen
+    assert main(["resume", str(tmp_path / "one.pt")]) == DONE
+    seen = capsys.readouterr().out
+    assert "learning rate 0.02; no schedule moves it" in seen
+    assert "learning rate 0.0015; StepLR goes on at step 3" in seen
     for optimizer in whole["optimizers"]:  # nothing says any more which of them it is
         optimizer["param_groups"][0].pop("initial_lr", None)
     torch.save({**whole, "scheduler": schedule.state_dict()}, tmp_path / "none.pt")
