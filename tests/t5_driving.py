@@ -209,7 +209,10 @@ def trainer(run: Run, folder: Path, mapped: list[dict[str, Any]]) -> dict[str, A
         for line in loads
     ]
     last = followed(run, [one.replace(", lr=args.learning_rate", "") for one in lines], folder / "last", END)
+    unsaid = [line for line in resumed if "group" not in line]
     return {
+        "without the rate": followed(run, unsaid, folder / "unsaid", START + 4).worst,
+        "rates": [float(rate) for rate in run.losses["learning_rate"]],
         "layout": converted["plan"]["target"]["layout"],
         "passed_over": list(converted["plan"]["options"]["passed_over"]),
         "logits": run.apart(followed_model(resumed)),

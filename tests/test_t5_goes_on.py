@@ -64,6 +64,11 @@ def test_a_folder_loads_by_itself_and_trainer_goes_on_from_it_by_the_printed_lin
     assert folder["weights"] <= WEIGHTS
 
 
+def test_the_rate_of_the_first_update_comes_from_the_printed_lines(result: Any) -> None:
+    rates = result["trainer"]["rates"]  # without the lines, the first update takes that of update 1
+    assert (result["trainer"]["without the rate"] > LOSS) is (rates[8] != rates[0])
+
+
 def test_a_head_that_umt5_would_scale_is_told_after_loading(result: Any) -> None:
     untied_umt5 = any("/block/1/layer/0/SelfAttention/relative" in one["target"] for one in result["mapped"])
     assert (result["trainer"]["without the line after loading"] > LOGITS) is untied_umt5
