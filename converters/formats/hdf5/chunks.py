@@ -25,7 +25,9 @@ DEFLATE, SHUFFLE, FLETCHER32 = 1, 2, 3
 """Numbers of the filters that are read."""
 _SUM_BYTES, _SUMMED = 4, 65535
 _CHUNK_STEPS = 128
-"""Steps of work that a chunk takes, however small it is."""
+"""Steps of work that a chunk takes of which a block has next to nothing."""
+_FEW, _TINY = 256, 256
+"""Chunks of a block, and values of one, up to which their work isn't counted, and from which on they explain it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +66,9 @@ class Chunks:
         """
         account, out = self.source.account, np.empty(index_shape(index), self.dtype)
         places = self._places()
-        for position, inner, outer in touched_chunks(self.chunks, index):
-            account.step(_CHUNK_STEPS, "Reading a data set in chunks", self.what)
+        for number, (position, inner, outer) in enumerate(touched_chunks(self.chunks, index)):
+            if number >= _FEW and math.prod(index_shape(inner)) < _TINY:
+                account.step(_CHUNK_STEPS, "Reading a data set in chunks", self.what)
             chunk = account.kept((self, position))
             if chunk is None:
                 if position not in places:

@@ -107,9 +107,9 @@ if TYPE_CHECKING:
 MAX_ATTRIBUTE = 64 * 2**20
 """The largest attribute, in bytes."""
 MAX_ATTRIBUTES = 1000
-_MEMBER_NODES = 16
+_MEMBER_NODES = 8
 """Values of a tree that a group or data set counts for, with what the library keeps of it."""
-_MEMBER_STEPS = 128
+_MEMBER_STEPS = 64
 """Steps of work that one takes."""
 _FILTERS = {DEFLATE: "deflate", SHUFFLE: "shuffle", FLETCHER32: "fletcher32"}
 _VIRTUAL = 3

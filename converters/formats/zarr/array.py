@@ -47,7 +47,9 @@ SLAB = 8 * 2**20
 """How much of a chunk is held to cut a block out of it, in bytes. A chunk up to this size is always read to its end."""
 
 CHUNK_STEPS = 128
-"""Steps of work that a chunk takes, however small it is, and looking for one that is absent."""
+"""Steps of work that looking for a chunk takes which is absent, or of which a block has next to nothing."""
+TINY = 256
+"""Values of a chunk from which on they explain the work themselves."""
 
 
 class Stream(Protocol):
@@ -452,7 +454,10 @@ class _Reader:
         place = f"{self._store.place}/{self._prefix}"
         touched = touched_chunks(self._header.chunks, index)
         while parts := list(itertools.islice(touched, _AT_ONCE)):
-            self._store.account.step(CHUNK_STEPS * len(parts), "Reading an array in chunks", place)
+            tiny = (
+                sum(math.prod(index_shape(inner)) < TINY for _, inner, _ in parts) if out is not None else 0
+            )
+            self._store.account.step(CHUNK_STEPS * tiny, "Reading an array in chunks", place)
             stored = [self._value(position, values) for position, _, _ in parts]
             values.clear()
             if out is None:  # not before the first chunks were seen to hold what is declared
