@@ -303,7 +303,7 @@ def test_every_law_is_shown_to_notice_something() -> None:
 
 
 def test_a_step_that_follows_what_it_should_refuse_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = Trial(case("adamw", "keras", dtype="float16"), NumpyBackend())
+    trial = Trial(case("adamw", "mesh_tf", dtype="float16"), NumpyBackend())
     require_refusal(trial)
     monkeypatch.setattr(adamw, "check", lambda state, group: None)
     with pytest.raises(AssertionError, match="steps what it can't"):
