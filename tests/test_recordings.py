@@ -29,7 +29,8 @@ ALL = [pytest.param(folder, id=f"{folder.parent.name}/{folder.name}") for folder
 
 
 def test_every_system_has_recordings_that_open() -> None:
-    assert {folder.parent.name for folder in FOLDERS} == {n for n in SYSTEMS if (GOLDEN / n).is_dir()}
+    recorded = {json.loads((folder / "meta.json").read_text())["system"] for folder in FOLDERS}
+    assert recorded == {name for name in SYSTEMS if (GOLDEN / name).is_dir()}
 
 
 @pytest.mark.parametrize("folder", ALL)
