@@ -1,8 +1,8 @@
 """Which container and layout a target gets, and whether it may stand where it is asked for.
 
-Its path is the user's, taken literally; a container that keeps steps puts the step's folder below it, under the name
-that converters/containers/step_folders.py makes. The container is told by `--to`, else by the path: a suffix, or a word
-in the name. Of the layouts that could hold the state there, statekit.conversion.prepared takes the first that goes on.
+Its path is the user's, taken literally; a container that keeps steps puts the step's folder below it, by its own
+template. The container is told by `--to`, else by the path: a suffix, or a word in the name. Of the layouts that could
+hold the state there, statekit.conversion.prepared takes the first that goes on.
 """
 
 from __future__ import annotations

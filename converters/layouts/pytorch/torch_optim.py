@@ -2,7 +2,7 @@
 
 State lies under an index, or under a name as FSDP and DCP gather it. A parameter's index is its place over all groups;
 `param_order` says how names are found. torch's Adafactor keeps averaged axes with length 1; Hugging Face's averages the
-last two axes of everything that has two.
+last two axes of everything that has two. What each calls a slot (`exp_avg_sq_row`) is the schema's to say (`aliases`).
 
 Source: pytorch/pytorch torch/optim/{adamw,_adafactor}.py; huggingface/transformers, optimization.py, `Adafactor`.
 """
