@@ -101,7 +101,7 @@ def of_torch_distributed(folder: Path, step: int) -> Path:
 def lightning(folder: Path, step: int) -> Path:
     folder.mkdir(parents=True)
     file = folder / f"epoch=0-step={step}.ckpt"
-    recorded = GOLDEN / "torch_formats/adamw_lightning/checkpoint/epoch=0-step=4.ckpt"
+    recorded = GOLDEN / "torch_formats/adafactor_lightning/checkpoint/epoch=0-step=4.ckpt"
     shutil.copyfile(recorded, file)
     return file
 
@@ -121,7 +121,7 @@ def counted(place: Path, recorded: str, step: int) -> Path:
 
 
 def deepspeed(folder: Path, step: int) -> Path:
-    recorded = "torch_formats/adamw_deepspeed_zero1/checkpoint/global_step4"
+    recorded = "torch_formats/adamw_deepspeed_bf16_zero1/checkpoint/global_step4"
     return counted(folder / f"global_step{step}", recorded, step)
 
 
@@ -164,7 +164,7 @@ MIXES: dict[str, tuple[Make, str]] = {
     "dcp: a shard": (of_torch_distributed, "__0_1.distcp"),
     "lightning: the file under another step's name": (lightning, ""),
     "deepspeed: the model's file": (deepspeed, "mp_rank_00_model_states.pt"),
-    "deepspeed: a rank's optimizer": (deepspeed, "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    "deepspeed: a rank's optimizer": (deepspeed, "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
     "fsdp1-ranks: a rank": (fsdp1, "rank1.pt"),
     "t5x: checkpoint": (written("t5x", "t5x", "adafactor", "t5x", "checkpoint_{step}"), "checkpoint"),
     "t5x: an array": (written("t5x", "t5x", "adafactor", "t5x", "checkpoint_{step}"), "target.*/0*"),
