@@ -20,6 +20,7 @@ import numpy as np
 from statekit.conversion.open_state import open_state
 from statekit.errors import MissingExtraError
 from statekit.files.safetensors import open_safetensors
+from statekit.files.source import read_small
 from statekit.maps.links import Mapped
 from statekit.maps.model_map import load
 from statekit.tensors.tensor import Array
@@ -52,7 +53,7 @@ class Run:
     @cached_property
     def meta(self) -> Mapping[str, Any]:
         """What was recorded."""
-        description: Mapping[str, Any] = json.loads((self.folder / "meta.json").read_text(encoding="utf-8"))
+        description: Mapping[str, Any] = json.loads(read_small(self.folder / "meta.json"))
         return description
 
     @property
