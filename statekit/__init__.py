@@ -328,8 +328,18 @@ def _local(path: _Path) -> Any:
 
 def _hints(said: _Unsaid) -> Hints:
     from statekit.conversion.contracts import Hints
+    from statekit.errors import UsageError, meant
     from statekit.state.schedules.call_text import parse_call
 
+    known = _Unsaid.__annotations__
+    for name in said:
+        if name not in known:
+            raise UsageError(
+                "There is no such argument.",
+                place=name,
+                expected=", ".join(known),
+                remedy=meant(name, known),
+            )
     call = said.get("schedule")
     fields: dict[str, Any] = {**said, "schedule": None if call is None else parse_call(call)}
     return Hints.given(**fields)

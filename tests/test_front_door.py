@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import FunctionType, ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,3 +126,12 @@ def test_a_filter_that_matches_nothing_is_an_error() -> None:
 def test_the_package_runs_as_a_command() -> None:
     done = python("-m", "statekit", "--version")
     assert (done.returncode, done.stdout) == (0, f"statekit {statekit.__version__}\n")
+
+
+@pytest.mark.parametrize(("name", "remedy"), [("hparam", "hparams"), ("model", "model_key"), ("foo", None)])
+def test_an_argument_that_nothing_takes_is_refused_by_name(name: str, remedy: str | None) -> None:
+    given: dict[str, Any] = {name: {}}
+    with pytest.raises(UsageError) as refused:
+        statekit.open(RUN, **given)
+    assert refused.value.place == name and "hparams" in str(refused.value.expected)
+    assert refused.value.remedy == (f"did you mean {remedy}?" if remedy else "")
