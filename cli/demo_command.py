@@ -67,10 +67,10 @@ def command(bundle: Path | None, out: Path) -> int:
     statekit.torch.Adafactor, and every step of every element is compared.
     """
     stdout = output.screen()
-    out.mkdir(parents=True, exist_ok=True)
     bundle = bundle or _default_bundle()
     if demo_t5.Run.fits(bundle):
         return _as_t5(stdout, demo_t5.Run(bundle), out)
+    out.mkdir(parents=True, exist_ok=True)
     target = out / "torch-ckpt.pt"
     with open_recording(bundle) as recording:
         start = recording.checkpoint_step
@@ -93,13 +93,15 @@ def command(bundle: Path | None, out: Path) -> int:
 
 def _as_t5(stdout: Screen, run: demo_t5.Run, out: Path) -> int:
     """Goes on from a recording of a whole T5 in Transformers' model."""
+    demo_t5.check_installed()
+    out.mkdir(parents=True, exist_ok=True)
     folder, first = out / "hf-t5", run.updates[0]
     hparams = [f"min_dim_size_to_factor={run.meta['hyperparameters']['min_dim_size_to_factor']}"]
     stdout.say("1. What T5X wrote", bold=True)
     asked = ["--filter", "*decoder/layers_1/mlp*", *(word for one in hparams for word in ("--hparams", one))]
     _run(stdout, inspect_command.command, [str(run.checkpoint), *asked])
     stdout.title("2. As Transformers' T5ForConditionalGeneration, with its optimizer")
-    words = ["--map", demo_t5.MAP, "--config", "num_heads=4", "--to", "hf-trainer", *asked[2:], "--replace"]
+    words = ["--map", demo_t5.MAP, "--to", "hf-trainer", *asked[2:], "--replace"]
     _run(stdout, convert_command.command, [str(run.checkpoint), str(folder), *words])
     ways = dict(demo_t5.go_on(run, folder))
     stdout.title(f"3. Updates {first} to {run.updates[-1]} in PyTorch")

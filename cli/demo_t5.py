@@ -98,20 +98,28 @@ class Continued:
     weights: float
 
 
-def go_on(run: Run, folder: Path) -> Iterator[tuple[str, Continued]]:
-    """Goes on from a converted folder in three ways: as it is, with its slots exchanged, with a new optimizer.
+def check_installed() -> None:
+    """Checks, before anything is written, that there is what a run goes on in.
 
     Raises:
-        MissingExtraError: Transformers isn't installed.
+        MissingExtraError: PyTorch or Transformers isn't installed.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        import torch
-        import transformers
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
     except ImportError as error:
         raise MissingExtraError(
             "The demo needs PyTorch and Transformers.", remedy="pip install 'statekit[hf]'"
         ) from error
+
+
+def go_on(run: Run, folder: Path) -> Iterator[tuple[str, Continued]]:
+    """Goes on from a converted folder in three ways: as it is, with its slots exchanged, with a new optimizer."""
+    check_installed()
+    import torch
+    import transformers
+
     import statekit.torch
 
     transformers.utils.logging.disable_progress_bar()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log10
 
@@ -71,11 +71,12 @@ def picture(panels: Sequence[Panel], mark: int, caption: str) -> str:
 def _panel(panel: Panel, left: float, width: float, mark: int, caption: str) -> Iterator[str]:
     values = [log10(v) if panel.powers else v for c in panel.curves for v in c.points.values() if v > 0]
     updates = [n for c in panel.curves for n in c.points]
-    low, high = (floor(min(values)), ceil(max(values)))
+    low = floor(min(values, default=0))
+    high = max(ceil(max(values, default=0)), low + 1)
     first, last = min(updates), max(updates)
 
     def x(update: float) -> float:
-        return left + width * (update - first) / (last - first)
+        return left + width * (update - first) / max(last - first, 1)
 
     def y(value: float) -> float:
         height = log10(value) if panel.powers else value
@@ -103,8 +104,8 @@ def _panel(panel: Panel, left: float, width: float, mark: int, caption: str) -> 
         start += 36 + 6.5 * len(curve.name)
 
 
-def _drawn(curve: Curve, places: Iterable[tuple[float, float]]) -> Iterator[str]:
-    if curve.dots:
+def _drawn(curve: Curve, places: Sequence[tuple[float, float]]) -> Iterator[str]:
+    if curve.dots or len(places) == 1:  # which no line joins
         yield from (f"<circle cx='{a:.1f}' cy='{b:.1f}' r='4' fill='{curve.color}'/>" for a, b in places)
     else:
         joined = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)

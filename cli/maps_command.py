@@ -36,7 +36,8 @@ def command(name: str | None, as_json: bool) -> None:
         stdout.say("statekit convert SOURCE TARGET --map NAME; a map of your own is a file: --map FILE.json")
     elif as_json:
         shown = load(name)
-        data = data_of(name)[0] if name in map_names() else {}
+        # Where the schema lies is said from the file's own folder.
+        data = {key: one for key, one in data_of(name)[0].items() if key != "$schema"}
         output.print_json("map", {"name": shown.name, "lines": list(map(dict, _lines(shown))), "file": data})
     else:
         _show(stdout, load(name))

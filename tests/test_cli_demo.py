@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -79,3 +80,23 @@ def test_the_curves_are_a_picture_of_every_update(tmp_path: Path) -> None:
     assert tags.count("circle") == 16 + 1
     assert tags.count("polyline") == 2
     assert "converted" in [one.text for one in root]
+
+
+@pytest.mark.parametrize("points", [{9: 1.0}, {9: 10.0, 10: 10.0}, {9: 0.0, 10: 0.0}])
+@pytest.mark.parametrize("powers", [True, False])
+def test_a_picture_of_one_update_or_of_equal_values_is_one_too(
+    points: dict[int, float], powers: bool
+) -> None:
+    root = ElementTree.fromstring(picture([Panel("a", [Curve("b", points, "red")], powers)], 8, "converted"))
+    assert {one.tag.rpartition("}")[2] for one in root} >= {"line", "text"}
+
+
+def test_without_transformers_a_whole_run_isnt_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert demo(tmp_path, None) == FAILED
+    shown = capsys.readouterr()
+    assert "statekit[hf]" in shown.err
+    assert not shown.out
+    assert not (tmp_path / "out").exists()

@@ -541,6 +541,10 @@ def of_line(**said: Any) -> dict[str, Any]:
     return {"parameters": [{"source": "a", "target": "b", **said}]}
 
 
+def of_key(key: str = "k", **rule: Any) -> dict[str, Any]:
+    return {"target": {"title": "theirs", "pretrained": {"class": "T", "files": {"a.json": {key: rule}}}}}
+
+
 def of_user(tmp_path: Path, **changes: Any) -> Path:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({**USERS, **changes}))
@@ -575,6 +579,11 @@ def test_a_map_of_ones_own_goes_both_ways(tmp_path: Path) -> None:
         (of_line(operations=[{"op": "permute", "order": [2, 0]}]), "order [2, 0]"),
         (of_line(operations=[{"op": "merge", "axis": 0, "outer": "x"}]), "merges by x"),
         (of_line(operations=[TRANSPOSED, {"op": "unstack", "axis": 0, "over": "n"}]), "behind another"),
+        (of_key(choice="mlp", of={}), "by mlp, which isn't among the choices @ target/pretrained/files/a.json/k"),
+        (of_key(choice="head", of={"tied": 1}), "no value for head untied"),
+        (of_key(count="m"), "counts m, which"),
+        (of_key(same="k"), "the key k, which doesn't stand before it"),
+        (of_key(length="head/weight", axis=0, per="x"), "the key x, which"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_map_is_refused_with_every_fault(
@@ -583,6 +592,29 @@ def test_a_file_that_is_no_map_is_refused_with_every_fault(
     with pytest.raises(FormatError, match="its schema gives it") as error:
         load(str(of_user(tmp_path, **changes)))
     assert said in str(error.value)
+
+
+def test_an_axis_that_a_parameter_hasnt_is_refused_by_name() -> None:
+    one = Pretrained("T", {"config.json": {"d_model": {"length": "a", "axis": 2}}})
+    with pytest.raises(StateError, match=r"no axis 2 of a \[2, 3\]") as error:
+        one.made(Model({"a": (2, 3)}), {}, "m")
+    assert [place for _, place in error.value.faults] == ["d_model"]
+
+
+def test_where_the_model_is_there_nothing_is_asked_for_that_only_builds_one(tmp_path: Path) -> None:
+    path = str(of_user(tmp_path, config={}, **of_key("d_model", length="nothing", axis=0)))
+    params = {"layer_0/kernel": in_memory(np.ones((2, 3)))}
+    state = TrainState(params, {}, Optimizer("weights", None, (Group(tuple(params)),)), Counts(1, 1))
+    with pytest.raises(UsageError, match="d_model"):
+        carried_through(state, maps_of(path))
+    assert "layers/0/weight" in carried_through(state, maps_of(path, builds=False))[0].params
+    for config in ({"d_model": 3}, {"model_type": "mine", "another": 3}):
+        assert maps_of(path, config, builds=False)
+    with pytest.raises(UsageError, match="doesn't take what was said") as error:
+        maps_of(path, {"d_model": 3, "foo": 3}, builds=False)
+    assert [place for _, place in error.value.faults] == ["foo"]
+    with pytest.raises(UsageError, match="foo"):
+        maps_of("t5x-t5-scanned:t5x-t5-unscanned", {"foo": 3})
 
 
 @st.composite
@@ -624,7 +656,9 @@ def test_every_map_is_listed_and_shown(capsys: pytest.CaptureFixture[str], tmp_p
         shown = capsys.readouterr().out
         assert all(entry.target.text in shown for entry in load(name).entries)
         assert main(["maps", name, "--json"]) == DONE
-        assert json.loads(capsys.readouterr().out)["name"] == load(name).name
+        printed = json.loads(capsys.readouterr().out)
+        assert printed["name"] == load(name).name
+        assert len(printed["file"]["parameters"]) == len(load(name).entries)
     assert main(["maps", "t5x-t5:hf_t5"]) == USAGE
     assert "did you mean t5x-t5:hf-t5" in capsys.readouterr().err
 

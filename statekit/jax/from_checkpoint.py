@@ -98,7 +98,7 @@ def load_optimizer(
         hparams, variant, param_names, names_from=names_from, follow_links=follow_links, budget=budget
     )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
-        state = carried_through(as_params(opened.state)[0], maps_of(map, config))[0]
+        state = carried_through(as_params(opened.state)[0], maps_of(map, config, builds=False))[0]
         require_resumable(state, path, HOME, MAKERS)
         state = renamed(state, names or {}, path)
         state = overridden(
@@ -229,7 +229,7 @@ def load_params(
     )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         leaves = leaves_of(params)
-        state = carried_through(as_params(opened.state)[0], maps_of(map, config))[0]
+        state = carried_through(as_params(opened.state)[0], maps_of(map, config, builds=False))[0]
         state = renamed(state, names or {}, path)
         stored, dtypes = state.params, {path_of(name): leaf.dtype for name, leaf in leaves.by_name.items()}
         sources = {

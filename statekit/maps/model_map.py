@@ -23,7 +23,7 @@ from statekit.files.source import read_small
 from statekit.maps import json_schema, live
 from statekit.maps.links import Carried, Link, StateMap, carried
 from statekit.maps.operations import Merge, Operation, Part, Permute, Stack, Unstack
-from statekit.maps.pretrained import Model, Pretrained
+from statekit.maps.pretrained import Model, Pretrained, Rule
 from statekit.state.run import BESIDE
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import TIES, Shape
@@ -132,6 +132,7 @@ class ModelMap:
         needed: Names of the configuration that the operations take, each with what it is.
         config: What was said of them, and of the target's model.
         pretrained: What the target's library builds its model from.
+        keys: All names of the configuration that its file knows, of either side.
     """
 
     name: str
@@ -144,6 +145,7 @@ class ModelMap:
     needed: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     pretrained: Pretrained | None = None
+    keys: frozenset[str] = frozenset()
 
     def to_json(self) -> dict[str, Any]:
         """Returns what was asked for, as it stands in a plan."""
@@ -373,19 +375,19 @@ def load(name: str, config: Mapping[str, Any] | None = None) -> ModelMap:
         NotFoundError: There is no such file.
         FormatError: The file isn't a map; lists every fault.
     """
-    path = name.removesuffix(BACK)
-    if path.endswith(".json"):
-        return _read(Path(name).name, _users(Path(path)), path != name, config or {})
     data, turned = data_of(name)
-    return _read(name, data, turned, config or {})
+    return _read(Path(name).name, data, turned, config or {})
 
 
 def data_of(name: str) -> tuple[Mapping[str, Any], bool]:
     """Returns a map's file as it is, and whether the name means the way from its target to its source.
 
     Raises:
-        UsageError: There is no such map.
+        UsageError, NotFoundError, FormatError: As `load` raises them.
     """
+    path = name.removesuffix(BACK)
+    if path.endswith(".json"):
+        return _users(Path(path)), path != name
     check_name("map", name, map_names(), "--map")
     a, b = name.split(":")
     turned = f"{a}.{b}.json" not in _files()
@@ -432,6 +434,32 @@ def _unfitting(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield f"merges by {one['outer']}, which config doesn't explain", place
             if one["op"] == "permute" and sorted(one["order"]) != list(range(len(one["order"]))):
                 yield f"has order {one['order']}, which isn't one of axes 0 to n", place
+    for side in ("source", "target"):
+        for fault, place in _unmade(data, data[side].get("pretrained", {}).get("files", {})):
+            yield fault, f"{side}/pretrained/files/{place}"
+
+
+def _unmade(data: Mapping[str, Any], files: Mapping[str, Mapping[str, Rule]]) -> Iterator[tuple[str, str]]:
+    """Yields the keys of a model's files whose rules name what the map hasn't, or what stands behind them."""
+    choices, counted, before = data.get("choices", {}), _counted(data), set[str]()
+    for file, key, rule in ((file, *item) for file, rules in files.items() for item in rules.items()):
+        place = f"{file}/{key}"
+        if "choice" in rule and rule["choice"] not in choices:
+            yield f"is by {rule['choice']}, which isn't among the choices", place
+        elif "choice" in rule and (lacking := [o for o in choices[rule["choice"]] if o not in rule["of"]]):
+            yield f"has no value for {rule['choice']} {', '.join(lacking)}", place
+        if "count" in rule and rule["count"] not in counted:
+            yield f"counts {rule['count']}, which no parameter has", place
+        for other in (rule[word] for word in ("same", "per") if word in rule):
+            if other not in before:
+                yield f"is by the key {other}, which doesn't stand before it", place
+        before.add(key)
+
+
+def _counted(data: Mapping[str, Any]) -> set[str]:
+    """Returns what the templates of a map's file count: their fields that are no words."""
+    lines = [line[side] for line in data["parameters"] for side in ("source", "target")]
+    return {name for line in lines for name, _ in _FIELD.findall(line)}.difference(data.get("words", {}))
 
 
 def pretrained_of(name: str) -> Pretrained | None:
@@ -485,6 +513,9 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
         needed,
         said,
         pretrained,
+        frozenset(needed).union(
+            *(one.keys for side in (source, target) if (one := Pretrained.read(data[side].get("pretrained"))))
+        ),
     )
 
 
@@ -525,7 +556,10 @@ class Renaming:
 
 
 def maps_of(
-    name: str | None, config: Mapping[str, Any] | None = None, rename: Mapping[str, str] | None = None
+    name: str | None,
+    config: Mapping[str, Any] | None = None,
+    rename: Mapping[str, str] | None = None,
+    builds: bool = True,
 ) -> tuple[StateMap, ...]:
     """Returns what was asked for: other names first, then a model map.
 
@@ -533,6 +567,7 @@ def maps_of(
         name: The model map's name, or several joined, as `mesh-tf-t5:t5x-t5:hf-t5`; None without.
         config: What it is told of the model.
         rename: Patterns and replacements.
+        builds: Whether what the target's library builds its model from is made too; not where the model is there.
 
     Raises:
         UsageError: There is no such map, it can't take its configuration, or there is none to take it.
@@ -542,7 +577,23 @@ def maps_of(
             "There is no map that could take a configuration.", place="--config", remedy="name it: --map"
         )
     renaming = (Renaming(tuple(rename.items())),) if rename else ()
-    return (*renaming, *(load(one, config) for one in _chained(name)))
+    maps = [load(one, config) for one in _chained(name)]
+    if not builds:
+        maps = [replace(one, pretrained=None) for one in maps]
+    if config and _MODEL_TYPE not in config and not any(one.pretrained for one in maps):
+        known = {key for one in maps for key in one.keys}
+        unused = Faults(("isn't used, nor known to the map", key) for key in config if key not in known)
+        unused.check(
+            UsageError,
+            f"The map {name} doesn't take what was said of the model",
+            place="--config",
+            remedy=f"leave it out; known are {', '.join(sorted(known)) or 'none'}",
+        )
+    return (*renaming, *maps)
+
+
+_MODEL_TYPE = "model_type"
+"""What a model's whole config.json has, most of which a map passes over. Source: transformers, `PretrainedConfig`."""
 
 
 def _chained(name: str | None) -> Iterator[str]:

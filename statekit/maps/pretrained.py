@@ -108,6 +108,11 @@ class Pretrained:
         """The file that says what the model is."""
         return next(iter(self.files))
 
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys of all files."""
+        return frozenset(key for _, key, _ in self._rules())
+
     def _rules(self) -> Iterator[tuple[str, str, Rule]]:
         for file, rules in self.files.items():
             for key, rule in rules.items():
@@ -150,9 +155,10 @@ def _never(said: object) -> bool:
 
 def _length(rule: Rule, shapes: Mapping[str, Shape], values: Mapping[str, Any]) -> int | None:
     """Returns the length of an axis that parameters have in common, or of what it is a multiple of."""
-    lengths = {
-        shape[rule["axis"]]: path for path, shape in shapes.items() if fnmatchcase(path, rule["length"])
-    }
+    fitting = {path: shape for path, shape in shapes.items() if fnmatchcase(path, rule["length"])}
+    if short := [f"{path} {list(shape)}" for path, shape in fitting.items() if len(shape) <= rule["axis"]]:
+        raise StateError(f"can't be told: there is no axis {rule['axis']} of {', '.join(short)}")
+    lengths = {shape[rule["axis"]]: path for path, shape in fitting.items()}
     if len(lengths) > 1:
         several = ", ".join(f"{length} ({path})" for length, path in lengths.items())
         raise StateError(f"can't be told: the parameters have {several}")

@@ -102,7 +102,7 @@ def load_optimizer(
         hparams, variant, order, names_from=names_from, follow_links=follow_links, budget=budget
     )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
-        state = carried_through(as_params(opened.state)[0], maps_of(map, config))[0]
+        state = carried_through(as_params(opened.state)[0], maps_of(map, config, builds=False))[0]
         require_resumable(state, path, HOME, MAKERS, "Keras moves the variables of a model by one")
         names = names or ({} if map else _renumbered(opened, _trainable(variables)))
         schema, variant = state.optimizer.schema, str(state.optimizer.variant)
@@ -302,7 +302,7 @@ def load_params(
     hints = Hints.given(hparams, None, order, names_from=names_from, follow_links=follow_links, budget=budget)
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         names = names or ({} if map else _renumbered(opened, wanted))
-        state = carried_through(as_params(opened.state)[0], maps_of(map, config))[0]
+        state = carried_through(as_params(opened.state)[0], maps_of(map, config, builds=False))[0]
         sources = {normal(p): p for p in state.params}
         targets = {normal((names or {}).get(path_of(v), path_of(v))): v for v in wanted}
         faults = [

@@ -121,7 +121,7 @@ def load_optimizer(
         if fault := rate_fault(rate):
             raise UsageError("This can't be a learning rate.", place="lr", found=fault)
     pairs = _pairs(named_parameters)
-    maps = maps_of(map, config) if map is not None or config else ()
+    maps = maps_of(map, config, builds=False) if map is not None or config else ()
     model = [] if maps else pairs  # the checkpoint has other ones
     hints = _hints(model, names or {}, param_names, names_from, hparams, variant, follow_links, budget)
     with state_to_load(Path(path), step=step, hints=hints) as opened:
@@ -221,7 +221,7 @@ def load_params(
             other values were copied already; then the error says so.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    maps = maps_of(map, config) if map is not None or config else ()
+    maps = maps_of(map, config, builds=False) if map is not None or config else ()
     pairs = [] if maps else list(model.named_parameters())
     hints = _hints(pairs, names or {}, param_names, names_from, hparams, None, follow_links, budget)
     with state_to_load(Path(path), step=step, hints=hints) as opened:
