@@ -290,3 +290,52 @@ def test_a_file_that_isnt_there_is_named(make: Make, file: str, tmp_path: Path) 
     place = make(tmp_path, 4)
     (place / file).unlink()
     assert any(finding.what.startswith(file[:9]) for finding in inspect(place).findings)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "make"),
+    [("optimizer.*", hf_trainer), ("optimizer.bin", accelerate)],
+)
+def test_a_sharded_optimizer_in_its_place_is_named(pattern: str, make: Make, tmp_path: Path) -> None:
+    place = make(tmp_path, 4)
+    next(place.glob(pattern)).unlink()
+    (place / "optimizer_0").mkdir()
+    (sentence,) = [one.what for one in inspect(place).findings if one.what.startswith(pattern)]
+    assert "optimizer_0" in sentence and "FSDP" in sentence
+    assert "begins with" not in sentence and "finds no" not in sentence
+
+
+@pytest.mark.parametrize("make", [hf_trainer, accelerate])
+def test_a_schedule_of_evaluations_counts_no_updates(make: Make, tmp_path: Path) -> None:
+    place, (_, optimizer, _) = make(tmp_path, 8), run(8)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    for loss in (2.0, 1.0):
+        schedule.step(loss)
+    torch.save(schedule.state_dict(), next(place.glob("scheduler.*")))
+    assert noticed(place) == ""
+
+
+def test_a_schedule_of_epochs_may_be_one(tmp_path: Path) -> None:
+    place, (_, optimizer, _) = accelerate(tmp_path, 8), run(8)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    schedule.step()
+    torch.save(schedule.state_dict(), place / "scheduler.bin")
+    assert "or the schedule counts something else" in noticed(place)
+
+
+@pytest.mark.parametrize(
+    ("container", "name", "says"),
+    [
+        ("orbax", "model_20240101", False),
+        ("orbax", "20240101", True),
+        ("flax", "model_20240101", False),
+        ("flax", "checkpoint_3", True),
+    ],
+)
+def test_a_number_in_a_name_is_a_step_where_the_library_puts_it(
+    container: str, name: str, says: bool, tmp_path: Path
+) -> None:
+    step = "{step}" if container == "orbax" else "checkpoint_{step}"
+    place = written(container, "optax", "adamw", "optax", step)(tmp_path / "run", 8)
+    said = noticed(place.rename(place.with_name(name)))
+    assert ("or the name counts something else" in said) == says and bool(said) == says

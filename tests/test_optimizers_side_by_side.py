@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,18 @@ import pytest
 
 from formats import values
 from statekit.cli.main import DONE, main
+from statekit.conversion import registry
 from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.inspection import inspect
 from statekit.conversion.open_state import open_state
+from statekit.conversion.prepared import _encoded
 from statekit.conversion.resume import of_checkpoint, resume_lines
 from statekit.conversion.resume_rates import RatesOf
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.state.run import run_of
+from statekit.state.stored_params import MASTER
+from statekit.tensors.tensor import DTYPES, Cast
 
 pytestmark = pytest.mark.torch
 MATRICES, VECTORS = {"a.weight": (6, 5), "c.weight": (4, 6)}, {"a.bias": (6,), "c.bias": (4,)}
@@ -260,3 +265,16 @@ def test_a_container_that_holds_one_says_where_the_layout_holds_both(tmp_path: P
     file = Run().save("list", tmp_path / "run.pt")
     with pytest.raises(UsageError, match=r"torch-optim in torch(.|\n)*found: torch-optim in dcp, which"):
         plan(file, tmp_path / "out", to="dcp", layout="torch-optim")
+
+
+def test_rounded_params_that_masters_replace_are_said_of_optimizers_side_by_side(tmp_path: Path) -> None:
+    """They were said only where the optimizers are joined to one, which a PyTorch file doesn't take."""
+    with open_state(Run(first="AdamW").save("list", tmp_path / "run.pt")) as opened:
+        state = opened.state
+        rounded = {path: Cast(tensor, DTYPES["bfloat16"]) for path, tensor in state.params.items()}
+        slots = {path: {**state.slots[path], MASTER: tensor} for path, tensor in state.params.items()}
+        encoded, _ = _encoded(registry.layout("torch-optim"), replace(state, params=rounded, slots=slots))
+    forms = [encoded, encoded.by_name, encoded.side_by_side]
+    for form in (one for one in forms if one is not None):
+        assert {f"low_precision/{path}" for path in state.params} <= form.dropped.keys()
+    assert encoded.side_by_side is not None

@@ -84,6 +84,15 @@ def test_kinds_are_told_apart(arguments: dict[str, Any], kind: str | None) -> No
     assert (schedule.kind, schedule.at, schedule.parameters) == (kind, 7, {**arguments, "base_lrs": [0.1]})
 
 
+@pytest.mark.parametrize("parts", [5, "ab", [5], [{"gamma": 0.1}, 5], {"gamma": 0.1}])
+@pytest.mark.parametrize("bounds", [None, [2], ["ab"], 3])
+def test_a_row_of_schedules_may_hold_anything(parts: Any, bounds: Any) -> None:
+    record = {"_schedulers": parts, "_milestones": bounds, "last_epoch": 7, "_last_lr": [0.05]}
+    for bases in ({}, {"base_lrs": [0.1]}):
+        (schedule,) = run_of({"torch": {"scheduler": {**record, **bases}}}).schedules
+        assert schedule.kind == "SequentialLR" and all(isinstance(rates, str) for rates in schedule.rates)
+
+
 def test_eden_and_accumulation_are_found() -> None:
     extra = {
         "torch": {

@@ -69,6 +69,25 @@ def test_a_recorded_run_of_eden_goes_on_at_its_own_rates(name: str) -> None:
     assert [rates.rate(i) for i in range(len(due))] == pytest.approx(due, rel=1e-12)
 
 
+def test_a_told_schedule_of_one_of_two_optimizers_is_held_against_its_own_groups(tmp_path: Path) -> None:
+    first, second = (torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=lr) for lr in (0.1, 0.2))
+    moved = torch.optim.lr_scheduler.LambdaLR(first, lambda done: 1.0)
+    states = [first.state_dict(), second.state_dict()]
+    for state, name in zip(states, "ab", strict=True):
+        state["state"] = {
+            0: {"step": torch.tensor(0.0), "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
+        }
+        state["param_groups"][0]["param_names"] = [name]
+    model = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    file = {"model": model, "optimizers": states, "scheduler": moved.state_dict()}
+    torch.save(file, tmp_path / "two.pt")
+    call = "get_constant_schedule(optimizer)"
+    [schedule] = statekit.inspect(tmp_path / "two.pt", schedule=call).run.schedules
+    assert schedule.groups == (0,) and not schedule.moves(1)
+    with pytest.raises(UsageError, match=r"is 0\.1, and not 0\.0"):
+        statekit.inspect(tmp_path / "two.pt", schedule="get_linear_schedule_with_warmup(optimizer, 2, 10)")
+
+
 def icefall_file(folder: Path, **settings: Any) -> Path:
     """Writes a recorded run as train.py does, with its settings beside the state."""
     source = torch.load(

@@ -23,11 +23,13 @@ NAMES = {
     "deepspeed": r"global_step(\d+)(?:_universal)?",
     "megatron": r"iter_(\d+)",
     "t5x": r"checkpoint_(\d+)",
-    "orbax": r"(?:.*_)?(\d+)",
-    "flax": r"(?:.*_)?(\d+)",
+    "orbax": r"(?:checkpoint_)?(\d+)",
+    "flax": r"checkpoint_(\d+)",
     "torch": r".*step=(\d+)(?:-v\d+)?\.ckpt",
 }
 """Container -> how its library names the folder or file of a step. TensorFlow 2 counts saves there.
+
+Orbax and Flax take a prefix of the program's own too: a number after such a one may be a date, and says nothing.
 
 Source: transformers trainer_utils.py, `PREFIX_CHECKPOINT_DIR`; deepspeed/runtime/engine.py, `save_checkpoint`;
 megatron/training/checkpointing.py, `get_checkpoint_name`; t5x/checkpoints.py, `get_checkpoint_dir`; orbax
@@ -48,7 +50,15 @@ _BY_RANK = frozenset({"dcp", "deepspeed", "megatron", "fsdp1-ranks"})
 _SEVERAL_FILES = frozenset({"hf-trainer", "accelerate"})
 """Containers in which optimizer and schedule lie in files of their own."""
 _RANDOM_STATES = re.compile(r"random_states_\d+\.pkl")
-_WHY = "files of another step may be among them, unless updates were skipped or the optimizer was begun anew"
+_NOT_BY_UPDATES = frozenset({"ReduceLROnPlateau"})
+"""Schedules that make a step for each evaluation."""
+
+
+def _why(counting: str = "") -> str:
+    """Returns what a disagreement may come from; `counting` may go by something else than updates, as epochs."""
+    skipped, anew = "updates were skipped", "the optimizer was begun anew"
+    unless = f"{skipped}, {anew}, or {counting} counts something else" if counting else f"{skipped} or {anew}"
+    return f"files of another step may be among them, unless {unless}"
 
 
 class Said(NamedTuple):
@@ -74,7 +84,7 @@ def disagreements(checkpoint: Checkpoint, state: TrainState) -> tuple[Finding, .
 def _of_records(checkpoint: Checkpoint) -> Iterator[str]:
     name, record = _named(checkpoint), _recorded(checkpoint)
     if name and record and name.step != record.step:
-        yield f"{name.place} says step {name.step}, {record.place} says {record.step}: {_WHY}"
+        yield f"{name.place} says step {name.step}, {record.place} says {record.step}: {_why()}"
 
 
 def _of_counts(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
@@ -87,19 +97,19 @@ def _of_counts(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
         skipped = at(checkpoint.tree, _SKIPPED)
         expected = record.step - (skipped if type(skipped) is int else 0)
         if updates != expected and not (may_skip and updates < expected):
-            yield f"{record.place} says step {expected}, the optimizer has done {updates} updates: {_WHY}"
+            yield f"{record.place} says step {expected}, the optimizer has done {updates} updates: {_why()}"
     elif name is not None and abs(updates - name.step) > 1 and not may_skip:  # or called by the one before
-        yield f"{name.place} says step {name.step}, the optimizer has done {updates} updates: {_WHY}"
+        yield f"{name.place} says step {name.step}, the optimizer has done {updates} updates: {_why('the name')}"
     if checkpoint.container in _SEVERAL_FILES:
         steps = {updates, updates * _processes(checkpoint), *([record.step] if record and may_skip else [])}
         for schedule in run.schedules:
-            if schedule.at is not None and schedule.at not in steps:
-                yield (
-                    f"the schedule stands at step {schedule.at}, the optimizer has done {updates} updates: {_WHY}"
-                )
+            if schedule.kind in _NOT_BY_UPDATES or schedule.at is None or schedule.at in steps:
+                continue
+            done = f"the optimizer has done {updates} updates"
+            yield f"the schedule stands at step {schedule.at}, {done}: {_why('the schedule')}"
     if checkpoint.container in _BY_RANK and state.counts.behind:
         counts = sorted({updates, *state.counts.behind.values()})
-        yield f"parameters have done {', '.join(map(str, counts))} updates: {_WHY}"
+        yield f"parameters have done {', '.join(map(str, counts))} updates: {_why()}"
 
 
 def _named(checkpoint: Checkpoint) -> Said | None:

@@ -255,8 +255,17 @@ def _encoded(layout: Layout, state: TrainState) -> tuple[Encoded, TrainState]:
     if isinstance(layout, KeepsMasters) or _is_stored_as_moved(state):
         return layout.encode(state), state
     state, left = as_params(state)
-    encoded = layout.encode(state)
-    return replace(encoded, dropped={**encoded.dropped, **left}), state
+    return _without(layout.encode(state), left), state
+
+
+def _without(encoded: Encoded, left: Mapping[str, str]) -> Encoded:
+    """Returns an encoded state that says what was left behind, in each form that a container may take of it."""
+    return replace(
+        encoded,
+        dropped={**encoded.dropped, **left},
+        by_name=encoded.by_name and _without(encoded.by_name, left),
+        side_by_side=encoded.side_by_side and _without(encoded.side_by_side, left),
+    )
 
 
 def _is_stored_as_moved(state: TrainState) -> bool:

@@ -70,7 +70,8 @@ class Schedule:
     @property
     def bases(self) -> tuple[Any, ...]:
         """The rate that each of its groups began with, where its state has them; a row of schedules has none itself."""
-        rows = [self.parameters, *(self.parameters.get("_schedulers") or ())]
+        parts = self.parameters.get("_schedulers")
+        rows = [self.parameters, *(parts if isinstance(parts, (list, tuple)) else ())]
         each = (row.get("base_lrs") for row in rows if isinstance(row, Mapping))
         return next((tuple(one) for one in each if isinstance(one, (list, tuple))), ())
 

@@ -60,6 +60,8 @@ def _against(state: TrainState, schedule: Schedule) -> Iterator[str]:
     # icefall's is asked before an update, PyTorch's after it.
     updates = schedule.at - 1 if schedule.kind in icefall.FUNCTIONS else schedule.at
     for number, group in enumerate(state.optimizer.groups):
+        if not schedule.moves(number):
+            continue
         rates = schedule.of_group(number)
         stored = stored_rate(group.hyperparameters)
         if (

@@ -439,11 +439,18 @@ class HuggingFaceFolder:
         return Checkpoint(self.name, folder.path, tree, meta, number, findings, files.close)
 
     def _missing(self, folder: Path) -> Iterator[Finding]:
-        """Yields the files that the library always writes and that aren't there."""
-        names = [entry.name for entry in folder.iterdir()]
+        """Yields the files that the library always writes and that aren't there.
+
+        Source: huggingface/accelerate, utils/fsdp_utils.py, `save_fsdp_optimizer`, for the folder of a sharded one.
+        """
+        entries = {entry.name: entry.is_dir() for entry in sorted(folder.iterdir())}
         for pattern, lost in self.companions.items():
-            if not any(fnmatchcase(name, pattern) for name in names):
-                yield Finding(f"{pattern} isn't there: {lost}", f"{folder}")
+            if any(fnmatchcase(name, pattern) for name in entries):
+                continue
+            stem = pattern.partition(".")[0]
+            sharded = next((name for name, is_dir in entries.items() if is_dir and name.startswith(stem)), "")
+            instead = f"FSDP's {sharded} isn't read with this folder; open it by itself" if sharded else lost
+            yield Finding(f"{pattern} isn't there: {instead}", f"{folder}")
 
     def fitted(self, encoded: Encoded) -> Encoded:
         """Returns a state with its parts where the folder keeps them, and what the library can't do without.

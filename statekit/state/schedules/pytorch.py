@@ -109,6 +109,8 @@ STATES: Mapping[str, Mapping[str, Any]] = {
     "MultiStepLR": {"gamma": Finite, "milestones": dict[Natural, _Count]},
 }
 """What a schedule's state says of its arguments."""
+_ROW = {"_schedulers": Sequence[dict[str, Any]], "_milestones": Sequence[Natural]}
+"""What a SequentialLR's state says."""
 
 
 class Arguments(TypedDict, total=False):
@@ -123,16 +125,15 @@ class Arguments(TypedDict, total=False):
 
 
 def _sequence(state: Mapping[str, Any], base: float) -> Told:
-    parts, bounds = state.get("_schedulers"), state.get("_milestones")
-    if not isinstance(parts, Sequence) or not isinstance(bounds, Sequence) or len(parts) != len(bounds) + 1:
+    if not says(state, _ROW) or len(state["_schedulers"]) != len(state["_milestones"]) + 1:
         return "the state of SequentialLR doesn't say its schedules"
     each: list[Rates] = []
-    for part in parts:
+    for part in state["_schedulers"]:
         rates = torch_rates(torch_kind(part), part, base, None)
         if isinstance(rates, str):
             return rates
         each.append(rates)
-    return joined(each, bounds)
+    return joined(each, state["_milestones"])
 
 
 def _transformers(base: float, arguments: Mapping[str, Any]) -> Told:
