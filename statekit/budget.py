@@ -2,10 +2,10 @@
 
 One number says it all, bytes of memory; `--budget` raises it. What a job holds (headers, indices, pickles, trees; the
 values of tensors stream) is counted before it is allocated, and given back when the checkpoint is closed. Work is
-counted in steps, and what decompresses in bytes that come out; both may grow with the bytes that were read, not with
-time: an honest file on a slow disk passes. What only saves work, as a chunk that is decoded already, is kept while
-nothing else needs the room. Of disk reading takes nothing. Readers ask here and have no limits of their own, so that
-limits can't multiply.
+counted in steps, which may grow with the bytes that were read, and what decompresses in bytes that come out, which may
+grow with those that are stored, whatever is read first; not with time: an honest file on a slow disk passes. What only
+saves work, as a chunk that is decoded already, is kept while nothing else needs the room. Of disk reading takes
+nothing. Readers ask here and have no limits of their own, so that limits can't multiply.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +24,8 @@ DEFAULT = 512 * 2**20
 """Bytes that a job may hold unless it is told otherwise."""
 NODE_BYTES = 128
 """What one value of a tree is taken to need, in bytes: its object, and its place in a dict or list."""
-EXPANSION = 64
-"""Bytes that one stored byte may become, over all that a job reads; a byte of zeros becomes a thousand."""
+EXPANSION = 32
+"""Bytes that one stored byte may become, over all that a job opens; a byte of zeros becomes a thousand."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
 
@@ -64,12 +64,12 @@ class Limits:
         """
         return self.held // 512 + min(read, self.held // 8) // 2
 
-    def decoded(self, read: int) -> int:
-        """Returns how many bytes may come out of compression, or out of nothing, once so many were read.
+    def decoded(self, stored: int) -> int:
+        """Returns how many bytes may come out of compression, or out of nothing, where so many are stored.
 
-        That is 2 GiB by default, and 64 for each byte: an optimizer's first state is zeros beside its parameters.
+        That is 2 GiB by default, and 32 for each byte: an optimizer's first state is zeros beside its parameters.
         """
-        return 4 * self.held + EXPANSION * read
+        return 4 * self.held + EXPANSION * stored
 
 
 class Budget:
@@ -83,7 +83,9 @@ class Budget:
     def __init__(self, limits: Limits | None = None, *, follow_links: bool = False) -> None:
         self.limits = limits or Limits()
         self.follow_links = follow_links
-        self._held = self._steps = self._read = self._decoded = 0
+        self._held = self._steps = self._read = self._decoded = self._stored = 0
+        self._opened: set[str] = set()
+        self._unmeasured: list[Callable[[], int]] = []
         self._kept: OrderedDict[tuple[Account, Hashable], tuple[Any, int]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -143,6 +145,18 @@ class Budget:
         with self._lock:
             self._read += count
 
+    def stored(self, place: str, measure: Callable[[], int]) -> None:
+        """Notes a checkpoint, whose stored bytes explain what is decoded, also before they are read.
+
+        Args:
+            place: Where it is; it counts once.
+            measure: Returns how many bytes are stored there; asked once, and only if what was read doesn't explain it.
+        """
+        with self._lock:
+            if place not in self._opened:
+                self._opened.add(place)
+                self._unmeasured.append(measure)
+
     def decode(self, count: int, what: str, place: str) -> None:
         """Takes `count` bytes that something stored becomes, or something that isn't stored at all.
 
@@ -152,7 +166,7 @@ class Budget:
             place: The file, and the byte in it.
 
         Raises:
-            BudgetError: That is more than the bytes explain that were read so far.
+            BudgetError: That is more than the bytes explain that are stored, and those that were read.
         """
         with self._lock:
             self._decoded += count
@@ -160,12 +174,19 @@ class Budget:
 
     def explain(self, count: int, what: str, place: str) -> None:
         """Asks, before anything is read, whether `count` bytes could be decoded, as in `decode`."""
-        most, count = self.limits.decoded(self._read), self._decoded + count
+        count += self._decoded
+        if count <= self.limits.decoded(self._stored + self._read):
+            return
+        with self._lock:
+            while self._unmeasured:
+                self._stored += self._unmeasured.pop()()
+        explaining = self._stored + self._read
+        most = self.limits.decoded(explaining)
         if count > most:
             raise BudgetError(
                 f"{what} becomes more than its bytes explain.",
                 place=place,
-                expected=f"at most {most} bytes from {self._read} (the budget's limit `decoded`)",
+                expected=f"at most {most} bytes from {explaining} (the budget's limit `decoded`)",
                 found=f"{count} bytes",
                 remedy=_raised(max(2 * self.limits.held, count // 4)),
             )

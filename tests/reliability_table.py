@@ -111,7 +111,7 @@ SUITES = {
     "bombs": Suite(
         "Files that ask for much",
         "Small files that would take much memory or time: each is opened in a process of its own, with the budget that "
-        "there is by default, 512 MiB, and ends within it. What isn't refused is read. "
+        "there is by default, 512 MiB, and ends within it and the blocks that are read. What isn't refused is read. "
         "The same suite lists 100 000 tensors of PyTorch, safetensors, Flax and Orbax in a minute of computing and "
         "1 GiB, and measures and seals one tensor of 8 GiB in 256 MiB. "
         "`pytest -m slow tests/test_bombs.py`; a sample of it in every run.",

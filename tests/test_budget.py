@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bomb_files import zarr_of, zstd_zeros
 
 import statekit
 from goldens import bundles
@@ -76,3 +77,13 @@ def test_replaying_takes_a_budget() -> None:
     with pytest.raises(BudgetError):
         statekit.replay(recording, budget=10)
     assert statekit.replay(recording, budget=2**30).passed
+
+
+def test_what_a_budget_keeps_from_being_read_is_not_called_damage(tmp_path: Path) -> None:
+    with pytest.raises(BudgetError):
+        statekit.check(
+            next(case / "checkpoint" for case in bundles("keras")) / "model.weights.h5", budget=100
+        )
+    window = zarr_of(tmp_path, (2**15, 2**13), (2**15, 2**13), zstd_zeros(2**30, 30), dtype="float32")
+    with pytest.raises(BudgetError):
+        statekit.check(window)

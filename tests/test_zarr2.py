@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -12,18 +13,21 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zarr_files import ENCODERS, header, plain_stage, write_array
 
+from statekit.budget import Account, Budget, Limits
 from statekit.converters.formats import decompression
+from statekit.converters.formats.decompression import decompressed
 from statekit.converters.formats.zarr import array as zarr_array
 from statekit.converters.formats.zarr.array import Header, absent_chunks, open_array
 from statekit.converters.formats.zarr.headers import parse_zarray
 from statekit.converters.formats.zarr.stores import FolderStore, OcdbtStore, local_path, open_store
 from statekit.converters.formats.zarr.writer import chunk_shape, encoded_chunks, header_bytes, header_for
-from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError, UsageError
-from statekit.files.source import Files, bytes_at
+from statekit.errors import BudgetError, CorruptError, FormatError, RefusedError, StatekitError, UsageError
+from statekit.files.source import Files, Held, bytes_at
 from statekit.tensors.tensor import DTYPES, Array, Stored, chunks, in_memory
 
 RANDOM = np.random.default_rng(3)
@@ -213,9 +217,56 @@ def test_a_chunk_with_bytes_behind_it(tmp_path: Path, compressor: str | None) ->
     folder = write_array(tmp_path / "a", array(8, 8), (8, 8), compressor)
     chunk = folder / "0.0"
     chunk.write_bytes(chunk.read_bytes() + b"more")
-    if compressor != "zstd":  # a zstd frame says itself where it ends
-        with pytest.raises(CorruptError):
-            opened(folder).read()
+    with pytest.raises(CorruptError):
+        opened(folder).read()
+
+
+@pytest.mark.parametrize("compressor", ["gzip", "zlib", "zstd"])
+@pytest.mark.parametrize("level", [1, 19])
+@pytest.mark.parametrize("checked", [False, True])
+def test_data_that_is_cut_off_or_goes_on_is_damaged(compressor: str, level: int, checked: bool) -> None:
+    values = array(64, 1024).tobytes() + bytes(2**20)
+    if compressor == "zstd":
+        packed = zstandard.ZstdCompressor(level=level, write_checksum=checked).compress(values)
+    else:
+        packed = (gzip.compress if compressor == "gzip" else zlib.compress)(values, min(level, 9))
+
+    def read(data: bytes) -> bytes:
+        return b"".join(decompressed(Held(data, "a", Account()), compressor, "A chunk"))
+
+    assert read(packed) == values
+    for bad in (packed[:-1], packed[:-5], packed[: len(packed) // 2], packed[:8], packed + b"a", packed * 2):
+        with pytest.raises(CorruptError, match="damaged"):
+            read(bad)
+
+
+@pytest.mark.parametrize("absent", [False, True])
+def test_zeros_are_explained_by_what_is_stored_whatever_is_read_first(tmp_path: Path, absent: bool) -> None:
+    zeros = np.zeros((2**15, 2**10), np.float32)  # 128 MiB, where 16 MiB may be held
+    write_array(tmp_path / "m", zeros, (2**8, 2**10), "zstd")
+    header = json.loads((tmp_path / "m" / ".zarray").read_text())
+    if absent:
+        for chunk in (tmp_path / "m").glob("[0-9]*"):
+            chunk.unlink()
+        (tmp_path / "m" / ".zarray").write_text(json.dumps(header | {"fill_value": 0.0}))
+
+    def read() -> None:
+        with Files(Budget(Limits(2**24)), tmp_path) as files:
+            store = FolderStore(tmp_path, files)
+            stated = parse_zarray((tmp_path / "m" / ".zarray").read_bytes(), "m")
+            absent_chunks(store, "m", stated)
+            for start in range(0, 2**15, 2**8):
+                rows = slice(start, start + 2**8)
+                assert not open_array(store, "m", stated, "m").read((rows, slice(0, 2**10))).any()
+
+    with pytest.raises(BudgetError, match="more than its bytes explain"):
+        read()
+    (tmp_path / "params").write_bytes(RANDOM.bytes(2**22))
+    read()
+    with (tmp_path / "params").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(BudgetError, match="more than its bytes explain"):
+        read()
 
 
 @pytest.mark.parametrize("compressor", ["gzip", "zlib"])

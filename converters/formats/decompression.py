@@ -6,6 +6,7 @@ small files becomes more than their bytes explain.
 
 from __future__ import annotations
 
+import io
 import zlib
 from collections.abc import Iterator
 from typing import IO, cast
@@ -26,6 +27,9 @@ Source: deflate, 258 bytes for two bits (zlib.net/zlib_tech.html); zstd, 128 KiB
 _DEFLATE_WINDOW = 2**15
 _ZSTD_HEADER = 18
 """The longest header of a frame, in bytes. Source: RFC 8878, 3.1.1.1."""
+_BLOCK_HEADER = 3
+_BLOCKS_AT_ONCE = 4096
+"""Bytes that are read where a block's header is, and blocks whose work is counted together."""
 
 
 def decompressed(value: Source, compressor: str, what: str) -> Iterator[bytes]:
@@ -38,7 +42,7 @@ def decompressed(value: Source, compressor: str, what: str) -> Iterator[bytes]:
 
     Raises:
         CorruptError: They are damaged, or something stands behind them.
-        BudgetError: They become more than the bytes explain that this job has read.
+        BudgetError: They become more than the bytes explain that are stored.
     """
     pieces = _unzstd(value, what) if compressor == ZSTD else _inflated(value, _WBITS[compressor], what)
     for piece in pieces:
@@ -111,6 +115,36 @@ def _unzstd(value: Source, what: str) -> Iterator[bytes]:
             yield piece
     except zstandard.ZstdError as error:
         raise _damaged(value, what, str(error)) from error
+    _check_one_frame(value, what)
+
+
+def _check_one_frame(value: Source, what: str) -> None:
+    """Compares the end of a frame with that of the bytes, which the library's reader doesn't.
+
+    Source: RFC 8878, 3.1.1: a header, blocks each behind 3 bytes (of which one bit says that it is the last, two what
+    it is, 1 being a byte that is repeated, and the rest its size), and 4 bytes of checksum where the header says so.
+
+    Raises:
+        CorruptError: The frame is cut off, or something stands behind it.
+        BudgetError: It has more blocks than its bytes explain.
+    """
+    import zstandard
+
+    header = bytes_at(value, 0, min(_ZSTD_HEADER, value.size))
+    at, is_last, count = zstandard.frame_header_size(header), False, 0
+    with io.BufferedReader(as_file(value), _BLOCKS_AT_ONCE) as file:
+        while not is_last and at + _BLOCK_HEADER <= value.size:
+            file.seek(at)
+            block = int.from_bytes(file.read(_BLOCK_HEADER), "little")
+            is_last, size = bool(block & 1), 1 if block >> 1 & 3 == 1 else block >> 3
+            at, count = at + _BLOCK_HEADER + size, count + 1
+            if count % _BLOCKS_AT_ONCE == 0:
+                value.account.step(_BLOCKS_AT_ONCE, what, byte_of(value, at))
+    at += 4 * zstandard.get_frame_parameters(header).has_checksum
+    if not is_last or at > value.size:
+        raise _damaged(value, what, "the data ends too early")
+    if at < value.size:
+        raise _damaged(value, what, "bytes after the end of the data")
 
 
 def _damaged(value: Source, what: str, fault: str) -> CorruptError:

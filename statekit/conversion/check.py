@@ -16,7 +16,7 @@ from typing import Any
 from statekit.budget import Budget
 from statekit.conversion.checkpoints_at import OneReport, PathReport, Place, checkpoints_at
 from statekit.conversion.contracts import Hints
-from statekit.errors import StatekitError, printable
+from statekit.errors import BudgetError, StatekitError, printable
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.checksums import HEADERS, ZIP, of_file, of_tensor, stored_in, zip_fault
 from statekit.files.integrity import files_of, prove_files, value_fault
@@ -122,6 +122,7 @@ def check(
     Raises:
         NotFoundError: Nothing is there, or no such step.
         UnknownFormatError: No container fits.
+        BudgetError: Reading takes more than the budget allows, which says nothing about damage.
     """
     hints, tell = Hints(follow_links=follow_links, budget=budget), on_progress or silent
     places = checkpoints_at(Path(path), container, step, hints)
@@ -133,6 +134,8 @@ def _checked(place: Place, hints: Hints, tell: OnProgress) -> CheckedCheckpoint:
     try:
         with place.opened(hints, budget) as checkpoint:
             return _proven(checkpoint, budget, tell)
+    except BudgetError:  # what can't be read with this budget isn't damaged
+        raise
     except StatekitError as error:
         where = f"{error.place or place.path}"
         return CheckedCheckpoint(
@@ -220,6 +223,8 @@ def _read_tensors(checkpoint: Checkpoint, tell: OnProgress) -> Iterator[Proven]:
 
         try:
             fault = value_fault(tensor, stated.get(name), tensor_digest(tensor, count))
+        except BudgetError:
+            raise
         except StatekitError as error:
             fault = error.line
         done = before + nbytes(tensor)

@@ -13,6 +13,7 @@ and zstandard read through `as_file`.
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import os
 import stat
@@ -312,6 +313,26 @@ def _leading_out(path: Path, root: str) -> Path:
     return next(filter(leaves, (*reversed(path.parents), path)), path)
 
 
+def _stored_bytes(links: Links, checkpoint: Path) -> int:
+    """Returns how many bytes of a disk the files at a path take, each once; what may not be read counts as nothing."""
+    total, seen, waiting = 0, set[tuple[int, int]](), [checkpoint]
+    while waiting:
+        path = waiting.pop()
+        try:
+            links.check(path)
+            facts = path.stat()
+            if (facts.st_dev, facts.st_ino) in seen:
+                continue
+            seen.add((facts.st_dev, facts.st_ino))
+            if stat.S_ISDIR(facts.st_mode):
+                waiting += path.iterdir()
+        except (OSError, StatekitError):  # reading it says what is wrong
+            continue
+        if stat.S_ISREG(facts.st_mode):
+            total += min(facts.st_size, 512 * facts.st_blocks)  # the holes of a sparse file explain nothing
+    return total
+
+
 class _Descriptor:
     """An open file's number, closed when nobody reads through it any more."""
 
@@ -336,6 +357,9 @@ class Files:
     def __init__(self, budget: Budget | None = None, checkpoint: Path | None = None) -> None:
         self.account = Account(budget)
         self.links = Links(checkpoint, self.account.budget.follow_links)
+        if checkpoint is not None:
+            measure = functools.partial(_stored_bytes, self.links, checkpoint)
+            self.account.budget.stored(os.path.abspath(checkpoint), measure)
         self._open: OrderedDict[Path, _Descriptor] = OrderedDict()
         self._lock = threading.Lock()
         self._closed = False

@@ -87,10 +87,11 @@ class Chunks:
 
     def _places(self) -> dict[tuple[int, ...], tuple[Part, int]]:
         """Returns where each chunk lies, and the mask of filters that were left out."""
-        account, places = self.source.account, self.source.account.kept((self, "places"))
-        if places is not None:
-            return dict(places)
-        places = {}
+        account = self.source.account
+        known: dict[tuple[int, ...], tuple[Part, int]] | None = account.kept((self, "places"))
+        if known is not None:
+            return known
+        places: dict[tuple[int, ...], tuple[Part, int]] = {}
 
         def note(chunk: Any) -> None:
             account.nodes(2, "The list of a data set's chunks", self.what)
