@@ -106,8 +106,8 @@ def check_installed() -> None:
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        import torch  # noqa: F401
-        import transformers  # noqa: F401
+        import torch  # noqa: F401  # only whether it is there
+        import transformers  # noqa: F401  # as before
     except ImportError as error:
         raise MissingExtraError(
             "The demo needs PyTorch and Transformers.", remedy="pip install 'statekit[hf]'"
