@@ -160,7 +160,7 @@ drawn = given(tables(), st.integers(0, len(VARIANTS) - 1), st.booleans(), st.int
 
 
 @drawn
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 def test_any_shapes_and_numbers_obey_the_laws(table: Table, which: int, full: bool, seed: int) -> None:
     obey(Trial(any_case(table, which, full, seed), NumpyBackend()), ANY_SHAPE)
 
@@ -168,7 +168,7 @@ def test_any_shapes_and_numbers_obey_the_laws(table: Table, which: int, full: bo
 @pytest.mark.slow
 @pytest.mark.torch
 @drawn
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 def test_many_shapes_and_numbers_obey_the_laws(table: Table, which: int, full: bool, seed: int) -> None:
     made = any_case(table, which, full, seed)
     for name in ("numpy", "torch"):

@@ -40,7 +40,7 @@ def inside(value: Array, interval: Interval) -> bool:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @given(x=floats, y=floats)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_float32_operation_has_exactly_one_result_op_by_op(name: str, x: float, y: float) -> None:
     operation = OPERATIONS[name]
     with np.errstate(all="ignore"):
@@ -52,7 +52,7 @@ def test_a_float32_operation_has_exactly_one_result_op_by_op(name: str, x: float
 
 
 @given(x=sane, y=sane, z=sane)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_fused_multiply_add_is_admitted_only_where_compiled(x: float, y: float, z: float) -> None:
     fused = np.array(
         [np.float32(float(np.float64(np.float32(x)) * np.float64(np.float32(y))) + z)], np.float32
@@ -71,7 +71,7 @@ def test_op_by_op_refuses_a_fused_multiply_add() -> None:
 
 
 @given(x=sane, divisor=sane)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_division_by_a_constant_may_be_a_product_with_its_reciprocal(x: float, divisor: float) -> None:
     bound = STRICT.asarray(f32(x)) / divisor
     quotient, product = np.float32(x) / np.float32(divisor), np.float32(x) * (1 / np.float32(divisor))
@@ -79,7 +79,7 @@ def test_a_division_by_a_constant_may_be_a_product_with_its_reciprocal(x: float,
 
 
 @given(st.lists(floats.filter(lambda v: abs(v) < 2.0**100), min_size=1, max_size=60), st.randoms())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_sum_may_run_in_any_order(values: list[float], random: Any) -> None:
     bound = STRICT.sum(STRICT.asarray(f32(*values)))
     shuffled = list(values)
@@ -103,7 +103,7 @@ def test_a_mean_is_as_wide_as_gamma_says_and_no_wider() -> None:
 
 
 @given(st.lists(sane, min_size=1, max_size=20), st.sampled_from([-0.8, -0.5, 1.5, 2.0]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_power_and_root_enclose_numpy(values: list[float], exponent: float) -> None:
     with np.errstate(all="ignore"):
         assert inside(

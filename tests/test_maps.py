@@ -99,7 +99,7 @@ def same(left: Piece, squares: Array, slots: Mapping[str, Array]) -> None:
         np.testing.assert_array_equal(left.slots[name].read(), slot, err_msg=name)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(parameters(), st.data())
 def test_a_chain_gives_what_the_target_would_have_kept_and_its_inverse_the_same_bits(
     drawn: tuple[Array, Rule], data: st.DataObject
@@ -122,7 +122,7 @@ def test_a_chain_gives_what_the_target_would_have_kept_and_its_inverse_the_same_
     same(piece, squares, {name: slot.read() for name, slot in first.slots.items()})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(parameters(), st.integers(0, 4), st.sampled_from((1, 2, 4)))
 def test_stacked_parameters_keep_what_each_kept_and_come_apart_to_the_bit(
     drawn: tuple[Array, Rule], axis: int, count: int
@@ -640,7 +640,7 @@ def spoiled(draw: st.DrawFn) -> Any:
 SHIPPED = sorted(MODELS.iterdir(), key=str)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(spoiled())
 def test_files_are_held_to_the_published_schema(data: Any) -> None:
     ours = not list(json_schema.faults(data, SCHEMA))

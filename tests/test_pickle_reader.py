@@ -49,7 +49,7 @@ trees = st.recursive(
 
 
 @given(trees, st.sampled_from(PROTOCOLS))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_plain_data_is_read_as_python_reads_it(value: Any, protocol: int) -> None:
     assert read(pickle.dumps(value, protocol)) == value
 

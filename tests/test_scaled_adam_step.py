@@ -274,7 +274,7 @@ def test_a_traced_step_makes_the_same_update() -> None:
 
 
 @given(st.floats(0.05, 0.99999), st.integers(1, 2_000_000))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_decay_correction_keeps_its_digits(base: float, updates: int) -> None:
     exact = -math.expm1(updates * math.log(base))
     bound = IntervalBackend(contracted=True).one_minus_power(base, updates)

@@ -76,7 +76,7 @@ def test_whole_arrays_and_edges(
     assert np.array_equal(tensor.read(), values)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("compressor", ["gzip", "zstd", None])
 def test_any_block_in_any_order(
