@@ -22,12 +22,12 @@ COMPLETE = "_STATEKIT_COMPLETE"
 DONE, WANTING, USAGE, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit codes: done; checked and found wanting; a call that makes no sense; could not do it; stopped by Ctrl-C."""
 STOPPED = 128
-"""Exit code of a verb that another signal stopped, less the signal's number: 143 after SIGTERM. Source: bash(1)."""
-STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that end a verb as Ctrl-C does, with nothing left behind: a scheduler that preempts a job sends one."""
+"""Exit code of a verb that a signal stopped, less the signal's number: 143 after SIGTERM. Source: bash(1)."""
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end a verb with nothing left behind: Ctrl-C, and what a scheduler that preempts a job sends."""
 
 
-class _Stopped(KeyboardInterrupt):
+class Stopped(KeyboardInterrupt):
     """A signal asked the verb to stop."""
 
     def __init__(self, number: int) -> None:
@@ -35,24 +35,39 @@ class _Stopped(KeyboardInterrupt):
         self.number = number
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise _Stopped(number)
-
-
 @contextmanager
-def _stoppable() -> Iterator[None]:
-    """Lets the signals of `STOPPING` end what runs, where nobody else has said what they do."""
+def stoppable() -> Iterator[None]:
+    """Lets the signals of `STOPPING` end what runs, where nobody else has said what they do.
+
+    Whatever the code in which one arrives makes of it, as a library that is being imported says that it can't be.
+
+    Raises:
+        Stopped: One arrived.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    taken = [number for number in STOPPING if signal.getsignal(number) is signal.SIG_DFL]
+    arrived: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+        raise Stopped(number)
+
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    taken = [number for number in STOPPING if before[number] in (signal.SIG_DFL, signal.default_int_handler)]
     for number in taken:
-        signal.signal(number, _stop)
+        signal.signal(number, stop)
     try:
         yield
+    except Stopped:
+        raise
+    except BaseException as error:
+        if arrived:
+            raise Stopped(arrived[0]) from error
+        raise
     finally:
         for number in taken:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, before[number])
 
 
 class Verb(NamedTuple):
@@ -125,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.stdout is None:  # whoever called us closed it
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
-        with _stoppable(), statekit.make_context("statekit", line) as context:
+        with stoppable(), statekit.make_context("statekit", line) as context:
             debug = context.params["debug"]
             code = statekit.invoke(context)
             sys.stdout.flush()
@@ -134,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return stop.exit_code
     except click.ClickException as error:
         return _tell(_of_click(error), USAGE, as_json, heading=_usage(error))
-    except _Stopped as stopped:
+    except Stopped as stopped:
         return _tell(
             StatekitError(f"Stopped by {signal.Signals(stopped.number).name}."),
             STOPPED + stopped.number,

@@ -31,6 +31,7 @@ from reliability_table import Row, note
 from samples import ROWS, target_name, writable
 from samples import Row as SampleRow
 
+from statekit.cli.main import Stopped, stoppable
 from statekit.conversion import registry
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.convert import convert, plan
@@ -45,10 +46,6 @@ ACCIDENTS = ("none", "SIGKILL", "SIGTERM", "full disk", "failing call", "damaged
 CODES = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EMFILE)
 
 
-class _Terminated(BaseException):
-    """A signal asked to end."""
-
-
 def apart(work: Callable[[], int], delay: float = 0.0, number: int = 0) -> tuple[int, float, int]:
     """Runs work in a fork, and signals it after a delay; returns how it ended, its peak in MiB and whether it hung."""
     child = os.fork()
@@ -60,7 +57,7 @@ def apart(work: Callable[[], int], delay: float = 0.0, number: int = 0) -> tuple
             code = work()
         except StatekitError:
             code = REFUSED
-        except _Terminated:
+        except Stopped:
             code = -signal.SIGTERM
         finally:
             os._exit(code & 0xFF)
@@ -81,15 +78,11 @@ def apart(work: Callable[[], int], delay: float = 0.0, number: int = 0) -> tuple
 
 def attempt(source: Path, target: Path, row: SampleRow, to: str, arm: Callable[[], object]) -> int:
     """Converts, with something armed between the plan and its execution."""
-
-    def end(*_: object) -> None:
-        raise _Terminated
-
-    signal.signal(signal.SIGTERM, end)
     layout = row.layout if to in registry.layout_card(row.layout).containers else None
-    planned = plan(source, target, to=to, layout=layout, hints=row.hints, require=Exactness.LOSSY)
-    arm()
-    convert(planned)
+    with stoppable():
+        planned = plan(source, target, to=to, layout=layout, hints=row.hints, require=Exactness.LOSSY)
+        arm()
+        convert(planned)
     return DONE
 
 

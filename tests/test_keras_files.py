@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
+import sys
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -321,8 +323,64 @@ def test_every_dtype_and_block_comes_back(tmp_path: Path) -> None:
     "tree", [{"a/b": {}, "x": 1}, {"a": {"b": in_memory(np.zeros(2, np.complex64))}}, [1]], ids=str
 )
 def test_what_hdf5_cant_hold_is_refused(tree: Any, tmp_path: Path) -> None:
-    with staged(tmp_path / "t.h5", "file") as stage, pytest.raises(FormatError):
-        write_hdf5(tree, str(stage.path), stage)
+    with staged(tmp_path / "t.h5", "file") as stage, pytest.raises(FormatError), stage.file() as output:
+        write_hdf5(tree, output, stage)
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+import numpy as np
+from statekit.conversion import registry
+from statekit.conversion.contracts import Encoded
+from statekit.errors import CommitError
+from statekit.files.durable import writing
+from statekit.files.stage import staged
+from statekit.tensors.tensor import in_memory
+
+target = Path(sys.argv[1])
+container = registry.container({".h5": "keras-h5", ".keras": "keras"}[target.suffix])
+variables = {f"{n}": in_memory(np.ones((10, 10, n), np.float32)) for n in range(10)}
+tree = {"layers": {"x": {"vars": variables}}, "@": {"config.json": {}, "metadata.json": {}}}
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+done = set()
+for size in range(300, 40_000, 1500):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    try:
+        with staged(target, "file") as stage, writing(target):
+            container.write(Encoded(tree, 0), stage)
+            stage.commit(container.open)
+        done.add(True)
+    except CommitError as error:
+        assert "EFBIG" in str(error), error
+        done.add(False)
+    assert target.exists() == (True in done), size
+    assert [*target.parent.iterdir()] == [target] * target.exists(), size
+    target.unlink(missing_ok=True)
+assert done == {True, False}
+"""
+
+
+def run_apart(code: str, *arguments: Path) -> str:
+    """Runs Python in a process of its own, so that a crash is a failure; returns what it printed."""
+    line = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["t.weights.h5", "t.keras"])
+def test_a_disk_that_is_full_at_any_byte_is_an_error_and_no_crash(name: str, tmp_path: Path) -> None:
+    """libhdf5 is known to crash when it can't write what it holds as it closes a file."""
+    run_apart(FULL, tmp_path / name)
+
+
+def test_a_file_that_nobody_closes_doesnt_crash_python_as_it_ends(tmp_path: Path) -> None:
+    target = tmp_path / "t.weights.h5"
+    write(Encoded({"x": in_memory(np.ones(3))}, 0), target)
+    code = f"from {type(H5).__module__} import CONTAINER; from pathlib import Path; import sys; "
+    run_apart(code + "opened = CONTAINER.open(Path(sys.argv[1]))", target)
 
 
 def linked(file: h5py.File) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from goldens import GOLDEN
-from statekit.cli.main import FAILED, STOPPED, main
+from statekit.cli.main import FAILED, STOPPED, STOPPING, Stopped, main, stoppable
 from statekit.conversion.convert import convert, plan
 from statekit.errors import TargetExistsError
 
@@ -124,6 +124,18 @@ def test_a_signal_leaves_nothing(number: signal.Signals, source: Path, tmp_path:
         _, err = job.communicate(timeout=60)
     assert job.returncode == STOPPED + number and err.startswith("Stopped") and "Traceback" not in err
     assert not any(folder.iterdir())
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_signal_stops_whatever_a_library_makes_of_it(number: signal.Signals) -> None:
+    """As Python does of one that arrives while it imports a module in C: "initialization failed"."""
+    before = signal.getsignal(number)
+    with pytest.raises(Stopped) as caught, stoppable():
+        try:
+            os.kill(os.getpid(), number)
+        except KeyboardInterrupt as error:
+            raise ImportError("initialization failed") from error
+    assert caught.value.number == number and signal.getsignal(number) is before
 
 
 def test_a_signal_that_is_ignored_stays_ignored(source: Path, tmp_path: Path) -> None:

@@ -74,7 +74,8 @@ class KerasH5:
         Raises:
             FormatError: The format can't hold something; lists every such place.
         """
-        manifest = write_hdf5(encoded.tree, str(stage.path), stage)
+        with stage.file(synced=False) as output:
+            manifest = write_hdf5(encoded.tree, output, stage)
         stage.complete(manifest, manifest_bytes)
 
 

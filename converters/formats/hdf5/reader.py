@@ -14,6 +14,7 @@ Prefix", IV.A.2.r "The Symbol Table Message"; keras-team/keras, keras/src/saving
 
 from __future__ import annotations
 
+import atexit
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -131,6 +132,7 @@ class Opened:
     def close(self) -> None:
         """Closes the file."""
         self.file.close()
+        atexit.unregister(self.file.close)
 
 
 def open_hdf5(source: Source, place: str) -> Opened:
@@ -158,6 +160,7 @@ def open_hdf5(source: Source, place: str) -> Opened:
         file.close()
         raise
     watched.watching = False
+    atexit.register(file.close)  # one that is open still when Python ends crashes it
     return Opened(tree, file)
 
 
