@@ -76,9 +76,8 @@ def arguments(draw: st.DrawFn, library: str, family: str) -> dict[str, Any]:
         more = chosen(clip_threshold=[1.0, 0.3], decay_rate=[-0.8, -0.5], beta1=[None, 0.9])
         return {**given_rate, **draw(more), **draw(chosen(weight_decay=DECAYS, scale_parameter=[False]))}
     if library == "optax" and family == "adafactor":
-        momentum = st.sampled_from(
-            [{}, {"momentum": 0.9}, *2 * [{"momentum": 0.9, "dtype_momentum": "bfloat16"}]]
-        )
+        low: dict[str, Any] = {"momentum": 0.9, "dtype_momentum": "bfloat16"}
+        momentum = st.sampled_from([{}, {"momentum": 0.9}, low, low])
         more = chosen(decay_rate=[0.8, 0.5], clipping_threshold=[None, 1.0, 0.3])
         scale = chosen(multiply_by_parameter_scale=[False], weight_decay_rate=[None, 0.01], factored=[False])
         return {
