@@ -13,6 +13,7 @@ import click
 from statekit.budget import bytes_of
 from statekit.conversion.contracts import Hints
 from statekit.errors import printable
+from statekit.state.train_state import StepOffset
 
 FOLLOW_LINKS = (
     "Read what links out of the checkpoint lead to; those in Hugging Face's cache are followed anyway."
@@ -210,6 +211,86 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(*args, hints=hints, **options)
 
     return run
+
+
+def read_step(ctx: click.Context, param: click.Parameter, value: str) -> StepOffset:
+    """Turns `keep`, `reset` or a number into a place in a count; a callback for click."""
+    if value in STEPS:
+        return STEPS[value]
+    try:
+        return int(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither keep, reset nor a number.") from None
+
+
+STEPS: dict[str, StepOffset] = {"keep": "keep", "reset": "reset"}
+
+
+def changes_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options that say what shall be changed of a run; the command gets `changes`, None if nothing is."""
+
+    @click.option(
+        "--schedule-step",
+        metavar="keep|reset|N",
+        callback=read_step,
+        default="keep",
+        show_default=True,
+        help="Where the learning-rate schedule stands; reset: at its beginning.",
+    )
+    @click.option(
+        "--slot-policy",
+        multiple=True,
+        metavar="keep|drop:SLOT|reset:SLOT",
+        help="What becomes of slots, by canonical name: reset:v begins it anew, drop:m leaves it behind, where the rule "
+        "goes on without it; 'reset:v*' all that fit; reset:count the updates done. May be repeated.",
+    )
+    @click.option("--params-only", is_flag=True, help="Leave the optimizer behind.")
+    @click.option(
+        "--drop-slots-of",
+        multiple=True,
+        metavar="GLOB",
+        help="Freeze parameters: they keep their values, their slots are left behind. May be repeated.",
+    )
+    @click.option(
+        "--param-dtype",
+        metavar="DTYPE",
+        help="The dtype of parameters. A narrower one rounds them; the report says how far they are off.",
+    )
+    @click.option(
+        "--slot-dtype",
+        multiple=True,
+        metavar="[SLOT=]DTYPE",
+        help="The dtype of slots, of one or of all that aren't counts, as far as the target's rule keeps it.",
+    )
+    @click.option(
+        "--loss-scale",
+        type=float,
+        metavar="C",
+        help="How many times as large the loss is from now on: 1/tokens from a sum to a mean. Moments are rescaled.",
+    )
+    @functools.wraps(command)
+    def run(*args: Any, **options: Any) -> Any:
+        said = {name: options.pop(name) for name in CHANGES}
+        said = {name: value for name, value in said.items() if value not in ("keep", (), False, None)}
+        changes = None
+        if said:
+            from statekit.conversion.changes import Changes
+
+            changes = Changes.of(said)
+        return command(*args, changes=changes, **options)
+
+    return run
+
+
+CHANGES = (
+    "schedule_step",
+    "slot_policy",
+    "params_only",
+    "drop_slots_of",
+    "param_dtype",
+    "slot_dtype",
+    "loss_scale",
+)
 
 
 def _schedule(text: str | None) -> Mapping[str, Any] | None:

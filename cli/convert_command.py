@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from statekit.cli import output
 from statekit.cli.arguments import (
+    changes_options,
     complete_layouts,
     complete_maps,
     complete_targets,
     from_option,
     hints_options,
     local_file,
+    read_step,
     step_option,
 )
 from statekit.cli.output import Screen
@@ -27,17 +29,10 @@ from statekit.files.stage import Progress
 from statekit.maps.links import StateMap
 from statekit.state.train_state import StepOffset
 
-OFFSETS: dict[str, StepOffset] = {"keep": "keep", "reset": "reset"}
+if TYPE_CHECKING:  # entered only where something is asked for
+    from statekit.conversion.changes import Changes
+
 PHASES = {"check": "checking the source", "write": "writing", "verify": "reading again"}
-
-
-def _step_offset(ctx: click.Context, param: click.Parameter, value: str) -> StepOffset:
-    if value in OFFSETS:
-        return OFFSETS[value]
-    try:
-        return int(value)
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is neither keep, reset nor a number.") from None
 
 
 def _renaming(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> dict[str, str]:
@@ -80,11 +75,12 @@ def _maps(name: str | None, config: tuple[str, ...], rename: dict[str, str]) -> 
 @click.option(
     "--step-offset",
     metavar="keep|reset|N",
-    callback=_step_offset,
+    callback=read_step,
     default="keep",
     show_default=True,
     help="Where the decay of the second moment starts; reset: now, for finetuning.",
 )
+@changes_options
 @click.option(
     "--require",
     type=click.Choice([e.name.lower() for e in Exactness if e < Exactness.REFUSED]),
@@ -141,6 +137,7 @@ def command(
     map_name: str | None,
     config: tuple[str, ...],
     rename: dict[str, str],
+    changes: Changes | None,
     dry_run: bool,
     replace: bool,
     replace_foreign: bool,
@@ -163,6 +160,7 @@ def command(
         require=Exactness[require.upper()],
         like=like,
         maps=_maps(map_name, config, rename),
+        changes=changes,
     )
     report = None if dry_run else _carry_out(planned, replace, replace_foreign)
     if as_json:

@@ -46,6 +46,7 @@ def show_plan(stdout: Screen, plan: Plan, tensors: bool) -> None:
     elif tensors:
         stdout.say(f"More than {MAX_ROWS} tensors: --json lists them.")
     for title, lines in (
+        ("Changed, as asked:", map(str, plan.changed)),
         ("Mapped:", _mapped(plan, tensors)),
         ("Not bitwise:", _inexact(plan)),
         ("Different in the target's rule:", _differences(plan)),

@@ -182,6 +182,13 @@ def plan(
     map: str | None = None,
     config: Mapping[str, Any] | None = None,
     rename: Mapping[str, str] | None = None,
+    schedule_step: StepOffset = "keep",
+    slot_policy: str | Sequence[str] | Mapping[str, str] = (),
+    params_only: bool = False,
+    drop_slots_of: str | Sequence[str] = (),
+    param_dtype: str | None = None,
+    slot_dtype: str | Mapping[str, str] | None = None,
+    loss_scale: float | None = None,
     **hints: Unpack[_Unsaid],
 ) -> Plan:
     """Says what a conversion will do, tensor by tensor, without reading or writing a value.
@@ -199,6 +206,14 @@ def plan(
         map: Gives parameters, and their slots, the names and axes of another codebase's model, e.g. `t5x-t5:hf-t5`.
         config: What the map needs to know of the model and no checkpoint says, e.g. `{"num_heads": 12}`.
         rename: Regular expression -> replacement, as `re.sub` takes them, for the names of parameters; before the map.
+        schedule_step: `keep`; `reset`, so that the learning-rate schedule begins anew; or the step where it stands.
+        slot_policy: What becomes of slots, by canonical name: `reset:v` begins it anew, `drop:m` leaves it behind where
+            the rule goes on without it, `reset:count` makes the updates done 0; or `{"v*": "reset"}`.
+        params_only: Whether the optimizer is left behind.
+        drop_slots_of: Patterns of parameters that are frozen: without slots, and nothing moves them.
+        param_dtype: The dtype of parameters; the report says how far a narrower one is off.
+        slot_dtype: The dtype of all slots that are no counts, or of each by its name: `{"m": "bfloat16"}`.
+        loss_scale: How many times as large the loss is from now on: moments of gradients are rescaled with it.
         **hints: As in `open`.
 
     Raises:
@@ -212,6 +227,7 @@ def plan(
         >>> planned.exactness.name, len(planned.entries), planned.target.layout
         ('BITWISE', 22, 'statekit-torch')
     """
+    from statekit.conversion.changes import Changes
     from statekit.conversion.contracts import Exactness
     from statekit.conversion.convert import plan as planned
     from statekit.maps.model_map import maps_of
@@ -228,6 +244,17 @@ def plan(
         require=Exactness[require.upper()],
         like=None if like is None else _local(like),
         maps=maps_of(map, config, rename),
+        changes=Changes.of(
+            {
+                "schedule_step": schedule_step,
+                "slot_policy": slot_policy,
+                "params_only": params_only,
+                "drop_slots_of": drop_slots_of,
+                "param_dtype": param_dtype,
+                "slot_dtype": slot_dtype,
+                "loss_scale": loss_scale,
+            }
+        ),
     )
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from statekit.conversion import registry
 from statekit.conversion.contracts import NO_HINTS, Exactness, Hints
@@ -41,6 +41,9 @@ from statekit.state.train_state import StepOffset
 from statekit.tensors.digest import json_digest, tensor_digest
 from statekit.tensors.tensor import nbytes
 from statekit.tensors.tree import Tree, tensor_names
+
+if TYPE_CHECKING:  # entered only where something is asked for
+    from statekit.conversion.changes import Changes
 
 
 @dataclass(frozen=True, repr=False)
@@ -97,17 +100,19 @@ def plan(
     require: Exactness = Exactness.ROUNDING,
     like: Path | None = None,
     maps: tuple[StateMap, ...] = (),
+    changes: Changes | None = None,
 ) -> Plan:
     """Says what a conversion will do, without reading a value.
 
     The arguments are those of `statekit.plan`, which explains them; but `hints` are what the source doesn't say,
-    `require` is a level of exactness, and `maps` are what `statekit.maps.model_map.maps_of` makes of the last three.
+    `require` is a level of exactness, `maps` are what `statekit.maps.model_map.maps_of` makes of `map`, `config` and
+    `rename`, and `changes` what `statekit.conversion.changes.Changes.of` makes of the others.
 
     Raises:
         As `statekit.plan`.
     """
     request = Request(
-        Path(source), Path(target), from_, to, layout, step, hints, step_offset, require, like, maps
+        Path(source), Path(target), from_, to, layout, step, hints, step_offset, require, like, maps, changes
     )
     return prepare(request)
 

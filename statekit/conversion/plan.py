@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from statekit.conversion.contracts import NO_HINTS, Encoded, Exactness, Hints
 from statekit.conversion.kept import Kept, by_leaf, kept_of
@@ -19,6 +19,9 @@ from statekit.state.train_state import StepOffset, TrainState
 from statekit.tensors.digest import json_digest
 from statekit.tensors.tensor import Shape, Tensor, nbytes
 from statekit.tensors.tree import empty_names, tensor_names, to_json
+
+if TYPE_CHECKING:  # entered only where something is asked for
+    from statekit.conversion.changes import Change, Changes
 
 FORMAT = "statekit-plan"
 VERSION = 1
@@ -41,6 +44,7 @@ class Request:
         require: The worst exactness allowed.
         like: A file of the same model, whose places the target's parameters get.
         maps: What gives the parameters the names and axes of another model, one after the other.
+        changes: What shall be changed of the run; None if nothing.
     """
 
     source: Path
@@ -54,6 +58,7 @@ class Request:
     require: Exactness = Exactness.ROUNDING
     like: Path | None = None
     maps: tuple[StateMap, ...] = ()
+    changes: Changes | None = None
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,7 @@ class Plan:
         findings: What was odd about the source; not part of the digest, as it names places on this machine.
         request: What was asked for, with paths; not part of the digest.
         empty: Names of the target's leaves that hold nothing; not part of the digest.
+        changed: What was changed of the run as it was asked for.
     """
 
     source: Side
@@ -142,6 +148,7 @@ class Plan:
     findings: tuple[Finding, ...]
     request: Request
     empty: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    changed: tuple[Change, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -155,6 +162,7 @@ class Plan:
         if self.rule_change is not None:
             whole.append(self.rule_change.exactness)
         whole += [one.exactness for one in self.mapped]
+        whole += [one.exactness for one in self.changed]
         return max([Exactness.BITWISE, *whole, *(entry.exactness for entry in self.entries)])
 
     @cached_property
@@ -180,6 +188,7 @@ class Plan:
             "crossing": self.rule_change.to_json() if self.rule_change is not None else None,  # a stored key
             "tensors": [entry.to_json() for entry in self.entries],
             **({"mapped": [one.to_json() for one in self.mapped]} if self.mapped else {}),
+            **({"changed": [one.to_json() for one in self.changed]} if self.changed else {}),
         }
 
     def __repr__(self) -> str:
@@ -199,7 +208,7 @@ class Plan:
         faults = Faults(
             (f"{entry.exactness.name.lower()}: {entry.reason}", entry.name)
             for entry in self.entries
-            if entry.exactness > allowed
+            if entry.exactness > allowed and entry.reason not in AS_ASKED
         )
         faults += [
             (f"{one.exactness.name.lower()}: {one.reason}", one.target)
@@ -228,6 +237,7 @@ def build_plan(
     rule_change: RuleChange | None = None,
     mapped: tuple[Mapped, ...] = (),
     keeps_manifest: bool = True,
+    changed: tuple[Change, ...] = (),
 ) -> Plan:
     """Builds the plan of a conversion from names, shapes and dtypes alone.
 
@@ -242,6 +252,7 @@ def build_plan(
         rule_change: How the state came under another rule, if it did.
         mapped: What maps made of its parameters.
         keeps_manifest: Whether the target has a manifest, to keep what the target itself has no place for.
+        changed: What was changed of the run as it was asked for.
     """
     sources = {name for tensor in checkpoint.tensors.values() for name in _stored_names(tensor.to_json())}
     names = tensor_names(encoded.tree)
@@ -265,6 +276,7 @@ def build_plan(
         findings=checkpoint.findings,
         request=request,
         empty=tuple(empty_names(encoded.tree)),
+        changed=changed,
     )
 
 
@@ -285,10 +297,15 @@ def _entry(name: str, tensor: Tensor, encoded: Encoded, sources: set[str]) -> Pl
     )
 
 
+NARROWED = "rounded to a narrower dtype, as asked"
+AS_ASKED = (NARROWED,)
+"""Reasons that somebody asked for by name, whatever exactness was required otherwise."""
 INEXACT: Mapping[str, tuple[Exactness, str]] = {
     "mean": (Exactness.STATISTICS, "a full slot, averaged along an axis"),
     "eighth_root": (Exactness.ROUNDING, "stored as an eighth power, decoded"),
     "eighth_power": (Exactness.ROUNDING, "stored as an eighth power in bfloat16"),
+    "scaled": (Exactness.ROUNDING, "rescaled with the loss, rounded once"),
+    "narrowed": (Exactness.LOSSY, NARROWED),
 }
 """How exact tensors are that are made by an operation which changes values, and why."""
 

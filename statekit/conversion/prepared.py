@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from statekit.conversion import registry
@@ -29,7 +29,7 @@ from statekit.conversion.open_state import OpenState, open_state
 from statekit.conversion.plan import Plan, Request, Side, build_plan
 from statekit.conversion.rule_change import RuleChange, best_rule_change, joined_rule_change
 from statekit.conversion.target import check_apart, choose_container, layouts_for, written_as
-from statekit.errors import Faults, StateError, UsageError
+from statekit.errors import Faults, InexactError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import files_of, proven
 from statekit.files.stage import TargetKind
@@ -37,6 +37,9 @@ from statekit.maps.links import carried_through
 from statekit.state.run import Schedule, run_of
 from statekit.state.stored_params import MASTER, as_params, check_known, decoded
 from statekit.state.train_state import StepOffset, TrainState
+
+if TYPE_CHECKING:  # entered only where something is asked for
+    from statekit.conversion.changes import Change
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,11 @@ def prepare(request: Request) -> Plan:
     opened = open_state(request.source, container=request.from_, step=request.step, hints=request.hints)
     try:
         state = opened.state.with_step_offset(request.step_offset)
+        changes: tuple[Change, ...] = ()
+        if request.changes is not None:
+            from statekit.conversion.changes import changed
+
+            state, changes = changed(state, request.changes, opened.makers)
         name = request.layout or implied
         cards = layouts_for(container, [one for one, _ in state.optimizer.kinds], name, opened.layout)
         card, passed_over = _going_on(cards, state, opened.layout, request)
@@ -131,6 +139,8 @@ def prepare(request: Request) -> Plan:
         if request.like is not None:
             state = _like(layout, state, request.like)
         encoded, state = _encoded(layout, state)
+        if request.changes is not None:
+            _check_counts(layout.name, opened.state, state)
         if schedules := run_of(state.extra).schedules:
             encoded = replace(encoded, paced=_paced(schedules, state))
         if isinstance(container, Fitting):
@@ -149,6 +159,7 @@ def prepare(request: Request) -> Plan:
             **({"passed_over": passed_over} if passed_over else {}),
             **({"maps": [one.to_json() for one in request.maps]} if request.maps else {}),
             **({"accept_damaged": True} if request.hints.accept_damaged else {}),
+            **({"changes": request.changes.to_json()} if request.changes is not None else {}),
         }
         target = Side(container.name, layout.name, encoded.step)
         keeps = container.target_kind == "folder" or isinstance(container, KeepsManifest)
@@ -163,6 +174,7 @@ def prepare(request: Request) -> Plan:
             rule_change,
             mapped,
             keeps,
+            changes,
         )
         plan.check()
         files = _facts_of(opened.checkpoint)
@@ -226,6 +238,26 @@ def _offset(state: TrainState, asked: StepOffset) -> int | None:
         return None
     known = [group.hyperparameters for group in state.optimizer.groups]
     return int(next(one["step_offset"] for one in known if "step_offset" in one))
+
+
+def _check_counts(layout: str, source: TrainState, state: TrainState) -> None:
+    """Refuses a target with one count for updates and schedule where these were set apart.
+
+    Raises:
+        InexactError: They were, and it has one.
+    """
+    from statekit.conversion.resume import one_count
+
+    apart = state.counts.schedule - state.counts.updates
+    why = one_count(layout)
+    if why is not None and apart and apart != source.counts.schedule - source.counts.updates:
+        raise InexactError(
+            "The target counts updates and the schedule's steps in one number.",
+            place=f"layout {layout}",
+            expected=f"as many of both: {why}",
+            found=f"{state.counts.updates} updates, the schedule at {state.counts.schedule}",
+            remedy="shift the schedule itself in the program, or choose another layout",
+        )
 
 
 def _like(layout: Layout, state: TrainState, path: Path) -> TrainState:

@@ -145,6 +145,12 @@ def frameworks() -> list[str]:
     return list(_data()["frameworks"])
 
 
+def one_count(layout: str) -> str | None:
+    """Returns what a layout's own system counts updates and the schedule's steps in, if that is one number."""
+    said = _data()["one_count"].get(layout)
+    return None if said is None else str(said)
+
+
 def resume_lines(place: Place, state: State, framework: str | None = None) -> list[str]:
     """Returns the lines that go on from a checkpoint in its own system; none if nobody has said them.
 

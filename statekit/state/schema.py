@@ -140,6 +140,22 @@ class OptimizerSchema:
         )
         return values
 
+    def gradient_power(self, slot: str, settings: Mapping[str, Any]) -> int:
+        """Returns the power of the gradient with which a slot grows: 2 where gradients times c make it times c^2.
+
+        Args:
+            slot: Its name.
+            settings: The run's hyperparameters, all that may decide it.
+
+        Example:
+            >>> adafactor = load_schema("adafactor")
+            >>> adafactor.gradient_power("v_row", {}), adafactor.gradient_power("m", {})
+            (2, 0)
+        """
+        spec = self.data["slots"][slot]["gradient_power"]
+        idle = any(settings.get(name) in values for name, values in spec.get("unless", {}).items())
+        return 0 if idle else int(spec["power"])
+
     def slot_names(self, variant: str) -> dict[str, str]:
         """Returns what a variant calls its slots: canonical name -> its own; one that it doesn't have is absent."""
         return {name: slot.aliases[variant] for name, slot in self.slots.items() if variant in slot.aliases}

@@ -1,4 +1,4 @@
-"""Tensors made of others, which are read when they are: other axes, slices, stacks, means, pieces, powers."""
+"""Tensors made of others, read when they are: other axes, slices, stacks, means, pieces, powers, multiples."""
 
 from __future__ import annotations
 
@@ -506,3 +506,50 @@ class EighthPower(_EachElement):
     def to_json(self) -> dict[str, Any]:
         """Describes the tensor."""
         return {"op": "eighth_power", "source": self.tensor.to_json()}
+
+
+@dataclass(frozen=True)
+class Narrowed(_EachElement):
+    """A tensor in a dtype that doesn't hold all of its values, rounded to nearest; a wider one is a `Cast`."""
+
+    dtype: DType
+
+    def read(self, index: Index | None = None) -> Array:
+        """Reads a block."""
+        with np.errstate(over="ignore"):  # what lies beyond the range is infinite
+            return self.tensor.read(index).astype(self.dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes the tensor."""
+        return {"op": "narrowed", "source": self.tensor.to_json(), "dtype": self.dtype.name}
+
+
+@dataclass(frozen=True)
+class Scaled(_EachElement):
+    """A tensor times a number, rounded once to its own dtype.
+
+    A power of two keeps every digit of what stays in the dtype's range.
+
+    Example:
+        >>> from statekit.tensors.tensor import in_memory
+        >>> Scaled(in_memory(np.array([1.0, 3.0], np.float32)), 0.25).read().tolist()
+        [0.25, 0.75]
+    """
+
+    factor: float
+
+    @property
+    def dtype(self) -> DType:
+        """The tensor's own."""
+        return self.tensor.dtype
+
+    def read(self, index: Index | None = None) -> Array:
+        """Reads a block."""
+        with np.errstate(over="ignore", under="ignore"):
+            product = self.tensor.read(index).astype(np.float64) * self.factor
+            return np.asarray(product).astype(self.dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes the tensor."""
+        op = "shifted" if math.frexp(self.factor)[0] == 0.5 else "scaled"
+        return {"op": op, "source": self.tensor.to_json(), "factor": self.factor}

@@ -1,0 +1,299 @@
+"""What is changed of a run as it goes on: each change does what it says, and is said by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import statekit
+from goldens import COMPACT
+from statekit.arrays.numpy_backend import NumpyBackend
+from statekit.cli.main import DONE, FAILED, USAGE, main
+from statekit.conversion.changes import Changes, changed
+from statekit.errors import InexactError, StatekitError, UsageError
+from statekit.optim.run import load, mover
+from statekit.state.schema import load_schema, schema_names
+from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import in_memory
+from statekit.testing.step_cases import RATE, case
+
+RECORDING = COMPACT / "t5x" / "momentum_f32"
+RUN = RECORDING / "checkpoint"
+TOLD = {"beta1": 0.9, "min_dim_size_to_factor": 8}
+KERNEL = "encoder/layers_0/mlp/wi_0/kernel"
+
+
+def converted(tmp_path: Path, name: str = "out.pt", **options: Any) -> Any:
+    return statekit.convert(RUN, tmp_path / name, hparams=TOLD, **options)
+
+
+def said(report: Any) -> str:
+    return "\n".join(map(str, report.plan.changed))
+
+
+# Slots, counts and parameters
+
+
+@pytest.mark.torch
+def test_parameters_alone_come_without_a_slot_and_load(tmp_path: Path) -> None:
+    import torch
+
+    import statekit.torch
+
+    report = converted(tmp_path, params_only=True)
+    assert "16 slots" in said(report) and report.plan.target.layout == "torch-weights"
+    with statekit.open(tmp_path / "out.pt") as opened, statekit.open(RUN) as source:
+        assert not opened.slots and not opened.groups
+        params = {path: param.read() for path, param in source.params.items()}
+    model = torch.nn.Module()
+    for path, value in params.items():
+        model.register_parameter(path.replace("/", "_"), torch.nn.Parameter(torch.zeros(value.shape)))
+    names = {path.replace("/", "_"): path for path in params}
+    statekit.torch.load_params(tmp_path / "out.pt", model, names=names)
+    for name, param in model.named_parameters():
+        np.testing.assert_array_equal(param.detach().numpy(), params[names[name]])
+
+
+def test_a_schedule_begins_anew_where_the_target_counts_it_by_itself(tmp_path: Path) -> None:
+    report = converted(tmp_path, schedule_step="reset")
+    assert "stands at 0 instead of 4" in said(report)
+    with statekit.open(tmp_path / "out.pt") as opened:
+        assert (opened.counts.updates, opened.counts.schedule) == (4, 0)
+
+
+def test_a_target_with_one_count_refuses_to_set_the_schedule_apart(tmp_path: Path) -> None:
+    with pytest.raises(InexactError, match="one number"):
+        converted(tmp_path, "t5x-out", schedule_step="reset")
+    with pytest.raises(InexactError, match="one number"):
+        converted(tmp_path, "t5x-out", slot_policy="reset:count")
+
+
+def test_a_schedule_whose_record_is_in_the_file_is_not_moved_behind_its_back(tmp_path: Path) -> None:
+    trainer = next((COMPACT / "torch_formats" / "adamw_trainer").rglob("optimizer.pt")).parent
+    with pytest.raises(UsageError, match="the schedule's own record"):
+        statekit.convert(trainer, tmp_path / "out.pt", schedule_step="reset")
+
+
+def test_slots_begin_anew_by_pattern_and_others_stay(tmp_path: Path) -> None:
+    report = converted(tmp_path, slot_policy="reset:v*")
+    assert "v_row begins anew with 0" in said(report)
+    with statekit.open(tmp_path / "out.pt") as opened, statekit.open(RUN) as source:
+        for path, slots in opened.slots.items():
+            for name, slot in slots.items():
+                before = source.slots[path][name].read()
+                assert before.any()
+                assert np.array_equal(slot.read(), before if name == "m" else np.zeros_like(before))
+
+
+def test_where_only_one_form_of_a_slot_begins_anew_the_others_are_named(tmp_path: Path) -> None:
+    assert "v_row, v_col stay" in said(converted(tmp_path, slot_policy={"v": "reset"}))
+
+
+def test_a_slot_is_dropped_with_what_switches_it_off(tmp_path: Path) -> None:
+    report = converted(tmp_path, slot_policy="drop:m")
+    assert "beta1=None" in said(report)
+    with statekit.open(tmp_path / "out.pt") as opened:
+        assert opened.hyperparameters[0]["beta1"].value is None
+        assert not any("m" in slots for slots in opened.slots.values())
+
+
+def test_a_slot_that_the_rule_needs_is_not_dropped(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="can't go on without it @ v_row"):
+        converted(tmp_path, slot_policy="drop:v_row")
+
+
+def test_the_updates_done_begin_anew_and_the_offset_with_them(tmp_path: Path) -> None:
+    report = converted(tmp_path, slot_policy="reset:v*,reset:m,reset:count", step_offset=3)
+    assert "the updates done are 0 instead of 4, and step_offset with it" in said(report)
+    with statekit.open(tmp_path / "out.pt") as opened:
+        assert (opened.counts.updates, opened.counts.schedule) == (0, 4)
+        assert opened.hyperparameters[0]["step_offset"].value == 0
+
+
+def test_frozen_parameters_keep_their_values_and_lose_their_slots(tmp_path: Path) -> None:
+    report = converted(tmp_path, drop_slots_of=["token_embedder/*"])
+    assert "1 of 6 parameters" in said(report)
+    with statekit.open(tmp_path / "out.pt") as opened, statekit.open(RUN) as source:
+        frozen = set(opened.params) - {path for group in opened.groups for path in group.paths}
+        assert frozen == {"token_embedder/embedding"} and frozen.isdisjoint(opened.slots)
+        np.testing.assert_array_equal(
+            opened.params["token_embedder/embedding"].read(),
+            source.params["token_embedder/embedding"].read(),
+        )
+
+
+def test_momentum_in_another_dtype_is_told_to_the_rule(tmp_path: Path) -> None:
+    report = converted(tmp_path, slot_dtype={"m": "bfloat16"})
+    assert "off by up to 0.00390625" in said(report)
+    with statekit.open(tmp_path / "out.pt") as opened:
+        assert {slots["m"].dtype.name for slots in opened.slots.values()} == {"bfloat16"}
+        assert opened.hyperparameters[0]["dtype_momentum"].value == "bfloat16"
+
+
+def test_parameters_in_another_dtype_are_labelled_and_pass_as_they_were_asked_for(tmp_path: Path) -> None:
+    report = converted(tmp_path, param_dtype="bfloat16")
+    assert report.plan.exactness.name == "LOSSY"
+    with statekit.open(tmp_path / "out.pt") as opened:
+        assert {param.dtype.name for param in opened.params.values()} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"slot_policy": "reset:nope"}, "no slot of that name"),
+        ({"slot_policy": "drop:count"}, "without a count"),
+        ({"slot_policy": "soon"}, "expected keep, drop:SLOT or reset:SLOT"),
+        ({"drop_slots_of": "nope*"}, "No parameter that is moved"),
+        ({"drop_slots_of": "*"}, "No parameter would be left"),
+        ({"params_only": True, "loss_scale": 2.0}, "Without its slots"),
+        ({"params_only": 1}, "expected true or false"),
+        ({"schedule_step": -1}, "expected keep, reset, or a number"),
+        ({"schedule_step": True}, "expected keep, reset, or a number"),
+        ({"loss_scale": 0}, "a number above 0"),
+        ({"loss_scale": float("nan")}, "a number above 0"),
+        ({"param_dtype": "int8"}, "expected float32"),
+        ({"slot_dtype": "q=float32"}, "no slot of the state"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(
+    tmp_path: Path, option: Mapping[str, Any], words: str
+) -> None:
+    with pytest.raises(StatekitError, match=words):
+        converted(tmp_path, **option)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_count_is_never_rounded_to_a_slots_dtype(tmp_path: Path) -> None:
+    run = next((COMPACT / "scaled_adam" / "zipformer202407_clipping").rglob("*.pt"))
+    with statekit.open(run, variant="zip202407") as opened:
+        state = opened.state
+    with pytest.raises(UsageError, match="a count isn't rounded"):
+        changed(state, Changes(slot_dtype={"num_clipped": "bfloat16"}), ())
+    after, _ = changed(state, Changes(slot_dtype={"*": "bfloat16"}), ())
+    assert [group.slots["num_clipped"].dtype.name for group in after.optimizer.groups] == ["int64"]
+    assert {slots["exp_avg_sq"].dtype.name for slots in after.slots.values()} == {"bfloat16"}
+
+
+def test_the_command_line_says_what_was_changed_in_text_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = [
+        "convert",
+        str(RUN),
+        str(tmp_path / "out.pt"),
+        "--slot-policy",
+        "reset:v*",
+        "--loss-scale",
+        "0.25",
+    ]
+    assert main([*line, "--dry-run"]) == DONE
+    assert "Changed, as asked:" in capsys.readouterr().out
+    assert main([*line, "--json"]) == DONE
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert plan["options"]["changes"] == {"slot_policy": {"v*": "reset"}, "loss_scale": 0.25}
+    assert {one["asked"] for one in plan["changed"]} == {"--slot-policy", "--loss-scale"}
+    assert main(["convert", str(RUN), str(tmp_path / "b.pt"), "--drop-slots-of", "nope"]) == USAGE
+    assert main(["convert", str(RUN), str(tmp_path / "t5x-b"), "--schedule-step", "reset"]) == FAILED
+
+
+# The scale of the loss
+
+
+def stepped() -> Iterator[tuple[str, str]]:
+    for schema in schema_names():
+        yield from ((schema, variant) for variant in load_schema(schema).stepped)
+
+
+def without_what_stands_beside(state: TrainState) -> TrainState:
+    """Returns a state whose rule compares gradients with nothing: then updates scale with them exactly."""
+    schema = load_schema(state.optimizer.schema)
+    offered = schema.variant(str(state.optimizer.variant))["defaults"]
+    beside = [name for name, spec in schema.hyperparameters.items() if spec.get("beside_gradients")]
+    off = {
+        name: None if "null" in schema.hyperparameters[name]["type"] and "clip" in name else 0.0
+        for name in beside
+        if name in offered
+    }
+    return state.with_hyperparameters(**off)
+
+
+def after(state: TrainState, grads: Mapping[str, Any]) -> dict[str, Any]:
+    xp = NumpyBackend()
+    live = mover(xp, state)(load(xp, state), {path: xp.asarray(g) for path, g in grads.items()}, RATE)
+    slots = {f"{path}/{name}": slot for path, t in live.slots.items() for name, slot in t.items()}
+    slots |= {f"groups/{i}/{name}": slot for i, t in enumerate(live.shared) for name, slot in t.items()}
+    return {**live.params, **slots}
+
+
+@pytest.mark.parametrize(("schema", "variant"), [*stepped()])
+def test_a_rescaled_run_is_the_run_of_rescaled_gradients(schema: str, variant: str) -> None:
+    """What the schema says of powers is what each variant does, to the last bit for a power of two."""
+    paths = ("vector", "matrix", "stacked")
+    table = {path: shape for path, shape in case(schema, variant).state.params.items() if path in paths}
+    made = case(schema, variant, full=True, updates=4)
+    state = without_what_stands_beside(made.before(2))
+    scaled, _ = changed(state, Changes(loss_scale=0.25), ())
+    wrong, _ = changed(state, Changes(loss_scale=0.5), ())
+    grads = {path: grad for path, grad in made.grads[2].items() if path in table}
+    smaller = {path: grad * np.float32(0.25) for path, grad in grads.items()}
+    with np.errstate(all="ignore"):
+        one, same, other = after(state, grads), after(scaled, smaller), after(wrong, smaller)
+    for path in table:
+        np.testing.assert_array_equal(one[path], same[path], err_msg=path)
+    rules = load_schema(schema)
+    known = {**rules.settings(variant), **state.optimizer.groups[0].hyperparameters}
+    moments = any(rules.gradient_power(name, known) for name in state.slots["matrix"])
+    if moments:
+        assert any(not np.array_equal(one[path], other[path]) for path in table)
+
+
+@pytest.mark.torch
+def test_a_run_of_summed_losses_goes_on_with_their_mean(tmp_path: Path) -> None:
+    """T5X's recorded run goes on under an eighth of its loss; under a wrong scale it goes elsewhere."""
+    grads = load_file(RECORDING / "grads.safetensors")
+
+    def gone_on(scale: float | None) -> dict[str, Any]:
+        name = f"{scale}.pt"
+        converted(tmp_path, name, loss_scale=scale)
+        xp = NumpyBackend()
+        with statekit.open(tmp_path / name, hparams=TOLD) as opened:
+            state = opened.state
+            live, move = load(xp, state), mover(xp, state)
+        for update in range(5, 9):
+            factor = np.float32(1 if scale is None else 1 / 8)
+            live = move(live, {p: grads[f"{update}/{p}"] * factor for p in state.params}, 0.01)
+        return dict(live.params)
+
+    summed, mean, forgotten = gone_on(None), gone_on(1 / 8), gone_on(1.0)
+    assert all(np.array_equal(summed[path], mean[path]) for path in summed)
+    with statekit.open(RUN) as source:
+        moved = np.abs(summed[KERNEL] - source.params[KERNEL].read()).max()
+    assert np.abs(summed[KERNEL] - forgotten[KERNEL]).max() > 0.1 * moved
+
+
+def test_a_scale_that_is_no_power_of_two_is_labelled_and_rounds_once(tmp_path: Path) -> None:
+    report = converted(tmp_path, loss_scale=0.3)
+    entries = {entry.name: entry.exactness.name for entry in report.plan.entries}
+    assert {level for name, level in entries.items() if "/v" in name} == {"ROUNDING"}
+    assert {level for name, level in entries.items() if name.endswith("/m")} == {"BITWISE"}
+    with statekit.open(tmp_path / "out.pt") as opened, statekit.open(RUN) as source:
+        before = source.slots[KERNEL]["v_row"].read().astype(np.float64)
+        expected = (before * 0.3**2).astype(np.float32)
+        np.testing.assert_array_equal(opened.slots[KERNEL]["v_row"].read(), expected)
+
+
+def test_what_stands_beside_gradients_is_named() -> None:
+    state = case("adamw", "torch").before(2)
+    _, done = changed(
+        replace(state, params={p: in_memory(t.read()) for p, t in state.params.items()}),
+        Changes(loss_scale=2.0),
+        (),
+    )
+    assert any("epsilon=1e-08" in str(one) for one in done)
