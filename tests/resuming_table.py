@@ -109,23 +109,23 @@ CHANGES = """
 is done only where it is named, stands in the plan under `changed` with the parameters and slots that it touches, and in
 the manifest's options; what it can't do is refused by name.
 
-- `--schedule-step keep|reset|N`: where the learning-rate schedule stands. Systems that count updates and schedule in one
-  number (T5X, TensorFlow 1, Keras, MXNet) refuse it, and so does a file with the schedule's own record.
+- `--schedule-step keep|reset|N`: where the learning-rate schedule stands. Systems that count updates and schedule in
+  one number (T5X, TensorFlow 1, Keras, MXNet) refuse it, and so does a file with the schedule's own record.
 - `--slot-policy reset:v`: the slot begins with the rule's initial value; `'reset:v*'` takes `v_row` and `v_col` too,
   `reset:count` the updates done, from which bias corrections count.
 - `--slot-policy drop:m`: the slot is left behind, and what switches it on is off (`beta1=None`); refused where the rule
   needs it.
 - `--params-only`: the optimizer is left behind, and the target is of weights alone.
 - `--drop-slots-of GLOB`: freezes parameters: they keep their values, in no group and without slots.
-- `--param-dtype`, `--slot-dtype [SLOT=]DTYPE`: casts. A narrower dtype is `lossy` in the plan, and passes because it was
-  asked for; counts are never cast.
+- `--param-dtype`, `--slot-dtype [SLOT=]DTYPE`: casts. A narrower dtype is `lossy` in the plan, and passes because it
+  was asked for; counts are never cast.
 - `--loss-scale C`: the loss is C times what it was: a slot that grows with the p-th power of gradients is times C^p.
 
 T5X sums its loss over tokens, Hugging Face averages it: `--loss-scale` with 1 / tokens takes a run from the first to
 the second. The powers are data (`gradient_power` in `schemas/`), and a test holds every variant's own step to them, to
 the last bit for a power of two: Adafactor's `v` 2 and `m` 0, as it holds updates; Adam's `m` 1, `v` and `v_max` 2;
-those of LANS 0, as it divides gradients by their norm; ScaledAdam's `exp_avg_sq` and `scale_exp_avg_sq` 2, `scale_grads`,
-`model_norms` and `model_norm_threshold` 1, `delta` and `param_rms` 0. What is compared with gradients, or added to
+those of LANS 0, as it divides gradients by their norm; ScaledAdam's `exp_avg_sq` and `scale_exp_avg_sq` 2,
+`scale_grads`, `model_norms` and `model_norm_threshold` 1, `delta` and `param_rms` 0. What is compared with gradients, or added to
 their moments, stays as it is and is named with its value: `epsilon1`, `epsilon`, thresholds of clipping.
 """
 
