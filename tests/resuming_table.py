@@ -125,8 +125,8 @@ T5X sums its loss over tokens, Hugging Face averages it: `--loss-scale` with 1 /
 the second. The powers are data (`gradient_power` in `schemas/`), and a test holds every variant's own step to them, to
 the last bit for a power of two: Adafactor's `v` 2 and `m` 0, as it holds updates; Adam's `m` 1, `v` and `v_max` 2;
 those of LANS 0, as it divides gradients by their norm; ScaledAdam's `exp_avg_sq` and `scale_exp_avg_sq` 2,
-`scale_grads`, `model_norms` and `model_norm_threshold` 1, `delta` and `param_rms` 0. What is compared with gradients, or added to
-their moments, stays as it is and is named with its value: `epsilon1`, `epsilon`, thresholds of clipping.
+`scale_grads`, `model_norms` and `model_norm_threshold` 1, `delta` and `param_rms` 0. What is compared with gradients,
+or added to their moments, stays as it is and is named with its value: `epsilon1`, `epsilon`, thresholds of clipping.
 """
 
 
