@@ -74,6 +74,11 @@ def _show(stdout: Screen, one: ModelMap) -> None:
         stdout.show_list("Makes:", [f"{files}, from which {one.pretrained.class_name} is built"])
 
 
+def _parts(step: Mapping[str, Any]) -> str:
+    shares = f", {' : '.join(map(str, step['shares']))}" if "shares" in step else ""
+    return shares + (f", in turns: {step['turns']}" if "turns" in step else "")
+
+
 def _words(step: Mapping[str, Any]) -> str:
     """Says an operation of a map's file in a few words."""
     match step["op"]:
@@ -85,5 +90,12 @@ def _words(step: Mapping[str, Any]) -> str:
             return f"axis {step['axis']} parted, by {step['outer']}"
         case "unstack":
             return f"one of axis {step['axis']} for each {step['over']}"
+        case "split":
+            return f"parts of axis {step['axis']}, one for each {step['over']}{_parts(step)}"
+        case "concatenate":
+            return f"fused along axis {step['axis']}, one part for each {step['over']}{_parts(step)}"
+        case "reorder":
+            sizes = ", ".join(map(str, step["sizes"]))
+            return f"axis {step['axis']} taken for ({sizes}) in order {step['order']}"
         case _:
             return f"stacked along axis {step['axis']} over {step['over']}"

@@ -50,7 +50,7 @@ def piece_of(squares: Array, rule: Rule) -> Piece:
     return Piece("adafactor", in_memory(squares), slots, rule)
 
 
-def labels_of(rank: int, draw: st.DrawFn) -> tuple[Axis, ...]:
+def labels_of(rank: int, draw: Callable[..., Any]) -> tuple[Axis, ...]:
     factored = draw(st.booleans()) and rank > 1
     if not factored:
         return tuple(draw(st.sampled_from((BATCH, NONE))) for _ in range(rank))
@@ -206,7 +206,7 @@ def test_maps_follow_their_schema(file: str) -> None:
     for name in map_names():
         one = load(name)
         for entry in one.entries:
-            counted = {entry.unstacked, entry.stacked} - {None}
+            counted = {*entry.apart, *entry.joined}
             assert set(entry.source.fields) ^ set(entry.target.fields) == counted
             assert entry.when is None or entry.when[1] in one.choices[entry.when[0]]
 

@@ -10,6 +10,7 @@ from statekit.errors import Faults, InexactError, StateError
 from statekit.maps.operations import Operation, Piece
 from statekit.state.exactness import Exactness
 from statekit.state.options import BY_NAME
+from statekit.state.schema import load_schema
 from statekit.state.stored_params import DECODED
 from statekit.state.train_state import Counts, Group, TrainState
 from statekit.tensors.tensor import TIES
@@ -106,9 +107,10 @@ def carried(
     ]
     faults += [("isn't covered by the map", path) for path in state.params if path not in of]
     pieces: dict[str, Piece] = {}
+    group_of = {path: group for group in state.optimizer.groups for path in group.paths}
     for link in links:
         try:
-            pieces[link.target] = _made(state, link)
+            pieces[link.target] = _made(state, group_of, link)
         except StateError as error:
             faults.add(error.subject, ", ".join(link.sources))
         except InexactError as error:
@@ -188,20 +190,31 @@ def _mapped(link: Link, piece: Piece) -> Mapped:
     return Mapped(link.target, link.sources, words, tuple(piece.slots), piece.exactness, piece.reason)
 
 
-def _made(state: TrainState, link: Link) -> Piece:
-    pieces = tuple(
-        Piece(_schema(state, path), state.params[path], state.slots.get(path, {}), state.rules.get(path))
-        for path in link.sources
-    )
+def _made(state: TrainState, group_of: Mapping[str, Group], link: Link) -> Piece:
+    pieces = tuple(_piece(state, group_of.get(path), path) for path in link.sources)
     for operation in link.operations:
         pieces = operation.of(pieces)
     (piece,) = pieces
     return piece
 
 
-def _schema(state: TrainState, path: str) -> str:
-    group = state.group_of(path) if state.optimizer.several else None
-    return state.optimizer.schema if group is None else state.optimizer.kind(group)[0]
+def _piece(state: TrainState, group: Group | None, path: str) -> Piece:
+    piece = Piece(
+        state.optimizer.schema, state.params[path], state.slots.get(path, {}), state.rules.get(path), over=()
+    )
+    if group is None:
+        return piece
+    name, variant = state.optimizer.kind(group)
+    schema = load_schema(name)
+    usual = {} if variant is None else schema.settings(variant)
+    said = {key: _of_path(value, path) for key, value in group.hyperparameters.items() if key in BY_NAME}
+    over = schema.over_tensor({**usual, **group.hyperparameters, **said})
+    return replace(piece, schema=name, over=over)
+
+
+def _of_path(value: Any, path: str) -> Any:
+    """Returns what a hyperparameter that may be said path by path is for one."""
+    return value.get(path) if isinstance(value, Mapping) else value
 
 
 def _group(group: Group, links: Sequence[Link], faults: Faults) -> Group:

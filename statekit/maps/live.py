@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from statekit.errors import StateError, UsageError
+from statekit.maps.along_axis import Concatenate, Reorder, Split
 from statekit.maps.links import Link
 from statekit.maps.operations import Merge, Operation, Part, Permute, Stack, Unstack
 
@@ -86,17 +87,34 @@ def made(arrays: Mapping[str, Any], links: Iterable[Link]) -> dict[str, Any]:
 def _of(link: Link, arrays: Sequence[Any]) -> Any:
     for operation in link.operations:
         try:
-            arrays = (
-                [_namespace(arrays[0]).stack(list(arrays), operation.axis)]
-                if isinstance(operation, Stack)
-                else [_moved(operation, array) for array in arrays]
-            )
+            if isinstance(operation, Stack | Concatenate):
+                count = operation.count or len(arrays)
+                arrays = [_one(operation, arrays[i : i + count]) for i in range(0, len(arrays), count)]
+            else:
+                arrays = [_moved(operation, array) for array in arrays]
         except (IndexError, ValueError, RuntimeError, TypeError) as error:
             shapes = ", ".join(str(tuple(array.shape)) for array in arrays)
             raise StateError(
                 f"An array can't be mapped: {operation}.", place=", ".join(link.sources), found=shapes
             ) from error
     return arrays[0]
+
+
+def _one(operation: Stack | Concatenate, arrays: Sequence[Any]) -> Any:
+    xp, axis = _namespace(arrays[0]), operation.axis
+    if isinstance(operation, Stack):
+        return xp.stack(list(arrays), axis)
+    shapes = [tuple(array.shape) for array in arrays]
+    of_parts = operation.runs([shape[axis] for shape in shapes])
+    if of_parts is None:
+        raise ValueError(f"{operation} of {shapes}")
+    turns = shapes[0][axis] // of_parts[0]
+    parts = [
+        array.reshape((*shape[:axis], turns, run, *shape[axis + 1 :]))
+        for array, shape, run in zip(arrays, shapes, of_parts, strict=True)
+    ]
+    joined = xp.concatenate(parts, axis + 1) if hasattr(xp, "concatenate") else xp.concat(parts, axis + 1)
+    return joined.reshape((*shapes[0][:axis], -1, *shapes[0][axis + 1 :]))
 
 
 def _moved(operation: Operation, array: Any) -> Any:
@@ -113,6 +131,17 @@ def _moved(operation: Operation, array: Any) -> Any:
             return array.reshape((*shape[:axis], outer, shape[axis] // outer, *shape[axis + 1 :]))
         case Unstack(axis, place):
             return array[(slice(None),) * axis + (place,)]
+        case Reorder(axis, _, order):
+            apart = array.reshape((*shape[:axis], *operation.made_up(shape[axis]), *shape[axis + 1 :]))
+            after = axis + len(order)
+            axes = (*range(axis), *(axis + i for i in order), *range(after, len(apart.shape)))
+            return _moved(Permute(axes), apart).reshape(shape)
+        case Split(axis, _, place):
+            of_parts = operation.runs(shape[axis])
+            period, start = sum(of_parts), sum(of_parts[:place])
+            apart = array.reshape((*shape[:axis], shape[axis] // period, period, *shape[axis + 1 :]))
+            one = apart[(slice(None),) * (axis + 1) + (slice(start, start + of_parts[place]),)]
+            return one.reshape((*shape[:axis], -1, *shape[axis + 1 :]))
     raise TypeError(f"nothing is known of {operation} for live arrays")
 
 

@@ -21,6 +21,7 @@ from statekit.errors import Faults, FormatError, StateError, UsageError, check_n
 from statekit.files.checkpoint import PRETRAINED
 from statekit.files.source import read_small
 from statekit.maps import json_schema, live
+from statekit.maps.along_axis import REST, Concatenate, Reorder, Split
 from statekit.maps.links import Carried, Link, StateMap, carried
 from statekit.maps.operations import Merge, Operation, Part, Permute, Stack, Unstack
 from statekit.maps.pretrained import Model, Pretrained, Rule
@@ -29,6 +30,7 @@ from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import TIES, Shape
 from statekit.tensors.tree import strict_json
 
+_APART, _JOINING = ("unstack", "split"), ("stack", "concatenate")
 _FIELD = re.compile(r"\{(\w+)(?::(\d))?\}")
 _NUMBER = r"0|[1-9]\d{0,5}"
 Binding = Mapping[str, str | int]
@@ -83,11 +85,13 @@ class Template:
         return re.compile(text + re.escape(self.text[end:]))
 
     def path(self, binding: Binding) -> str:
-        """Returns the path that a binding gives."""
-        return _FIELD.sub(lambda m: self._word(m[1], binding[m[1]]).zfill(int(m[2] or 0)), self.text)
+        """Returns the path that a binding gives; fields that it doesn't bind stay."""
+        return _FIELD.sub(lambda m: self._word(m, binding) if m[1] in binding else m[0], self.text)
 
-    def _word(self, name: str, value: str | int) -> str:
-        return self.words[name][str(value)] if name in self.words else str(value)
+    def _word(self, match: re.Match[str], binding: Binding) -> str:
+        name, digits = match.groups()
+        value = str(binding[name])
+        return self.words[name][value] if name in self.words else value.zfill(int(digits or 0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,12 +113,20 @@ class Entry:
     @property
     def unstacked(self) -> str | None:
         """The number that counts what is unstacked from each source; None if nothing is."""
-        return next((str(one["over"]) for one in self.operations if one["op"] == "unstack"), None)
+        return next(iter(self._over("unstack")), None)
 
     @property
-    def stacked(self) -> str | None:
-        """The number that counts what each target is stacked of; None if nothing is."""
-        return next((str(one["over"]) for one in self.operations if one["op"] == "stack"), None)
+    def apart(self) -> tuple[str, ...]:
+        """The fields by which one source becomes several targets."""
+        return self._over(*_APART)
+
+    @property
+    def joined(self) -> tuple[str, ...]:
+        """The fields by which several sources become one target, the first joined first."""
+        return self._over(*_JOINING)
+
+    def _over(self, *kinds: str) -> tuple[str, ...]:
+        return tuple(str(one["over"]) for one in self.operations if one["op"] in kinds)
 
 
 @dataclass(frozen=True)
@@ -280,49 +292,66 @@ class ModelMap:
             if not counts.get(name):
                 faults.add("is missing in the checkpoint, in every number", entry.source.text)
                 return
-        ranges: list[Sequence[str | int]] = [
-            range(counts[name]) if name in entry.source.numbers else tuple(entry.source.words[name])
-            for name in entry.source.fields
-        ]
-        bindings = [dict(zip(entry.source.fields, values, strict=True)) for values in product(*ranges)]
+        ranges: dict[str, Sequence[str | int]] = {
+            name: range(counts[name]) if name in counts else tuple(entry.source.words[name])
+            for name in (*entry.source.fields, *entry.apart)
+        }
+        # What is joined first stands together.
+        fields = [*(name for name in entry.source.fields if name not in entry.joined), *entry.joined[::-1]]
+        bindings = _bindings(fields, ranges)
         paths = {entry.source.path(binding): binding for binding in bindings}
         missing = [path for path in paths if path not in bound]
         faults += [
-            (f"is missing in the checkpoint; the target needs it for {_target(entry, paths[path])}", path)
+            (f"is missing in the checkpoint; the target needs it for {entry.target.path(paths[path])}", path)
             for path in missing
         ]
         if missing:
             return
-        if (over := entry.unstacked) is not None:
+        for part in _bindings(entry.apart, ranges):
+            places = {name: ranges[name].index(value) for name, value in part.items()}
+            lengths = {name: len(ranges[name]) for name in (*entry.joined, *entry.apart)}
+            operations = tuple(self._operation(one, places, lengths) for one in entry.operations)
+            made: dict[str, list[str]] = {}
             for path, binding in paths.items():
-                for place in range(counts[over]):
-                    yield Link(
-                        (path,),
-                        entry.target.path({**binding, over: place}),
-                        self._operations(entry, place),
-                    )
-            return
-        parts: dict[str, list[str]] = {}
-        for path, binding in paths.items():
-            parts.setdefault(entry.target.path(binding), []).append(path)
-        for target, sources in parts.items():
-            yield Link(tuple(sources), target, self._operations(entry))
+                made.setdefault(entry.target.path({**binding, **part}), []).append(path)
+            for target, sources in made.items():
+                yield Link(tuple(sources), target, operations)
 
-    def _operations(self, entry: Entry, place: int = 0) -> tuple[Operation, ...]:
-        return tuple(self._operation(one, place) for one in entry.operations)
+    def _operation(
+        self, one: Mapping[str, Any], places: Mapping[str, int], lengths: Mapping[str, int]
+    ) -> Operation:
+        """Returns an operation of the map's file.
 
-    def _operation(self, one: Mapping[str, Any], place: int) -> Operation:
+        Args:
+            one: As it stands there.
+            places: Of each field that comes apart, which of its values this is for.
+            lengths: How many values each field has.
+        """
+        axis, over = one.get("axis", 0), one.get("over", "")
         match one["op"]:
             case "permute":
                 return Permute(tuple(one["order"]))
             case "merge":
-                return Merge(one["axis"], self.config.get(one["outer"]))
+                return Merge(axis, self.config.get(one["outer"]))
             case "part":
-                return Part(one["axis"], self._said(one["outer"]))
+                return Part(axis, self._said(one["outer"]))
             case "unstack":
-                return Unstack(one["axis"], place)
-            case _:
-                return Stack(one["axis"])
+                return Unstack(axis, places[over])
+            case "stack":
+                return Stack(axis, lengths[over])
+            case "reorder":
+                return Reorder(axis, tuple(map(self._size, one["sizes"])), tuple(one["order"]))
+        turns = self._size(one.get("turns", 1))
+        shares = one.get("shares", [1] * lengths[over])
+        if one["op"] == "split":
+            return Split(axis, tuple(map(self._size, shares)), places[over], turns)
+        is_said = all(size in self.config for size in shares if isinstance(size, str))
+        return Concatenate(axis, lengths[over], tuple(map(self._size, shares)) if is_said else None, turns)
+
+    def _size(self, size: int | str) -> int:
+        if isinstance(size, int):
+            return size
+        return REST if size in _REST else self._said(size)
 
     def _said(self, name: str) -> int:
         if name not in self.config:
@@ -334,18 +363,25 @@ class ModelMap:
         return int(self.config[name])
 
 
-def _target(entry: Entry, binding: Binding) -> str:
-    unbound = {name: f"{{{name}}}" for name in entry.target.numbers if name not in binding}
-    return entry.target.path({**binding, **unbound})
+def _bindings(fields: Sequence[str], ranges: Mapping[str, Sequence[str | int]]) -> list[dict[str, str | int]]:
+    """Returns every combination of what fields may stand for, the last fastest."""
+    return [dict(zip(fields, values, strict=True)) for values in product(*(ranges[name] for name in fields))]
 
 
-_INVERSE = {"merge": "part", "part": "merge", "unstack": "stack", "stack": "unstack"}
+_REST = ("rest", "all")
+"""Sizes that stand for what is left."""
+_INVERSE = {
+    "merge": "part", "part": "merge", "unstack": "stack", "stack": "unstack",
+    "split": "concatenate", "concatenate": "split",
+}  # fmt: skip
 
 
 def _inverse(one: Mapping[str, Any]) -> dict[str, Any]:
-    if one["op"] == "permute":
-        return {**one, "order": [one["order"].index(i) for i in range(len(one["order"]))]}
-    return {**one, "op": _INVERSE[one["op"]]}
+    if one["op"] not in ("permute", "reorder"):
+        return {**one, "op": _INVERSE[one["op"]]}
+    order = one["order"]
+    sizes = {"sizes": [one["sizes"][i] for i in order]} if "sizes" in one else {}
+    return {**one, **sizes, "order": [order.index(i) for i in range(len(order))]}
 
 
 def map_names() -> tuple[str, ...]:
@@ -417,26 +453,42 @@ def _users(path: Path) -> Mapping[str, Any]:
 
 def _unfitting(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields what a schema can't say: fields that only one side has, choices that there aren't, lost axes."""
-    choices, config = data.get("choices", {}), data.get("config", {})
+    choices, config, words = (data.get(key, {}) for key in ("choices", "config", "words"))
     for i, line in enumerate(data["parameters"]):
         place, steps = f"parameters/{i}", line.get("operations", [])
-        counted = {one["over"] for one in steps if one["op"] == "unstack"}
         fields = [{name for name, _ in _FIELD.findall(line[side])} for side in ("source", "target")]
-        if fields[1] - fields[0] != counted or fields[0] - fields[1]:
+        overs = [[one["over"] for one in steps if one["op"] in kinds] for kinds in (_JOINING, _APART)]
+        if any(len(names) != len({*names}) for names in overs) or [{*one} for one in overs] != [
+            fields[0] - fields[1], fields[1] - fields[0],
+        ]:  # fmt: skip
             yield "has fields that the other side hasn't, and that nothing counts", place
         if any(one["op"] == "unstack" for one in steps[1:]):
             yield "has unstack behind another operation", place
+        if any(one["op"] == "stack" for one in steps[:-1]):
+            yield "has stack before another operation", place
         for name, alternative in line.get("when", {}).items():
             if alternative not in choices.get(name, ()):
                 yield f"is for {name} {alternative}, which isn't among the choices", place
-        for one in steps:
-            if one["op"] == "merge" and one["outer"] not in config:
-                yield f"merges by {one['outer']}, which config doesn't explain", place
-            if one["op"] == "permute" and sorted(one["order"]) != list(range(len(one["order"]))):
-                yield f"has order {one['order']}, which isn't one of axes 0 to n", place
+        yield from ((fault, place) for one in steps for fault in _unsound(one, config, words))
     for side in ("source", "target"):
         for fault, place in _unmade(data, data[side].get("pretrained", {}).get("files", {})):
             yield fault, f"{side}/pretrained/files/{place}"
+
+
+def _unsound(one: Mapping[str, Any], config: Mapping[str, Any], words: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what is wrong with one operation."""
+    sizes = [one.get("outer"), one.get("turns"), *one.get("shares", ()), *one.get("sizes", ())]
+    for name in sizes:
+        if isinstance(name, str) and name not in config and name not in _REST:
+            yield f"{one['op']}s by {name}, which config doesn't explain"
+    if "order" in one and sorted(one["order"]) != list(range(len(one["order"]))):
+        yield f"has order {one['order']}, which isn't one of axes 0 to n"
+    if "sizes" in one and (len(one["sizes"]) != len(one["order"]) or one["sizes"].count("rest") > 1):
+        yield f"has sizes {one['sizes']}, which aren't one for each of the order with one rest"
+    if one["op"] in ("split", "concatenate"):
+        parts = words.get(one["over"], {})
+        if len(parts) != len(one.get("shares", parts)) or len(parts) < 2:
+            yield f"{one['op']}s over {one['over']}, which hasn't a word for each share"
 
 
 def _unmade(data: Mapping[str, Any], files: Mapping[str, Mapping[str, Rule]]) -> Iterator[tuple[str, str]]:

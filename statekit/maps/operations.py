@@ -10,18 +10,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from statekit.errors import InexactError, StateError
 from statekit.state.exactness import Exactness
-from statekit.state.schema import load_schema
+from statekit.state.schema import OverTensor, load_schema
 from statekit.state.train_state import Axis, Rule
 from statekit.tensors import views
 from statekit.tensors.tensor import Tensor
 
 Label = TypeVar("Label")
-_SAY_RULES = "give the run's factor rules: logical_factor_rules with logical_axes, or factor_map (--hparams)"
-_WHOLE = "what is computed over a whole tensor (its root mean square, its norm) was computed over the stack"
+SAY_RULES = "give the run's factor rules: logical_factor_rules with logical_axes, or factor_map (--hparams)"
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,7 @@ class Piece:
         rule: How it is factored; None where nobody knows, or the optimizer doesn't factor.
         exactness: How exactly training goes on so far. The values are kept to the bit in any case.
         reason: Why it isn't bitwise; empty if it is.
+        over: What its update computes over the whole of it; as its schema's reference has it, if None.
     """
 
     schema: str
@@ -43,6 +43,7 @@ class Piece:
     rule: Rule | None = None
     exactness: Exactness = Exactness.BITWISE
     reason: str = ""
+    over: tuple[OverTensor, ...] | None = None
 
     def kept(self, slot: str) -> tuple[int, ...] | None:
         """Returns the parameter's axes that a slot has kept; None for one that doesn't go by them."""
@@ -52,6 +53,34 @@ class Piece:
         if kind in ("row", "column") and self.rule is not None:
             return self.rule.kept(slot)
         return None
+
+    def labelled(self, exactness: Exactness, *reasons: str) -> Piece:
+        """Returns it no more exact than that, with further reasons."""
+        before = self.reason.split("; ") if self.reason else []
+        said = "; ".join(dict.fromkeys([*before, *reasons]))
+        return replace(self, exactness=max(self.exactness, exactness), reason=said)
+
+    def regrouped(self, axis: int | None, before: str, after: str) -> Piece:
+        """Returns it labelled for what its update computes over a whole tensor, once that is another.
+
+        Args:
+            axis: The axis along which it is; along a BATCH axis each place has always gone by itself.
+            before: What that was computed over.
+            after: What it will be.
+        """
+        rule = self.rule
+        if not self.slots or (rule is not None and axis is not None and rule.axes[axis] is Axis.BATCH):
+            return self
+        schema, over = load_schema(self.schema), self.over
+        if over is None:
+            over = schema.over_tensor(schema.settings(schema.data["reference"]))
+        if not over:
+            return self
+        entered = [f"{one.what}, in {slot}" for one in over for slot in one.enters if slot in self.slots]
+        said = f"{', '.join(one.what for one in over)}: so far over {before}, from now on over {after}"
+        if entered:
+            return self.labelled(Exactness.ESTIMATE, said, f"what was over {before}: {', '.join(entered)}")
+        return self.labelled(Exactness.STATISTICS, said)
 
 
 class Operation(ABC):
@@ -71,7 +100,7 @@ class Operation(ABC):
         """Says it in a few words, for a plan."""
 
 
-class _OfEach(Operation):
+class OfEach(Operation):
     """An operation on each piece by itself."""
 
     def of(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
@@ -85,19 +114,15 @@ class _OfEach(Operation):
             kept = piece.kept(name)
             slots[name] = self._other_slot(name, slot) if kept is None else self._view(slot, kept)
         rule = piece.rule and Rule(self._labels(piece.rule.axes), piece.rule.known_from)
-        return replace(
-            piece,
-            param=self._view(piece.param, tuple(range(rank))),
-            slots=slots,
-            rule=rule,
-            **self._cost(piece),
-        )
+        piece = self._labelled(piece)
+        return replace(piece, param=self._view(piece.param, tuple(range(rank))), slots=slots, rule=rule)
 
     def _other_slot(self, name: str, slot: Tensor) -> Tensor:
         raise InexactError(f"has slot {name}, of which nobody knows what becomes of it: {self}")
 
-    def _cost(self, piece: Piece) -> dict[str, Any]:
-        return {}
+    def _labelled(self, piece: Piece) -> Piece:
+        """Returns a piece that is about to change, with how exactly training goes on."""
+        return piece
 
     @abstractmethod
     def _check(self, piece: Piece) -> None:
@@ -113,7 +138,7 @@ class _OfEach(Operation):
 
 
 @dataclass(frozen=True)
-class Permute(_OfEach):
+class Permute(OfEach):
     """Axes in another order: bitwise for every slot, whose averaged axes move along.
 
     Attributes:
@@ -141,7 +166,7 @@ class Permute(_OfEach):
 
 
 @dataclass(frozen=True)
-class Merge(_OfEach):
+class Merge(OfEach):
     """Two neighbouring axes as one: bitwise where the rule treats both alike.
 
     Attributes:
@@ -175,7 +200,7 @@ class Merge(_OfEach):
 
 
 @dataclass(frozen=True)
-class Part(_OfEach):
+class Part(OfEach):
     """One axis as two, both of which the rule treats as it did the one; undoes `Merge`.
 
     Attributes:
@@ -202,7 +227,7 @@ class Part(_OfEach):
 
 
 @dataclass(frozen=True)
-class Unstack(_OfEach):
+class Unstack(OfEach):
     """One of the tensors that were stacked along an axis.
 
     Bitwise along a BATCH axis, which the rule treats so that every tensor goes on by itself. Along a NONE axis each
@@ -225,7 +250,7 @@ class Unstack(_OfEach):
         label = piece.rule.axes[self.axis]
         if piece.rule.known_from == "assumed":
             raise InexactError(
-                f"is unstacked along axis {self.axis}, and nobody said whether that is a BATCH axis; {_SAY_RULES}"
+                f"is unstacked along axis {self.axis}, and nobody said whether that is a BATCH axis; {SAY_RULES}"
             )
         if label in (Axis.ROW, Axis.COLUMN):
             slot = "v_col" if label is Axis.ROW else "v_row"
@@ -233,9 +258,8 @@ class Unstack(_OfEach):
                 f"is unstacked along its {label.value} axis {self.axis}, which {slot} has averaged away"
             )
 
-    def _cost(self, piece: Piece) -> dict[str, Any]:
-        by_itself = not piece.slots or (piece.rule and piece.rule.axes[self.axis] is Axis.BATCH)
-        return {} if by_itself else {"exactness": Exactness.STATISTICS, "reason": _WHOLE}
+    def _labelled(self, piece: Piece) -> Piece:
+        return piece.regrouped(self.axis, "the stack", "each by itself")
 
     def _labels(self, labels: tuple[Label, ...]) -> tuple[Label, ...]:
         return (*labels[: self.axis], *labels[self.axis + 1 :])
@@ -253,19 +277,21 @@ class Stack(Operation):
 
     Attributes:
         axis: The new axis.
+        count: How many make a stack; all, if None.
     """
 
     axis: int
+    count: int | None = None
 
     def of(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+        count = self.count or len(pieces)
+        return tuple(self._stacked(pieces[i : i + count]) for i in range(0, len(pieces), count))
+
+    def _stacked(self, pieces: Sequence[Piece]) -> Piece:
         first = pieces[0]
         for piece in pieces:
             if _form(piece) != _form(first):
                 raise StateError(f"is stacked of unlike parts: {_form(first)} and {_form(piece)}")
-        if first.slots and first.rule is None:
-            raise InexactError(
-                "is stacked, and nobody knows whether its optimizer treats each part by itself"
-            )
         rank = len(first.param.shape)
         if rank < self.axis:
             raise StateError(f"has shape {first.param.shape}, and can't be stacked along axis {self.axis}")
@@ -278,8 +304,10 @@ class Stack(Operation):
         if rule is not None:
             rule = replace(rule, axes=(*rule.axes[: self.axis], Axis.BATCH, *rule.axes[self.axis :]))
         worst = max(pieces, key=lambda piece: piece.exactness)
+        if rule is None:
+            worst = worst.regrouped(None, "each by itself", "the stack")
         param = self._view([piece.param for piece in pieces], tuple(range(rank)))
-        return (replace(worst, param=param, slots=slots, rule=rule),)
+        return replace(worst, param=param, slots=slots, rule=rule)
 
     def _view(self, tensors: Sequence[Tensor], kept: tuple[int, ...]) -> Tensor:
         return views.Stack(tuple(tensors), sum(i < self.axis for i in kept))

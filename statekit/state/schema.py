@@ -45,6 +45,19 @@ class SlotSchema:
 
 
 @dataclass(frozen=True)
+class OverTensor:
+    """What an update computes over a whole parameter, and another once it is fused with others or split.
+
+    Attributes:
+        what: What that is, in words.
+        enters: Averages of gradients that have taken it in.
+    """
+
+    what: str
+    enters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class OptimizerSchema:
     """One optimizer: slots, hyperparameters, variants, step rule and sources, as `data` has them in full."""
 
@@ -107,6 +120,21 @@ class OptimizerSchema:
             name: values[name] if name in values else spec["if_absent"]
             for name, spec in self.hyperparameters.items()
         }
+
+    def over_tensor(self, settings: Mapping[str, Any]) -> tuple[OverTensor, ...]:
+        """Returns what an update computes over a whole parameter, as far as hyperparameters don't rule it out.
+
+        Example:
+            >>> settings = {"clipnorm": None, "clipping_threshold": None}
+            >>> [one.what for one in load_schema("adafactor").over_tensor(settings)]
+            ['the parameter scale']
+        """
+        steps = (step["over_tensor"] for step in self.data.get("steps", ()) if "over_tensor" in step)
+        return tuple(
+            OverTensor(one["what"], tuple(one["enters"]))
+            for one in steps
+            if not any(settings.get(name, ...) in values for name, values in one.get("unless", {}).items())
+        )
 
     def canonical(self, variant: str, arguments: Mapping[str, Any], place: str = "") -> dict[str, Any]:
         """Returns hyperparameters in canonical names, from a system's own arguments or from canonical ones.
