@@ -100,6 +100,13 @@ SUITES = {
         "fails once or from there on, or a source with a bit changed, a file cut off or missing. Silent: a torn "
         "target, or something left that the next conversion doesn't remove. `make soak`; a sample in every run.",
     ),
+    "calls": Suite(
+        "A system call fails",
+        "`statekit convert` as a process of its own, in which strace makes one call fail: each way to open, list, "
+        "read, write, cut, sync, rename or make a file or folder of the source or the target, six times on each, "
+        "with EIO, and with ENOSPC where space is needed. Harmless: the target is complete all the same. "
+        "`pytest -m slow tests/test_failing_calls.py`; a sample of it in every run; it needs strace.",
+    ),
     "power": Suite(
         "The power goes",
         "Conversions into a file system that writes down every call. The power is cut after each, and each time many "
