@@ -79,6 +79,20 @@ def test_a_changed_value_of_the_optimizer_stops_its_load_and_not_that_of_paramet
     statekit.torch.load_params(target, model)  # reads none of it
 
 
+@pytest.mark.parametrize("to", [*LOADED, "statekit-keras-keras-h5"])
+def test_damage_that_is_accepted_is_loaded_and_named(to: str, tmp_path: Path) -> None:
+    target = written(to, tmp_path / "written")
+    model, sound = model_of(target), model_of(target)
+    statekit.torch.load_params(target, sound)
+    changed_value(target)
+    with pytest.warns(UserWarning, match="loaded as it is, though damaged: .+ @ .+") as caught:
+        statekit.torch.load_params(target, model, accept_damaged=True)
+    assert {warning.filename for warning in caught} == {__file__}
+    assert not all(
+        torch.equal(one, other) for one, other in zip(model.parameters(), sound.parameters(), strict=True)
+    )
+
+
 @pytest.mark.jax
 def test_a_changed_value_stops_a_load_in_jax(tmp_path: Path) -> None:
     import jax
@@ -93,6 +107,8 @@ def test_a_changed_value_stops_a_load_in_jax(tmp_path: Path) -> None:
     changed_value(target)
     with pytest.raises(CorruptError, match="other values"):
         statekit.jax.load_params(target, params)
+    with pytest.warns(UserWarning, match="other values than when it was written @ "):
+        statekit.jax.load_params(target, params, accept_damaged=True)
 
 
 @pytest.mark.tensorflow
@@ -114,6 +130,8 @@ def test_a_changed_value_stops_a_load_in_tensorflow(tmp_path: Path) -> None:
     with pytest.raises(CorruptError, match="other values") as caught:
         statekit.tensorflow.load_params(target, given, names=names)
     assert caught.value.remedy.startswith("don't go on with the variables")
+    with pytest.warns(UserWarning, match="other values than when it was written @ "):
+        statekit.tensorflow.load_params(target, given, names=names, accept_damaged=True)
 
 
 def test_damage_in_what_is_no_tensor_stops_a_load_before_anything_is_copied(tmp_path: Path) -> None:

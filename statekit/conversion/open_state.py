@@ -242,7 +242,7 @@ def state_to_load(path: Path, *, step: int | None = None, hints: Hints = NO_HINT
     """Opens a checkpoint whose values go into a run: every byte that is used is proven, as far as a manifest has it.
 
     What was read in part is proven when the context is left without an error. It warns of files that may be of another
-    step.
+    step, and of damage that the hints accept.
 
     Args:
         path: A checkpoint, or a run's folder.
@@ -258,13 +258,17 @@ def state_to_load(path: Path, *, step: int | None = None, hints: Hints = NO_HINT
     named, seen, layout = chosen_container(path, None, None)
     budget = hints.job_budget()
     with registry.opened(named, path, step, hints, budget) as checkpoint:
-        used = proving(checkpoint, budget)
+        used = proving(checkpoint, budget, accept=hints.accept_damaged)
         opened = _decoded(used.checkpoint, seen, layout, hints, budget)
         doubts = [finding.what for finding in opened.checkpoint.findings[len(checkpoint.findings) :]]
         if doubts:  # to whoever called load_...
-            warnings.warn(f"{'; '.join(doubts)} @ {checkpoint.path}", stacklevel=4)
+            warnings.warn(printable(f"{'; '.join(doubts)} @ {checkpoint.path}"), stacklevel=4)
         yield opened
         used.finish()
+        damage = [finding for finding in checkpoint.findings if finding.damage] + used.damage
+        if damage:
+            listed = "; ".join(f"{finding.what} @ {finding.place}" for finding in damage)
+            warnings.warn(printable(f"loaded as it is, though damaged: {listed}"), stacklevel=4)
 
 
 @contextmanager

@@ -42,8 +42,7 @@ from statekit.tensors.tensor import Tensor
 
 _REMEDY = (
     "restore the checkpoint from a copy, or seal it anew if it was changed on purpose (`statekit seal`); "
-    "--accept-damaged (in Python accept_damaged=True) goes on with what is there, without the manifest; load_optimizer "
-    "and load_params don't: convert it so first"
+    "--accept-damaged (in Python accept_damaged=True) goes on with what is there, without the manifest"
 )
 
 

@@ -50,6 +50,7 @@ def load_optimizer(
     hparams: Mapping[str, Any] | None = None,
     map: str | None = None,
     config: Mapping[str, Any] | None = None,
+    accept_damaged: bool = False,
     follow_links: bool = False,
     budget: int | None = None,
     **overrides: Any,
@@ -77,6 +78,7 @@ def load_optimizer(
         map: From the checkpoint's model to that of another codebase, e.g. `t5x-t5-scanned:t5x-t5-unscanned`; `names`
             are of its names then.
         config: What the map needs to know of the model and no checkpoint says, e.g. `{"num_heads": 12}`.
+        accept_damaged: Whether to go on with what its manifest contradicts, and warn of each place.
         follow_links: Whether to read what links out of the checkpoint lead to.
         budget: Bytes that may be held of headers, pickles and trees, and work in proportion; 512 MiB if None.
         **overrides: Hyperparameters for every group, e.g. `clipping_threshold=None`; `step_offset="reset"` lets the
@@ -95,7 +97,13 @@ def load_optimizer(
         FormatError: The bytes can't be trusted, or no format fits.
     """
     hints = Hints.given(
-        hparams, variant, param_names, names_from=names_from, follow_links=follow_links, budget=budget
+        hparams,
+        variant,
+        param_names,
+        names_from=names_from,
+        accept_damaged=accept_damaged,
+        follow_links=follow_links,
+        budget=budget,
     )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         state = carried_through(as_params(opened.state)[0], maps_of(map, config, builds=False))[0]
@@ -198,6 +206,7 @@ def load_params(
     hparams: Mapping[str, Any] | None = None,
     map: str | None = None,
     config: Mapping[str, Any] | None = None,
+    accept_damaged: bool = False,
     follow_links: bool = False,
     budget: int | None = None,
 ) -> Any:
@@ -215,6 +224,7 @@ def load_params(
         hparams: What the checkpoint doesn't say, in the original system's names.
         map: As in `load_optimizer`.
         config: As in `load_optimizer`.
+        accept_damaged: As in `load_optimizer`.
         follow_links: As in `load_optimizer`.
         budget: As in `load_optimizer`.
 
@@ -225,7 +235,13 @@ def load_params(
         FormatError: The bytes can't be trusted, or no format fits.
     """
     hints = Hints.given(
-        hparams, None, param_names, names_from=names_from, follow_links=follow_links, budget=budget
+        hparams,
+        None,
+        param_names,
+        names_from=names_from,
+        accept_damaged=accept_damaged,
+        follow_links=follow_links,
+        budget=budget,
     )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         leaves = leaves_of(params)

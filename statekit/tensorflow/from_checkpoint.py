@@ -58,6 +58,7 @@ def load_optimizer(
     hparams: Mapping[str, Any] | None = None,
     map: str | None = None,
     config: Mapping[str, Any] | None = None,
+    accept_damaged: bool = False,
     follow_links: bool = False,
     budget: int | None = None,
     **overrides: Any,
@@ -79,6 +80,7 @@ def load_optimizer(
         map: From the checkpoint's model to that of another codebase, e.g. `t5x-t5-scanned:t5x-t5-unscanned`; `names`
             are of its names then.
         config: What the map needs to know of the model and no checkpoint says, e.g. `{"num_heads": 12}`.
+        accept_damaged: Whether to go on with what its manifest contradicts, and warn of each place.
         follow_links: Whether to read what links out of the checkpoint lead to.
         budget: Bytes that may be held of headers, pickles and trees, and work in proportion; 512 MiB if None.
         **overrides: Hyperparameters for all parameters, which outweigh the checkpoint's, and arguments of the
@@ -99,7 +101,13 @@ def load_optimizer(
     """
     order = _order(Path(path), variables, param_names)
     hints = Hints.given(
-        hparams, variant, order, names_from=names_from, follow_links=follow_links, budget=budget
+        hparams,
+        variant,
+        order,
+        names_from=names_from,
+        accept_damaged=accept_damaged,
+        follow_links=follow_links,
+        budget=budget,
     )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         state = carried_through(as_params(opened.state)[0], maps_of(map, config, builds=False))[0]
@@ -267,6 +275,7 @@ def load_params(
     hparams: Mapping[str, Any] | None = None,
     map: str | None = None,
     config: Mapping[str, Any] | None = None,
+    accept_damaged: bool = False,
     follow_links: bool = False,
     budget: int | None = None,
 ) -> None:
@@ -286,6 +295,7 @@ def load_params(
         hparams: What the checkpoint doesn't say, in the original system's names.
         map: As in `load_optimizer`.
         config: As in `load_optimizer`.
+        accept_damaged: As in `load_optimizer`.
         follow_links: As in `load_optimizer`.
         budget: As in `load_optimizer`.
 
@@ -299,7 +309,15 @@ def load_params(
     model = isinstance(variables, keras.Model)
     wanted = list(variables.variables if isinstance(variables, keras.Model) else variables)
     order = _order(Path(path), variables, param_names)
-    hints = Hints.given(hparams, None, order, names_from=names_from, follow_links=follow_links, budget=budget)
+    hints = Hints.given(
+        hparams,
+        None,
+        order,
+        names_from=names_from,
+        accept_damaged=accept_damaged,
+        follow_links=follow_links,
+        budget=budget,
+    )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         names = names or ({} if map else _renumbered(opened, wanted))
         state = carried_through(as_params(opened.state)[0], maps_of(map, config, builds=False))[0]

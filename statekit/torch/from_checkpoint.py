@@ -69,6 +69,7 @@ def load_optimizer(
     hparams: Mapping[str, Any] | None = None,
     map: str | None = None,
     config: Mapping[str, Any] | None = None,
+    accept_damaged: bool = False,
     follow_links: bool = False,
     budget: int | None = None,
     **overrides: Any,
@@ -99,6 +100,7 @@ def load_optimizer(
         map: From the checkpoint's model to that of another codebase, e.g. `t5x-t5:hf-t5`; `names` are of its names
             then.
         config: What the map needs to know of the model and no checkpoint says, e.g. `{"num_heads": 12}`.
+        accept_damaged: Whether to go on with what its manifest contradicts, and warn of each place.
         follow_links: Whether to read what links out of the checkpoint lead to.
         budget: Bytes that may be held of headers, pickles and trees, and work in proportion; 512 MiB if None.
         **overrides: Hyperparameters for every group, e.g. `clipping_threshold=None`; `step_offset="reset"` lets the
@@ -123,7 +125,9 @@ def load_optimizer(
     pairs = _pairs(named_parameters)
     maps = maps_of(map, config, builds=False) if map is not None or config else ()
     model = [] if maps else pairs  # the checkpoint has other ones
-    hints = _hints(model, names or {}, param_names, names_from, hparams, variant, follow_links, budget)
+    hints = _hints(
+        model, names or {}, param_names, names_from, hparams, variant, accept_damaged, follow_links, budget
+    )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         state = as_params(opened.state)[0]
         if maps:
@@ -193,6 +197,7 @@ def load_params(
     hparams: Mapping[str, Any] | None = None,
     map: str | None = None,
     config: Mapping[str, Any] | None = None,
+    accept_damaged: bool = False,
     follow_links: bool = False,
     budget: int | None = None,
 ) -> None:
@@ -211,6 +216,7 @@ def load_params(
         hparams: What the checkpoint doesn't say, in the original system's names.
         map: As in `load_optimizer`.
         config: As in `load_optimizer`.
+        accept_damaged: As in `load_optimizer`.
         follow_links: As in `load_optimizer`.
         budget: As in `load_optimizer`.
 
@@ -223,7 +229,9 @@ def load_params(
     """
     maps = maps_of(map, config, builds=False) if map is not None or config else ()
     pairs = [] if maps else list(model.named_parameters())
-    hints = _hints(pairs, names or {}, param_names, names_from, hparams, None, follow_links, budget)
+    hints = _hints(
+        pairs, names or {}, param_names, names_from, hparams, None, accept_damaged, follow_links, budget
+    )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         state = as_params(opened.state)[0]
         if maps:
@@ -293,6 +301,7 @@ def _hints(
     names_from: str | None,
     hparams: Mapping[str, Any] | None,
     variant: str | None,
+    accept_damaged: bool,
     follow_links: bool,
     budget: int | None,
 ) -> Hints:
@@ -308,6 +317,7 @@ def _hints(
         param_names,
         model=model,
         names_from=names_from,
+        accept_damaged=accept_damaged,
         follow_links=follow_links,
         budget=budget,
     )
