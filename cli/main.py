@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -25,6 +26,8 @@ STOPPED = 128
 """Exit code of a verb that a signal stopped, less the signal's number: 143 after SIGTERM. Source: bash(1)."""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a verb with nothing left behind: Ctrl-C, and what a scheduler that preempts a job sends."""
+_NEW_OBJECTS = 50_000
+"""Objects between two searches for cycles."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -68,6 +71,17 @@ def stoppable() -> Iterator[None]:
     finally:
         for number in taken:
             signal.signal(number, before[number])
+
+
+@contextmanager
+def _collecting_rarely() -> Iterator[None]:
+    """Has Python look for cycles less often: what a checkpoint's names become stays, and is looked at in vain."""
+    usual = gc.get_threshold()
+    gc.set_threshold(_NEW_OBJECTS, *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
 
 
 class Verb(NamedTuple):
@@ -140,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.stdout is None:  # whoever called us closed it
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
-        with stoppable(), statekit.make_context("statekit", line) as context:
+        with stoppable(), _collecting_rarely(), statekit.make_context("statekit", line) as context:
             debug = context.params["debug"]
             code = statekit.invoke(context)
             sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -292,6 +293,26 @@ def test_opening_grows_with_the_number_of_tensors_only(tmp_path: Path) -> None:
     thousand = opening(1_000)
     assert thousand < 1_000 * 500
     assert opening(10_000) < 11 * thousand
+
+
+def test_the_headers_of_small_tensors_are_read_many_at_once_and_those_of_large_ones_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = save(tmp_path / "small.pt", {f"{i}": Filled((2,), np.dtype("f4")) for i in range(1000)})
+    large = save(tmp_path / "large.pt", {f"{i}": Filled((2**16,), np.dtype("f4")) for i in range(20)})
+    reads: list[int] = []
+    preadv = os.preadv
+
+    def counted(number: int, into: list[memoryview], at: int) -> int:
+        reads.append(preadv(number, into, at))
+        return reads[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    with CONTAINER.open(small):
+        assert len(reads) < 20
+    reads.clear()
+    with CONTAINER.open(large):
+        assert sum(reads) < 2**14
 
 
 def test_opening_reads_no_values(tmp_path: Path) -> None:

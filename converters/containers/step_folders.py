@@ -22,7 +22,7 @@ from statekit.files.checkpoint import FILES_BESIDE, STEPS, Checkpoint, Finding
 from statekit.files.manifest import files_below, is_manifest
 from statekit.files.source import Files, first_bytes
 from statekit.files.stage import Stage
-from statekit.tensors.tensor import Stored, Tensor
+from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree, walk
 
 StepKind: TypeAlias = Literal["legacy", "orbax", "flax"]
@@ -350,7 +350,7 @@ def array_names(tree: Tree) -> dict[str, str]:
     arrays: dict[str, str] = {}
     owners: dict[str, str] = {}
     faults = Faults()
-    for path in (path for path, leaf in walk(tree) if isinstance(leaf, (Stored, Tensor))):
+    for path in (path for path, leaf in walk(tree) if isinstance(leaf, Tensor)):
         name, array = "/".join(map(str, path)), ".".join(map(str, path))
         if array in owners:
             faults.add(f"would lie in the same folder as {owners[array]}", name)

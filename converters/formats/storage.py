@@ -16,6 +16,7 @@ from statekit.tensors.tensor import BLOCK_BYTES, Array, DType, Index, Shape, Sto
 
 MAX_RANK = 64
 MAX_ELEMENTS = 2**60
+_HUGE = 2**62
 SMALL_READ = 64 * 2**10
 """Bytes that cost about as much to read as none."""
 _EXPANDED = "A tensor that shows few stored values many times"
@@ -139,31 +140,35 @@ def window(
         CorruptError: An element lies outside the storage.
         BudgetError: It shows the same stored values so often that they are more than the job may hold.
     """
-    place = f"{storage.name} in {storage.place}"
-    numbers = (offset, *shape, *stride)
-    plain = all(type(n) is int and 0 <= n < 2**62 for n in numbers)
-    if not plain or len(shape) != len(stride) or len(shape) > MAX_RANK:
+    plain = len(shape) == len(stride) <= MAX_RANK
+    for n in (offset, *shape, *stride):
+        plain = plain and type(n) is int and 0 <= n < _HUGE
+    if not plain:
         raise FormatError(
             "Offset, shape or strides of a tensor are not possible.",
-            place=place,
+            place=f"{storage.name} in {storage.place}",
             expected=f"non-negative integers for at most {MAX_RANK} axes",
             found=f"{len(shape)} axes, {len(stride)} strides",
         )
     size = math.prod(shape)
-    last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if size else offset - 1
+    last = offset if size else offset - 1
+    if size:
+        for n, step in zip(shape, stride, strict=True):
+            last += (n - 1) * step
     stored = storage.nbytes // dtype.itemsize
     if last >= stored:
         raise CorruptError(
             "A tensor reaches beyond its storage.",
-            place=place,
+            place=f"{storage.name} in {storage.place}",
             expected=f"an offset of at most {stored} elements, all elements within them",
             found=f"offset {offset}, last element {last}",
         )
     # As text, which is hashed with a secret: tuples of numbers can be chosen to collide.
-    key = f"{offset} {shape} {stride} {dtype} {conjugate} {negative}"
+    key = f"{offset} {shape} {stride} {dtype.byteorder}{dtype.num} {conjugate} {negative}"
     if key not in storage.windows:
         if size > stored and storage.account:
-            storage.account.hold((size - stored) * dtype.itemsize, _EXPANDED, place)
+            extra = (size - stored) * dtype.itemsize
+            storage.account.hold(extra, _EXPANDED, f"{storage.name} in {storage.place}")
         part = _Window(storage, dtype, offset, stride, conjugate, negative)
         storage.windows[key] = Stored(
             shape, dtype, part.read, storage.name, storage.place, checksum=storage.checksum

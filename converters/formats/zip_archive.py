@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -37,6 +37,10 @@ WIDE_FROM = FULL32
 """Sizes and offsets from here on are written in 64 bits."""
 GATHERED = 2**20
 """Bytes that are gathered before they are written."""
+_NEAR = 4096
+"""Bytes from one header to the next, up to which both are read at once: a disk gives no less."""
+_AT_ONCE = 2**18
+"""Bytes that are read at once to look at headers."""
 _DESCRIPTOR_MAGIC = 0x08074B50
 _UTF8, _DESCRIPTOR = 0x0800, 0x0008
 
@@ -277,19 +281,18 @@ def _entry(source: Source, raw: bytes, at: int, deflated: bool) -> tuple[_Entry,
         )
     if FULL32 in (size, packed, header):
         size, packed, header = _wide(source, raw[extra_at : extra_at + extra_size], size, packed, header)
-    place = f"{name.decode('utf-8', 'replace')} in {source.place}"
     inflates = deflated and method == _DEFLATED
     if flags & 1 or disk or not (inflates or (method == 0 and size == packed)):
         raise RefusedError(
             "A member of a zip archive is encrypted, or packed in a way that isn't read.",
-            place=place,
+            place=f"{name.decode('utf-8', 'replace')} in {source.place}",
             expected="bytes stored as they are" + (", or deflated" if deflated else ""),
             found=f"method {method}, flags {flags:#06x}, {packed} bytes for {size}",
         )
     if inflates and size > packed * MOST_OF_ONE[DEFLATE]:
         raise RefusedError(
             "A member of a zip archive declares more than its bytes can hold.",
-            place=place,
+            place=f"{name.decode('utf-8', 'replace')} in {source.place}",
             expected=f"at most {packed * MOST_OF_ONE[DEFLATE]} bytes",
             found=size,
         )
@@ -322,8 +325,8 @@ def _members(source: Source, entries: list[_Entry], directory: int) -> dict[str,
         )
     members: dict[str, Member] = {}
     limits = [entry.header for entry in ordered[1:]] + [directory]
-    for entry, limit in zip(ordered, limits, strict=True):
-        member = _member(source, entry, limit)
+    for entry, head, limit in zip(ordered, _heads(source, ordered), limits, strict=True):
+        member = _member(source, entry, head, limit)
         if member.name in members:
             raise RefusedError(
                 "A zip archive has two members of one name; which one counts depends on the reader.",
@@ -333,20 +336,39 @@ def _members(source: Source, entries: list[_Entry], directory: int) -> dict[str,
     return members
 
 
-def _member(source: Source, entry: _Entry, limit: int) -> Member:
+def _heads(source: Source, ordered: list[_Entry]) -> Iterator[bytes]:
+    """Yields the header of each of some members in order, as far as its name; those of small ones are read at once."""
+    ends = [entry.header + LOCAL.size + len(entry.name) for entry in ordered]
+    first = 0
+    while first < len(ordered):
+        start, after = ordered[first].header, first + 1
+        most = min(start + _AT_ONCE, source.size)
+        while (
+            after < len(ordered)
+            and ordered[after].header - ordered[after - 1].header <= _NEAR
+            and ends[after] <= most
+        ):
+            after += 1
+        window = bytes_at(source, start, max(ends[first:after]) - start)
+        for entry, end in zip(ordered[first:after], ends[first:after], strict=True):
+            yield window[entry.header - start : end - start]
+        first = after
+
+
+def _member(source: Source, entry: _Entry, raw: bytes, limit: int) -> Member:
     name = entry.name.decode("utf-8", "surrogateescape")
-    place = f"{name} in {source.place}"
-    raw = bytes_at(source, entry.header, LOCAL.size + len(entry.name))
     magic, _, flags, method, _, _, _, _, _, name_size, extra_size = LOCAL.unpack_from(raw)
     same = raw[LOCAL.size :] == entry.name and name_size == len(entry.name)
     expected = 0 if entry.packed is None else _DEFLATED
     if magic != LOCAL_MAGIC or not same or method != expected or flags & 1:
-        raise CorruptError("The two headers of a zip member contradict each other.", place=place)
+        raise CorruptError(
+            "The two headers of a zip member contradict each other.", place=f"{name} in {source.place}"
+        )
     start = entry.header + LOCAL.size + name_size + extra_size
     if start + entry.stored > limit:
         raise CorruptError(
             "A member of a zip archive overlaps the next one.",
-            place=place,
+            place=f"{name} in {source.place}",
             expected=f"at most {max(limit - start, 0)} bytes",
             found=f"{entry.stored} bytes",
         )

@@ -21,7 +21,7 @@ from statekit.state.run import RunState, run_of
 from statekit.state.schema import NO_OPTIMIZER, WEIGHTS, load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.stats import Stats, measure
-from statekit.tensors.tensor import DTYPES, Shape, Tensor, nbytes
+from statekit.tensors.tensor import DTYPES, Shape, Tensor, dtype_name, nbytes
 from statekit.tensors.tree import tensor_names, to_json
 
 FACTORING = frozenset({"factor_map", "logical_factor_rules"})
@@ -372,7 +372,7 @@ def _describer(
 
     def describe(name: str, tensor: Tensor) -> TensorSummary:
         stats = measure(tensor, on_read) if with_stats else None
-        return TensorSummary(name, tensor.shape, tensor.dtype.name, nbytes(tensor), stats)
+        return TensorSummary(name, tensor.shape, dtype_name(tensor.dtype), nbytes(tensor), stats)
 
     return describe
 

@@ -20,7 +20,7 @@ from statekit.errors import CorruptError, printable
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import Counts, Group, KnownFrom, TrainState
-from statekit.tensors.tensor import Tensor
+from statekit.tensors.tensor import Tensor, dtype_name
 from statekit.tensors.tree import tensor_names
 
 MOST_ROWS = 100
@@ -145,7 +145,7 @@ class OpenState:
         for path in list(self.params)[:MOST_ROWS]:
             param = self.params[path]
             slots = ", ".join(f"{name} {list(slot.shape)}" for name, slot in self.slots.get(path, {}).items())
-            yield path, str(list(param.shape)), param.dtype.name, slots
+            yield path, str(list(param.shape)), dtype_name(param.dtype), slots
 
 
 def _table(title: str, head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

@@ -17,7 +17,7 @@ from statekit.maps.links import Mapped, StateMap
 from statekit.state.run import RunState, run_of
 from statekit.state.train_state import StepOffset, TrainState
 from statekit.tensors.digest import json_digest
-from statekit.tensors.tensor import Shape, Tensor, nbytes
+from statekit.tensors.tensor import Shape, Tensor, dtype_name, nbytes
 from statekit.tensors.tree import empty_names, tensor_names, to_json
 
 if TYPE_CHECKING:  # entered only where something is asked for
@@ -289,7 +289,7 @@ def _entry(name: str, tensor: Tensor, encoded: Encoded, sources: set[str]) -> Pl
         name=name,
         expression=to_json(expression),
         shape=tensor.shape,
-        dtype=tensor.dtype.name,
+        dtype=dtype_name(tensor.dtype),
         bytes=nbytes(tensor),
         exactness=exactness,
         reason=reason,

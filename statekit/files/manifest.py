@@ -17,7 +17,7 @@ from statekit.budget import Account
 from statekit.errors import CorruptError, Faults, FormatError, RefusedError
 from statekit.files.source import Files, read_small, source_digest
 from statekit.tensors.digest import json_digest
-from statekit.tensors.tensor import Tensor
+from statekit.tensors.tensor import Tensor, dtype_name
 from statekit.tensors.tree import strict_json
 from statekit.tensors.typed import Name, Natural, typed
 
@@ -195,16 +195,16 @@ def tensor_faults(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
         ("the manifest names a tensor that isn't there", name) for name in stated if name not in tensors
     ]
     for name, tensor in tensors.items():
-        entry = stated.get(name, {"shape": list(tensor.shape), "dtype": tensor.dtype.name})
-        if entry["shape"] != list(tensor.shape) or entry["dtype"] != tensor.dtype.name:
-            stands = f"{tensor.dtype.name} {list(tensor.shape)}"
+        entry = stated.get(name, {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype)})
+        if entry["shape"] != list(tensor.shape) or entry["dtype"] != dtype_name(tensor.dtype):
+            stands = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
             faults.append((f"is {stands}, in the manifest {entry['dtype']} {entry['shape']}", name))
     return faults
 
 
 def tensor_entry(tensor: Tensor, digest: str) -> dict[str, Any]:
     """Returns a tensor's entry in a manifest."""
-    return {"shape": list(tensor.shape), "dtype": tensor.dtype.name, "blake3": digest}
+    return {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "blake3": digest}
 
 
 def file_entry(path: Path) -> dict[str, Any]:

@@ -24,7 +24,18 @@ import numpy as np
 from statekit.errors import CorruptError, Faults, FormatError
 from statekit.files.source import File, Files, bytes_at, opening, record
 from statekit.tensors.digest import bytes_digest
-from statekit.tensors.tensor import DTYPES, Array, DType, Index, Shape, Stored, Tensor, index_shape, nbytes
+from statekit.tensors.tensor import (
+    DTYPES,
+    Array,
+    DType,
+    Index,
+    Shape,
+    Stored,
+    Tensor,
+    dtype_name,
+    index_shape,
+    nbytes,
+)
 from statekit.tensors.tree import MAX_NAME_BYTES, strict_json
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -145,7 +156,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
     start = 0
     for name, tensor in tensors.items():
         stop = start + nbytes(tensor)
-        theirs = _NAMES[tensor.dtype.name]
+        theirs = _NAMES[dtype_name(tensor.dtype)]
         document[name] = {"dtype": theirs, "shape": list(tensor.shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
@@ -158,8 +169,8 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
 
 
 def _unwritable(name: str, tensor: Tensor) -> str:
-    if tensor.dtype.name not in _NAMES:
-        return f"has dtype {tensor.dtype.name}, which the format lacks"
+    if dtype_name(tensor.dtype) not in _NAMES:
+        return f"has dtype {dtype_name(tensor.dtype)}, which the format lacks"
     return _name_fault(name)
 
 

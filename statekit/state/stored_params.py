@@ -24,7 +24,7 @@ import numpy as np
 from statekit.errors import InexactError
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, TrainState
-from statekit.tensors.tensor import Array, Cast, DType, Index, Shape, Tensor
+from statekit.tensors.tensor import Array, Cast, DType, Index, Shape, Tensor, dtype_name
 from statekit.tensors.views import EighthPower, EighthRoot
 
 MASTER = "master"
@@ -133,7 +133,7 @@ def as_stored(state: TrainState) -> TrainState:
     variant = state.optimizer.variant
     if variant is None or not encodes(state.optimizer.schema, variant):
         return state
-    stored = any(param.dtype.name == _STORED for param in state.params.values())
+    stored = any(dtype_name(param.dtype) == _STORED for param in state.params.values())
     return _with_encoding(state, EIGHTH_POWER if stored else None)
 
 
@@ -148,7 +148,7 @@ def encoded_paths(state: TrainState) -> list[str]:
     )
     if variant is None or denied or not encodes(state.optimizer.schema, variant):
         return []
-    return [path for path, param in state.params.items() if param.dtype.name == _STORED]
+    return [path for path, param in state.params.items() if dtype_name(param.dtype) == _STORED]
 
 
 def decoded(state: TrainState) -> TrainState:
@@ -173,7 +173,7 @@ def as_variable(state: TrainState, path: str, dtype: DType, makers: Iterable[str
         InexactError: Nobody said whether it is encoded.
     """
     param = state.params[path]
-    if param.dtype.name != _STORED or dtype.name == _STORED:
+    if dtype_name(param.dtype) != _STORED or dtype_name(dtype) == _STORED:
         return param
     check_known(state, makers)
     return EighthRoot(param) if any(path in encoded_paths(part) for part in state.parts()) else param
@@ -199,7 +199,9 @@ def entered(state: TrainState, source: str) -> TrainState:
     schema, target = state.optimizer.schema, str(state.optimizer.variant)
     if not encodes(schema, target) or encodes(schema, source):
         return state
-    return _encoded(state, {path for path, param in state.params.items() if param.dtype.name == _STORED})
+    return _encoded(
+        state, {path for path, param in state.params.items() if dtype_name(param.dtype) == _STORED}
+    )
 
 
 def _encoded(state: TrainState, paths: Collection[str]) -> TrainState:
@@ -226,7 +228,7 @@ def check_known(state: TrainState, makers: Iterable[str]) -> None:
 
 def _check_known(state: TrainState, makers: Sequence[str]) -> None:
     schema = state.optimizer.schema
-    stored = [path for path, param in state.params.items() if param.dtype.name == _STORED]
+    stored = [path for path, param in state.params.items() if dtype_name(param.dtype) == _STORED]
     if state.optimizer.variant is not None or not stored:
         return
     encoding = [maker for maker in makers if encodes(schema, maker)]

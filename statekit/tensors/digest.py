@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from statekit.tensors.tensor import BLOCK_BYTES, Array, Stored, Tensor, chunks, nbytes
+from statekit.tensors.tensor import BLOCK_BYTES, Array, Tensor, chunks, nbytes
 from statekit.tensors.tree import Record, Tree
 
 _END = memoryview(b"")
@@ -121,7 +121,7 @@ def _feed(update: Callable[[bytes], object], node: Any) -> None:
         update(b"%s " % str(node).encode("ascii"))
     elif isinstance(node, float):
         update(b"float %s " % node.hex().encode("ascii"))
-    elif isinstance(node, (Stored, Tensor)):
+    elif isinstance(node, Tensor):
         update(b"tensor ")
     else:
         raise TypeError(f"{type(node)} isn't a part of a tree")

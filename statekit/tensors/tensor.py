@@ -7,9 +7,11 @@ through any chain of operations, so that a tensor larger than memory streams.
 from __future__ import annotations
 
 import math
+from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -64,8 +66,38 @@ def dtype_named(name: str, place: object = None) -> DType:
         ) from None
 
 
+@cache
+def dtype_name(dtype: DType) -> str:
+    """Returns a dtype's name, which NumPy makes anew whenever it is asked for it."""
+    return dtype.name
+
+
+if TYPE_CHECKING:
+    _ProtocolClass = ABCMeta
+else:
+    _ProtocolClass = type(Protocol)
+
+
+class _AskedByClass(_ProtocolClass):
+    """Lets `isinstance(value, Tensor)` ask each class once; typing's own asks every value for every member again."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        kind = type(value)
+        known = _TENSOR_CLASSES.get(kind)
+        if known is None:
+            known = all(callable(getattr(kind, name, None)) for name in ("read", "to_json"))
+            if known and not all(hasattr(value, name) for name in ("shape", "dtype", "grain")):
+                return False  # these may be this value's alone
+            _TENSOR_CLASSES[kind] = known
+        return known
+
+
+_TENSOR_CLASSES: dict[type, bool] = {}
+"""Whether the instances of a class are tensors, of every class that was asked for."""
+
+
 @runtime_checkable
-class Tensor(Protocol):
+class Tensor(Protocol, metaclass=_AskedByClass):
     """What a tensor can be asked. Implementations are frozen and final."""
 
     @property
@@ -218,6 +250,12 @@ class Stored:
             )
         return block
 
+    def called(self, name: str) -> Stored:
+        """Returns the same tensor under another name."""
+        return Stored(
+            self.shape, self.dtype, self.fetch, name, self.place, self.chunk, self.note, self.checksum
+        )
+
     def to_json(self) -> dict[str, Any]:
         return {"op": "stored", "name": self.name, **_described(self)}
 
@@ -271,7 +309,7 @@ def in_memory(array: Array, name: str = "", place: str = "memory") -> Stored:
 
 
 def _described(tensor: Tensor) -> dict[str, Any]:
-    return {"shape": list(tensor.shape), "dtype": tensor.dtype.name}
+    return {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype)}
 
 
 def float_info(dtype: DType) -> Any:
@@ -283,8 +321,8 @@ def widens(source: DType, target: DType) -> bool:
     """Tells whether every value of `source` is a value of `target`."""
     if source == target:
         return True
-    if source.name in _EXTENSION or source.kind == "f":
-        if target.kind != "f" and target.name not in _EXTENSION:
+    if dtype_name(source) in _EXTENSION or source.kind == "f":
+        if target.kind != "f" and dtype_name(target) not in _EXTENSION:
             return False
         near, far = float_info(source), float_info(target)
         return bool(near.nmant <= far.nmant and near.maxexp <= far.maxexp and near.minexp >= far.minexp)

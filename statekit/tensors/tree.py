@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from statekit.budget import NODE_BYTES, Account
 from statekit.errors import FormatError
-from statekit.tensors.tensor import Stored, Tensor
+from statekit.tensors.tensor import Tensor, dtype_name
 
 Tree: TypeAlias = Any
 Path: TypeAlias = tuple[Any, ...]
@@ -28,7 +28,6 @@ MAX_NODES = 2_000_000
 MAX_NAME_BYTES = 4096
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 """A string of JSON, or one that doesn't end, so that no quote is looked at twice."""
-_PLAIN = (str, int, float, bytes, type(None), dict, list, tuple)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +153,7 @@ def tensor_names(tree: Tree) -> dict[str, Tensor]:
     """
     named: dict[str, Tensor] = {}
     for path, leaf in walk(tree):
-        # Asking a value whether it follows a Protocol takes microseconds, so plain values and `Stored` come first.
-        if isinstance(leaf, _PLAIN) or not isinstance(leaf, (Stored, Tensor)):
+        if not isinstance(leaf, Tensor):
             continue
         name = "/".join(map(str, path))
         if name in named or len(name.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
@@ -208,7 +206,7 @@ def to_json(tree: Tree, path: Path = ()) -> Any:
         return {"$float": repr(tree)}
     if isinstance(tree, Tensor):
         name = "/".join(map(str, path))
-        return {"$tensor": {"name": name, "shape": list(tree.shape), "dtype": tree.dtype.name}}
+        return {"$tensor": {"name": name, "shape": list(tree.shape), "dtype": dtype_name(tree.dtype)}}
     return tree
 
 

@@ -30,7 +30,7 @@ from typing import (
 )
 
 from statekit.errors import Faults, FormatError, StatekitError, printable
-from statekit.tensors.tensor import Stored, Tensor
+from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Record
 
 T = TypeVar("T")
@@ -129,14 +129,13 @@ def shown(value: object) -> str:
         return "a list"
     if isinstance(value, Record):
         return f"an object of {printable(value.name)[:80]}"
-    if isinstance(value, Stored) or (not isinstance(value, _PLAIN) and isinstance(value, Tensor)):
+    if isinstance(value, Tensor):
         return f"a tensor of shape {value.shape}"
     return (
         printable(f"{value!r:.80}") if not isinstance(value, int) or abs(value) < 2**64 else "a huge number"
     )
 
 
-_PLAIN = (str, int, float, bytes, type(None), dict, list, tuple, Record)
 _Faults: TypeAlias = Iterator[tuple[str, Place]]
 
 
@@ -184,9 +183,7 @@ _LEAVES: Mapping[Any, _Form] = {
     Tensor: _leaf(
         "a tensor",
         "tensors",
-        lambda value: (
-            isinstance(value, Stored) or (not isinstance(value, _PLAIN) and isinstance(value, Tensor))
-        ),
+        lambda value: isinstance(value, Tensor),
     ),
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from statekit.budget import Account
 from statekit.errors import Faults, FormatError, UsageError
-from statekit.tensors.tensor import Shape, Stored, Tensor
+from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import MAX_DEPTH, Tree, strict_json, walk
 
 _SEQUENCE, _DICT = 1, 2
@@ -196,7 +196,7 @@ def document_of(tree: Tree) -> dict[str, Any]:
 
 
 def _value(path: tuple[Any, ...], leaf: Any) -> dict[str, Any]:
-    if isinstance(leaf, (Stored, Tensor)):
+    if isinstance(leaf, Tensor):
         return {"value_type": "np.ndarray", "skip_deserialize": False, "write_shape": list(leaf.shape)}
     if isinstance(leaf, str):
         return {"value_type": STRING, "skip_deserialize": False}

@@ -34,7 +34,7 @@ def packed(tree: Tree, stage: Stage, path: Path = ()) -> Iterator[bytes | memory
     Raises:
         UsageError: The tree holds what Flax can't.
     """
-    if isinstance(tree, (Stored, Tensor)):
+    if isinstance(tree, Tensor):
         yield from _tensor(tree, stage, "/".join(map(str, path)))
     elif isinstance(tree, (Mapping, list, tuple)) or tree is None:
         items = tree if isinstance(tree, Mapping) else dict(enumerate(tree or ()))

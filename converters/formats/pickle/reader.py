@@ -110,18 +110,20 @@ class Machine:
         self.work += len(parts)
         if self.work > BATCH:
             self.settle()
-        self.cost += _ENTRY + _SLOT * len(parts)
+        cost, work = _ENTRY + _SLOT * len(parts), 0
         for part in parts:
             kind = part.__class__
-            if kind is dict:
-                self.cost += _ENTRY * len(part)
-                self.work += len(part)
-            elif kind is list or kind is tuple:
-                self.cost += _SLOT * len(part)
-                self.work += len(part)
+            if kind is tuple or kind is list:
+                cost += _SLOT * len(part)
+                work += len(part)
+            elif kind is dict:
+                cost += _ENTRY * len(part)
+                work += len(part)
             elif kind is str or kind is bytes:
-                self.cost += len(part)
-                self.work += len(part) // _ITEM
+                cost += len(part)
+                work += len(part) // _ITEM
+        self.cost += cost
+        self.work += work
         if self.cost > LARGE or self.work > BATCH:
             self.settle()
 
@@ -302,22 +304,30 @@ def _fresh(kind: Callable[[], Any]) -> Op:
 
 def _number(code: str) -> Op:
     layout = struct.Struct(code)
-    cost = _SLOT if layout.size == 1 else _ITEM  # CPython has one object for each small integer
+    unpack, size = layout.unpack_from, layout.size
 
     def op(m: Machine) -> None:
-        m.cost += cost
-        m.stack.append(layout.unpack_from(m.data, m.pos)[0])
-        m.pos += layout.size
+        m.cost += _ITEM
+        pos = m.pos
+        m.stack.append(unpack(m.data, pos)[0])
+        m.pos = pos + size
 
     return op
 
 
+def _small_number(m: Machine) -> None:
+    m.cost += _SLOT  # CPython has one object for each small integer
+    m.pos = end = m.pos + 1
+    m.stack.append(m.data[end - 1])
+
+
 def _sized(code: str, decode: Callable[[Machine, bytes], Any]) -> Op:
     layout = struct.Struct(code)
+    unpack, size = layout.unpack_from, layout.size
 
     def op(m: Machine) -> None:
-        count = layout.unpack_from(m.data, m.pos)[0]
-        m.pos += layout.size
+        count = unpack(m.data, m.pos)[0]
+        m.pos += size
         if count < 0:
             raise m.broken(f"a length of {count}")
         value = decode(m, m.take(count))
@@ -519,28 +529,34 @@ def _memoize(m: Machine) -> None:
     m.memo[len(m.memo)] = m.stack[-1]
 
 
+def _get_line(m: Machine) -> None:
+    _get(m, int(_number_line(m)))
+
+
 def _binget(m: Machine) -> None:
-    m.pos += 1
-    _get(m, m.data[m.pos - 1])
+    m.pos = end = m.pos + 1
+    _get(m, m.data[end - 1])
+
+
+def _long_binget(m: Machine) -> None:
+    m.pos = end = m.pos + 4
+    _get(m, _WORD(m.data, end - 4)[0])
+
+
+def _put_line(m: Machine) -> None:
+    _put(m, int(_number_line(m)))
 
 
 def _binput(m: Machine) -> None:
-    m.pos += 1
+    m.pos = end = m.pos + 1
     m.cost += _ENTRY
-    m.memo[m.data[m.pos - 1]] = m.stack[-1]
+    m.memo[m.data[end - 1]] = m.stack[-1]
 
 
-def _indexed(act: Callable[[Machine, int], None]) -> tuple[Op, Op]:
-    """Returns an operation on the memo with its index as text, and as four bytes."""
-
-    def line(m: Machine) -> None:
-        act(m, int(_number_line(m)))
-
-    def word(m: Machine) -> None:
-        m.pos += 4
-        act(m, _WORD(m.data, m.pos - 4)[0])
-
-    return line, word
+def _long_binput(m: Machine) -> None:
+    m.pos = end = m.pos + 4
+    m.cost += _ENTRY
+    m.memo[_WORD(m.data, end - 4)[0]] = m.stack[-1]
 
 
 _WORD = struct.Struct("<I").unpack_from
@@ -660,12 +676,10 @@ def _unknown(m: Machine) -> None:
 
 
 STOP = ord(".")
-_GET, _LONG_BINGET = _indexed(_get)
-_PUT, _LONG_BINPUT = _indexed(_put)
 _OPS: dict[str, Op] = {
     "N": _constant(None), "\x88": _constant(True), "\x89": _constant(False), ")": _constant(()),
     "]": _fresh(list), "}": _fresh(dict), "\x8f": _fresh(lambda: Record("builtins.set", ([],))),
-    "J": _number("<i"), "K": _number("<B"), "M": _number("<H"), "G": _number(">d"),
+    "J": _number("<i"), "K": _small_number, "M": _number("<H"), "G": _number(">d"),
     "I": _int_line, "L": _long_line, "F": _float_line, "S": _string_line, "V": _unicode_line,
     "T": _sized("<i", _old_text), "U": _sized("<B", _old_text),
     "X": _sized("<I", _text), "\x8c": _sized("<B", _text), "\x8d": _sized("<Q", _text),
@@ -674,7 +688,8 @@ _OPS: dict[str, Op] = {
     "(": _mark, "t": _tuple, "\x85": _tuple1, "\x86": _tuple2, "\x87": _tuple3,
     "l": _list, "d": _dict, "\x91": _frozenset, "0": _pop, "1": _pop_mark, "2": _dup,
     "a": _append, "e": _appends, "s": _setitem, "u": _setitems, "\x90": _additems,
-    "g": _GET, "h": _binget, "j": _LONG_BINGET, "p": _PUT, "q": _binput, "r": _LONG_BINPUT, "\x94": _memoize,
+    "g": _get_line, "h": _binget, "j": _long_binget, "p": _put_line, "q": _binput, "r": _long_binput,
+    "\x94": _memoize,
     "c": _global, "\x93": _stack_global, "\x82": _extension, "\x83": _extension, "\x84": _extension,
     "R": _reduce, "\x81": _newobj, "\x92": _newobj_ex, "i": _inst, "o": _obj, "b": _build,
     "P": _persid, "Q": _binpersid, "\x80": _proto, "\x95": _frame, "\x97": _buffer, "\x98": _buffer,

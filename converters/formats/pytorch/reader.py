@@ -8,7 +8,6 @@ Source: torch/serialization.py, `_legacy_save` and `_legacy_load`; torch/csrc/se
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -203,7 +202,7 @@ def named(tree: Tree, path: Keys = ()) -> Tree:
     if isinstance(tree, Record):
         return Record(tree.name, named(tree.args, (*path, "args")), named(tree.state, (*path, "state")))
     leaf = tree.whole() if isinstance(tree, Storage) else tree
-    return dataclasses.replace(leaf, name="/".join(map(str, path))) if isinstance(leaf, Stored) else leaf
+    return leaf.called("/".join(map(str, path))) if isinstance(leaf, Stored) else leaf
 
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -484,9 +483,10 @@ def _storage(archive: Archive, root: str, swapped: bool, known: dict[str, Storag
     place = archive.source.place
     dtype, key, count, _ = storage_id(saved, place)
     name = f"{root}/data/{key}"
-    if name not in archive.members:
+    member = archive.members.get(name)
+    if member is None:
         raise CorruptError("A torch file lacks the data of a tensor.", place=place, expected=name)
-    size = archive.members[name].size
+    size = member.size
     if count != size // dtype.itemsize:
         raise CorruptError(
             "The size of a storage isn't the declared one.",
@@ -494,9 +494,12 @@ def _storage(archive: Archive, root: str, swapped: bool, known: dict[str, Storag
             expected=f"{count} elements of {dtype}",
             found=f"{size} bytes",
         )
-    checksum = ZIP if archive.members[name].crc else ""
-    fetch, account = partial(archive.read, name), archive.source.account
-    storage = Storage(f"data/{key}", place, dtype, size, fetch, swapped, checksum, account=account)
-    if known.setdefault(key, storage) != storage:
+    storage = known.get(key)
+    if storage is None:
+        fetch, checksum = partial(archive.read, name), ZIP if member.crc else ""
+        account = archive.source.account
+        storage = Storage(f"data/{key}", place, dtype, size, fetch, swapped, checksum, account=account)
+        known[key] = storage
+    elif storage.dtype != dtype:
         raise FormatError("A storage is described in two ways.", place=f"{name} in {place}")
-    return known[key]
+    return storage

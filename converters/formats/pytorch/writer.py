@@ -24,7 +24,7 @@ from statekit.converters.formats.pytorch.reader import STORAGE_DTYPES
 from statekit.converters.formats.zip_archive import ZipForm, ZipWriter, checked_member
 from statekit.errors import Faults, UsageError
 from statekit.files.stage import Stage
-from statekit.tensors.tensor import DType, Shape, Stored, Tensor, nbytes
+from statekit.tensors.tensor import DType, Shape, Stored, Tensor, dtype_name, nbytes
 from statekit.tensors.tree import Path, Record, Tree, tensor_names
 
 MAX_LONG_BYTES = 255
@@ -173,7 +173,7 @@ class _Writer(Opcodes):
     def _tensor(self, slot: Placement) -> None:
         # Source: torch/_tensor.py, `_reduce_ex_internal`: types without a storage class of their own are windows of
         # untyped storages.
-        kind = _CLASSES.get(slot.dtype.name)
+        kind = _CLASSES.get(dtype_name(slot.dtype))
         self.name("torch._utils", "_rebuild_tensor_v2" if kind else "_rebuild_tensor_v3")
         self.out += b"(("
         self.text("storage")
@@ -189,7 +189,7 @@ class _Writer(Opcodes):
         self.name("collections", "OrderedDict")
         self.out += b")R"
         if not kind:
-            self.name("torch", slot.dtype.name)
+            self.name("torch", dtype_name(slot.dtype))
         self.out += b"tR"
 
 

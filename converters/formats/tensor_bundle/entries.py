@@ -19,7 +19,7 @@ from statekit.converters.formats.crc32c import crc32c
 from statekit.converters.formats.tensor_bundle.table import masked, to_varint, varint
 from statekit.errors import CorruptError, FormatError
 from statekit.tensors.slices import FULL, Extent, bounds
-from statekit.tensors.tensor import DTYPES, DType, Shape
+from statekit.tensors.tensor import DTYPES, DType, Shape, dtype_name
 
 STRING = 7
 _CODES = {
@@ -61,7 +61,7 @@ class BundleEntry:
 
 def code_of(dtype: DType) -> int | None:
     """Returns TensorFlow's number of a dtype, or None if it has none."""
-    return _NUMBERS.get(dtype.name)
+    return _NUMBERS.get(dtype_name(dtype))
 
 
 def parse_header(data: bytes, place: object) -> int:

@@ -145,7 +145,7 @@ def _counts(node: Mapping[str, Any]) -> bool:
 
 def children(node: Any) -> list[tuple[Any, Any]]:
     """Returns keys and nodes below a node; none of a leaf."""
-    if isinstance(node, (dict, Mapping)):  # the concrete class first: a protocol is slow to check
+    if isinstance(node, (dict, Mapping)):
         return list(node.items())
     return list(enumerate(node)) if isinstance(node, list) else []
 
@@ -268,4 +268,4 @@ def _get(node: Any, path: Path) -> Any:
 
 def is_tensor(leaf: Any) -> bool:
     """Tells whether a leaf is a tensor; the concrete class first: a protocol is slow to check."""
-    return isinstance(leaf, (Stored, Tensor))
+    return isinstance(leaf, Tensor)

@@ -16,7 +16,7 @@ import numpy as np
 from statekit.errors import Faults, StateError
 from statekit.files.checkpoint import FILES_BESIDE, Checkpoint
 from statekit.state.stored_slots import PLACEHOLDER
-from statekit.tensors.tensor import DType, Shape, Stored, Tensor
+from statekit.tensors.tensor import DType, Shape, Tensor
 from statekit.tensors.tree import Tree, walk
 from statekit.tensors.typed import Natural, fits, shown
 
@@ -100,7 +100,7 @@ def read_native(checkpoint: Checkpoint) -> Native:
     faults = Faults()
     params = {}
     for path, leaf in walk(tree["target"]):
-        if isinstance(leaf, (Stored, Tensor)):  # the concrete class first: a protocol is slow to check
+        if isinstance(leaf, Tensor):
             params["/".join(map(str, path))] = leaf
         elif leaf not in (None, {}):
             faults.add(f"is no tensor but {type(leaf).__name__}", "/".join(map(str, ("target", *path))))
@@ -132,7 +132,7 @@ def _slots(states: Any, faults: Faults) -> Iterator[tuple[str, dict[str, Tensor]
         return
     for path, leaf in walk(states) if states else ():
         parent = "/".join(map(str, path[:-1]))
-        if isinstance(leaf, (Stored, Tensor)):  # the concrete class first: a protocol is slow to check
+        if isinstance(leaf, Tensor):
             by_param.setdefault(parent, {})[str(path[-1])] = leaf
         elif leaf is None and parent not in by_param:
             yield "/".join(map(str, path)), None
