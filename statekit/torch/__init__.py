@@ -14,6 +14,7 @@ from statekit.errors import MissingExtraError
 try:
     from statekit.torch.adafactor import Adafactor
     from statekit.torch.adamw import AdamW
+    from statekit.torch.attestation import attest
     from statekit.torch.from_checkpoint import load_optimizer, load_params
     from statekit.torch.lamb import LAMB
     from statekit.torch.lans import LANS
@@ -26,4 +27,14 @@ except ModuleNotFoundError as error:
         ) from error
     raise
 
-__all__ = ["LAMB", "LANS", "Adafactor", "AdamW", "Partition", "ScaledAdam", "load_optimizer", "load_params"]
+__all__ = [
+    "LAMB",
+    "LANS",
+    "Adafactor",
+    "AdamW",
+    "Partition",
+    "ScaledAdam",
+    "attest",
+    "load_optimizer",
+    "load_params",
+]

@@ -122,10 +122,10 @@ def load_optimizer(
     for rate in lr.values() if isinstance(lr, Mapping) else (lr,):
         if fault := rate_fault(rate):
             raise UsageError("This can't be a learning rate.", place="lr", found=fault)
-    pairs = _pairs(named_parameters)
+    pairs = pairs_of(named_parameters)
     maps = maps_of(map, config, builds=False) if map is not None or config else ()
     model = [] if maps else pairs  # the checkpoint has other ones
-    hints = _hints(
+    hints = hints_of(
         model, names or {}, param_names, names_from, hparams, variant, accept_damaged, follow_links, budget
     )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
@@ -229,7 +229,7 @@ def load_params(
     """
     maps = maps_of(map, config, builds=False) if map is not None or config else ()
     pairs = [] if maps else list(model.named_parameters())
-    hints = _hints(
+    hints = hints_of(
         pairs, names or {}, param_names, names_from, hparams, None, accept_damaged, follow_links, budget
     )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
@@ -282,7 +282,7 @@ def _fitted(
     return pairs
 
 
-def _pairs(named_parameters: NamedParameters) -> list[tuple[str, torch.Tensor]]:
+def pairs_of(named_parameters: NamedParameters) -> list[tuple[str, torch.Tensor]]:
     """Returns parameters with their names."""
     pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
@@ -294,7 +294,7 @@ def _pairs(named_parameters: NamedParameters) -> list[tuple[str, torch.Tensor]]:
     return pairs
 
 
-def _hints(
+def hints_of(
     pairs: Sequence[tuple[str, torch.Tensor]],
     names: Mapping[str, str],
     param_names: Sequence[str] | None,
@@ -338,7 +338,7 @@ def _grouped(
     state: TrainState, named_parameters: NamedParameters, place: object
 ) -> list[list[tuple[str, torch.Tensor]]]:
     """Sorts a model's parameters into the groups of a state, in the state's order."""
-    pairs = _pairs(named_parameters)
+    pairs = pairs_of(named_parameters)
     given = {path_of(name): param for name, param in pairs}
     mine = {path_of(n): Given(n, tuple(p.shape), p.requires_grad) for n, p in pairs}
     stored = {path_of(path): tensor.shape for path, tensor in state.params.items()}

@@ -26,13 +26,14 @@ from statekit.errors import NotFoundError, StateError, UnknownFormatError, print
 from statekit.optim.run import Live, Move, initial, kernels_contract, load, mover, store
 from statekit.optim.steps import Execution
 from statekit.state.train_state import TrainState
+from statekit.tensors.distance import gap
 from statekit.tensors.tensor import DTYPES, Tensor, in_memory, widens
 from statekit.tensors.tree import Tree
 from statekit.verify.intervals import IntervalBackend
 from statekit.verify.recorder import write_trajectory
 from statekit.verify.recording import Recording, Trajectory
 from statekit.verify.start_state import native_state, told
-from statekit.verify.verdict import Row, compare, gap, plain
+from statekit.verify.verdict import Row, compare, plain
 
 Start = Literal["checkpoint", "init"]
 Mover = Callable[[Backend, TrainState, Execution], Move]

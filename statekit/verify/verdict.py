@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from statekit.tensors.tensor import Array, DType, float_info
+from statekit.tensors.distance import gap, ulp
+from statekit.tensors.tensor import Array
 from statekit.verify.intervals import Interval
 
 
@@ -89,7 +90,7 @@ def compare(
             step,
             path,
             tensor,
-            ulps=float(np.max(_over(apart, _ulp(theirs, recorded.dtype)))),
+            ulps=float(np.max(_over(apart, ulp(theirs, recorded.dtype)))),
             relative=float(_over(np.max(apart), np.asarray(moved))),
             ratio=float(np.max(ratio)),
             typical=float(np.median(ratio[apart > 0])) if apart.any() else 0.0,
@@ -107,25 +108,8 @@ def _inside(value: Array, bound: Interval) -> Array:
     return np.where(absent, np.isnan(value), (value >= bound.low) & (value <= bound.high))
 
 
-def gap(mine: Array, theirs: Array) -> Array:
-    """Returns how far float64 values are apart: 0 where both are NaN or the same infinity, inf where one is NaN."""
-    with np.errstate(invalid="ignore"):
-        same = (mine == theirs) | (np.isnan(mine) & np.isnan(theirs))
-        apart = np.where(same, 0.0, np.abs(mine - theirs))
-        return np.where(np.isnan(apart), np.inf, apart)
-
-
 def _over(top: Array, bottom: Array) -> Array:
     return np.where(top == 0, 0.0, top / bottom)
-
-
-def _ulp(value: Array, dtype: DType) -> Array:
-    if dtype.kind in "iu":
-        return np.ones_like(value)
-    info = float_info(dtype)
-    magnitude = np.nan_to_num(np.abs(value), nan=0.0, posinf=float(info.max))
-    exponent = np.floor(np.log2(np.maximum(magnitude, float(info.smallest_normal))))
-    return np.asarray(np.exp2(exponent - info.nmant))
 
 
 def _example(outside: Array, mine: Array, theirs: Array, bound: Interval) -> str:

@@ -1,0 +1,43 @@
+"""One line for Accelerate, which proves after `load_state` that a resumed run is its checkpoint's.
+
+statekit.accelerate.attest(accelerator, "run/checkpoint")
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+from statekit.attestation.attestation import Attestation
+from statekit.torch.attestation import attest as attest_torch
+from statekit.torch.attestation import unwrapped
+
+__all__ = ["attest"]
+
+
+def attest(
+    accelerator: Any, path: str | PathLike[str], *, strict: bool = True, **options: Any
+) -> Attestation:
+    """Compares what an `Accelerator` has prepared with the checkpoint that it goes on from.
+
+    Call it after `load_state`, and after whatever else changes the run before its first update.
+
+    Args:
+        accelerator: It has prepared a model, an optimizer, and a scheduler if there is one.
+        path: The folder that `save_state` wrote, or anything else that statekit reads.
+        strict: Whether to raise what is wrong.
+        **options: Those of `statekit.torch.attest`.
+
+    Raises:
+        StateError: With `strict`, the live run isn't the checkpoint's; or the checkpoint can't be decoded.
+    """
+    schedulers = accelerator._schedulers
+    return attest_torch(
+        accelerator._optimizers[0],
+        unwrapped(accelerator._models[0]).named_parameters(),
+        path,
+        scheduler=schedulers[0] if schedulers else None,
+        scaler=accelerator.scaler,
+        strict=strict,
+        **options,
+    )

@@ -1,0 +1,130 @@
+"""What is said of a live run: a verdict, the findings, and what could not be compared."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from statekit.errors import StateError, listed, printable, some
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault of a live run.
+
+    Attributes:
+        name: Which, as docs/resume_bugs.md lists them.
+        subject: What is wrong, one sentence.
+        where: Everything that it concerns, by canonical name.
+        expected: What the checkpoint has, of the first of these.
+        found: What is live there.
+        remedy: What to do.
+    """
+
+    name: str
+    subject: str
+    where: tuple[str, ...]
+    expected: str
+    found: str
+    remedy: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the finding as plain data."""
+        return {**vars(self), "where": list(self.where)}
+
+    def __str__(self) -> str:
+        rows = [
+            f"{self.name}: {self.subject}",
+            f"  at: {some(self.where)}",
+            f"  expected: {self.expected}",
+            f"  found: {self.found}",
+            f"  do: {self.remedy}",
+        ]
+        return "\n".join(map(printable, rows))
+
+
+@dataclass(frozen=True, repr=False)
+class Attestation:
+    """Whether a live run is the run of its checkpoint.
+
+    Attributes:
+        checkpoint: The checkpoint's path.
+        updates: Updates done, as the checkpoint says.
+        findings: What is wrong with the live run; none if it is the checkpoint's.
+        unchecked: What wasn't compared, and why, a sentence each.
+        assumptions: What was assumed of the checkpoint because it doesn't say, a sentence each.
+        params: How many parameters there are.
+        tensors: How many tensors were compared by value.
+        bytes_read: Bytes of the checkpoint's values that were read for it.
+    """
+
+    checkpoint: str
+    updates: int
+    findings: tuple[Finding, ...]
+    unchecked: tuple[str, ...]
+    assumptions: tuple[str, ...]
+    params: int
+    tensors: int
+    bytes_read: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing speaks against it."""
+        return not self.findings
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        return {
+            "format": "statekit.attestation/1",
+            "passed": self.passed,
+            **vars(self),
+            "findings": [one.to_json() for one in self.findings],
+            "unchecked": list(self.unchecked),
+            "assumptions": list(self.assumptions),
+        }
+
+    def json(self) -> str:
+        """Returns it as JSON text."""
+        return json.dumps(self.to_json(), indent=2, allow_nan=False)
+
+    def check(self) -> None:
+        """Raises what was found.
+
+        Raises:
+            StateError: The live run isn't the checkpoint's; has every finding.
+        """
+        if self.passed:
+            return
+        error = StateError(
+            "The live run isn't the checkpoint's.",
+            place=self.checkpoint,
+            found=listed(
+                f"{one.name}: {one.subject} @ {some(one.where)}; expected {one.expected}, found {one.found}"
+                for one in self.findings
+            ),
+            remedy="; ".join(dict.fromkeys(one.remedy for one in self.findings)),
+        )
+        error.faults = tuple((f"{one.name}: {one.subject}", some(one.where)) for one in self.findings)
+        raise error
+
+    def __str__(self) -> str:
+        count = len(self.findings)
+        verdict = (
+            f"The live run is the checkpoint's, after {self.updates} updates."
+            if self.passed
+            else f"The live run isn't the checkpoint's: {count} finding{'s' * (count != 1)}."
+        )
+        compared = (
+            f"{self.params} parameters; {self.tensors} tensors compared by value with {self.checkpoint}."
+        )
+        rows = [printable(f"{verdict} {compared}")]
+        rows += [str(one) for one in self.findings]
+        rows += [printable(f"Not compared: {one}.") for one in self.unchecked]
+        rows += [printable(f"Assumed: {one}") for one in self.assumptions]
+        return "\n".join(rows)
+
+    def __repr__(self) -> str:
+        return printable(
+            f"<Attestation of {self.checkpoint}: {'passed' if self.passed else f'{len(self.findings)} findings'}>"
+        )

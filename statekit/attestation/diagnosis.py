@@ -1,0 +1,318 @@
+"""From differences between a live run and its checkpoint to findings: what most probably went wrong, by name.
+
+A fault of loading leaves many differences of one kind. They are gathered here, and told apart where the state tells:
+moments that are another parameter's, or the checkpoint's in lower precision, or that were never loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from statekit.attestation.attestation import Finding
+from statekit.state.comparison import Difference, is_zero
+from statekit.state.stored_params import MASTER
+from statekit.state.train_state import TrainState
+from statekit.tensors.digest import tensor_digest
+from statekit.tensors.distance import distance
+from statekit.tensors.tensor import Cast, Tensor
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kind of finding.
+
+    Attributes:
+        subject: What is wrong, one sentence.
+        remedy: What to do.
+    """
+
+    subject: str
+    remedy: str
+
+
+_LOAD = "load the optimizer's state after the optimizer is made, and before anything else changes it"
+FAULTS: Mapping[str, Fault] = {
+    "optimizer-empty": Fault(
+        "The live optimizer is new: it has made no update and has none of the checkpoint's slots.",
+        "load the optimizer's state, not the weights alone; a loader that fills what is there already needs the "
+        "optimizer to have its slots first, or skips them in silence",
+    ),
+    "slot-missing": Fault(
+        "Parameters lack slots that the checkpoint has.",
+        "load the state of every parameter; whatever is missing would begin anew with the next update",
+    ),
+    "slot-extra": Fault(
+        "Parameters have slots that the checkpoint hasn't.",
+        "don't make a step before the state is loaded, not even one that only creates it",
+    ),
+    "slot-zero": Fault(
+        "Slots are all zero, in the checkpoint they aren't.", f"don't initialize after loading; {_LOAD}"
+    ),
+    "slot-rounded": Fault(
+        "Slots are the checkpoint's, rounded to fewer bits.",
+        "load them in the checkpoint's dtype: torch's load_state_dict casts to the parameter's, Orbax to the "
+        "template's; load before the model is cast, or cast slots back and copy them again",
+    ),
+    "slot-of-another-parameter": Fault(
+        "Parameters have each other's slots.",
+        "load by name, or make the optimizer with its parameters in the order of the saved run",
+    ),
+    "slot-differs": Fault("Slots have other values than in the checkpoint.", _LOAD),
+    "parameter-missing": Fault(
+        "The live run lacks parameters that the checkpoint has.",
+        "pass all parameters; of a wrapped model those of the inner module, or say names={live: checkpoint's}",
+    ),
+    "parameter-extra": Fault(
+        "The live run has parameters that the checkpoint hasn't.",
+        "say names={live: checkpoint's} where they are called otherwise",
+    ),
+    "parameter-rounded": Fault(
+        "Parameters are the checkpoint's, rounded to fewer bits.",
+        "load the weights in the checkpoint's dtype",
+    ),
+    "parameter-differs": Fault(
+        "Parameters have other values than in the checkpoint.",
+        "load the weights of the same step, after the model is built and wrapped, before the first update",
+    ),
+    "master-stale": Fault(
+        "Parameters aren't the rounding of their masters: the next update would write other weights.",
+        "refresh the masters after weights are loaded, or the weights from the masters, on every rank",
+    ),
+    "optimizer-elsewhere": Fault(
+        "The optimizer moves tensors that aren't the model's.",
+        "make the optimizer after the model is wrapped, moved and cast, of the parameters that it has then",
+    ),
+    "shape": Fault("Tensors have another shape than in the checkpoint.", "build the model that was saved"),
+    "dtype": Fault(
+        "Tensors have another dtype than in the checkpoint, with equal values: later updates round otherwise.",
+        "load them in the checkpoint's dtype",
+    ),
+    "step": Fault(
+        "Parameters have done another number of updates than in the checkpoint.",
+        "restore the count with the slots; don't make a step to create the state, nor restart the count",
+    ),
+    "groups-exchanged": Fault(
+        "Parameters have the hyperparameters of another group.",
+        "make the groups in the order of the saved run: their options are restored by position",
+    ),
+    "learning-rate": Fault(
+        "The learning rate of the next update isn't the checkpoint's.",
+        "load the groups with the state; build the scheduler before that, not after: building one writes its first "
+        "rate into the groups, and loading the scheduler doesn't undo it",
+    ),
+    "hyperparameter": Fault(
+        "Hyperparameters aren't the checkpoint's.",
+        "load the groups with the state, or build the optimizer with what the run had",
+    ),
+    "frozen": Fault(
+        "Other parameters are trained than in the checkpoint.", "give the optimizer those that the run moved"
+    ),
+    "rule": Fault(
+        "The live optimizer makes updates by another rule.", "go on with the optimizer that the run had"
+    ),
+    "schedule-elsewhere": Fault(
+        "The scheduler drives another optimizer: the learning rate of this one stays as it is.",
+        "build the scheduler over the optimizer that makes the updates, after it is wrapped",
+    ),
+    "schedule": Fault(
+        "The schedule isn't where the checkpoint's is, or isn't the same.",
+        "load the scheduler's state after it is built with the run's arguments",
+    ),
+    "scaler": Fault(
+        "The loss scaler isn't the checkpoint's: updates are skipped until it has found its scale again.",
+        "save and load scaler.state_dict(), after everything that steps or skips",
+    ),
+    "broken": Fault(
+        "The live state breaks its own rules.", "check that the state was loaded into the right parameters"
+    ),
+}
+"""Every finding, by name."""
+
+
+def fault(name: str, where: Iterable[str], expected: object, found: object) -> Finding:
+    """Returns a finding of a known kind."""
+    kind = FAULTS[name]
+    return Finding(name, kind.subject, tuple(where), str(expected), str(found), kind.remedy)
+
+
+def diagnosed(right: TrainState, live: TrainState, differences: Sequence[Difference]) -> list[Finding]:
+    """Returns the findings that differences come to.
+
+    Args:
+        right: The checkpoint's state.
+        live: The live run's.
+        differences: In what they differ.
+    """
+    return list(_Diagnosis(right, live, differences).findings())
+
+
+class _Diagnosis:
+    def __init__(self, right: TrainState, live: TrainState, differences: Sequence[Difference]) -> None:
+        self._right, self._live, self._all = right, live, differences
+
+    def findings(self) -> Iterator[Finding]:
+        yield from self._of_rule()
+        empty = self._is_empty()
+        if empty:
+            missing = self._of("missing", slots=True)
+            steps = {one.path: one for one in self._of("updates")}
+            done = max((int(one.expected) for one in steps.values()), default=0)
+            where = dict.fromkeys([*(one.path for one in missing), *steps])
+            yield fault("optimizer-empty", where, f"{len(missing)} slots, {done} updates done", "none")
+        yield from self._of_params()
+        yield from self._of_slots(empty)
+        if not empty:
+            yield from _gathered("step", self._of("updates"), lambda n: f"{n} updates done")
+        yield from self._of_options()
+        yield from self._of_run()
+        yield from _stale_masters(self._live)
+
+    def _of(self, what: str, slots: bool | None = None) -> list[Difference]:
+        each = [one for one in self._all if one.what == what]
+        return each if slots is None else [one for one in each if bool(one.item) == slots]
+
+    def _is_empty(self) -> bool:
+        """Tells whether the live optimizer has nothing that an update leaves behind."""
+        live = self._live
+        done = {live.counts.updates, *live.counts.behind.values()}
+        has = any(live.slots.get(path) for path in live.params)
+        lacks = bool(self._of("missing", slots=True)) or bool(self._of("updates"))
+        return lacks and done == {0} and (not has or self._all_zero())
+
+    def _all_zero(self) -> bool:
+        return all(is_zero(slot) for slots in self._live.slots.values() for slot in slots.values())
+
+    def _of_rule(self) -> Iterator[Finding]:
+        for one in self._of("rule"):
+            yield fault("rule", [one.place], one.expected, one.actual)
+
+    def _of_params(self) -> Iterator[Finding]:
+        yield from _gathered("parameter-missing", self._of("missing", slots=False))
+        yield from _gathered("parameter-extra", self._of("extra", slots=False))
+        yield from _gathered("shape", self._of("shape"))
+        yield from self._of_values("parameter", slots=False)
+
+    def _of_slots(self, empty: bool) -> Iterator[Finding]:
+        if not empty:
+            yield from _gathered("slot-missing", self._of("missing", slots=True))
+        yield from _gathered("slot-extra", self._of("extra", slots=True))
+        if not (empty and self._all_zero()):
+            yield from self._of_values("slot", slots=True)
+
+    def _of_values(self, kind: str, slots: bool) -> Iterator[Finding]:
+        """Yields what tells tensors apart that have other values or dtypes."""
+        dtypes = {one.place: one for one in self._of("dtype", slots)}
+        values = {one.place: one for one in self._of("values", slots)}
+        rounded = [
+            place
+            for place, one in values.items()
+            if place in dtypes and one.distance and one.distance.is_rounding
+        ]
+        yield from _gathered(f"{kind}-rounded", [dtypes[place] for place in rounded])
+        left = [one for place, one in values.items() if place not in {*rounded}]
+        yield from _gathered("dtype", [one for place, one in dtypes.items() if place not in values])
+        if not slots:
+            yield from _values(f"{kind}-differs", left)
+            return
+        zero = {one.place for one in left if is_zero(self._slot(self._live, one))}
+        yield from _values("slot-zero", [one for one in left if one.place in zero])
+        left = [one for one in left if one.place not in zero]
+        others = self._exchanged(left)
+        where = [f"{one.place} is {place}'s" for one, place in others]
+        if others:
+            yield fault("slot-of-another-parameter", where, "its own", "another's")
+        exchanged = {one.place for one, _ in others}
+        yield from _values("slot-differs", [one for one in left if one.place not in exchanged])
+
+    def _slot(self, state: TrainState, one: Difference) -> Tensor:
+        if one.path:
+            return state.slots[one.path][one.item]
+        return state.optimizer.groups[int(one.place.split("/")[1])].slots[one.item]
+
+    def _exchanged(self, differing: Sequence[Difference]) -> list[tuple[Difference, str]]:
+        """Returns the slots that are those of another parameter, with its path."""
+        candidates: dict[tuple[object, ...], dict[str, str]] = {}
+        pairs = []
+        for one in differing:
+            if not one.path or getattr(self._slot(self._live, one), "part", None) is not None:
+                continue
+            live = self._slot(self._live, one)
+            key = (one.item, live.shape, live.dtype.name)
+            if key not in candidates:
+                candidates[key] = {
+                    tensor_digest(slots[one.item]): path
+                    for path, slots in self._right.slots.items()
+                    if one.item in slots and (slots[one.item].shape, slots[one.item].dtype.name) == key[1:]
+                }
+            if (path := candidates[key].get(tensor_digest(live))) is not None:
+                pairs.append((one, path))
+        return pairs
+
+    def _of_options(self) -> Iterator[Finding]:
+        options = self._of("option")
+        exchanged = self._are_exchanged(options)
+        by_item: dict[str, list[Difference]] = {}
+        for one in options:
+            by_item.setdefault(one.item, []).append(one)
+        for item, each in by_item.items():
+            is_rate = item == "learning_rate"
+            name = "groups-exchanged" if exchanged else "learning-rate" if is_rate else "hyperparameter"
+            yield from _gathered(name, each, lambda value, item=item: f"{item} {value!r}")  # type: ignore[misc]
+        yield from _gathered("frozen", self._of("moved"), lambda moved: "trained" if moved else "frozen")
+
+    def _are_exchanged(self, options: Sequence[Difference]) -> bool:
+        """Tells whether every parameter with other options has those of another of the checkpoint's groups."""
+        groups = self._right.optimizer.groups
+        live = {path: group for group in self._live.optimizer.groups for path in group.paths}
+        paths = {one.path for one in options}
+        return bool(paths) and all(
+            any(
+                path not in group.paths
+                and all(
+                    live[path].hyperparameters.get(name) == value
+                    for name, value in group.hyperparameters.items()
+                )
+                for group in groups
+            )
+            for path in paths
+        )
+
+    def _of_run(self) -> Iterator[Finding]:
+        for one in self._of("schedule"):
+            yield fault("schedule", [one.place], f"{one.item} {one.expected!r}", f"{one.item} {one.actual!r}")
+        for one in self._of("part"):
+            name = "scaler" if one.item == "scaler" else "broken"
+            yield fault(name, [one.place], one.expected or "none in the checkpoint", one.actual or "none")
+
+
+def _gathered(
+    name: str, differences: Sequence[Difference], shown: Callable[[object], str] = str
+) -> Iterator[Finding]:
+    """Yields one finding for differences of one kind; what is expected and there is said of the first."""
+    if differences:
+        first = differences[0]
+        values = [shown(one) if one is not None else "nothing" for one in (first.expected, first.actual)]
+        yield fault(name, [one.place for one in differences], *values)
+
+
+def _values(name: str, differences: Sequence[Difference]) -> Iterator[Finding]:
+    if differences:
+        worst = max(differences, key=lambda one: one.distance.relative if one.distance else 0.0)
+        where = [worst.place, *(one.place for one in differences if one is not worst)]
+        yield fault(name, where, "the checkpoint's values", worst.distance)
+
+
+def _stale_masters(live: TrainState) -> Iterator[Finding]:
+    """Yields parameters that aren't the rounding of their masters."""
+    stale = []
+    for path, slots in live.slots.items():
+        master, param = slots.get(MASTER), live.params[path]
+        if master is None or getattr(param, "part", None) is not None:
+            continue
+        apart = distance(Cast(master, param.dtype), param)
+        if apart.unequal:
+            stale.append((path, apart))
+    if stale:
+        where = [f"slots/{path}/{MASTER}" for path, _ in stale]
+        yield fault("master-stale", where, "a master that rounds to its parameter", stale[0][1])

@@ -1,0 +1,266 @@
+"""In what one canonical state differs from another: by name, shape, dtype, bits, counts, hyperparameters, schedule.
+
+It is the one comparison of states: of a live run with its checkpoint, and of two checkpoints, whatever systems they are
+of. Slots that one of them hasn't made yet are equal to zeros before the first update of their parameter, and only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Literal, TypeAlias
+
+from statekit.state.run import RunState, run_of
+from statekit.state.schema import WEIGHTS
+from statekit.state.train_state import Group, TrainState
+from statekit.tensors.distance import Distance, distance
+from statekit.tensors.tensor import Index, Tensor, chunks, nbytes
+from statekit.tensors.tree import to_json
+
+What: TypeAlias = Literal[
+    "rule", "missing", "extra", "shape", "dtype", "values", "updates", "option", "moved", "schedule", "part"
+]
+"""In what something differs. `missing`: only the right state has it; `extra`: only the other has it."""
+_PARTS = ("scaler", "accumulation")
+"""Parts of a run whose records are compared; of the others only whether they are there can be said."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something in which a state isn't the right one.
+
+    Attributes:
+        what: In what.
+        place: Its canonical name: `params/<path>`, `slots/<path>/<slot>`, `groups/<path>/<hyperparameter>`, ...
+        expected: What the right state has there.
+        actual: What the other has.
+        path: The parameter, if it is of one.
+        item: The slot or hyperparameter, or the field of a schedule.
+        distance: How far values are apart, where they were compared.
+    """
+
+    what: What
+    place: str
+    expected: Any = None
+    actual: Any = None
+    path: str = ""
+    item: str = ""
+    distance: Distance | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the difference as plain data."""
+        values = {"expected": _plain(self.expected), "actual": _plain(self.actual)}
+        named = {name: value for name in ("path", "item") if (value := getattr(self, name))}
+        apart = {} if self.distance is None else {"distance": self.distance.to_json()}
+        return {"what": self.what, "place": self.place, **named, **values, **apart}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two states have in common, and what they haven't.
+
+    Attributes:
+        differences: In what the other isn't the right one, in the right one's order.
+        tensors: How many tensors were compared by value.
+        bytes_read: Bytes of the right state's values that were read for it.
+        unsaid: What only one of them says, so that it can't be compared, a sentence each.
+    """
+
+    differences: tuple[Difference, ...]
+    tensors: int
+    bytes_read: int
+    unsaid: tuple[str, ...]
+
+
+def compare_states(
+    right: TrainState,
+    other: TrainState,
+    *,
+    by_value: Callable[[str], bool] = lambda path: True,
+    on_tensor: Callable[[str, int], object] = lambda name, size: None,
+    sides: tuple[str, str] = ("the first", "the second"),
+) -> Comparison:
+    """Compares a state with another that is taken for the right one; values are read block by block.
+
+    Args:
+        right: What is taken for the right one.
+        other: The other; a tensor of it that has a `part`, an index, is compared there alone.
+        by_value: Tells of a parameter whether its values and its slots' are compared, or shapes and dtypes alone.
+        on_tensor: Told the name and the size in bytes of each tensor before it is compared.
+        sides: What the two are called where only one says something.
+    """
+    return _States(right, other, by_value, on_tensor, sides).compared()
+
+
+@dataclass
+class _Read:
+    tensors: int = 0
+    size: int = 0
+
+
+class _States:
+    """Two states that are compared."""
+
+    def __init__(
+        self,
+        right: TrainState,
+        other: TrainState,
+        by_value: Callable[[str], bool],
+        on_tensor: Callable[[str, int], object],
+        sides: tuple[str, str],
+    ) -> None:
+        self._right, self._other, self._by_value, self._on_tensor = right, other, by_value, on_tensor
+        self._read, self._sides = _Read(), sides
+        self._unsaid: dict[str, None] = {}
+
+    def compared(self) -> Comparison:
+        differences = tuple(self._all())
+        return Comparison(differences, self._read.tensors, self._read.size, tuple(self._unsaid))
+
+    def _all(self) -> Iterator[Difference]:
+        right, other = self._right, self._other
+        kinds = [{schema for schema, _ in one.optimizer.kinds} for one in (right, other)]
+        alone = [one for one in kinds if one == {WEIGHTS}]
+        if kinds[0] != kinds[1]:
+            yield _differing("rule", "optimizer", [" and ".join(sorted(one)) for one in kinds])
+        for path in _both(right.params, other.params):
+            mine, theirs = other.params.get(path), right.params.get(path)
+            yield from self._pair(f"params/{path}", path, "", theirs, mine)
+            if not alone and mine is not None and theirs is not None:
+                yield from self._of_param(path)
+        if alone or kinds[0] != kinds[1]:
+            return
+        yield from self._rules()
+        yield from self._options()
+        yield from self._group_slots()
+        yield from self._run(run_of(right.extra), run_of(other.extra))
+
+    def _of_param(self, path: str) -> Iterator[Difference]:
+        right, other = self._right, self._other
+        due, done = (one.counts.behind.get(path, one.counts.updates) for one in (right, other))
+        if due != done:
+            yield Difference("updates", f"updates/{path}", due, done, path)
+        slots = [one.slots.get(path, {}) for one in (right, other)]
+        for name in _both(*slots):
+            theirs, mine = (each.get(name) for each in slots)
+            place = f"slots/{path}/{name}"
+            present = theirs if mine is None else mine if theirs is None else None
+            if present is not None and not due and not done and self._by_value(path) and is_zero(present):
+                continue
+            yield from self._pair(place, path, name, theirs, mine)
+
+    def _pair(
+        self, place: str, path: str, item: str, right: Tensor | None, other: Tensor | None
+    ) -> Iterator[Difference]:
+        """Yields in what a tensor isn't the right one; None where one state hasn't it."""
+        if right is None or other is None:
+            what: What = "missing" if other is None else "extra"
+            yield Difference(what, place, _described(right), _described(other), path, item)
+            return
+        if right.shape != other.shape:
+            yield Difference("shape", place, right.shape, other.shape, path, item)
+            return
+        apart = None
+        if self._by_value(path):
+            part = getattr(other, "part", None)
+            self._on_tensor(place, nbytes(right))
+            self._read.tensors += 1
+            self._read.size += nbytes(right)
+            apart = distance(right, other, part)
+        if right.dtype != other.dtype:
+            yield Difference("dtype", place, right.dtype.name, other.dtype.name, path, item, apart)
+        if apart is not None and apart.unequal:
+            yield Difference("values", place, None, None, path, item, apart)
+
+    def _rules(self) -> Iterator[Difference]:
+        for path in self._right.rules:
+            theirs, mine = self._right.rules[path], self._other.rules.get(path)
+            if mine is not None and theirs.axes != mine.axes:
+                labels = [", ".join(axis.value for axis in one.axes) for one in (theirs, mine)]
+                yield _differing("rule", f"rules/{path}", labels, path)
+
+    def _options(self) -> Iterator[Difference]:
+        groups = [_groups_by_path(one) for one in (self._right, self._other)]
+        for path in self._right.params:
+            theirs, mine = (each.get(path) for each in groups)
+            if theirs is None and mine is None:
+                continue
+            if theirs is None or mine is None:
+                yield Difference("moved", f"groups/{path}", theirs is not None, mine is not None, path)
+                continue
+            for name in _both(theirs.hyperparameters, mine.hyperparameters):
+                has = name in theirs.hyperparameters, name in mine.hyperparameters
+                if not all(has):
+                    self._unsaid[f"{name}: {self._sides[int(has[0])]} doesn't say it"] = None
+                    continue
+                values = [_value(one.hyperparameters[name], path) for one in (theirs, mine)]
+                if values[0] != values[1]:
+                    yield _differing("option", f"groups/{path}/{name}", values, path, name)
+
+    def _group_slots(self) -> Iterator[Difference]:
+        pairs = zip_longest(self._right.optimizer.groups, self._other.optimizer.groups)
+        for i, pair in enumerate(pairs):
+            slots = [dict(one.slots) if one else {} for one in pair]
+            for name in _both(*slots):
+                yield from self._pair(f"groups/{i}/{name}", "", name, slots[0].get(name), slots[1].get(name))
+
+    def _run(self, right: RunState, other: RunState) -> Iterator[Difference]:
+        for i, (theirs, mine) in enumerate(zip_longest(right.schedules, other.schedules)):
+            place = f"schedule/{i}"
+            if theirs is None or mine is None:
+                kinds = [one and (one.kind or "unknown") for one in (theirs, mine)]
+                yield _differing("schedule", place, kinds)
+                continue
+            for item in ("kind", "at", "last", "parameters"):
+                values = [_plain(getattr(one, item)) for one in (theirs, mine)]
+                if values[0] != values[1] and None not in values:
+                    yield _differing("schedule", f"{place}/{item}", values, item=item)
+        parts = [{part.what: part for part in one.parts} for one in (right, other)]
+        for what in _both(*parts):
+            each = [one.get(what) for one in parts]
+            if what not in _PARTS:
+                continue
+            values = [None if one is None else _plain(one.value) for one in each]
+            if values[0] != values[1]:
+                yield _differing("part", what, values, item=what)
+
+
+def _differing(what: What, place: str, values: Sequence[Any], path: str = "", item: str = "") -> Difference:
+    """Returns a difference of two values, the right one first."""
+    right, other = values
+    return Difference(what, place, right, other, path, item)
+
+
+def is_zero(tensor: Tensor) -> bool:
+    """Tells whether all values of a tensor are zero; of one that has a `part`, the values there."""
+    part: Index | None = getattr(tensor, "part", None)
+    if part is not None:
+        return not tensor.read(part).any()
+    return all(not block.any() for block in chunks(tensor))
+
+
+def _both(right: Iterable[Any], other: Iterable[Any]) -> list[Any]:
+    """Returns the keys of both, in the order of the right one, each once."""
+    return list(dict.fromkeys([*right, *other]))
+
+
+def _groups_by_path(state: TrainState) -> dict[str, Group]:
+    return {path: group for group in state.optimizer.groups for path in group.paths}
+
+
+def _value(value: Any, path: str) -> Any:
+    """Returns a hyperparameter as it is of one parameter, as plain data."""
+    if isinstance(value, Mapping) and path in value:
+        value = value[path]
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.shape == ():
+        value = value.read().item()
+    return to_json(list(value) if isinstance(value, tuple) else value)
+
+
+def _described(tensor: Tensor | None) -> str | None:
+    return None if tensor is None else f"{tensor.dtype.name} {list(tensor.shape)}"

@@ -1,0 +1,151 @@
+"""Whether a live run in PyTorch is the run of its checkpoint: any trainer, any optimizer that a layout knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+
+from statekit.attestation.attest import attest as attested
+from statekit.attestation.attestation import Attestation, Finding
+from statekit.attestation.diagnosis import fault
+from statekit.torch.from_checkpoint import NamedParameters, hints_of, pairs_of
+from statekit.torch.live import live_state
+
+
+def attest(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: NamedParameters,
+    path: str | PathLike[str],
+    *,
+    scheduler: Any = None,
+    scaler: Any = None,
+    strict: bool = False,
+    sample: int | None = None,
+    seed: int = 0,
+    names: Mapping[str, str] | None = None,
+    param_names: Sequence[str] | None = None,
+    variant: str | None = None,
+    step: int | None = None,
+    hparams: Mapping[str, Any] | None = None,
+    map: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
+    budget: int | None = None,
+) -> Attestation:
+    """Compares a live run with the checkpoint that it goes on from, by name and bit for bit.
+
+    Call it after every loader, scheduler and wrapper, and before the first update. Nothing is changed. Compared are
+    parameters, every slot with its dtype, the updates done by each parameter, groups and hyperparameters by parameter,
+    the schedule and the loss scaler. Of sharded parameters each process compares what it has.
+
+    Args:
+        optimizer: What makes the updates, wrapped or not: torch.optim's, transformers' Adafactor, statekit's.
+        named_parameters: `model.named_parameters()`.
+        path: Anything statekit reads: a Trainer's folder, a torch file, a T5X run.
+        scheduler: What moves the learning rate, if something does.
+        scaler: The `torch.amp.GradScaler`, if there is one.
+        strict: Whether to raise what is wrong.
+        sample: How many parameters are compared by value, drawn with `seed`; all if None.
+        seed: Of the sample.
+        names: Names in the checkpoint by those of `named_parameters`, where they differ.
+        param_names: As in `load_optimizer`.
+        variant: As in `load_optimizer`.
+        step: Which step of a run's folder; the newest if None.
+        hparams: What the checkpoint doesn't say, in the original system's names.
+        map: As in `load_optimizer`.
+        config: As in `load_optimizer`.
+        follow_links: As in `load_optimizer`.
+        budget: As in `load_optimizer`.
+
+    Returns:
+        The verdict with every finding. `print` shows it, `.json()` is for programs.
+
+    Raises:
+        StateError: With `strict`, the live run isn't the checkpoint's; or the checkpoint can't be decoded.
+        NotFoundError: Nothing is there.
+        FormatError: The bytes can't be trusted, or no format fits.
+    """
+    inner = _innermost(optimizer, "optimizer", torch.optim.Optimizer)
+    pairs = pairs_of(named_parameters)
+    hints = hints_of(
+        [] if map is not None or config else pairs,
+        names or {},
+        param_names,
+        None,
+        hparams,
+        variant,
+        False,
+        follow_links,
+        budget,
+    )
+    params = dict(pairs)
+    beside: dict[str, Any] = {}
+    moved = _innermost(scheduler, "scheduler")
+    if moved is not None:
+        beside["scheduler"] = moved.state_dict()
+    if scaler is not None and (state := scaler.state_dict()):  # one that is switched off has none
+        beside["scaler"] = state
+    return attested(
+        path,
+        lambda opened: live_state(params, inner, beside),
+        findings=[*_strangers(inner, params), *_drives_another(moved, inner)],
+        names=names,
+        map=map,
+        config=config,
+        step=step,
+        hints=hints,
+        order=_order(inner, params, names or {}),
+        sample=sample,
+        seed=seed,
+        strict=strict,
+    )
+
+
+def unwrapped(model: Any) -> Any:
+    """Returns the module inside of DistributedDataParallel and torch.compile, whose names are the checkpoint's."""
+    for name in ("module", "_orig_mod") * 2:
+        inner = getattr(model, name, None)
+        model = inner if isinstance(inner, torch.nn.Module) and len([*model.children()]) == 1 else model
+    return model
+
+
+def _innermost(outer: Any, name: str, kind: type = object) -> Any:
+    """Returns what wrappers such as Accelerate's and Lightning's hold."""
+    while isinstance(inner := getattr(outer, name, None), kind) and inner is not None and inner is not outer:
+        outer = inner
+    return outer
+
+
+def _order(
+    optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor], names: Mapping[str, str]
+) -> list[str] | None:
+    """Returns the checkpoint's names in the order of a live optimizer; None if it moves something else too."""
+    known = {id(param): names.get(name, name) for name, param in params.items()}
+    order = [known.get(id(param)) for group in optimizer.param_groups for param in group["params"]]
+    return None if None in order else [name for name in order if name is not None]
+
+
+def _strangers(optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor]) -> list[Finding]:
+    known = {id(param) for param in params.values()}
+    strange = [
+        f"group {i}, {tuple(param.shape)}"
+        for i, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+        if id(param) not in known
+    ]
+    if not strange:
+        return []
+    return [fault("optimizer-elsewhere", strange, "the model's parameters", f"{len(strange)} other tensors")]
+
+
+def _drives_another(scheduler: Any, optimizer: torch.optim.Optimizer) -> list[Finding]:
+    driven = _innermost(getattr(scheduler, "optimizer", None), "optimizer", torch.optim.Optimizer)
+    if driven is None or driven is optimizer:
+        return []
+    name = type(optimizer).__name__
+    return [
+        fault("schedule-elsewhere", ["the scheduler"], f"this {name}", f"another {type(driven).__name__}")
+    ]

@@ -1,0 +1,136 @@
+"""What is live in PyTorch, in the form in which checkpoints are read: so that the layouts decode it too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from statekit.arrays.backend import backend
+from statekit.conversion import registry
+from statekit.conversion.contracts import NO_HINTS
+from statekit.files.checkpoint import Checkpoint
+from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import Array, DType, Index, Shape, index_shape, normal_index
+from statekit.tensors.tree import Tree
+from statekit.torch.sharding import is_sharded, own_part
+from statekit.torch.slots import dtype_of
+
+LIVE = Path("the live run")
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """A tensor in memory, on whatever device; of a sharded one, the part that this process has.
+
+    Attributes:
+        value: The tensor.
+        name: What it is called.
+    """
+
+    value: torch.Tensor
+    name: str
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the whole."""
+        return tuple(self.value.shape)
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype."""
+        return dtype_of(self.value)
+
+    @property
+    def grain(self) -> Shape:
+        """The whole."""
+        return self.shape
+
+    @property
+    def part(self) -> Index | None:
+        """The block that this process has; None if it has everything."""
+        if not is_sharded(self.value):
+            return None
+        local, start = own_part(self.value)
+        return tuple(slice(i, i + n) for i, n in zip(start, local.shape, strict=True))
+
+    def read(self, index: Index | None = None) -> Array:
+        """Reads a block; of a sharded tensor it must lie in its part."""
+        bounds = normal_index(index, self.shape)
+        local, start = own_part(self.value)
+        inside = tuple(slice(cut.start - i, cut.stop - i) for cut, i in zip(bounds, start, strict=True))
+        block = backend("torch").numpy(local[inside])
+        return block.reshape(index_shape(bounds))
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes it."""
+        return {"op": "live", "name": self.name, "shape": list(self.shape), "dtype": self.dtype.name}
+
+
+def live_tree(value: Any, name: str = "") -> Tree:
+    """Returns what a `state_dict` holds as an inert tree; what is no plain value is left out."""
+    if isinstance(value, torch.Tensor):
+        return LiveTensor(value.detach(), name)
+    if isinstance(value, Mapping):
+        return {key: live_tree(one, f"{name}/{key}") for key, one in value.items() if _is_plain(one)}
+    if isinstance(value, (list, tuple)):
+        return type(value)([live_tree(one, f"{name}/{i}") for i, one in enumerate(value) if _is_plain(one)])
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(
+        value, (bool, int, float, str, bytes, torch.Tensor, Mapping, list, tuple)
+    )
+
+
+def live_state(
+    params: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, beside: Mapping[str, Any]
+) -> TrainState:
+    """Returns the canonical state of what is live.
+
+    Args:
+        params: The model's parameters by name.
+        optimizer: What makes the updates; of its tensors, those that aren't among the parameters are left out.
+        beside: What else the run has, by the name that it has in checkpoints: states of a scheduler, a scaler.
+
+    Raises:
+        StateError: The state breaks its layout's rules; or no layout knows the optimizer.
+    """
+    names = {id(param): name for name, param in params.items()}
+    tree = live_tree(
+        {
+            "model": dict(params),
+            "optimizer": named_state(optimizer, names),
+            **beside,
+        }
+    )
+    checkpoint = Checkpoint("torch", LIVE, tree)
+    layout, _ = registry.detect_layout(checkpoint)
+    return registry.decoded(layout, checkpoint, NO_HINTS)
+
+
+def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Returns an optimizer's `state_dict` in which groups name their parameters; tensors without a name are left out.
+
+    Args:
+        optimizer: The optimizer.
+        names: Name of each parameter by its `id`.
+    """
+    saved = optimizer.state_dict()
+    groups: list[dict[str, Any]] = []
+    gone: set[Any] = set()
+    for group, stored in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        pairs: Sequence[tuple[Any, str | None]] = [
+            (index, names.get(id(param)))
+            for index, param in zip(stored["params"], group["params"], strict=True)
+        ]
+        gone |= {index for index, name in pairs if name is None}
+        known = [(index, name) for index, name in pairs if name is not None]
+        named = {"params": [index for index, _ in known], "param_names": [name for _, name in known]}
+        groups.append({**stored, **named})
+    state = {index: slots for index, slots in saved["state"].items() if index not in gone}
+    return {**saved, "state": state, "param_groups": groups}

@@ -1,0 +1,383 @@
+"""Attesting a live run in PyTorch: honest resumes pass, and each fault that people met is found by its name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import statekit.torch
+from statekit.attestation.attestation import Attestation
+from statekit.errors import StateError
+
+pytestmark = pytest.mark.torch
+
+
+@dataclass
+class Run:
+    """A run: what a program has in its hands."""
+
+    model: Any
+    optimizer: Any
+    scheduler: Any
+    scaler: Any
+
+
+def network() -> Any:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+
+
+def made(kind: str = "adamw", model: Any = None, exchanged: bool = False) -> Run:
+    model = model or network()
+    pairs = list(model.named_parameters())
+    if kind == "statekit":
+        optimizer: Any = statekit.torch.Adafactor(pairs, lr=0.01, variant="t5x", factored=False)
+    elif kind == "hf":
+        from transformers.optimization import Adafactor
+
+        optimizer = Adafactor(model.parameters(), lr=0.01, relative_step=False, scale_parameter=False)
+    elif kind == "adafactor":
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)
+    else:
+        groups = [
+            {"params": [p for _, p in pairs if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for _, p in pairs if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        if exchanged:
+            decays = [group["weight_decay"] for group in groups]
+            for group, decay in zip(groups, reversed(decays), strict=True):
+                group["weight_decay"] = decay
+        optimizer = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[kind](groups, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 10)
+    return Run(model, optimizer, scheduler, torch.amp.GradScaler("cpu", init_scale=65536.0))
+
+
+def trained(run: Run, updates: int = 3) -> Run:
+    torch.manual_seed(2)
+    for _ in range(updates):
+        run.optimizer.zero_grad()
+        (run.model(torch.randn(5, 4)) ** 2).sum().backward()
+        run.optimizer.step()
+        run.scheduler.step()
+    return run
+
+
+def saved(run: Run, path: Path, **others: Any) -> Path:
+    parts = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
+    parts |= {"scheduler": run.scheduler.state_dict(), "scaler": run.scaler.state_dict()}
+    torch.save({key: part for key, part in {**parts, **others}.items() if part is not None}, path)
+    return path
+
+
+def loaded(path: Path, run: Run) -> Run:
+    stored = torch.load(path, weights_only=False)
+    run.model.load_state_dict(stored["model"])
+    run.optimizer.load_state_dict(stored["optimizer"])
+    run.scheduler.load_state_dict(stored["scheduler"])
+    if "scaler" in stored:
+        run.scaler.load_state_dict(stored["scaler"])
+    return run
+
+
+def attested(run: Run, path: Path, **options: Any) -> Attestation:
+    return statekit.torch.attest(
+        run.optimizer,
+        run.model.named_parameters(),
+        path,
+        scheduler=run.scheduler,
+        scaler=run.scaler,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = trained(made())
+    run.scaler.load_state_dict({**run.scaler.state_dict(), "scale": 256.0, "_growth_tracker": 3})
+    return saved(run, tmp_path_factory.mktemp("run") / "run.pt")
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam", "adafactor", "hf", "statekit"])
+def test_an_honest_resume_passes_and_so_does_a_checkpoint_of_the_start(kind: str, tmp_path: Path) -> None:
+    for updates in (0, 3):
+        path = saved(trained(made(kind), updates), tmp_path / f"{updates}.pt")
+        result = attested(loaded(path, made(kind)), path, strict=True)
+        assert (result.passed, result.updates) == (True, updates), str(result)
+        slots = 0 if not updates and kind != "statekit" else 6
+        assert result.tensors >= 6 + slots, str(result)
+    begun = attested(trained(loaded(path, made(kind)), 1), path)
+    assert {"parameter-differs", "step", "slot-differs"} <= {one.name for one in begun.findings}, str(begun)
+
+
+def state(run: Run, i: int) -> Any:
+    return run.optimizer.state[list(run.model.parameters())[i]]
+
+
+def moments_skipped(path: Path) -> Run:
+    stored, run = torch.load(path), made()
+    run.model.load_state_dict(stored["model"])
+    there = run.optimizer.state_dict()  # a new optimizer has no slots: what fills them has nothing to fill
+    kept = {"state": {i: stored["optimizer"]["state"][i] for i in there["state"]}}
+    run.optimizer.load_state_dict({**stored["optimizer"], **kept})
+    run.scheduler.load_state_dict(stored["scheduler"])
+    run.scaler.load_state_dict(stored["scaler"])
+    return run
+
+
+def weights_only(path: Path) -> Run:
+    run = made()
+    run.model.load_state_dict(torch.load(path)["model"])
+    return run
+
+
+def optimizer_only(path: Path) -> Run:
+    run, other = made(), network()
+    with torch.no_grad():
+        for param in other.parameters():
+            param.add_(1)
+    loaded(path, run).model.load_state_dict(other.state_dict())
+    return run
+
+
+def rate_rewritten(path: Path) -> Run:
+    run = loaded(path, made())
+    run.scheduler = torch.optim.lr_scheduler.LinearLR(run.optimizer, 0.5, 1.0, 10)
+    run.scheduler.load_state_dict(torch.load(path)["scheduler"])
+    return run
+
+
+def another_driven(path: Path) -> Run:
+    run = loaded(path, made())
+    run.scheduler = loaded(path, made()).scheduler
+    return run
+
+
+def rate_of_the_constructor(path: Path) -> Run:
+    run = loaded(path, made())
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.1
+    return run
+
+
+def decay_of_the_constructor(path: Path) -> Run:
+    run = loaded(path, made())
+    run.optimizer.param_groups[0]["weight_decay"] = 0.01
+    return run
+
+
+def groups_exchanged(path: Path) -> Run:
+    run = loaded(path, made())
+    first, second = run.optimizer.param_groups
+    first["weight_decay"], second["weight_decay"] = second["weight_decay"], first["weight_decay"]
+    return run
+
+
+def rounded_moments(path: Path) -> Run:
+    run = loaded(path, made())
+    for slots in run.optimizer.state.values():
+        slots.update({name: slots[name].bfloat16() for name in ("exp_avg", "exp_avg_sq")})
+    return run
+
+
+def rounded_model(path: Path) -> Run:
+    run = made(model=network().bfloat16())
+    return loaded(path, run)  # torch casts what it loads to the parameter's dtype
+
+
+def step_reset(path: Path) -> Run:
+    run = loaded(path, made())
+    for slots in run.optimizer.state.values():
+        slots["step"].fill_(1)
+    return run
+
+
+def one_state_missing(path: Path) -> Run:
+    run = loaded(path, made())
+    del run.optimizer.state[next(run.model.parameters())]
+    return run
+
+
+def another_parameters_state(path: Path) -> Run:
+    run = loaded(path, made())
+    first, second = (state(run, i) for i in (0, 2))
+    for name in ("exp_avg", "exp_avg_sq"):
+        first[name], second[name] = second[name], first[name]
+    return run
+
+
+def moments_zeroed(path: Path) -> Run:
+    run = loaded(path, made())
+    for slots in run.optimizer.state.values():
+        slots["exp_avg"].zero_()
+    return run
+
+
+def half_overwritten(path: Path) -> Run:
+    run = loaded(path, made())
+    for slots in run.optimizer.state.values():
+        half = slots["exp_avg"].flatten()
+        half[: len(half) // 2] = half[len(half) // 2 :].clone()
+        slots["exp_avg"] = half.reshape(slots["exp_avg"].shape)
+    return run
+
+
+def dummy_step(path: Path) -> Run:
+    run = loaded(path, made())
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0
+    for param in run.model.parameters():
+        param.grad = torch.zeros_like(param)
+    run.optimizer.step()
+    run.scheduler.load_state_dict(torch.load(path)["scheduler"])
+    return run
+
+
+def scaler_new(path: Path) -> Run:
+    run = loaded(path, made())
+    run.scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    return run
+
+
+def optimizer_of_a_copy(path: Path) -> Run:
+    run = loaded(path, made())
+    run.model = loaded(path, made()).model
+    return run
+
+
+def scheduler_behind(path: Path) -> Run:
+    run = loaded(path, made())
+    run.scheduler.last_epoch -= 1
+    return run
+
+
+FAULTS: dict[Callable[[Path], Run], set[str]] = {
+    moments_skipped: {"optimizer-empty"},
+    weights_only: {"optimizer-empty", "learning-rate", "schedule", "scaler"},
+    optimizer_only: {"parameter-differs"},
+    rate_rewritten: {"learning-rate"},
+    another_driven: {"schedule-elsewhere"},
+    rate_of_the_constructor: {"learning-rate"},
+    decay_of_the_constructor: {"hyperparameter"},
+    groups_exchanged: {"groups-exchanged"},
+    rounded_moments: {"slot-rounded"},
+    rounded_model: {"slot-rounded", "parameter-rounded"},
+    step_reset: {"step"},
+    one_state_missing: {"slot-missing", "step"},
+    another_parameters_state: {"slot-of-another-parameter"},
+    moments_zeroed: {"slot-zero"},
+    half_overwritten: {"slot-differs"},
+    dummy_step: {"learning-rate", "step", "slot-differs"},
+    scaler_new: {"scaler"},
+    optimizer_of_a_copy: {"optimizer-elsewhere"},
+    scheduler_behind: {"schedule"},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_found_by_its_name(fault: Callable[[Path], Run], checkpoint: Path) -> None:
+    assert attested(loaded(checkpoint, made()), checkpoint).passed
+    result = attested(fault(checkpoint), checkpoint)
+    names = [one.name for one in result.findings]
+    assert {*names} == FAULTS[fault] or fault is optimizer_of_a_copy, str(result)
+    assert {names[0]} <= FAULTS[fault], str(result)
+
+
+def test_what_is_found_is_said_as_text_as_json_and_as_an_error(checkpoint: Path) -> None:
+    run = rounded_moments(checkpoint)
+    result = attested(run, checkpoint)
+    assert "expected: float32" in str(result)
+    assert "found: bfloat16" in str(result)
+    [finding] = json.loads(result.json())["findings"]
+    assert finding["name"] == "slot-rounded"
+    assert "slots/0/weight/m" in finding["where"]
+    with pytest.raises(
+        StateError, match=r"slot-rounded: .* @ slots/0/weight/m, .*expected float32, found bfloat16"
+    ):
+        attested(run, checkpoint, strict=True)
+
+
+def test_a_scaler_that_the_checkpoint_lost_is_found_and_one_that_is_not_given_is_said(tmp_path: Path) -> None:
+    run = trained(made())
+    lost = saved(run, tmp_path / "lost.pt", scaler=None)
+    assert [one.name for one in attested(run, lost).findings] == ["scaler"]
+    path = saved(run, tmp_path / "run.pt")
+    run.scaler = run.scheduler = None
+    result = attested(run, path)
+    assert result.passed
+    assert [*result.unchecked] == [
+        "the schedule: the checkpoint has it, and none was given",
+        "the scaler: the checkpoint has it, and none was given",
+    ]
+
+
+def test_a_sample_compares_some_parameters_by_value_and_says_so(checkpoint: Path) -> None:
+    run = loaded(checkpoint, made())
+    whole, part = attested(run, checkpoint), attested(run, checkpoint, sample=2, seed=4)
+    assert (whole.tensors, part.tensors) == (18, 6)
+    assert "values of 4 of 6 parameters (sample=2)" in part.unchecked
+    assert part == attested(run, checkpoint, sample=2, seed=4)
+    assert "step" in {one.name for one in attested(step_reset(checkpoint), checkpoint, sample=1).findings}
+
+
+def test_names_that_differ_are_given(checkpoint: Path) -> None:
+    run = loaded(checkpoint, made())
+    pairs = [(f"module.{name}", param) for name, param in run.model.named_parameters()]
+    result = statekit.torch.attest(run.optimizer, pairs, checkpoint)
+    assert {"parameter-missing", "parameter-extra"} <= {one.name for one in result.findings}
+    names = {name: name.removeprefix("module.") for name, _ in pairs}
+    assert statekit.torch.attest(run.optimizer, pairs, checkpoint, names=names).passed
+
+
+def test_masters_that_went_stale_are_found(tmp_path: Path) -> None:
+    def begun() -> Run:
+        run = made(model=network().half())
+        pairs = run.model.named_parameters()
+        run.optimizer = statekit.torch.LANS(pairs, lr=0.01, variant="mxnet_unfused", multi_precision=True)
+        run.scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1)
+        return run
+
+    run, new = begun(), network()
+    for _ in range(2):
+        for param in run.model.parameters():
+            param.grad = torch.full_like(param, 0.1)
+        run.optimizer.step()
+    path = saved(run, tmp_path / "run.pt")
+    run = loaded(path, begun())
+    assert attested(run, path).passed
+    with torch.no_grad():  # each second parameter as it was before loading
+        for param, old in [*zip(run.model.parameters(), new.parameters(), strict=True)][::2]:
+            param.copy_(old)
+    assert [one.name for one in attested(run, path).findings] == ["parameter-differs", "master-stale"]
+    run = loaded(path, begun())
+    for slots in run.optimizer.state.values():
+        slots["master"].mul_(1.5)
+    assert [one.name for one in attested(run, path).findings] == ["slot-differs", "master-stale"]
+
+
+def test_runs_of_trainer_accelerate_and_lightning_are_attested(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("attest_driving.py")
+    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    for kind in ("gpt2", "t5"):
+        assert result[kind] == {
+            "honest": [],
+            "forgets": ["optimizer-empty"],
+            "rewrites": ["learning-rate"],
+        }, kind
+    assert result["accelerate"]["honest"] == []
+    assert {"optimizer-empty", "parameter-differs"} <= {*result["accelerate"]["new"]}
+    assert result["lightning"] == {
+        "honest": [],
+        "zeroed": ["slot-zero"],
+        "raised": ["The live run isn't the checkpoint's."],
+    }
