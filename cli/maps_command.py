@@ -10,7 +10,7 @@ import click
 from statekit.cli import output
 from statekit.cli.arguments import complete_maps
 from statekit.cli.output import Screen, Table
-from statekit.maps.model_map import ModelMap, data_of, load, map_names
+from statekit.maps.model_map import ModelMap, chained, data_of, load, map_names
 
 
 @click.command("maps")
@@ -21,7 +21,7 @@ def command(name: str | None, as_json: bool) -> None:
 
     Without NAME: all maps, one line each. With NAME: which parameter becomes which, and how; what the map needs to be
     told of the model; what it refuses. NAME may be the path of a map of your own, a .json file, with :back behind it
-    for the other direction.
+    for the other direction; a chain of maps, as mesh-tf-t5:t5x-t5:hf-t5, is shown one after the other.
     """
     stdout = output.screen()
     if name is None and as_json:
@@ -35,12 +35,20 @@ def command(name: str | None, as_json: bool) -> None:
         stdout.say()
         stdout.say("statekit convert SOURCE TARGET --map NAME; a map of your own is a file: --map FILE.json")
     elif as_json:
-        shown = load(name)
-        # Where the schema lies is said from the file's own folder.
-        data = {key: one for key, one in data_of(name)[0].items() if key != "$schema"}
-        output.print_json("map", {"name": shown.name, "lines": list(map(dict, _lines(shown))), "file": data})
+        maps = [_json(one) for one in chained(name)]
+        output.print_json("map", maps[0] if len(maps) == 1 else {"name": name, "maps": maps})
     else:
-        _show(stdout, load(name))
+        for i, one in enumerate(chained(name)):
+            if i:
+                stdout.say()
+            _show(stdout, load(one))
+
+
+def _json(name: str) -> dict[str, Any]:
+    shown = load(name)
+    # Where the schema lies is said from the file's own folder.
+    data = {key: one for key, one in data_of(name)[0].items() if key != "$schema"}
+    return {"name": shown.name, "lines": list(map(dict, _lines(shown))), "file": data}
 
 
 def _lines(one: ModelMap) -> Iterator[Mapping[str, Any]]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from statekit.conversion.plan import Plan
     from statekit.conversion.seal import SealReport, seal
     from statekit.files.stage import Progress
+    from statekit.state.exactness import Level as _Level
     from statekit.state.train_state import StepOffset, TrainState
     from statekit.tensors.tensor import Tensor
     from statekit.verify.replay import Replay
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     __version__: str
 
 _Path: TypeAlias = str | os.PathLike[str]
-_Level: TypeAlias = Literal["bitwise", "rounding", "statistics", "estimate", "lossy"]
 
 _TYPES = {
     "CheckReport": "statekit.conversion.check",

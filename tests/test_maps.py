@@ -659,6 +659,12 @@ def test_every_map_is_listed_and_shown(capsys: pytest.CaptureFixture[str], tmp_p
         printed = json.loads(capsys.readouterr().out)
         assert printed["name"] == load(name).name
         assert len(printed["file"]["parameters"]) == len(load(name).entries)
+    assert main(["maps", "mesh-tf-t5:t5x-t5:hf-t5"]) == DONE
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("mesh-tf-t5:t5x-t5", "t5x-t5:hf-t5"))
+    assert main(["maps", "mesh-tf-t5:t5x-t5:hf-t5", "--json"]) == DONE
+    printed = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in printed["maps"]] == ["mesh-tf-t5:t5x-t5", "t5x-t5:hf-t5"]
     assert main(["maps", "t5x-t5:hf_t5"]) == USAGE
     assert "did you mean t5x-t5:hf-t5" in capsys.readouterr().err
 

@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_maps import every_block, labels_of, piece_of, same, statistics
 
+import statekit
 import statekit.maps
+from goldens import COMPACT
 from statekit.errors import FormatError, InexactError, StateError, UsageError
 from statekit.maps.along_axis import REST, Concatenate, Reorder, Split
 from statekit.maps.operations import Operation, Piece
@@ -304,3 +306,151 @@ def test_rules_that_cant_be_carried_out_are_refused_where_they_stand(
     with pytest.raises(FormatError) as error:
         statekit.maps.load(map_file(tmp_path, parameters=[line]))
     assert said in str(error.value)
+
+
+# Files that the original systems wrote.
+
+T5X = next((COMPACT / "t5x_checkpoints" / "unscanned").glob("*/checkpoint_*"))
+T5X_SAID = {"min_dim_size_to_factor": 32}
+ADAMW = COMPACT / "torch_formats" / "adamw_trainer" / "checkpoint" / "checkpoint-4"
+
+
+def fusing_t5x(tmp_path: Path) -> tuple[str, dict[str, tuple[int, ...]]]:
+    """Writes a map that fuses T5X's kernels, as PyTorch has them; returns its path and the target's shapes."""
+    with statekit.open(T5X, hparams=T5X_SAID) as opened:
+        shapes = {path: param.shape for path, param in opened.state.params.items()}
+    lines, after = list[dict[str, Any]](), dict[str, tuple[int, ...]]()
+    transposed = {"op": "permute", "order": [1, 0]}
+    fused = {"attention": ("projection", ("query", "key", "value")), "mlp": ("gate", ("wi_0", "wi_1"))}
+    for path, shape in shapes.items():
+        *outer, module, kernel, leaf = ("", "", *path.split("/"))
+        parts = fused.get(module.replace("self_", ""), ("", ()))
+        if kernel not in parts[1]:
+            lines.append({"source": path, "target": path})
+            after[path] = shape
+            continue
+        target = "/".join([*outer[2:], module, "fused", leaf])
+        if target not in after:
+            after[target] = (shape[1] * len(parts[1]), shape[0])
+            source = path.replace(f"/{kernel}/", f"/{{{parts[0]}}}/")
+            join = {"op": "concatenate", "axis": 0, "over": parts[0]}
+            lines.append({"source": source, "target": target, "operations": [transposed, join]})
+    words = {name: {one: one for one in of_name} for name, of_name in fused.values()}
+    return map_file(tmp_path, parameters=lines, words=words, config={}), after
+
+
+def test_adafactors_run_of_t5x_is_fused_and_says_what_that_changes(tmp_path: Path) -> None:
+    name, shapes = fusing_t5x(tmp_path)
+    with pytest.raises(InexactError, match="the mean of the parts', by their lengths"):
+        statekit.plan(T5X, tmp_path / "run.pt", map=name, hparams=T5X_SAID)
+    made = statekit.convert(T5X, tmp_path / "run.pt", map=name, hparams=T5X_SAID, require="statistics")
+    assert made.plan.exactness is Exactness.STATISTICS
+    one = next(one for one in made.plan.mapped if one.target.endswith("self_attention/fused/kernel"))
+    assert "the parameter scale, the root mean square that clipping_threshold bounds" in one.reason
+    with statekit.open(T5X, hparams=T5X_SAID) as before, statekit.open(made.target) as after:
+        assert {path: param.shape for path, param in after.state.params.items()} == shapes
+        for path in (one.target, "encoder/layers_1/mlp/fused/kernel"):
+            sources = next(m.sources for m in made.plan.mapped if m.target == path)
+            slots = [before.state.slots[source] for source in sources]
+            rule = after.state.rules[path]
+            by_gone = {rule.dims(COLUMN): "v_row", rule.dims(ROW): "v_col"}
+            ours = {gone: after.state.slots[path][slot].read() for gone, slot in by_gone.items()}
+            columns = [each["v_col"].read() for each in slots]
+            np.testing.assert_array_equal(ours[1,], np.concatenate(columns))  # each mean over the input
+            rows = np.mean([each["v_row"].read() for each in slots], axis=0, dtype=np.float64)
+            np.testing.assert_array_equal(ours[0,], rows.astype(np.float32))
+
+
+@pytest.mark.torch
+def test_torch_loads_fused_as_the_converted_file_does_once_that_is_asked_for(tmp_path: Path) -> None:
+    import torch
+
+    import statekit.torch
+
+    name, shapes = fusing_t5x(tmp_path)
+    converted = statekit.convert(T5X, tmp_path / "run.pt", map=name, hparams=T5X_SAID, require="statistics")
+
+    def model() -> list[tuple[str, torch.nn.Parameter]]:
+        return [
+            (path.replace("/", "."), torch.nn.Parameter(torch.zeros(shape))) for path, shape in shapes.items()
+        ]
+
+    with pytest.raises(InexactError, match="require='statistics'"):
+        statekit.torch.load_optimizer(T5X, model(), map=name, hparams=T5X_SAID, lr=0.01)
+    straight = statekit.torch.load_optimizer(
+        T5X, model(), map=name, hparams=T5X_SAID, lr=0.01, require="statistics"
+    )
+    by_file = statekit.torch.load_optimizer(converted.target, model(), lr=0.01)
+    for one, other in zip(straight.state.values(), by_file.state.values(), strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(torch.as_tensor(one[key]), torch.as_tensor(other[key])) for key in one)
+
+
+@pytest.mark.jax
+def test_jax_loads_fused_once_that_is_asked_for(tmp_path: Path) -> None:
+    import jax
+
+    import statekit.jax
+
+    name, shapes = fusing_t5x(tmp_path)
+    tree = {path: jax.ShapeDtypeStruct(shape, np.float32) for path, shape in shapes.items()}
+    params = statekit.jax.load_params(T5X, tree, map=name, hparams=T5X_SAID)
+    with pytest.raises(InexactError, match="statistics"):
+        statekit.jax.load_optimizer(T5X, params, map=name, hparams=T5X_SAID, learning_rate=0.01)
+    with pytest.raises(UsageError, match="level"):
+        statekit.jax.load_params(T5X, tree, map=name, hparams=T5X_SAID, require="exact")  # type: ignore[arg-type]
+    _, state = statekit.jax.load_optimizer(
+        T5X, params, map=name, hparams=T5X_SAID, learning_rate=0.01, require="statistics"
+    )
+    path = "encoder/layers_0/attention/fused/kernel"
+    assert params[path].shape == (192, 64)
+    assert {state.v_row[path].shape, state.v_col[path].shape} == {(192,), (64,)}
+
+
+KEPT = ("attn/qkv", "conv/weight", "enc/bias", "enc/sq/weight", "gate")
+SPLIT_ADAMW: list[dict[str, Any]] = [
+    *({"source": path, "target": path} for path in KEPT),
+    {"source": "enc/wi/weight", "target": "enc/{part}", "operations": [
+        {"op": "split", "axis": 1, "over": "part", "turns": "all"}]},
+    {"source": "embed/weight", "target": "embed/weight", "operations": [
+        {"op": "reorder", "axis": 1, "sizes": [2, "rest"], "order": [1, 0]}]},
+]  # fmt: skip
+
+
+@pytest.mark.torch
+def test_adamws_run_is_split_to_the_bit_goes_on_as_before_and_is_fused_again(tmp_path: Path) -> None:
+    import torch
+
+    import statekit.torch
+
+    name = map_file(tmp_path, parameters=SPLIT_ADAMW)
+    there = statekit.convert(ADAMW, tmp_path / "run.pt", map=name)
+    assert there.plan.exactness is Exactness.BITWISE
+    back = statekit.convert(tmp_path / "run.pt", tmp_path / "back.pt", map=f"{name}:back")
+    with statekit.open(ADAMW) as first, statekit.open(back.target) as last:
+        assert {p: t.read().tobytes() for p, t in first.state.params.items()} == {
+            p: t.read().tobytes() for p, t in last.state.params.items()
+        }
+        for path, slots in first.state.slots.items():
+            for slot, tensor in slots.items():
+                assert last.state.slots[path][slot].read().tobytes() == tensor.read().tobytes()
+        params = {p: torch.from_numpy(t.read().copy()) for p, t in first.state.params.items()}
+    fused = {path.replace("/", "."): torch.nn.Parameter(one) for path, one in params.items()}
+    apart = {
+        path: torch.nn.Parameter(one.detach().clone())
+        for path, one in statekit.maps.load(name).apply(dict(fused)).items()
+    }
+    ours = statekit.torch.load_optimizer(ADAMW, list(fused.items()))
+    theirs = statekit.torch.load_optimizer(ADAMW, list(apart.items()), map=name)
+    torch.manual_seed(0)
+    for _ in range(3):
+        grads = {path: torch.randn(one.shape) for path, one in fused.items()}
+        for path, grad in statekit.maps.load(name).apply(dict(grads)).items():
+            apart[path].grad = grad.contiguous()
+        for path, grad in grads.items():
+            fused[path].grad = grad
+        ours.step()
+        theirs.step()
+    for path, after in statekit.maps.load(name).apply(dict(fused)).items():
+        # PyTorch rounds what is left of a vector otherwise: by half a unit of step and sum at each of three updates.
+        torch.testing.assert_close(apart[path], after, rtol=6 * 2**-24, atol=0)

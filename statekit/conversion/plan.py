@@ -13,7 +13,7 @@ from statekit.conversion.kept import Kept, by_leaf, kept_of
 from statekit.conversion.rule_change import RuleChange
 from statekit.errors import Faults, InexactError, printable
 from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.maps.links import Mapped, StateMap
+from statekit.maps.links import Mapped, StateMap, inexact
 from statekit.state.run import RunState, run_of
 from statekit.state.train_state import StepOffset, TrainState
 from statekit.tensors.digest import json_digest
@@ -210,11 +210,7 @@ class Plan:
             for entry in self.entries
             if entry.exactness > allowed and entry.reason not in AS_ASKED
         )
-        faults += [
-            (f"{one.exactness.name.lower()}: {one.reason}", one.target)
-            for one in self.mapped
-            if one.exactness > allowed
-        ]
+        faults += inexact(self.mapped, allowed)
         if allowed < Exactness.LOSSY:
             faults += [(f"dropped: {self.dropped[name]}", name) for name in _lost(self.dropped)]
         faults.check(

@@ -23,9 +23,10 @@ from statekit.jax.leaves import Leaves, leaves_of
 from statekit.jax.sharding import slot_sharding
 from statekit.jax.states import STATES, State
 from statekit.jax.transformation import OptimizerSpec, Rate, built, rate_faults, state_of
-from statekit.maps.links import carried_through
+from statekit.maps.links import carried_to_load
 from statekit.maps.model_map import maps_of
 from statekit.optim.run import steps_for
+from statekit.state.exactness import Level
 from statekit.state.options import FACTOR_MAP, RATE_NAMES, known_options, read_options, taken
 from statekit.state.stored_params import as_params, as_variable
 from statekit.state.train_state import Group, TrainState
@@ -50,6 +51,7 @@ def load_optimizer(
     hparams: Mapping[str, Any] | None = None,
     map: str | None = None,
     config: Mapping[str, Any] | None = None,
+    require: Level = "rounding",
     accept_damaged: bool = False,
     follow_links: bool = False,
     budget: int | None = None,
@@ -78,6 +80,7 @@ def load_optimizer(
         map: From the checkpoint's model to that of another codebase, e.g. `t5x-t5-scanned:t5x-t5-unscanned`; `names`
             are of its names then.
         config: What the map needs to know of the model and no checkpoint says, e.g. `{"num_heads": 12}`.
+        require: The least exactness that a map may have for slots, as in `statekit.convert`.
         accept_damaged: Whether to go on with what its manifest contradicts, and warn of each place.
         follow_links: Whether to read what links out of the checkpoint lead to.
         budget: Bytes that may be held of headers, pickles and trees, and work in proportion; 512 MiB if None.
@@ -92,6 +95,7 @@ def load_optimizer(
         StateError: Parameters are missing, unknown, or of other shapes; or the checkpoint has no optimizer that can be
             stepped; lists every fault.
         UsageError: An override that doesn't exist or can't be made.
+        InexactError: A map is less exact than required; lists every parameter.
         NotFoundError: Nothing is there.
         CorruptError: What is read isn't what its manifest or a checksum says.
         FormatError: The bytes can't be trusted, or no format fits.
@@ -106,7 +110,7 @@ def load_optimizer(
         budget=budget,
     )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
-        state = carried_through(as_params(opened.state)[0], maps_of(map, config, builds=False))[0]
+        state = carried_to_load(as_params(opened.state)[0], maps_of(map, config, builds=False), require)
         require_resumable(state, path, HOME, MAKERS)
         state = renamed(state, names or {}, path)
         state = overridden(
@@ -206,6 +210,7 @@ def load_params(
     hparams: Mapping[str, Any] | None = None,
     map: str | None = None,
     config: Mapping[str, Any] | None = None,
+    require: Level = "rounding",
     accept_damaged: bool = False,
     follow_links: bool = False,
     budget: int | None = None,
@@ -224,12 +229,14 @@ def load_params(
         hparams: What the checkpoint doesn't say, in the original system's names.
         map: As in `load_optimizer`.
         config: As in `load_optimizer`.
+        require: As in `load_optimizer`; for parameters alone.
         accept_damaged: As in `load_optimizer`.
         follow_links: As in `load_optimizer`.
         budget: As in `load_optimizer`.
 
     Raises:
         StateError: Parameters are missing on either side, or of other shapes or narrower dtypes; lists every one.
+        InexactError: A map is less exact than required; lists every parameter.
         NotFoundError: Nothing is there.
         CorruptError: What is read isn't what its manifest or a checksum says.
         FormatError: The bytes can't be trusted, or no format fits.
@@ -245,7 +252,9 @@ def load_params(
     )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         leaves = leaves_of(params)
-        state = carried_through(as_params(opened.state)[0], maps_of(map, config, builds=False))[0]
+        state = carried_to_load(
+            as_params(opened.state)[0], maps_of(map, config, builds=False), require, slots=False
+        )
         state = renamed(state, names or {}, path)
         stored, dtypes = state.params, {path_of(name): leaf.dtype for name, leaf in leaves.by_name.items()}
         sources = {

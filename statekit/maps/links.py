@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from statekit.errors import Faults, InexactError, StateError
+from statekit.errors import Faults, InexactError, StateError, check_name
 from statekit.maps.operations import Operation, Piece
-from statekit.state.exactness import Exactness
+from statekit.state.exactness import Exactness, Level
 from statekit.state.options import BY_NAME
 from statekit.state.schema import load_schema
 from statekit.state.stored_params import DECODED
@@ -161,6 +161,43 @@ def carried_through(state: TrainState, maps: Iterable[StateMap]) -> tuple[TrainS
         result = one.apply(state)
         state, mapped = result.state, _after(mapped, result.mapped)
     return state, mapped
+
+
+def inexact(mapped: Iterable[Mapped], allowed: Exactness) -> Iterator[tuple[str, str]]:
+    """Yields what became less exact than is allowed, with how and why, and its path."""
+    for one in mapped:
+        if one.exactness > allowed:
+            yield f"{one.exactness.name.lower()}: {one.reason}", one.target
+
+
+def carried_to_load(
+    state: TrainState, maps: Sequence[StateMap], require: Level, slots: bool = True
+) -> TrainState:
+    """Returns what maps make of a state that is loaded at once, for a model.
+
+    Args:
+        state: The state.
+        maps: The maps, one after the other.
+        require: The least exactness allowed.
+        slots: Whether its slots are loaded too; else nothing that becomes of them matters.
+
+    Raises:
+        UsageError: There is no such level.
+        InexactError: Something would be less exact; lists every parameter.
+        StateError: A map doesn't fit.
+    """
+    check_name("level", require, [one.name.lower() for one in Exactness][:-1], "require")
+    if maps and not slots:
+        state = replace(state, slots={})
+    after, mapped = carried_through(state, maps)
+    worst = max((one.exactness for one in mapped), default=Exactness.BITWISE)
+    Faults(inexact(mapped, Exactness[require.upper()])).check(
+        InexactError,
+        "The map would load parameters less exactly than required",
+        expected=f"{require} or better",
+        remedy=f"allow it: require={worst.name.lower()!r}",
+    )
+    return after
 
 
 def _after(before: Sequence[Mapped], mapped: Sequence[Mapped]) -> tuple[Mapped, ...]:

@@ -629,7 +629,7 @@ def maps_of(
             "There is no map that could take a configuration.", place="--config", remedy="name it: --map"
         )
     renaming = (Renaming(tuple(rename.items())),) if rename else ()
-    maps = [load(one, config) for one in _chained(name)]
+    maps = [load(one, config) for one in chained(name)]
     if not builds:
         maps = [replace(one, pretrained=None) for one in maps]
     if config and _MODEL_TYPE not in config and not any(one.pretrained for one in maps):
@@ -648,7 +648,7 @@ _MODEL_TYPE = "model_type"
 """What a model's whole config.json has, most of which a map passes over. Source: transformers, `PretrainedConfig`."""
 
 
-def _chained(name: str | None) -> Iterator[str]:
+def chained(name: str | None) -> Iterator[str]:
     """Yields the maps of a name such as `mesh-tf-t5:t5x-t5:hf-t5`, one after the other."""
     sides = [] if name is None else name.split(":")
     if name is None or len(sides) < 3 or name.removesuffix(BACK).endswith(".json"):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Literal, TypeAlias
+
+Level: TypeAlias = Literal["bitwise", "rounding", "statistics", "estimate", "lossy"]
+"""The least exactness that somebody may ask for."""
 
 
 class Exactness(IntEnum):

@@ -16,8 +16,9 @@ from statekit.conversion.registry import detect_container
 from statekit.dropin.matching import Given, copy_fault, match_faults, require_resumable
 from statekit.dropin.overrides import overridden
 from statekit.errors import Faults, StateError, UnknownRuleError, UsageError
-from statekit.maps.links import carried_through
+from statekit.maps.links import carried_to_load
 from statekit.maps.model_map import maps_of
+from statekit.state.exactness import Level
 from statekit.state.options import FACTOR_MAP, KERAS, known_options, stored_rate, taken
 from statekit.state.stored_params import as_params, as_variable
 from statekit.state.train_state import Axis, Rule, TrainState
@@ -58,6 +59,7 @@ def load_optimizer(
     hparams: Mapping[str, Any] | None = None,
     map: str | None = None,
     config: Mapping[str, Any] | None = None,
+    require: Level = "rounding",
     accept_damaged: bool = False,
     follow_links: bool = False,
     budget: int | None = None,
@@ -80,6 +82,7 @@ def load_optimizer(
         map: From the checkpoint's model to that of another codebase, e.g. `t5x-t5-scanned:t5x-t5-unscanned`; `names`
             are of its names then.
         config: What the map needs to know of the model and no checkpoint says, e.g. `{"num_heads": 12}`.
+        require: The least exactness that a map may have for slots, as in `statekit.convert`.
         accept_damaged: Whether to go on with what its manifest contradicts, and warn of each place.
         follow_links: Whether to read what links out of the checkpoint lead to.
         budget: Bytes that may be held of headers, pickles and trees, and work in proportion; 512 MiB if None.
@@ -95,6 +98,7 @@ def load_optimizer(
             rule; lists every fault.
         UnknownRuleError: The checkpoint doesn't say what a step needs to know.
         UsageError: An option that doesn't exist or can't be.
+        InexactError: A map is less exact than required; lists every parameter.
         NotFoundError: Nothing is there.
         CorruptError: What is read isn't what its manifest or a checksum says.
         FormatError: The bytes can't be trusted, or no format fits.
@@ -110,7 +114,7 @@ def load_optimizer(
         budget=budget,
     )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
-        state = carried_through(as_params(opened.state)[0], maps_of(map, config, builds=False))[0]
+        state = carried_to_load(as_params(opened.state)[0], maps_of(map, config, builds=False), require)
         require_resumable(state, path, HOME, MAKERS, "Keras moves the variables of a model by one")
         names = names or ({} if map else _renumbered(opened, _trainable(variables)))
         schema, variant = state.optimizer.schema, str(state.optimizer.variant)
@@ -275,6 +279,7 @@ def load_params(
     hparams: Mapping[str, Any] | None = None,
     map: str | None = None,
     config: Mapping[str, Any] | None = None,
+    require: Level = "rounding",
     accept_damaged: bool = False,
     follow_links: bool = False,
     budget: int | None = None,
@@ -295,12 +300,14 @@ def load_params(
         hparams: What the checkpoint doesn't say, in the original system's names.
         map: As in `load_optimizer`.
         config: As in `load_optimizer`.
+        require: As in `load_optimizer`; for parameters alone.
         accept_damaged: As in `load_optimizer`.
         follow_links: As in `load_optimizer`.
         budget: As in `load_optimizer`.
 
     Raises:
         StateError: Parameters are missing on either side, or of other shapes or narrower dtypes; lists every one.
+        InexactError: A map is less exact than required; lists every parameter.
         NotFoundError: Nothing is there.
         CorruptError: What is read isn't what its manifest or a checksum says. Of large files that may be noticed when
             other values were copied already; then the error says so.
@@ -320,7 +327,9 @@ def load_params(
     )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         names = names or ({} if map else _renumbered(opened, wanted))
-        state = carried_through(as_params(opened.state)[0], maps_of(map, config, builds=False))[0]
+        state = carried_to_load(
+            as_params(opened.state)[0], maps_of(map, config, builds=False), require, slots=False
+        )
         sources = {normal(p): p for p in state.params}
         targets = {normal((names or {}).get(path_of(v), path_of(v))): v for v in wanted}
         faults = [

@@ -17,8 +17,9 @@ from statekit.dropin.by_name import path_of
 from statekit.dropin.matching import Given, copy_fault, match_faults, renamed, require_resumable
 from statekit.dropin.overrides import overridden, rate_of
 from statekit.errors import Faults, StateError, UsageError
-from statekit.maps.links import carried_through
+from statekit.maps.links import carried_to_load
 from statekit.maps.model_map import maps_of
+from statekit.state.exactness import Level
 from statekit.state.options import RATE_NAMES
 from statekit.state.schema import load_schema
 from statekit.state.stored_params import as_params, as_variable
@@ -69,6 +70,7 @@ def load_optimizer(
     hparams: Mapping[str, Any] | None = None,
     map: str | None = None,
     config: Mapping[str, Any] | None = None,
+    require: Level = "rounding",
     accept_damaged: bool = False,
     follow_links: bool = False,
     budget: int | None = None,
@@ -100,6 +102,7 @@ def load_optimizer(
         map: From the checkpoint's model to that of another codebase, e.g. `t5x-t5:hf-t5`; `names` are of its names
             then.
         config: What the map needs to know of the model and no checkpoint says, e.g. `{"num_heads": 12}`.
+        require: The least exactness that a map may have for slots, as in `statekit.convert`.
         accept_damaged: Whether to go on with what its manifest contradicts, and warn of each place.
         follow_links: Whether to read what links out of the checkpoint lead to.
         budget: Bytes that may be held of headers, pickles and trees, and work in proportion; 512 MiB if None.
@@ -115,6 +118,7 @@ def load_optimizer(
         StateError: Parameters are missing, unknown, or of other shapes; or no optimizer here follows the recorded
             rule; lists every fault.
         UsageError: The checkpoint can't tell the variant; or an override that doesn't exist or can't be made.
+        InexactError: A map is less exact than required; lists every parameter.
         NotFoundError: Nothing is there.
         CorruptError: What is read isn't what its manifest or a checksum says.
         FormatError: The bytes can't be trusted, or no format fits.
@@ -131,7 +135,7 @@ def load_optimizer(
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         state = as_params(opened.state)[0]
         if maps:
-            state = carried_through(state, maps)[0]
+            state = carried_to_load(state, maps, require)
         require_resumable(state, path, HOME, MAKERS)
         state = renamed(state, names or {}, path)
         state = overridden(state, overrides, "lr", lambda schema: f"{HOME}.{MAKERS[schema]}(...)")
@@ -197,6 +201,7 @@ def load_params(
     hparams: Mapping[str, Any] | None = None,
     map: str | None = None,
     config: Mapping[str, Any] | None = None,
+    require: Level = "rounding",
     accept_damaged: bool = False,
     follow_links: bool = False,
     budget: int | None = None,
@@ -216,12 +221,14 @@ def load_params(
         hparams: What the checkpoint doesn't say, in the original system's names.
         map: As in `load_optimizer`.
         config: As in `load_optimizer`.
+        require: As in `load_optimizer`; for parameters alone.
         accept_damaged: As in `load_optimizer`.
         follow_links: As in `load_optimizer`.
         budget: As in `load_optimizer`.
 
     Raises:
         StateError: Parameters are missing on either side, or of other shapes or narrower dtypes; lists every one.
+        InexactError: A map is less exact than required; lists every parameter.
         NotFoundError: Nothing is there.
         CorruptError: What is read isn't what its manifest or a checksum says. Of large files that may be noticed when
             other values were copied already; then the error says so.
@@ -235,7 +242,7 @@ def load_params(
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         state = as_params(opened.state)[0]
         if maps:
-            state = carried_through(state, maps)[0]
+            state = carried_to_load(state, maps, require, slots=False)
         state = renamed(state, names or {}, path)
         fitted = _fitted(state, opened.makers, model, path)
         with changing("the model"):
