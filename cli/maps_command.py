@@ -11,6 +11,7 @@ from statekit.cli import output
 from statekit.cli.arguments import complete_maps
 from statekit.cli.output import Screen, Table
 from statekit.maps.model_map import ModelMap, chained, data_of, load, map_names
+from statekit.maps.modules import FLATTEN, KINDS, SAME, Modules
 
 
 @click.command("maps")
@@ -56,6 +57,10 @@ def _lines(one: ModelMap) -> Iterator[Mapping[str, Any]]:
         when = {} if entry.when is None else {"when": dict([entry.when])}
         steps = [dict(step) for step in entry.operations]
         yield {"source": entry.source.text, "target": entry.target.text, "operations": steps, **when}
+    for kind in one.modules.kinds if one.modules else ():
+        for leaf in kind.leaves:
+            steps = [dict(step) for step in leaf.operations]
+            yield {"kind": kind.name, "source": leaf.source, "target": leaf.target, "operations": steps}
 
 
 def _show(stdout: Screen, one: ModelMap) -> None:
@@ -67,6 +72,9 @@ def _show(stdout: Screen, one: ModelMap) -> None:
         head.add_row("models", f"with {choice} {' or '.join(alternatives)}")
     stdout.show(head)
     stdout.say()
+    if one.modules is not None:
+        _show_modules(stdout, one.modules)
+        return
     table = Table(("parameter", "becomes", "how", "of models with"))
     for entry in one.entries:
         when = "" if entry.when is None else " ".join(entry.when)
@@ -87,6 +95,24 @@ def _parts(step: Mapping[str, Any]) -> str:
     return shares + (f", in turns: {step['turns']}" if "turns" in step else "")
 
 
+def _show_modules(stdout: Screen, modules: Modules) -> None:
+    table = Table(("module", "axes", "tensor", "becomes", "how"))
+    for kind in modules.kinds:
+        for i, leaf in enumerate(kind.leaves):
+            how = "; ".join(map(_words, leaf.operations))
+            table.add_row("" if i else kind.name, str(leaf.rank), leaf.source, leaf.target, how)
+    stdout.show(table)
+    dense = ", ".join(kind.name for kind in modules.kinds if kind.reads_rows)
+    images = ", ".join(kind.name for kind in modules.kinds if kind.image)
+    asked = [
+        f'{KINDS}: what names and axes leave open; {SAME} keeps it as it is: \'{KINDS}={{"tok": "embedding"}}\'',
+        f"{FLATTEN}: which {dense} layer reads a flattened image, of {images}: '{FLATTEN}={{\"fc\": [4, 4, 8]}}'",
+    ]
+    stdout.show_list("Needs --config for:", asked)
+    stdout.show_list("Leaves behind:", (f"{name}: {why}" for name, why in modules.left.items()))
+    stdout.show_list("Refuses:", (f"{pattern}: {why}" for pattern, why in modules.refused))
+
+
 def _words(step: Mapping[str, Any]) -> str:
     """Says an operation of a map's file in a few words."""
     match step["op"]:
@@ -96,6 +122,8 @@ def _words(step: Mapping[str, Any]) -> str:
             return f"axes {step['axis']} and {step['axis'] + 1} merged"
         case "part":
             return f"axis {step['axis']} parted, by {step['outer']}"
+        case "flattened":
+            return f"a flattened image's channels {step['channels']} along axis {step['axis']}"
         case "unstack":
             return f"one of axis {step['axis']} for each {step['over']}"
         case "split":

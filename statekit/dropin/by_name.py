@@ -28,6 +28,22 @@ def path_of(name: str) -> str:
     return name.replace(".", "/")
 
 
+def renamed_path(path: str, names: Mapping[str, str]) -> str:
+    """Returns a path under another name: its own, or that of the longest module around it which has one.
+
+    Args:
+        path: The path.
+        names: Other paths of parameters, or of modules, by theirs.
+
+    Example:
+        >>> renamed_path("fc1/weight", {"fc1": "Dense_0", "fc1/bias": "b"})
+        'Dense_0/weight'
+    """
+    keys = path.split("/")
+    around = ("/".join(keys[:n]) for n in range(len(keys), 0, -1))
+    return next((names[one] + path[len(one) :] for one in around if one in names), path)
+
+
 def by_name(
     schema: OptimizerSchema, variant: str, options: Mapping[str, Any], names: Sequence[str], faults: Faults
 ) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from statekit.dropin.by_name import by_name, path_of, refuse_by_name
+from statekit.dropin.by_name import by_name, path_of, refuse_by_name, renamed_path
 from statekit.errors import Faults, StateError, UsageError
 from statekit.state.options import BY_NAME
 from statekit.state.schema import WEIGHTS, load_schema
@@ -101,7 +101,8 @@ def renamed(state: TrainState, names: Mapping[str, str], place: object) -> Train
 
     Args:
         state: The state.
-        names: Names in the checkpoint by the caller's, where they differ; dots count as slashes.
+        names: Names in the checkpoint by the caller's, of parameters or of modules around them, where they differ; dots
+            count as slashes.
         place: Where the state is from, for errors.
 
     Raises:
@@ -110,14 +111,17 @@ def renamed(state: TrainState, names: Mapping[str, str], place: object) -> Train
     if not names:
         return state
     buffers: Mapping[str, Tree] = state.extra.get(BUFFERS, {})
-    native = {path_of(name): name for name in (*state.params, *buffers)}
-    mine = {native[path_of(theirs)]: ours for ours, theirs in names.items() if path_of(theirs) in native}
+    native = [*state.params, *buffers]
+    ours_of = {path_of(theirs): path_of(ours) for ours, theirs in names.items()}
+    mine = {
+        name: other for name in native if (other := renamed_path(path_of(name), ours_of)) != path_of(name)
+    }
     faults = Faults(
         (f"is no parameter of the checkpoint, but the name of {ours}", theirs)
         for ours, theirs in names.items()
-        if path_of(theirs) not in native
+        if not any(f"{path_of(name)}/".startswith(f"{path_of(theirs)}/") for name in native)
     )
-    after = [path_of(mine.get(name, name)) for name in (*state.params, *buffers)]
+    after = [path_of(mine.get(name, name)) for name in native]
     faults += [("would be the name of two parameters", name) for name in {*after} if after.count(name) > 1]
     faults.check(UsageError, "The names don't fit the checkpoint", place=place)
 

@@ -14,7 +14,7 @@ import optax
 
 from statekit.conversion.contracts import Hints
 from statekit.conversion.open_state import state_to_load
-from statekit.dropin.by_name import path_of
+from statekit.dropin.by_name import path_of, renamed_path
 from statekit.dropin.matching import Given, copy_fault, match_faults, renamed, require_resumable
 from statekit.dropin.options import refuse_options
 from statekit.dropin.overrides import overridden, rate_of
@@ -25,6 +25,7 @@ from statekit.jax.states import STATES, State
 from statekit.jax.transformation import OptimizerSpec, Rate, built, rate_faults, state_of
 from statekit.maps.links import carried_to_load
 from statekit.maps.model_map import maps_of
+from statekit.maps.modules import TargetModel
 from statekit.optim.run import steps_for
 from statekit.state.exactness import Level
 from statekit.state.options import FACTOR_MAP, RATE_NAMES, known_options, read_options, taken
@@ -71,14 +72,14 @@ def load_optimizer(
             systems store none; then every update raises. Where the run had several optimizers, one for all, or one for
             each: `{"adafactor": 1e-2, "adamw": schedule}`.
         variant: Whose rule, where the checkpoint can't tell; of several optimizers `adafactor/optax,adamw/torch`.
-        names: Names in the checkpoint by the leaves', where they differ.
+        names: Names in the checkpoint by the leaves', or by modules around them, where they differ.
         param_names: Names in the checkpoint in the order of the optimizer's parameters, where it only numbers them.
         names_from: `config`: that order from the architecture that config.json beside a Trainer's weights names, built
             without weights; it needs statekit[hf].
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names, as in its configuration.
-        map: From the checkpoint's model to that of another codebase, e.g. `t5x-t5-scanned:t5x-t5-unscanned`; `names`
-            are of its names then.
+        map: From the checkpoint's model to that of another codebase, e.g. `t5x-t5-scanned:t5x-t5-unscanned`, or from
+            the modules of one framework to another's: `torch:flax`; `names` are of its names then.
         config: What the map needs to know of the model and no checkpoint says, e.g. `{"num_heads": 12}`.
         require: The least exactness that a map may have for slots, as in `statekit.convert`.
         accept_damaged: Whether to go on with what its manifest contradicts, and warn of each place.
@@ -109,8 +110,11 @@ def load_optimizer(
         follow_links=follow_links,
         budget=budget,
     )
+    model = _model(leaves_of(params), names)
     with state_to_load(Path(path), step=step, hints=hints) as opened:
-        state = carried_to_load(as_params(opened.state)[0], maps_of(map, config, builds=False), require)
+        state = carried_to_load(
+            as_params(opened.state)[0], maps_of(map, config, builds=False, model=model), require
+        )
         require_resumable(state, path, HOME, MAKERS)
         state = renamed(state, names or {}, path)
         state = overridden(
@@ -250,10 +254,11 @@ def load_params(
         follow_links=follow_links,
         budget=budget,
     )
+    leaves = leaves_of(params)
+    model = _model(leaves, names)
     with state_to_load(Path(path), step=step, hints=hints) as opened:
-        leaves = leaves_of(params)
         state = carried_to_load(
-            as_params(opened.state)[0], maps_of(map, config, builds=False), require, slots=False
+            as_params(opened.state)[0], maps_of(map, config, builds=False, model=model), require, slots=False
         )
         state = renamed(state, names or {}, path)
         stored, dtypes = state.params, {path_of(name): leaf.dtype for name, leaf in leaves.by_name.items()}
@@ -274,6 +279,12 @@ def load_params(
             for name, leaf in leaves.by_name.items()
         }
         return leaves.tree(placed)
+
+
+def _model(leaves: Leaves, names: Mapping[str, str] | None) -> TargetModel:
+    """Returns the model that leaves are of, by their paths in the checkpoint."""
+    theirs = {path_of(mine): path_of(name) for mine, name in (names or {}).items()}
+    return TargetModel(frozenset(renamed_path(path_of(name), theirs) for name in leaves.by_name))
 
 
 def _shape_faults(

@@ -23,6 +23,7 @@ from statekit.files.source import read_small
 from statekit.maps import json_schema, live
 from statekit.maps.along_axis import REST, Concatenate, Reorder, Split
 from statekit.maps.links import Carried, Link, StateMap, carried
+from statekit.maps.modules import FLATTEN, KINDS, Modules, TargetModel, kind_faults, said_faults
 from statekit.maps.operations import Merge, Operation, Part, Permute, Stack, Unstack
 from statekit.maps.pretrained import Model, Pretrained, Rule
 from statekit.state.run import BESIDE
@@ -145,6 +146,8 @@ class ModelMap:
         config: What was said of them, and of the target's model.
         pretrained: What the target's library builds its model from.
         keys: All names of the configuration that its file knows, of either side.
+        modules: The kinds of modules that it knows instead of lines; None if it has lines.
+        model: The target's model, where it is there already.
     """
 
     name: str
@@ -158,6 +161,8 @@ class ModelMap:
     config: Mapping[str, Any] = field(default_factory=dict)
     pretrained: Pretrained | None = None
     keys: frozenset[str] = frozenset()
+    modules: Modules | None = None
+    model: TargetModel | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns what was asked for, as it stands in a plan."""
@@ -181,9 +186,12 @@ class ModelMap:
         """
         if not isinstance(state, TrainState):
             return self._live(state)
+        if self.modules is not None:
+            state = self.modules.gathered(state)
         shapes = {path: param.shape for path, param in state.params.items()}
         faults = Faults()
         links, model = self._links(shapes, faults)
+        state = replace(state, assumptions=(*state.assumptions, *model.taken))
         for name, path in state.extra.get(TIES, {}).items():
             if self.old_ties.get(name) != path:
                 faults.add(f"is a further name of {path}, which the map doesn't know", name)
@@ -225,6 +233,9 @@ class ModelMap:
 
     def _links(self, shapes: Mapping[str, Shape], faults: Faults) -> tuple[list[Link], Model]:
         """Returns what becomes of each parameter, and what kind of model the names show; adds what doesn't fit."""
+        if self.modules is not None:
+            links, taken = self.modules.links(shapes, self.config, self.model, faults)
+            return links, Model(taken=taken)
         refused = {
             path: why
             for path in shapes
@@ -368,6 +379,7 @@ def _bindings(fields: Sequence[str], ranges: Mapping[str, Sequence[str | int]]) 
     return [dict(zip(fields, values, strict=True)) for values in product(*(ranges[name] for name in fields))]
 
 
+_OTHER_CHANNELS = {"first": "last", "last": "first"}
 _REST = ("rest", "all")
 """Sizes that stand for what is left."""
 _INVERSE = {
@@ -377,6 +389,8 @@ _INVERSE = {
 
 
 def _inverse(one: Mapping[str, Any]) -> dict[str, Any]:
+    if one["op"] == "flattened":
+        return {**one, "channels": _OTHER_CHANNELS[one["channels"]]}
     if one["op"] not in ("permute", "reorder"):
         return {**one, "op": _INVERSE[one["op"]]}
     order = one["order"]
@@ -454,7 +468,7 @@ def _users(path: Path) -> Mapping[str, Any]:
 def _unfitting(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields what a schema can't say: fields that only one side has, choices that there aren't, lost axes."""
     choices, config, words = (data.get(key, {}) for key in ("choices", "config", "words"))
-    for i, line in enumerate(data["parameters"]):
+    for i, line in enumerate(data.get("parameters", ())):
         place, steps = f"parameters/{i}", line.get("operations", [])
         fields = [{name for name, _ in _FIELD.findall(line[side])} for side in ("source", "target")]
         overs = [[one["over"] for one in steps if one["op"] in kinds] for kinds in (_JOINING, _APART)]
@@ -470,6 +484,8 @@ def _unfitting(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             if alternative not in choices.get(name, ()):
                 yield f"is for {name} {alternative}, which isn't among the choices", place
         yield from ((fault, place) for one in steps for fault in _unsound(one, config, words))
+    for i, kind in enumerate(data.get("modules", ())):
+        yield from ((fault, f"modules/{i}/{place}") for fault, place in kind_faults(kind))
     for side in ("source", "target"):
         for fault, place in _unmade(data, data[side].get("pretrained", {}).get("files", {})):
             yield fault, f"{side}/pretrained/files/{place}"
@@ -510,7 +526,7 @@ def _unmade(data: Mapping[str, Any], files: Mapping[str, Mapping[str, Rule]]) ->
 
 def _counted(data: Mapping[str, Any]) -> set[str]:
     """Returns what the templates of a map's file count: their fields that are no words."""
-    lines = [line[side] for line in data["parameters"] for side in ("source", "target")]
+    lines = [line[side] for line in data.get("parameters", ()) for side in ("source", "target")]
     return {name for line in lines for name, _ in _FIELD.findall(line)}.difference(data.get("words", {}))
 
 
@@ -527,31 +543,39 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
         "source": {name: {one: one for one in table} for name, table in words.items()},
         "target": words,
     }
-    entries = []
-    for line in data["parameters"]:
-        steps = [dict(one) for one in line.get("operations", ())]
-        entries.append(
-            Entry(
-                Template(line[source], tables[source]),
-                Template(line[target], tables[target]),
-                tuple(map(_inverse, reversed(steps))) if turned else tuple(steps),
-                next(iter(line["when"].items())) if "when" in line else None,
-            )
+
+    def steps(line: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+        listed = [dict(one) for one in line.get("operations", ())]
+        return tuple(map(_inverse, reversed(listed))) if turned else tuple(listed)
+
+    entries = [
+        Entry(
+            Template(line[source], tables[source]),
+            Template(line[target], tables[target]),
+            steps(line),
+            next(iter(line["when"].items())) if "when" in line else None,
         )
+        for line in data.get("parameters", ())
+    ]
+    modules = Modules.read(data, source, target, steps)
     needed = {key: str(what) for key, what in data.get("config", {}).items()}
+    of_modules = {FLATTEN, KINDS} if modules else set()
     pretrained = Pretrained.read(data[target].get("pretrained"))
     said = {
-        key: value for key, value in config.items() if value is not None and (key in needed or pretrained)
+        key: value
+        for key, value in config.items()
+        if value is not None and (key in needed or key in of_modules or pretrained)
     }
     faults = Faults(
         (f"is {said[key]!r:.80}, expected a number from 1 on", key)
         for key in needed
         if key in said and (type(said[key]) is not int or said[key] < 1)
     )
+    faults += said_faults(said) if modules else ()
     faults.check(UsageError, f"The map {name} can't take its configuration", place="--config")
     refused = tuple(
         (Template(one[source], tables[source]), str(one["because"]))
-        for one in data.get("refused", ())
+        for one in (() if modules else data.get("refused", ()))
         if source in one
     )
     return ModelMap(
@@ -566,8 +590,14 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
         said,
         pretrained,
         frozenset(needed).union(
-            *(one.keys for side in (source, target) if (one := Pretrained.read(data[side].get("pretrained"))))
+            of_modules,
+            *(
+                one.keys
+                for side in (source, target)
+                if (one := Pretrained.read(data[side].get("pretrained")))
+            ),
         ),
+        modules,
     )
 
 
@@ -612,6 +642,7 @@ def maps_of(
     config: Mapping[str, Any] | None = None,
     rename: Mapping[str, str] | None = None,
     builds: bool = True,
+    model: TargetModel | None = None,
 ) -> tuple[StateMap, ...]:
     """Returns what was asked for: other names first, then a model map.
 
@@ -620,6 +651,7 @@ def maps_of(
         config: What it is told of the model.
         rename: Patterns and replacements.
         builds: Whether what the target's library builds its model from is made too; not where the model is there.
+        model: The model where it is there, under the names that the map gives.
 
     Raises:
         UsageError: There is no such map, it can't take its configuration, or there is none to take it.
@@ -632,6 +664,8 @@ def maps_of(
     maps = [load(one, config) for one in chained(name)]
     if not builds:
         maps = [replace(one, pretrained=None) for one in maps]
+    if maps and model is not None:
+        maps[-1] = replace(maps[-1], model=model)
     if config and _MODEL_TYPE not in config and not any(one.pretrained for one in maps):
         known = {key for one in maps for key in one.keys}
         unused = Faults(("isn't used, nor known to the map", key) for key in config if key not in known)

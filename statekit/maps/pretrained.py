@@ -27,11 +27,13 @@ class Model:
         shapes: Its parameters' shapes.
         counts: How many there are of what each number of the map counts.
         chosen: The alternative of each of the map's choices.
+        taken: What was taken that names don't tell, in sentences.
     """
 
     shapes: Mapping[str, Shape] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
     chosen: Mapping[str, str] = field(default_factory=dict)
+    taken: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,13 @@ from statekit.arrays.backend import backend
 from statekit.conversion.contracts import Hints
 from statekit.conversion.open_state import OpenState, changing, state_to_load
 from statekit.conversion.registry import detect_container
+from statekit.dropin.by_name import renamed_path
 from statekit.dropin.matching import Given, copy_fault, match_faults, require_resumable
 from statekit.dropin.overrides import overridden
 from statekit.errors import Faults, StateError, UnknownRuleError, UsageError
 from statekit.maps.links import carried_to_load
 from statekit.maps.model_map import maps_of
+from statekit.maps.modules import TargetModel
 from statekit.state.exactness import Level
 from statekit.state.options import FACTOR_MAP, KERAS, known_options, stored_rate, taken
 from statekit.state.stored_params import as_params, as_variable
@@ -72,15 +74,15 @@ def load_optimizer(
         variables: `model.trainable_variables`, or the model; their order doesn't matter.
         learning_rate: A number, a schedule (of `iterations`) or a callable; as the checkpoint has it if None.
         variant: Whose rule goes on, where the file can't tell.
-        names: Names in the checkpoint by the variables' paths, where they differ.
+        names: Names in the checkpoint by the variables' paths, or by those of layers, where they differ.
         param_names: Names in the checkpoint in the order of the optimizer's parameters, where it only numbers them; of
             a model and a file of Keras, the model knows them.
         names_from: `config`: that order from the architecture that config.json beside a Trainer's weights names, built
             without weights; it needs statekit[hf].
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names, as in its configuration.
-        map: From the checkpoint's model to that of another codebase, e.g. `t5x-t5-scanned:t5x-t5-unscanned`; `names`
-            are of its names then.
+        map: From the checkpoint's model to that of another codebase, e.g. `t5x-t5-scanned:t5x-t5-unscanned`, or from
+            the modules of one framework to another's: `torch:keras`; `names` are of its names then.
         config: What the map needs to know of the model and no checkpoint says, e.g. `{"num_heads": 12}`.
         require: The least exactness that a map may have for slots, as in `statekit.convert`.
         accept_damaged: Whether to go on with what its manifest contradicts, and warn of each place.
@@ -114,7 +116,8 @@ def load_optimizer(
         budget=budget,
     )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
-        state = carried_to_load(as_params(opened.state)[0], maps_of(map, config, builds=False), require)
+        maps = maps_of(map, config, builds=False, model=_model(_trainable(variables), names))
+        state = carried_to_load(as_params(opened.state)[0], maps, require)
         require_resumable(state, path, HOME, MAKERS, "Keras moves the variables of a model by one")
         names = names or ({} if map else _renumbered(opened, _trainable(variables)))
         schema, variant = state.optimizer.schema, str(state.optimizer.variant)
@@ -217,13 +220,17 @@ def _moved(
     stored = {normal(path): path for path in state.params}
     shapes = {normal(path): tensor.shape for path, tensor in state.params.items()}
     moved = {normal(path): path for group in state.optimizer.groups for path in group.paths}
-    wanted = {path_of(v): normal(names.get(path_of(v), path_of(v))) for v in given}
+    wanted = {path_of(v): normal(renamed_path(path_of(v), names)) for v in given}
     mine = {wanted[path_of(v)]: v for v in given}
     faults = [("stands twice among the variables", path) for path in twice(map(path_of, given))]
     faults += match_faults(
         shapes, moved, {key: Given(path_of(v), tuple(v.shape)) for key, v in mine.items()}, "variables"
     )
-    faults += [("is no variable, but has a name", path) for path in names if path not in wanted]
+    faults += [
+        ("is no variable, but has a name", path)
+        for path in names
+        if not any(f"{one}/".startswith(f"{path}/") for one in wanted)
+    ]
     faults += [
         ("was frozen in the recorded run: set trainable = False, or leave it out", stored[key])
         for key in mine
@@ -231,6 +238,11 @@ def _moved(
     ]
     Faults(faults).check(StateError, "The checkpoint doesn't fit the variables", place=place, remedy=_REMEDY)
     return {path: mine[key] for key, path in moved.items()}
+
+
+def _model(variables: Iterable[Any], names: Mapping[str, str] | None) -> TargetModel:
+    """Returns the model that variables are of, by their paths in the checkpoint."""
+    return TargetModel(frozenset(normal(renamed_path(path_of(v), names or {})) for v in variables))
 
 
 def _trainable(variables: Variables) -> list[Any]:
@@ -291,7 +303,7 @@ def load_params(
     Args:
         path: Anything statekit reads.
         variables: A model, whose trainable variables must all be in the checkpoint; or the variables that must be.
-        names: Names in the checkpoint by the variables' paths, where they differ.
+        names: Names in the checkpoint by the variables' paths, or by those of layers, where they differ.
         param_names: Names in the checkpoint in the order of the optimizer's parameters, where it only numbers them; of
             a model and a file of Keras, the model knows them.
         names_from: `config`: that order from the architecture that config.json beside a Trainer's weights names, built
@@ -327,11 +339,10 @@ def load_params(
     )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         names = names or ({} if map else _renumbered(opened, wanted))
-        state = carried_to_load(
-            as_params(opened.state)[0], maps_of(map, config, builds=False), require, slots=False
-        )
+        maps = maps_of(map, config, builds=False, model=_model(wanted, names))
+        state = carried_to_load(as_params(opened.state)[0], maps, require, slots=False)
         sources = {normal(p): p for p in state.params}
-        targets = {normal((names or {}).get(path_of(v), path_of(v))): v for v in wanted}
+        targets = {normal(renamed_path(path_of(v), names or {})): v for v in wanted}
         faults = [
             ("is in the checkpoint, but no variable", p) for key, p in sources.items() if key not in targets
         ]

@@ -13,12 +13,13 @@ import torch
 from statekit.conversion.contracts import Hints
 from statekit.conversion.open_state import changing, state_to_load
 from statekit.conversion.registry import layout
-from statekit.dropin.by_name import path_of
+from statekit.dropin.by_name import path_of, renamed_path
 from statekit.dropin.matching import Given, copy_fault, match_faults, renamed, require_resumable
 from statekit.dropin.overrides import overridden, rate_of
 from statekit.errors import Faults, StateError, UsageError
-from statekit.maps.links import carried_to_load
+from statekit.maps.links import StateMap, carried_to_load
 from statekit.maps.model_map import maps_of
+from statekit.maps.modules import TargetModel
 from statekit.state.exactness import Level
 from statekit.state.options import RATE_NAMES
 from statekit.state.schema import load_schema
@@ -90,7 +91,7 @@ def load_optimizer(
         lr: Learning rate of every group, before parameter scale; as the checkpoint has it if None. T5X stores none.
             Where the run had several optimizers, one for all, or one for each: `{"adafactor": 1e-2, "adamw": 1e-3}`.
             A scheduler goes on where the run stood with `last_epoch=optimizer.param_groups[0]["step"] - 1`.
-        names: Names in the checkpoint by those of `named_parameters`, where they differ.
+        names: Names in the checkpoint by those of `named_parameters`, or of modules among them, where they differ.
         param_names: Names in the checkpoint in the order of the optimizer's parameters, where it only numbers them.
         names_from: `config`: that order from the architecture that config.json beside a Trainer's weights names, built
             without weights; it needs statekit[hf].
@@ -99,8 +100,8 @@ def load_optimizer(
             has it if None.
         step: Which step of a run's folder; the newest if None.
         hparams: What the checkpoint doesn't say, in the original system's names, as in its configuration.
-        map: From the checkpoint's model to that of another codebase, e.g. `t5x-t5:hf-t5`; `names` are of its names
-            then.
+        map: From the checkpoint's model to that of another codebase, e.g. `t5x-t5:hf-t5`, or from the modules of one
+            framework to another's: `flax:torch`, `keras:torch`; `names` are of its names then.
         config: What the map needs to know of the model and no checkpoint says, e.g. `{"num_heads": 12}`.
         require: The least exactness that a map may have for slots, as in `statekit.convert`.
         accept_damaged: Whether to go on with what its manifest contradicts, and warn of each place.
@@ -127,7 +128,7 @@ def load_optimizer(
         if fault := rate_fault(rate):
             raise UsageError("This can't be a learning rate.", place="lr", found=fault)
     pairs = pairs_of(named_parameters)
-    maps = maps_of(map, config, builds=False) if map is not None or config else ()
+    maps = _maps(map, config, pairs, names)
     model = [] if maps else pairs  # the checkpoint has other ones
     hints = hints_of(
         model, names or {}, param_names, names_from, hparams, variant, accept_damaged, follow_links, budget
@@ -234,7 +235,8 @@ def load_params(
             other values were copied already; then the error says so.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    maps = maps_of(map, config, builds=False) if map is not None or config else ()
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    maps = _maps(map, config, tensors, names, _classes(model))
     pairs = [] if maps else list(model.named_parameters())
     hints = hints_of(
         pairs, names or {}, param_names, names_from, hparams, None, accept_damaged, follow_links, budget
@@ -287,6 +289,31 @@ def _fitted(
         StateError, "The checkpoint's parameters don't fit the model", place=place, remedy=_REMEDY
     )
     return pairs
+
+
+def _maps(
+    name: str | None,
+    config: Mapping[str, Any] | None,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    names: Mapping[str, str] | None,
+    classes: Mapping[str, str] | None = None,
+) -> tuple[StateMap, ...]:
+    """Returns the maps to a model that is there: its tensors, and its modules' classes where they are known."""
+    if name is None and not config:
+        return ()
+    theirs = {path_of(mine): path_of(one) for mine, one in (names or {}).items()}
+    paths = frozenset(renamed_path(path_of(mine), theirs) for mine, _ in tensors)
+    of = {renamed_path(path_of(mine), theirs): one for mine, one in (classes or {}).items()}
+    return maps_of(name, config, builds=False, model=TargetModel(paths, of))
+
+
+def _classes(model: torch.nn.Module) -> dict[str, str]:
+    """Returns the classes of a model's modules that are torch's, by name."""
+    return {
+        name: type(module).__name__
+        for name, module in model.named_modules()
+        if type(module).__module__.startswith("torch.nn.")
+    }
 
 
 def pairs_of(named_parameters: NamedParameters) -> list[tuple[str, torch.Tensor]]:

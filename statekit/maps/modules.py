@@ -1,0 +1,345 @@
+"""Maps by modules: what becomes of a layer's tensors, wherever in a model of one's own it stands.
+
+A module is what stands under one path: `fc1/kernel` and `fc1/bias`. A map has kinds of modules, each with its tensors'
+names and ranks on both sides, and what lies between. Names and ranks tell which kind a module is of; what they leave
+open is told by the model that goes on, or asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+from statekit.errors import Faults, UsageError
+from statekit.maps.along_axis import Reorder
+from statekit.maps.links import Link
+from statekit.maps.operations import Operation, Permute
+from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import Shape, Tensor
+
+FLATTEN, KINDS = "flatten", "kinds"
+"""What a map by modules is told of a model: images that dense layers read as rows, and kinds of modules by name."""
+SAME = "same"
+"""The kind of what keeps its name and axes."""
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of a kind of module, in the direction in which the map is gone.
+
+    Attributes:
+        source: Its name below the module's path.
+        target: That on the other side.
+        rank: How many axes it has.
+        operations: What is done to it, as the map's file has it.
+        optional: Whether modules of the kind may be without it.
+    """
+
+    source: str
+    target: str
+    rank: int
+    operations: tuple[Mapping[str, Any], ...] = ()
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of module.
+
+    Attributes:
+        name: What it is called in the map.
+        leaves: Its tensors.
+        image: Whether it gives images, whose channels the two sides have along other axes.
+        classes: Names of the target's classes that are of this kind; empty where the map doesn't say.
+    """
+
+    name: str
+    leaves: tuple[Leaf, ...]
+    image: bool = False
+    classes: tuple[str, ...] = ()
+
+    def fits(self, ranks: Mapping[str, int]) -> bool:
+        """Tells whether a module of these tensors, name -> rank, may be of this kind."""
+        known = {leaf.source: leaf.rank for leaf in self.leaves}
+        needed = {leaf.source for leaf in self.leaves if not leaf.optional}
+        return needed <= ranks.keys() and all(known.get(name) == rank for name, rank in ranks.items())
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether it may read an image whose axes were flattened into one."""
+        return any(one["op"] == "flattened" for leaf in self.leaves for one in leaf.operations)
+
+
+@dataclass(frozen=True)
+class TargetModel:
+    """A model that is there already and goes on.
+
+    Attributes:
+        paths: Its tensors.
+        classes: Its modules' classes where they are the framework's own: path -> name.
+    """
+
+    paths: frozenset[str]
+    classes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Modules:
+    """The kinds of modules of a map.
+
+    Attributes:
+        kinds: Them.
+        beside: Where in a state's `extra` further tensors of modules lie, such as statistics, by slashes.
+        left: Names of tensors that the other side hasn't, each with the reason.
+        refused: Patterns of modules' paths that the target can't hold, each with the reason.
+    """
+
+    kinds: tuple[Kind, ...]
+    beside: tuple[str, ...] = ()
+    left: Mapping[str, str] = field(default_factory=dict)
+    refused: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any], source: str, target: str, turned: Turned) -> Modules | None:
+        """Reads the modules of a map's file, gone from one of its sides to the other; None if it has none.
+
+        Args:
+            data: The file.
+            source: The side that is read.
+            target: The other.
+            turned: What gives a line's operations in that direction.
+        """
+        if "modules" not in data:
+            return None
+        kinds = [
+            Kind(
+                one["kind"],
+                tuple(
+                    Leaf(leaf[source], leaf[target], leaf["rank"], turned(leaf), leaf.get("optional", False))
+                    for leaf in one["parameters"]
+                ),
+                one.get("image", False),
+                tuple(one.get("classes", {}).get(target, ())),
+            )
+            for one in data["modules"]
+        ]
+        return cls(
+            tuple(kinds),
+            tuple(data[source].get("beside", ())),
+            {one[source]: one["because"] for one in data.get("left", ()) if source in one},
+            tuple((one[source], one["because"]) for one in data.get("refused", ()) if source in one),
+        )
+
+    def gathered(self, state: TrainState) -> TrainState:
+        """Returns a state with the tensors of modules that lie beside its parameters among these, without slots.
+
+        What the other side hasn't is left out, and said.
+        """
+        extra, params = dict(state.extra), dict(state.params)
+        for place in self.beside:
+            tensors = dict(_tensors(_taken(extra, place.split("/"))))
+            params |= {path: one for path, one in tensors.items() if path not in params}
+        gone = [path for path in params if _leaf(path) in self.left and path not in state.slots]
+        words = [f"{', '.join(_few(gone))} ({self.left[_leaf(gone[0])]})"] if gone else []
+        return replace(
+            state,
+            params={path: param for path, param in params.items() if path not in gone},
+            extra=extra,
+            assumptions=(*state.assumptions, *(f"The map leaves behind {word}." for word in words)),
+        )
+
+    def links(
+        self,
+        shapes: Mapping[str, Shape],
+        config: Mapping[str, Any],
+        model: TargetModel | None,
+        faults: Faults,
+    ) -> tuple[list[Link], tuple[str, ...]]:
+        """Returns what becomes of each parameter, and what was taken that names don't tell; adds what doesn't fit.
+
+        Args:
+            shapes: The parameters' shapes, by path.
+            config: What was said of the model.
+            model: The target's, where it is there already.
+            faults: What doesn't fit is added to it.
+
+        Raises:
+            UsageError: What kind a module is of, or whether a dense one reads an image, is told by nothing.
+        """
+        kinds = dict(self._kinds(shapes, config.get(KINDS, {}), model, faults))
+        asked = [name for name, kind in kinds.items() if kind.reads_rows]
+        images = [name for name, kind in kinds.items() if kind.image]
+        if images and asked and FLATTEN not in config:
+            self._ask(images, asked)
+        flatten: Mapping[str, Sequence[int]] = config.get(FLATTEN, {})
+        faults += [
+            ("is no dense module, but flatten names it", name) for name in flatten if name not in asked
+        ]
+        links = []
+        for path, shape in shapes.items():
+            name = _module(path)
+            if (kind := kinds.get(name)) is None:
+                if _said(config.get(KINDS, {}), path, name) == SAME:
+                    links.append(Link((path,), path))
+                continue
+            leaf = next(leaf for leaf in kind.leaves if leaf.source == _leaf(path))
+            steps: list[Operation] = []
+            lengths = shape
+            for one in leaf.operations:
+                if one["op"] == "permute":
+                    steps.append(Permute(tuple(one["order"])))
+                    lengths = tuple(lengths[i] for i in one["order"])
+                elif (image := flatten.get(name)) is not None:
+                    rows = lengths[one["axis"]]
+                    if prod(image) != rows:
+                        faults.add(f"reads {rows} values, but flatten says an image of {list(image)}", name)
+                    steps.append(_flattened(one, image))
+            links.append(Link((path,), "/".join((*path.split("/")[:-1], leaf.target)), tuple(steps)))
+        if not images or (model is not None and model.classes):
+            return links, ()
+        few = ", ".join(_few(images))
+        return links, (f"Names don't tell convolutions from transposed ones; taken for convolutions: {few}.",)
+
+    def _kinds(
+        self,
+        shapes: Mapping[str, Shape],
+        said: Mapping[str, str],
+        model: TargetModel | None,
+        faults: Faults,
+    ) -> Iterator[tuple[str, Kind]]:
+        """Yields the kind of each module."""
+        by_name = {kind.name: kind for kind in self.kinds}
+        faults += [
+            (f"is said to be of kind {kind}, expected one of {', '.join((*by_name, SAME))}", pattern)
+            for pattern, kind in said.items()
+            if kind not in (*by_name, SAME)
+        ]
+        faults += [
+            ("is said to be of a kind, and there is no such module", pattern)
+            for pattern in said
+            if not any(fnmatchcase(one, pattern) for path in shapes for one in (path, _module(path)))
+        ]
+        open_: dict[str, list[str]] = {}
+        modules: dict[str, dict[str, int]] = {}
+        for path, shape in shapes.items():
+            if _said(said, path, _module(path)) != SAME:
+                modules.setdefault(_module(path), {})[_leaf(path)] = len(shape)
+        for name, ranks in modules.items():
+            if why := next((why for pattern, why in self.refused if fnmatchcase(name, pattern)), None):
+                faults.add(f"can't be held by the target: {why}", name)
+                continue
+            fitting = [kind for kind in self.kinds if kind.fits(ranks)]
+            if (one := _said(said, name)) is not None:
+                fitting = [kind for kind in fitting if kind.name == one]
+            if model is not None and (cls := model.classes.get(name)) is not None:
+                fitting = [kind for kind in fitting if not kind.classes or cls in kind.classes]
+                if not fitting:
+                    faults.add(f"is a {cls} in the model, which is of no kind that the map knows", name)
+                    continue
+            if len(fitting) > 1 and model is not None:
+                fitting = [kind for kind in fitting if _made(kind, name, ranks) <= model.paths] or fitting
+            if len(fitting) == 1:
+                yield name, fitting[0]
+            elif fitting:
+                open_[name] = [kind.name for kind in fitting]
+            else:
+                has = ", ".join(f"{leaf} of rank {rank}" for leaf, rank in ranks.items())
+                faults.add(f"is of no kind that the map knows: it has {has}", name or "the model itself")
+        if open_:
+            shown = "; ".join(f"{name}: {' or '.join(kinds)}" for name, kinds in open_.items())
+            first, kinds = next(iter(open_.items()))
+            raise UsageError(
+                f"Names and shapes don't tell which kind these modules are of: {shown}.",
+                place="--config",
+                remedy=f"""say it, by patterns: --config '{KINDS}={{"{first}": "{kinds[-1]}", "*": "{kinds[0]}"}}'""",
+            )
+
+    def _ask(self, images: Sequence[str], asked: Sequence[str]) -> None:
+        raise UsageError(
+            f"The model has convolutions ({', '.join(_few(images))}), and nothing tells whether one of the dense "
+            f"layers ({', '.join(_few(asked))}) reads a flattened image: torch flattens channels first, the other side "
+            "last.",
+            place="--config",
+            remedy=f"""say the image's shape, channels last: --config '{FLATTEN}={{"{asked[0]}": [4, 4, 8]}}'; or """
+            f"--config '{FLATTEN}={{}}' if none reads one, or torch's model puts channels last before it flattens",
+        )
+
+
+def kind_faults(kind: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields what a schema can't say of a kind in a map's file: axes that its tensors haven't."""
+    for i, leaf in enumerate(kind["parameters"]):
+        for one in leaf.get("operations", ()):
+            if one["op"] == "permute" and sorted(one["order"]) != list(range(leaf["rank"])):
+                yield f"has order {one['order']} for rank {leaf['rank']}", f"parameters/{i}"
+            if one["op"] == "flattened" and one["axis"] >= leaf["rank"]:
+                yield f"has no axis {one['axis']} for rank {leaf['rank']}", f"parameters/{i}"
+
+
+Turned = Callable[[Mapping[str, Any]], tuple[Mapping[str, Any], ...]]
+
+
+def said_faults(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields what in a configuration a map by modules can't take."""
+    kinds, flatten = config.get(KINDS, {}), config.get(FLATTEN, {})
+    if not isinstance(kinds, Mapping) or not all(isinstance(one, str) for one in kinds.values()):
+        yield f"is {kinds!r:.80}, expected module -> kind", KINDS
+    if not isinstance(flatten, Mapping) or not all(map(_is_image, flatten.values())):
+        yield f"is {flatten!r:.80}, expected module -> lengths of the image's axes, channels last", FLATTEN
+
+
+def _is_image(shape: object) -> bool:
+    return isinstance(shape, list | tuple) and len(shape) > 1 and all(type(n) is int and n > 0 for n in shape)
+
+
+def _flattened(one: Mapping[str, Any], image: Sequence[int]) -> Operation:
+    """Returns what puts the channels of a flattened image first or last along an axis."""
+    n, first = len(image), one["channels"] == "first"
+    sizes = tuple(image) if first else (image[-1], *image[:-1])
+    return Reorder(one["axis"], sizes, (n - 1, *range(n - 1)) if first else (*range(1, n), 0))
+
+
+def _made(kind: Kind, module: str, leaves: Iterable[str]) -> set[str]:
+    """Returns the paths that a module of some kind has on the other side."""
+    at = f"{module}/" if module else ""
+    return {at + leaf.target for leaf in kind.leaves if leaf.source in leaves}
+
+
+def _said(said: Mapping[str, str], *names: str) -> str | None:
+    """Returns the kind that the first pattern says which fits one of the names."""
+    return next((kind for pattern, kind in said.items() if any(fnmatchcase(n, pattern) for n in names)), None)
+
+
+def _module(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def _leaf(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _few(names: Sequence[str]) -> list[str]:
+    return [*names[:_SHOWN], *(["..."] if len(names) > _SHOWN else [])]
+
+
+def _taken(extra: dict[str, Any], keys: Sequence[str]) -> Any:
+    """Takes a part out of `extra`, which is left without it; the other parts stay what they are."""
+    key, *below = keys
+    part = extra.get(key)
+    if not isinstance(part, Mapping):
+        return {}
+    if not below:
+        return extra.pop(key)
+    extra[key] = inner = dict(part)
+    return _taken(inner, below)
+
+
+def _tensors(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(tree, Mapping):
+        for key, one in tree.items():
+            yield from _tensors(one, (*path, *str(key).split(".")))
+    elif isinstance(tree, Tensor):
+        yield "/".join(path), tree
