@@ -184,6 +184,54 @@ def _schedule_of(number: int, at: int, schedules: Sequence[Schedule]) -> str:
     return f"{' or '.join(moving)} goes on at step {at}" if moving else "no schedule moves it"
 
 
+def show_measured(stdout: Screen, rows: Sequence[Mapping[str, Any]], schedules: Sequence[Schedule]) -> None:
+    """Prints what the next update of each group will use, as `statekit.conversion.next_update.measured` has it."""
+    grid = Table(
+        (
+            "group",
+            "parameters",
+            "update",
+            "learning rate",
+            "schedule at",
+            "second-moment decay",
+            "effective count",
+            "offset",
+            "loaded second moment",
+        ),
+        right=("parameters", "update", "effective count", "offset"),
+        drop=("parameters", "schedule at"),
+    )
+    for i, row in enumerate(rows):
+        rate, decay = row["learning_rate"], row["decay"]
+        grid.add_row(
+            f"{i} {row.get('schema', '')}".rstrip(),
+            str(row["parameters"]),
+            str(row["update"] + 1),
+            f"{rate:g}" if isinstance(rate, float) else "the one you give",
+            _schedule_at(i, row["schedule"], schedules),
+            "not known" if row["unknown"] else "none" if decay is None else f"{decay:.6g}",
+            str(row["counted"]),
+            str(row.get("step_offset") or 0),
+            _loaded(row),
+        )
+    stdout.title("The next update:")
+    stdout.show(grid)
+    notes = dict.fromkeys(note for row in rows for note in row["notes"])
+    unknown = dict.fromkeys(f"the decay isn't known: {row['unknown']}" for row in rows if row["unknown"])
+    stdout.show_list("What follows:", (*notes, *unknown))
+
+
+def _loaded(row: Mapping[str, Any]) -> str:
+    if row["begun_anew"]:
+        return "begins anew"
+    return "" if row["discarded"] is None else "is discarded" if row["discarded"] else "goes on"
+
+
+def _schedule_at(number: int, at: int, schedules: Sequence[Schedule]) -> str:
+    moved = not schedules or any(one.moves(number) for one in schedules)
+    return f"{at}" if moved else "-"
+
+
 def show_next(stdout: Screen, state: Mapping[str, Any], schedules: Sequence[Schedule]) -> None:
     """Prints what the next update of each group will use; `schedules` are the run's."""
     if state["schema"] == WEIGHTS:

@@ -121,12 +121,25 @@ the manifest's options; what it can't do is refused by name.
   was asked for; counts are never cast.
 - `--loss-scale C`: the loss is C times what it was: a slot that grows with the p-th power of gradients is times C^p.
 
-T5X sums its loss over tokens, Hugging Face averages it: `--loss-scale` with 1 / tokens takes a run from the first to
-the second. The powers are data (`gradient_power` in `schemas/`), and a test holds every variant's own step to them, to
-the last bit for a power of two: Adafactor's `v` 2 and `m` 0, as it holds updates; Adam's `m` 1, `v` and `v_max` 2;
+T5X sums its loss over tokens, Mesh-TensorFlow and Hugging Face average it: `--loss-scale` takes a run from one to the
+other where the two differ by a constant, as 1 / tokens where every batch has as many. A mean over each batch's own
+tokens has no such constant beside a sum: there keep the source's loss. The printed lines say which is in force, where
+a map leads to another codebase's model or `--loss-scale` was said.
+
+The powers are data (`gradient_power` in `schemas/`), and a test holds every variant's own step to them, to the last bit
+for a power of two: Adafactor's `v` 2 and `m` 0, as it holds updates; Adam's `m` 1, `v` and `v_max` 2;
 those of LANS 0, as it divides gradients by their norm; ScaledAdam's `exp_avg_sq` and `scale_exp_avg_sq` 2,
 `scale_grads`, `model_norms` and `model_norm_threshold` 1, `delta` and `param_rms` 0. What is compared with gradients,
 or added to their moments, stays as it is and is named with its value: `epsilon1`, `epsilon`, thresholds of clipping.
+
+With one of these, or with `--step-offset`, the report says of each group what the next update will use: its learning
+rate, the decay of its second moment, its effective count and offset, and whether the loaded second moment has a part in
+it (after `--step-offset reset` it hasn't: the decay is 0). The decay is measured on the step that statekit itself
+makes, and so is what follows where slots begin anew: T5X's `v` reset at a million updates makes a first update 251
+times a settled run's, which only `clipping_threshold` hides; Adam's `v` one of 31, its `m` one of 0.1. `--step-offset
+reset` and `--slot-policy reset:count` count anew. Optax' `step_offset` is `decay_offset`. Hugging Face's
+Adafactor has none, and its count begins there instead, exactly, unless `relative_step` makes the rate of it. In
+torch's and Keras' the count also caps the rate: a conversion to them is refused.
 """
 
 

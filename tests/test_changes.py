@@ -17,11 +17,13 @@ from goldens import COMPACT
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.cli.main import DONE, FAILED, USAGE, main
 from statekit.conversion.changes import Changes, changed
+from statekit.conversion.next_update import measured
 from statekit.errors import InexactError, StatekitError, UsageError
 from statekit.optim.run import load, mover
 from statekit.state.schema import load_schema, schema_names
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import in_memory
+from statekit.tensors.tree import to_json
 from statekit.testing.step_cases import RATE, case
 
 RECORDING = COMPACT / "t5x" / "momentum_f32"
@@ -297,3 +299,100 @@ def test_what_stands_beside_gradients_is_named() -> None:
         (),
     )
     assert any("epsilon=1e-08" in str(one) for one in done)
+
+
+# The next update
+
+
+def rows(
+    capsys: pytest.CaptureFixture[str], source: Path, target: Path, *options: str
+) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert main(["convert", str(source), str(target), "--dry-run", "--json", *options]) == DONE
+    made: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["next_update"]
+    return made
+
+
+GIN = ("--hparams", "beta1=0.9", "--hparams", "min_dim_size_to_factor=8")
+
+
+def test_after_a_reset_the_first_update_discards_the_loaded_second_moment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (row,) = rows(capsys, RUN, tmp_path / "a.pt", *GIN, "--step-offset", "reset")
+    assert (row["decay"], row["discarded"], row["counted"], row["step_offset"]) == (0.0, True, 1, 4)
+    (row,) = rows(capsys, RUN, tmp_path / "a.pt", *GIN, "--step-offset", "3")
+    assert row["decay"] == pytest.approx(1 - 2**-0.8) and not row["discarded"]
+
+
+def test_how_a_reset_is_said_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = COMPACT / "t5x" / "default_heuristics" / "checkpoint"
+    (row,) = rows(capsys, run, tmp_path / "o", "--to", "optax-orbax", "--step-offset", "reset")
+    assert row["notes"] == ["optax says it as decay_offset=3, exactly"] and row["discarded"]
+    hf = COMPACT / "hf_adafactor" / "fixedlr_scale_beta1_wd" / "checkpoint"
+    for row in rows(capsys, hf, tmp_path / "h.pt", "--step-offset", "reset"):
+        assert row["notes"] == ["hf has no step_offset: its count of updates begins there instead, exactly"]
+        assert (row["update"], row["schedule"], row["discarded"]) == (0, 4, True)
+
+
+def test_an_offset_is_taken_off_the_count_of_the_files_too(tmp_path: Path) -> None:
+    """Hugging Face's Adafactor has no step_offset: nothing changed in the files that it goes on from."""
+    hf = COMPACT / "hf_adafactor" / "fixedlr_scale_beta1_wd" / "checkpoint"
+    report = statekit.convert(hf, tmp_path / "h.pt", step_offset="reset")
+    assert report.plan.source.step == 4
+    with statekit.open(tmp_path / "h.pt") as opened:
+        assert opened.counts.updates == 0
+
+
+def test_where_one_count_drives_the_schedule_too_an_offset_is_not_taken_off_it(tmp_path: Path) -> None:
+    run = COMPACT / "t5x" / "default_heuristics" / "checkpoint"
+    with pytest.raises(InexactError, match="step_offset"):
+        statekit.convert(run, tmp_path / "k.weights.h5", layout="keras", step_offset="reset")
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "times"),
+    [
+        (("adamw", "torch"), "reset:v", "31."),
+        (("adamw", "torch"), "reset:m", "0.10"),
+        (("adamw", "optax"), "reset:m,reset:v", "3.16"),
+        (("adafactor", "t5x"), "reset:v*", "251"),
+        (("lans", "mxnet_fused"), "reset:m,reset:v", None),
+    ],
+)
+def test_what_begins_anew_at_a_large_count_is_measured_on_the_rules_own_step(
+    kind: tuple[str, str], policy: str, times: str | None
+) -> None:
+    """1 / sqrt(1 - beta2) for Adam's v; for T5X's at a million 1 / sqrt(1.585e-5), which clipping hides.
+
+    Source: what T5X does after zeroing slots alone, google-research/t5x issue 569.
+    """
+    state = case(*kind).before(1)
+    state = replace(state, counts=replace(state.counts, updates=1_000_000))
+    (row,) = measured(to_json(state.to_json()), (), Changes.of({"slot_policy": policy}))
+    if times is None:
+        assert row["notes"] == []
+    else:
+        assert f"first update is {times}" in row["notes"][0] and "counts anew" in row["notes"][-1]
+
+
+def test_what_nobody_said_and_what_does_not_matter_are_told_apart() -> None:
+    state = case("adafactor", "t5x").before(1)
+    (group,) = state.optimizer.groups
+    for missing, known in (("epsilon2", True), ("decay_rate", False)):
+        less = {name: value for name, value in group.hyperparameters.items() if name != missing}
+        some = replace(
+            state, optimizer=replace(state.optimizer, groups=(replace(group, hyperparameters=less),))
+        )
+        (row,) = measured(to_json(some.to_json()))
+        assert (row["decay"] is not None) == known
+        assert known or "decay_rate" in row["unknown"]
+
+
+def test_the_lines_say_which_loss_is_in_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["convert", str(RUN), str(tmp_path / "out.pt"), "--loss-scale", "0.25", "--json"]
+    assert main(line) == DONE
+    said = "# the loss is 0.25 times the source's from here on, as its moments are"
+    assert json.loads(capsys.readouterr().out)["resume"][-1] == said
+    assert main(["resume", str(tmp_path / "out.pt")]) == DONE
+    assert said in capsys.readouterr().out

@@ -234,6 +234,7 @@ def build_plan(
     mapped: tuple[Mapped, ...] = (),
     keeps_manifest: bool = True,
     changed: tuple[Change, ...] = (),
+    done: int | None = None,
 ) -> Plan:
     """Builds the plan of a conversion from names, shapes and dtypes alone.
 
@@ -249,6 +250,7 @@ def build_plan(
         mapped: What maps made of its parameters.
         keeps_manifest: Whether the target has a manifest, to keep what the target itself has no place for.
         changed: What was changed of the run as it was asked for.
+        done: Updates that the source has done, where the state counts others.
     """
     sources = {name for tensor in checkpoint.tensors.values() for name in _stored_names(tensor.to_json())}
     names = tensor_names(encoded.tree)
@@ -256,7 +258,7 @@ def build_plan(
     if encoded.dropped:
         dropped = by_leaf(encoded.dropped, state.extra)
         kept = kept_of(state.extra, dropped) if keeps_manifest else Kept(dropped=dropped)
-    step = checkpoint.step if checkpoint.step is not None else state.counts.updates
+    step = checkpoint.step if checkpoint.step is not None else state.counts.updates if done is None else done
     return Plan(
         source=Side(checkpoint.container, layout, step),
         target=target,

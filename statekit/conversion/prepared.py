@@ -27,7 +27,13 @@ from statekit.conversion.contracts import (
 )
 from statekit.conversion.open_state import OpenState, open_state
 from statekit.conversion.plan import Plan, Request, Side, build_plan
-from statekit.conversion.rule_change import RuleChange, best_rule_change, joined_rule_change
+from statekit.conversion.rule_change import (
+    RuleChange,
+    best_rule_change,
+    change_rule,
+    joined_rule_change,
+    without_offset,
+)
 from statekit.conversion.target import check_apart, choose_container, layouts_for, written_as
 from statekit.errors import Faults, InexactError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
@@ -139,7 +145,7 @@ def prepare(request: Request) -> Plan:
         if request.like is not None:
             state = _like(layout, state, request.like)
         encoded, state = _encoded(layout, state)
-        if request.changes is not None:
+        if request.changes is not None or request.step_offset != "keep":
             _check_counts(layout.name, opened.state, state)
         if schedules := run_of(state.extra).schedules:
             encoded = replace(encoded, paced=_paced(schedules, state))
@@ -153,7 +159,10 @@ def prepare(request: Request) -> Plan:
             **({"schedule": dict(call)} if (call := request.hints.schedule) is not None else {}),
             **({"model_key": key} if (key := request.hints.model_key) is not None else {}),
             **({"optimizer_key": key} if (key := request.hints.optimizer_key) is not None else {}),
-            "step_offset": {"asked": request.step_offset, "value": _offset(state, request.step_offset)},
+            "step_offset": {
+                "asked": request.step_offset,
+                "value": _offset(opened.state, request.step_offset),
+            },
             "require": request.require.name.lower(),
             **({"like": request.like.name} if request.like is not None else {}),
             **({"passed_over": passed_over} if passed_over else {}),
@@ -175,6 +184,7 @@ def prepare(request: Request) -> Plan:
             mapped,
             keeps,
             changes,
+            opened.state.counts.updates,
         )
         plan.check()
         files = _facts_of(opened.checkpoint)
@@ -233,11 +243,8 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _offset(state: TrainState, asked: StepOffset) -> int | None:
-    """Returns where the decay of the second moment was made to start; None where that stays."""
-    if asked == "keep":
-        return None
-    known = [group.hyperparameters for group in state.optimizer.groups]
-    return int(next(one["step_offset"] for one in known if "step_offset" in one))
+    """Returns where the decay of a source's second moment was made to start; None where that stays."""
+    return None if asked == "keep" else state.counts.updates if asked == "reset" else asked
 
 
 def _check_counts(layout: str, source: TrainState, state: TrainState) -> None:
@@ -335,8 +342,11 @@ def rule_change_to(layout: LayoutCard, state: TrainState, source: str) -> RuleCh
     for part in state.parts():
         schema, variant = part.optimizer.schema, part.optimizer.variant
         makers = (variant,) if variant else registry.layout_card(source).variants.get(schema, ())
-        keeps = layout.keeps_rule(schema, makers)
-        ways.append(None if keeps else best_rule_change(part, makers, layout.variants[schema]))
+        if layout.keeps_rule(schema, makers):
+            # Its own rule may have no place for what was asked: a decay that begins later.
+            ways.append(change_rule(part, variant, variant) if variant and without_offset(part) else None)
+        else:
+            ways.append(best_rule_change(part, makers, layout.variants[schema]))
     return joined_rule_change(state, ways) if any(ways) else None
 
 

@@ -60,6 +60,7 @@ class Place:
         converted: Whether statekit wrote it; None where its step or a manifest in its folder tells.
         folder: The folder that `files` are named in, where `path` is one of them.
         map_name: The map that made its model; "" without one.
+        loss_scale: How many times as large the loss is from there on, as its moments were rescaled for; None if not.
     """
 
     container: str
@@ -74,6 +75,7 @@ class Place:
     converted: bool | None = None
     folder: Path | None = None
     map_name: str = ""
+    loss_scale: float | None = None
 
 
 def of_plan(plan: Plan, files: Iterable[str] = ()) -> Place:
@@ -92,6 +94,7 @@ def of_plan(plan: Plan, files: Iterable[str] = ()) -> Place:
         by_path,
         plan.run,
         map_name=_map_name(plan.options),
+        loss_scale=_loss_scale(plan.options),
     )
 
 
@@ -122,10 +125,46 @@ def of_checkpoint(opened: OpenState) -> Place:
     empty = tuple(empty_names(opened.checkpoint.tree))
     run = run_of(opened.state.extra)
     converted = manifest is not None
-    map_name = _map_name(manifest["options"]) if manifest is not None else ""
+    options = manifest["options"] if manifest is not None else {}
     return Place(
-        container, layout, path, None, files, names, empty, by_path, run, converted, folder, map_name
+        container,
+        layout,
+        path,
+        None,
+        files,
+        names,
+        empty,
+        by_path,
+        run,
+        converted,
+        folder,
+        _map_name(options),
+        _loss_scale(options),
     )
+
+
+def _loss_scale(options: Mapping[str, Any]) -> float | None:
+    """Returns how many times as large a target's loss is, by what was asked for; None if nobody said."""
+    changes = options.get("changes")
+    said = changes.get("loss_scale") if isinstance(changes, Mapping) else None
+    return float(said) if isinstance(said, (int, float)) else None
+
+
+def _loss_said(place: Place) -> list[str]:
+    """Returns a line about the loss whose moments a target holds, where it is another than its model's usual one."""
+    if place.loss_scale is not None:
+        return [f"# the loss is {place.loss_scale!r} times the source's from here on, as its moments are"]
+    names = place.map_name.split(":")
+    known: Mapping[str, str] = _data()["losses"]
+    before, after = (
+        next((what for what in known if name.startswith(f"{what}-")), None) for name in (names[0], names[-1])
+    )
+    if before is None or after is None or known[before] == known[after]:
+        return []
+    return [
+        f"# the moments are of the source's loss, usually {known[before]}; here it is usually {known[after]}",
+        "# train on the source's, or convert with --loss-scale where the two differ by a constant",
+    ]
 
 
 def _map_name(options: Mapping[str, Any]) -> str:
@@ -176,9 +215,10 @@ def resume_lines(place: Place, state: State, framework: str | None = None) -> li
         if all(values[name] is not None for name in line.get_identifiers())
         for one in line.substitute({name: values[name] for name in line.get_identifiers()}).split("\n")
     ]
-    return [
+    lines_once = [
         line for i, line in enumerate(written) if not (line.startswith("import ") and line in written[:i])
     ]
+    return [*lines_once, *(_loss_said(place) if lines_once and state["schema"] != WEIGHTS else ())]
 
 
 def _native_lines(

@@ -1,0 +1,276 @@
+"""What the next update of each group will do with the slots that it finds: measured on the rule's own step.
+
+A parameter of a few elements, its gradient 1 everywhere, goes through the step that statekit itself makes, with the
+group's hyperparameters at the run's count. What comes out tells the decay of the second moment, and how large a first
+update is whose slots begin anew; no formula of an optimizer stands here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from statekit.arrays.numpy_backend import NumpyBackend
+from statekit.conversion.changes import COUNT, Changes
+from statekit.conversion.resume import next_update
+from statekit.errors import StateError, StatekitError
+from statekit.optim.run import counts_apart, move_group, settled_group, steps_for
+from statekit.optim.steps import Arrays, Scene, Steps
+from statekit.state.options import RATE_NAMES
+from statekit.state.run import Schedule
+from statekit.state.schema import OptimizerSchema, load_schema
+from statekit.state.train_state import Axis, Group, Rule
+
+State = Mapping[str, Any]
+RATE = 0.01
+SIDE = 2
+"""How long each axis of the parameter is on which rules are measured."""
+SETTLED = 200
+"""Updates in a row by which momentum has come to rest, as far as a sentence tells."""
+TRIALS = (0.25, 0.5)
+"""Values for a hyperparameter that nobody said: what comes out the same with both doesn't depend on it."""
+OFF_BY = 0.05
+"""A first update that differs less from a settled run's is not worth a sentence."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A rule and a small parameter to try it on."""
+
+    schema: OptimizerSchema
+    variant: str
+    steps: Steps
+    group: Group
+    rule: Rule
+    updates: int
+
+    @property
+    def path(self) -> str:
+        """The parameter."""
+        return self.group.paths[0]
+
+    def begun(self) -> tuple[Arrays, Mapping[str, Arrays], Arrays]:
+        """Returns the parameter, its slots and the group's own, as before a first update."""
+        xp = NumpyBackend()
+        configs = settled_group(self.steps, self.group, {self.path: self.rule}, self.variant)
+        param = np.ones((SIDE,) * len(self.rule.axes), np.float32)
+        slots = self.steps.init(xp, param, configs[self.path], self.variant)
+        shared = self.steps.begin(xp, {self.path: param}, self.group, self.variant)
+        return {self.path: param}, {self.path: slots}, shared
+
+    def moved(self, slots: Mapping[str, Any], updates: int | None = None) -> tuple[Any, Mapping[str, Any]]:
+        """Returns the parameter and its slots after an update by a gradient of ones.
+
+        Args:
+            slots: Values of slots, in place of those that the rule begins with.
+            updates: Updates done before; the run's if None.
+        """
+        xp = NumpyBackend()
+        params, begun, shared = self.begun()
+        values = {**begun[self.path], **slots}
+        configs = settled_group(self.steps, self.group, {self.path: self.rule}, self.variant)
+        scene = Scene(xp, self.variant, RATE, self.updates if updates is None else updates)
+        grads = {self.path: np.ones_like(params[self.path])}
+        with np.errstate(all="ignore"):
+            after, slots_after, _ = move_group(
+                self.steps, scene, self.group, configs, params, grads, {self.path: values}, shared
+            )
+        return after[self.path], slots_after[self.path]
+
+    def second_moment(self) -> str | None:
+        """Returns a slot that holds squares of gradients; None if the rule has none."""
+        powers = {name: slot["gradient_power"]["power"] for name, slot in self.schema.data["slots"].items()}
+        return next((name for name in self.begun()[1][self.path] if powers[name] == 2), None)
+
+    def decay(self) -> float | None:
+        """Returns which part of the second moment is left of the loaded one; None if the rule has none."""
+        name = self.second_moment()
+        if name is None:
+            return None
+        begun = self.begun()[1][self.path][name]
+        some, none = (self.moved({name: np.full_like(begun, value)})[1][name] for value in (1, 0))
+        return float(np.mean(some - none))
+
+    def first_update(self, reset: Collection[str]) -> float:
+        """Returns how many times a settled run's update the first one is after slots began anew.
+
+        In a settled run every gradient was the same.
+        """
+        begun = self.begun()[1][self.path]
+        known = self.schema.data["slots"]
+        # What holds gradients of 1, or is made of a parameter of 1, is 1 from then on; momentum comes to rest.
+        at_one = {
+            n for n in begun if known[n]["gradient_power"]["power"] or isinstance(known[n]["init"], str)
+        }
+        settled = {name: np.ones_like(slot) if name in at_one else slot for name, slot in begun.items()}
+        at_rest = max(self.updates, SETTLED)
+        for _ in range(SETTLED):
+            after = self.moved(settled, at_rest)[1]
+            settled = {name: slot if name in at_one else after[name] for name, slot in settled.items()}
+        usual = self._size(settled, at_rest)
+        return self._size({n: begun[n] if n in reset else slot for n, slot in settled.items()}) / usual
+
+    def _size(self, slots: Mapping[str, Any], updates: int | None = None) -> float:
+        param, _ = self.moved(slots, updates)
+        return float(np.max(np.abs(param - 1)))
+
+
+def measured(
+    state: State,
+    schedules: Sequence[Schedule] = (),
+    changes: Changes | None = None,
+    rule_change: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Returns what the next update of each group will use, measured as far as the state says enough.
+
+    Args:
+        state: The state without its tensors.
+        schedules: What is known of the run's schedules.
+        changes: What was asked to be changed.
+        rule_change: How the run goes on under another rule, as a plan has it.
+
+    Returns:
+        The rows of `next_update`, and for each: `decay`, what is left of the loaded second moment; `counted`, which
+        update it is as the decay or the corrections of moments count; `discarded`, whether the loaded second moment
+        has no part in it; `begun_anew`, whether that was reset; `unknown`, why these aren't known; `notes`, what else
+        follows, in sentences.
+    """
+    rows = next_update(state, schedules)
+    for row, group in zip(rows, state["groups"], strict=True):
+        whose = group if "schema" in group else state
+        known = group["hyperparameters"]
+        row["decay"] = row["discarded"] = row["unknown"] = None
+        row["begun_anew"] = False
+        row["counted"] = row["update"] + 1 - (known.get("step_offset") or 0)
+        row["notes"] = [*_offset_said(whose, known, rule_change)]
+        if not group["paths"]:
+            row["unknown"] = "moves nothing"
+            continue
+        try:
+            trials = _trials(state, whose, group)
+            decays = {trial.decay() for trial in trials}
+        except (StatekitError, ArithmeticError) as error:
+            row["unknown"] = _reason(error)
+            continue
+        if len(decays) > 1:
+            row["unknown"] = f"depends on {', '.join(_unsaid(trials[0].schema, trials[0].variant, known))}"
+        else:
+            (row["decay"],) = decays
+            row["discarded"] = None if row["decay"] is None else row["decay"] == 0
+        row["notes"] += _first_said(trials, changes)
+        moment = trials[0].second_moment()
+        row["begun_anew"] = bool(changes and moment and _way(changes.slot_policy, moment) == "reset")
+    return rows
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, StateError):
+        return f"statekit has no step of it: {error.found or error.subject}"
+    return str(getattr(error, "subject", error))
+
+
+def _trials(state: State, whose: Mapping[str, Any], group: Mapping[str, Any]) -> list[Trial]:
+    """Returns a rule to be tried; two where a hyperparameter isn't known, which they have with different values.
+
+    Raises:
+        StateError: statekit has no step of the variant, or nobody knows it.
+        UnknownRuleError: More must be known than a number.
+    """
+    schema, variant = load_schema(whose["schema"]), str(whose["variant"])
+    steps = steps_for(whose["schema"], whose["variant"])
+    rules = {path: state["rules"][path] for path in group["paths"] if path in state["rules"]}
+    factored = [path for path, one in rules.items() if Rule.from_json(one).factored]
+    path = next(iter([*factored, *rules]), group["paths"][0])
+    record = rules.get(path)
+    rule = Rule((Axis.NONE, Axis.NONE), "given") if record is None else Rule.from_json(record)
+    made = Group((path,), dict(group["hyperparameters"]))
+    updates = int(state["counts"]["updates"])
+    if variant and counts_apart(whose["schema"], variant):
+        updates = int(state["counts"].get("behind", {}).get(path, updates))
+    unsaid = _unsaid(schema, variant, made.hyperparameters)
+    filled = [
+        replace(
+            made,
+            hyperparameters={**{name: _trial(schema, name, n) for name in unsaid}, **made.hyperparameters},
+        )
+        for n in (range(len(TRIALS)) if unsaid else range(1))
+    ]
+    return [Trial(schema, variant, steps, one, replace(rule, known_from="given"), updates) for one in filled]
+
+
+def _unsaid(schema: OptimizerSchema, variant: str, known: Mapping[str, Any]) -> list[str]:
+    return [n for n in schema.variant(variant)["defaults"] if n not in known and n not in RATE_NAMES]
+
+
+def _trial(schema: OptimizerSchema, name: str, number: int) -> Any:
+    """Returns one of two values for a hyperparameter that nobody said: of a number another each time."""
+    spec = schema.hyperparameters[name]
+    return TRIALS[number] if spec["type"][0] == "number" else spec["default"]
+
+
+def _offset_said(
+    whose: Mapping[str, Any], known: Mapping[str, Any], rule_change: Mapping[str, Any] | None
+) -> list[str]:
+    """Returns how a decay that begins later is said where the run goes on, and whether that is exact."""
+    schema, variant = load_schema(whose["schema"]), whose["variant"]
+    if variant is None or "step_offset" not in schema.hyperparameters:
+        return []
+    made_up = rule_change["made_up"] if rule_change else ()
+    if any("step_offset" in one for one in made_up):
+        return [f"{variant} has no step_offset: its count of updates begins there instead, exactly"]
+    if "step_offset" not in schema.variant(variant)["defaults"] or not known.get("step_offset"):
+        return []
+    return [f"{variant} says it as {schema.spelling(variant, 'step_offset')}={known['step_offset']}, exactly"]
+
+
+def _first_said(trials: Sequence[Trial], changes: Changes | None) -> list[str]:
+    """Returns what slots that begin anew make of the first update, measured."""
+    policy = changes.slot_policy if changes is not None else {}
+    trial = trials[0]
+    slots = trial.begun()[1][trial.path]
+    reset = [name for name in slots if _way(policy, name) == "reset"]
+    if not reset or policy.get(COUNT) == "reset":
+        return []
+    times = [one.first_update(reset) for one in trials]
+    said = []
+    if max(abs(one - 1) for one in times) > OFF_BY:
+        said.append(f"with {', '.join(reset)} begun anew the first update is {_times(times)} a settled run's")
+    free = [
+        replace(
+            one,
+            group=replace(
+                one.group, hyperparameters={**one.group.hyperparameters, "clipping_threshold": None}
+            ),
+        )
+        for one in trials
+        if one.group.hyperparameters.get("clipping_threshold") is not None
+    ]
+    if free:
+        unlimited = [one.first_update(reset) for one in free]
+        if abs(max(unlimited) - max(times)) > OFF_BY * max(times):
+            said.append(
+                f"with {', '.join(reset)} begun anew the first update is {_times(unlimited)} a settled run's before "
+                f"clipping_threshold limits it: the decay counts {trial.updates} updates, which it hasn't seen"
+            )
+    if said:
+        counts = (
+            "step_offset" in trial.schema.hyperparameters and "step_offset" in trial.group.hyperparameters
+        )
+        said.append(f"{'--step-offset reset' if counts else '--slot-policy reset:count'} counts anew")
+    return said
+
+
+def _way(policy: Mapping[str, str], name: str) -> str:
+    ways = [way for pattern, way in policy.items() if fnmatchcase(name, pattern)]
+    return ways[-1] if ways else "keep"
+
+
+def _times(values: Sequence[float]) -> str:
+    least, most = min(values), max(values)
+    if least >= (1 - OFF_BY) * most:
+        return f"{least:.3g} times"
+    return f"{least:.3g} to {most:.3g} times (what nobody said decides)"
