@@ -32,7 +32,6 @@ from statekit.conversion.rule_change import (
     best_rule_change,
     change_rule,
     joined_rule_change,
-    without_offset,
 )
 from statekit.conversion.target import check_apart, choose_container, layouts_for, written_as
 from statekit.errors import Faults, InexactError, StateError, UsageError
@@ -41,6 +40,7 @@ from statekit.files.integrity import files_of, proven
 from statekit.files.stage import TargetKind
 from statekit.maps.links import carried_through
 from statekit.state.run import Schedule, run_of
+from statekit.state.schema import load_schema
 from statekit.state.stored_params import MASTER, as_params, check_known, decoded
 from statekit.state.train_state import StepOffset, TrainState
 
@@ -344,10 +344,18 @@ def rule_change_to(layout: LayoutCard, state: TrainState, source: str) -> RuleCh
         makers = (variant,) if variant else registry.layout_card(source).variants.get(schema, ())
         if layout.keeps_rule(schema, makers):
             # Its own rule may have no place for what was asked: a decay that begins later.
-            ways.append(change_rule(part, variant, variant) if variant and without_offset(part) else None)
+            ways.append(change_rule(part, variant, variant) if variant and _without_offset(part) else None)
         else:
             ways.append(best_rule_change(part, makers, layout.variants[schema]))
     return joined_rule_change(state, ways) if any(ways) else None
+
+
+def _without_offset(state: TrainState) -> bool:
+    """Tells whether a state's decay begins later, and its own variant has no hyperparameter that says so."""
+    schema, variant = load_schema(state.optimizer.schema), state.optimizer.variant
+    if variant is None or "step_offset" in schema.variant(variant)["defaults"]:
+        return False
+    return any(group.hyperparameters.get("step_offset") for group in state.optimizer.groups)
 
 
 def _nearest(opened: OpenState, request: Request) -> list[str]:

@@ -190,14 +190,6 @@ def change_rule(state: TrainState, source: str, target: str) -> RuleChange:
     return RuleChange(source, target, moved, tuple(worst_first), tuple(compensated_by))
 
 
-def without_offset(state: TrainState) -> bool:
-    """Tells whether a state's decay begins later, and its own variant has no hyperparameter that says so."""
-    schema, variant = load_schema(state.optimizer.schema), state.optimizer.variant
-    if variant is None or "step_offset" in schema.variant(variant)["defaults"]:
-        return False
-    return any(group.hyperparameters.get("step_offset") for group in state.optimizer.groups)
-
-
 def _has(state: TrainState) -> Mapping[str, bool]:
     """Returns what the keys `needs` of the schema ask of a state."""
     batch = any(Axis.BATCH in rule.axes for rule in state.rules.values())
