@@ -227,6 +227,7 @@ def _show_report(stdout: Screen, report: Report) -> None:
         f"Wrote {report.plan.request.target}: {output.size(report.bytes)} in {report.seconds:.1f} s ({speed}/s); "
         f"{report.verified} tensors read again and found as meant."
     )
+    stdout.show_list("Measured:", map(str, report.measured))
     stdout.title("To go on from here:")
     place = of_plan(report.plan, report.files)
     for line in resume_lines(place, report.plan.state) or [unsaid(place)]:

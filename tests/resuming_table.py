@@ -117,8 +117,8 @@ the manifest's options; what it can't do is refused by name.
   needs it.
 - `--params-only`: the optimizer is left behind, and the target is of weights alone.
 - `--drop-slots-of GLOB`: freezes parameters: they keep their values, in no group and without slots.
-- `--param-dtype`, `--slot-dtype [SLOT=]DTYPE`: casts. A narrower dtype is `lossy` in the plan, and passes because it
-  was asked for; counts are never cast.
+- `--param-dtype`, `--slot-dtype [SLOT=]DTYPE`: casts. A narrower dtype is `lossy` in the plan, passes because it was
+  asked for, and the report measures how far values are off. Slots only have dtypes that the rule keeps, counts none.
 - `--loss-scale C`: the loss is C times what it was: a slot that grows with the p-th power of gradients is times C^p.
 
 T5X sums its loss over tokens, Mesh-TensorFlow and Hugging Face average it: `--loss-scale` takes a run from one to the

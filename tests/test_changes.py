@@ -146,6 +146,19 @@ def test_parameters_in_another_dtype_are_labelled_and_pass_as_they_were_asked_fo
         assert {param.dtype.name for param in opened.params.values()} == {"bfloat16"}
 
 
+def test_what_was_rounded_is_measured_in_the_report(tmp_path: Path) -> None:
+    (narrowed,) = converted(tmp_path, "a.pt", param_dtype="bfloat16").measured
+    assert narrowed.values == 1219 and narrowed.rounded > 1000 and 0.003 < narrowed.largest <= 2**-8
+    (shifted,) = converted(tmp_path, "b.pt", loss_scale=2.0**-70).measured
+    assert shifted.lost > 0, "a power of two that leaves float32's range isn't bitwise, and is said"
+    assert converted(tmp_path, "c.pt", loss_scale=0.25).measured[0].rounded == 0
+
+
+def test_a_dtype_that_the_rule_does_not_keep_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="t5x keeps it in float32, not in bfloat16 @ v_row"):
+        converted(tmp_path, slot_dtype="bfloat16")
+
+
 @pytest.mark.parametrize(
     ("option", "words"),
     [

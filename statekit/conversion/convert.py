@@ -43,7 +43,7 @@ from statekit.tensors.tensor import nbytes
 from statekit.tensors.tree import Tree, tensor_names
 
 if TYPE_CHECKING:  # entered only where something is asked for
-    from statekit.conversion.changes import Changes
+    from statekit.conversion.changes import Changes, Measured
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,6 +59,7 @@ class Report:
         verified: How many tensors were read again from the target and found as meant: all of them.
         source_digest: Digest of the source's tensors.
         source_proven: How many tensors of the source had a digest in its manifest, and fit it.
+        measured: How far what was rounded, because it was asked for, is from what it was made of.
     """
 
     target: Path
@@ -69,6 +70,7 @@ class Report:
     verified: int
     source_digest: str
     source_proven: int
+    measured: tuple[Measured, ...] = ()
 
     def __repr__(self) -> str:
         return printable(f"<Report {self.target}: {self.bytes} bytes, {self.verified} tensors verified>")
@@ -84,6 +86,7 @@ class Report:
             "verified": self.verified,
             "source_digest": self.source_digest,
             "source_proven": self.source_proven,
+            **({"measured": [vars(one) for one in self.measured]} if self.measured else {}),
         }
 
 
@@ -200,7 +203,16 @@ def convert(
             source_digest=_content_digest(checkpoint, digests) or "",
             source_proven=len(_stated(checkpoint).keys() & digests.keys())
             - len(_changed(checkpoint, digests)),
+            measured=_measured(plan, tree),
         )
+
+
+def _measured(plan: Plan, tree: Tree) -> tuple[Measured, ...]:
+    if not plan.changed:
+        return ()
+    from statekit.conversion.changes import measured_in
+
+    return measured_in(tensor_names(tree).values())
 
 
 def _check_ours(target: Path) -> None:

@@ -15,15 +15,17 @@ from typing import Any
 import numpy as np
 
 from statekit.arrays.numpy_backend import NumpyBackend
-from statekit.conversion.changes import COUNT, Changes
+from statekit.conversion.changes import COUNT, Changes, option
 from statekit.conversion.resume import next_update
-from statekit.errors import StateError, StatekitError
+from statekit.errors import Faults, StateError, StatekitError, UsageError
 from statekit.optim.run import counts_apart, move_group, settled_group, steps_for
 from statekit.optim.steps import Arrays, Scene, Steps
 from statekit.state.options import RATE_NAMES
 from statekit.state.run import Schedule
 from statekit.state.schema import OptimizerSchema, load_schema
-from statekit.state.train_state import Axis, Group, Rule
+from statekit.state.train_state import Axis, Group, Rule, TrainState
+from statekit.tensors.tensor import DTYPES, DType
+from statekit.tensors.tree import to_json
 
 State = Mapping[str, Any]
 RATE = 0.01
@@ -47,6 +49,7 @@ class Trial:
     group: Group
     rule: Rule
     updates: int
+    dtype: DType = DTYPES["float32"]
 
     @property
     def path(self) -> str:
@@ -57,7 +60,7 @@ class Trial:
         """Returns the parameter, its slots and the group's own, as before a first update."""
         xp = NumpyBackend()
         configs = settled_group(self.steps, self.group, {self.path: self.rule}, self.variant)
-        param = np.ones((SIDE,) * len(self.rule.axes), np.float32)
+        param = np.ones((SIDE,) * len(self.rule.axes), self.dtype)
         slots = self.steps.init(xp, param, configs[self.path], self.variant)
         shared = self.steps.begin(xp, {self.path: param}, self.group, self.variant)
         return {self.path: param}, {self.path: slots}, shared
@@ -165,6 +168,34 @@ def measured(
         moment = trials[0].second_moment()
         row["begun_anew"] = bool(changes and moment and _way(changes.slot_policy, moment) == "reset")
     return rows
+
+
+def check_dtypes(state: TrainState, changes: Changes) -> None:
+    """Refuses dtypes of slots that the rule which goes on with them doesn't keep: loading would cast them again.
+
+    Raises:
+        UsageError: Lists every slot.
+    """
+    record, faults = to_json(state.to_json()), Faults()
+    for group in record["groups"]:
+        whose = group if "schema" in group else record
+        try:
+            (trial, *_) = _trials(record, whose, group) if group["paths"] else (None,)
+        except StatekitError:  # nobody knows the rule: then the files keep what they are given
+            continue
+        if trial is None:
+            continue
+        begun = replace(trial, dtype=state.params[trial.path].dtype).begun()[1][trial.path]
+        for name, slot in state.slots.get(trial.path, {}).items():
+            asked = any(fnmatchcase(name, pattern) for pattern in changes.slot_dtype)
+            if asked and name in begun and begun[name].dtype != slot.dtype:
+                faults.add(f"{trial.variant} keeps it in {begun[name].dtype}, not in {slot.dtype}", name)
+    faults.check(
+        UsageError,
+        "The rule doesn't keep slots in that dtype",
+        place=option("slot_dtype"),
+        remedy="name those that it may: --slot-dtype SLOT=DTYPE; or another layout",
+    )
 
 
 def _reason(error: BaseException) -> str:

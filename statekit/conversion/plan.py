@@ -210,7 +210,7 @@ class Plan:
             for entry in self.entries
             if entry.exactness > allowed and entry.reason not in AS_ASKED
         )
-        faults += inexact(self.mapped, allowed)
+        faults += inexact(self.mapped, allowed) if self.mapped else ()  # a map is entered where there is one
         if allowed < Exactness.LOSSY:
             faults += [(f"dropped: {self.dropped[name]}", name) for name in _lost(self.dropped)]
         faults.check(

@@ -142,6 +142,10 @@ def prepare(request: Request) -> Plan:
         if rule_change is not None:
             rule_change.check(request.require, lambda: _nearest(opened, request))
             state = rule_change.state
+        if request.changes is not None and request.changes.slot_dtype:
+            from statekit.conversion.next_update import check_dtypes
+
+            check_dtypes(state, request.changes)
         if request.like is not None:
             state = _like(layout, state, request.like)
         encoded, state = _encoded(layout, state)
