@@ -101,8 +101,9 @@ within what Optax' rounding allows, and given its own it isn't; after 20 updates
 both are apart there. Later in a run what remains is the rounding of slots and weights, against a way that gets shorter
 as the run settles: after 25 updates at 0.05 1.03e-5 (4.1e-6 with `jax_enable_x64`), after 100 2.1e-5 (1.03e-5), where
 PyTorch itself is 2.1e-5 from its rule in float64. So no constructor of Optax stays below 1e-5 everywhere, and none
-is printed beside. T5's Adafactor stays at 2e-6. All of it is below half of the bound that the test derives. A bias of attention's keys has no effect: its gradients are rounding, of which
-AdamW makes steps of full size, so there two runs never agree.
+is printed beside. T5's Adafactor stays at 2e-6. All of it is below half of the bound that the test derives. A bias of
+attention's keys has no effect: its gradients are rounding, of which AdamW makes steps of full size, so there two runs
+never agree.
 """
 
 CHANGES = """
