@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from statekit.conversion.at_loading import changed_at_loading
 from statekit.conversion.contracts import Hints
 from statekit.conversion.open_state import state_to_load
 from statekit.dropin.by_name import path_of, renamed_path
@@ -31,7 +32,7 @@ from statekit.state.exactness import Level
 from statekit.state.options import FACTOR_MAP, RATE_NAMES, known_options, read_options, taken
 from statekit.state.stored_params import as_params, as_variable
 from statekit.state.train_state import Group, TrainState
-from statekit.tensors.tensor import Tensor
+from statekit.tensors.tensor import Tensor, dtype_named
 
 HOME = "statekit.jax"
 MAKERS = {schema: schema for schema in STATES}
@@ -87,7 +88,9 @@ def load_optimizer(
         budget: Bytes that may be held of headers, pickles and trees, and work in proportion; 512 MiB if None.
         **overrides: Hyperparameters for every group, e.g. `clipping_threshold=None`; `step_offset="reset"` lets the
             second moment's decay start anew, as finetuning does. What can be overridden is the law that
-            `statekit.dropin.overrides.overridden` states.
+            `statekit.dropin.overrides.overridden` states. Beside them stand `slot_policy`, `drop_slots_of` and
+            `loss_scale` as in `statekit.convert`, and `init_missing=["head.*"]`: parameters that begin anew, as the
+            checkpoint lacks them or has them in another shape.
 
     Returns:
         The transformation, and its state.
@@ -117,6 +120,11 @@ def load_optimizer(
         )
         require_resumable(state, path, HOME, MAKERS)
         state = renamed(state, names or {}, path)
+        model_has = {
+            name: (tuple(leaf.shape), dtype_named(str(leaf.dtype)))
+            for name, leaf in leaves_of(params).by_name.items()
+        }
+        state, overrides = changed_at_loading(state, overrides, model_has, opened.makers)
         state = overridden(
             state, overrides, "learning_rate", lambda schema: f"{HOME}.{MAKERS[schema]}(...).init(params)"
         )

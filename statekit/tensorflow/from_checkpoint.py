@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 import keras
 
 from statekit.arrays.backend import backend
+from statekit.conversion.at_loading import changed_at_loading
 from statekit.conversion.contracts import Hints
 from statekit.conversion.open_state import OpenState, changing, state_to_load
 from statekit.conversion.registry import detect_container
@@ -28,7 +29,7 @@ from statekit.tensorflow.naming import normal, partners, path_of, twice
 from statekit.tensorflow.optimizer import Rate, SchemaOptimizer
 from statekit.tensorflow.optimizers import LAMB, LANS, Adafactor, AdamW, ScaledAdam
 from statekit.tensorflow.spec import by_keras
-from statekit.tensors.tensor import DTYPES, DType, Tensor, blocks
+from statekit.tensors.tensor import DTYPES, DType, Tensor, blocks, dtype_named
 
 Variables: TypeAlias = Iterable[Any] | keras.Model
 Fault: TypeAlias = tuple[str, str]
@@ -90,7 +91,9 @@ def load_optimizer(
         budget: Bytes that may be held of headers, pickles and trees, and work in proportion; 512 MiB if None.
         **overrides: Hyperparameters for all parameters, which outweigh the checkpoint's, and arguments of the
             optimizer; `step_offset="reset"` lets the second moment's decay start anew, as finetuning does. What can be
-            overridden is the law that `statekit.dropin.overrides.overridden` states.
+            overridden is the law that `statekit.dropin.overrides.overridden` states. Beside them stand
+            `slot_policy`, `drop_slots_of` and `loss_scale` as in `statekit.convert`, and `init_missing=["head.*"]`:
+            parameters that begin anew, as the checkpoint lacks them or has them in another shape.
 
     Returns:
         The optimizer, built for the variables.
@@ -120,6 +123,11 @@ def load_optimizer(
         state = carried_to_load(as_params(opened.state)[0], maps, require)
         require_resumable(state, path, HOME, MAKERS, "Keras moves the variables of a model by one")
         names = names or ({} if map else _renumbered(opened, _trainable(variables)))
+        model_has = {
+            names.get(path_of(v), path_of(v)): (tuple(v.shape), dtype_named(str(v.dtype)))
+            for v in _trainable(variables)
+        }
+        state, overrides = changed_at_loading(state, overrides, model_has, opened.makers)
         schema, variant = state.optimizer.schema, str(state.optimizer.variant)
         arguments = {
             k: v for k, v in overrides.items() if k in _ARGUMENTS and k not in taken(schema, variant)

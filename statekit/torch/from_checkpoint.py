@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from statekit.conversion.at_loading import changed_at_loading
 from statekit.conversion.contracts import Hints
 from statekit.conversion.open_state import changing, state_to_load
 from statekit.conversion.registry import layout
@@ -109,7 +110,9 @@ def load_optimizer(
         budget: Bytes that may be held of headers, pickles and trees, and work in proportion; 512 MiB if None.
         **overrides: Hyperparameters for every group, e.g. `clipping_threshold=None`; `step_offset="reset"` lets the
             second moment's decay start anew, as finetuning does. What can be overridden is the law that
-            `statekit.dropin.overrides.overridden` states.
+            `statekit.dropin.overrides.overridden` states. Beside them stand `slot_policy`, `drop_slots_of` and
+            `loss_scale` as in `statekit.convert`, and `init_missing=["head.*"]`: parameters that begin anew, as the
+            checkpoint lacks them or has them in another shape.
 
     Returns:
         The optimizer; a `Partition`, where the run had several. What a step needs and nobody knows doesn't stop the
@@ -139,6 +142,10 @@ def load_optimizer(
             state = carried_to_load(state, maps, require)
         require_resumable(state, path, HOME, MAKERS)
         state = renamed(state, names or {}, path)
+        model_has = {
+            name: (tuple(param.shape), dtype_of(param)) for name, param in pairs if param.requires_grad
+        }
+        state, overrides = changed_at_loading(state, overrides, model_has, opened.makers)
         state = overridden(state, overrides, "lr", lambda schema: f"{HOME}.{MAKERS[schema]}(...)")
         optimizer = optimizer_for(state, pairs, path)
     for group in optimizer.param_groups:

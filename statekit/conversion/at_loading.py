@@ -1,0 +1,160 @@
+"""Changes of a run that is loaded straight into a model: those of a conversion that make sense there, and new parts.
+
+What a user says of both stands in `statekit.conversion.changes`; here it is taken out of the overrides of a
+`load_optimizer`. Parameters that the checkpoint lacks, or has in another shape, begin anew where they are named.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from statekit.conversion.changes import Changes, changed
+from statekit.conversion.next_update import Trial
+from statekit.errors import Faults, UsageError, some
+from statekit.optim.run import counts_apart, steps_for
+from statekit.state.factoring import map_entries
+from statekit.state.options import BY_NAME, FACTOR_MAP, rule_of
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Axis, Group, Rule, TrainState
+from statekit.tensors.tensor import DType, Filled, Shape, Tensor
+
+AT_LOADING = ("slot_policy", "drop_slots_of", "loss_scale")
+"""The fields of `Changes` that an optimizer may be loaded with."""
+INIT_MISSING = "init_missing"
+Model = Mapping[str, tuple[Shape, DType]]
+"""Shape and dtype of each parameter that an optimizer is asked to move, by name."""
+
+
+def changed_at_loading(
+    state: TrainState, overrides: Mapping[str, Any], model: Model, makers: Iterable[str] = ()
+) -> tuple[TrainState, dict[str, Any]]:
+    """Returns a state with the changes that stand among overrides, and the other overrides.
+
+    Args:
+        state: The state, under the model's names.
+        overrides: Name -> value: `slot_policy`, `drop_slots_of` and `loss_scale` as in `statekit.convert`;
+            `init_missing`, patterns of parameters that begin anew where the checkpoint lacks them or has another shape.
+        model: What the model has.
+        makers: The variants that may have made the state, where it doesn't say which.
+
+    Raises:
+        UsageError: One can't be made; names it.
+    """
+    rest = {name: value for name, value in overrides.items() if name not in (*AT_LOADING, INIT_MISSING)}
+    said = {name: value for name, value in overrides.items() if name in AT_LOADING}
+    if isinstance(patterns := said.get("drop_slots_of"), str):
+        said["drop_slots_of"] = [patterns]
+    if said.get("drop_slots_of"):
+        said["drop_slots_of"] = [_as_path(one) for one in said["drop_slots_of"]]
+    if (asked := Changes.of(said)) is not None:
+        state, _ = changed(state, asked, makers)
+    if patterns := overrides.get(INIT_MISSING):
+        state = _with_missing(state, model, [patterns] if isinstance(patterns, str) else list(patterns))
+    return state, rest
+
+
+def _as_path(name: str) -> str:
+    return name.replace(".", "/")
+
+
+def _with_missing(state: TrainState, model: Model, patterns: Iterable[str]) -> TrainState:
+    """Returns a state in which parameters that fit patterns, and are missing or resized, have slots as at first."""
+    shapes = {_as_path(path): (path, param.shape) for path, param in state.params.items()}
+    absent = {
+        name: shapes.get(_as_path(name), (_as_path(name), None))[0]
+        for name, (shape, _) in model.items()
+        if shapes.get(_as_path(name), ("", None))[1] != shape
+    }
+    chosen: dict[str, str] = {}
+    for pattern in patterns:
+        fitting = [name for name in absent if fnmatchcase(_as_path(name), _as_path(pattern))]
+        if not fitting:
+            raise UsageError(
+                "No parameter of that name is missing in the checkpoint, or has another shape there.",
+                place=INIT_MISSING,
+                found=pattern,
+                expected=some([*absent]) if absent else "nothing: all are there",
+            )
+        chosen.update({name: absent[name] for name in fitting})
+    moving = [group for group in state.optimizer.groups if group.paths]
+    if len(moving) != 1:
+        raise UsageError(
+            "The run has several groups, and nothing says which is to move what begins anew.",
+            place=INIT_MISSING,
+            found=f"{len(moving)} groups; {some([*chosen])}",
+            expected="one group",
+            remedy="add a group for it to the optimizer after loading",
+        )
+    for name, path in chosen.items():
+        state = _begun(state, moving[0], path, *model[name])
+    counted = "" if state.counts.behind else f", at a count of {state.counts.updates} updates"
+    warnings.warn(f"slots begin anew{counted}: {some([*chosen])}", stacklevel=4)
+    return state
+
+
+def _begun(state: TrainState, old: Group, path: str, shape: Shape, dtype: DType) -> TrainState:
+    """Returns a state with a parameter whose slots have the values that its rule begins with."""
+    schema_name, variant = state.optimizer.kind(old)
+    schema, group = load_schema(schema_name), _with_path(state.optimizer.groups, old.paths[0], path)
+    rule = Rule((Axis.NONE,) * len(shape), "given")
+    if schema_name == "adafactor":
+        known = group.hyperparameters.get(FACTOR_MAP)
+        entries = () if known is None else map_entries(known, FACTOR_MAP)
+        labels, why = rule_of(path, shape, str(variant), group.hyperparameters, entries)
+        if labels is None:
+            raise UsageError("Nobody can say how a new parameter is factored.", place=path, found=why)
+        rule = labels
+    alone = replace(group, paths=(path,), schema=None, variant=None)
+    small = Trial(schema, str(variant), steps_for(schema_name, variant), alone, rule, 0, dtype).begun()[1][
+        path
+    ]
+    faults = Faults(
+        (f"begins with {schema.slots[name].init}, which its values would have to tell", f"{path}/{name}")
+        for name in small
+        if not isinstance(schema.slots[name].init, (int, float))
+    )
+    faults.check(UsageError, f"Slots of {schema_name} can't begin anew at loading", place=INIT_MISSING)
+    slots: dict[str, Tensor] = {}
+    for name, begins in small.items():
+        kind = schema.slots[name].shape
+        whole = shape if kind == "parameter" else tuple(begins.shape)
+        whole = rule.slot_shape(name, shape) if kind in ("row", "column") else whole
+        slots[name] = Filled(
+            whole, begins.dtype, float(schema.slots[name].init or 0), "begins anew, as asked"
+        )
+    groups = tuple(
+        group if one.paths[:1] == old.paths[:1] and one.paths else one for one in state.optimizer.groups
+    )
+    apart = {path: 0} if counts_apart(schema_name, str(variant)) else {}
+    return replace(
+        state,
+        params={**state.params, path: Filled(shape, dtype, 0.0, "the model's own")},
+        slots={**state.slots, path: slots},
+        rules={**state.rules, path: rule} if schema_name == "adafactor" else state.rules,
+        optimizer=replace(state.optimizer, groups=groups),
+        counts=replace(state.counts, behind={**state.counts.behind, **apart}),
+    )
+
+
+def _with_path(groups: Iterable[Group], first: str, path: str) -> Group:
+    """Returns a group with one more parameter, of which all is said that is the same of the others by path."""
+    group = next(one for one in groups if first in one.paths)
+    said = dict(group.hyperparameters)
+    for name, value in said.items():
+        if not isinstance(value, Mapping) or name not in BY_NAME or path in value:
+            continue
+        values = list(value.values())
+        if any(one != values[0] for one in values):
+            raise UsageError(
+                "A hyperparameter is said of each parameter by itself, and not of a new one.",
+                place=INIT_MISSING,
+                found=f"{name}, {path}",
+                remedy=f"say it of all: {name}={{...}}",
+            )
+        said[name] = {**value, **({path: values[0]} if values else {})}
+    paths = group.paths if path in group.paths else (*group.paths, path)
+    return replace(group, paths=paths, hyperparameters=said)

@@ -1,0 +1,116 @@
+"""What is changed of a run that is loaded straight into a model, and parameters that the checkpoint lacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import statekit
+from goldens import COMPACT
+from statekit.conversion.at_loading import changed_at_loading
+from statekit.errors import StateError, UsageError
+from statekit.tensors.tensor import DTYPES
+from statekit.testing.step_cases import case
+
+RUN = COMPACT / "t5x" / "momentum_f32" / "checkpoint"
+TOLD = {"beta1": 0.9, "min_dim_size_to_factor": 8}
+F32 = DTYPES["float32"]
+
+
+def parameters(**more: tuple[int, ...]) -> list[tuple[str, Any]]:
+    import torch
+
+    with statekit.open(RUN) as opened:
+        shapes = {path.replace("/", "."): param.shape for path, param in opened.params.items()}
+    return [(name, torch.nn.Parameter(torch.ones(shape))) for name, shape in {**shapes, **more}.items()]
+
+
+def loaded(named: list[tuple[str, Any]], **changes: Any) -> Any:
+    import statekit.torch
+
+    return statekit.torch.load_optimizer(RUN, named, lr=0.01, hparams=TOLD, **changes)
+
+
+@pytest.mark.torch
+def test_slots_begin_anew_and_are_rescaled_as_in_a_conversion(tmp_path: Path) -> None:
+    named = parameters()
+    usual, changed = loaded(named), loaded(named, slot_policy="reset:m", loss_scale=0.5)
+    for _, param in named:
+        before, after = usual.state[param], changed.state[param]
+        assert not after["m"].any()
+        for name in before.keys() & {"v", "v_row", "v_col"}:
+            np.testing.assert_array_equal(after[name], before[name] * 0.25)
+
+
+@pytest.mark.torch
+def test_frozen_parameters_are_left_out(tmp_path: Path) -> None:
+    named = parameters()
+    optimizer = loaded(named, drop_slots_of="token_embedder.*")
+    moved = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    assert [name for name, param in named if id(param) not in moved] == ["token_embedder.embedding"]
+
+
+@pytest.mark.torch
+def test_parameters_that_are_new_or_resized_begin_anew_where_they_are_named() -> None:
+    import torch
+
+    grown = {"head.kernel": (16, 12), "token_embedder.embedding": (14, 20)}
+    named = parameters(**grown)
+    with pytest.raises(StateError, match="head"):
+        loaded(named)
+    with pytest.warns(
+        UserWarning, match="slots begin anew, at a count of 4 updates: head.kernel, token_embedder"
+    ):
+        optimizer = loaded(named, init_missing=["head.*", "token_embedder.embedding"])
+    by_name = dict(named)
+    for name, (rows, columns) in grown.items():
+        slots = optimizer.state[by_name[name]]
+        assert (slots["v_row"].shape, slots["v_col"].shape) in (
+            ((rows,), (columns,)),
+            ((columns,), (rows,)),
+        )
+        assert not any(slots[one].any() for one in ("v_row", "v_col", "m"))
+    for _, param in named:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+@pytest.mark.torch
+def test_what_is_not_missing_is_not_begun_anew() -> None:
+    with pytest.raises(UsageError, match="nothing: all are there"):
+        loaded(parameters(), init_missing="*")
+
+
+def test_where_updates_are_counted_apart_a_new_parameter_has_made_none() -> None:
+    state = case("adamw", "torch").before(3)
+    model = {path: (param.shape, param.dtype) for path, param in state.params.items()}
+    with pytest.warns(UserWarning, match="slots begin anew: head"):
+        after, rest = changed_at_loading(
+            state, {"init_missing": "head", "lr": 1}, {**model, "head": ((3, 2), F32)}
+        )
+    assert rest == {"lr": 1} and after.counts.behind == {"head": 0}
+    assert {name: slot.shape for name, slot in after.slots["head"].items()} == {"m": (3, 2), "v": (3, 2)}
+    assert after.optimizer.groups[0].paths[-1] == "head"
+
+
+def test_a_slot_that_begins_with_its_parameters_size_is_asked_for() -> None:
+    state = case("scaled_adam", "zip2025").before(3)
+    with pytest.raises(UsageError, match=r"begins with rms\(p\)"):
+        changed_at_loading(state, {"init_missing": "head"}, {"head": ((3, 2), F32)})
+
+
+@pytest.mark.jax
+def test_jax_takes_the_same() -> None:
+    import jax.numpy as jnp
+
+    import statekit.jax
+
+    with statekit.open(RUN) as opened:
+        params = {path: jnp.ones(param.shape) for path, param in opened.params.items()}
+    _, state = statekit.jax.load_optimizer(
+        RUN, params, learning_rate=0.01, hparams=TOLD, slot_policy="reset:m"
+    )
+    assert all(not np.asarray(one).any() for one in state.m.values())
