@@ -125,9 +125,10 @@ the manifest's options; what it can't do is refused by name.
   asked for, and the report measures how far values are off. Slots only have dtypes that the rule keeps, counts none.
 - `--loss-scale C`: the loss is C times what it was: a slot that grows with the p-th power of gradients is times C^p.
 
-`load_optimizer` takes `slot_policy`, `drop_slots_of` and `loss_scale` among its overrides, and `init_missing=["head.*"]`:
-slots of these parameters begin anew where the checkpoint lacks them or has them in another shape, with a count of their
-own where the system keeps one, and a warning names them. `load_params` still wants every parameter.
+`load_optimizer` takes `slot_policy`, `drop_slots_of` and `loss_scale` among its overrides, and
+`init_missing=["head.*"]`: slots of these parameters begin anew where the checkpoint lacks them or has them in another
+shape, with a count of their own where the system keeps one, and a warning names them. `load_params` still wants every
+parameter.
 
 T5X sums its loss over tokens, Mesh-TensorFlow and Hugging Face average it: `--loss-scale` takes a run from one to the
 other where the two differ by a constant, as 1 / tokens where every batch has as many. A mean over each batch's own
