@@ -45,7 +45,7 @@ CODES = {
 """Call -> how it fails."""
 OF_ONE_FILE = 6
 """How many calls of one name on one file are made to fail, each by itself: as far from one another as can be."""
-OF_ONE_CONVERSION = 120
+OF_ONE_CONVERSION = 48
 SECONDS = 60.0
 _LINE = re.compile(r"(\d+) +(\w+)\((.*)")
 
