@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from statekit.errors import CommitError, NotFoundError, TargetExistsError, UsageError
+from statekit.errors import CommitError, FormatError, NotFoundError, TargetExistsError, UsageError
 from statekit.files import durable, manifest
 from statekit.files import stage as commit
 from statekit.files import temporary as leftovers
@@ -408,6 +408,29 @@ def test_a_limit_on_file_size_is_named(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
     alone(tmp_path)
+
+
+def test_a_folder_that_cant_be_listed_isnt_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files would be missing from the manifest, unsynced, or deleted as nobody's."""
+    (tmp_path / "target/data").mkdir(parents=True)
+    (tmp_path / "target/data/a").write_bytes(b"somebody's")
+    real = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if not isinstance(path, int) and Path(path).name == "data":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(FormatError, match="EIO") as caught:
+        commit.check_target(tmp_path / "target", "folder", replace=True)
+    assert str(tmp_path / "target/data") in str(caught.value)
+    with pytest.raises(FormatError, match="EIO"):
+        write(tmp_path / "new", "folder")
+    monkeypatch.undo()
+    alone(tmp_path, "target")
 
 
 def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

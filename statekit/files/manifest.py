@@ -7,7 +7,6 @@ has it beside, as `statekit.<name>.json`. docs/format.md defines every field.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, NotRequired, TypedDict
 
 from statekit.budget import Account
 from statekit.errors import CorruptError, Faults, FormatError, RefusedError
-from statekit.files.source import Files, read_small, source_digest
+from statekit.files.source import Files, read_small, source_digest, walked
 from statekit.tensors.digest import json_digest
 from statekit.tensors.tensor import Tensor, dtype_name
 from statekit.tensors.tree import strict_json
@@ -223,10 +222,14 @@ def unnamed_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
 
 
 def files_below(folder: Path) -> list[str]:
-    """Returns the relative names of everything below a folder that isn't itself a folder, sorted."""
+    """Returns the relative names of everything below a folder that isn't itself a folder, sorted.
+
+    Raises:
+        FormatError: A folder can't be listed.
+    """
     return sorted(
         (Path(top) / name).relative_to(folder).as_posix()
-        for top, folders, files in os.walk(folder)
+        for top, folders, files in walked(folder)
         for name in [*files, *(f for f in folders if (Path(top) / f).is_symlink())]
     )
 

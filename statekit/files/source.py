@@ -231,6 +231,28 @@ def reading(place: object) -> Iterator[None]:
         ) from error
 
 
+def walked(
+    folder: Path, *, bottom_up: bool = False, links: bool = False
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Walks a folder as `os.walk` does, which passes over what it can't list.
+
+    Args:
+        folder: The folder.
+        bottom_up: Whether what is in a folder comes before it.
+        links: Whether links to folders are followed.
+
+    Raises:
+        FormatError: A folder can't be listed.
+    """
+
+    def fail(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # gone meanwhile, so that nothing is in it
+            with reading(error.filename):
+                raise error
+
+    return os.walk(folder, topdown=not bottom_up, onerror=fail, followlinks=links)
+
+
 @dataclass(frozen=True)
 class Links:
     """The links of one checkpoint, and the one rule, for all formats, of which are followed.

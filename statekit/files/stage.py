@@ -47,7 +47,7 @@ from statekit.files.manifest import (
     to_text,
     unnamed_files,
 )
-from statekit.files.source import read_small
+from statekit.files.source import read_small, walked
 from statekit.files.temporary import make_temporary, remove_temporary, sweep
 from statekit.files.whole_file import FindChecked, complete, nothing_checked, unknown_rest
 from statekit.tensors.digest import tensor_bytes, tensor_digest
@@ -206,7 +206,7 @@ class Stage:
                 facts = self._verify(reopen)
                 (self.path / FILE).unlink()
                 files[FILE] = self._write_manifest(files, facts)
-                for folder, _, _ in os.walk(self.path, topdown=False):
+                for folder, _, _ in walked(self.path, bottom_up=True):
                     sync_folder(Path(folder))
             else:
                 self._verify(reopen)
@@ -431,7 +431,8 @@ def permissions(paths: Iterable[Path]) -> int:
 def _all_of(path: Path) -> Iterator[Path]:
     yield path
     if path.is_dir():
-        yield from path.rglob("*")
+        for top, folders, files in walked(path):
+            yield from (Path(top, name) for name in (*folders, *files))
 
 
 def _with_search(mode: int) -> int:

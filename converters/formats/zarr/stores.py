@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from statekit.budget import Account
 from statekit.errors import CorruptError, NotFoundError, RefusedError, UsageError
-from statekit.files.source import Files, Held, Source, check_size, filled, record, require
+from statekit.files.source import Files, Held, Source, check_size, filled, record, require, walked
 from statekit.tensors.tensor import Array
 
 _PROBE = 8 * 2**20
@@ -254,7 +254,7 @@ class _Spans:
 def _check_files(root: Path, files: Files) -> None:
     """Checks what tensorstore, which reads whatever is there, will find below a folder."""
     seen: set[str] = set()
-    for folder, folders, names in os.walk(root, followlinks=True):
+    for folder, folders, names in walked(root, links=True):
         real = os.path.realpath(folder)
         if real in seen:  # a link to a folder above it
             folders.clear()
