@@ -133,5 +133,22 @@ def _words(step: Mapping[str, Any]) -> str:
         case "reorder":
             sizes = ", ".join(map(str, step["sizes"]))
             return f"axis {step['axis']} taken for ({sizes}) in order {step['order']}"
-        case _:
+        case "stack":
             return f"stacked along axis {step['axis']} over {step['over']}"
+    return _made_up(step)
+
+
+def _made_up(step: Mapping[str, Any]) -> str:
+    """Says an operation that makes values up or leaves some out."""
+    match step["op"]:
+        case "replicate" | "keep_first":
+            where = f" along axis {step['axis']}" if "axis" in step else f", one for each {step['over']}"
+            copies = f"{step['count']} copies{where}"
+            return copies if step["op"] == "replicate" else f"the first of {copies}"
+        case "resize":
+            new = f"new places: {step['param']}, in slots {step['slots']}"
+            return f"axis {step['axis']} of length {step['to']} instead of {step['from']}; {new}"
+        case "cast":
+            return f"{step['to']} instead of {step['from']}"
+        case _:
+            return f"{step['op']}ed by {', '.join(step['axes'])}"

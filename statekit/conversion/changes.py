@@ -23,7 +23,7 @@ from statekit.state.schema import WEIGHTS, OptimizerSchema, load_schema
 from statekit.state.stored_params import MASTER, check_known, decoded
 from statekit.state.train_state import Counts, Group, Optimizer, StepOffset, TrainState
 from statekit.tensors.tensor import DTYPES, Cast, DType, Filled, Tensor, blocks, float_info, widens
-from statekit.tensors.views import Narrowed, Scaled
+from statekit.tensors.views import Narrowed, Scaled, cast
 
 Policy: TypeAlias = Literal["keep", "drop", "reset"]
 POLICIES = ("keep", "drop", "reset")
@@ -546,7 +546,7 @@ def _slots_cast(state: TrainState, asked: Mapping[str, str], done: list[Change])
         dtypes.update({name: DTYPES[named] for name in fitting if name not in (*counts, *of_groups, MASTER)})
     faults.check(UsageError, "Slots can't have such a dtype", place=option("slot_dtype"))
     slots = {
-        path: {n: _cast(slot, dtypes.get(n, slot.dtype)) for n, slot in tensors.items()}
+        path: {n: cast(slot, dtypes.get(n, slot.dtype)) for n, slot in tensors.items()}
         for path, tensors in state.slots.items()
     }
     for name, dtype in dtypes.items():
@@ -580,15 +580,9 @@ def _params_cast(state: TrainState, dtype: DType, done: list[Change]) -> TrainSt
     return replace(
         state,
         params={
-            path: _cast(param, dtype) if path in floats else param for path, param in state.params.items()
+            path: cast(param, dtype) if path in floats else param for path, param in state.params.items()
         },
     )
-
-
-def _cast(tensor: Tensor, dtype: DType) -> Tensor:
-    if tensor.dtype == dtype:
-        return tensor
-    return Cast(tensor, dtype) if widens(tensor.dtype, dtype) else Narrowed(tensor, dtype)
 
 
 def _cast_change(name: str, what: str, source: DType, target: DType, names: Iterable[str]) -> Change:

@@ -300,7 +300,9 @@ AS_ASKED = (NARROWED,)
 """Reasons that somebody asked for by name, whatever exactness was required otherwise."""
 INEXACT: Mapping[str, tuple[Exactness, str]] = {
     "mean": (Exactness.STATISTICS, "a full slot, averaged along an axis"),
-    "weighted_mean": (Exactness.STATISTICS, "the mean of the parts' that were fused"),
+    "reconstructed": (Exactness.ESTIMATE, "the second moment that its factors stand for"),
+    "padded": (Exactness.ESTIMATE, "new places along an axis, by the map's rule"),
+    "combined": (Exactness.STATISTICS, "made of those of the parts that were fused"),
     "rescaled": (Exactness.ESTIMATE, "averaged over an axis of which this is a part, and rescaled to it"),
     "eighth_root": (Exactness.ROUNDING, "stored as an eighth power, decoded"),
     "eighth_power": (Exactness.ROUNDING, "stored as an eighth power in bfloat16"),

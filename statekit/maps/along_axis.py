@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from statekit.errors import InexactError, StateError
-from statekit.maps.operations import SAY_RULES, Label, OfEach, Operation, Piece
+from statekit.maps.operations import SAY_RULES, OfEach, Operation, Piece, fused_number, number_said, share_of
 from statekit.state.exactness import Exactness
 from statekit.state.train_state import Axis, Rule
-from statekit.tensors.places import Joined, Picked, Reordered, Rescaled, WeightedMean
+from statekit.tensors.places import Combined, Joined, Picked, Reordered, Rescaled
 from statekit.tensors.tensor import Shape, Tensor
-from statekit.tensors.views import Mean
+from statekit.tensors.views import mean_over
 
 REST = 0
 """Stands in a shape for what the other sizes leave, and in `turns` for as many as there are."""
@@ -57,7 +57,7 @@ class Reorder(OfEach):
             raise StateError(f"has length {length} along axis {self.axis}, but shall have {self}")
         return sizes
 
-    def _labels(self, labels: tuple[Label, ...]) -> tuple[Label, ...]:
+    def _labels(self, labels: tuple[Axis, ...]) -> tuple[Axis, ...]:
         return labels
 
     def _view(self, tensor: Tensor, kept: tuple[int, ...]) -> Tensor:
@@ -65,9 +65,6 @@ class Reorder(OfEach):
             return tensor
         at = kept.index(self.axis)
         return Reordered(tensor, at, self.made_up(tensor.shape[at]), self.order)
-
-    def _other_slot(self, name: str, slot: Tensor) -> Tensor:
-        return slot  # one number for the parameter, whatever the order
 
     def __str__(self) -> str:
         sizes = ", ".join("rest" if n == REST else str(n) for n in self.sizes)
@@ -93,6 +90,28 @@ def runs(length: int, shares: Sequence[int], turns: int) -> tuple[int, ...] | No
     return tuple(length * share // (turns * total) for share in shares)
 
 
+def averaged_over(piece: Piece, axis: int) -> str | None:
+    """Returns the slot that has averaged an axis away, if any."""
+    if piece.rule is None or "v_row" not in piece.slots:
+        return None
+    return {Axis.COLUMN: "v_row", Axis.ROW: "v_col"}.get(piece.rule.axes[axis])
+
+
+def means(rule: Rule, name: str, slot: Tensor) -> Tensor:
+    """Returns the means of `v_row` over ROW, or of `v_col` over COLUMN: of the second moment over both."""
+    gone = rule.dims(Axis.ROW if name == "v_row" else Axis.COLUMN)
+    return mean_over(slot, [i for i, axis in enumerate(rule.kept(name)) if axis in gone])
+
+
+def rescaled(piece: Piece, part: Piece, name: str) -> Tensor:
+    """Returns a slot that averaged an axis, for a part of which the other slot has been cut along it."""
+    assert piece.rule is not None  # or no axis was averaged
+    rule, other = piece.rule, _OTHER[name]
+    along = means(rule, other, part.slots[other]), means(rule, other, piece.slots[other])
+    shared = tuple(i for i, axis in enumerate(rule.kept(name)) if axis in rule.kept(other))
+    return Rescaled(piece.slots[name], *along, shared)
+
+
 @dataclass(frozen=True)
 class Split(OfEach):
     """One of the parts that an axis is made of; undoes `Concatenate`.
@@ -115,30 +134,9 @@ class Split(OfEach):
 
     def _of(self, piece: Piece) -> Piece:
         after = super()._of(piece)
-        averaged = self._averaged(piece)
-        if averaged is None or piece.rule is None:
+        if (averaged := averaged_over(piece, self.axis)) is None:
             return after
-        other = _OTHER[averaged]
-        along = self._means(piece, other, piece.slots[other]), self._means(piece, other, after.slots[other])
-        shared = tuple(
-            i for i, axis in enumerate(piece.rule.kept(averaged)) if axis in piece.rule.kept(other)
-        )
-        rescaled = Rescaled(piece.slots[averaged], along[1], along[0], shared)
-        return replace(after, slots={**after.slots, averaged: rescaled})
-
-    def _averaged(self, piece: Piece) -> str | None:
-        """Returns the slot that has averaged the axis away, if any."""
-        if piece.rule is None or "v_row" not in piece.slots:
-            return None
-        return {Axis.COLUMN: "v_row", Axis.ROW: "v_col"}.get(piece.rule.axes[self.axis])
-
-    def _means(self, piece: Piece, name: str, slot: Tensor) -> Tensor:
-        """Returns the means of `v_row` over ROW, or of `v_col` over COLUMN: of the second moment over both."""
-        assert piece.rule is not None
-        gone = piece.rule.dims(Axis.ROW if name == "v_row" else Axis.COLUMN)
-        for at in reversed([i for i, axis in enumerate(piece.rule.kept(name)) if axis in gone]):
-            slot = Mean(slot, at)
-        return slot
+        return replace(after, slots={**after.slots, averaged: rescaled(piece, after, averaged)})
 
     def _check(self, piece: Piece) -> None:
         shape, rule = piece.param.shape, piece.rule
@@ -149,16 +147,19 @@ class Split(OfEach):
             _check_known(rule, f"is split along axis {self.axis}")
 
     def _labelled(self, piece: Piece) -> Piece:
-        piece = piece.regrouped(self.axis, "the parts together", "each part")
-        if (slot := self._averaged(piece)) is None:
+        piece = piece.shared().regrouped(self.axis, "the parts together", "each part")
+        if (slot := averaged_over(piece, self.axis)) is None:
             return piece
         return piece.labelled(
             Exactness.ESTIMATE,
             f"{slot} has averaged axis {self.axis} over all parts, and is rescaled so that the second moment stays",
         )
 
-    def _labels(self, labels: tuple[Label, ...]) -> tuple[Label, ...]:
+    def _labels(self, labels: tuple[Axis, ...]) -> tuple[Axis, ...]:
         return labels
+
+    def _number(self, piece: Piece, name: str) -> Tensor:
+        return share_of(piece, name, self.shares[self.place] / sum(self.shares))
 
     def _view(self, tensor: Tensor, kept: tuple[int, ...]) -> Tensor:
         if self.axis not in kept:
@@ -216,12 +217,14 @@ class Concatenate(Operation):
         slots: dict[str, Tensor] = {}
         for name in first.slots:
             if (kept := first.kept(name)) is None:
-                raise InexactError(f"has slot {name}, of which nobody knows what becomes of it: {self}")
+                slots[name] = fused_number(pieces, name)
+                worst = worst.labelled(*number_said(first, name))
+                continue
             parts = tuple(piece.slots[name] for piece in pieces)
             if self.axis in kept:
                 slots[name] = Joined(parts, kept.index(self.axis), of_parts)
             else:
-                slots[name] = WeightedMean(parts, lengths)
+                slots[name] = Combined(parts, lengths)
                 reason = f"{name} averages axis {self.axis}: the mean of the parts', by their lengths"
                 worst = worst.labelled(Exactness.STATISTICS, reason)
         param = Joined(tuple(piece.param for piece in pieces), self.axis, of_parts)

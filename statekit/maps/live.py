@@ -13,6 +13,8 @@ from statekit.errors import StateError, UsageError
 from statekit.maps.along_axis import Concatenate, Reorder, Split
 from statekit.maps.links import Link
 from statekit.maps.operations import Merge, Operation, Part, Permute, Stack, Unstack
+from statekit.maps.sizes import Factor, KeepFirst, Recast, Replicate, Resize
+from statekit.tensors.tensor import DTYPES
 
 Tree = Mapping[str, Any]
 
@@ -87,7 +89,9 @@ def made(arrays: Mapping[str, Any], links: Iterable[Link]) -> dict[str, Any]:
 def _of(link: Link, arrays: Sequence[Any]) -> Any:
     for operation in link.operations:
         try:
-            if isinstance(operation, Stack | Concatenate):
+            if isinstance(operation, KeepFirst) and operation.axis is None:
+                arrays = arrays[:: operation.count]
+            elif isinstance(operation, Stack | Concatenate):
                 count = operation.count or len(arrays)
                 arrays = [_one(operation, arrays[i : i + count]) for i in range(0, len(arrays), count)]
             else:
@@ -113,8 +117,12 @@ def _one(operation: Stack | Concatenate, arrays: Sequence[Any]) -> Any:
         array.reshape((*shape[:axis], turns, run, *shape[axis + 1 :]))
         for array, shape, run in zip(arrays, shapes, of_parts, strict=True)
     ]
-    joined = xp.concatenate(parts, axis + 1) if hasattr(xp, "concatenate") else xp.concat(parts, axis + 1)
-    return joined.reshape((*shapes[0][:axis], -1, *shapes[0][axis + 1 :]))
+    return _joined(parts, axis + 1).reshape((*shapes[0][:axis], -1, *shapes[0][axis + 1 :]))
+
+
+def _joined(arrays: Sequence[Any], axis: int) -> Any:
+    xp = _namespace(arrays[0])
+    return xp.concatenate(arrays, axis) if hasattr(xp, "concatenate") else xp.concat(arrays, axis)
 
 
 def _moved(operation: Operation, array: Any) -> Any:
@@ -142,6 +150,31 @@ def _moved(operation: Operation, array: Any) -> Any:
             apart = array.reshape((*shape[:axis], shape[axis] // period, period, *shape[axis + 1 :]))
             one = apart[(slice(None),) * (axis + 1) + (slice(start, start + of_parts[place]),)]
             return one.reshape((*shape[:axis], -1, *shape[axis + 1 :]))
+    return _sized(operation, array)
+
+
+def _sized(operation: Operation, array: Any) -> Any:
+    shape = tuple(array.shape)
+    match operation:
+        case Factor():
+            return array  # of the optimizer's slots alone
+        case Replicate(count, axis):
+            return array if axis is None else _namespace(array).stack([array] * count, axis)
+        case KeepFirst(count, int(axis)):
+            if shape[axis] != count:
+                raise ValueError(f"{shape[axis]} along axis {axis}, not {count}")
+            return array[(slice(None),) * axis + (0,)]
+        case Resize(axis, before, after, new):
+            if shape[axis] != before:
+                raise ValueError(f"{shape[axis]} along axis {axis}, not {before}")
+            if after <= before:
+                return array[(slice(None),) * axis + (slice(0, after),)]
+            mean = array.mean(axis, keepdims=True)
+            one = mean if new == "mean" else _namespace(array).zeros_like(mean)
+            return _joined([array, *[one] * (after - before)], axis)
+        case Recast(_, after):
+            xp = _namespace(array)
+            return array.to(getattr(xp, after)) if hasattr(array, "to") else array.astype(DTYPES[after])
     raise TypeError(f"nothing is known of {operation} for live arrays")
 
 

@@ -26,12 +26,13 @@ from statekit.maps.links import Carried, Link, StateMap, carried
 from statekit.maps.modules import FLATTEN, KINDS, Modules, TargetModel, kind_faults, said_faults
 from statekit.maps.operations import Merge, Operation, Part, Permute, Stack, Unstack
 from statekit.maps.pretrained import Model, Pretrained, Rule
+from statekit.maps.sizes import Factor, KeepFirst, Recast, Replicate, Resize, Unfactor
 from statekit.state.run import BESIDE
-from statekit.state.train_state import TrainState
+from statekit.state.train_state import Axis, TrainState
 from statekit.tensors.tensor import TIES, Shape
 from statekit.tensors.tree import strict_json
 
-_APART, _JOINING = ("unstack", "split"), ("stack", "concatenate")
+_APART, _JOINING = ("unstack", "split", "replicate"), ("stack", "concatenate", "keep_first")
 _FIELD = re.compile(r"\{(\w+)(?::(\d))?\}")
 _NUMBER = r"0|[1-9]\d{0,5}"
 Binding = Mapping[str, str | int]
@@ -127,7 +128,7 @@ class Entry:
         return self._over(*_JOINING)
 
     def _over(self, *kinds: str) -> tuple[str, ...]:
-        return tuple(str(one["over"]) for one in self.operations if one["op"] in kinds)
+        return tuple(str(one["over"]) for one in self.operations if one["op"] in kinds and "over" in one)
 
 
 @dataclass(frozen=True)
@@ -294,6 +295,11 @@ class ModelMap:
                     length = shapes[path][axis] if axis < len(shapes[path]) else 0
                     if counts.setdefault(over, length) != length:
                         faults.add(f"has {length} along axis {axis}, others have {counts[over]}", path)
+                for one in entry.operations:
+                    if one["op"] in ("replicate", "keep_first") and "over" in one:
+                        copies = self._size(one["count"])
+                        if counts.setdefault(one["over"], copies) != copies:
+                            faults.add(f"has {copies} copies, others have {counts[one['over']]}", path)
         return counts
 
     def _of_entry(
@@ -352,6 +358,17 @@ class ModelMap:
                 return Stack(axis, lengths[over])
             case "reorder":
                 return Reorder(axis, tuple(map(self._size, one["sizes"])), tuple(one["order"]))
+            case "replicate" | "keep_first":
+                kind = Replicate if one["op"] == "replicate" else KeepFirst
+                return kind(self._size(one["count"]), one.get("axis"))
+            case "resize":
+                lengths_of = self._size(one["from"]), self._size(one["to"])
+                return Resize(axis, *lengths_of, one["param"], one["slots"])
+            case "cast":
+                return Recast(one["from"], one["to"])
+            case "factor" | "unfactor":
+                labels = tuple(map(Axis, one["axes"]))
+                return (Factor if one["op"] == "factor" else Unfactor)(labels)
         turns = self._size(one.get("turns", 1))
         shares = one.get("shares", [1] * lengths[over])
         if one["op"] == "split":
@@ -380,17 +397,21 @@ def _bindings(fields: Sequence[str], ranges: Mapping[str, Sequence[str | int]]) 
 
 
 _OTHER_CHANNELS = {"first": "last", "last": "first"}
+_SIZES = ("outer", "turns", "count", "from", "to")
 _REST = ("rest", "all")
 """Sizes that stand for what is left."""
 _INVERSE = {
     "merge": "part", "part": "merge", "unstack": "stack", "stack": "unstack",
-    "split": "concatenate", "concatenate": "split",
+    "split": "concatenate", "concatenate": "split", "replicate": "keep_first", "keep_first": "replicate",
+    "factor": "unfactor", "unfactor": "factor",
 }  # fmt: skip
 
 
 def _inverse(one: Mapping[str, Any]) -> dict[str, Any]:
     if one["op"] == "flattened":
         return {**one, "channels": _OTHER_CHANNELS[one["channels"]]}
+    if one["op"] in ("resize", "cast"):
+        return {**one, "from": one["to"], "to": one["from"]}
     if one["op"] not in ("permute", "reorder"):
         return {**one, "op": _INVERSE[one["op"]]}
     order = one["order"]
@@ -471,7 +492,10 @@ def _unfitting(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for i, line in enumerate(data.get("parameters", ())):
         place, steps = f"parameters/{i}", line.get("operations", [])
         fields = [{name for name, _ in _FIELD.findall(line[side])} for side in ("source", "target")]
-        overs = [[one["over"] for one in steps if one["op"] in kinds] for kinds in (_JOINING, _APART)]
+        overs = [
+            [one["over"] for one in steps if one["op"] in kinds and "over" in one]
+            for kinds in (_JOINING, _APART)
+        ]
         if any(len(names) != len({*names}) for names in overs) or [{*one} for one in overs] != [
             fields[0] - fields[1], fields[1] - fields[0],
         ]:  # fmt: skip
@@ -493,8 +517,8 @@ def _unfitting(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _unsound(one: Mapping[str, Any], config: Mapping[str, Any], words: Mapping[str, Any]) -> Iterator[str]:
     """Yields what is wrong with one operation."""
-    sizes = [one.get("outer"), one.get("turns"), *one.get("shares", ()), *one.get("sizes", ())]
-    for name in sizes:
+    sizes = [*map(one.get, _SIZES), *one.get("shares", ()), *one.get("sizes", ())]
+    for name in () if one["op"] == "cast" else sizes:
         if isinstance(name, str) and name not in config and name not in _REST:
             yield f"{one['op']}s by {name}, which config doesn't explain"
     if "order" in one and sorted(one["order"]) != list(range(len(one["order"]))):

@@ -7,19 +7,19 @@ kept some of them. Nothing is read; all are views. docs/transforms.md derives it
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from statekit.errors import InexactError, StateError
 from statekit.state.exactness import Exactness
 from statekit.state.schema import OverTensor, load_schema
 from statekit.state.train_state import Axis, Rule
 from statekit.tensors import views
+from statekit.tensors.places import By, Combined
 from statekit.tensors.tensor import Tensor
 
-Label = TypeVar("Label")
 SAY_RULES = "give the run's factor rules: logical_factor_rules with logical_axes, or factor_map (--hparams)"
 
 
@@ -59,6 +59,14 @@ class Piece:
         before = self.reason.split("; ") if self.reason else []
         said = "; ".join(dict.fromkeys([*before, *reasons]))
         return replace(self, exactness=max(self.exactness, exactness), reason=said)
+
+    def shared(self) -> Piece:
+        """Returns it labelled for numbers of it that can't be told apart for its parts."""
+        numbers = [name for name in self.slots if self.kept(name) is None]
+        if not numbers:
+            return self
+        said = f"{', '.join(numbers)}: of each part as if the parts were alike"
+        return self.labelled(Exactness.ESTIMATE, said)
 
     def regrouped(self, axis: int | None, before: str, after: str) -> Piece:
         """Returns it labelled for what its update computes over a whole tensor, once that is another.
@@ -112,13 +120,14 @@ class OfEach(Operation):
         slots = {}
         for name, slot in piece.slots.items():
             kept = piece.kept(name)
-            slots[name] = self._other_slot(name, slot) if kept is None else self._view(slot, kept)
+            slots[name] = self._number(piece, name) if kept is None else self._view(slot, kept)
         rule = piece.rule and Rule(self._labels(piece.rule.axes), piece.rule.known_from)
         piece = self._labelled(piece)
         return replace(piece, param=self._view(piece.param, tuple(range(rank))), slots=slots, rule=rule)
 
-    def _other_slot(self, name: str, slot: Tensor) -> Tensor:
-        raise InexactError(f"has slot {name}, of which nobody knows what becomes of it: {self}")
+    def _number(self, piece: Piece, name: str) -> Tensor:
+        """Returns what becomes of a slot that is one number for the parameter, or a history of such."""
+        return piece.slots[name]
 
     def _labelled(self, piece: Piece) -> Piece:
         """Returns a piece that is about to change, with how exactly training goes on."""
@@ -129,8 +138,8 @@ class OfEach(Operation):
         """Refuses a piece that this can't be done with."""
 
     @abstractmethod
-    def _labels(self, labels: tuple[Label, ...]) -> tuple[Label, ...]:
-        """Returns what becomes of something that stands with each axis."""
+    def _labels(self, labels: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        """Returns what becomes of the label of each axis."""
 
     @abstractmethod
     def _view(self, tensor: Tensor, kept: tuple[int, ...]) -> Tensor:
@@ -151,15 +160,12 @@ class Permute(OfEach):
         if sorted(self.order) != list(range(len(piece.param.shape))):
             raise StateError(f"has shape {piece.param.shape}, but shall be {self}")
 
-    def _labels(self, labels: tuple[Label, ...]) -> tuple[Label, ...]:
+    def _labels(self, labels: tuple[Axis, ...]) -> tuple[Axis, ...]:
         return tuple(labels[i] for i in self.order)
 
     def _view(self, tensor: Tensor, kept: tuple[int, ...]) -> Tensor:
         order = tuple(kept.index(i) for i in self.order if i in kept)
         return tensor if order == tuple(range(len(order))) else views.Permuted(tensor, order)
-
-    def _other_slot(self, name: str, slot: Tensor) -> Tensor:
-        return slot  # one number for the parameter, whatever the order of its axes
 
     def __str__(self) -> str:
         return "transposed" if self.order == (1, 0) else f"axes {list(self.order)}"
@@ -189,8 +195,11 @@ class Merge(OfEach):
             first, second = (axis.value for axis in rule.axes[self.axis : self.axis + 2])
             raise InexactError(f"has a {first} and a {second} axis, which can't be one")
 
-    def _labels(self, labels: tuple[Label, ...]) -> tuple[Label, ...]:
+    def _labels(self, labels: tuple[Axis, ...]) -> tuple[Axis, ...]:
         return (*labels[: self.axis], *labels[self.axis + 1 :])
+
+    def _number(self, piece: Piece, name: str) -> Tensor:
+        return reranked(piece.slots[name], len(piece.param.shape) - 1)
 
     def _view(self, tensor: Tensor, kept: tuple[int, ...]) -> Tensor:
         return views.Merged(tensor, kept.index(self.axis)) if self.axis in kept else tensor
@@ -216,8 +225,11 @@ class Part(OfEach):
         if len(shape) <= self.axis or self.outer < 1 or shape[self.axis] % self.outer:
             raise StateError(f"has shape {shape}, but shall have {self}")
 
-    def _labels(self, labels: tuple[Label, ...]) -> tuple[Label, ...]:
+    def _labels(self, labels: tuple[Axis, ...]) -> tuple[Axis, ...]:
         return (*labels[: self.axis + 1], *labels[self.axis :])
+
+    def _number(self, piece: Piece, name: str) -> Tensor:
+        return reranked(piece.slots[name], len(piece.param.shape) + 1)
 
     def _view(self, tensor: Tensor, kept: tuple[int, ...]) -> Tensor:
         return views.Parted(tensor, kept.index(self.axis), self.outer) if self.axis in kept else tensor
@@ -259,9 +271,13 @@ class Unstack(OfEach):
             )
 
     def _labelled(self, piece: Piece) -> Piece:
-        return piece.regrouped(self.axis, "the stack", "each by itself")
+        return piece.shared().regrouped(self.axis, "the stack", "each by itself")
 
-    def _labels(self, labels: tuple[Label, ...]) -> tuple[Label, ...]:
+    def _number(self, piece: Piece, name: str) -> Tensor:
+        share = 1 / max(1, piece.param.shape[self.axis])
+        return reranked(share_of(piece, name, share), len(piece.param.shape) - 1)
+
+    def _labels(self, labels: tuple[Axis, ...]) -> tuple[Axis, ...]:
         return (*labels[: self.axis], *labels[self.axis + 1 :])
 
     def _view(self, tensor: Tensor, kept: tuple[int, ...]) -> Tensor:
@@ -296,16 +312,18 @@ class Stack(Operation):
         if rank < self.axis:
             raise StateError(f"has shape {first.param.shape}, and can't be stacked along axis {self.axis}")
         slots = {}
+        worst = max(pieces, key=lambda piece: piece.exactness)
+        if first.rule is None:
+            worst = worst.regrouped(None, "each by itself", "the stack")
         for name in first.slots:
             if (kept := first.kept(name)) is None:
-                raise InexactError(f"has slot {name}, of which nobody knows what becomes of it: {self}")
+                number = fused_number(pieces, name)
+                slots[name], worst = reranked(number, rank + 1), worst.labelled(*number_said(first, name))
+                continue
             slots[name] = self._view([piece.slots[name] for piece in pieces], kept)
         rule = first.rule
         if rule is not None:
             rule = replace(rule, axes=(*rule.axes[: self.axis], Axis.BATCH, *rule.axes[self.axis :]))
-        worst = max(pieces, key=lambda piece: piece.exactness)
-        if rule is None:
-            worst = worst.regrouped(None, "each by itself", "the stack")
         param = self._view([piece.param for piece in pieces], tuple(range(rank)))
         return replace(worst, param=param, slots=slots, rule=rule)
 
@@ -314,6 +332,40 @@ class Stack(Operation):
 
     def __str__(self) -> str:
         return f"stacked along axis {self.axis}"
+
+
+_SUMS = ("sum", "sum_if_uncorrelated")
+
+
+def fused_number(pieces: Sequence[Piece], name: str) -> Tensor:
+    """Returns a slot that is one number for each of some parameters, as one for them together."""
+    rule = load_schema(pieces[0].schema).slots[name].fused
+    weights = tuple(math.prod(piece.param.shape) for piece in pieces)
+    by: By = "root_mean_square" if rule == "root_mean_square" else "sum"
+    return Combined(tuple(piece.slots[name] for piece in pieces), weights, by)
+
+
+def number_said(piece: Piece, name: str) -> tuple[Exactness, str]:
+    """Returns how exact `fused_number` is, and why."""
+    match load_schema(piece.schema).slots[name].fused:
+        case "root_mean_square":
+            return Exactness.STATISTICS, f"{name}: the root mean square of the parts', by their elements"
+        case "sum":
+            return Exactness.STATISTICS, f"{name}: the sum of the parts'"
+    return Exactness.ESTIMATE, f"{name}: the sum of the parts', as if these weren't correlated"
+
+
+def share_of(piece: Piece, name: str, share: float) -> Tensor:
+    """Returns a slot that is one number for a parameter, for a part of it with that share of its elements."""
+    slot = piece.slots[name]
+    return views.Scaled(slot, share) if load_schema(piece.schema).slots[name].fused in _SUMS else slot
+
+
+def reranked(number: Tensor, rank: int) -> Tensor:
+    """Returns a slot that is one number, or a history of such, as a parameter of another rank has it."""
+    history = number.shape[:1] if number.shape and number.shape[0] != 1 else ()
+    shape = (*history, *(1,) * rank)
+    return number if number.shape == shape else views.Squeezed(number, shape)
 
 
 def _form(piece: Piece) -> str:

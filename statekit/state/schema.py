@@ -33,6 +33,7 @@ class SlotSchema:
         init: Initial value: a number, a formula, or None where the slot first exists with the value of its recurrence.
         recurrence: Its update, in plain mathematics.
         aliases: Variant -> native name.
+        fused: Of one number for a parameter: how those of parts make that of a fused one; None of other slots.
     """
 
     name: str
@@ -42,6 +43,7 @@ class SlotSchema:
     init: float | str | None
     recurrence: str
     aliases: Mapping[str, str]
+    fused: str | None = None
 
 
 @dataclass(frozen=True)
@@ -381,7 +383,16 @@ def load_schema(name: str) -> OptimizerSchema:
     text = resources.files("statekit.schemas").joinpath(f"{name}.json").read_text(encoding="utf-8")
     data = json.loads(text)
     slots = {
-        slot: SlotSchema(slot, s["symbol"], s["shape"], s["dtype"], s["init"], s["recurrence"], s["aliases"])
+        slot: SlotSchema(
+            slot,
+            s["symbol"],
+            s["shape"],
+            s["dtype"],
+            s["init"],
+            s["recurrence"],
+            s["aliases"],
+            s.get("fused"),
+        )
         for slot, s in data["slots"].items()
     }
     return OptimizerSchema(name, slots, data["hyperparameters"], data["variants"], data)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -238,18 +238,24 @@ class Joined:
         return {"op": "concatenated", "sources": sources, "axis": self.axis, "runs": list(self.runs)}
 
 
+By: TypeAlias = Literal["mean", "root_mean_square", "sum"]
+"""How tensors are made one."""
+
+
 @dataclass(frozen=True)
-class WeightedMean:
-    """The mean of tensors of one shape, each with its weight, summed in float64 and rounded once to their dtype.
+class Combined:
+    """Tensors of one shape as one, element by element, in float64 and rounded once to their dtype.
 
     Example:
         >>> from statekit.tensors.tensor import in_memory
-        >>> WeightedMean((in_memory(np.array([1.0])), in_memory(np.array([5.0]))), (3, 1)).read().tolist()
-        [2.0]
+        >>> parts = in_memory(np.array([1.0])), in_memory(np.array([5.0]))
+        >>> Combined(parts, (3, 1)).read().tolist(), Combined(parts, (3, 1), "sum").read().tolist()
+        ([2.0], [6.0])
     """
 
     tensors: Sequence[Tensor]
     weights: tuple[int, ...]
+    by: By = "mean"
 
     @property
     def shape(self) -> Shape:
@@ -271,14 +277,19 @@ class WeightedMean:
         index = normal_index(index, self.shape)
         total = np.zeros(index_shape(index), np.float64)
         for tensor, weight in zip(self.tensors, self.weights, strict=True):
-            total += weight * tensor.read(index).astype(np.float64)
-        with np.errstate(invalid="ignore"):  # the mean of nothing is NaN
-            return np.asarray(total / sum(self.weights)).astype(self.dtype)
+            block = tensor.read(index).astype(np.float64)
+            total += (
+                block if self.by == "sum" else weight * (block if self.by == "mean" else np.square(block))
+            )
+        if self.by != "sum":
+            with np.errstate(invalid="ignore"):  # the mean of nothing is NaN
+                total = np.asarray(total / sum(self.weights))
+        return np.asarray(total if self.by != "root_mean_square" else np.sqrt(total)).astype(self.dtype)
 
     def to_json(self) -> dict[str, Any]:
         """Describes the tensor."""
         sources = [tensor.to_json() for tensor in self.tensors]
-        return {"op": "weighted_mean", "sources": sources, "weights": list(self.weights)}
+        return {"op": "combined", "sources": sources, "weights": list(self.weights), "by": self.by}
 
 
 @dataclass(frozen=True)
@@ -327,3 +338,148 @@ class Rescaled:
         """Describes the tensor."""
         parts = {"part": self.part.to_json(), "whole": self.whole.to_json()}
         return {"op": "rescaled", "source": self.tensor.to_json(), **parts, "axes": list(self.axes)}
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A tensor `count` times along a new axis.
+
+    Example:
+        >>> from statekit.tensors.tensor import in_memory
+        >>> Repeated(in_memory(np.array([1, 2])), 0, 2).read().tolist()
+        [[1, 2], [1, 2]]
+    """
+
+    tensor: Tensor
+    axis: int
+    count: int
+
+    @property
+    def shape(self) -> Shape:
+        """The shape."""
+        return (*self.tensor.shape[: self.axis], self.count, *self.tensor.shape[self.axis :])
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype."""
+        return self.tensor.dtype
+
+    @property
+    def grain(self) -> Shape:
+        """The cheapest block: one of them."""
+        return (*self.tensor.grain[: self.axis], 1, *self.tensor.grain[self.axis :])
+
+    def read(self, index: Index | None = None) -> Array:
+        """Reads a block: once, however often it stands there."""
+        index, at = normal_index(index, self.shape), self.axis
+        one = self.tensor.read((*index[:at], *index[at + 1 :]))
+        return np.ascontiguousarray(np.broadcast_to(np.expand_dims(one, at), index_shape(index)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes the tensor."""
+        return {"op": "repeated", "source": self.tensor.to_json(), "axis": self.axis, "count": self.count}
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A tensor with more places along an axis, behind those it has: each `new`, or zeros if that is None.
+
+    Example:
+        >>> from statekit.tensors.tensor import in_memory
+        >>> Padded(in_memory(np.array([1, 3])), 0, 4, in_memory(np.array(2))).read().tolist()
+        [1, 3, 2, 2]
+    """
+
+    tensor: Tensor
+    axis: int
+    length: int
+    new: Tensor | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """The shape."""
+        return (*self.tensor.shape[: self.axis], self.length, *self.tensor.shape[self.axis + 1 :])
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype."""
+        return self.tensor.dtype
+
+    @property
+    def grain(self) -> Shape:
+        """The cheapest block: the tensor's."""
+        return self.tensor.grain
+
+    def read(self, index: Index | None = None) -> Array:
+        """Reads a block."""
+        index, at = normal_index(index, self.shape), self.axis
+        block = np.zeros(index_shape(index), self.dtype)
+        wanted, there = index[at], self.tensor.shape[at]
+        head = (slice(None),) * at
+        old = max(0, min(wanted.stop, there) - wanted.start)
+        if old:
+            along = slice(wanted.start, wanted.start + old)
+            block[(*head, slice(0, old))] = self.tensor.read((*index[:at], along, *index[at + 1 :]))
+        if self.new is not None and old < wanted.stop - wanted.start:
+            one = self.new.read((*index[:at], *index[at + 1 :]))
+            block[(*head, slice(old, None))] = np.expand_dims(one, at)
+        return block
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes the tensor."""
+        new = {} if self.new is None else {"new": self.new.to_json()}
+        return {
+            "op": "padded",
+            "source": self.tensor.to_json(),
+            "axis": self.axis,
+            "length": self.length,
+            **new,
+        }
+
+
+@dataclass(frozen=True)
+class Reconstructed:
+    """The second moment that factors stand for: their product over the mean of both, in float64 and rounded once.
+
+    Attributes:
+        row: One factor.
+        column: The other.
+        mean: The mean of either over what the other has averaged.
+        axes: The axes of the result that each of the three has.
+        shape: The result's.
+    """
+
+    row: Tensor
+    column: Tensor
+    mean: Tensor
+    axes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    shape: Shape
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype."""
+        return self.row.dtype
+
+    @property
+    def grain(self) -> Shape:
+        """The cheapest block: as it comes."""
+        return self.shape
+
+    def read(self, index: Index | None = None) -> Array:
+        """Reads a block."""
+        index = normal_index(index, self.shape)
+        row, column, mean = (
+            np.expand_dims(
+                tensor.read(tuple(index[i] for i in axes)).astype(np.float64),
+                tuple(i for i in range(len(self.shape)) if i not in axes),
+            )
+            for tensor, axes in zip((self.row, self.column, self.mean), self.axes, strict=True)
+        )
+        with np.errstate(invalid="ignore", divide="ignore"):
+            scaled = np.where(mean == 0, 0.0, column / mean)
+            return np.ascontiguousarray((row * scaled).astype(self.dtype))
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes the tensor."""
+        factors = {"row": self.row.to_json(), "column": self.column.to_json(), "mean": self.mean.to_json()}
+        return {"op": "reconstructed", **factors, "shape": list(self.shape)}

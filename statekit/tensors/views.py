@@ -12,8 +12,10 @@ import numpy as np
 
 from statekit.errors import UsageError
 from statekit.tensors.tensor import (
+    BLOCK_BYTES,
     DTYPES,
     Array,
+    Cast,
     DType,
     Index,
     Shape,
@@ -21,6 +23,7 @@ from statekit.tensors.tensor import (
     index_shape,
     normal_index,
     positions,
+    widens,
 )
 
 
@@ -344,7 +347,8 @@ class Mean(_WithoutAxis):
         """Reads a block: the tensor's blocks along the axis, one after the other."""
         index, length = normal_index(index, self.shape), self.tensor.shape[self.axis]
         total = np.zeros(index_shape(index), np.float64)
-        step = max(1, self.tensor.grain[self.axis])
+        one = math.prod(index_shape(index)) * self.tensor.dtype.itemsize  # bytes of each place of the axis
+        step = max(1, min(self.tensor.grain[self.axis], BLOCK_BYTES // max(1, one)))
         for start in range(0, length, step):
             along = slice(start, min(start + step, length))
             block = self.tensor.read((*index[: self.axis], along, *index[self.axis :]))
@@ -355,6 +359,13 @@ class Mean(_WithoutAxis):
     def to_json(self) -> dict[str, Any]:
         """Describes the tensor."""
         return {"op": "mean", "source": self.tensor.to_json(), "axis": self.axis}
+
+
+def mean_over(tensor: Tensor, axes: Sequence[int]) -> Tensor:
+    """Returns the mean over several axes."""
+    for axis in sorted(axes, reverse=True):
+        tensor = Mean(tensor, axis)
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -522,6 +533,13 @@ class Narrowed(_EachElement):
     def to_json(self) -> dict[str, Any]:
         """Describes the tensor."""
         return {"op": "narrowed", "source": self.tensor.to_json(), "dtype": self.dtype.name}
+
+
+def cast(tensor: Tensor, dtype: DType) -> Tensor:
+    """Returns a tensor in another dtype: `Cast` where every value stays, else `Narrowed`."""
+    if tensor.dtype == dtype:
+        return tensor
+    return Cast(tensor, dtype) if widens(tensor.dtype, dtype) else Narrowed(tensor, dtype)
 
 
 @dataclass(frozen=True)
