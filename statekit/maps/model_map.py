@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
@@ -279,7 +279,7 @@ class ModelMap:
 
     def _counts(
         self,
-        entries: Iterable[Entry],
+        entries: Sequence[Entry],
         bound: Mapping[Entry, Mapping[str, Binding]],
         shapes: Mapping[str, Shape],
         faults: Faults,
@@ -295,11 +295,12 @@ class ModelMap:
                     length = shapes[path][axis] if axis < len(shapes[path]) else 0
                     if counts.setdefault(over, length) != length:
                         faults.add(f"has {length} along axis {axis}, others have {counts[over]}", path)
-                for one in entry.operations:
-                    if one["op"] in ("replicate", "keep_first") and "over" in one:
-                        copies = self._size(one["count"])
-                        if counts.setdefault(one["over"], copies) != copies:
-                            faults.add(f"has {copies} copies, others have {counts[one['over']]}", path)
+        for entry in entries:
+            for one in entry.operations if bound[entry] else ():
+                if one["op"] in ("replicate", "keep_first") and "over" in one:
+                    copies = self._size(one["count"])
+                    if counts.setdefault(one["over"], copies) != copies:
+                        faults.add(f"has {counts[one['over']]} copies, not {copies}", entry.source.text)
         return counts
 
     def _of_entry(
