@@ -70,6 +70,8 @@ package: $(READY)
 
 bench: $(READY)
 	@$(BIN)/python tests/benchmarks/convert.py
+	@$(BIN)/python tests/benchmarks/opening.py
+	@$(BIN)/python tests/benchmarks/transposes.py
 	@$(BIN)/python tests/benchmarks/steps.py
 	@$(BIN)/python tests/benchmarks/tpu_bytes.py
 

@@ -1,4 +1,4 @@
-"""What a tensor is, however a value is asked."""
+"""What a tensor is, however a value is asked, and how its values are copied into another order."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from statekit.tensors.tensor import Cast, Filled, Shape, Tensor, in_memory
+from statekit.tensors.tensor import DTYPES, Cast, Filled, Shape, Tensor, fill, in_memory, row_major
 from statekit.tensors.tree import Record
+from statekit.tensors.views import Stack
 
 _VALUES: tuple[Any, ...] = (
     None,
@@ -63,3 +66,40 @@ def test_what_holds_functions_under_the_names_of_methods_is_no_tensor() -> None:
         shape=(), dtype=np.dtype("f4"), grain=(), read=lambda index=None: None, to_json=dict
     )
     assert not isinstance(value, Tensor)
+
+
+_DTYPES = ("bool", "bfloat16", "float8_e4m3fn", "float32", "float64", "complex128")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(_DTYPES),
+    shape=st.lists(st.sampled_from((1, 2, 17, 40, 129, 200)), min_size=0, max_size=4),
+    order=st.randoms(use_true_random=False),
+)
+def test_a_copy_in_tiles_has_the_bits_of_numpys(dtype: str, shape: list[int], order: Any) -> None:
+    while np.prod(shape) > 300_000:
+        shape = shape[:-1]
+    bits = np.random.default_rng(0).integers(0, 256, int(np.prod(shape)) * DTYPES[dtype].itemsize, np.uint8)
+    array = (bits & 1 if dtype == "bool" else bits).view(dtype=DTYPES[dtype]).reshape(shape)
+    axes = list(range(len(shape)))
+    order.shuffle(axes)
+    for view in (array.transpose(axes), array[tuple(slice(n // 3, n) for n in shape)].transpose(axes)):
+        assert row_major(view).flags.c_contiguous
+        assert row_major(view).tobytes() == view.tobytes()
+
+
+@pytest.mark.parametrize("axis", (0, 1, 2))
+def test_tensors_are_stacked_along_any_axis_as_numpy_stacks_them(axis: int) -> None:
+    parts = [np.arange(130 * 150, dtype=np.float32).reshape(130, 150) + i for i in range(20)]
+    stack = Stack([in_memory(part) for part in parts], axis)
+    assert np.array_equal(stack.read(), np.stack(parts, axis))
+
+
+def test_values_are_copied_into_a_part_of_an_array_and_nowhere_else() -> None:
+    around = np.zeros((300, 400), np.uint16)
+    values = np.arange(150 * 140, dtype=np.uint16).reshape(140, 150).T
+    fill(around[70:220, 100:240], values)
+    assert np.array_equal(around[70:220, 100:240], values)
+    around[70:220, 100:240] = 0
+    assert not around.any()

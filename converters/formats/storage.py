@@ -12,7 +12,7 @@ import numpy as np
 
 from statekit.budget import Account
 from statekit.errors import CorruptError, FormatError, RefusedError
-from statekit.tensors.tensor import BLOCK_BYTES, Array, DType, Index, Shape, Stored, index_shape
+from statekit.tensors.tensor import BLOCK_BYTES, Array, DType, Index, Shape, Stored, fill, index_shape
 
 MAX_RANK = 64
 MAX_ELEMENTS = 2**60
@@ -88,7 +88,7 @@ class _Window:
         if span * item <= SMALL_READ or (span <= SPARSE * out.size and span * item <= BLOCK_BYTES):
             run = self._run(first, span)
             steps = tuple(step * item for step in self.stride)
-            out[...] = np.lib.stride_tricks.as_strided(run, out.shape, steps, writeable=False)
+            fill(out, np.lib.stride_tricks.as_strided(run, out.shape, steps, writeable=False))
             return
         axis = max(range(out.ndim), key=extents.__getitem__)
         half = out.shape[axis] // 2

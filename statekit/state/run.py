@@ -8,9 +8,10 @@ schedule is its kind, its parameters and where it stands.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
@@ -344,8 +345,14 @@ def _value(node: Tree, what: Part) -> Tree:
     return node if isinstance(node, (*_PLAIN, list, tuple)) else None
 
 
+_ANY_PLACE = re.compile("|".join(translate(pattern) for pattern, _ in PLACES))
+"""Matches what one of the places does: most names match none, and there may be as many as there are tensors."""
+
+
 def _what(name: str) -> Part | None:
-    return next((what for pattern, what in PLACES if fnmatchcase(name, pattern)), None)
+    if _ANY_PLACE.match(name) is None:
+        return None
+    return next(what for pattern, what in PLACES if fnmatchcase(name, pattern))
 
 
 def _schedule(node: Tree, name: str, around: _Around = _Around()) -> Schedule | None:

@@ -218,6 +218,70 @@ def chunks(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[Array]:
         yield np.ascontiguousarray(tensor.read(index))
 
 
+_TILE = 128
+"""Elements that a tile has along each of its two axes: of 8 bytes it fits a core's own cache."""
+_CACHE_LINE = 64
+_FEW = 16
+"""Elements along an axis below which tiles save nothing."""
+
+
+def row_major(view: Array) -> Array:
+    """Returns an array whose values lie in C order: the same one, or a copy made by `fill`."""
+    if view.flags.c_contiguous:
+        return view
+    ordered = np.empty(view.shape, view.dtype)
+    fill(ordered, view)
+    return ordered
+
+
+def fill(out: Array, values: Array) -> None:
+    """Copies values into an array of the same shape and dtype, in tiles where their axes run in another order.
+
+    Between a matrix and its transpose NumPy goes a whole column for each row: a cache line for each element, and rows
+    whose length is a power of two push each other out. A tile is read along its rows and written along its columns.
+    """
+    if (out.shape, out.dtype) != (values.shape, values.dtype):
+        raise ValueError(f"{values.dtype} {values.shape} can't fill {out.dtype} {out.shape}")
+    if out.dtype.itemsize <= 8:  # NumPy copies numbers of its own faster than ml_dtypes'
+        out, values = out.view(f"u{out.dtype.itemsize}"), values.view(f"u{out.dtype.itemsize}")
+    out, values = _joined(out, values)
+    if not out.size or not out.ndim:
+        np.copyto(out, values)
+        return
+    written, read = (min(range(a.ndim), key=a.strides.__getitem__) for a in (out, values))
+    if written == read or min(out.shape[written], out.shape[read]) < _FEW:
+        np.copyto(out, values)
+        return
+    rest = [axis for axis in range(out.ndim) if axis not in (written, read)]
+    out, values = (a.transpose(*rest, written, read) for a in (out, values))
+    # Rows of the tile are apart by no power of two either.
+    tile = np.empty((_TILE, _TILE + _CACHE_LINE // out.itemsize), out.dtype)
+    for position in positions([range(n) for n in out.shape[:-2]]):
+        into, of = out[position], values[position]
+        for j in range(0, of.shape[1], _TILE):
+            for i in range(0, of.shape[0], _TILE):
+                part = of[i : i + _TILE, j : j + _TILE]
+                dense = tile[: part.shape[0], : part.shape[1]]
+                dense[...] = part
+                into[i : i + _TILE, j : j + _TILE] = dense
+
+
+def _joined(out: Array, values: Array) -> tuple[Array, Array]:
+    """Returns two arrays of one shape without axes of length 1, and with those as one that run on in both."""
+    axes: list[tuple[int, int, int]] = []
+    for n, to, of in zip(out.shape, out.strides, values.strides, strict=True):
+        if axes and axes[-1][1:] == (n * to, n * of):
+            axes[-1] = axes[-1][0] * n, to, of
+        elif n != 1:
+            axes.append((n, to, of))
+    shape = tuple(n for n, _, _ in axes)
+    strided = np.lib.stride_tricks.as_strided
+    return (
+        strided(out, shape, tuple(to for _, to, _ in axes)),
+        strided(values, shape, tuple(of for _, _, of in axes), writeable=False),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A tensor that lies in a file. `fetch` gets a normal index and returns that block.

@@ -20,9 +20,11 @@ from statekit.tensors.tensor import (
     Index,
     Shape,
     Tensor,
+    fill,
     index_shape,
     normal_index,
     positions,
+    row_major,
     widens,
 )
 
@@ -67,7 +69,7 @@ class Squeezed:
             return np.empty(index_shape(index), self.dtype)
         long = iter(part for part, n in zip(index, self.shape, strict=True) if n != 1)
         inner = tuple(slice(0, 1) if n == 1 else next(long) for n in self.tensor.shape)
-        return np.ascontiguousarray(self.tensor.read(inner)).reshape(index_shape(index))
+        return row_major(self.tensor.read(inner)).reshape(index_shape(index))
 
     def to_json(self) -> dict[str, Any]:
         """Describes the tensor."""
@@ -113,7 +115,7 @@ class Slice(_WithoutAxis):
         """Reads a block."""
         index = normal_index(index, self.shape)
         inner = (*index[: self.axis], slice(self.place, self.place + 1), *index[self.axis :])
-        return np.ascontiguousarray(self.tensor.read(inner)).reshape(index_shape(index))
+        return row_major(self.tensor.read(inner)).reshape(index_shape(index))
 
     def to_json(self) -> dict[str, Any]:
         """Describes the tensor."""
@@ -150,7 +152,7 @@ class Stack:
         inner = (*index[: self.axis], *index[self.axis + 1 :])
         block = np.empty(index_shape(index), self.dtype)
         for place, tensor in enumerate(self.tensors[index[self.axis]]):
-            block[(slice(None),) * self.axis + (place,)] = tensor.read(inner)
+            fill(block[(slice(None),) * self.axis + (place,)], tensor.read(inner))
         return block
 
     def to_json(self) -> dict[str, Any]:
@@ -201,7 +203,7 @@ class Permuted:
         """Reads a block."""
         index = normal_index(index, self.shape)
         inner = tuple(index[self.order.index(i)] for i in range(len(self.order)))
-        return np.ascontiguousarray(self.tensor.read(inner).transpose(self.order))
+        return row_major(self.tensor.read(inner).transpose(self.order))
 
     def to_json(self) -> dict[str, Any]:
         """Describes the tensor."""
@@ -252,7 +254,7 @@ class Merged:
         block = self.tensor.read(inner)
         block = block.reshape((*block.shape[:at], -1, *block.shape[at + 2 :]))
         cut = slice(wanted.start - first * run, wanted.stop - first * run)
-        return np.ascontiguousarray(block[(slice(None),) * at + (cut,)])
+        return row_major(block[(slice(None),) * at + (cut,)])
 
     def to_json(self) -> dict[str, Any]:
         """Describes the tensor."""
@@ -319,7 +321,7 @@ class Parted:
         inner = (*index[:at], slice(outer.start * run, outer.stop * run), *index[at + 2 :])
         block = self.tensor.read(inner)
         block = block.reshape((*block.shape[:at], -1, run, *block.shape[at + 1 :]))
-        return np.ascontiguousarray(block[(slice(None),) * (at + 1) + (index[at + 1],)])
+        return row_major(block[(slice(None),) * (at + 1) + (index[at + 1],)])
 
     def to_json(self) -> dict[str, Any]:
         """Describes the tensor."""

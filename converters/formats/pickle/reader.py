@@ -819,16 +819,25 @@ def _expanded(tree: Any, place: str, account: Account) -> int:
                 account.hold(counted, "What a pickle holds", place)
                 counted = 0
             work.append((node, True))
-            work.extend((part, False) for part in parts)
+            work.extend([(part, False) for part in parts if part.__class__ in _HOLDERS])
             continue
         above.discard(id(node))
-        inner = [sizes.get(id(part), (1, 0)) for part in _parts(node)]
-        size = sizes[id(node)] = (1 + sum(n for n, _ in inner), 1 + max(depth for _, depth in inner))
-        if size[0] > most:
-            account.nodes(size[0], "What a pickle holds", place)
-        if size[1] > MAX_DEPTH:
-            raise _refused(place, f"{size[1]} levels")
+        nodes, levels = 1, 0
+        for part in _parts(node):
+            n, depth = sizes.get(id(part), _LEAF) if part.__class__ in _HOLDERS else _LEAF
+            nodes += n
+            levels = max(levels, depth) if depth else levels
+        levels += 1
+        sizes[id(node)] = nodes, levels
+        if nodes > most:
+            account.nodes(nodes, "What a pickle holds", place)
+        if levels > MAX_DEPTH:
+            raise _refused(place, f"{levels} levels")
     return sizes.get(id(tree), (1, 0))[0]
+
+
+_HOLDERS = frozenset((dict, list, tuple, Record))
+_LEAF = 1, 0
 
 
 def _parts(node: Any) -> Collection[Any]:
