@@ -115,6 +115,12 @@ SUITES = {
         "else is left the next conversion removes. `pytest -m '' tests/test_power_loss.py`; it needs /dev/fuse and "
         "Debian's python3-pyfuse3.",
     ),
+    "fuzz": Suite(
+        "Samples changed at random",
+        "Bytes of every format that statekit reads itself, changed bit by bit or in their structure, and trees of "
+        "every layout, given to its reader, which uses what it gets as a conversion does. Harmless: read, whatever was "
+        "changed. `make fuzz` goes on as long as told; a sample in every run.",
+    ),
     "bombs": Suite(
         "Files that ask for much",
         "Small files that would take much memory or time: each is opened in a process of its own, with the budget that "

@@ -500,13 +500,17 @@ _NPY = "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }"
 
 def _npy_changed(_: Any, random: Random) -> bytes:
     """Changes the header of an array in an npz, whose checksum fits."""
+    tree = changed_tree({"descr": "<f4", "fortran_order": False, "shape": (2, 3)}, random)
+    text = repr(tree) if random.randrange(2) else changed_bytes(_NPY.encode(), random).decode("latin1")
+    return npz_of(text[:60_000].encode("latin1", "replace"))
+
+
+def npz_of(head: bytes) -> bytes:
+    """Returns an npz with one array of 24 bytes, which this header describes."""
     import io
 
     from statekit.converters.formats.zip_archive import ZipForm, ZipWriter
 
-    tree = changed_tree({"descr": "<f4", "fortran_order": False, "shape": (2, 3)}, random)
-    text = repr(tree) if random.randrange(2) else changed_bytes(_NPY.encode(), random).decode("latin1")
-    head = text[:60_000].encode("latin1", "replace")
     member = b"\x93NUMPY\1\0" + struct.pack("<H", len(head)) + head + bytes(24)
     file = io.BytesIO()
     writer = ZipWriter(file, ZipForm("", 0, 20, 0))

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from fuzz import documents, pickles
-from fuzz.binaries import dcp_tree
+from fuzz.binaries import dcp_tree, npz_of
 from fuzz.changing import at, put
 from fuzz.readers import READERS
 from statekit.tensors.tree import Record
@@ -36,7 +36,13 @@ def _endless_heap() -> bytes:
     return bytes(sample[: at + 8] + bytes(8) + sample[at + 16 :])
 
 
+def _npy(shape: str) -> bytes:
+    """Returns MXNet's parameters with an array of this shape, as its header says."""
+    return npz_of(f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".encode())
+
+
 BYTES: dict[str, list[bytes]] = {
+    "mxnet params": [_npy(f"b'{'x' * 3000}'"), _npy(f"({'9, ' * 3000})")],
     "hdf5": [_endless_heap()],
     "array specs": [
         _spec(dtype=["<f4"]),

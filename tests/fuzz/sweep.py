@@ -5,13 +5,14 @@
 Every reader reads changed samples; case n of a reader is always the same one. The outcome of a case is a value or a
 StatekitError. Anything else, and what computes for longer than `SECONDS`, is printed with the case's number and what
 was read, to be kept in `findings.py`. Each reader runs in a process of its own, whose memory is bounded, and which is
-started again behind a case that ends it. Figures go to `.reliability/fuzz.json`. Exit code 1 if something was found.
+started again behind a case that ends it. Figures are noted for docs/reliability.md. Exit code 1 if something was found.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import gc
 import json
 import mmap
 import os
@@ -20,6 +21,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -29,12 +31,13 @@ ROOT = Path(__file__).parents[2]
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT / "tests")]
 
+import reliability_table
+
 from fuzz.reader import Reader
-from fuzz.readers import READERS
+from fuzz.readers import FORMATS, READERS
 from fuzz.trees import folder
 from statekit.errors import StatekitError
 
-FIGURES = ROOT / ".reliability" / "fuzz.json"
 SECONDS = 5.0
 """How long a reader may compute on one case."""
 DEADLY = 2 * SECONDS
@@ -91,14 +94,6 @@ class Row:
     def broken(self) -> int:
         """How many cases broke the law."""
         return self.counts[UNTYPED] + self.counts[HUNG]
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the figures."""
-        return {
-            "reader": self.reader,
-            **dict(zip(COUNTS, self.counts, strict=True)),
-            "seconds": round(self.seconds, 1),
-        }
 
 
 def outcome(reader: Reader, case: Any) -> BaseException | None:
@@ -195,6 +190,7 @@ def _in_child(
         code = 1
         try:
             reader.samples()
+            gc.freeze()  # what is imported is no case's garbage
             _bound_memory()
             findings = [vars(one) for one in run(reader, numbers, counts, seconds)]
             with os.fdopen(write, "w") as answer:
@@ -215,6 +211,12 @@ def _bound_memory() -> None:
     lines = Path("/proc/self/status").read_text().splitlines()
     now = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
     resource.setrlimit(resource.RLIMIT_DATA, (now + MEMORY, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+def row_of(what: str, rows: Sequence[Row]) -> reliability_table.Row:
+    """Returns what cases of some readers came to, as a row of the page."""
+    cases, refused, values, untyped, hung = (sum(row.counts[i] for row in rows) for i in range(PEAK))
+    return reliability_table.Row(what, cases, caught=refused, harmless=values, untyped=untyped, hung=hung)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -240,10 +242,11 @@ def main(arguments: list[str] | None = None) -> int:
             print(
                 f"    case {one.case}: {one.what}\n        {one.where}\n        {one.read[:500]}", flush=True
             )
-    FIGURES.parent.mkdir(exist_ok=True)
-    FIGURES.write_text(
-        json.dumps({"suite": "fuzz", "rows": [row.to_json() for row in rows]}, indent=1) + "\n"
-    )
+        if reader in FORMATS:
+            reliability_table.note("fuzz", row_of(name, [row]))
+    layouts = [row for row in rows if row.reader.startswith("layout ")]
+    if layouts:
+        reliability_table.note("fuzz", row_of(f"layouts, trees of {len(layouts)} samples", layouts))
     return 1 if any(row.broken for row in rows) else 0
 
 
