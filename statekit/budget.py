@@ -64,6 +64,14 @@ class Limits:
         """
         return self.held // 512 + min(read, self.held // 8) // 2
 
+    @property
+    def carried(self) -> int:
+        """Bytes of one file at most that goes from folder to folder without being understood; 64 MiB by default.
+
+        A larger one is no remainder of a run, but a model or an export, and is named instead.
+        """
+        return self.held // 8
+
     def decoded(self, stored: int) -> int:
         """Returns how many bytes may come out of compression, or out of nothing, where so many are stored.
 

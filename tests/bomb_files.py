@@ -11,7 +11,7 @@ import json
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -591,6 +591,36 @@ def _h5_deep(folder: Path) -> Path:
     return path
 
 
+@bomb("HDF5: an attribute of 4000 texts, each the same 16 MiB", quick=True)
+def _h5_texts(folder: Path) -> Path:
+    path, file = keras_file(folder)
+    with file:
+        file.attrs.create("texts", ["x" * 2**24, *("y" * 4000)], dtype=h5py.string_dtype())
+    data = path.read_bytes()
+    first = struct.pack("<I", 2**24)  # each: length, address of a heap, number in it
+    at = next(i for i in _places(data, first) if data[i + 16 : i + 20] == struct.pack("<I", 1))
+    path.write_bytes(data[:at] + data[at : at + 16] * 4001 + data[at + 16 * 4001 :])
+    return path
+
+
+def _places(data: bytes, mark: bytes) -> Iterator[int]:
+    at = data.find(mark)
+    while at >= 0:
+        yield at
+        at = data.find(mark, at + 1)
+
+
+@bomb("HDF5: 900 attributes of 60 000 bytes at each of 100 groups", reads=True)
+def _h5_attributes(folder: Path) -> Path:
+    path, file = keras_file(folder)
+    with file:
+        for i in range(100):
+            group = file.create_group(f"layers/{i}")
+            for n in range(900):
+                group.attrs[f"{n}"] = b"x" * (60_000 if n < 10 else 10)
+    return path
+
+
 # zarr: chunks of T5X, shards of Orbax, its database.
 
 
@@ -896,6 +926,14 @@ def _gin_doubles(folder: Path) -> Path:
     lines = ["a0 = 1"] + [f"a{i} = [%a{i - 1}, %a{i - 1}]" for i in range(1, 61)]
     text_of = "\n".join([*lines, "adafactor.Adafactor.decay_rate = %a60"])
     (folder / "config.gin").write_text(text_of)
+    return safetensors(folder / "a.safetensors", b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', 1)
+
+
+@bomb("gin: 30 000 values of a macro of 64 kB", options=("--hparams", "{}/config.gin"), quick=True)
+def _gin_values(folder: Path) -> Path:
+    lines = ["a0 = @f"] + [f"a{i} = [%a{i - 1}, %a{i - 1}]" for i in range(1, 15)]
+    lines += [f"adafactor.Adafactor.p{i} = %a14" for i in range(30_000)]
+    (folder / "config.gin").write_text("\n".join(lines))
     return safetensors(folder / "a.safetensors", b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', 1)
 
 

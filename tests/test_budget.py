@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +89,47 @@ def test_what_a_budget_keeps_from_being_read_is_not_called_damage(tmp_path: Path
     window = zarr_of(tmp_path, (2**15, 2**13), (2**15, 2**13), zstd_zeros(2**30, 30), dtype="float32")
     with pytest.raises(BudgetError):
         statekit.check(window)
+
+
+READERS = [
+    path
+    for room in ("statekit/files", "statekit/tensors", "converters/formats", "converters/containers")
+    for path in (Path(__file__).parents[1] / room).rglob("*.py")
+]
+OF_VALUES = {
+    "MAX_DEPTH", "MAX_ELEMENTS", "MAX_INT_KEY", "MAX_KEY_DEPTH", "MAX_KEY_NODES", "MAX_LINE", "MAX_LONG_BYTES",
+    "MAX_RECORD", "MAX_TEXT_NUMBER", "_MAX_MACROS",
+    "MAX_ATTRIBUTES", "MAX_NOTES",
+}  # fmt: skip
+"""What one value of a checkpoint may be, and how much is told of what is left out: neither says how much is read."""
+
+
+def own_limits(text: str) -> list[str]:
+    """Returns limits of memory or work that a reader's module sets itself, without the format that sets it."""
+    body = ast.parse(text).body
+    limits = []
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        named = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id
+        said = (
+            isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and str(after.value.value)
+        )
+        if (
+            named
+            and re.match("_?MAX_|.*_LIMIT$", named)
+            and named not in OF_VALUES
+            and "Source:" not in (said or "")
+        ):
+            limits.append(named)
+    for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
+        limit = call.args[3:4] if getattr(call.func, "id", "") in ("record", "check_size") else []
+        limits += [
+            ast.unparse(one) for one in limit if not re.fullmatch("limit|None|.*MAX_.*", ast.unparse(one))
+        ]
+    return limits
+
+
+def test_no_reader_has_a_limit_of_its_own() -> None:
+    assert len(READERS) > 80
+    assert {path.name: limits for path in READERS if (limits := own_limits(path.read_text()))} == {}
+    seeds = ("MAX_HEAP = 64\n", 'MAX_HEAP = 64\n"""The largest."""', "record(s, 0, n, 2**16, 'A header')")
+    assert all(map(own_limits, seeds)) and not own_limits('MAX_RANK = 64\n"""Axes. Source: NumPy."""')

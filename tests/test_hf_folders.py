@@ -16,6 +16,7 @@ from torch_files import save, torch_zip
 from goldens import GOLDEN, bundles
 from replaying import BACKENDS, marks
 from statekit.arrays.backend import backend
+from statekit.budget import Limits
 from statekit.conversion import registry
 from statekit.conversion.contracts import Encoded, Hints
 from statekit.conversion.convert import convert, plan
@@ -417,7 +418,7 @@ def test_what_isnt_a_small_regular_file_isnt_carried(
     (folder / "link.txt").symlink_to(tmp_path / "secret")
     (folder / "sub").mkdir()
     (folder / "large.txt").write_bytes(b"12345")
-    monkeypatch.setattr(hf_folder, "MAX_CARRIED", 4)
+    monkeypatch.setattr(Limits, "carried", 4)
     shutil.copy(folder / "optimizer.pt", folder / "optimizer.bin")
     shutil.copy(folder / "model.safetensors", folder / "pytorch_model.bin")
     with registry.container("hf-trainer").open(folder) as opened:

@@ -18,6 +18,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from goldens import bundles
+from statekit.budget import Account
 from statekit.conversion import registry
 from statekit.conversion.contracts import Encoded, Exactness, Hints
 from statekit.conversion.convert import convert, plan
@@ -480,7 +481,7 @@ def test_members_stand_in_the_order_of_writing_though_later_ones_fill_gaps(tmp_p
     size = len(data)
 
     def names(data: bytes, size: int) -> list[str]:
-        return list(Names(lambda start, length: data[start : start + length], size).of(at))
+        return list(Names(lambda start, length: data[start : start + length], size, Account(), "a.h5").of(at))
 
     assert names(data, size)[-60:] == written
     assert names(data, 100) == [] and names(data[: at + 20], size) == []

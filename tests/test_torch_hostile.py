@@ -208,15 +208,14 @@ def test_legacy_views_and_trailing_bytes(tmp_path: Path) -> None:
         assert "4 bytes stand behind" in checkpoint.findings[0].what
 
 
-def test_a_legacy_pickle_beyond_all_windows_is_refused(
+def test_a_legacy_pickle_beyond_what_may_be_held_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.pt"
     path.write_bytes(legacy_bytes(["0"], [4]))
-    monkeypatch.setattr(torch_reader, "WINDOWS", (10, 100))
-    with pytest.raises(RefusedError, match="too large"):
-        CONTAINER.open(path)
-    monkeypatch.setattr(torch_reader, "WINDOWS", (10, 100, 10_000))
+    monkeypatch.setattr(torch_reader, "WINDOW", 10)
+    with pytest.raises(BudgetError, match="more than this job may hold"):
+        CONTAINER.open(path, budget=Budget(Limits(100)))
     assert read_all(path) == {"": bytes(16)}
 
 

@@ -175,7 +175,7 @@ def test_a_header_of_absurd_size_is_refused(tmp_path: Path) -> None:
     folder = write_array(tmp_path / "a", array(2), (2,))
     (folder / ".zarray").write_bytes(b" " * 2**17)
     with pytest.raises(RefusedError, match="header"):
-        FolderStore(tmp_path, Files()).headers(["a/.zarray"])
+        FolderStore(tmp_path, Files(Budget(Limits(2**16)))).headers(["a/.zarray"])
 
 
 @pytest.mark.parametrize("shape", [[2**40, 2**40], [2**61]])

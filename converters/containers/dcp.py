@@ -64,7 +64,7 @@ class Folder:
             others: Names of the container's files that aren't the folder's own.
         """
         notes = tuple(Finding(note, f"{self.path / METADATA}") for note in self.contents.notes)
-        beside = files_beside(self.path, self._names | {*others})
+        beside = files_beside(self.path, self._names | {*others}, self.files)
         meta = {**self._meta, STEPS: steps, FILES_BESIDE: beside}
         return Checkpoint(
             container, self.path, named(tree), meta, step, notes, self.files.close, is_numbered=False

@@ -77,7 +77,7 @@ class DcpSafetensors:
             model = {key: one for key, one in whole.tensors.items() if not key.startswith(PREFIX)}
             slots = {key.removeprefix(PREFIX): one for key, one in whole.tensors.items() if key not in model}
             tree = named({"model": model, "optimizer": {**_options(path, files), **slots}})
-            beside = files_beside(path, {OPTIONS, *whole.files})
+            beside = files_beside(path, {OPTIONS, *whole.files}, files)
         meta = {SORTED: whole.is_sorted, FILES_BESIDE: beside}
         return Checkpoint(self.name, path, tree, meta, on_close=files.close)
 

@@ -69,7 +69,7 @@ class FsdpRanks:
             ranks = [open_torch(file, files).tree for file in entries]
             _check(path, [_number(file) for file in entries], ranks)
             tree = named(_joined(path, ranks))
-        beside = files_beside(path, {file.name for file in entries})
+            beside = files_beside(path, {file.name for file in entries}, files)
         meta = {"ranks": len(ranks), FILES_BESIDE: beside}
         return Checkpoint(self.name, path, tree, meta, on_close=files.close)
 

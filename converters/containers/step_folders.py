@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from statekit.converters.formats.hparams import SCHEDULE_IN_GIN, read_gin, read_gin_call, read_text
-from statekit.errors import Faults, FormatError, NotFoundError, StatekitError, UsageError
+from statekit.errors import BudgetError, Faults, FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.checkpoint import FILES_BESIDE, STEPS, Checkpoint, Finding
 from statekit.files.manifest import files_below, is_manifest
 from statekit.files.source import Files, first_bytes
@@ -212,9 +212,6 @@ def _first_key(head: bytes) -> bytes:
     return head[start : start + 1 + size] if 0 < size < 32 else b""
 
 
-_MAX_NAMED = 10_000
-
-
 def step_checkpoint(
     container: str,
     step_folder: StepFolder,
@@ -236,26 +233,28 @@ def step_checkpoint(
         files: Its open files, closed with it.
     """
     gin, gin_findings = gin_settings(step_folder.path, files)
-    beside = files_beside(step_folder.path, known) if step_folder.path.is_dir() else []
+    beside = files_beside(step_folder.path, known, files) if step_folder.path.is_dir() else []
     around = {STEPS: list(step_folder.steps), FILES_BESIDE: beside, "gin": gin}
     findings = (*step_folder.findings, *findings, *gin_findings)
     meta = {**meta, **around}
     return Checkpoint(container, step_folder.path, tree, meta, step_folder.step, findings, files.close)
 
 
-def files_beside(folder: Path, known: set[str]) -> list[str]:
+def files_beside(folder: Path, known: set[str], files: Files) -> list[str]:
     """Returns the relative names of files in a step's folder that don't belong to its arrays.
 
     Args:
         folder: The step's folder.
         known: Names of its entries that do belong to them.
+        files: The checkpoint's files, whose budget holds the names.
     """
     names: list[str] = []
     for entry in sorted(folder.iterdir()):
         if entry.name in known or is_manifest(entry.name):
             continue
         below = [f"{entry.name}/{name}" for name in files_below(entry)] if entry.is_dir() else [entry.name]
-        names += below[: _MAX_NAMED - len(names)]
+        files.account.nodes(len(below), "The list of the files of a step", f"{entry}")
+        names += below
     return names
 
 
@@ -272,8 +271,10 @@ def gin_settings(step: Path, files: Files) -> tuple[dict[str, Any], tuple[Findin
         return {}, ()
     try:
         text = read_text(path, files)
-        settings = read_gin(text, path)
-        schedule = read_gin_call(text, path, *SCHEDULE_IN_GIN)
+        settings = read_gin(text, path, account=files.account)
+        schedule = read_gin_call(text, path, *SCHEDULE_IN_GIN, files.account)
+    except BudgetError:
+        raise
     except StatekitError as error:
         return {}, (Finding(f"the gin file can't be read: {' '.join(str(error).split())}", str(path)),)
     return {
@@ -286,6 +287,7 @@ def gin_settings(step: Path, files: Files) -> tuple[dict[str, Any], tuple[Findin
 
 
 _MAX_FILE_NAME = 255
+"""Bytes of a file's name at most. Source: Linux, include/uapi/linux/limits.h, `NAME_MAX`."""
 
 
 FOLDER = "checkpoint_{step}"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NotRequired, TypeAlias, TypedDict
 
+from statekit.budget import Account
 from statekit.converters.formats.msgpack.reader import Inline
 from statekit.converters.formats.zarr.array import (
     Header,
@@ -34,7 +35,7 @@ from statekit.tensors.tensor import DTYPES, Shape, Stored, dtype_named
 from statekit.tensors.tree import MAX_DEPTH, Tree
 from statekit.tensors.typed import Name, Natural, typed
 
-Parse: TypeAlias = Callable[[bytes, str], Header]
+Parse: TypeAlias = Callable[[bytes, str, Account], Header]
 
 FORMATS: dict[int, tuple[str, Parse]] = {
     2: (ZARRAY, parse_zarray),
@@ -145,7 +146,8 @@ class Arrays:
         for place, data in zip(places, headers, strict=True):
             where = f"{store.place}/{place.prefix}"
             if data is not None and data not in parsed:
-                parsed[data] = self._reread(parse(data, f"{where}/{file}"))
+                with store.account.passing() as passing:
+                    parsed[data] = self._reread(parse(data, f"{where}/{file}", passing))
             header = place.header if data is None else parsed[data]
             if header is None:
                 faults.add(f"{file} is missing, and nothing else says shape and dtype", place.prefix)

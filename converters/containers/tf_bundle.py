@@ -52,7 +52,6 @@ from statekit.tensors.tensor import BLOCK_BYTES, Array, Shape, index_shape
 
 _NUMBERED = re.compile(r"(.+)-(\d+)", re.DOTALL)
 _NEWEST = re.compile(rb'^model_checkpoint_path:\s*"((?:[^"\\]|\\.)*)"', re.MULTILINE)
-_STATE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -215,7 +214,7 @@ def _newest(folder: Path, files: Files | None) -> str | None:
     if files is not None:
         files.links.check(path)
     try:
-        match = _NEWEST.search(read_small(path, files, _STATE_BYTES))
+        match = _NEWEST.search(read_small(path, files))
     except StatekitError:
         return None
     return match[1].decode("utf-8", "replace").rpartition("/")[2] if match else None

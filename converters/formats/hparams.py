@@ -14,15 +14,14 @@ import re
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from statekit.budget import Account
 from statekit.errors import FormatError, UsageError
 from statekit.files.source import Files, read_small
 from statekit.tensors.tree import loose_json
-
-MAX_BYTES = 2**20
-"""The largest file or value that is read, in bytes."""
 
 _CONSTANTS = {"null": None, "true": True, "false": False}
 _WORD = re.compile(r"[A-Za-z_][\w./:-]*")
@@ -32,7 +31,10 @@ _CALL = re.compile(r"@(?:(.*)/)?(?:[\w.]*\.)?(\w+)\(\)")
 _INCLUDE = "include"
 _SKIPPED = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING)
 _MAX_MACROS = 100
-_MAX_EXPANDED = 2**16
+"""Macros that name one another. More have no end, as `X = %X`; the value stays as it is, and isn't refused."""
+_STEPS = 2
+"""Steps of work that a character of gin takes."""
+_WHAT = "A gin file"
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,6 @@ def parse_value(text: str) -> Any:
         UsageError: It isn't a literal.
     """
     try:
-        if len(text) > MAX_BYTES:
-            raise ValueError(f"{len(text)} characters")
         return _plain(_literal(text.strip()))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
         if _WORD.fullmatch(text.strip()):
@@ -178,9 +178,10 @@ def read_text(path: Path, files: Files | None = None) -> str:
 
     Raises:
         NotFoundError: No such file.
-        FormatError: It is no regular file, larger than 1 MiB, or not UTF-8.
+        FormatError: It is no regular file, or not UTF-8.
+        BudgetError: It is more than the job may hold.
     """
-    return decoded(read_small(path, files, MAX_BYTES), path)
+    return decoded(read_small(path, files), path)
 
 
 def decoded(data: bytes, place: object) -> str:
@@ -195,16 +196,27 @@ def decoded(data: bytes, place: object) -> str:
         raise FormatError("A text file isn't UTF-8.", place=place, found=str(error)) from error
 
 
-def read_gin(text: str, place: object, configurable: str = "Adafactor") -> Settings:
+def read_gin(
+    text: str, place: object, configurable: str = "Adafactor", account: Account | None = None
+) -> Settings:
     """Reads the bindings of one configurable from a gin file.
+
+    Args:
+        text: The file's.
+        place: Where it is.
+        configurable: The name of what is bound.
+        account: What it draws on; one of its own if None.
 
     Raises:
         FormatError: The text isn't gin.
+        BudgetError: It takes more work than its bytes explain, or says more than the job may hold.
     """
-    return _settings(list(_bindings(text, place)), place, configurable)
+    return _settings(_lines(text, place, account), configurable)
 
 
-def read_gin_call(text: str, place: object, parameter: str, function: str) -> Call | None:
+def read_gin_call(
+    text: str, place: object, parameter: str, function: str, account: Account | None = None
+) -> Call | None:
     """Reads the call that a parameter is bound to, `parameter = @scope/module.function()`.
 
     Args:
@@ -212,25 +224,27 @@ def read_gin_call(text: str, place: object, parameter: str, function: str) -> Ca
         place: Where it is.
         parameter: The parameter's name.
         function: What is called where the parameter isn't bound, but arguments of this are.
+        account: As in `read_gin`.
 
     Returns:
         None if there is neither.
 
     Raises:
         FormatError: The text isn't gin.
+        BudgetError: As `read_gin`.
     """
-    lines = list(_bindings(text, place))
-    values = (tokens for selector, tokens in lines if selector.rpartition(".")[2] == parameter)
-    bound = {_expanded(tokens, _macros(lines)).replace(" ", "") for tokens in values}
+    lines = _lines(text, place, account)
+    values = (tokens for selector, tokens in lines.bindings if selector.rpartition(".")[2] == parameter)
+    bound = {lines.expanded(tokens).replace(" ", "") for tokens in values}
     names = {match[2]: match[1] or "" for one in bound if (match := _CALL.fullmatch(one))}
     if len(bound) > 1 or (bound and not names):
         return Call(" or ".join(sorted(bound)), whole=False)
     named, scope = next(iter(names.items()), (function, ""))
-    settings = _settings(lines, place, named, scope)
+    settings = _settings(lines, named, scope)
     arguments = {**settings.values, **settings.references}
     if not bound and not arguments:
         return None
-    included = any(selector == _INCLUDE for selector, _ in lines)
+    included = any(selector == _INCLUDE for selector, _ in lines.bindings)
     return Call(named, arguments, bool(bound) and not included)
 
 
@@ -254,17 +268,56 @@ SCHEDULE_IN_GIN = ("learning_rate_fn", "create_learning_rate_scheduler")
 """The parameter of T5X's trainer that a schedule is bound to, and its usual function. Source: T5X t5x/trainer.py."""
 
 
-def _macros(lines: Sequence[tuple[str, list[str]]]) -> dict[str, list[str]]:
-    return {name: tokens for name, tokens in lines if "." not in name}
+@dataclass(frozen=True)
+class _Lines:
+    """What a gin file binds.
+
+    Attributes:
+        bindings: Selector and value tokens of each.
+        length: The text's, in characters.
+        place: Where it is.
+        account: What its values draw on.
+    """
+
+    bindings: Sequence[tuple[str, list[str]]]
+    length: int
+    place: object
+    account: Account
+
+    @cached_property
+    def macros(self) -> Mapping[str, Sequence[str]]:
+        return {name: tokens for name, tokens in self.bindings if "." not in name}
+
+    def expanded(self, tokens: Sequence[str], depth: int = 0) -> str:
+        """Returns a value's text with macros put in.
+
+        An unknown or endless one stays as it is, and so do those that make a value longer than the whole file; neither
+        is a literal then.
+        """
+        parts: list[str] = []
+        size = 0
+        for before, word in zip(("", *tokens), tokens, strict=False):
+            if before == "%" and word in self.macros and depth < _MAX_MACROS and size < self.length:
+                parts[-1] = self.expanded(self.macros[word], depth + 1)
+            else:
+                parts.append(word)
+            size += len(parts[-1])
+        self.account.step(size, _WHAT, f"{self.place}")
+        return " ".join(parts)
 
 
-def _settings(
-    lines: Sequence[tuple[str, list[str]]], place: object, configurable: str, scope: str | None = None
-) -> Settings:
+def _lines(text: str, place: object, account: Account | None) -> _Lines:
+    account = account or Account()
+    account.step(_STEPS * len(text), _WHAT, f"{place}")
+    account.nodes(len(text) // 4, _WHAT, f"{place}")
+    return _Lines(list(_bindings(text, place)), len(text), place, account)
+
+
+def _settings(lines: _Lines, configurable: str, scope: str | None = None) -> Settings:
     """Returns the bindings of one configurable: in a scope, or, if that is None, in whatever scope all agree."""
-    macros = _macros(lines)
+    place, account = lines.place, lines.account
     bindings: dict[str, dict[str, list[str]]] = {}
-    for selector, tokens in lines:
+    for selector, tokens in lines.bindings:
         named, _, path = selector.rpartition("/")
         parts = path.split(".")
         applies = not named or scope is None or f"{scope}/".startswith(f"{named}/")
@@ -276,13 +329,14 @@ def _settings(
     for name, scopes in bindings.items():
         inner = max(scopes, key=len) if scope is not None else ""
         chosen = [scopes[inner]] if inner in scopes else list(scopes.values())
-        texts = {_expanded(tokens, macros) for tokens in chosen}
+        texts = {lines.expanded(tokens) for tokens in chosen}
         if len(texts) > 1:
             left_out.append(
                 f"{name} differs between the scopes {', '.join(scopes)} of {place}, so none is taken."
             )
             continue
         value = texts.pop()
+        account.nodes(len(value) // 2, _WHAT, f"{place}")
         try:
             values[name] = _plain(ast.literal_eval(value))
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -291,19 +345,6 @@ def _settings(
                 f"{configurable}.{name} is {references[name][:200]} in {place}, which isn't a literal."
             )
     return Settings(values, references, tuple(left_out))
-
-
-def _expanded(tokens: Sequence[str], macros: Mapping[str, Sequence[str]], depth: int = 0) -> str:
-    """Returns a value's text with macros put in; an unknown or endless one stays as it is, and so is no literal."""
-    parts: list[str] = []
-    size = 0
-    for before, word in zip(("", *tokens), tokens, strict=False):
-        if before == "%" and word in macros and depth < _MAX_MACROS and size < _MAX_EXPANDED:
-            parts[-1] = _expanded(macros[word], macros, depth + 1)
-        else:
-            parts.append(word)
-        size += len(parts[-1])
-    return " ".join(parts)
 
 
 def _bindings(text: str, place: object) -> Iterator[tuple[str, list[str]]]:

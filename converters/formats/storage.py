@@ -15,7 +15,9 @@ from statekit.errors import CorruptError, FormatError, RefusedError
 from statekit.tensors.tensor import BLOCK_BYTES, Array, DType, Index, Shape, Stored, fill, index_shape
 
 MAX_RANK = 64
+"""Axes of an array at most. Source: NumPy 2, `NPY_MAXDIMS`; PyTorch's and TensorFlow's arrays go through it."""
 MAX_ELEMENTS = 2**60
+"""Elements of an array at most, so that their bytes are a number of 64 bits."""
 _HUGE = 2**62
 SMALL_READ = 64 * 2**10
 """Bytes that cost about as much to read as none."""

@@ -42,6 +42,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 MAX_HEADER_BYTES = 100_000_000
 """The largest header, in bytes. Source: safetensors, `MAX_HEADER_SIZE`."""
 MAX_RANK = 64
+"""Axes of an array at most. Source: NumPy 2, `NPY_MAXDIMS`."""
 _NODES = 8
 """Values of a tree that a tensor counts for, with what describes it."""
 

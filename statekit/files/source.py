@@ -188,22 +188,21 @@ def last_bytes(path: Path, count: int) -> bytes:
         return bytes_at(source, max(0, source.size - count), min(count, source.size))
 
 
-def read_small(path: Path, files: Files | None = None, limit: int | None = None) -> bytes:
+def read_small(path: Path, files: Files | None = None) -> bytes:
     """Reads a small file as a whole.
 
     Args:
         path: The file.
         files: The job's files, whose budget holds the bytes.
-        limit: The most it may have, in bytes, if not only the budget limits it.
 
     Raises:
         NotFoundError: No such file.
         FormatError: It can't be read.
-        RefusedError: Not a regular file, or a larger one.
+        RefusedError: Not a regular file, or (BudgetError) more than the job may hold.
     """
     with Files() as opened:
         source = (files or opened).source(path)
-        return record(source, 0, source.size, limit, "A file")
+        return record(source, 0, source.size, None, "A file")
 
 
 @contextmanager

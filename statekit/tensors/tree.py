@@ -24,8 +24,9 @@ Tree: TypeAlias = Any
 Path: TypeAlias = tuple[Any, ...]
 
 MAX_DEPTH = 512
-MAX_NODES = 2_000_000
+"""Levels of a tree at most: what goes over trees calls itself for each. None of a checkpoint has a tenth of them."""
 MAX_NAME_BYTES = 4096
+"""Bytes of a tensor's name at most, joined: a path's on a disk. Source: Linux, limits.h, `PATH_MAX`."""
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 """A string of JSON, or one that doesn't end, so that no quote is looked at twice."""
 

@@ -37,6 +37,7 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 _OTHER = re.compile(r"(layer_\d+-model.*|.*expert_\d+.*|expp_rank_.*)\.pt")
 _MAX_TAG = 4096
+"""Bytes that are read of the name of a folder. Source: Linux, limits.h, `PATH_MAX`."""
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,6 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 
 Source: huggingface/transformers, trainer.py; huggingface/accelerate, utils/constants.py.
 """
-MAX_CARRIED = 64 * 2**20
-"""The largest file that is carried without being understood, in bytes."""
 _PICKLES = (".bin", ".pkl", ".pt", ".pth", ".ckpt")
 _BESIDE = "extra/torch"
 """Canonical name of what lay beside a model in a file of PyTorch."""
@@ -266,8 +264,8 @@ def _uncarried(path: Path, files: Files) -> str:
     """
     is_torch = False
     try:
-        if files.source(path).size > MAX_CARRIED:
-            return f"it has more than {MAX_CARRIED} bytes"
+        if files.source(path).size > (most := files.account.budget.limits.carried):
+            return f"it has more than {most} bytes (an eighth of --budget)"
         if not path.name.endswith(_PICKLES):
             return ""
         with Files(files.account.budget) as opened:
@@ -275,7 +273,7 @@ def _uncarried(path: Path, files: Files) -> str:
             if is_torch:
                 open_torch(path, opened)
             else:
-                data = read_small(path, opened, MAX_CARRIED)
+                data = read_small(path, opened)
                 read_pickle(data, str(path), account=opened.account)
     except BudgetError:
         raise

@@ -88,10 +88,10 @@ def open_item(folder: Path, opened: Files) -> Item:
     index, stated, document = files.value(INDEX), files.value(TREE_METADATA), files.value(JSON_ITEM)
     if index is stated is None and document is not None:
         return Item(
-            strict_json(read_whole(document, None), document.place, opened.account),
+            strict_json(read_whole(document), document.place, opened.account),
             names=frozenset({JSON_ITEM}),
         )
-    metadata = None if stated is None else parse(read_whole(stated, None), stated.place, opened.account)
+    metadata = None if stated is None else parse(read_whole(stated), stated.place, opened.account)
     arrays = _arrays(folder, metadata, opened)
     if index is not None:  # it holds the tree in full; _METADATA repeats it
         parsed = parse_msgpack(index)
@@ -133,7 +133,7 @@ def _strings(files: FolderStore, entries: tuple[LeafMetadata, ...]) -> dict[int,
     if not wanted:
         return {}
     value = files.value(STRINGS)
-    stored = {} if value is None else strict_json(read_whole(value, None), value.place, files.files.account)
+    stored = {} if value is None else strict_json(read_whole(value), value.place, files.files.account)
     strings: Mapping[str, Any] = stored if isinstance(stored, dict) else {}
     lost = Faults(
         (f"isn't in {STRINGS}", name) for name in wanted.values() if not isinstance(strings.get(name), str)
@@ -253,7 +253,7 @@ class OrbaxFolder:
 def _require_all(step: Path, item_names: set[str], files: Files) -> None:
     """Raises FormatError if a step says that it has an item which isn't there."""
     stated = FolderStore(step, files).value(STEP_METADATA)
-    document = None if stated is None else strict_json(read_whole(stated, None), stated.place, files.account)
+    document = None if stated is None else strict_json(read_whole(stated), stated.place, files.account)
     handlers = document.get("item_handlers") if isinstance(document, dict) else None
     if isinstance(handlers, dict):
         stated_items = {name for name, kind in handlers.items() if str(kind).endswith(_HANDLERS)}

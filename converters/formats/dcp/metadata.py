@@ -17,6 +17,7 @@ from statekit.budget import Account
 from statekit.converters.formats.pickle.names import shown
 from statekit.converters.formats.pickle.reader import read_pickle
 from statekit.converters.formats.pytorch.reader import torch_calls, torch_dtype
+from statekit.converters.formats.storage import MAX_RANK
 from statekit.errors import CorruptError, Faults, FormatError, RefusedError
 from statekit.tensors.boxes import Box, tiling_fault
 from statekit.tensors.tensor import DType, Shape
@@ -25,7 +26,6 @@ from statekit.tensors.typed import Name, Natural, typed
 
 METADATA = ".metadata"
 """The file that tells what lies where."""
-MAX_RANK = 64
 _HOME = "torch.distributed."
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from statekit.budget import Account
 from statekit.converters.formats.decompression import MOST_OF_ONE, ZLIB
 from statekit.converters.formats.hdf5.chunks import DEFLATE, FLETCHER32, SHUFFLE, Chunks
 from statekit.converters.formats.hdf5.heaps import Watched
@@ -37,8 +38,6 @@ from statekit.tensors.tree import MAX_DEPTH
 Read: TypeAlias = Callable[[int, int], bytes]
 """Gives so many bytes from an address on; fewer at the end of the file."""
 
-MAX_BLOCK = 64 * 2**20
-"""The longest header or list of names that is looked at, in bytes."""
 _SYMBOL_TABLE, _CONTINUATION = 0x11, 0x10
 _PREFIX, _MESSAGE, _HEAP = struct.Struct("<BxHIIxxxx"), struct.Struct("<HHxxxx"), struct.Struct("<4sB3xQQQ")
 _TWO = struct.Struct("<QQ")
@@ -48,8 +47,8 @@ _ALIGNED = 8
 class Names:
     """Reads groups' names, of a file whose addresses have 8 bytes; no more bytes of it than there are."""
 
-    def __init__(self, read: Read, size: int) -> None:
-        self._read, self._left = read, size
+    def __init__(self, read: Read, size: int, account: Account, place: str) -> None:
+        self._read, self._left, self._account, self._place = read, size, account, place
 
     def of(self, address: int) -> dict[str, int]:
         """Returns where each name of a group stands among them; none if the group has no local heap.
@@ -62,15 +61,21 @@ class Names:
             if heap is None:
                 return {}
             mark, version, size, free, start = _HEAP.unpack(self._bytes(heap, _HEAP.size))
-            return _heap_names(self._bytes(start, size), free) if (mark, version) == (b"HEAP", 0) else {}
+            if (mark, version) != (b"HEAP", 0):
+                return {}
+            with self._account.passing() as passing:
+                passing.hold(2 * size, "The names of a group", f"byte {start} of {self._place}")
+                return _heap_names(self._bytes(start, size), free)
         except (struct.error, OSError, OverflowError, ValueError):
             return {}
 
     def _bytes(self, address: int, length: int) -> bytes:
         self._left -= length
-        if self._left < 0 or length > MAX_BLOCK:
-            raise ValueError("headers lie over each other, or are too long")
-        return self._read(address, length)
+        if self._left < 0:
+            raise ValueError("headers lie over each other")
+        with self._account.passing() as passing:
+            passing.hold(length, "A header", f"byte {address} of {self._place}")
+            return self._read(address, length)
 
     def _heap(self, address: int) -> int | None:
         """Returns the address of a group's heap."""
@@ -105,13 +110,12 @@ def _heap_names(heap: bytes, free: int) -> dict[str, int]:
 if TYPE_CHECKING:
     import h5py
 
-MAX_ATTRIBUTE = 64 * 2**20
-"""The largest attribute, in bytes."""
-MAX_ATTRIBUTES = 1000
 _MEMBER_NODES = 8
 """Values of a tree that a group or data set counts for, with what the library keeps of it."""
 _MEMBER_STEPS = 64
 """Steps of work that one takes."""
+_ATTRIBUTE_STEPS = 16
+"""Steps of work that an attribute takes."""
 _FILTERS = {DEFLATE: "deflate", SHUFFLE: "shuffle", FLETCHER32: "fletcher32"}
 _VIRTUAL = 3
 _FAULTS = (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError, IndexError, MemoryError)
@@ -150,12 +154,13 @@ def open_hdf5(source: Source, place: str) -> Opened:
     import h5py
 
     raw = as_file(source)
-    watched = Watched(raw)
+    watched = Watched(raw, source.account, place)
     with parsing(place):
         file = h5py.File(watched, "r")
     try:
-        with parsing(place), _names(file, raw) as names:
-            tree = _Reader(file, source, place, names).group(file["/"], "", 0)[1]
+        with parsing(place):
+            names = _names(file, raw, source.account, place)
+            tree = _Reader(file, source, place, watched, names).group(file["/"], "", 0)[1]
     except BaseException:
         file.close()
         raise
@@ -180,25 +185,24 @@ def parsing(place: str) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def _names(file: Any, source: Any) -> Iterator[Names | None]:
-    """Gives what reads the names of a file's groups; None where addresses aren't as usual."""
+def _names(file: Any, source: Any, account: Account, place: str) -> Names | None:
+    """Returns what reads the names of a file's groups; None where addresses aren't as usual."""
     if file.id.get_create_plist().get_sizes() != (8, 8) or file.userblock_size:
-        yield None
-        return
+        return None
 
     def read(address: int, length: int) -> bytes:
         source.seek(address)
         return bytes(source.read(length) or b"")
 
-    yield Names(read, int(file.id.get_filesize()))
+    return Names(read, int(file.id.get_filesize()), account, place)
 
 
 class _Reader:
     """Walks a file once; counts what it meets."""
 
-    def __init__(self, file: Any, source: Source, place: str, names: Names | None) -> None:
+    def __init__(self, file: Any, source: Source, place: str, watched: Watched, names: Names | None) -> None:
         self._file, self._source, self._place, self._names = file, source, place, names
+        self._watched = watched
         self._seen: set[int] = set()
 
     def group(self, group: Any, name: str, depth: int) -> tuple[int, dict[str, Any]]:
@@ -255,9 +259,31 @@ class _Reader:
         return address
 
     def _attributes(self, item: Any, name: str) -> dict[str, Any]:
-        if len(item.attrs) > MAX_ATTRIBUTES:
-            raise RefusedError("A group has too many attributes.", place=f"{name} in {self._place}")
-        return {str(key): _plain(item.attrs, key, f"{name}@{key} in {self._place}") for key in item.attrs}
+        count, place = len(item.attrs), f"{name} in {self._place}"
+        self._source.account.step(count * _ATTRIBUTE_STEPS, "An HDF5 file", place)
+        self._source.account.nodes(count, "An HDF5 file", place)
+        return {
+            str(key): self._plain(item.attrs, key, f"{name}@{key} in {self._place}") for key in item.attrs
+        }
+
+    def _plain(self, attributes: Any, key: str, place: str) -> Any:
+        """Returns an attribute as plain data."""
+        stored, account = attributes.get_id(key), self._source.account
+        count, size = math.prod(stored.shape or (0,)), stored.get_storage_size()
+        account.nodes(count, "An attribute", place)
+        account.hold(size, "An attribute", place)
+        with self._watched.giving(count if stored.dtype.kind == "O" else 0):
+            value = attributes[key]
+        if isinstance(value, (str, bytes)):
+            account.hold(len(value), "An attribute", place)
+            return value
+        if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufSOU":
+            texts = value.ravel() if value.dtype.kind == "O" else ()
+            account.hold(
+                sum(len(one) for one in texts if isinstance(one, (str, bytes))), "An attribute", place
+            )
+            return value.tolist()
+        raise FormatError("An attribute isn't plain data.", place=place, found=type(value).__name__)
 
     def _tensor(self, dataset: Any, name: str) -> Stored:
         place = f"{name} in {self._place}"
@@ -353,16 +379,3 @@ def _stored_as(dataset: Any) -> bool:
 
 def _says_bfloat16(dataset: Any) -> bool:
     return "dtype" in dataset.attrs and dataset.attrs["dtype"] == "bfloat16"
-
-
-def _plain(attributes: Any, key: str, place: str) -> Any:
-    """Returns an attribute as plain data."""
-    stored = attributes.get_id(key)
-    if stored.get_storage_size() > MAX_ATTRIBUTE or math.prod(stored.shape or (0,)) > MAX_ATTRIBUTE // 16:
-        raise RefusedError("An attribute is too long.", place=place, expected=MAX_ATTRIBUTE)
-    value = attributes[key]
-    if isinstance(value, (str, bytes)):
-        return value
-    if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufSOU":
-        return value.tolist()
-    raise FormatError("An attribute isn't plain data.", place=place, found=type(value).__name__)

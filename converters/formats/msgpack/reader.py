@@ -29,6 +29,7 @@ _COUNTED = 1024
 _ARRAY_NODES = 8
 """Values of a tree that an array counts for, with the tensor that it becomes."""
 _MAX_ARRAY_HEADER = 4096
+"""Bytes in which shape and dtype of an array stand: 64 axes of 9 each, and a name. Source: NumPy 2, `NPY_MAXDIMS`."""
 
 _SCALARS = {
     0xCA: ">f", 0xCB: ">d", 0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q",

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from statekit.converters.formats.mxnet.records import CPU, DTYPE_NAMES, read_record, record_header
+from statekit.converters.formats.mxnet.records import CPU, DTYPE_NAMES, MAX_RANK, read_record, record_header
 from statekit.converters.formats.storage import dense
 from statekit.converters.formats.zip_archive import Archive, ZipForm, ZipWriter
 from statekit.errors import CorruptError, FormatError
@@ -34,6 +34,10 @@ NPZ, LIST, FOLDER = "npz", "list", "npy"
 _ARRAY_NODES = 16
 """Values of a tree that an array counts for, with what says where its bytes lie."""
 MAX_NPY_HEADER = 2**16
+"""Bytes of a header at most; only those of structured dtypes, which MXNet lacks, have more.
+
+Source: numpy/lib/format.py, "Format Version 2.0".
+"""
 _NPY_MAGIC = b"\x93NUMPY"
 _NPY_SHORT = 128
 """MXNet's reader takes a header's length for a signed byte. Source: src/serialization/cnpy.cc, `npz::load`."""
@@ -290,8 +294,9 @@ def _described(raw: bytes, place: str) -> tuple[DType, Shape, bool]:
         head = ast.literal_eval(raw.decode("latin1").strip())
         description, shape, fortran = head["descr"], head["shape"], head["fortran_order"]
         dtype = _DESCRIPTIONS[description]
-        if type(fortran) is not bool or not all(type(n) is int and 0 <= n < 2**40 for n in shape):
-            raise ValueError(f"shape {shape}")
+        plain = type(shape) is tuple and all(type(n) is int and 0 <= n < 2**40 for n in shape)
+        if type(fortran) is not bool or not plain or len(shape) > MAX_RANK:
+            raise ValueError(f"shape {shape!r:.80}")
     except (SyntaxError, ValueError, TypeError, KeyError, MemoryError, RecursionError) as error:
         raise FormatError(
             "The header of an array breaks the format.",

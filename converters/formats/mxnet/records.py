@@ -24,6 +24,7 @@ _MAGIC = {generation: magic for magic, generation in GENERATIONS.items()}
 CPU = (1, 0)
 """Device type and id of the first CPU. Source: include/mxnet/base.h, `Context`."""
 MAX_RANK = 32
+"""Axes of an array at most. Source: NumPy 1, `NPY_MAXDIMS`, to which MXNet's arrays go."""
 DTYPE_NAMES = (
     "float32", "float64", "float16", "uint8", "int32", "int8", "int64", "bool", "int16", "uint16", "uint32",
     "uint64", "bfloat16",

@@ -17,6 +17,7 @@ from statekit.files.source import Part, Source, byte_of, bytes_at, hold, record
 KEPT_BYTES = 256
 """Byte strings up to this stay where they are."""
 MAX_LINE = 2**16
+"""Bytes of a number or name of protocol 0 at most, far beyond any that the reader takes."""
 _WINDOW = 2**16
 _ASKED, _AT_ONCE = 1024, 2**20
 """Opcodes, and bytes, between two questions to the budget."""

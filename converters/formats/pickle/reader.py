@@ -37,12 +37,11 @@ Persistent: TypeAlias = Callable[[Any], Any]
 
 MAX_KEY_DEPTH = 16
 MAX_KEY_NODES = 1000
-MAX_EQUAL_HASHES = 16
-"""Different compound keys of one hash: CPython's hash of a tuple of numbers isn't keyed, so that many can be chosen
-to collide, and a dict of n such takes n squared comparisons."""
+"""Levels and parts of a key at most: shared lists in one another make one of any size of a few bytes."""
 MAX_INT_KEY = 2**61 - 1
 """Larger integers can be chosen to collide in a dict: CPython hashes them modulo this prime."""
 MAX_NOTES = 20
+"""How many things are told that have no place in a tree."""
 _SLOT, _ITEM, _ENTRY, _OBJECT = 8, 64, 104, 640
 """Bytes that are counted for a reference, for a small object, for an entry of a dict, and for the value of a call.
 
@@ -252,11 +251,12 @@ class Machine:
         if text not in self.keys:  # texts are hashed with a secret
             self.keys.add(text)
             hashed = hash(key)
+            # CPython's hash of a tuple of numbers isn't keyed, so that many can be chosen to collide, and a dict
+            # compares each with all before it.
             self.hashes[hashed] = equal = self.hashes.get(hashed, 0) + 1
-            if equal > MAX_EQUAL_HASHES:
-                raise self.refused(
-                    "Keys of dicts collide.", f"at most {MAX_EQUAL_HASHES} of one hash", "more"
-                )
+            self.work += (equal - 1) * (MAX_KEY_NODES - left[0])
+            if self.work > BATCH:
+                self.settle()
         return key
 
     def _frozen(self, value: Any, depth: int, left: list[int]) -> Any:
@@ -282,6 +282,7 @@ MAX_LONG_BYTES = 255
 MAX_TEXT_NUMBER = 1000
 """Digits of a number written as text: reading takes the square of their count."""
 MAX_ATTRIBUTES = 20
+"""How many attributes of an object are told that have no place in a tree."""
 
 Op: TypeAlias = Callable[[Machine], None]
 

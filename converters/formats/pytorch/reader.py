@@ -208,8 +208,8 @@ def named(tree: Tree, path: Keys = ()) -> Tree:
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_MAGIC_BYTES = LEGACY_MAGIC.to_bytes(10, "little")
 LEGACY_PROTOCOL = 1001
-WINDOWS = (2**20, 2**24, 2**28)
-"""How much of a file is tried, in bytes, to find the end of its pickles."""
+WINDOW = 2**20
+"""How much of a file is tried first, in bytes, to find the end of its pickles; then 16 times as much, and so on."""
 SWAPPED = sys.byteorder == "big"
 _LEGACY_PICKLES = "What stands before the storages of a legacy torch file"
 
@@ -282,20 +282,17 @@ def read_legacy(source: Source) -> LegacyFile:
         FormatError: The bytes don't follow the format.
         CorruptError: The file is cut off, or sizes disagree.
     """
-    for size in [*(size for size in WINDOWS if size < source.size), min(source.size, WINDOWS[-1])]:
-        storages = _Storages(source)
+    size = WINDOW
+    while True:
+        size, storages = min(size, source.size), _Storages(source)
         try:
-            saved, keys = _legacy_pickles(record(source, 0, size, WINDOWS[-1], _LEGACY_PICKLES), storages)
+            saved, keys = _legacy_pickles(record(source, 0, size, None, _LEGACY_PICKLES), storages)
             break
         except TruncatedPickle:
             if size == source.size:
                 raise
-    else:
-        raise RefusedError(
-            "The pickles of a legacy torch file are too large.",
-            place=source.place,
-            expected=f"at most {WINDOWS[-1]} bytes before the storages",
-        )
+            source.account.free(size)
+            size *= 16
     end = _locate_storages(storages, keys.value, keys.end)
     return LegacyFile(saved.value, saved.notes, len(storages.starts), source.size - end)
 
@@ -354,7 +351,7 @@ def _locate_storages(storages: _Storages, keys: Any, at: int) -> int:
 _NODES = 5
 """Values of a tree that a storage counts for, with the tensor over it."""
 MAX_RECORD = 64
-"""Bytes of the small members, such as `byteorder`."""
+"""Bytes that are read of the small members, such as `byteorder`; none that is known has more."""
 _ROOT_MEMBER = re.compile(
     rb"[^/]+/(data\.pkl|data/\d+|version|byteorder|\.format_version|\.storage_alignment)"
 )

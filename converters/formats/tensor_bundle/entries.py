@@ -16,6 +16,7 @@ from typing import Any
 
 from statekit.budget import Account
 from statekit.converters.formats.crc32c import crc32c
+from statekit.converters.formats.storage import MAX_RANK
 from statekit.converters.formats.tensor_bundle.table import masked, to_varint, varint
 from statekit.errors import CorruptError, FormatError
 from statekit.tensors.slices import FULL, Extent, bounds
@@ -28,7 +29,6 @@ _CODES = {
     24: "float8_e5m2", 25: "float8_e4m3fn",
 }  # fmt: skip
 _NUMBERS = {name: code for code, name in _CODES.items()}
-MAX_RANK = 64
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from statekit.budget import Account
 from statekit.converters.formats.storage import checked_shape
 from statekit.converters.formats.zarr.array import Header, Shards, checked_header
 from statekit.errors import FormatError
@@ -21,13 +22,18 @@ COMPRESSORS = ("gzip", "zlib", "zstd")
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def parse_zarray(data: bytes, place: str) -> Header:
+def parse_zarray(data: bytes, place: str, account: Account | None = None) -> Header:
     """Reads `.zarray`.
+
+    Args:
+        data: Its text.
+        place: Where it stands.
+        account: What parsing it draws on; one of its own if None.
 
     Raises:
         FormatError: It isn't an array of format 2, in C order, without filters, of a known dtype and compressor.
     """
-    parsed = loose_json(data, place)
+    parsed = loose_json(data, place, account)
     if not isinstance(parsed, dict):
         raise FormatError("An array's header isn't a JSON object.", place=place)
     expected = {"zarr_format": 2, "order": "C", "filters": None}
@@ -123,13 +129,18 @@ _COMPRESSORS = ("gzip", "zstd")
 _INDEX_CODECS = (["bytes"], ["bytes", "crc32c"])
 
 
-def parse_zarr_json(data: bytes, place: str) -> Header:
+def parse_zarr_json(data: bytes, place: str, account: Account | None = None) -> Header:
     """Reads `zarr.json`.
+
+    Args:
+        data: Its text.
+        place: Where it stands.
+        account: As in `parse_zarray`.
 
     Raises:
         FormatError: It isn't an array of format 3 on a regular grid, of a known dtype and known codecs.
     """
-    parsed = strict_json(data, place)
+    parsed = strict_json(data, place, account)
     if not isinstance(parsed, dict):
         raise FormatError("An array's header isn't a JSON object.", place=place)
     unknown = [

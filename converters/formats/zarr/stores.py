@@ -14,14 +14,11 @@ from typing import Any, Protocol
 
 from statekit.budget import Account
 from statekit.errors import CorruptError, NotFoundError, RefusedError, UsageError
-from statekit.files.source import Files, Held, Source, check_size, filled, record, require, walked
+from statekit.files.source import Files, Held, Source, filled, record, require, walked
 from statekit.tensors.tensor import Array
 
 _PROBE = 8 * 2**20
 """An OCDBT value up to this size is read at once; a larger one in spans. In bytes."""
-
-HEADER_BYTES = 2**16
-"""The largest array header that is read, in bytes."""
 
 _CACHE = 64 * 2**20
 """How many bytes of an OCDBT database's inner nodes are kept."""
@@ -47,7 +44,7 @@ class Store(Protocol):
         """Reads many small values at once; None where there is none.
 
         Raises:
-            RefusedError: One is larger than `HEADER_BYTES`.
+            BudgetError: They are more than the job may hold.
         """
 
 
@@ -70,13 +67,13 @@ def local_path(source: str) -> Path:
     )
 
 
-def read_whole(value: Source, limit: int | None = HEADER_BYTES) -> bytes:
+def read_whole(value: Source) -> bytes:
     """Reads a header or a document as a whole.
 
     Raises:
-        RefusedError: It is larger than `limit` bytes, if there is one, or more than the job may hold.
+        BudgetError: It is more than the job may hold.
     """
-    return record(value, 0, value.size, limit, "A header")
+    return record(value, 0, value.size, None, "A header")
 
 
 def checked_key(key: str, place: str) -> list[str]:
@@ -181,7 +178,6 @@ class OcdbtStore:
         for key, header in zip(keys, data, strict=True):
             if header is not None:
                 place = f"{key} in {self.place}"
-                check_size(Held(header, place, self.files.account), 0, len(header), HEADER_BYTES, "A header")
                 self.files.account.read(len(header))
                 self.files.account.hold(len(header), "A header", place)
         return data

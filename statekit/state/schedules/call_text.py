@@ -7,9 +7,6 @@ from typing import Any
 
 from statekit.errors import UsageError
 
-MAX_LENGTH = 2**20
-"""The longest text that is read, in characters."""
-
 
 def parse_call(text: str) -> dict[str, Any]:
     """Returns the record of a call: `function`, its name without modules, `arguments` and `whole`.
@@ -25,8 +22,6 @@ def parse_call(text: str) -> dict[str, Any]:
         {'0': 0.1, 'decay_steps': 100}
     """
     try:
-        if len(text) > MAX_LENGTH:
-            raise ValueError(f"{len(text)} characters")
         return _call(ast.parse(text.strip(), mode="eval").body)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
         raise UsageError(
