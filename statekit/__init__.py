@@ -7,6 +7,7 @@ Five verbs, the same as on the command line (`statekit --help`):
     print(statekit.plan("t5x-ckpt", "run.pt").exactness) what a conversion would do, tensor by tensor
     statekit.convert("t5x-ckpt", "run.pt")               writes, reads again, compares
     statekit.replay("recording").passed                  whether our updates are the original's
+    statekit.diff("t5x-ckpt", "run.pt").first            in what two checkpoints differ, of any two systems
     statekit.seal("t5x-ckpt"), statekit.check("t5x-ckpt") write a manifest beside a checkpoint, and prove it by that
 
 A path may be a checkpoint of any system that `statekit formats` lists, or a run's folder; nothing in it is executed,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from statekit.conversion.check import CheckReport, check
     from statekit.conversion.contracts import Exactness, Hints
     from statekit.conversion.convert import Report
+    from statekit.conversion.diff import Diff, diff
     from statekit.conversion.inspection import Inspection
     from statekit.conversion.open_state import OpenState
     from statekit.conversion.plan import Plan
@@ -44,6 +46,7 @@ _Path: TypeAlias = str | os.PathLike[str]
 
 _TYPES = {
     "CheckReport": "statekit.conversion.check",
+    "Diff": "statekit.conversion.diff",
     "Exactness": "statekit.conversion.contracts",
     "Inspection": "statekit.conversion.inspection",
     "OpenState": "statekit.conversion.open_state",
@@ -54,13 +57,14 @@ _TYPES = {
     "Tensor": "statekit.tensors.tensor",
     "TrainState": "statekit.state.train_state",
     "check": "statekit.conversion.check",
+    "diff": "statekit.conversion.diff",
     "seal": "statekit.conversion.seal",
 }
 _VERBS = ["convert", "inspect", "open", "plan", "replay"]
 
 __all__ = [  # noqa: RUF022 (the verbs first)
-    "convert", "inspect", "open", "plan", "replay", "check", "seal",
-    "CheckReport", "Exactness", "Inspection", "OpenState", "Plan", "Replay", "Report", "SealReport", "Tensor",
+    "convert", "inspect", "open", "plan", "replay", "check", "diff", "seal",
+    "CheckReport", "Diff", "Exactness", "Inspection", "OpenState", "Plan", "Replay", "Report", "SealReport", "Tensor",
     "TrainState", "__version__",
 ]  # fmt: skip
 

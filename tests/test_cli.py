@@ -193,7 +193,19 @@ def test_what_stops_a_verb_is_json_too(
         (
             "statekit ",
             1,
-            {"inspect", "convert", "check", "seal", "resume", "replay", "formats", "schemas", "maps", "demo"},
+            {
+                "inspect",
+                "convert",
+                "check",
+                "diff",
+                "seal",
+                "resume",
+                "replay",
+                "formats",
+                "schemas",
+                "maps",
+                "demo",
+            },
         ),
         ("statekit convert a b --lay", 4, {"--layout"}),
         (

@@ -21,7 +21,7 @@ from statekit.errors import StateError, StatekitError, UsageError
 from statekit.maps.links import carried_through
 from statekit.maps.model_map import maps_of
 from statekit.state.comparison import Difference, compare_states
-from statekit.state.run import run_of
+from statekit.state.run import BUFFERS
 from statekit.state.schema import WEIGHTS
 from statekit.state.stored_params import as_params
 from statekit.state.train_state import TrainState
@@ -103,11 +103,7 @@ def attest(
             )
             lacking = [one for one in compared.differences if _is_one_sided(one)]
             each += diagnosed(right, state, [one for one in compared.differences if one not in lacking])
-            said += [
-                *compared.unsaid,
-                *(f"the {one.item or one.what}: {_LACKS[one.actual is None]}" for one in lacking),
-            ]
-            said += _not_compared(right, state)
+            said += [*compared.unsaid, *(_lack(one) for one in lacking)]
             result = Attestation(
                 place,
                 right.counts.updates,
@@ -183,14 +179,13 @@ def _under_rule_of(right: TrainState, live: TrainState) -> tuple[TrainState, lis
 
 
 def _is_one_sided(one: Difference) -> bool:
-    """Tells whether a schedule or a loss scaler can't be compared; a scaler that the checkpoint lost is a fault."""
-    return (one.what == "schedule" and None in (one.expected, one.actual)) or (
-        one.what == "part" and one.actual is None
-    )
+    """Tells whether only one side has what need not be given; a scaler that the checkpoint lost is a fault."""
+    if one.what == "part":
+        return one.actual is None
+    is_buffer = one.place.startswith(f"{BUFFERS}/") and one.what in ("missing", "extra")
+    return is_buffer or (one.what == "schedule" and None in (one.expected, one.actual))
 
 
-def _not_compared(right: TrainState, live: TrainState) -> list[str]:
-    """Returns what the checkpoint keeps of the run that isn't compared."""
-    known = {part.what for part in run_of(right.extra).parts}
-    said = {"random": "random states", "data": "the place in the data", "averages": "averages of the weights"}
-    return [f"{words}, which the checkpoint keeps" for what, words in said.items() if what in known]
+def _lack(one: Difference) -> str:
+    name = BUFFERS if one.place.startswith(BUFFERS) else one.item or one.what
+    return f"the {name}: {_LACKS[one.actual is None]}"

@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 from statekit.dropin.by_name import by_name, path_of, refuse_by_name, renamed_path
 from statekit.errors import Faults, StateError, UsageError
 from statekit.state.options import BY_NAME
+from statekit.state.run import BUFFERS
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import TIES, DType, Shape, Tensor, widens
 from statekit.tensors.tree import Tree
-
-BUFFERS = "buffers"
-"""Key in a state's `extra`: tensors of a model that no optimizer moves, by name."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal, TypeAlias
 
-from statekit.state.run import RunState, run_of
+from statekit.state.run import BUFFERS, RunState, run_of
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.distance import Distance, distance
@@ -124,11 +124,14 @@ class _States:
         alone = [one for one in kinds if one == {WEIGHTS}]
         if kinds[0] != kinds[1]:
             yield _differing("rule", "optimizer", [" and ".join(sorted(one)) for one in kinds])
+        for schema, theirs_of, mine_of in _variants(right, other):
+            yield _differing("rule", f"variant/{schema}", [theirs_of, mine_of])
         for path in _both(right.params, other.params):
             mine, theirs = other.params.get(path), right.params.get(path)
             yield from self._pair(f"params/{path}", path, "", theirs, mine)
             if not alone and mine is not None and theirs is not None:
                 yield from self._of_param(path)
+        yield from self._buffers()
         if alone or kinds[0] != kinds[1]:
             return
         yield from self._rules()
@@ -198,6 +201,12 @@ class _States:
                 if values[0] != values[1]:
                     yield _differing("option", f"groups/{path}/{name}", values, path, name)
 
+    def _buffers(self) -> Iterator[Difference]:
+        each = [one.extra.get(BUFFERS) for one in (self._right, self._other)]
+        theirs, mine = (dict(one) if isinstance(one, Mapping) else {} for one in each)
+        for name in _both(theirs, mine):
+            yield from self._pair(f"{BUFFERS}/{name}", name, "", theirs.get(name), mine.get(name))
+
     def _group_slots(self) -> Iterator[Difference]:
         pairs = zip_longest(self._right.optimizer.groups, self._other.optimizer.groups)
         for i, pair in enumerate(pairs):
@@ -220,6 +229,7 @@ class _States:
         for what in _both(*parts):
             each = [one.get(what) for one in parts]
             if what not in _PARTS:
+                self._unsaid[f"{what}: records of a run that have no common form"] = None
                 continue
             values = [None if one is None else _plain(one.value) for one in each]
             if values[0] != values[1]:
@@ -230,6 +240,14 @@ def _differing(what: What, place: str, values: Sequence[Any], path: str = "", it
     """Returns a difference of two values, the right one first."""
     right, other = values
     return Difference(what, place, right, other, path, item)
+
+
+def _variants(right: TrainState, other: TrainState) -> Iterator[tuple[str, str, str]]:
+    """Yields the schemas that both have in different variants, with these; what a file can't tell is equal to any."""
+    theirs, mine = dict(right.optimizer.kinds), dict(other.optimizer.kinds)
+    for schema, variant in theirs.items():
+        if (wanted := mine.get(schema)) is not None and variant is not None and wanted != variant:
+            yield schema, variant, wanted
 
 
 def is_zero(tensor: Tensor) -> bool:

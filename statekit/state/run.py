@@ -23,6 +23,8 @@ from statekit.state.schedules.pytorch import torch_kind, torch_rates
 from statekit.tensors.tensor import TIES
 from statekit.tensors.tree import Path, Record, Tree, to_json
 
+BUFFERS = "buffers"
+"""Key in a state's extra: tensors of a model that no optimizer moves, by name."""
 BESIDE = "torch"
 """Key in a state's extra: what lay beside model and optimizer in a file or folder of PyTorch."""
 TRAINER_ARGUMENTS = "trainer_arguments"

@@ -1,0 +1,133 @@
+"""`statekit diff`: in what two checkpoints differ, whatever systems they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import click
+
+from statekit.cli import output
+from statekit.cli.arguments import complete_maps, hints_options, local_file
+from statekit.cli.main import DONE, WANTING
+from statekit.cli.output import Screen, Table
+from statekit.conversion.contracts import Hints
+from statekit.conversion.diff import Diff, diff
+from statekit.errors import some
+from statekit.state.comparison import Difference
+
+MAX_ROWS = 60
+_TENSORS = ("missing", "extra", "shape", "dtype", "values")
+
+
+@click.command("diff")
+@click.argument("left", metavar="A", callback=local_file)
+@click.argument("right", metavar="B", callback=local_file)
+@click.option("--step", type=int, metavar="N", help="One step of the folders. Default: all that both have.")
+@click.option(
+    "--map",
+    "map_name",
+    metavar="NAME|FILE",
+    shell_complete=complete_maps,
+    help="The map from A's model to that of B's codebase, as `statekit maps` lists them.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@hints_options
+def command(
+    left: Path, right: Path, step: int | None, map_name: str | None, as_json: bool, hints: Hints
+) -> int:
+    """Says in what two checkpoints differ, or where two runs part.
+
+    A and B are of any systems that `statekit formats` lists. Both are brought to canonical form and compared tensor by
+    tensor: names, shapes, dtypes, bits; then updates done, groups, hyperparameters by parameter, and the schedule. Of
+    two runs' folders all steps that both have are compared up to the first that differs. The exit code is 1 if anything
+    does.
+    """
+    with output.progress() as bar:
+        task = bar.add_task("reading", total=None)
+        done = [0]
+
+        def tell(name: str, size: int) -> None:
+            bar.update(task, description=name, completed=done[0])
+            done[0] += size
+
+        result = diff(left, right, step=step, map=map_name, hints=hints, on_tensor=tell)
+    if as_json:
+        output.print_json("diff", result.to_json())
+    else:
+        _show(output.screen(), result)
+    return DONE if result.equal else WANTING
+
+
+def _show(screen: Screen, result: Diff) -> None:
+    at = "" if result.step is None else f", step {result.step}"
+    screen.say(f"A: {result.left}{at}")
+    screen.say(f"B: {result.right}{at}")
+    if result.compared:
+        screen.say(f"Equal at {output.plural(len(result.compared), 'step')}: {_numbers(result.compared)}.")
+    tensors = [one for one in result.differences if one.what in _TENSORS]
+    if tensors:
+        screen.title(f"The first that differs: {tensors[0].place}")
+        screen.show(_tree(tensors))
+        if len(tensors) > MAX_ROWS:
+            screen.say(f"and {len(tensors) - MAX_ROWS} more; --json lists them")
+    others = [one for one in result.differences if one.what not in _TENSORS]
+    screen.show_list("Beside tensors:", _gathered(others))
+    screen.show_list("Not compared:", result.unsaid)
+    screen.say()
+    count = output.plural(result.tensors, "tensor")
+    if result.equal:
+        screen.say(f"Equal: {count}, {output.size(result.bytes_read)} of each.", bold=True)
+    else:
+        screen.say(
+            f"{output.plural(len(result.differences), 'difference')} in {count} and what stands beside them.",
+            bold=True,
+        )
+
+
+def _numbers(steps: Sequence[int]) -> str:
+    return some([str(step) for step in steps])
+
+
+def _tree(tensors: Sequence[Difference]) -> Table:
+    """Returns the tensors that differ, each below what it is of."""
+    table = Table(
+        ("tensor", "differs in", "elements", "ULP", "relative"), right=("elements", "ULP", "relative")
+    )
+    above: list[str] = []
+    for one in tensors[:MAX_ROWS]:
+        parts = one.place.split("/")
+        shared = next(
+            (i for i, pair in enumerate(zip(above, parts, strict=False)) if pair[0] != pair[1]), len(above)
+        )
+        shared = min(shared, len(parts) - 1)
+        for i in range(shared, len(parts) - 1):
+            table.add_row(f"{'  ' * i}{parts[i]}/")
+        apart, name = one.distance, f"{'  ' * (len(parts) - 1)}{parts[-1]}"
+        said = (
+            one.what
+            if one.what == "values"
+            else f"{one.what}: {_shown(one.expected)} -> {_shown(one.actual)}"
+        )
+        numbers = (
+            (f"{apart.unequal} of {apart.size}", f"{apart.ulps:.3g}", f"{apart.relative:.3g}")
+            if apart
+            else ()
+        )
+        table.add_row(name, said, *numbers)
+        above = parts
+    return table
+
+
+def _shown(value: object) -> str:
+    return "nothing" if value is None else str(value)
+
+
+def _gathered(differences: Sequence[Difference]) -> Iterator[str]:
+    """Yields what differs beside tensors, many parameters with the same in one line."""
+    places: dict[tuple[str, str, str], list[Difference]] = {}
+    for one in differences:
+        name = {"updates": "updates done", "moved": "is trained"}.get(one.what, one.item or one.what)
+        places.setdefault((name, _shown(one.expected), _shown(one.actual)), []).append(one)
+    for (name, left, right), each in places.items():
+        yield f"{name}: {left} -> {right} @ {some([one.path or one.place for one in each])}"

@@ -1,0 +1,175 @@
+"""diff: in what two checkpoints differ, or where two runs part, whatever systems they are of.
+
+Both are decoded to canonical form and compared there (statekit/state/comparison.py), tensor by tensor, block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from statekit.conversion.checkpoints_at import Place, checkpoints_at
+from statekit.conversion.contracts import NO_HINTS, Hints
+from statekit.conversion.open_state import OpenState, open_state
+from statekit.errors import UsageError, printable
+from statekit.files.checkpoint import STEPS
+from statekit.maps.links import carried_through
+from statekit.maps.model_map import maps_of
+from statekit.state.comparison import Difference, compare_states
+from statekit.state.stored_params import as_params
+from statekit.state.train_state import TrainState
+
+OnTensor = Callable[[str, int], object]
+
+
+@dataclass(frozen=True, repr=False)
+class Diff:
+    """In what two checkpoints differ.
+
+    Attributes:
+        left: The first.
+        right: The second.
+        step: The step at which they were compared, of a run's folder; None of single checkpoints.
+        compared: Steps that were compared before, of two runs: they are equal.
+        differences: In what the second isn't the first, in the first one's order.
+        tensors: How many tensors were compared by value.
+        bytes_read: Bytes of values that were read of the first.
+        unsaid: What couldn't be compared, a sentence each.
+    """
+
+    left: Path
+    right: Path
+    step: int | None
+    compared: tuple[int, ...]
+    differences: tuple[Difference, ...]
+    tensors: int
+    bytes_read: int
+    unsaid: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether they are equal in all that was compared."""
+        return not self.differences
+
+    @property
+    def first(self) -> Difference | None:
+        """The first tensor that differs."""
+        kinds = ("missing", "extra", "shape", "dtype", "values")
+        return next((one for one in self.differences if one.what in kinds), None)
+
+    def __repr__(self) -> str:
+        return printable(f"<Diff of {self.left} and {self.right}: {len(self.differences)} differences>")
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        return {
+            "left": str(self.left),
+            "right": str(self.right),
+            "equal": self.equal,
+            "step": self.step,
+            "equal_steps": list(self.compared),
+            "tensors": self.tensors,
+            "bytes_read": self.bytes_read,
+            "first": self.first and self.first.place,
+            "differences": [one.to_json() for one in self.differences],
+            "not_compared": list(self.unsaid),
+        }
+
+
+def diff(
+    left: str | PathLike[str],
+    right: str | PathLike[str],
+    *,
+    step: int | None = None,
+    map: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    hints: Hints = NO_HINTS,
+    on_tensor: OnTensor = lambda name, size: None,
+) -> Diff:
+    """Compares two checkpoints of any systems; of two runs' folders step by step, up to the first that differs.
+
+    Args:
+        left: A checkpoint or a run's folder, taken for the right one.
+        right: Another.
+        step: A step of the folders; of two runs all that both have, if None.
+        map: From the first one's model to that of the second's codebase, e.g. `t5x-t5:hf-t5`.
+        config: What the map needs to know of the model.
+        hints: What both checkpoints don't say.
+        on_tensor: Told the name and the size in bytes of each tensor before it is compared.
+
+    Raises:
+        NotFoundError: Nothing is there, or no such step.
+        FormatError, StateError: One of them can't be read, or has no canonical form.
+        UsageError: Two runs have no step in common.
+    """
+    paths = Path(left), Path(right)
+    places = [_steps(path, step, hints) for path in paths]
+    if step is None and all(len(one) > 1 for one in places):
+        common = [number for number in places[0] if number in places[1]]
+        if not common:
+            raise UsageError(
+                "The runs have no step in common.",
+                expected=", ".join(str(number) for number in places[0]),
+                found=", ".join(str(number) for number in places[1]),
+                remedy="name one checkpoint of each",
+            )
+    else:
+        return _compared(paths, step, (map, config, hints), on_tensor, ())
+    for i, number in enumerate(common):
+        made = _compared(paths, number, (map, config, hints), on_tensor, tuple(common[:i]))
+        if not made.equal:
+            break
+    return made
+
+
+def _steps(path: Path, step: int | None, hints: Hints) -> dict[int, Place]:
+    """Returns the steps of a run's folder; none of a single checkpoint, or where one is named."""
+    if step is not None or not path.is_dir():
+        return {}
+    return {one.step: one for one in checkpoints_at(path, None, None, hints) if one.step is not None}
+
+
+def _compared(
+    paths: tuple[Path, Path],
+    step: int | None,
+    asked: tuple[str | None, Mapping[str, Any] | None, Hints],
+    on_tensor: OnTensor,
+    done: tuple[int, ...],
+) -> Diff:
+    name, config, hints = asked
+    with ExitStack() as stack:
+        opened = [stack.enter_context(open_state(path, step=step, hints=hints)) for path in paths]
+        first, second = (as_params(one.state)[0] for one in opened)
+        if name is not None or config:
+            first = carried_through(first, maps_of(name, config))[0]
+        compared = compare_states(first, second, on_tensor=on_tensor)
+        differences = (*compared.differences, *_counted(first, second))
+        same = [one.checkpoint.path for one in opened]
+        has_steps = any(one.checkpoint.meta.get(STEPS) for one in opened)
+    return Diff(
+        same[0],
+        same[1],
+        step if step is not None else _number(opened) if has_steps else None,
+        done,
+        differences,
+        compared.tensors,
+        compared.bytes_read,
+        compared.unsaid,
+    )
+
+
+def _number(opened: list[OpenState]) -> int | None:
+    numbers = {one.checkpoint.step for one in opened}
+    return numbers.pop() if len(numbers) == 1 else None
+
+
+def _counted(left: TrainState, right: TrainState) -> Iterator[Difference]:
+    """Yields where the schedules' counts differ otherwise than the updates do."""
+    due, done = left.counts.schedule, right.counts.schedule
+    same = replace(left.counts, behind={}, schedule=0) == replace(right.counts, behind={}, schedule=0)
+    if same and due != done:
+        yield Difference("schedule", "schedule/count", due, done, item="count")
