@@ -157,6 +157,13 @@ def small(folder: Path, **metadata: Any) -> Path:
     return write_item(folder, entries(array, leaf("text", "string"), *rows, *empty), **metadata)
 
 
+def test_an_array_that_devices_wrote_in_parts_is_read_whole(tmp_path: Path) -> None:
+    folder = small(tmp_path / "ckpt")
+    metadata = folder / "_METADATA"
+    metadata.write_text(metadata.read_text().replace("[4, 3]", "[2, 3]"))
+    assert ORBAX.open(folder).tensors["a/b"].read().tobytes() == VALUES.tobytes()
+
+
 @pytest.mark.parametrize("zarr3", [True, False])
 def test_leaves_of_every_kind(tmp_path: Path, zarr3: bool) -> None:
     opened = ORBAX.open(small(tmp_path / "ckpt", use_zarr3=zarr3))

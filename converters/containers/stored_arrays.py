@@ -82,13 +82,18 @@ class ArrayPlace:
         name: Its native name.
         prefix: The start of its keys.
         header: What the index says of it, in case its own header is lost.
-        shape: The shape that is said elsewhere, if any.
+        written: The shape of the part that one device wrote, if it is said elsewhere; of the whole, where one wrote it.
     """
 
     name: str
     prefix: str
     header: Header | None = None
-    shape: Shape | None = None
+    written: Shape | None = None
+
+
+def _is_part(part: Shape, shape: Shape) -> bool:
+    """Tells whether an array may have been written in parts of a shape."""
+    return len(part) == len(shape) and all(0 < n <= whole for n, whole in zip(part, shape, strict=True))
 
 
 @dataclass(frozen=True)
@@ -157,8 +162,9 @@ class Arrays:
                     Finding(f"{file} is missing; shape, dtype and chunks are taken from the index", where)
                 )
                 header = self._reread(header)
-            stated = place.header.shape if place.header is not None else place.shape
-            if stated not in (None, header.shape):
+            stated = place.header.shape if place.header is not None else place.written
+            whole = place.header is not None or stated is None
+            if stated not in (None, header.shape) and (whole or not _is_part(stated, header.shape)):
                 faults.add(f"has shape {header.shape}, in the index {stated}", place.prefix)
             absent = absent_chunks(store, place.prefix, header)
             findings += [Finding("absent, read as fill", f"{where}/{key}") for key in absent]

@@ -110,7 +110,7 @@ def open_item(folder: Path, opened: Files) -> Item:
     array_entries = {i: entry for i, entry in enumerate(entries) if entry.is_array}
     names = ["/".join(map(str, entry.path)) for entry in array_entries.values()]
     places = [
-        ArrayPlace(n, e.array, shape=e.shape) for n, e in zip(names, array_entries.values(), strict=True)
+        ArrayPlace(n, e.array, written=e.written) for n, e in zip(names, array_entries.values(), strict=True)
     ]
     tensors, findings = arrays.open(places)
     leaves: dict[int, Any] = dict(zip(array_entries, tensors, strict=True))

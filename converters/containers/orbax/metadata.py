@@ -30,12 +30,14 @@ class LeafMetadata:
     Attributes:
         path: Its keys; an int is an index.
         kind: A type that Orbax names, such as `jax.Array`, `scalar`, `string`, or one of the empty ones.
-        shape: The shape that is said, if any.
+        written: The shape of the part that one device wrote, if it is said.
+
+    Source: google/orbax checkpoint/_src/serialization/types.py, `ParamInfo.write_shape`.
     """
 
     path: tuple[str | int, ...]
     kind: str
-    shape: Shape | None = None
+    written: Shape | None = None
 
     @property
     def array(self) -> str:
