@@ -148,5 +148,5 @@ def test_a_distance_counts_bits_and_knows_a_rounding() -> None:
     assert rounded.unequal > 0
     assert rounded.is_rounding
     assert not distance(in_memory(fine), in_memory(fine[::-1].astype(DTYPES["bfloat16"]))).is_rounding
-    scalar = distance(in_memory(np.float32(1)), in_memory(np.float32(2)))
+    scalar = distance(in_memory(np.array(1, np.float32)), in_memory(np.array(2, np.float32)))
     assert (scalar.first, scalar.relative) == ((), 1.0)

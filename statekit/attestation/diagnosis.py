@@ -159,7 +159,8 @@ class _Diagnosis:
             steps = {one.path: one for one in self._of("updates")}
             done = max((int(one.expected) for one in steps.values()), default=0)
             where = dict.fromkeys([*(one.path for one in missing), *steps])
-            yield fault("optimizer-empty", where, f"{len(missing)} slots, {done} updates done", "none")
+            count = sum(len(self._right.slots.get(path, {})) for path in where)
+            yield fault("optimizer-empty", where, f"{count} slots after {done} updates", "a new optimizer's")
         yield from self._of_params()
         yield from self._of_slots(empty)
         if not empty:

@@ -7,6 +7,7 @@ state that goes on where T5X, icefall, MXNet, Optax, PyTorch or Keras stopped.
 from statekit.errors import MissingExtraError
 
 try:
+    from statekit.jax.attestation import attest
     from statekit.jax.from_checkpoint import load_optimizer, load_params
     from statekit.jax.optimizers import adafactor, adamw, lamb, lans, scaled_adam
     from statekit.jax.sharding import state_shardings
@@ -26,6 +27,7 @@ __all__ = [
     "ScaledAdamState",
     "adafactor",
     "adamw",
+    "attest",
     "lamb",
     "lans",
     "load_optimizer",

@@ -1,0 +1,76 @@
+"""Whether a live run in JAX is the run of its checkpoint: any Optax state that a layout knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+from statekit.attestation.attest import attest as attested
+from statekit.attestation.attestation import Attestation
+from statekit.conversion.contracts import Hints
+from statekit.jax.live import live_state
+
+
+def attest(
+    params: Any,
+    opt_state: Any,
+    path: str | PathLike[str],
+    *,
+    strict: bool = False,
+    sample: int | None = None,
+    seed: int = 0,
+    names: Mapping[str, str] | None = None,
+    param_names: Sequence[str] | None = None,
+    variant: str | None = None,
+    step: int | None = None,
+    hparams: Mapping[str, Any] | None = None,
+    map: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
+    budget: int | None = None,
+) -> Attestation:
+    """Compares a live run with the checkpoint that it goes on from, by name and bit for bit.
+
+    Call it after all is restored and before the first update. Compared are parameters, every slot with its dtype, and
+    the counts; hyperparameters where the state has them. Of sharded arrays each process compares what its devices hold,
+    shard by shard.
+
+    Args:
+        params: The parameters; a leaf's name is its keys joined by `/`.
+        opt_state: The optimizer's state: of Optax, chained and wrapped as it may be, or of `statekit.jax`.
+        path: Anything statekit reads: an Orbax or T5X run, a torch file.
+        strict: Whether to raise what is wrong.
+        sample: How many parameters are compared by value, drawn with `seed`; all if None.
+        seed: Of the sample.
+        names: Names in the checkpoint by the leaves', where they differ.
+        param_names: As in `load_optimizer`.
+        variant: As in `load_optimizer`.
+        step: Which step of a run's folder; the newest if None.
+        hparams: What the checkpoint doesn't say, in the original system's names.
+        map: As in `load_optimizer`.
+        config: As in `load_optimizer`.
+        follow_links: As in `load_optimizer`.
+        budget: As in `load_optimizer`.
+
+    Returns:
+        The verdict with every finding. `print` shows it, `.json()` is for programs.
+
+    Raises:
+        StateError: With `strict`, the live run isn't the checkpoint's; or the checkpoint can't be decoded.
+        NotFoundError: Nothing is there.
+        FormatError: The bytes can't be trusted, or no format fits.
+    """
+    hints = Hints.given(hparams, variant, param_names, follow_links=follow_links, budget=budget)
+    return attested(
+        path,
+        lambda opened: live_state(params, opt_state),
+        names=names,
+        map=map,
+        config=config,
+        step=step,
+        hints=hints,
+        sample=sample,
+        seed=seed,
+        strict=strict,
+    )

@@ -1,0 +1,119 @@
+"""What is live in JAX, in the form in which checkpoints are read: so that the layouts decode it too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from statekit.conversion import registry
+from statekit.conversion.contracts import NO_HINTS
+from statekit.files.checkpoint import Checkpoint
+from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import DTYPES, Array, DType, Index, Shape, index_shape, normal_index
+from statekit.tensors.tree import Tree
+
+LIVE = Path("the live run")
+
+
+@dataclass(frozen=True)
+class LiveArray:
+    """An array on whatever devices; of one that several processes have, the part of this one.
+
+    Attributes:
+        value: The array.
+        name: What it is called.
+    """
+
+    value: Any
+    name: str
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the whole."""
+        return tuple(self.value.shape)
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype."""
+        return DTYPES[np.dtype(self.value.dtype).name]
+
+    @property
+    def grain(self) -> Shape:
+        """The whole."""
+        return self.shape
+
+    @property
+    def part(self) -> Index | None:
+        """The block that this process has; None if it has everything."""
+        if getattr(self.value, "is_fully_addressable", True) or self.value.is_fully_replicated:
+            return None
+        bounds = [normal_index(shard.index, self.shape) for shard in self.value.addressable_shards]
+        return tuple(
+            slice(min(cut.start for cut in cuts), max(cut.stop for cut in cuts))
+            for cuts in zip(*bounds, strict=True)
+        )
+
+    def read(self, index: Index | None = None) -> Array:
+        """Reads a block, shard by shard: nothing is gathered on a device."""
+        bounds = normal_index(index, self.shape)
+        if not isinstance(self.value, jax.Array):
+            return np.ascontiguousarray(np.asarray(self.value)[bounds]).reshape(index_shape(bounds))
+        block = np.empty(index_shape(bounds), self.dtype)
+        for shard in self.value.addressable_shards:
+            there = normal_index(shard.index, self.shape)
+            both = [
+                slice(max(cut.start, theirs.start), min(cut.stop, theirs.stop))
+                for cut, theirs in zip(bounds, there, strict=True)
+            ]
+            if all(cut.start < cut.stop for cut in both):
+                inner = tuple(
+                    slice(c.start - t.start, c.stop - t.start) for c, t in zip(both, there, strict=True)
+                )
+                outer = tuple(
+                    slice(c.start - b.start, c.stop - b.start) for c, b in zip(both, bounds, strict=True)
+                )
+                block[outer] = np.asarray(shard.data)[inner]
+        return block
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes it."""
+        return {"op": "live", "name": self.name, "shape": list(self.shape), "dtype": self.dtype.name}
+
+
+def live_tree(node: Any, name: str = "") -> Tree:
+    """Returns a tree of JAX as Orbax writes it: named tuples as maps of their fields, other sequences as lists."""
+    if node is None or isinstance(node, (bool, int, float, str)):
+        return node
+    if hasattr(node, "_fields"):
+        node = node._asdict()
+    if isinstance(node, Mapping):
+        return {str(key): live_tree(one, f"{name}/{key}") for key, one in node.items()}
+    if isinstance(node, (list, tuple)):
+        return [live_tree(one, f"{name}/{i}") for i, one in enumerate(node)]
+    if hasattr(node, "shape") and hasattr(node, "dtype"):
+        return LiveArray(node, name)
+    fields = {
+        str(getattr(key, "name", getattr(key, "key", key))): one
+        for (key, *_), one in jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+    }
+    return live_tree(fields, name)
+
+
+def live_state(params: Any, opt_state: Any) -> TrainState:
+    """Returns the canonical state of what is live.
+
+    Args:
+        params: The parameters.
+        opt_state: The state of any Optax transformation that the layouts know, or of `statekit.jax`'s.
+
+    Raises:
+        StateError: The state breaks its layout's rules; or no layout knows the optimizer.
+    """
+    checkpoint = Checkpoint("orbax", LIVE, live_tree({"params": params, "opt_state": opt_state}))
+    layout, _ = registry.detect_layout(checkpoint)
+    return registry.decoded(layout, checkpoint, NO_HINTS)

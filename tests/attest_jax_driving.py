@@ -1,0 +1,82 @@
+"""Runs in JAX with arrays on eight devices that are attested; run by itself, since it needs them before JAX starts.
+
+    python attest_jax_driving.py FOLDER
+
+writes to `FOLDER/result.json` what was found of honest resumes and of the faults that Orbax and Flax make easy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+
+import statekit.jax
+
+
+def params_of(seed: int) -> Any:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a", "b"))
+    keys = jax.random.split(jax.random.PRNGKey(seed), 2)
+    u, w = (jax.device_put(jax.random.normal(key, (8, 4)), split) for key in keys)
+    return {"enc": {"u": u, "w": w, "b": jnp.ones(4)}}
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "adamw": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.1, 0.0, 10))
+    ),
+    "adafactor": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=4, momentum=0.9),
+    "statekit": lambda: statekit.jax.lamb(1e-2),
+}
+
+
+def attested(kind: str, out: Path) -> dict[str, list[str]]:
+    made = OPTIMIZERS[kind]()
+    params = params_of(0)
+    state = made.init(params)
+    for i in range(3):
+        grads = jax.tree.map(lambda x, i=i: x * 0.1 + i, params)
+        updates, state = made.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    whole = {"params": params, "opt_state": state}
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(out, whole)
+        checkpointer.wait_until_finished()
+        same = checkpointer.restore(out, whole)
+        halved = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim else x, state)
+        cast = checkpointer.restore(out, {"params": params, "opt_state": halved})
+    exchanged = {"enc": {**params["enc"], "u": params["enc"]["w"], "w": params["enc"]["u"]}}
+    tries = {
+        "honest": (same["params"], same["opt_state"]),
+        "unused": (same["params"], made.init(params)),  # what was restored stayed a local
+        "weights": (params_of(1), same["opt_state"]),
+        "cast": (cast["params"], cast["opt_state"]),  # Orbax casts to the template's dtype
+        "exchanged": (exchanged, same["opt_state"]),
+    }
+    return {
+        name: sorted({one.name for one in statekit.jax.attest(*pair, out).findings})
+        for name, pair in tries.items()
+    }
+
+
+def main(work: Path) -> None:
+    """Runs all."""
+    result = {kind: attested(kind, work / kind) for kind in OPTIMIZERS}
+    (work / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
