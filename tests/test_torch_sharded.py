@@ -13,6 +13,7 @@ from torch_sharding import (
     OPTIMIZERS,
     checkpoints_go_round,
     network,
+    parts_are_attested,
     run_sharded,
     train,
     updates_stay_within_the_bound,
@@ -46,3 +47,12 @@ def test_checkpoints_go_round(tmp_path: Path) -> None:
         train(model, optimizer, 2, 2)
         torch.save({**saved, "later": model.state_dict()}, tmp_path / f"{name}.pt")
     run_sharded(checkpoints_go_round, tmp_path)
+
+
+def test_parts_are_attested_where_they_are(tmp_path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    train(model, optimizer, 0, 2)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**saved, "names": [name for name, _ in model.named_parameters()]}, tmp_path / "run.pt")
+    run_sharded(parts_are_attested, tmp_path)

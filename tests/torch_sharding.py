@@ -17,6 +17,7 @@ from torch_driving import XP, resume
 
 import statekit.torch
 from statekit.testing.step_cases import Case, case
+from statekit.torch.sharding import own_part
 from statekit.verify.verdict import compare
 
 CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -174,3 +175,32 @@ def checkpoints_go_round(mesh: Any, rank: int, folder: Path) -> None:
 def whole_of(value: torch.Tensor) -> torch.Tensor:
     array: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
     return array.detach()
+
+
+def parts_are_attested(mesh: Any, rank: int, folder: Path) -> None:
+    """FSDP2: each process compares its own parts with a file, and hears what the other found."""
+    from torch.distributed.checkpoint import state_dict as distributed
+    from torch.distributed.fsdp import fully_shard
+
+    whole_file = torch.load(folder / "run.pt", weights_only=True)
+    model = network()
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    def names() -> list[str]:
+        result = statekit.torch.attest(optimizer, model.named_parameters(), folder / "run.pt")
+        return [f"{one.name} @ {one.where[0]}" for one in result.findings]
+
+    assert "optimizer-empty" in names()[0]
+    everything = distributed.StateDictOptions(full_state_dict=True)
+    distributed.set_model_state_dict(model, whole_file["model"], options=everything)
+    groups = [
+        {**group, "params": [*whole_file["names"]]} for group in whole_file["optimizer"]["param_groups"]
+    ]
+    state = dict(zip(whole_file["names"], whole_file["optimizer"]["state"].values(), strict=True))
+    by_name = {"state": state, "param_groups": groups}
+    distributed.set_optimizer_state_dict(model, optimizer, by_name, options=everything)
+    assert names() == []
+    if rank == 1:
+        own_part(optimizer.state[model[0].weight]["exp_avg"])[0].mul_(2)
+    assert names() == ["slot-differs @ slots/0/weight/m on rank 1"]

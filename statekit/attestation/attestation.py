@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from statekit.errors import StateError, listed, printable, some
@@ -72,6 +73,22 @@ class Attestation:
     def passed(self) -> bool:
         """Whether nothing speaks against it."""
         return not self.findings
+
+    def of_all(self, findings: Sequence[Sequence[Finding]]) -> Attestation:
+        """Returns it with what every process found; what not all did has the numbers of those that did.
+
+        Args:
+            findings: Those of each process, in their order.
+        """
+        every = list(dict.fromkeys(one for each in findings for one in each))
+        ranks = {one: [i for i, each in enumerate(findings) if one in each] for one in every}
+        merged = tuple(
+            one
+            if len(ranks[one]) == len(findings)
+            else replace(one, where=tuple(f"{place} on rank {ranks[one][0]}" for place in one.where))
+            for one in every
+        )
+        return replace(self, findings=merged)
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""

@@ -62,6 +62,15 @@ class Squeezed:
         long = iter(g for g, n in zip(self.tensor.grain, self.tensor.shape, strict=True) if n != 1)
         return tuple(1 if n == 1 else next(long) for n in self.shape)
 
+    @property
+    def part(self) -> Index | None:
+        """The block that this process has, in the new axes, where the values are spread over several; else None."""
+        part: Index | None = getattr(self.tensor, "part", None)
+        if part is None:
+            return None
+        long = iter(cut for cut, n in zip(part, self.tensor.shape, strict=True) if n != 1)
+        return tuple(slice(0, 1) if n == 1 else next(long) for n in self.shape)
+
     def read(self, index: Index | None = None) -> Array:
         """Reads a block."""
         index = normal_index(index, self.shape)

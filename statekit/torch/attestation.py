@@ -13,6 +13,7 @@ from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.diagnosis import fault
 from statekit.torch.from_checkpoint import NamedParameters, hints_of, pairs_of
 from statekit.torch.live import live_state
+from statekit.torch.sharding import is_sharded
 
 
 def attest(
@@ -39,7 +40,8 @@ def attest(
 
     Call it after every loader, scheduler and wrapper, and before the first update. Nothing is changed. Compared are
     parameters, every slot with its dtype, the updates done by each parameter, groups and hyperparameters by parameter,
-    the schedule and the loss scaler. Of sharded parameters each process compares what it has.
+    the schedule and the loss scaler. Of sharded parameters (DTensor, as FSDP2 makes them) each process compares the part
+    that it has, and nothing but findings is gathered: all processes call it, and all get what each has found.
 
     Args:
         optimizer: What makes the updates, wrapped or not: torch.optim's, transformers' Adafactor, statekit's.
@@ -88,7 +90,7 @@ def attest(
         beside["scheduler"] = moved.state_dict()
     if scaler is not None and (state := scaler.state_dict()):  # one that is switched off has none
         beside["scaler"] = state
-    return attested(
+    result = attested(
         path,
         lambda opened: live_state(params, inner, beside),
         findings=[*_strangers(inner, params), *_drives_another(moved, inner)],
@@ -100,8 +102,14 @@ def attest(
         order=_order(inner, params, names or {}),
         sample=sample,
         seed=seed,
-        strict=strict,
     )
+    if any(is_sharded(param) for param in params.values()) and torch.distributed.is_initialized():
+        each: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(each, result.findings)
+        result = result.of_all(each)
+    if strict:
+        result.check()
+    return result
 
 
 def unwrapped(model: Any) -> Any:
