@@ -40,8 +40,8 @@ def attest(
 
     Call it after every loader, scheduler and wrapper, and before the first update. Nothing is changed. Compared are
     parameters, every slot with its dtype, the updates done by each parameter, groups and hyperparameters by parameter,
-    the schedule and the loss scaler. Of sharded parameters (DTensor, as FSDP2 makes them) each process compares the part
-    that it has, and nothing but findings is gathered: all processes call it, and all get what each has found.
+    the schedule and the loss scaler. Of sharded parameters (DTensor, as FSDP2 makes them) each process compares the
+    part that it has, and nothing but findings is gathered: all processes call it, and all get what each has found.
 
     Args:
         optimizer: What makes the updates, wrapped or not: torch.optim's, transformers' Adafactor, statekit's.
