@@ -95,6 +95,9 @@ VERBS = {
     "inspect": Verb("statekit.cli.inspect_command", "Shows what a checkpoint holds."),
     "convert": Verb("statekit.cli.convert_command", "Converts a checkpoint to another system."),
     "diff": Verb("statekit.cli.diff_command", "Says in what two checkpoints differ, or where two runs part."),
+    "doctor": Verb(
+        "statekit.cli.doctor_command", "Finds silent faults of checkpoints: they load, and go on wrong."
+    ),
     "check": Verb("statekit.cli.check_command", "Proves every byte that a manifest or a checksum covers."),
     "seal": Verb("statekit.cli.seal_command", "Writes a manifest beside a checkpoint as it is."),
     "resume": Verb("statekit.cli.resume_command", "Prints the code that goes on from a checkpoint."),

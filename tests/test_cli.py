@@ -198,6 +198,7 @@ def test_what_stops_a_verb_is_json_too(
                 "convert",
                 "check",
                 "diff",
+                "doctor",
                 "seal",
                 "resume",
                 "replay",

@@ -123,6 +123,35 @@ FAULTS: Mapping[str, Fault] = {
         "The loss scaler isn't the checkpoint's: updates are skipped until it has found its scale again.",
         "save and load scaler.state_dict(), after everything that steps or skips",
     ),
+    "files": Fault("Reading the files met something odd.", "find the whole files of one step"),
+    "moments-zero": Fault(
+        "Moments are zero everywhere, though updates were done.",
+        "they were never saved, or made anew before saving: go on from another step",
+    ),
+    "not-finite": Fault("Values aren't finite.", "go on from a step before they were; they don't heal"),
+    "second-moment-negative": Fault(
+        "Second moments are negative, as no mean of squares is.",
+        "the slot is another one, or damaged: look at the names that it was saved under",
+    ),
+    "slots-narrow": Fault(
+        "Slots are stored in fewer bits than their parameters, and no option of the optimizer says so.",
+        "save them in the dtype in which they are moved: what was rounded off is lost",
+    ),
+    "slots-duplicated": Fault(
+        "Parameters of different values have one another's slots to the bit.",
+        "one tensor was saved in the place of several: go on from another step",
+    ),
+    "step-offset": Fault(
+        "The second moment's decay begins after the step: the next update makes it NaN.",
+        "set step_offset to at most the step",
+    ),
+    "moments-stale": Fault(
+        "Not one slot has changed since the step before, but weights or counts have.",
+        "the saver kept handles of the first state: save the live one; the moments of later steps are lost",
+    ),
+    "hyperparameter-changed": Fault(
+        "Hyperparameters aren't those of the step before.", "check that this was meant, as after a restart"
+    ),
     "broken": Fault(
         "The live state breaks its own rules.", "check that the state was loaded into the right parameters"
     ),
@@ -167,7 +196,7 @@ class _Diagnosis:
             yield from _gathered("step", self._of("updates"), lambda n: f"{n} updates done")
         yield from self._of_options()
         yield from self._of_run()
-        yield from _stale_masters(self._live)
+        yield from stale_masters(self._live)
 
     def _of(self, what: str, slots: bool | None = None) -> list[Difference]:
         each = [one for one in self._all if one.what == what]
@@ -304,7 +333,7 @@ def _values(name: str, differences: Sequence[Difference]) -> Iterator[Finding]:
         yield fault(name, where, "the checkpoint's values", worst.distance)
 
 
-def _stale_masters(live: TrainState) -> Iterator[Finding]:
+def stale_masters(live: TrainState) -> Iterator[Finding]:
     """Yields parameters that aren't the rounding of their masters."""
     stale = []
     for path, slots in live.slots.items():
