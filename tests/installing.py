@@ -39,7 +39,7 @@ layer(torch.ones(2, 4)).sum().backward()
 optimizer.step()
 assert not torch.equal(before, layer.weight)
 """,
-    "cpu": "import numba",
+    "cpu": "import isal, numba",
     "hf": """
 import pathlib, statekit, torch, transformers
 config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=8, vocab_size=16)

@@ -20,8 +20,8 @@ RECORDING = "tests/golden/t5x_train/t5_11_unscanned"
 LINKS = {**{link: f"../{home}" for link, home in HOMES.items()}, "cli/recording": f"../{RECORDING}"}
 """Links by which tools that resolve by path see the package as it is installed."""
 OTHERS = {
-    *sys.stdlib_module_names, "accelerate", "click", "deepspeed", "flax", "h5py", "jax", "keras", "megatron", "msgpack",
-    "mxnet", "numba", "numpy", "optax", "orbax", "rich", "safetensors", "tensorflow", "tensorstore", "torch",
+    *sys.stdlib_module_names, "accelerate", "click", "deepspeed", "flax", "h5py", "isal", "jax", "keras", "megatron",
+    "msgpack", "mxnet", "numba", "numpy", "optax", "orbax", "rich", "safetensors", "tensorflow", "tensorstore", "torch",
     "transformers", "zarr",
 }  # fmt: skip
 """Names by which others' modules are imported."""

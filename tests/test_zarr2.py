@@ -22,6 +22,7 @@ from statekit.budget import Account, Budget, Limits
 from statekit.converters.formats import decompression
 from statekit.converters.formats.decompression import decompressed
 from statekit.converters.formats.zarr import array as zarr_array
+from statekit.converters.formats.zarr import writer as zarr_writer
 from statekit.converters.formats.zarr.array import Header, absent_chunks, open_array
 from statekit.converters.formats.zarr.headers import parse_zarray
 from statekit.converters.formats.zarr.stores import FolderStore, OcdbtStore, local_path, open_store
@@ -438,6 +439,28 @@ def test_a_part_of_a_small_chunk_is_checked_to_its_end(tmp_path: Path) -> None:
     (folder / "0.0").write_bytes(chunk)
     with pytest.raises(CorruptError):
         opened(folder).read((slice(0, 1), slice(0, 1)))
+
+
+@pytest.mark.parametrize("with_isal", [True, False], ids=["isal", "zlib"])
+def test_gzip_streams_of_either_compressor_hold_the_same_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_isal: bool
+) -> None:
+    if with_isal:
+        pytest.importorskip("isal")
+    else:
+        monkeypatch.setattr(zarr_writer, "find_spec", lambda name: None)
+    tensor = in_memory(array(200, 300))
+    stated = header_for(tensor, "gzip", 70_000)
+    for number in range(2):
+        stage = plain_stage(tmp_path / f"{number}")
+        for key, pieces in encoded_chunks(stage, "t", tensor, stated):
+            stream = b"".join(pieces)
+            (tmp_path / f"{number}" / key).write_bytes(stream)
+            assert gzip.decompress(stream)
+            assert (tmp_path / "0" / key).read_bytes() == stream
+        assert stage.streamed["t"] == tensor.read().tobytes()
+    store = FolderStore(tmp_path, Files())
+    assert open_array(store, "0", stated, "t").read().tobytes() == tensor.read().tobytes()
 
 
 def test_writing_is_deterministic(tmp_path: Path) -> None:

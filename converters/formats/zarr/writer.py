@@ -6,6 +6,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from statekit.converters.formats.zarr.array import Header
@@ -95,6 +96,19 @@ def _pieces(stream: Iterator[memoryview], size: int) -> Iterator[Iterator[memory
         yield chunk()
 
 
+def _deflating(level: int) -> Any:
+    """Returns what makes gzip streams of a level: isal, where it is installed, for the level that is fast, or zlib.
+
+    The streams differ, what is in them doesn't. Readers keep to zlib, which refuses flags of a header that isal lets
+    pass, and is about as fast.
+    """
+    if level == 1 and find_spec("isal") is not None:
+        from isal import isal_zlib
+
+        return isal_zlib
+    return zlib
+
+
 def _compressed(chunk: Iterator[memoryview], header: Header) -> Iterator[bytes]:
     encoder: Any
     if header.compressor == "zstd":
@@ -102,7 +116,9 @@ def _compressed(chunk: Iterator[memoryview], header: Header) -> Iterator[bytes]:
 
         encoder = zstandard.ZstdCompressor(level=header.level).compressobj(size=header.chunk_bytes())
     else:
-        encoder = zlib.compressobj(header.level, zlib.DEFLATED, 31)  # its header names no time
+        encoder = _deflating(header.level).compressobj(
+            header.level, zlib.DEFLATED, 31
+        )  # its header names no time
     for piece in chunk:
         yield encoder.compress(piece)
     yield encoder.flush()
