@@ -125,6 +125,7 @@ SUITES = {
         "Files that ask for much",
         "Small files that would take much memory or time: each is opened in a process of its own, with the budget that "
         "there is by default, 512 MiB, and ends within it and the blocks that are read. What isn't refused is read. "
+        "Seconds are by the clock; none took 30 of the processor. "
         "`pytest -m slow tests/test_bombs.py`; a sample of it in every run.",
     ),
     "scale": Suite(

@@ -39,7 +39,7 @@ from statekit.errors import (
 )
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import check_undamaged, proven
-from statekit.files.source import reading
+from statekit.files.source import first_bytes, reading, walked
 from statekit.state.schema import load_schema
 from statekit.state.told_schedule import told_schedule, with_own_rate
 from statekit.state.train_state import TrainState
@@ -129,12 +129,15 @@ def detect_container(path: Path) -> tuple[Container, Evidence]:
     Raises:
         NotFoundError: Nothing is there.
         UnknownFormatError: No container fits, or several fit equally well. Lists the checkpoints in a folder.
+        FormatError: What is there may not be read.
     """
     with reading(path), suppress(OSError):
         path.lstat()
     fitting = _fitting(path)
     if not fitting and not path.exists():  # a prefix of file names isn't there itself
         raise NotFoundError("There is no such file or folder.", place=path, remedy="check the path")
+    if not fitting:
+        _check_readable(path)
     if not fitting and path.is_dir() and (inside := checkpoints_inside(path)):
         raise UnknownFormatError(
             "The folder isn't a checkpoint, but there are checkpoints in it.",
@@ -144,6 +147,19 @@ def detect_container(path: Path) -> tuple[Container, Evidence]:
         )
     best = _best([(c.name, e) for c, e in fitting], f"{path}", "container", "--from")
     return fitting[best]
+
+
+def _check_readable(path: Path) -> None:
+    """Reads a byte of a file, or of the first files of a folder, none of which fits a format.
+
+    Raises:
+        FormatError: One may not be read, so that nobody can tell.
+    """
+    files = (
+        (Path(top) / name for top, _, names in walked(path) for name in names) if path.is_dir() else [path]
+    )
+    for file in islice((file for file in files if file.is_file()), MOST_ENTRIES):
+        first_bytes(file, 1)
 
 
 def _fitting(path: Path) -> list[tuple[Container, Evidence]]:
