@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from goldens import GOLDEN
+from goldens import COMPACT, GOLDEN
 from statekit.cli.main import main as statekit
 from statekit.verify.recording import open_recording
 
@@ -92,8 +92,14 @@ class Line:
 
 
 def bundles() -> list[Path]:
-    """Returns every folder that may be a recording."""
-    return sorted(path.parent for path in GOLDEN.glob("*/*/trajectory.safetensors"))
+    """Returns every folder that may be a recording: the shared ones, and those of systems that are recorded here."""
+    shared = {path.name for path in GOLDEN.iterdir()}
+    systems = [
+        path
+        for path in (*GOLDEN.iterdir(), *COMPACT.iterdir())
+        if path.parent == GOLDEN or path.name not in shared
+    ]
+    return sorted(path.parent for system in systems for path in system.glob("*/trajectory.safetensors"))
 
 
 @cache
