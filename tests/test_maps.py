@@ -22,6 +22,7 @@ from goldens import GOLDEN
 from statekit.cli.main import DONE, USAGE, main
 from statekit.errors import FormatError, InexactError, StateError, UsageError
 from statekit.maps import json_schema
+from statekit.maps.along_axis import REST, Reorder
 from statekit.maps.links import Link, carried, carried_through
 from statekit.maps.model_map import Renaming, load, map_names, maps_of
 from statekit.maps.operations import Merge, Operation, Part, Permute, Piece, Stack, Unstack
@@ -78,7 +79,14 @@ def step(draw: st.DrawFn, shape: tuple[int, ...], rule: Rule) -> Step:
     """Draws an operation on each piece that the rule allows, and that can be undone by another such."""
     rank = len(shape)
     alike = [i for i, (one, next_one) in enumerate(pairwise(rule.axes)) if one is next_one]
-    kind = draw(st.sampled_from(("permute", "part", *(("merge",) if alike else ()))))
+    even = [i for i, n in enumerate(shape) if n % 2 == 0]
+    kinds = "permute", "part", *(("merge",) if alike else ()), *(("reorder",) if even else ())
+    kind = draw(st.sampled_from(kinds))
+    if kind == "reorder":
+        axis = draw(st.sampled_from(even))
+        sizes = (*shape[:axis], 2, shape[axis] // 2, *shape[axis + 1 :])
+        turned = Reorder(axis, (2, REST), (1, 0)), Reorder(axis, (REST, 2), (1, 0))
+        return *turned, lambda a: a.reshape(sizes).swapaxes(axis, axis + 1).reshape(a.shape)
     if kind == "merge":
         axis = draw(st.sampled_from(alike))
         sizes = (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])

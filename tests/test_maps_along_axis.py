@@ -17,11 +17,13 @@ import statekit
 import statekit.maps
 from goldens import COMPACT
 from statekit.errors import FormatError, InexactError, StateError, UsageError
+from statekit.maps import along_axis
 from statekit.maps.along_axis import REST, Concatenate, Reorder, Split
 from statekit.maps.operations import Operation, Piece
 from statekit.state.exactness import Exactness
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Rule
+from statekit.tensors.places import Combined, Picked
 from statekit.tensors.tensor import Array, Tensor, blocks, in_memory
 
 ROW, COLUMN, BATCH, NONE = Axis.ROW, Axis.COLUMN, Axis.BATCH, Axis.NONE
@@ -112,6 +114,29 @@ def test_fused_parts_keep_what_a_fused_run_would_and_come_apart_with_the_same_se
             np.testing.assert_allclose(read(back)[name], slot, rtol=1e-13, err_msg=name)
         else:
             np.testing.assert_array_equal(read(back)[name], slot, err_msg=name)
+
+
+SEEDS: dict[str, tuple[str, Any]] = {
+    "a mean without weights": ("Combined", lambda parts, lengths: Combined(parts, (1,) * len(lengths))),
+    "a slot that isn't rescaled": ("rescaled", lambda piece, part, name: piece.slots[name]),
+    "the other slot's mean": ("_OTHER", {"v_row": "v_row", "v_col": "v_col"}),
+    "parts that don't take turns": (
+        "Picked",
+        lambda t, axis, start, run, period: Picked(t, axis, 0, run, period),
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_wrong_formula_is_noticed(seed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes, rng = ((4, 2), (2, 2), (2, 2)), np.random.default_rng(1)
+    parts = [rng.integers(1, 64, shape).astype(np.float64) for shape in shapes]
+    check: Any = test_fused_parts_keep_what_a_fused_run_would_and_come_apart_with_the_same_second_moment
+    drawn = parts, Rule((ROW, COLUMN), "given"), 0, (2, 1, 1), 2
+    check.hypothesis.inner_test(drawn)
+    monkeypatch.setattr(along_axis, *SEEDS[seed])
+    with pytest.raises((AssertionError, ValueError, IndexError, UsageError)):
+        check.hypothesis.inner_test(drawn)
 
 
 @settings(max_examples=60)

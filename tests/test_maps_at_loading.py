@@ -13,7 +13,7 @@ import pytest
 import statekit
 import statekit.maps
 from goldens import COMPACT
-from statekit.errors import StateError
+from statekit.errors import StateError, UsageError
 from statekit.maps.links import carried_through
 from statekit.maps.model_map import load
 from statekit.state.train_state import TrainState
@@ -53,6 +53,9 @@ def test_jax_takes_a_map(mapped: TrainState) -> None:
             np.testing.assert_array_equal(getattr(state, name)[path], array, err_msg=f"{path} {name}")
     updates, _ = optimizer.update(params, state, params)
     assert all(np.isfinite(one).all() for one in updates.values())
+    with pytest.raises(UsageError, match="doesn't take what was said") as error:
+        statekit.jax.load_params(CHECKPOINT, shapes, map=MAP, hparams=SAID, config={"foo": 3})
+    assert [place for _, place in error.value.faults] == ["foo"]
     with pytest.raises(StateError, match="lm_head"):
         less = {path: one for path, one in shapes.items() if not path.startswith("lm_head")}
         statekit.jax.load_optimizer(CHECKPOINT, less, map=MAP, hparams=SAID)

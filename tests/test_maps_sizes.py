@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from statekit.maps.operations import Merge, Operation, Part, Permute, Piece, Sta
 from statekit.maps.sizes import Factor, KeepFirst, New, Recast, Replicate, Resize, Unfactor
 from statekit.state.exactness import Exactness
 from statekit.state.train_state import Axis, Rule
+from statekit.tensors import views
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Index, Stored, Tensor, blocks, in_memory, index_shape
 
 ROW, COLUMN, BATCH, NONE = Axis.ROW, Axis.COLUMN, Axis.BATCH, Axis.NONE
@@ -323,16 +323,23 @@ def test_a_tensor_far_larger_than_a_block_is_mapped_in_blocks(chain: tuple[Opera
     for operation in chain:
         pieces = operation.of(pieces)
     for tensor in (pieces[0].param, *pieces[0].slots.values()):
-        index = max(list(blocks(tensor))[:2], key=lambda one: math.prod(index_shape(one)))
+        every = list(blocks(tensor))
         tracemalloc.start()
         try:
-            tensor.read(index)
+            for index in (every[0], every[-1]):
+                tensor.read(index)
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
         assert counting.largest <= BLOCK_BYTES
         # The block, what was read of it, and its places or sums, in another order or in float64.
         assert peak < 6 * BLOCK_BYTES
+
+
+def test_a_mean_that_reads_everything_at_once_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(views, "BLOCK_BYTES", 2**40)
+    with pytest.raises(AssertionError):
+        test_a_tensor_far_larger_than_a_block_is_mapped_in_blocks(CHAINS[-2])
 
 
 def test_fused_parts_far_larger_than_a_block_are_read_in_blocks() -> None:

@@ -306,7 +306,7 @@ INEXACT: Mapping[str, tuple[Exactness, str]] = {
     "rescaled": (Exactness.ESTIMATE, "averaged over an axis of which this is a part, and rescaled to it"),
     "eighth_root": (Exactness.ROUNDING, "stored as an eighth power, decoded"),
     "eighth_power": (Exactness.ROUNDING, "stored as an eighth power in bfloat16"),
-    "scaled": (Exactness.ROUNDING, "rescaled with the loss, rounded once"),
+    "scaled": (Exactness.ROUNDING, "times a number, rounded once"),
     "narrowed": (Exactness.LOSSY, NARROWED),
 }
 """How exact tensors are that are made by an operation which changes values, and why."""
