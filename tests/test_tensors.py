@@ -96,6 +96,11 @@ def test_tensors_are_stacked_along_any_axis_as_numpy_stacks_them(axis: int) -> N
     assert np.array_equal(stack.read(), np.stack(parts, axis))
 
 
+def test_numbers_are_stacked_too() -> None:
+    numbers = tuple(in_memory(np.array(value)) for value in (3.0, 5.0))
+    assert Stack(numbers, 0).read().tolist() == [3.0, 5.0]
+
+
 def test_values_are_copied_into_a_part_of_an_array_and_nowhere_else() -> None:
     around = np.zeros((300, 400), np.uint16)
     values = np.arange(150 * 140, dtype=np.uint16).reshape(140, 150).T

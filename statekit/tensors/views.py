@@ -161,7 +161,9 @@ class Stack:
         inner = (*index[: self.axis], *index[self.axis + 1 :])
         block = np.empty(index_shape(index), self.dtype)
         for place, tensor in enumerate(self.tensors[index[self.axis]]):
-            fill(block[(slice(None),) * self.axis + (place,)], tensor.read(inner))
+            fill(
+                block[(*(slice(None),) * self.axis, place, ...)], tensor.read(inner)
+            )  # a view, of numbers too
         return block
 
     def to_json(self) -> dict[str, Any]:
