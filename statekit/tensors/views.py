@@ -160,10 +160,10 @@ class Stack:
         index = normal_index(index, self.shape)
         inner = (*index[: self.axis], *index[self.axis + 1 :])
         block = np.empty(index_shape(index), self.dtype)
+        head = (slice(None),) * self.axis
         for place, tensor in enumerate(self.tensors[index[self.axis]]):
-            fill(
-                block[(*(slice(None),) * self.axis, place, ...)], tensor.read(inner)
-            )  # a view, of numbers too
+            # A view in any case; at a place of an axis that is the only one, it would be a number.
+            fill(block[(*head, slice(place, place + 1))].squeeze(self.axis), tensor.read(inner))
         return block
 
     def to_json(self) -> dict[str, Any]:
