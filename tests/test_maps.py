@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 
 import statekit
 from formats import values
@@ -722,3 +723,38 @@ def test_mesh_tensorflows_t5_goes_to_t5x_and_on_to_hugging_face(gated: bool) -> 
         load("mesh-tf-t5:t5x-t5").apply(without(mesh, "encoder/block_010/layer_000/SelfAttention/q"))
     with pytest.raises(UsageError, match="no map of that name"):
         maps_of("mesh-tf-t5:hf-t5:t5x-t5")
+
+
+def test_norms_of_mesh_tensorflow_have_either_name_and_the_way_back_takes_the_one_that_is_said() -> None:
+    state = t5()
+    first = load("t5x-t5:mesh-tf-t5").apply(state).state
+    assert "decoder/final_layer_norm/scale" in first.params
+    assert [one for one in first.assumptions if "decoder_norms" in one]
+    said = {"encoder_norms": "layer_norm", "decoder_norms": "rms_norm"}
+    mesh = load("t5x-t5:mesh-tf-t5", said).apply(state).state
+    assert {"encoder/final_layer_norm/scale", "decoder/rms_norm/scale"} <= mesh.params.keys()
+    assert mesh.assumptions == ()
+    back = load("mesh-tf-t5:t5x-t5").apply(mesh).state
+    assert (list(back.params), back.rules) == (list(state.params), state.rules)
+    with pytest.raises(StateError, match="is said to be 'batch_norm'"):
+        load("t5x-t5:mesh-tf-t5", {"decoder_norms": "batch_norm"}).apply(state)
+    with pytest.raises(StateError, match="is said to be 'layer_norm'"):
+        load("mesh-tf-t5:t5x-t5", {"decoder_norms": "layer_norm"}).apply(mesh)
+
+
+IMPORTED = GOLDEN / "t5x_checkpoints" / "mtf_import_tiny"
+
+
+@pytest.mark.skipif(not IMPORTED.is_dir(), reason="the recording is not in the compact set")
+def test_a_checkpoint_of_mesh_tensorflow_gives_what_t5xs_importer_gives_and_keeps_its_axes_apart() -> None:
+    imported = load_file(IMPORTED / "imported_by_t5x.safetensors")
+    with statekit.open(IMPORTED, hparams={"min_dim_size_to_factor": 8}) as opened:
+        (state, mapped) = carried_through(opened.state, maps_of("mesh-tf-t5:t5x-t5"))
+        slots = {(path, slot) for one in mapped for path in one.sources for slot in one.slots}
+        assert slots == {(path, slot) for path, kept in opened.state.slots.items() for slot in kept}
+        for path, param in state.params.items():
+            np.testing.assert_array_equal(param.read(), imported[f"target/{path}"])
+            for name, slot in state.slots[path].items():
+                np.testing.assert_array_equal(slot.read(), imported[f"state/param_states/{path}/{name}"])
+    # T5X goes on as if `v_row` of a square matrix had averaged axis 1; Mesh TensorFlow averaged axis 0.
+    assert state.rules["encoder/layers_0/attention/query/kernel"].axes == (COLUMN, ROW)

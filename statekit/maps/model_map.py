@@ -235,8 +235,8 @@ class ModelMap:
     def _links(self, shapes: Mapping[str, Shape], faults: Faults) -> tuple[list[Link], Model]:
         """Returns what becomes of each parameter, and what kind of model the names show; adds what doesn't fit."""
         if self.modules is not None:
-            links, taken = self.modules.links(shapes, self.config, self.model, faults)
-            return links, Model(taken=taken)
+            links, sentences = self.modules.links(shapes, self.config, self.model, faults)
+            return links, Model(taken=sentences)
         refused = {
             path: why
             for path in shapes
@@ -250,7 +250,8 @@ class ModelMap:
             entry: {path: b for path in shapes if (b := entry.source.binding(path)) is not None}
             for entry in self.entries
         }
-        chosen = dict(self._chosen(bound, faults))
+        taken: list[str] = []
+        chosen = dict(self._chosen(bound, faults, taken))
         active = [
             entry for entry in self.entries if entry.when is None or chosen[entry.when[0]] == entry.when[1]
         ]
@@ -259,23 +260,39 @@ class ModelMap:
         counts = self._counts(active, bound, shapes, faults)
         links = [link for entry in active for link in self._of_entry(entry, bound[entry], counts, faults)]
         order = {path: i for i, path in enumerate(shapes)}
-        return sorted(links, key=lambda link: order[link.sources[0]]), Model({}, counts, chosen)
+        return sorted(links, key=lambda link: order[link.sources[0]]), Model({}, counts, chosen, tuple(taken))
 
     def _chosen(
-        self, bound: Mapping[Entry, Mapping[str, Binding]], faults: Faults
+        self, bound: Mapping[Entry, Mapping[str, Binding]], faults: Faults, taken: list[str]
     ) -> Iterator[tuple[str, str]]:
-        """Yields each choice with the alternative that the names show; one without names if none show another."""
+        """Yields each choice with the alternative that the names show; one without names if none show another.
+
+        Where the source calls the parameters of several alternatives alike, it is the one that was said, or the first,
+        which is told in `taken`.
+        """
         for choice, alternatives in self.choices.items():
-            seen: dict[str, str] = {}
+            seen: dict[str, dict[str, None]] = {}
             for entry, paths in bound.items():
                 if entry.when is not None and entry.when[0] == choice and paths:
-                    seen.setdefault(entry.when[1], next(iter(paths)))
-            if len(seen) > 1:
-                (one, path), (other, _) = list(seen.items())[:2]
+                    seen.setdefault(entry.when[1], {}).update(dict.fromkeys(paths))
+            said = self.config.get(choice)
+            alike = len(seen) > 1 and len({frozenset(paths) for paths in seen.values()}) == 1
+            if len(seen) > 1 and not alike:
+                (one, of_one), (other, _) = list(seen.items())[:2]
+                path = next(iter(of_one))
                 faults.add(f"is of a model with {choice} {one}, and others are of one with {other}", path)
             named = {entry.when[1] for entry in bound if entry.when is not None and entry.when[0] == choice}
             unnamed = [one for one in alternatives if one not in named]
-            yield choice, next(iter(seen), (unnamed or list(alternatives))[0])
+            shown = next(iter(seen), (unnamed or list(alternatives))[0])
+            if said is not None and said not in ((*seen,) if alike else (shown,)):
+                faults.add(
+                    f"is said to be {said!r:.80}, and the names show {' or '.join(seen) or shown}", choice
+                )
+            if alike and said is None:
+                taken.append(
+                    f"Nothing says {choice} of the target; it has {shown}: --config {choice}=... says others."
+                )
+            yield choice, said if alike and said in seen else shown
 
     def _counts(
         self,
@@ -585,11 +602,12 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
     modules = Modules.read(data, source, target, steps)
     needed = {key: str(what) for key, what in data.get("config", {}).items()}
     of_modules = {FLATTEN, KINDS} if modules else set()
+    choices = data.get("choices", {})
     pretrained = Pretrained.read(data[target].get("pretrained"))
     said = {
         key: value
         for key, value in config.items()
-        if value is not None and (key in needed or key in of_modules or pretrained)
+        if value is not None and (key in needed or key in of_modules or key in choices or pretrained)
     }
     faults = Faults(
         (f"is {said[key]!r:.80}, expected a number from 1 on", key)
@@ -616,6 +634,7 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
         pretrained,
         frozenset(needed).union(
             of_modules,
+            choices,
             *(
                 one.keys
                 for side in (source, target)
