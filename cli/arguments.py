@@ -246,6 +246,9 @@ def changes_options(command: Callable[..., Any]) -> Callable[..., Any]:
     )
     @click.option("--params-only", is_flag=True, help="Leave the optimizer behind.")
     @click.option(
+        "--state-only", is_flag=True, help="Leave the parameters behind: an optimizer's state of PyTorch."
+    )
+    @click.option(
         "--drop-slots-of",
         multiple=True,
         metavar="GLOB",
@@ -268,6 +271,14 @@ def changes_options(command: Callable[..., Any]) -> Callable[..., Any]:
         metavar="C",
         help="How many times as large the loss is from now on: 1/tokens from a sum to a mean. Moments are rescaled.",
     )
+    @click.option(
+        "--init-missing",
+        metavar="FILE",
+        type=click.Path(),
+        callback=local_file,
+        help="A file of the target's model: parameters that it has and the source lacks, or has in another shape, are "
+        "taken from it, and their slots begin anew.",
+    )
     @functools.wraps(command)
     def run(*args: Any, **options: Any) -> Any:
         said = {name: options.pop(name) for name in CHANGES}
@@ -286,10 +297,12 @@ CHANGES = (
     "schedule_step",
     "slot_policy",
     "params_only",
+    "state_only",
     "drop_slots_of",
     "param_dtype",
     "slot_dtype",
     "loss_scale",
+    "init_missing",
 )
 
 

@@ -189,10 +189,12 @@ def plan(
     schedule_step: StepOffset = "keep",
     slot_policy: str | Sequence[str] | Mapping[str, str] = (),
     params_only: bool = False,
+    state_only: bool = False,
     drop_slots_of: str | Sequence[str] = (),
     param_dtype: str | None = None,
     slot_dtype: str | Mapping[str, str] | None = None,
     loss_scale: float | None = None,
+    init_missing: _Path | None = None,
     **hints: Unpack[_Unsaid],
 ) -> Plan:
     """Says what a conversion will do, tensor by tensor, without reading or writing a value.
@@ -214,10 +216,13 @@ def plan(
         slot_policy: What becomes of slots, by canonical name: `reset:v` begins it anew, `drop:m` leaves it behind where
             the rule goes on without it, `reset:count` makes the updates done 0; or `{"v*": "reset"}`.
         params_only: Whether the optimizer is left behind.
+        state_only: Whether the parameters are left behind: what `torch.save(optimizer.state_dict())` holds.
         drop_slots_of: Patterns of parameters that are frozen: without slots, and nothing moves them.
         param_dtype: The dtype of parameters; the report says how far a narrower one is off.
         slot_dtype: The dtype of all slots that are no counts, or of each by its name: `{"m": "bfloat16"}`.
         loss_scale: How many times as large the loss is from now on: moments of gradients are rescaled with it.
+        init_missing: A file of the target's model: what it has and the source lacks, or has in another shape, is taken
+            from it, and its slots begin anew.
         **hints: As in `open`.
 
     Raises:
@@ -253,10 +258,12 @@ def plan(
                 "schedule_step": schedule_step,
                 "slot_policy": slot_policy,
                 "params_only": params_only,
+                "state_only": state_only,
                 "drop_slots_of": drop_slots_of,
                 "param_dtype": param_dtype,
                 "slot_dtype": slot_dtype,
                 "loss_scale": loss_scale,
+                "init_missing": None if init_missing is None else _local(init_missing),
             }
         ),
     )

@@ -119,7 +119,10 @@ the manifest's options; what it can't do is refused by name.
   `reset:count` the updates done, from which bias corrections count.
 - `--slot-policy drop:m`: the slot is left behind, and what switches it on is off (`beta1=None`); refused where the rule
   needs it.
-- `--params-only`: the optimizer is left behind, and the target is of weights alone.
+- `--params-only`: the optimizer is left behind, and the target is of weights alone. `--state-only`: the parameters are,
+  as in `torch.save(optimizer.state_dict())`; for files of PyTorch's own optimizers.
+- `--init-missing FILE`: parameters that a file of the target's model has, and the source lacks or has in another shape,
+  are taken from it, and their slots begin anew, in the run's only group.
 - `--drop-slots-of GLOB`: freezes parameters: they keep their values, in no group and without slots.
 - `--param-dtype`, `--slot-dtype [SLOT=]DTYPE`: casts. A narrower dtype is `lossy` in the plan, passes because it was
   asked for, and the report measures how far values are off. Slots only have dtypes that the rule keeps, counts none.

@@ -114,3 +114,49 @@ def test_jax_takes_the_same() -> None:
         RUN, params, learning_rate=0.01, hparams=TOLD, slot_policy="reset:m"
     )
     assert all(not np.asarray(one).any() for one in state.m.values())
+
+
+@pytest.mark.torch
+def test_an_optimizers_state_alone_loads_beside_a_model_that_has_its_weights(tmp_path: Path) -> None:
+    import torch
+
+    import statekit.torch
+
+    source = COMPACT / "torch_adafactor" / "adafactor_foreach_eps" / "checkpoint" / "checkpoint.pt"
+    report = statekit.convert(source, tmp_path / "alone.pt", state_only=True)
+    assert "7 parameters are left behind" in str(report.plan.changed[0])
+    assert not [name for name in torch.load(tmp_path / "alone.pt") if name == "model"]
+    with statekit.open(source) as opened:
+        shapes = {path.replace("/", "."): param.shape for path, param in opened.params.items()}
+    named = [(name, torch.nn.Parameter(torch.ones(shape))) for name, shape in shapes.items()]
+    whole = statekit.torch.load_optimizer(source, named)
+    alone = statekit.torch.load_optimizer(tmp_path / "alone.pt", named)
+    for _, param in named:
+        for name, slot in whole.state[param].items():
+            assert torch.equal(torch.as_tensor(slot), torch.as_tensor(alone.state[param][name]))
+
+
+def test_a_target_without_such_a_form_refuses_a_state_alone(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no form of an optimizer's state without"):
+        statekit.convert(RUN, tmp_path / "out.pt", state_only=True)
+    with pytest.raises(UsageError, match="Without its slots"):
+        statekit.convert(RUN, tmp_path / "out.pt", state_only=True, params_only=True)
+
+
+@pytest.mark.torch
+def test_what_the_targets_model_has_besides_comes_from_its_file(tmp_path: Path) -> None:
+    import torch
+
+    named = parameters(**{"head.kernel": (16, 12), "token_embedder.embedding": (14, 20)})
+    torch.save({name: param.detach() * 3 for name, param in named}, tmp_path / "model.pt")
+    report = statekit.convert(RUN, tmp_path / "out.pt", hparams=TOLD, init_missing=tmp_path / "model.pt")
+    assert str(report.plan.changed[0]) == (
+        "--init-missing: 2 parameters are the model's own, and their slots begin anew, at a count of 4 updates "
+        "(token_embedder/embedding, head/kernel)"
+    )
+    assert report.plan.to_json()["options"]["changes"] == {"init_missing": "model.pt"}
+    with statekit.open(tmp_path / "out.pt") as opened:
+        assert (opened.params["head/kernel"].read() == 3).all()
+        assert opened.params["token_embedder/embedding"].shape == (14, 20)
+        assert not any(opened.slots["head/kernel"][name].read().any() for name in ("v_row", "v_col", "m"))
+        assert opened.slots["encoder/encoder_norm/scale"]["v"].read().any()

@@ -12,10 +12,11 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from statekit.conversion.changes import Changes, changed
+from statekit.conversion.changes import Change, Changes, changed, option
 from statekit.conversion.next_update import Trial
 from statekit.errors import Faults, UsageError, some
 from statekit.optim.run import counts_apart, steps_for
+from statekit.state.exactness import Exactness
 from statekit.state.factoring import map_entries
 from statekit.state.options import BY_NAME, FACTOR_MAP, rule_of
 from statekit.state.schema import load_schema
@@ -53,7 +54,9 @@ def changed_at_loading(
     if (asked := Changes.of(said)) is not None:
         state, _ = changed(state, asked, makers)
     if patterns := overrides.get(INIT_MISSING):
-        state = _with_missing(state, model, [patterns] if isinstance(patterns, str) else list(patterns))
+        state, named = with_missing(state, model, [patterns] if isinstance(patterns, str) else list(patterns))
+        counted = "" if state.counts.behind else f", at a count of {state.counts.updates} updates"
+        warnings.warn(f"slots begin anew{counted}: {some(named)}", stacklevel=3)
     return state, rest
 
 
@@ -61,8 +64,17 @@ def _as_path(name: str) -> str:
     return name.replace(".", "/")
 
 
-def _with_missing(state: TrainState, model: Model, patterns: Iterable[str]) -> TrainState:
-    """Returns a state in which parameters that fit patterns, and are missing or resized, have slots as at first."""
+def with_missing(state: TrainState, model: Model, patterns: Iterable[str]) -> tuple[TrainState, list[str]]:
+    """Returns a state in which what is missing or resized has slots as at first, and the names of these parameters.
+
+    Args:
+        state: The state; values of what begins anew are zeros in it.
+        model: What the model has.
+        patterns: Which of its parameters may begin anew.
+
+    Raises:
+        UsageError: A pattern fits none, or nothing says how one would be moved.
+    """
     shapes = {_as_path(path): (path, param.shape) for path, param in state.params.items()}
     absent = {
         name: shapes.get(_as_path(name), (_as_path(name), None))[0]
@@ -91,9 +103,23 @@ def _with_missing(state: TrainState, model: Model, patterns: Iterable[str]) -> T
         )
     for name, path in chosen.items():
         state = _begun(state, moving[0], path, *model[name])
+    return state, [*chosen]
+
+
+def begun_from(state: TrainState, model: TrainState) -> tuple[TrainState, Change]:
+    """Returns a state with what a model has beside it: its values, and slots as before a first update.
+
+    Raises:
+        UsageError: The model has nothing that is missing, or nothing says how it would be moved.
+    """
+    has = {path: (param.shape, param.dtype) for path, param in model.params.items()}
+    state, named = with_missing(state, has, ["*"])
+    paths = {_as_path(path): path for path in state.params}
+    values = {paths[_as_path(name)]: model.params[name] for name in named}
     counted = "" if state.counts.behind else f", at a count of {state.counts.updates} updates"
-    warnings.warn(f"slots begin anew{counted}: {some([*chosen])}", stacklevel=4)
-    return state
+    said = f"{len(named)} parameters are the model's own, and their slots begin anew{counted}"
+    made = Change(option(INIT_MISSING), said, tuple(values), Exactness.LOSSY)
+    return replace(state, params={**state.params, **values}), made
 
 
 def _begun(state: TrainState, old: Group, path: str, shape: Shape, dtype: DType) -> TrainState:

@@ -11,10 +11,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from statekit.conversion.contracts import Encoded
 from statekit.errors import Faults, UsageError, meant, some
 from statekit.state.exactness import Exactness
 from statekit.state.run import BESIDE, SIDE_BY_SIDE, run_of
@@ -23,6 +25,7 @@ from statekit.state.schema import WEIGHTS, OptimizerSchema, load_schema
 from statekit.state.stored_params import MASTER, check_known, decoded
 from statekit.state.train_state import Counts, Group, Optimizer, StepOffset, TrainState
 from statekit.tensors.tensor import DTYPES, Cast, DType, Filled, Tensor, blocks, float_info, widens
+from statekit.tensors.tree import without
 from statekit.tensors.views import Narrowed, Scaled, cast
 
 Policy: TypeAlias = Literal["keep", "drop", "reset"]
@@ -42,19 +45,23 @@ class Changes:
         schedule_step: Where the learning-rate schedule stands: `keep`, `reset` (at its beginning), or a number.
         slot_policy: Pattern of canonical slot names, or `count` -> `keep`, `drop` or `reset`; later ones win.
         params_only: Whether the optimizer is left behind.
+        state_only: Whether the parameters are left behind.
         drop_slots_of: Patterns of parameters that are frozen: they keep their values, and nothing moves them.
         param_dtype: The dtype of parameters; as they are if None.
         slot_dtype: Pattern of slot names -> their dtype.
         loss_scale: How many times as large gradients are from now on.
+        init_missing: A file of the target's model: what it has and the source lacks begins anew, with its values.
     """
 
     schedule_step: StepOffset = "keep"
     slot_policy: Mapping[str, Policy] = field(default_factory=dict)
     params_only: bool = False
+    state_only: bool = False
     drop_slots_of: tuple[str, ...] = ()
     param_dtype: str | None = None
     slot_dtype: Mapping[str, str] = field(default_factory=dict)
     loss_scale: float | None = None
+    init_missing: Path | None = None
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Changes | None:
@@ -100,6 +107,8 @@ class Changes:
             if isinstance(value, Mapping)
             else list(value)
             if isinstance(value, tuple)
+            else value.name  # a plan says nothing of this machine
+            if isinstance(value, Path)
             else value
             for name, value in values.items()
         }
@@ -176,6 +185,37 @@ def changed(
     if asked.param_dtype is not None:
         state = _params_cast(state, DTYPES[asked.param_dtype], done)
     return state, tuple(done)
+
+
+def without_model(encoded: Encoded, container: str, state: TrainState) -> tuple[Encoded, Change]:
+    """Returns a state in native form without its parameters, and what that leaves behind.
+
+    Args:
+        encoded: The state in native form.
+        container: The target's.
+        state: The state.
+
+    Raises:
+        UsageError: The target has no form of an optimizer's state alone.
+    """
+    place = encoded.parts.get("model")
+    if container != "torch" or place is None:
+        raise UsageError(
+            "The target has no form of an optimizer's state without its parameters.",
+            place=option("state_only"),
+            expected="--to torch, and --layout torch-optim, torch-fqn or torch-fqn-flat",
+            found=container,
+        )
+
+    def alone(form: Encoded) -> Encoded:
+        parts = {name: keys for name, keys in form.parts.items() if name != "model"}
+        return replace(form, tree=without(form.tree, form.parts["model"]), parts=parts)
+
+    said = f"{len(state.params)} parameters are left behind: the model has them from elsewhere"
+    made = Change(
+        option("state_only"), said, tuple(f"params/{path}" for path in state.params), Exactness.LOSSY
+    )
+    return alone(encoded), made
 
 
 def _params_only(state: TrainState, done: list[Change]) -> TrainState:
@@ -729,9 +769,11 @@ READ: Mapping[str, Any] = {
     "schedule_step": _step,
     "slot_policy": _policies,
     "params_only": _flag,
+    "state_only": _flag,
     "drop_slots_of": _patterns,
     "param_dtype": _dtype,
     "slot_dtype": _slot_dtypes,
     "loss_scale": _scale,
+    "init_missing": lambda name, value, faults: None if value is None else Path(value),
 }
 """How each field of `Changes` is read from what somebody says."""

@@ -18,6 +18,7 @@ from statekit.conversion.contracts import (
     Container,
     Encoded,
     Fitting,
+    Hints,
     KeepsEncoding,
     KeepsManifest,
     KeepsMasters,
@@ -59,6 +60,8 @@ class Prepared(AbstractContextManager["Prepared"]):
         layout: The target's.
         encoded: The state in the target's form.
         files: The source's files as they were when it was opened.
+        reads: What has to be said of the target to read it again: the model's parameters, where it has none.
+        beside: The file of the target's model, if parameters are taken from it; it is closed too.
     """
 
     opened: OpenState
@@ -67,11 +70,18 @@ class Prepared(AbstractContextManager["Prepared"]):
     layout: Layout
     encoded: Encoded
     files: Mapping[str, tuple[int, int, int]]
+    reads: Hints = NO_HINTS
+    beside: tuple[OpenState, ...] = ()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.opened.close()
+        self.close()
+
+    def close(self) -> None:
+        """Closes the source, and what was opened beside it."""
+        for one in (self.opened, *self.beside):
+            one.close()
 
     @property
     def is_current(self) -> bool:
@@ -96,7 +106,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         written = self.container.open(path, budget=self.opened.budget)
         try:
             written = proven(written, self.opened.budget)
-            stored = _outline(self.layout.decode(written, NO_HINTS))
+            stored = _outline(self.layout.decode(written, self.reads))
             meant = _outline(self.state)
             faults = Faults(
                 (f"is {stored.get(key)}, meant {meant.get(key)}", key)
@@ -122,13 +132,9 @@ def prepare(request: Request) -> Plan:
     container, implied = choose_container(request.target, request.to)
     container = written_as(container, request.target)
     opened = open_state(request.source, container=request.from_, step=request.step, hints=request.hints)
+    beside: tuple[OpenState, ...] = ()
     try:
-        state = opened.state.with_step_offset(request.step_offset)
-        changes: tuple[Change, ...] = ()
-        if request.changes is not None:
-            from statekit.conversion.changes import changed
-
-            state, changes = changed(state, request.changes, opened.makers)
+        state, changes = _changed(opened, request)
         name = request.layout or implied
         cards = layouts_for(container, [one for one, _ in state.optimizer.kinds], name, opened.layout)
         card, passed_over = _going_on(cards, state, opened.layout, request)
@@ -138,42 +144,23 @@ def prepare(request: Request) -> Plan:
             check_known(state, opened.makers)
             state = state.each(decoded)
         state, mapped = carried_through(state, request.maps) if request.maps else (state, ())
+        state, changes, beside = _with_missing(state, changes, request)
         rule_change = rule_change_to(card, state, opened.layout)
         if rule_change is not None:
             rule_change.check(request.require, lambda: _nearest(opened, request))
             state = rule_change.state
-        if request.changes is not None and request.changes.slot_dtype:
-            from statekit.conversion.next_update import check_dtypes
-
-            check_dtypes(state, request.changes)
         if request.like is not None:
             state = _like(layout, state, request.like)
         encoded, state = _encoded(layout, state)
-        if request.changes is not None or request.step_offset != "keep":
-            _check_counts(layout.name, opened.state, state)
+        _check_changed(layout.name, opened.state, state, request)
         if schedules := run_of(state.extra).schedules:
             encoded = replace(encoded, paced=_paced(schedules, state))
         if isinstance(container, Fitting):
             encoded = container.fitted(encoded)
-        options = {
-            "hparams": dict(request.hints.hyperparameters),
-            "variant": request.hints.variant,
-            **({"param_names": list(names)} if (names := request.hints.param_names) else {}),
-            **({"names_from": way} if (way := request.hints.names_from) is not None else {}),
-            **({"schedule": dict(call)} if (call := request.hints.schedule) is not None else {}),
-            **({"model_key": key} if (key := request.hints.model_key) is not None else {}),
-            **({"optimizer_key": key} if (key := request.hints.optimizer_key) is not None else {}),
-            "step_offset": {
-                "asked": request.step_offset,
-                "value": _offset(opened.state, request.step_offset),
-            },
-            "require": request.require.name.lower(),
-            **({"like": request.like.name} if request.like is not None else {}),
-            **({"passed_over": passed_over} if passed_over else {}),
-            **({"maps": [one.to_json() for one in request.maps]} if request.maps else {}),
-            **({"accept_damaged": True} if request.hints.accept_damaged else {}),
-            **({"changes": request.changes.to_json()} if request.changes is not None else {}),
-        }
+        reads = NO_HINTS
+        if request.changes is not None and request.changes.state_only:
+            encoded, changes, reads = _without_model(encoded, container.name, state, changes)
+        options = _options(request, opened.state, passed_over)
         target = Side(container.name, layout.name, encoded.step)
         keeps = container.target_kind == "folder" or isinstance(container, KeepsManifest)
         plan = build_plan(
@@ -193,9 +180,10 @@ def prepare(request: Request) -> Plan:
         plan.check()
         files = _facts_of(opened.checkpoint)
     except BaseException:
-        opened.close()
+        for one in (opened, *beside):
+            one.close()
         raise
-    _WAITING[id(plan)] = Prepared(opened, state, container, layout, encoded, files)
+    _WAITING[id(plan)] = Prepared(opened, state, container, layout, encoded, files, reads, beside)
     finalize(plan, _close, id(plan))
     return plan
 
@@ -211,7 +199,7 @@ def carried_out(plan: Plan) -> Prepared:
     if prepared is not None:
         if prepared.is_current:
             return prepared
-        prepared.opened.close()
+        prepared.close()
     again = prepare(plan.request)
     if again.digest != plan.digest:
         raise UsageError(
@@ -230,7 +218,7 @@ _WAITING: dict[int, Prepared] = {}
 
 def _close(plan: int) -> None:
     if (prepared := _WAITING.pop(plan, None)) is not None:
-        prepared.opened.close()
+        prepared.close()
 
 
 def _facts_of(checkpoint: Checkpoint) -> dict[str, tuple[int, int, int]]:
@@ -246,9 +234,80 @@ def _stat(path: Path) -> os.stat_result | None:
         return None
 
 
+def _options(request: Request, state: TrainState, passed_over: Mapping[str, str]) -> dict[str, Any]:
+    """Returns what was asked for that changes the result, as it stands in a plan; `state` is the source's."""
+    return {
+        "hparams": dict(request.hints.hyperparameters),
+        "variant": request.hints.variant,
+        **({"param_names": list(names)} if (names := request.hints.param_names) else {}),
+        **({"names_from": way} if (way := request.hints.names_from) is not None else {}),
+        **({"schedule": dict(call)} if (call := request.hints.schedule) is not None else {}),
+        **({"model_key": key} if (key := request.hints.model_key) is not None else {}),
+        **({"optimizer_key": key} if (key := request.hints.optimizer_key) is not None else {}),
+        "step_offset": {
+            "asked": request.step_offset,
+            "value": _offset(state, request.step_offset),
+        },
+        "require": request.require.name.lower(),
+        **({"like": request.like.name} if request.like is not None else {}),
+        **({"passed_over": passed_over} if passed_over else {}),
+        **({"maps": [one.to_json() for one in request.maps]} if request.maps else {}),
+        **({"accept_damaged": True} if request.hints.accept_damaged else {}),
+        **({"changes": request.changes.to_json()} if request.changes is not None else {}),
+    }
+
+
 def _offset(state: TrainState, asked: StepOffset) -> int | None:
     """Returns where the decay of a source's second moment was made to start; None where that stays."""
     return None if asked == "keep" else state.counts.updates if asked == "reset" else asked
+
+
+def _changed(opened: OpenState, request: Request) -> tuple[TrainState, tuple[Change, ...]]:
+    """Returns a source's state with what was asked to be changed, and what that was."""
+    state = opened.state.with_step_offset(request.step_offset)
+    if request.changes is None:
+        return state, ()
+    from statekit.conversion.changes import changed
+
+    return changed(state, request.changes, opened.makers)
+
+
+def _with_missing(
+    state: TrainState, changes: tuple[Change, ...], request: Request
+) -> tuple[TrainState, tuple[Change, ...], tuple[OpenState, ...]]:
+    """Returns a state with all that a file of the target's model has, what was changed, and that file, open."""
+    if request.changes is None or request.changes.init_missing is None:
+        return state, changes, ()
+    from statekit.conversion.at_loading import begun_from
+
+    model = open_state(request.changes.init_missing)
+    try:
+        state, made = begun_from(state, model.state)
+    except BaseException:
+        model.close()
+        raise
+    return state, (*changes, made), (model,)
+
+
+def _without_model(
+    encoded: Encoded, container: str, state: TrainState, changes: tuple[Change, ...]
+) -> tuple[Encoded, tuple[Change, ...], Hints]:
+    """Returns a state in native form without parameters, all that was changed, and what to read it again by."""
+    from statekit.conversion.changes import without_model
+
+    encoded, left = without_model(encoded, container, state)
+    model = {path.replace("/", "."): param for path, param in state.params.items()}
+    return encoded, (*changes, left), Hints(model=model)
+
+
+def _check_changed(layout: str, source: TrainState, state: TrainState, request: Request) -> None:
+    """Refuses a target that can't go on with what was changed: with its dtypes, or with counts that were set apart."""
+    if request.changes is not None and request.changes.slot_dtype:
+        from statekit.conversion.next_update import check_dtypes
+
+        check_dtypes(state, request.changes)
+    if request.changes is not None or request.step_offset != "keep":
+        _check_counts(layout, source, state)
 
 
 def _check_counts(layout: str, source: TrainState, state: TrainState) -> None:

@@ -61,6 +61,7 @@ class Place:
         folder: The folder that `files` are named in, where `path` is one of them.
         map_name: The map that made its model; "" without one.
         loss_scale: How many times as large the loss is from there on, as its moments were rescaled for; None if not.
+        state_only: Whether it holds an optimizer's state without parameters.
     """
 
     container: str
@@ -76,6 +77,7 @@ class Place:
     folder: Path | None = None
     map_name: str = ""
     loss_scale: float | None = None
+    state_only: bool = False
 
 
 def of_plan(plan: Plan, files: Iterable[str] = ()) -> Place:
@@ -95,6 +97,7 @@ def of_plan(plan: Plan, files: Iterable[str] = ()) -> Place:
         plan.run,
         map_name=_map_name(plan.options),
         loss_scale=_loss_scale(plan.options),
+        state_only=_is_state_only(plan.options),
     )
 
 
@@ -140,7 +143,14 @@ def of_checkpoint(opened: OpenState) -> Place:
         folder,
         _map_name(options),
         _loss_scale(options),
+        _is_state_only(options),
     )
+
+
+def _is_state_only(options: Mapping[str, Any]) -> bool:
+    """Tells whether a target holds no parameters, by what was asked for."""
+    changes = options.get("changes")
+    return isinstance(changes, Mapping) and changes.get("state_only") is True
 
 
 def _loss_scale(options: Mapping[str, Any]) -> float | None:
@@ -225,6 +235,8 @@ def _native_lines(
     place: Place, entry: Mapping[str, Any], values: Mapping[str, str | None], state: State
 ) -> Iterable[str]:
     """Returns the lines of a checkpoint's own system, which may have others for parts in other places."""
+    if place.state_only:
+        return list(_data()["state_only"])
     if place.by_path:
         return list(entry["by_path"])
     for placed in entry.get("placed", ()):
