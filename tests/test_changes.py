@@ -136,6 +136,23 @@ def test_frozen_parameters_keep_their_values_and_lose_their_slots(tmp_path: Path
         )
 
 
+@pytest.mark.torch
+def test_where_files_do_not_tell_a_frozen_parameter_from_a_buffer_it_is_one(tmp_path: Path) -> None:
+    run = COMPACT / "torch_adafactor" / "adafactor_bf16" / "checkpoint" / "checkpoint.pt"
+    report = statekit.convert(run, tmp_path / "out.pt", drop_slots_of="embed/weight")
+    assert "1 of" in said(report)
+    with statekit.open(tmp_path / "out.pt") as opened, statekit.open(run) as source:
+        assert not any("embed/weight" in group.paths for group in opened.groups)
+        frozen = opened.state.extra["buffers"]["embed.weight"].read()
+        assert frozen.tobytes() == source.params["embed/weight"].read().tobytes()
+
+
+def test_trainers_own_count_is_not_set_apart_from_its_optimizers(tmp_path: Path) -> None:
+    run = COMPACT / "torch_formats" / "adamw_trainer" / "checkpoint"
+    with pytest.raises(InexactError, match="global_step is both"):
+        statekit.convert(run, tmp_path / "out", to="hf-trainer", slot_policy="reset:count")
+
+
 def test_momentum_in_another_dtype_is_told_to_the_rule(tmp_path: Path) -> None:
     report = converted(tmp_path, slot_dtype={"m": "bfloat16"})
     assert "off by up to 0.00390625" in said(report)

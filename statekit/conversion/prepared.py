@@ -106,11 +106,12 @@ class Prepared(AbstractContextManager["Prepared"]):
         written = self.container.open(path, budget=self.opened.budget)
         try:
             written = proven(written, self.opened.budget)
-            stored = _outline(self.layout.decode(written, self.reads))
-            meant = _outline(self.state)
+            back = self.layout.decode(written, self.reads)
+            # Where nothing else tells, what no optimizer moves is a buffer, as a frozen parameter is.
+            stored, meant = (_outline(one) | _buffers(one) for one in (back, self.state))
             faults = Faults(
                 (f"is {stored.get(key)}, meant {meant.get(key)}", key)
-                for key in {**meant, **stored}
+                for key in {**_outline(self.state), **_outline(back)}
                 if stored.get(key) != meant.get(key)
             )
             faults.check(StateError, "It decodes to another state", place=path)
@@ -152,7 +153,7 @@ def prepare(request: Request) -> Plan:
         if request.like is not None:
             state = _like(layout, state, request.like)
         encoded, state = _encoded(layout, state)
-        _check_changed(layout.name, opened.state, state, request)
+        _check_changed((layout.name, container.name), opened.state, state, request)
         if schedules := run_of(state.extra).schedules:
             encoded = replace(encoded, paced=_paced(schedules, state))
         if isinstance(container, Fitting):
@@ -300,17 +301,17 @@ def _without_model(
     return encoded, (*changes, left), Hints(model=model)
 
 
-def _check_changed(layout: str, source: TrainState, state: TrainState, request: Request) -> None:
+def _check_changed(target: tuple[str, str], source: TrainState, state: TrainState, request: Request) -> None:
     """Refuses a target that can't go on with what was changed: with its dtypes, or with counts that were set apart."""
     if request.changes is not None and request.changes.slot_dtype:
         from statekit.conversion.next_update import check_dtypes
 
         check_dtypes(state, request.changes)
     if request.changes is not None or request.step_offset != "keep":
-        _check_counts(layout, source, state)
+        _check_counts(target, source, state)
 
 
-def _check_counts(layout: str, source: TrainState, state: TrainState) -> None:
+def _check_counts(target: tuple[str, str], source: TrainState, state: TrainState) -> None:
     """Refuses a target with one count for updates and schedule where these were set apart.
 
     Raises:
@@ -319,11 +320,11 @@ def _check_counts(layout: str, source: TrainState, state: TrainState) -> None:
     from statekit.conversion.resume import one_count
 
     apart = state.counts.schedule - state.counts.updates
-    why = one_count(layout)
+    why = one_count(*target)
     if why is not None and apart and apart != source.counts.schedule - source.counts.updates:
         raise InexactError(
             "The target counts updates and the schedule's steps in one number.",
-            place=f"layout {layout}",
+            place=f"layout {target[0]}, container {target[1]}",
             expected=f"as many of both: {why}",
             found=f"{state.counts.updates} updates, the schedule at {state.counts.schedule}",
             remedy="shift the schedule itself in the program, or choose another layout",
@@ -428,6 +429,11 @@ def _nearest(opened: OpenState, request: Request) -> list[str]:
     layouts = [one for one in cards if one.holds([schema for schema, _ in state.optimizer.kinds])]
     ways = {one.name: rule_change_to(one, opened.state, opened.layout) for one in layouts}
     return [name for name, way in ways.items() if way is None or way.exactness <= request.require]
+
+
+def _buffers(state: TrainState) -> dict[str, Any]:
+    buffers: Mapping[str, Any] = state.extra.get("buffers") or {}
+    return {name.replace(".", "/"): getattr(one, "shape", None) for name, one in buffers.items()}
 
 
 def _outline(state: TrainState) -> dict[str, Any]:

@@ -194,10 +194,10 @@ def frameworks() -> list[str]:
     return list(_data()["frameworks"])
 
 
-def one_count(layout: str) -> str | None:
-    """Returns what a layout's own system counts updates and the schedule's steps in, if that is one number."""
-    said = _data()["one_count"].get(layout)
-    return None if said is None else str(said)
+def one_count(layout: str, container: str) -> str | None:
+    """Returns what a target's own system counts updates and the schedule's steps in, if that is one number."""
+    known: Mapping[str, str] = _data()["one_count"]
+    return known.get(layout, known.get(container))
 
 
 def resume_lines(place: Place, state: State, framework: str | None = None) -> list[str]:
