@@ -123,8 +123,8 @@ the manifest's options; what it can't do is refused by name.
   as in `torch.save(optimizer.state_dict())`; for files of PyTorch's own optimizers.
 - `--init-missing FILE`: parameters that a file of the target's model has, and the source lacks or has in another shape,
   are taken from it, and their slots begin anew, in the run's only group.
-- `--drop-slots-of GLOB`: freezes parameters: they keep their values, in no group and without slots. PyTorch's files don't
-  tell them from buffers then.
+- `--drop-slots-of GLOB`: freezes parameters: they keep their values, in no group and without slots. PyTorch's files
+  don't tell them from buffers then.
 - `--param-dtype`, `--slot-dtype [SLOT=]DTYPE`: casts. A narrower dtype is `lossy` in the plan, passes because it was
   asked for, and the report measures how far values are off. Slots only have dtypes that the rule keeps, counts none.
 - `--loss-scale C`: the loss is C times what it was: a slot that grows with the p-th power of gradients is times C^p.
