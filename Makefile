@@ -8,7 +8,7 @@ PIP_INSTALL := -m pip --disable-pip-version-check install -qq --constraint const
 
 export JAX_PLATFORMS := cpu
 
-.PHONY: help demo test test-all living fuzz soak check format package bench tables clean
+.PHONY: help demo test test-all living fuzz fuzz-atheris soak check format package bench tables clean
 
 help:
 	@echo "make demo      take a T5 that T5X trained and go on in Transformers"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-all  run all tests in full"
 	@echo "make living    hold our steps against the living originals, LIVING_CASES drawn runs; goes on where it was stopped, and writes docs/living.md"
 	@echo "make fuzz      give every reader changed samples, FUZZ_CASES each; what is no value and no error of ours is printed"
+	@echo "make fuzz-atheris  the same led by the lines that are run, ATHERIS_SECONDS each; installs atheris"
 	@echo "make soak      SOAK_CASES drawn conversions while things go wrong: kills, full disks, failing calls, damage"
 	@echo "make check     lint, check the layout of the code, type-check"
 	@echo "make format    lay out the code"
@@ -51,6 +52,12 @@ living: $(READY)
 FUZZ_CASES ?= 20000
 fuzz: $(READY)
 	@$(BIN)/python tests/fuzz/sweep.py --cases $(FUZZ_CASES)
+
+ATHERIS_SECONDS ?= 60
+fuzz-atheris: $(READY)
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python $(PIP_INSTALL) atheris==3.0.0
+	@$(BIN)/python tests/fuzz/atheris_driver.py | while read -r reader; do \
+		$(BIN)/python tests/fuzz/atheris_driver.py "$$reader" -max_total_time=$(ATHERIS_SECONDS) || exit 1; done
 
 SOAK_CASES ?= 1000
 soak: $(READY)

@@ -174,13 +174,13 @@ def _marks(folder: Path) -> Path:
     return torch_zip(folder / "a.pt", b"\x80\x02" + b"(" * 10_000_000 + b"N.")
 
 
-@bomb("pickle: names of 100 MB, joined a thousand times", quick=True)
+@bomb("pickle: names of 100 MB, joined a thousand times")
 def _names(folder: Path) -> Path:
     pickled = text("a" * 100_000_000) + b"\x940" + b"h\x00h\x00\x930" * 1000
     return torch_zip(folder / "a.pt", b"\x80\x04" + pickled + b"N.")
 
 
-@bomb("pickle: a text of 100 MB with one wide character", quick=True)
+@bomb("pickle: a text of 100 MB with one wide character")
 def _wide_text(folder: Path) -> Path:
     return torch_zip(folder / "a.pt", b"\x80\x04" + text("a" * 100_000_000 + chr(0x1F600)) + b".")
 
@@ -234,7 +234,7 @@ def _legacy(folder: Path) -> Path:
     return folder / "a.pt"
 
 
-@bomb("torch.distributed.checkpoint: 6 M memo entries in .metadata", quick=True)
+@bomb("torch.distributed.checkpoint: 6 M memo entries in .metadata")
 def _dcp(folder: Path) -> Path:
     (folder / "__0_0.distcp").write_bytes(b"")
     (folder / ".metadata").write_bytes(b"\x80\x04N" + b"\x94" * 6_000_000 + b".")
@@ -293,7 +293,7 @@ def _numbers(folder: Path) -> Path:
     return checkpoint_folder(folder, trainer_state=b'{"global_step": 1, "a": [' + b"1," * 20_000_000 + b"1]}")
 
 
-@bomb("JSON: 100 MB of one text with a wide character", quick=True)
+@bomb("JSON: 100 MB of one text with a wide character")
 def _wide_json(folder: Path) -> Path:
     content = b'{"global_step": 1, "a": "' + b"a" * 100_000_000 + "\U0001f600".encode() + b'"}'
     return checkpoint_folder(folder, trainer_state=content)
@@ -355,7 +355,7 @@ def safetensors_tensors(folder: Path, count: int) -> Path:
     return safetensors(folder / "a.safetensors", b"{" + b",".join(entries) + b"}", count)
 
 
-@bomb("safetensors: a header of 90 MB of spaces", reads=True, quick=True)
+@bomb("safetensors: a header of 90 MB of spaces", reads=True)
 def _spaces(folder: Path) -> Path:
     entry = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
     return safetensors(folder / "a.safetensors", entry + b" " * 90_000_000, 1)
@@ -445,7 +445,7 @@ def _names_of_4k(folder: Path) -> Path:
     return index(folder, shared_keys(200_000, 4000))
 
 
-@bomb("TensorFlow: one block of 30 MB without an entry, listed 9000 times", quick=True)
+@bomb("TensorFlow: one block of 30 MB without an entry, listed 9000 times")
 def _listed(folder: Path) -> Path:
     return index(folder, bytes(30_000_000) + struct.pack("<I", 7_500_000), 9000)
 
@@ -750,7 +750,7 @@ def _zarr_shard(folder: Path) -> Path:
     return path
 
 
-@bomb("OCDBT: 100 000 keys without a tree", quick=True, reads=True)
+@bomb("OCDBT: 100 000 keys without a tree", reads=True)
 def _ocdbt_keys(folder: Path) -> Path:
     return orbax_database(folder, {f"{i:06d}": b"x" for i in range(100_000)}, {})
 
@@ -817,7 +817,7 @@ def _keras_lies(folder: Path) -> Path:
     return deflated(folder / "a.keras", members)
 
 
-@bomb("Keras: a config deflated to 400 kB that becomes 400 MiB", quick=True)
+@bomb("Keras: a config deflated to 400 kB that becomes 400 MiB")
 def _keras_config(folder: Path) -> Path:
     config = zeros(400 * 2**20, "raw")
     members: dict[str, tuple[bytes, int | None]] = {"config.json": (config, 400 * 2**20)}
@@ -851,7 +851,7 @@ def _list(folder: Path) -> Path:
     return path
 
 
-@bomb("MXNet: a list of 1.5 M arrays of nothing", quick=True)
+@bomb("MXNet: a list of 1.5 M arrays of nothing")
 def _many_arrays(folder: Path) -> Path:
     path, count = folder / "a.params", 1_500_000
     array = struct.pack("<IiIqiii", 0xF993FAC9, 0, 1, 0, 1, 0, 0)
@@ -879,7 +879,7 @@ def _states_whole(folder: Path) -> Path:
     return path
 
 
-@bomb("legacy torch file: 6 M memo entries", quick=True)
+@bomb("legacy torch file: 6 M memo entries")
 def _legacy_memo(folder: Path) -> Path:
     magic = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
     rest = b"\x80\x02M\xe9\x03.\x80\x02}."
