@@ -79,7 +79,7 @@ def fused(draw: st.DrawFn) -> tuple[list[Array], Rule, int, tuple[int, ...], int
     return parts, Rule(labels_of(rank, draw), "given"), axis, shares, turns
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(fused())
 def test_fused_parts_keep_what_a_fused_run_would_and_come_apart_with_the_same_second_moment(
     drawn: tuple[list[Array], Rule, int, tuple[int, ...], int],

@@ -284,7 +284,7 @@ def test_a_resized_run_is_refused_until_that_is_allowed(tmp_path: Path) -> None:
 
 # Whatever the map, a tensor streams.
 
-BIG = (64 * 1024, 256)  # of float32: eight blocks
+BIG = (32 * 1024, 256)  # of float32: four blocks
 
 
 class Counting:

@@ -66,8 +66,11 @@ class Replicate(OfEach):
         return tensor if at is None else Repeated(tensor, sum(i < at for i in kept), self.count)
 
     def __str__(self) -> str:
-        where = "" if self.axis is None else f" along axis {self.axis}"
-        return f"one of {self.count} copies" if self.axis is None else f"{self.count} copies{where}"
+        return (
+            f"one of {self.count} copies"
+            if self.axis is None
+            else f"{self.count} copies along axis {self.axis}"
+        )
 
 
 @dataclass(frozen=True)
