@@ -26,6 +26,7 @@ from statekit.converters import __path__ as converters
 from statekit.files.manifest import FILE
 from statekit.schemas import __path__ as schemas
 from statekit.state.run import RunState, Schedule
+from statekit.state.schedules.call_text import parse_call
 from statekit.state.schema import load_schema
 
 DATA = json.loads((Path(converters[0]) / "resume.json").read_text(encoding="utf-8"))
@@ -420,3 +421,13 @@ def test_t5x_is_told_the_arguments_without_which_it_would_make_another_run(tmp_p
         "adafactor.Adafactor.beta1 = 0.9",
         "adafactor.Adafactor.min_dim_size_to_factor = 0",
     ]
+
+
+def test_a_class_that_mxnets_states_name_is_there_before_they_are_loaded(tmp_path: Path) -> None:
+    """`Trainer.save_states` pickles it as `__main__.Schedule`: the same lines load what they saved."""
+    hints = Hints(schedule=parse_call("CosineDecay(0.1, 9)"))
+    source = COMPACT / "mxnet_lans/fused_bounds_clip_rescale/checkpoint"
+    planned = plan(source, tmp_path / "run-mxnet", hints=hints)
+    lines = resume_lines(of_plan(planned), planned.state)
+    code = "\n".join(lines)
+    assert code.index("class Schedule(") < code.index("trainer.load_states(") < code.index("lr_scheduler = ")

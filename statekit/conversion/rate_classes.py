@@ -97,6 +97,7 @@ def mxnet_lines(rates: Rates) -> list[str]:
     code = expression(rates, PYTHON)
     return [
         *(["import math"] if MATH in code else []),
+        "# save_states pickles the name of this class: a program that loads them has it, where it is here, before",
         "class Schedule(mx.lr_scheduler.LRScheduler):",
         "    def __call__(self, num_update):",
         "        step = num_update - 1  # the updates done: MXNet counts the one that is made",
