@@ -16,7 +16,7 @@ import pytest
 from goldens import GOLDEN
 from statekit.cli.main import FAILED, STOPPED, STOPPING, Stopped, main, stoppable
 from statekit.conversion.convert import convert, plan
-from statekit.errors import TargetExistsError
+from statekit.errors import RefusedError, TargetExistsError
 
 ADAMW = GOLDEN / "torch_formats/adamw_legacy/checkpoint/checkpoint.pt"
 
@@ -89,6 +89,25 @@ def umask() -> int:
     value = os.umask(0o022)
     os.umask(value)
     return value
+
+
+def test_a_link_is_nobodys_to_replace(source: Path, tmp_path: Path) -> None:
+    for name, to in (("real.pt", None), ("real", "statekit")):
+        real = tmp_path / name
+        convert(plan(source, real, to=to))
+        link = tmp_path / f"link-{name}"
+        link.symlink_to(real.name)
+        with pytest.raises(TargetExistsError, match="is a link"):
+            convert(plan(source, link, to=to), replace=True)
+        assert link.is_symlink()
+        convert(plan(source, link, to=to), replace_foreign=True)
+        assert not link.is_symlink() and real.exists()
+
+
+def test_a_pipe_is_no_source(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.pt")
+    with pytest.raises(RefusedError, match="isn't a regular file"):
+        plan(tmp_path / "run.pt", tmp_path / "target.pt")
 
 
 HEARD = """

@@ -31,6 +31,7 @@ from statekit.files.stage import (
     OnProgress,
     Progress,
     Stage,
+    TargetKind,
     check_target,
     permissions,
     silent,
@@ -147,8 +148,8 @@ def convert(
     kind = written_as(registry.container(plan.target.container), plan.request.target).target_kind or "file"
     replace = replace or replace_foreign
     check_target(plan.request.target, kind, replace=replace, foreign=replace_foreign)
-    if kind == "file" and not replace_foreign:
-        _check_ours(plan.request.target)
+    if not replace_foreign:
+        _check_ours(plan.request.target, kind)
     with carried_out(plan) as prepared:
         checkpoint, tree = prepared.opened.checkpoint, prepared.encoded.tree
         passed = _passed_through(checkpoint, tree)
@@ -215,13 +216,20 @@ def _measured(plan: Plan, tree: Tree) -> tuple[Measured, ...]:
     return measured_in(tensor_names(tree).values())
 
 
-def _check_ours(target: Path) -> None:
-    """Refuses to replace a file that statekit didn't write: one without a manifest inside.
+def _check_ours(target: Path, kind: TargetKind) -> None:
+    """Refuses to replace what statekit didn't write: a link, or a file without a manifest inside.
 
     Raises:
         TargetExistsError: It isn't ours.
     """
-    if not target.is_file() or target.is_symlink():
+    if target.is_symlink():
+        raise TargetExistsError(
+            "The target is a link, which statekit didn't make.",
+            place=target,
+            found=f"a link to {os.readlink(target)}",
+            remedy="name what it leads to, or choose another name; --replace-foreign puts the result in its place",
+        )
+    if kind != "file" or not target.is_file():
         return
     try:
         with registry.opened(registry.detect_container(target)[0], target, None, NO_HINTS) as old:
