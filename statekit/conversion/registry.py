@@ -154,11 +154,11 @@ def _check_readable(path: Path) -> None:
 
     Raises:
         FormatError: One may not be read, so that nobody can tell.
+        RefusedError: It is a pipe, a socket or a device.
     """
-    files = (
-        (Path(top) / name for top, _, names in walked(path) for name in names) if path.is_dir() else [path]
-    )
-    for file in islice((file for file in files if file.is_file()), MOST_ENTRIES):
+    below = (Path(top) / name for top, _, names in walked(path) for name in names)
+    files = (file for file in below if file.is_file()) if path.is_dir() else iter([path])
+    for file in islice(files, MOST_ENTRIES):
         first_bytes(file, 1)
 
 
