@@ -210,6 +210,17 @@ def test_the_order_of_batches_is_the_models_where_the_file_sorts_its_names() -> 
             assert all(same_values(state.slots[path][slot], tensor) for slot, tensor in tensors.items())
 
 
+def test_parameters_without_slots_are_refused_where_equal_shapes_lie_together() -> None:
+    folder = next(f for f in FILES if f.parent.name == "scaled_adam" and f.name not in NEED_NAMES)
+    with open_recording(folder) as recording, CONTAINER.open(folder / recording.checkpoint) as checkpoint:
+        state = ICEFALL.decode(checkpoint, Hints())
+        first = next(iter(state.slots))
+        with pytest.raises(InexactError, match="no slots"):
+            ICEFALL.encode(
+                replace(state, slots={path: slots for path, slots in state.slots.items() if path != first})
+            )
+
+
 def test_names_are_read_from_lines_json_and_state_dicts(tmp_path: Path) -> None:
     (tmp_path / "n.txt").write_text("a.b\n\n c \n")
     (tmp_path / "n.json").write_text('[["a.b"], ["c"]]')

@@ -98,7 +98,7 @@ class Icefall:
         """Returns the file's tree, members stacked into batches.
 
         Raises:
-            InexactError: The state isn't ScaledAdam's.
+            InexactError: The state isn't ScaledAdam's, or lacks the slots of parameters.
         """
         if state.optimizer.schema != SCHEMA:
             raise InexactError(
@@ -119,6 +119,13 @@ class Icefall:
             order = _batches(state.params, group)
             for batch in order if state.counts.updates else ():
                 record: dict[str, Any] = {"step": state.counts.updates}
+                if without := [path for path in batch if path not in state.slots]:
+                    raise InexactError(
+                        "A parameter has no slots, and ScaledAdam's file holds those of equal shape in one tensor.",
+                        place=", ".join(without[:5]),
+                        expected=f"slots of every parameter after {state.counts.updates} updates",
+                        found=f"none of {len(without)}",
+                    )
                 for slot in state.slots[batch[0]]:
                     record[slot] = Stack([state.slots[p][slot] for p in batch], int(slot in _LATE_AXIS))
                 native[index[batch[0]]] = record | dict(state.extra.get(JOINT, {}).get(batch[0], {}))
