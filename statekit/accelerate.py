@@ -10,7 +10,7 @@ from typing import Any
 
 from statekit.attestation.attestation import Attestation
 from statekit.torch.attestation import attest as attest_torch
-from statekit.torch.attestation import unwrapped
+from statekit.torch.attestation import only, unwrapped
 
 __all__ = ["attest"]
 
@@ -30,13 +30,13 @@ def attest(
 
     Raises:
         StateError: With `strict`, the live run isn't the checkpoint's; or the checkpoint can't be decoded.
+        UsageError: It has prepared several models, optimizers or schedulers.
     """
-    schedulers = accelerator._schedulers
     return attest_torch(
-        accelerator._optimizers[0],
-        unwrapped(accelerator._models[0]).named_parameters(),
+        only(accelerator._optimizers, "optimizer"),
+        unwrapped(only(accelerator._models, "model")).named_parameters(),
         path,
-        scheduler=schedulers[0] if schedulers else None,
+        scheduler=only(accelerator._schedulers, "scheduler") if accelerator._schedulers else None,
         scaler=accelerator.scaler,
         strict=strict,
         **options,

@@ -14,7 +14,7 @@ try:
     from lightning.pytorch.callbacks import Callback
 
     from statekit.attestation.attestation import Attestation
-    from statekit.torch.attestation import attest
+    from statekit.torch.attestation import attest, only
 except ModuleNotFoundError as error:
     if error.name in ("torch", "lightning"):
         raise MissingExtraError(
@@ -50,15 +50,16 @@ class AttestCallback(Callback):  # type: ignore[misc]  # its base is untyped
 
         Raises:
             StateError: With `strict`, the live run isn't the checkpoint's.
+            UsageError: The run has several optimizers or schedulers.
         """
         if self.result is not None:
             return
         schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
         self.result = attest(
-            trainer.optimizers[0],
+            only(trainer.optimizers, "optimizer"),
             pl_module.named_parameters(),
             self.path,
-            scheduler=schedules[0] if schedules else None,
+            scheduler=only(schedules, "scheduler") if schedules else None,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             **self.options,
         )

@@ -16,7 +16,8 @@ torch = pytest.importorskip("torch")
 
 import statekit.torch
 from statekit.attestation.attestation import Attestation
-from statekit.errors import StateError
+from statekit.errors import StateError, UsageError
+from statekit.torch.attestation import only
 
 pytestmark = pytest.mark.torch
 
@@ -381,3 +382,9 @@ def test_runs_of_trainer_accelerate_and_lightning_are_attested(tmp_path: Path) -
         "zeroed": ["slot-zero"],
         "raised": ["The live run isn't the checkpoint's."],
     }
+
+
+def test_several_optimizers_are_not_attested_by_their_first() -> None:
+    assert only(["one"], "optimizer") == "one"
+    with pytest.raises(UsageError, match="one optimizer"):
+        only(["one", "two"], "optimizer")

@@ -11,6 +11,7 @@ import torch
 from statekit.attestation.attest import attest as attested
 from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.diagnosis import fault
+from statekit.errors import UsageError
 from statekit.torch.from_checkpoint import NamedParameters, hints_of, pairs_of
 from statekit.torch.live import live_state
 from statekit.torch.sharding import is_sharded
@@ -118,6 +119,21 @@ def unwrapped(model: Any) -> Any:
         inner = getattr(model, name, None)
         model = inner if isinstance(inner, torch.nn.Module) and len([*model.children()]) == 1 else model
     return model
+
+
+def only(parts: Sequence[Any], what: str) -> Any:
+    """Returns the one part of a trainer that has one; a verdict of the first would pass the others in silence.
+
+    Raises:
+        UsageError: There are none, or several.
+    """
+    if len(parts) != 1:
+        raise UsageError(
+            f"A run is attested here that has one {what}.",
+            found=f"{len(parts)} of them",
+            remedy="call statekit.torch.attest for each optimizer, with the parameters that it moves",
+        )
+    return parts[0]
 
 
 def _innermost(outer: Any, name: str, kind: type = object) -> Any:
