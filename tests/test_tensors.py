@@ -10,7 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from statekit.tensors.tensor import DTYPES, Cast, Filled, Shape, Tensor, fill, in_memory, row_major
+from statekit.tensors.tensor import (
+    DTYPES,
+    Cast,
+    Filled,
+    Shape,
+    Tensor,
+    dtype_named,
+    fill,
+    in_memory,
+    rounded,
+    row_major,
+)
 from statekit.tensors.tree import Record
 from statekit.tensors.views import Stack
 
@@ -108,3 +119,21 @@ def test_values_are_copied_into_a_part_of_an_array_and_nowhere_else() -> None:
     assert np.array_equal(around[70:220, 100:240], values)
     around[70:220, 100:240] = 0
     assert not around.any()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float16"])
+def test_values_are_rounded_once(name: str) -> None:
+    dtype = dtype_named(name)
+    bits = np.arange(2 ** (8 * dtype.itemsize)).astype(f"u{dtype.itemsize}")
+    with np.errstate(invalid="ignore"):
+        every = bits.view(dtype).astype(np.float64)
+    every = np.unique(every[np.isfinite(every)])
+    low, high = every[:-1], every[1:]
+    middle = (low + high) / 2  # exact: float64 has digits to spare
+    for shift in (-(2.0**-26), 2.0**-26):
+        beside = middle + (high - low) * shift
+        assert (rounded(beside, dtype).astype(np.float64) == (low if shift < 0 else high)).all()
+    assert (
+        rounded(middle, dtype) == middle.astype(np.float32).astype(dtype)
+    ).all()  # float32 holds them: ties
+    assert np.isnan(rounded(np.array([np.nan]), dtype).astype(np.float64)).all()

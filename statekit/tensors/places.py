@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from statekit.errors import UsageError
-from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, index_shape, normal_index
+from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, index_shape, normal_index, rounded
 
 _GAP = 8
 """Places that are read over rather than read around: the next read costs more."""
@@ -284,7 +284,7 @@ class Combined:
         if self.by != "sum":
             with np.errstate(invalid="ignore"):  # the mean of nothing is NaN
                 total = np.asarray(total / sum(self.weights))
-        return np.asarray(total if self.by != "root_mean_square" else np.sqrt(total)).astype(self.dtype)
+        return rounded(total if self.by != "root_mean_square" else np.sqrt(total), self.dtype)
 
     def to_json(self) -> dict[str, Any]:
         """Describes the tensor."""
@@ -332,7 +332,7 @@ class Rescaled:
             ratio = np.where(whole == 0, 1.0, part / whole)
             along = tuple(i for i in range(len(self.shape)) if i not in self.axes)
             block = self.tensor.read(index).astype(np.float64) * np.expand_dims(ratio, along)
-            return np.asarray(block).astype(self.dtype)
+            return rounded(block, self.dtype)
 
     def to_json(self) -> dict[str, Any]:
         """Describes the tensor."""
@@ -477,7 +477,7 @@ class Reconstructed:
         )
         with np.errstate(invalid="ignore", divide="ignore"):
             scaled = np.where(mean == 0, 0.0, column / mean)
-            return np.ascontiguousarray((row * scaled).astype(self.dtype))
+            return np.ascontiguousarray(rounded(row * scaled, self.dtype))
 
     def to_json(self) -> dict[str, Any]:
         """Describes the tensor."""

@@ -24,6 +24,7 @@ from statekit.tensors.tensor import (
     index_shape,
     normal_index,
     positions,
+    rounded,
     row_major,
     widens,
 )
@@ -367,7 +368,7 @@ class Mean(_WithoutAxis):
             block = self.tensor.read((*index[: self.axis], along, *index[self.axis :]))
             total += block.sum(axis=self.axis, dtype=np.float64)
         with np.errstate(invalid="ignore"):  # the mean of nothing is NaN, as the optimizers have it
-            return (total / length).astype(self.dtype)
+            return rounded(total / length, self.dtype)
 
     def to_json(self) -> dict[str, Any]:
         """Describes the tensor."""
@@ -541,7 +542,7 @@ class Narrowed(_EachElement):
     def read(self, index: Index | None = None) -> Array:
         """Reads a block."""
         with np.errstate(over="ignore"):  # what lies beyond the range is infinite
-            return self.tensor.read(index).astype(self.dtype)
+            return rounded(self.tensor.read(index), self.dtype)
 
     def to_json(self) -> dict[str, Any]:
         """Describes the tensor."""
@@ -578,7 +579,7 @@ class Scaled(_EachElement):
         """Reads a block."""
         with np.errstate(over="ignore", under="ignore"):
             product = self.tensor.read(index).astype(np.float64) * self.factor
-            return np.asarray(product).astype(self.dtype)
+            return rounded(product, self.dtype)
 
     def to_json(self) -> dict[str, Any]:
         """Describes the tensor."""
