@@ -282,7 +282,12 @@ def changes_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def run(*args: Any, **options: Any) -> Any:
         said = {name: options.pop(name) for name in CHANGES}
-        said = {name: value for name, value in said.items() if value not in ("keep", (), False, None)}
+        unsaid = ("keep", ())  # and False and None themselves: 0 equals False, and is a step
+        said = {
+            name: value
+            for name, value in said.items()
+            if value is not False and value is not None and value not in unsaid
+        }
         changes = None
         if said:
             from statekit.conversion.changes import Changes

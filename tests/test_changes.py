@@ -237,6 +237,9 @@ def test_the_command_line_says_what_was_changed_in_text_and_json(
     assert plan["options"]["changes"] == {"slot_policy": {"v*": "reset"}, "loss_scale": 0.25}
     assert {one["asked"] for one in plan["changed"]} == {"--slot-policy", "--loss-scale"}
     assert main(["convert", str(RUN), str(tmp_path / "b.pt"), "--drop-slots-of", "nope"]) == USAGE
+    for nought, wanted in (("--schedule-step", DONE), ("--loss-scale", USAGE)):
+        assert main(["convert", str(RUN), str(tmp_path / "c.pt"), nought, "0", "--dry-run"]) == wanted
+    assert "stands at 0 instead of 4" in capsys.readouterr().out
     assert main(["convert", str(RUN), str(tmp_path / "t5x-b"), "--schedule-step", "reset"]) == FAILED
 
 
@@ -411,6 +414,15 @@ def test_what_begins_anew_at_a_large_count_is_measured_on_the_rules_own_step(
         assert row["notes"] == []
     else:
         assert f"first update is {times}" in row["notes"][0] and "counts anew" in row["notes"][-1]
+
+
+def test_an_update_that_vanishes_is_compared_with_nothing() -> None:
+    state = case("adamw", "torch").before(1)
+    (group,) = state.optimizer.groups
+    large = replace(group, hyperparameters={**group.hyperparameters, "epsilon": 1e30, "weight_decay": 0.0})
+    state = replace(state, optimizer=replace(state.optimizer, groups=(large,)))
+    (row,) = measured(to_json(state.to_json()), (), Changes.of({"slot_policy": "reset:m"}))
+    assert "vanishes" in row["unknown"]
 
 
 def test_what_nobody_said_and_what_does_not_matter_are_told_apart() -> None:

@@ -102,6 +102,9 @@ class Trial:
         """Returns how many times a settled run's update the first one is after slots began anew.
 
         In a settled run every gradient was the same.
+
+        Raises:
+            ArithmeticError: Such a run doesn't move.
         """
         begun = self.begun()[1][self.path]
         known = self.schema.data["slots"]
@@ -115,6 +118,8 @@ class Trial:
             after = self.moved(settled, at_rest)[1]
             settled = {name: slot if name in at_one else after[name] for name, slot in settled.items()}
         usual = self._size(settled, at_rest)
+        if not usual:
+            raise ArithmeticError("its update vanishes in the dtype of its parameters")
         return self._size({n: begun[n] if n in reset else slot for n, slot in settled.items()}) / usual
 
     def _size(self, slots: Mapping[str, Any], updates: int | None = None) -> float:
@@ -156,6 +161,7 @@ def measured(
         try:
             trials = _trials(state, whose, group)
             decays = {trial.decay() for trial in trials}
+            said = _first_said(trials, changes)
         except (StatekitError, ArithmeticError) as error:
             row["unknown"] = _reason(error)
             continue
@@ -164,7 +170,7 @@ def measured(
         else:
             (row["decay"],) = decays
             row["discarded"] = None if row["decay"] is None else row["decay"] == 0
-        row["notes"] += _first_said(trials, changes)
+        row["notes"] += said
         moment = trials[0].second_moment()
         row["begun_anew"] = bool(changes and moment and _way(changes.slot_policy, moment) == "reset")
     return rows

@@ -124,7 +124,7 @@ def load_optimizer(
         require_resumable(state, path, HOME, MAKERS, "Keras moves the variables of a model by one")
         names = names or ({} if map else _renumbered(opened, _trainable(variables)))
         model_has = {
-            names.get(path_of(v), path_of(v)): (tuple(v.shape), dtype_named(str(v.dtype)))
+            renamed_path(path_of(v), names): (tuple(v.shape), dtype_named(str(v.dtype)))
             for v in _trainable(variables)
         }
         state, overrides = changed_at_loading(state, overrides, model_has, opened.makers)
