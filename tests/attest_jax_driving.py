@@ -66,6 +66,19 @@ def attested(kind: str, out: Path) -> dict[str, list[str]]:
         "cast": (cast["params"], cast["opt_state"]),  # Orbax casts to the template's dtype
         "exchanged": (exchanged, same["opt_state"]),
     }
+    if kind == "adamw":
+        tries["reset"] = (
+            same["params"],
+            jax.tree.map(
+                lambda part: (
+                    part._replace(count=part.count * 0)
+                    if isinstance(part, optax.ScaleByScheduleState)
+                    else part
+                ),
+                same["opt_state"],
+                is_leaf=lambda part: isinstance(part, optax.ScaleByScheduleState),
+            ),
+        )
     return {
         name: sorted({one.name for one in statekit.jax.attest(*pair, out).findings})
         for name, pair in tries.items()

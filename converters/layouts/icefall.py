@@ -88,7 +88,7 @@ class Icefall:
             params,
             slots,
             Optimizer(SCHEMA, hints.variant, full),
-            Counts(filled.updates, filled.updates),
+            Counts(filled.updates, filled.updates, says_schedule=False),
             extra={**extra, **({JOINT: joint} if joint else {})},
             assumptions=(*order.notes, *_unknown_variant(hints.variant)),
         )

@@ -492,7 +492,7 @@ def _at_schedule(state: TrainState, asked: StepOffset, done: list[Change]) -> Tr
             Exactness.LOSSY,
         )
     )
-    return replace(state, counts=replace(state.counts, schedule=at))
+    return replace(state, counts=replace(state.counts, schedule=at, says_schedule=True))
 
 
 def _rescaled(state: TrainState, scale: float, done: list[Change]) -> TrainState:

@@ -5,9 +5,9 @@ Both are decoded to canonical form and compared there (statekit/state/comparison
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from statekit.maps.links import carried_through
 from statekit.maps.model_map import maps_of
 from statekit.state.comparison import Difference, compare_states
 from statekit.state.stored_params import as_params
-from statekit.state.train_state import TrainState
 
 OnTensor = Callable[[str, int], object]
 
@@ -147,7 +146,6 @@ def _compared(
         if name is not None or config:
             first = carried_through(first, maps_of(name, config))[0]
         compared = compare_states(first, second, on_tensor=on_tensor)
-        differences = (*compared.differences, *_counted(first, second))
         same = [one.checkpoint.path for one in opened]
         has_steps = any(one.checkpoint.meta.get(STEPS) for one in opened)
     return Diff(
@@ -155,7 +153,7 @@ def _compared(
         same[1],
         step if step is not None else _number(opened) if has_steps else None,
         done,
-        differences,
+        compared.differences,
         compared.tensors,
         compared.bytes_read,
         compared.unsaid,
@@ -165,11 +163,3 @@ def _compared(
 def _number(opened: list[OpenState]) -> int | None:
     numbers = {one.checkpoint.step for one in opened}
     return numbers.pop() if len(numbers) == 1 else None
-
-
-def _counted(left: TrainState, right: TrainState) -> Iterator[Difference]:
-    """Yields where the schedules' counts differ otherwise than the updates do."""
-    due, done = left.counts.schedule, right.counts.schedule
-    same = replace(left.counts, behind={}, schedule=0) == replace(right.counts, behind={}, schedule=0)
-    if same and due != done:
-        yield Difference("schedule", "schedule/count", due, done, item="count")

@@ -12,7 +12,7 @@ from statekit.state.exactness import Exactness, Level
 from statekit.state.options import BY_NAME
 from statekit.state.schema import load_schema
 from statekit.state.stored_params import DECODED
-from statekit.state.train_state import Counts, Group, TrainState
+from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import TIES
 
 _BY_PATTERN = ("factor_map", "exclude_from_weight_decay", "exclude_from_parameter_scale")
@@ -136,7 +136,7 @@ def carried(
             if any(path in state.slots for path in link.sources)
         },
         replace(state.optimizer, groups=tuple(groups)),
-        Counts(state.counts.updates, state.counts.schedule, behind),
+        replace(state.counts, behind=behind),
         {path: piece.rule for path, piece in pieces.items() if piece.rule is not None},
         extra,
         state.assumptions,

@@ -15,7 +15,7 @@ from statekit.optim.keras_averages import follow_average
 from statekit.optim.steps import Arrays, Execution, Scene, Slots, Steps, sum_of
 from statekit.state.constants import variant_constants
 from statekit.state.schema import load_schema
-from statekit.state.train_state import Counts, Group, Rule, TrainState
+from statekit.state.train_state import Group, Rule, TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 
 Rates: TypeAlias = Value | tuple[Value, ...]
@@ -64,7 +64,12 @@ def store(xp: Backend, live: Live, state: TrainState) -> TrainState:
         params=_written(xp, live.params, ""),
         slots={path: _written(xp, slots, f"{path}/") for path, slots in live.slots.items()},
         optimizer=replace(state.optimizer, groups=groups),
-        counts=Counts(live.updates, state.counts.schedule + live.updates - state.counts.updates, live.behind),
+        counts=replace(
+            state.counts,
+            updates=live.updates,
+            schedule=state.counts.schedule + live.updates - state.counts.updates,
+            behind=live.behind,
+        ),
     )
 
 

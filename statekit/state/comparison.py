@@ -24,6 +24,9 @@ What: TypeAlias = Literal[
 """In what something differs. `missing`: only the right state has it; `extra`: only the other has it."""
 _PARTS = ("scaler", "accumulation")
 """Parts of a run whose records are compared; of the others only whether they are there can be said."""
+_UNMADE = (
+    "slots that only one has before the first update, of parameters whose values weren't read: zeros are none"
+)
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,7 @@ class _States:
             if not alone and mine is not None and theirs is not None:
                 yield from self._of_param(path)
         yield from self._buffers()
+        yield from self._counts()
         if alone or kinds[0] != kinds[1]:
             return
         yield from self._rules()
@@ -149,8 +153,12 @@ class _States:
             theirs, mine = (each.get(name) for each in slots)
             place = f"slots/{path}/{name}"
             present = theirs if mine is None else mine if theirs is None else None
-            if present is not None and not due and not done and self._by_value(path) and is_zero(present):
-                continue
+            if present is not None and not due and not done:
+                if not self._by_value(path):
+                    self._unsaid[_UNMADE] = None
+                    continue
+                if is_zero(present):
+                    continue
             yield from self._pair(place, path, name, theirs, mine)
 
     def _pair(
@@ -206,6 +214,18 @@ class _States:
         theirs, mine = (dict(one) if isinstance(one, Mapping) else {} for one in each)
         for name in _both(theirs, mine):
             yield from self._pair(f"{BUFFERS}/{name}", name, "", theirs.get(name), mine.get(name))
+
+    def _counts(self) -> Iterator[Difference]:
+        """Yields where the schedules' counts differ, though equally many updates are done."""
+        right, other = self._right.counts, self._other.counts
+        if right.updates != other.updates or right.schedule == other.schedule:
+            return
+        says = right.says_schedule, other.says_schedule
+        if all(says):
+            yield Difference("schedule", "schedule/count", right.schedule, other.schedule, item="count")
+        else:
+            silent = self._sides[int(says[0])]
+            self._unsaid[f"the schedule's count: {silent} doesn't say it"] = None
 
     def _group_slots(self) -> Iterator[Difference]:
         pairs = zip_longest(self._right.optimizer.groups, self._other.optimizer.groups)

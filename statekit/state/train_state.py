@@ -180,11 +180,13 @@ class Counts:
         updates: Updates done so far by the optimizer.
         schedule: Where the learning-rate schedule stands: the argument it gets for the next update.
         behind: Updates done by path, of parameters that have a count of their own and missed some.
+        says_schedule: Whether the source says where the schedule stands; else it is taken to stand at the updates.
     """
 
     updates: int
     schedule: int
     behind: Mapping[str, int] = field(default_factory=dict)
+    says_schedule: bool = field(default=True, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the counts as they stand in a manifest."""

@@ -237,7 +237,7 @@ class Reading:
                     expected="an integer from 0 on",
                     found=repr(updates),
                 )
-            return Counts(updates, updates), replace(hints, hyperparameters=given)
+            return Counts(updates, updates, says_schedule=False), replace(hints, hyperparameters=given)
         done = {self.paths[i]: n - begin for i, n in self.counted.counts.items() if i in self.paths}
         updates = max(done.values(), default=0)
         behind = {path: n for path, n in done.items() if n != updates}

@@ -57,6 +57,11 @@ class Opened:
     where: Path
     params: Mapping[str, Tensor]
 
+    @property
+    def has_schedule(self) -> bool:
+        """Whether a link counts for a schedule."""
+        return any(link.kind == "schedule" for link in self.all_links)
+
     def schedule(self, updates: int) -> int:
         """Returns the count of the schedule; that of updates where no link counts for one."""
         return next((count_of(link) for link in self.all_links if link.kind == "schedule"), updates)

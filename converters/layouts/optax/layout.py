@@ -457,7 +457,7 @@ class Optax:
             Optimizer.of(
                 groups, [(schema, hints_of[schema].variant or variant) for schema, variant in kinds]
             ),
-            Counts(updates, tree.schedule(updates)),
+            Counts(updates, tree.schedule(updates), says_schedule=tree.has_schedule),
             rules,
             tree.extra("optax", {path for core in cores for path in core.paths}, updates),
             tuple(notes),

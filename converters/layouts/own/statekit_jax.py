@@ -136,7 +136,7 @@ class StatekitJax:
             tree.params,
             {path: param_slots for part in slots for path, param_slots in part.items()},
             Optimizer.of(groups, kinds),
-            Counts(updates, tree.schedule(updates)),
+            Counts(updates, tree.schedule(updates), says_schedule=tree.has_schedule),
             rules,
             tree.extra(_KEY, {link.path for link in core_links}, updates, together),
             tuple(notes),

@@ -496,7 +496,9 @@ def _decoded(tree: Any, faults: Faults) -> TrainState | None:
         params=params,
         slots=decoded.slots,
         optimizer=Optimizer.of(decoded.groups, [(maker.schema, maker.variant) for maker in makers]),
-        counts=Counts(decoded.updates, entries.get("schedule", decoded.updates), decoded.behind),
+        counts=Counts(
+            decoded.updates, entries.get("schedule", decoded.updates), decoded.behind, "schedule" in entries
+        ),
         rules=decoded.rules,
         extra={**entries.get("extra", {}), **{key: part for key, part in parts.items() if any(part)}},
         assumptions=tuple(notes),

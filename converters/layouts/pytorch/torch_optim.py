@@ -519,7 +519,7 @@ def _count(step: Any, path: str, faults: Faults) -> int:
 def _counts(counts: Mapping[str, int], params: Mapping[str, Tensor]) -> Counts:
     updates = max(counts.values(), default=0)
     behind = {path: counts.get(path, 0) for path in params if counts.get(path, 0) != updates}
-    return Counts(updates, updates, behind)
+    return Counts(updates, updates, behind, says_schedule=False)
 
 
 def _path(name: str) -> str:

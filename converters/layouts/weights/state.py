@@ -44,7 +44,9 @@ def weights_state(
         )
     known = manifest_state(checkpoint, WEIGHTS)
     done = checkpoint.step or (known.schedule if known else 0)
-    return TrainState(params, {}, Optimizer(WEIGHTS, None, ()), Counts(done, done), {}, extra)
+    return TrainState(
+        params, {}, Optimizer(WEIGHTS, None, ()), Counts(done, done, says_schedule=False), {}, extra
+    )
 
 
 def not_weights(checkpoint: Checkpoint) -> StateError:
