@@ -419,7 +419,9 @@ def test_what_begins_anew_at_a_large_count_is_measured_on_the_rules_own_step(
 def test_an_update_that_vanishes_is_compared_with_nothing() -> None:
     state = case("adamw", "torch").before(1)
     (group,) = state.optimizer.groups
-    large = replace(group, hyperparameters={**group.hyperparameters, "epsilon": 1e30, "weight_decay": 0.0})
+    large = replace(
+        group, hyperparameters={**group.hyperparameters, "epsilon": 1e30, "weight_decay_rate": 0.0}
+    )
     state = replace(state, optimizer=replace(state.optimizer, groups=(large,)))
     (row,) = measured(to_json(state.to_json()), (), Changes.of({"slot_policy": "reset:m"}))
     assert "vanishes" in row["unknown"]
