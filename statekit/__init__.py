@@ -263,7 +263,7 @@ def plan(
                 "param_dtype": param_dtype,
                 "slot_dtype": slot_dtype,
                 "loss_scale": loss_scale,
-                "init_missing": None if init_missing is None else _local(init_missing),
+                "init_missing": init_missing,
             }
         ),
     )

@@ -17,7 +17,7 @@ import statekit
 from goldens import COMPACT
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.cli.main import DONE, FAILED, USAGE, main
-from statekit.conversion.changes import Changes, changed
+from statekit.conversion.changes import Changes, changed, measured_in
 from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.next_update import measured
@@ -26,8 +26,8 @@ from statekit.errors import InexactError, StatekitError, UsageError
 from statekit.optim.run import load, mover
 from statekit.state.schema import WEIGHTS, load_schema, schema_names
 from statekit.state.stored_params import decoded
-from statekit.state.train_state import TrainState
-from statekit.tensors.tensor import in_memory
+from statekit.state.train_state import Counts, Group, Optimizer, TrainState
+from statekit.tensors.tensor import DTYPES, in_memory
 from statekit.tensors.tree import to_json
 from statekit.testing.step_cases import RATE, case
 
@@ -197,6 +197,14 @@ def test_a_dtype_that_the_rule_does_not_keep_is_refused(tmp_path: Path) -> None:
         ({"loss_scale": float("nan")}, "a number above 0"),
         ({"param_dtype": "int8"}, "expected float32"),
         ({"slot_dtype": "q=float32"}, "no slot of the state"),
+        ({"slot_policy": 5}, "is 5, expected text, or a list"),
+        ({"drop_slots_of": 5}, "is 5, expected text, or a list"),
+        ({"slot_dtype": 5}, "is 5, expected text, or a list"),
+        ({"init_missing": 5}, "is 5, expected the path of a file"),
+        ({"loss_scale": 10**400}, "a number above 0"),
+        ({"loss_scale": 1e200}, "times inf, and its float32 takes factors from"),
+        ({"loss_scale": 2.0**70}, "would be times 1.3938e.42"),
+        ({"loss_scale": 2.0**-600}, "would be times 0, and"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(
@@ -216,6 +224,67 @@ def test_a_count_is_never_rounded_to_a_slots_dtype(tmp_path: Path) -> None:
     after, _ = changed(state, Changes(slot_dtype={"*": "bfloat16"}), ())
     assert [group.slots["num_clipped"].dtype.name for group in after.optimizer.groups] == ["int64"]
     assert {slots["exp_avg_sq"].dtype.name for slots in after.slots.values()} == {"bfloat16"}
+
+
+def mixed(*dtypes: str) -> TrainState:
+    """Returns a run whose parameters have the given dtypes, their slots the same, and float32 masters."""
+    params = {f"p{i}": in_memory(np.full(4, 0.3, DTYPES[dtype])) for i, dtype in enumerate(dtypes)}
+    master = in_memory(np.full(4, 0.3, np.float32))
+    slots = {path: {"m": param, "v": param, "master": master} for path, param in params.items()}
+    group = Group(tuple(params), {"beta1": 0.9, "beta2": 0.99, "epsilon": 1e-8})
+    return TrainState(params, slots, Optimizer("adamw", "torch", (group,)), Counts(3, 3), {}, {})
+
+
+@pytest.mark.parametrize("dtypes", [("float64", "bfloat16", "float32"), ("bfloat16", "float32", "float64")])
+def test_where_dtypes_are_mixed_each_is_labelled_by_itself(dtypes: tuple[str, ...]) -> None:
+    rounds = {f"p{i}" for i, dtype in enumerate(dtypes) if dtype == "float64"}
+    for asked, name in (({"slot_dtype": {"m": "float32"}}, "/m"), ({"param_dtype": "float32"}, "")):
+        _, done = changed(mixed(*dtypes), Changes(**asked), ())
+        levels = {named: one.exactness.name for one in done for named in one.names}
+        expected = {f"p{i}": "BITWISE" for i, dtype in enumerate(dtypes) if dtype == "bfloat16"}
+        expected |= dict.fromkeys(rounds, "LOSSY")
+        assert levels == {f"{path}{name}": level for path, level in expected.items()}
+
+
+@pytest.mark.parametrize("pattern", ["master", "mast*"])
+def test_a_dtype_that_nothing_can_take_is_refused_by_name(pattern: str) -> None:
+    with pytest.raises(UsageError, match="a master isn't rounded to bfloat16 @ master"):
+        changed(mixed("float32"), Changes(slot_dtype={pattern: "bfloat16"}), ())
+    after, _ = changed(mixed("float32"), Changes(slot_dtype={"m*": "bfloat16"}), ())
+    assert {name: slot.dtype.name for name, slot in after.slots["p0"].items()} == {
+        "m": "bfloat16",
+        "v": "float32",
+        "master": "float32",
+    }
+
+
+def test_a_groups_slot_keeps_its_dtype_and_says_so() -> None:
+    run = next((COMPACT / "scaled_adam" / "zipformer202407_clipping").rglob("*.pt"))
+    with statekit.open(run, variant="zip202407") as opened:
+        state = opened.state
+    names = {n for group in state.optimizer.groups for n, slot in group.slots.items()}
+    floats = sorted(names - {"num_clipped"})
+    assert floats
+    for name in floats:
+        with pytest.raises(UsageError, match=f"whole group.* isn't rounded to bfloat16 @ {name}"):
+            changed(state, Changes(slot_dtype={name: "bfloat16"}), ())
+
+
+def test_a_scale_is_held_against_the_dtype_of_each_slot_that_grows() -> None:
+    _, done = changed(mixed("float64"), Changes(loss_scale=1e100), ())
+    assert any("times 1e+200" in str(one) for one in done)
+    with pytest.raises(UsageError, match=r"its float16 takes factors from 5.96e-08 to 6.55e"):
+        changed(mixed("float64", "float16"), Changes(loss_scale=1e100), ())
+
+
+def test_a_power_of_two_that_leaves_the_dtypes_range_is_measured() -> None:
+    """0.3 is 2**-140 times as small in float32 with a few digits: the label speaks of the range, the measure tells."""
+    after, done = changed(mixed("float32"), Changes(loss_scale=2.0**-70), ())
+    assert any("inside the dtype's range" in str(one) for one in done)
+    (measured_v,) = measured_in([after.slots["p0"]["v"]])
+    assert (measured_v.rounded, measured_v.lost) == (4, 0) and measured_v.largest > 1e-4
+    (measured_m,) = measured_in([after.slots["p0"]["m"]])
+    assert measured_m.rounded == 0
 
 
 def test_the_command_line_says_what_was_changed_in_text_and_json(

@@ -46,6 +46,15 @@ def test_slots_begin_anew_and_are_rescaled_as_in_a_conversion(tmp_path: Path) ->
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("name", ["slot_policy", "drop_slots_of", "init_missing"])
+def test_what_is_no_text_is_refused_by_name(name: str) -> None:
+    with pytest.raises(
+        UsageError, match=f"is 5, expected text, or a list of it @ --{name.replace('_', '-')}"
+    ):
+        loaded(parameters(), **{name: 5})
+
+
+@pytest.mark.torch
 def test_frozen_parameters_are_left_out(tmp_path: Path) -> None:
     named = parameters()
     optimizer = loaded(named, drop_slots_of="token_embedder.*")

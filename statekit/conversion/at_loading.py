@@ -12,7 +12,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from statekit.conversion.changes import Change, Changes, changed, option
+from statekit.conversion.changes import Change, Changes, changed, option, patterns
 from statekit.conversion.next_update import Trial
 from statekit.errors import Faults, UsageError, some
 from statekit.optim.run import counts_apart, steps_for
@@ -47,14 +47,11 @@ def changed_at_loading(
     """
     rest = {name: value for name, value in overrides.items() if name not in (*AT_LOADING, INIT_MISSING)}
     said = {name: value for name, value in overrides.items() if name in AT_LOADING}
-    if isinstance(patterns := said.get("drop_slots_of"), str):
-        said["drop_slots_of"] = [patterns]
-    if said.get("drop_slots_of"):
-        said["drop_slots_of"] = [_as_path(one) for one in said["drop_slots_of"]]
     if (asked := Changes.of(said)) is not None:
+        asked = replace(asked, drop_slots_of=tuple(map(_as_path, asked.drop_slots_of)))
         state, _ = changed(state, asked, makers)
-    if patterns := overrides.get(INIT_MISSING):
-        state, named = with_missing(state, model, [patterns] if isinstance(patterns, str) else list(patterns))
+    if begins := patterns(INIT_MISSING, overrides.get(INIT_MISSING)):
+        state, named = with_missing(state, model, begins)
         counted = "" if state.counts.behind else f", at a count of {state.counts.updates} updates"
         warnings.warn(f"slots begin anew{counted}: {some(named)}", stacklevel=3)
     return state, rest

@@ -7,10 +7,12 @@ such wishes, the command line, `statekit.convert` or a `load_optimizer`, goes th
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -115,6 +117,18 @@ class Changes:
 
 
 _OF_PARAMS = ("params_only", "param_dtype")
+
+
+def patterns(name: str, value: Any) -> tuple[str, ...]:
+    """Returns patterns of names, as an option has them: one, or several.
+
+    Raises:
+        UsageError: They aren't text.
+    """
+    faults = Faults()
+    read = _patterns(name, value, faults)
+    faults.check(UsageError, "What shall be changed of the run can't be read")
+    return read
 
 
 def option(name: str) -> str:
@@ -509,17 +523,26 @@ def _rescaled(state: TrainState, scale: float, done: list[Change]) -> TrainState
             found=", ".join(waiting),
             remedy="save the run after an update, not between two",
         )
-    return state.each(lambda part: _part_rescaled(part, scale, done))
+    faults = Faults()
+    state = state.each(lambda part: _part_rescaled(part, scale, done, faults))
+    faults.check(UsageError, f"The loss can't be {scale:g} times as large", place=option("loss_scale"))
+    return state
 
 
-def _part_rescaled(state: TrainState, scale: float, done: list[Change]) -> TrainState:
+def _part_rescaled(state: TrainState, scale: float, done: list[Change], faults: Faults) -> TrainState:
     schema, powers = load_schema(state.optimizer.schema), dict[int, dict[str, None]]()
 
     def scaled(name: str, tensor: Tensor, group: Group, where: str) -> Tensor:
         power = schema.gradient_power(name, _settings(state, group))
         powers.setdefault(power, {})[f"{where}/{name}"] = None
         begins = isinstance(tensor, Filled) and not tensor.value
-        return Scaled(tensor, scale**power) if power and not begins else tensor
+        if not power or begins:
+            return tensor
+        factor, (least, most) = _power_of(scale, power), _factors(tensor.dtype)
+        if not least <= factor <= most:
+            limits = f"its {tensor.dtype.name} takes factors from {least:.3g} to {most:.3g}"
+            faults.add(f"would be times {factor:g}, and {limits}", f"{where}/{name}")
+        return Scaled(tensor, factor)
 
     slots, groups = {**state.slots}, []
     for i, group in enumerate(state.optimizer.groups):
@@ -535,7 +558,11 @@ def _part_rescaled(state: TrainState, scale: float, done: list[Change]) -> Train
     how = "a power of two: no digit is lost inside the dtype's range" if exact else "each rounded once"
     for power in sorted(powers):
         named = dict.fromkeys(name.rpartition("/")[2] for name in powers[power])
-        what = f"times {scale**power:g}, the loss's scale to the power {power}" if power else "as they are"
+        what = (
+            f"times {_power_of(scale, power):g}, the loss's scale to the power {power}"
+            if power
+            else "as they are"
+        )
         done.append(
             Change(
                 option("loss_scale"),
@@ -549,6 +576,23 @@ def _part_rescaled(state: TrainState, scale: float, done: list[Change]) -> Train
         done.append(Change(option("loss_scale"), said, (), Exactness.BITWISE))
     optimizer = replace(state.optimizer, groups=tuple(groups))
     return replace(state, slots=slots, optimizer=optimizer)
+
+
+def _power_of(scale: float, power: int) -> float:
+    """Returns a power of a scale in float64: infinite, or 0, where that can't hold it."""
+    with np.errstate(over="ignore", under="ignore"):
+        return float(np.float64(scale) ** power)
+
+
+def _factors(dtype: DType) -> tuple[float, float]:
+    """Returns the least and the largest number that a slot may be times: beyond them 1 becomes 0 or infinite.
+
+    The least is also one that float64, in which products are made, has in full precision. Whole numbers take only 1.
+    """
+    if dtype.kind in "biu":
+        return 1.0, 1.0
+    limits = float_info(dtype)
+    return max(float(limits.smallest_subnormal), sys.float_info.min), float(limits.max)
 
 
 def _settings(state: TrainState, group: Group) -> dict[str, Any]:
@@ -577,28 +621,33 @@ def _slots_cast(state: TrainState, asked: Mapping[str, str], done: list[Change])
     faults, dtypes = Faults(), dict[str, DType]()
     for pattern, named in asked.items():
         fitting = [name for name in known if fnmatchcase(name, pattern)]
-        counts = [name for name in fitting if known[name].dtype.name not in _FLOATS]
         if not fitting:
             faults.add(f"is no slot of the state, which has {', '.join(known)}", pattern)
-        if counts and pattern in known:
-            faults.add(f"counts, in {known[pattern].dtype.name}: a count isn't rounded to {named}", pattern)
-        of_groups = [n for n in fitting if any(n in group.slots for group in state.optimizer.groups)]
-        dtypes.update({name: DTYPES[named] for name in fitting if name not in (*counts, *of_groups, MASTER)})
+        kept = {name: why for name in fitting if (why := _keeps_dtype(state, name, known[name].dtype))}
+        if len(kept) == len(fitting):
+            faults += [(f"{why} isn't rounded to {named}", name) for name, why in kept.items()]
+        dtypes.update({name: DTYPES[named] for name in fitting if name not in kept})
     faults.check(UsageError, "Slots can't have such a dtype", place=option("slot_dtype"))
     slots = {
         path: {n: cast(slot, dtypes.get(n, slot.dtype)) for n, slot in tensors.items()}
         for path, tensors in state.slots.items()
     }
     for name, dtype in dtypes.items():
-        touched = [
-            f"{path}/{name}" for path, t in state.slots.items() if name in t and t[name].dtype != dtype
-        ]
-        if touched:
-            done.append(
-                _cast_change("slot_dtype", f"{name} in {dtype.name}", known[name].dtype, dtype, touched)
-            )
+        each = {f"{path}/{name}": tensors[name] for path, tensors in state.slots.items() if name in tensors}
+        done += _cast_changes("slot_dtype", name, each, dtype)
     changed_state = replace(state, slots=slots)
     return changed_state.each(lambda part: _told_dtypes(part, dtypes))
+
+
+def _keeps_dtype(state: TrainState, name: str, dtype: DType) -> str:
+    """Returns why a slot keeps its dtype whatever is asked for; an empty text if it can have another."""
+    if dtype.name not in _FLOATS:
+        return f"counts, in {dtype.name}: a count"
+    if name == MASTER:
+        return "is the parameters in full precision: a master"
+    if any(name in group.slots for group in state.optimizer.groups):
+        return "belongs to a whole group, whose rule sets its dtype: it"
+    return ""
 
 
 def _told_dtypes(state: TrainState, dtypes: Mapping[str, DType]) -> TrainState:
@@ -611,26 +660,23 @@ def _told_dtypes(state: TrainState, dtypes: Mapping[str, DType]) -> TrainState:
 
 
 def _params_cast(state: TrainState, dtype: DType, done: list[Change]) -> TrainState:
-    floats = [
-        path for path, param in state.params.items() if param.dtype.name in _FLOATS and param.dtype != dtype
-    ]
-    if floats:
-        source = state.params[floats[0]].dtype
-        done.append(_cast_change("param_dtype", f"parameters in {dtype.name}", source, dtype, floats))
-    return replace(
-        state,
-        params={
-            path: cast(param, dtype) if path in floats else param for path, param in state.params.items()
-        },
-    )
+    floats = {path: param for path, param in state.params.items() if param.dtype.name in _FLOATS}
+    done += _cast_changes("param_dtype", "parameters", floats, dtype)
+    return replace(state, params={**state.params, **{p: cast(one, dtype) for p, one in floats.items()}})
 
 
-def _cast_change(name: str, what: str, source: DType, target: DType, names: Iterable[str]) -> Change:
-    if widens(source, target):
-        return Change(option(name), f"{what}: every value stays", tuple(names), Exactness.BITWISE)
+def _cast_changes(name: str, what: str, tensors: Mapping[str, Tensor], target: DType) -> Iterator[Change]:
+    """Yields what a cast does to tensors, one change for each dtype that they come from."""
     half = float(float_info(target).eps) / 2
-    said = f"{what}, rounded from {source.name}: each is off by up to {half:g} of itself"
-    return Change(option(name), said, tuple(names), Exactness.LOSSY)
+    sources = dict.fromkeys(tensor.dtype for tensor in tensors.values())
+    for source in (one for one in sources if one != target):
+        if widens(source, target):
+            does, exactness = "every value stays", Exactness.BITWISE
+        else:
+            does = f"rounded from {source.name}, each is off by up to {half:g} of itself"
+            exactness = Exactness.LOSSY
+        names = tuple(path for path, tensor in tensors.items() if tensor.dtype == source)
+        yield Change(option(name), f"{what} in {target.name}: {does}", names, exactness)
 
 
 @dataclass(frozen=True)
@@ -706,7 +752,7 @@ def _step(name: str, value: Any, faults: Faults) -> StepOffset:
 
 def _policies(name: str, value: Any, faults: Faults) -> dict[str, Policy]:
     ways: dict[str, Policy] = {}
-    for slot, way in _pairs(value, ":"):
+    for slot, way in _pairs(name, value, ":", faults):
         if way not in POLICIES or (slot is None and way != "keep"):
             faults.add(f"is {way!r:.80}, expected keep, drop:SLOT or reset:SLOT", option(name))
         elif slot is not None:
@@ -716,24 +762,33 @@ def _policies(name: str, value: Any, faults: Faults) -> dict[str, Policy]:
 
 def _slot_dtypes(name: str, value: Any, faults: Faults) -> dict[str, str]:
     dtypes = {}
-    for slot, dtype in _pairs(value, "="):
+    for slot, dtype in _pairs(name, value, "=", faults):
         if (known := _dtype(name, dtype, faults)) is not None:
             dtypes[slot or "*"] = known
     return dtypes
 
 
-def _pairs(value: Any, between: str) -> Iterator[tuple[str | None, Any]]:
+def _pairs(name: str, value: Any, between: str, faults: Faults) -> Iterator[tuple[str | None, Any]]:
     """Yields slot and what is said of it; of all slots, None."""
     if isinstance(value, Mapping):
         yield from ((str(slot), said) for slot, said in value.items())
         return
-    parts = [value] if isinstance(value, str) else list(value or ())
-    for part in (one for text in parts for one in str(text).split(",")):
+    for part in (one for text in _listed(name, value, faults) for one in str(text).split(",")):
         first, said, second = part.strip().partition(between)
         if between == ":":
             yield (second, first) if said else (None, first)
         else:
             yield (first, second) if said else (None, first)
+
+
+def _listed(name: str, value: Any, faults: Faults) -> list[Any]:
+    """Returns what is said in one text or in several; nothing if that is None."""
+    if value is None or isinstance(value, str):
+        return [value] if value else []
+    if isinstance(value, Iterable):
+        return list(value)
+    faults.add(f"is {value!r:.80}, expected text, or a list of it", option(name))
+    return []
 
 
 def _dtype(name: str, value: Any, faults: Faults) -> str | None:
@@ -750,7 +805,7 @@ def _flag(name: str, value: Any, faults: Faults) -> bool:
 
 
 def _patterns(name: str, value: Any, faults: Faults) -> tuple[str, ...]:
-    each = [value] if isinstance(value, str) else list(value or ())
+    each = _listed(name, value, faults)
     if not all(isinstance(one, str) and one for one in each):
         faults.add("expected patterns of names", option(name))
     return tuple(map(str, each))
@@ -759,10 +814,19 @@ def _patterns(name: str, value: Any, faults: Faults) -> tuple[str, ...]:
 def _scale(name: str, value: Any, faults: Faults) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    known = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not known or not 0 < value <= sys.float_info.max:
         faults.add(f"is {value!r:.80}, expected a number above 0", option(name))
         return None
     return float(value)
+
+
+def _path(name: str, value: Any, faults: Faults) -> Path | None:
+    if isinstance(value, (str, PathLike)):
+        return Path(value)
+    if value is not None:
+        faults.add(f"is {value!r:.80}, expected the path of a file", option(name))
+    return None
 
 
 READ: Mapping[str, Any] = {
@@ -774,6 +838,6 @@ READ: Mapping[str, Any] = {
     "param_dtype": _dtype,
     "slot_dtype": _slot_dtypes,
     "loss_scale": _scale,
-    "init_missing": lambda name, value, faults: None if value is None else Path(value),
+    "init_missing": _path,
 }
 """How each field of `Changes` is read from what somebody says."""
