@@ -6,10 +6,20 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("jax")
+
+from statekit.errors import UsageError
+from statekit.jax import live
+from statekit.state.comparison import is_zero
+from statekit.tensors.distance import distance
+from statekit.tensors.tensor import in_memory
+from statekit.tensors.views import Squeezed
 
 pytestmark = pytest.mark.jax
 
@@ -29,3 +39,33 @@ def test_runs_with_optax_and_orbax_are_attested(tmp_path: Path) -> None:
             "weights": ["parameter-differs"],
             "exchanged": ["parameter-differs"],
         }, kind
+
+
+class _Rows:
+    """What JAX shows of an array of which this process has the rows 0 and 2, the latter on two devices."""
+
+    is_fully_addressable = is_fully_replicated = False
+
+    def __init__(self, values: Any) -> None:
+        self.shape, self.dtype = values.shape, values.dtype
+        cuts = [(slice(i, i + 1), slice(None)) for i in (0, 2, 2)]
+        self.addressable_shards = [SimpleNamespace(index=cut, data=values[cut]) for cut in cuts]
+
+
+def test_parts_that_are_apart_are_compared_and_nothing_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "jax", SimpleNamespace(Array=_Rows, process_index=lambda: 1))
+    right = np.arange(1, 17, dtype=np.float32).reshape(4, 4)
+    values = right.copy()
+    values[[1, 3]] = -1  # another process has these
+    array = live.LiveArray(_Rows(values), "w")
+    assert array.parts == ((slice(0, 1), slice(0, 4)), (slice(2, 3), slice(0, 4)))
+    apart = distance(in_memory(right), array, array.parts)
+    assert (apart.size, apart.unequal) == (8, 0)
+    values[2, 3] = 0
+    apart = distance(in_memory(right), array, array.parts)
+    assert (apart.unequal, apart.first) == (1, (2, 3))
+    values[[0, 2]] = 0
+    assert is_zero(array)
+    assert is_zero(Squeezed(array, (4, 1, 4)))
+    with pytest.raises(UsageError, match="process 1"):
+        array.read()

@@ -15,7 +15,7 @@ from statekit.state.stored_params import MASTER
 from statekit.state.train_state import TrainState
 from statekit.tensors.digest import tensor_digest
 from statekit.tensors.distance import distance
-from statekit.tensors.tensor import Cast, Tensor
+from statekit.tensors.tensor import Cast, Tensor, parts_of
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ class _Diagnosis:
         candidates: dict[tuple[object, ...], dict[str, str]] = {}
         pairs = []
         for one in differing:
-            if not one.path or getattr(self._slot(self._live, one), "part", None) is not None:
+            if not one.path or parts_of(self._slot(self._live, one)) is not None:
                 continue
             live = self._slot(self._live, one)
             key = (one.item, live.shape, live.dtype.name)
@@ -338,7 +338,7 @@ def stale_masters(live: TrainState) -> Iterator[Finding]:
     stale = []
     for path, slots in live.slots.items():
         master, param = slots.get(MASTER), live.params[path]
-        if master is None or getattr(param, "part", None) is not None:
+        if master is None or parts_of(param) is not None:
             continue
         apart = distance(Cast(master, param.dtype), param)
         if apart.unequal:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,20 @@ import numpy as np
 
 from statekit.conversion import registry
 from statekit.conversion.contracts import NO_HINTS
+from statekit.errors import UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import TrainState
-from statekit.tensors.tensor import DTYPES, Array, DType, Index, Shape, index_shape, normal_index
+from statekit.tensors.tensor import (
+    DTYPES,
+    Array,
+    DType,
+    Index,
+    Shape,
+    common,
+    index_shape,
+    normal_index,
+    within,
+)
 from statekit.tensors.tree import Tree
 
 LIVE = Path("the live run")
@@ -48,36 +60,43 @@ class LiveArray:
         return self.shape
 
     @property
-    def part(self) -> Index | None:
-        """The block that this process has; None if it has everything."""
+    def parts(self) -> tuple[Index, ...] | None:
+        """The blocks that this process has; None if it has everything."""
         if getattr(self.value, "is_fully_addressable", True) or self.value.is_fully_replicated:
             return None
-        bounds = [normal_index(shard.index, self.shape) for shard in self.value.addressable_shards]
-        return tuple(
-            slice(min(cut.start for cut in cuts), max(cut.stop for cut in cuts))
-            for cuts in zip(*bounds, strict=True)
-        )
+        return tuple(index for index, _ in self._shards())
+
+    def _shards(self) -> Iterator[tuple[Index, Any]]:
+        """Yields the shards that this process has, each once: several of its devices may have the same."""
+        known: set[tuple[tuple[int, int], ...]] = set()
+        for shard in self.value.addressable_shards:
+            index = normal_index(shard.index, self.shape)
+            if (key := tuple((cut.start, cut.stop) for cut in index)) not in known:
+                known.add(key)
+                yield index, shard.data
 
     def read(self, index: Index | None = None) -> Array:
-        """Reads a block, shard by shard: nothing is gathered on a device."""
+        """Reads a block, shard by shard: nothing is gathered on a device.
+
+        Raises:
+            UsageError: This process hasn't all of the block.
+        """
         bounds = normal_index(index, self.shape)
         if not isinstance(self.value, jax.Array):
             return np.ascontiguousarray(np.asarray(self.value)[bounds]).reshape(index_shape(bounds))
-        block = np.empty(index_shape(bounds), self.dtype)
-        for shard in self.value.addressable_shards:
-            there = normal_index(shard.index, self.shape)
-            both = [
-                slice(max(cut.start, theirs.start), min(cut.stop, theirs.stop))
-                for cut, theirs in zip(bounds, there, strict=True)
-            ]
-            if all(cut.start < cut.stop for cut in both):
-                inner = tuple(
-                    slice(c.start - t.start, c.stop - t.start) for c, t in zip(both, there, strict=True)
-                )
-                outer = tuple(
-                    slice(c.start - b.start, c.stop - b.start) for c, b in zip(both, bounds, strict=True)
-                )
-                block[outer] = np.asarray(shard.data)[inner]
+        block, filled = np.empty(index_shape(bounds), self.dtype), 0
+        for there, data in self._shards():
+            if (both := common(bounds, there)) is not None:
+                block[within(both, bounds)] = np.asarray(data)[within(both, there)]
+                filled += math.prod(index_shape(both))
+        if filled != block.size:
+            raise UsageError(
+                "A block of an array isn't all in this process.",
+                place=self.name,
+                expected=f"{block.size} elements",
+                found=f"{filled} on the devices of process {jax.process_index()}",
+                remedy="read the blocks that it has, or gather the array first",
+            )
         return block
 
     def to_json(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from statekit.state.run import BUFFERS, RunState, run_of
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.distance import Distance, distance
-from statekit.tensors.tensor import Index, Tensor, chunks, nbytes
+from statekit.tensors.tensor import Tensor, chunks, nbytes, parts_of
 from statekit.tensors.tree import to_json
 
 What: TypeAlias = Literal[
@@ -88,7 +88,7 @@ def compare_states(
 
     Args:
         right: What is taken for the right one.
-        other: The other; a tensor of it that has a `part`, an index, is compared there alone.
+        other: The other; a tensor of it of which this process has parts is compared there alone.
         by_value: Tells of a parameter whether its values and its slots' are compared, or shapes and dtypes alone.
         on_tensor: Told the name and the size in bytes of each tensor before it is compared.
         sides: What the two are called where only one says something.
@@ -174,11 +174,10 @@ class _States:
             return
         apart = None
         if self._by_value(path):
-            part = getattr(other, "part", None)
             self._on_tensor(place, nbytes(right))
             self._read.tensors += 1
             self._read.size += nbytes(right)
-            apart = distance(right, other, part)
+            apart = distance(right, other, parts_of(other))
         if right.dtype != other.dtype:
             yield Difference("dtype", place, right.dtype.name, other.dtype.name, path, item, apart)
         if apart is not None and apart.unequal:
@@ -271,10 +270,9 @@ def _variants(right: TrainState, other: TrainState) -> Iterator[tuple[str, str, 
 
 
 def is_zero(tensor: Tensor) -> bool:
-    """Tells whether all values of a tensor are zero; of one that has a `part`, the values there."""
-    part: Index | None = getattr(tensor, "part", None)
-    if part is not None:
-        return not tensor.read(part).any()
+    """Tells whether all values of a tensor are zero; of one of which this process has parts, the values there."""
+    if (parts := parts_of(tensor)) is not None:
+        return not any(tensor.read(part).any() for part in parts)
     return all(not block.any() for block in chunks(tensor))
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from statekit.tensors.tensor import Array, DType, Index, Tensor, blocks, float_info, whole
+from statekit.tensors.tensor import Array, DType, Index, Tensor, blocks, common, float_info, whole
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,13 @@ class Distance:
         }
 
 
-def distance(right: Tensor, other: Tensor, part: Index | None = None) -> Distance:
+def distance(right: Tensor, other: Tensor, parts: Sequence[Index] | None = None) -> Distance:
     """Returns how far a tensor is from another of the same shape, reading both block by block.
 
     Args:
         right: What is taken for the right one: its dtype sets the unit in the last place.
         other: The other.
-        part: The block that is compared; everything if None.
+        parts: The blocks that are compared, apart from each other; everything if None.
 
     Example:
         >>> from statekit.tensors.tensor import in_memory
@@ -64,13 +65,11 @@ def distance(right: Tensor, other: Tensor, part: Index | None = None) -> Distanc
         >>> print(distance(in_memory(one), in_memory(two)))
         1 of 3 elements differ, by up to 2.1e+06 ULP, 0.25 of the largest value
     """
-    total, bounds = Distance(), part or whole(right.shape)
+    total, each = Distance(), (whole(right.shape),) if parts is None else parts
     for block in blocks(right):
-        index = tuple(
-            slice(max(b.start, p.start), min(b.stop, p.stop)) for b, p in zip(block, bounds, strict=True)
-        )
-        if all(cut.start < cut.stop for cut in index):
-            total = _joined(total, _of_block(right.read(index), other.read(index), index))
+        for part in each:
+            if (index := common(block, part)) is not None:
+                total = _joined(total, _of_block(right.read(index), other.read(index), index))
     return total
 
 

@@ -119,6 +119,12 @@ class Tensor(Protocol, metaclass=_AskedByClass):
         """Describes the tensor as an expression over stored tensors, without reading it."""
 
 
+def parts_of(tensor: Tensor) -> tuple[Index, ...] | None:
+    """Returns the blocks of a tensor, apart from each other, that this process has; None if it has everything."""
+    parts: tuple[Index, ...] | None = getattr(tensor, "parts", None)
+    return parts
+
+
 def nbytes(tensor: Tensor) -> int:
     """Returns the size of the values in bytes."""
     return math.prod(tensor.shape) * tensor.dtype.itemsize
@@ -144,6 +150,17 @@ def normal_index(index: Index | None, shape: Shape) -> Index:
     if len(index) != len(shape) or not fits or any(s.step not in (None, 1) for s in index):
         raise UsageError("A block lies outside its tensor.", expected=f"slices inside {shape}", found=index)
     return bounds
+
+
+def common(one: Index, other: Index) -> Index | None:
+    """Returns the block that two normal indices have in common; None if they have none."""
+    both = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
+    return both if all(cut.start < cut.stop for cut in both) else None
+
+
+def within(index: Index, outer: Index) -> Index:
+    """Returns the index, inside of a block, of what `index` selects of the whole."""
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(index, outer, strict=True))
 
 
 def index_shape(index: Index) -> Shape:

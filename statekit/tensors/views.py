@@ -23,6 +23,7 @@ from statekit.tensors.tensor import (
     fill,
     index_shape,
     normal_index,
+    parts_of,
     positions,
     rounded,
     row_major,
@@ -64,11 +65,16 @@ class Squeezed:
         return tuple(1 if n == 1 else next(long) for n in self.shape)
 
     @property
-    def part(self) -> Index | None:
-        """The block that this process has, in the new axes, where the values are spread over several; else None."""
-        part: Index | None = getattr(self.tensor, "part", None)
-        if part is None:
-            return None
+    def parts(self) -> tuple[Index, ...] | None:
+        """The blocks that this process has, in the new axes, where the values are spread over several; else None."""
+        parts = parts_of(self.tensor)
+        return (
+            None
+            if parts is None
+            else tuple(self._moved(part) for part in parts if 0 not in index_shape(part))
+        )
+
+    def _moved(self, part: Index) -> Index:
         long = iter(cut for cut, n in zip(part, self.tensor.shape, strict=True) if n != 1)
         return tuple(slice(0, 1) if n == 1 else next(long) for n in self.shape)
 

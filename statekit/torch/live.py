@@ -50,12 +50,12 @@ class LiveTensor:
         return self.shape
 
     @property
-    def part(self) -> Index | None:
-        """The block that this process has; None if it has everything."""
+    def parts(self) -> tuple[Index, ...] | None:
+        """The one block that this process has; None if it has everything."""
         if not is_sharded(self.value):
             return None
         local, start = own_part(self.value)
-        return tuple(slice(i, i + n) for i, n in zip(start, local.shape, strict=True))
+        return (tuple(slice(i, i + n) for i, n in zip(start, local.shape, strict=True)),)
 
     def read(self, index: Index | None = None) -> Array:
         """Reads a block; of a sharded tensor it must lie in its part."""
