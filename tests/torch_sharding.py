@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch_driving import XP, resume
 
 import statekit.torch
+from statekit.errors import NotFoundError, StateError
 from statekit.testing.step_cases import Case, case
 from statekit.torch.sharding import own_part
 from statekit.verify.verdict import compare
@@ -204,3 +206,7 @@ def parts_are_attested(mesh: Any, rank: int, folder: Path) -> None:
     if rank == 1:
         own_part(optimizer.state[next(model.parameters())]["exp_avg"])[0].mul_(2)
     assert names() == ["slot-differs @ slots/0/weight/m on rank 1"]
+    path = folder / ("run.pt" if rank == 0 else "not_there.pt")  # as a disk that only one of them sees
+    expected: Any = StateError if rank == 0 else NotFoundError
+    with pytest.raises(expected, match="not_there"):
+        statekit.torch.attest(optimizer, model.named_parameters(), path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from statekit.attestation.attest import attest as attested
 from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.diagnosis import fault
-from statekit.errors import UsageError
+from statekit.errors import StateError, StatekitError, UsageError
 from statekit.torch.from_checkpoint import NamedParameters, hints_of, pairs_of
 from statekit.torch.live import live_state
 from statekit.torch.sharding import is_sharded
@@ -67,7 +67,8 @@ def attest(
         The verdict with every finding. `print` shows it, `.json()` is for programs.
 
     Raises:
-        StateError: With `strict`, the live run isn't the checkpoint's; or the checkpoint can't be decoded.
+        StateError: With `strict`, the live run isn't the checkpoint's; or the checkpoint can't be decoded; or, of
+            sharded parameters, another process failed.
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
@@ -91,26 +92,61 @@ def attest(
         beside["scheduler"] = moved.state_dict()
     if scaler is not None and (state := scaler.state_dict()):  # one that is switched off has none
         beside["scaler"] = state
-    result = attested(
-        path,
-        lambda opened: live_state(params, inner, beside),
-        findings=[*_strangers(inner, params), *_drives_another(moved, inner)],
-        names=names,
-        map=map,
-        config=config,
-        step=step,
-        hints=hints,
-        order=_order(inner, params, names or {}),
-        sample=sample,
-        seed=seed,
-    )
+
+    def of_this_process() -> Attestation:
+        return attested(
+            path,
+            lambda opened: live_state(params, inner, beside),
+            findings=[*_strangers(inner, params), *_drives_another(moved, inner)],
+            names=names,
+            map=map,
+            config=config,
+            step=step,
+            hints=hints,
+            order=_order(inner, params, names or {}),
+            sample=sample,
+            seed=seed,
+        )
+
     if any(is_sharded(param) for param in params.values()) and torch.distributed.is_initialized():
-        each: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(each, result.findings)
-        result = result.of_all(each)
+        result = _of_all_processes(of_this_process)
+    else:
+        result = of_this_process()
     if strict:
         result.check()
     return result
+
+
+def _of_all_processes(of_this_process: Callable[[], Attestation]) -> Attestation:
+    """Returns what all processes found. All get there, one that fails too: the others would wait for it forever.
+
+    Raises:
+        StateError: Another process failed; this one's error where it has one.
+    """
+    result: Attestation | None = None
+    error: Exception | None = None
+    try:
+        result = of_this_process()
+    except Exception as failed:  # whatever it is, the others are waiting
+        error = failed
+    each: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(each, (result and result.findings, error and _line(error)))
+    if error is not None:
+        raise error
+    lines = {rank: line for rank, (_, line) in enumerate(each) if line is not None}
+    if lines or result is None:
+        raise StateError(
+            "The live run isn't attested: other processes failed.",
+            place=", ".join(f"rank {rank}" for rank in lines),
+            expected="findings of each process",
+            found="; ".join(dict.fromkeys(lines.values())),
+            remedy="give every process the same checkpoint, which it can read",
+        )
+    return result.of_all([findings for findings, _ in each])
+
+
+def _line(error: Exception) -> str:
+    return error.line if isinstance(error, StatekitError) else f"{type(error).__name__}: {error}"
 
 
 def unwrapped(model: Any) -> Any:
