@@ -226,6 +226,12 @@ def test_a_count_is_never_rounded_to_a_slots_dtype(tmp_path: Path) -> None:
     assert {slots["exp_avg_sq"].dtype.name for slots in after.slots.values()} == {"bfloat16"}
 
 
+@pytest.mark.parametrize("slot", ["v", "v_row"])
+def test_a_dtype_is_held_against_every_form_of_slots(tmp_path: Path, slot: str) -> None:
+    with pytest.raises(UsageError, match=f"t5x keeps it in float32, not in bfloat16 @ {slot}\n"):
+        converted(tmp_path, slot_dtype={slot: "bfloat16"})
+
+
 def mixed(*dtypes: str) -> TrainState:
     """Returns a run whose parameters have the given dtypes, their slots the same, and float32 masters."""
     params = {f"p{i}": in_memory(np.full(4, 0.3, DTYPES[dtype])) for i, dtype in enumerate(dtypes)}

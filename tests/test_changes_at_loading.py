@@ -169,3 +169,44 @@ def test_what_the_targets_model_has_besides_comes_from_its_file(tmp_path: Path) 
         assert opened.params["token_embedder/embedding"].shape == (14, 20)
         assert not any(opened.slots["head/kernel"][name].read().any() for name in ("v_row", "v_col", "m"))
         assert opened.slots["encoder/encoder_norm/scale"]["v"].read().any()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("width", "more", "words"),
+    [
+        (5, [], ""),
+        (6, [], "buffer of shape .6,., in the run .5,. @ .*1/running_mean"),
+        (5, [3], "int64: a buffer"),
+    ],
+)
+def test_buffers_of_the_targets_model_are_no_parameters(
+    tmp_path: Path, width: int, more: list[int], words: str
+) -> None:
+    """A state_dict has both: those of the run stay, those that it lacks are refused by name."""
+    import torch
+    from torch.nn import BatchNorm1d, Linear, Sequential
+
+    model = Sequential(Linear(4, 5), BatchNorm1d(5), Linear(5, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    model(torch.arange(32.0).reshape(8, 4).sin()).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    head = [Linear(2, 3), *map(BatchNorm1d, more)]
+    new = Sequential(Linear(4, width), BatchNorm1d(width), Linear(width, 2), *head)
+    torch.save(new.state_dict(), tmp_path / "model.pt")
+    names = [name for name, _ in model.named_parameters()]
+
+    def converted() -> Any:
+        asked = {"init_missing": tmp_path / "model.pt", "param_names": names}
+        return statekit.convert(tmp_path / "run.pt", tmp_path / "out.pt", **asked)
+
+    if words:
+        with pytest.raises(UsageError, match=f"(?s)Buffers can't begin anew.*{words}"):
+            converted()
+        return
+    assert "2 parameters are the model's own" in str(converted().plan.changed[0])
+    out = torch.load(tmp_path / "out.pt", weights_only=True)
+    torch.optim.AdamW(new.parameters()).load_state_dict(out["optimizer"])
+    new.load_state_dict(out["model"])
+    assert torch.equal(new[1].running_mean, model[1].running_mean)

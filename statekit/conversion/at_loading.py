@@ -106,15 +106,35 @@ def with_missing(state: TrainState, model: Model, patterns: Iterable[str]) -> tu
 def begun_from(state: TrainState, model: TrainState) -> tuple[TrainState, Change]:
     """Returns a state with what a model has beside it: its values, and slots as before a first update.
 
+    Buffers of the run stay as they are, where the model's file doesn't tell them from parameters.
+
     Raises:
-        UsageError: The model has nothing that is missing, or nothing says how it would be moved.
+        UsageError: The model has nothing that is missing, or nothing says how it would be moved; or it has buffers
+            that the run lacks, or has in other shapes.
     """
-    has = {path: (param.shape, param.dtype) for path, param in model.params.items()}
+    buffers = {_as_path(name): one for name, one in (state.extra.get("buffers") or {}).items()}
+    has, faults = dict[str, tuple[Shape, DType]](), Faults()
+    for path, param in model.params.items():
+        buffer = buffers.get(_as_path(path))
+        if buffer is None and param.dtype.kind not in "biu":
+            has[path] = param.shape, param.dtype
+        elif buffer is None:
+            faults.add(f"is in {param.dtype.name}: a buffer that the run lacks", path)
+        elif buffer.shape != param.shape:
+            faults.add(f"is a buffer of shape {param.shape}, in the run {buffer.shape}", path)
+    faults.check(
+        UsageError,
+        "Buffers can't begin anew",
+        place=option(INIT_MISSING),
+        remedy="save the model's parameters alone: dict(model.named_parameters())",
+    )
     state, named = with_missing(state, has, ["*"])
     paths = {_as_path(path): path for path in state.params}
     values = {paths[_as_path(name)]: model.params[name] for name in named}
     counted = "" if state.counts.behind else f", at a count of {state.counts.updates} updates"
     said = f"{len(named)} parameters are the model's own, and their slots begin anew{counted}"
+    if buffers:
+        said += f"; all {len(buffers)} buffers stay the run's"
     made = Change(option(INIT_MISSING), said, tuple(values), Exactness.LOSSY)
     return replace(state, params={**state.params, **values}), made
 

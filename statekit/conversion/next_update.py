@@ -182,20 +182,21 @@ def check_dtypes(state: TrainState, changes: Changes) -> None:
     Raises:
         UsageError: Lists every slot.
     """
-    record, faults = to_json(state.to_json()), Faults()
+    record, kept = to_json(state.to_json()), dict[str, str]()
     for group in record["groups"]:
         whose = group if "schema" in group else record
-        try:
-            (trial, *_) = _trials(record, whose, group) if group["paths"] else (None,)
-        except StatekitError:  # nobody knows the rule: then the files keep what they are given
-            continue
-        if trial is None:
-            continue
-        begun = replace(trial, dtype=state.params[trial.path].dtype).begun()[1][trial.path]
-        for name, slot in state.slots.get(trial.path, {}).items():
-            asked = any(fnmatchcase(name, pattern) for pattern in changes.slot_dtype)
-            if asked and name in begun and begun[name].dtype != slot.dtype:
-                faults.add(f"{trial.variant} keeps it in {begun[name].dtype}, not in {slot.dtype}", name)
+        forms = {(*state.slots.get(path, ()), state.params[path].dtype): path for path in group["paths"]}
+        for path in forms.values():
+            try:
+                (trial, *_) = _trials(record, whose, {**group, "paths": [path]})
+            except StatekitError:  # nobody knows the rule: then the files keep what they are given
+                continue
+            begun = replace(trial, dtype=state.params[path].dtype).begun()[1][path]
+            for name, slot in state.slots.get(path, {}).items():
+                asked = any(fnmatchcase(name, pattern) for pattern in changes.slot_dtype)
+                if asked and name in begun and begun[name].dtype != slot.dtype:
+                    kept[name] = f"{trial.variant} keeps it in {begun[name].dtype}, not in {slot.dtype}"
+    faults = Faults((why, name) for name, why in kept.items())
     faults.check(
         UsageError,
         "The rule doesn't keep slots in that dtype",
