@@ -384,6 +384,27 @@ def test_runs_of_trainer_accelerate_and_lightning_are_attested(tmp_path: Path) -
     }
 
 
+@pytest.mark.parametrize("sample", [None, 6])
+def test_frozen_parameters_are_compared_too(sample: int | None, tmp_path: Path) -> None:
+    model = network()
+    model[1].requires_grad_(False)
+    names = [name for name, param in model.named_parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    run = trained(Run(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1), None))
+    path = tmp_path / "run.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+
+    def names_and_places() -> list[tuple[str, tuple[str, ...]]]:
+        pairs = run.model.named_parameters()
+        result = statekit.torch.attest(optimizer, pairs, path, param_names=names, sample=sample)
+        return [(one.name, one.where) for one in result.findings]
+
+    assert names_and_places() == []
+    with torch.no_grad():
+        model[1].weight.add_(1)  # as if the base model weren't loaded
+    assert names_and_places() == [("parameter-differs", ("buffers/1.weight",))]
+
+
 def test_several_optimizers_are_not_attested_by_their_first() -> None:
     assert only(["one"], "optimizer") == "one"
     with pytest.raises(UsageError, match="one optimizer"):

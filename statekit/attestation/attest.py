@@ -92,10 +92,11 @@ def attest(
         else:
             right, more = _under_rule_of(right, state)
             each += more
-            chosen = _sampled(right, sample, seed)
+            paths = [*right.params, *_buffers(right)]
+            chosen = _sampled(paths, sample, seed)
             if sample is not None:
                 said.append(
-                    f"values of {len(right.params) - len(chosen)} of {len(right.params)} parameters (sample={sample})"
+                    f"values of {len(paths) - len(chosen)} of {len(paths)} parameters (sample={sample})"
                 )
             sides = "the checkpoint", "the live run"
             compared = compare_states(
@@ -153,11 +154,16 @@ def _by_path(state: TrainState) -> TrainState:
     )
 
 
-def _sampled(state: TrainState, sample: int | None, seed: int) -> set[str]:
-    paths = list(state.params)
+def _buffers(state: TrainState) -> list[str]:
+    """Returns the names of what lies beside the parameters that are trained: frozen ones among it."""
+    buffers = state.extra.get(BUFFERS)
+    return [str(name) for name in buffers] if isinstance(buffers, Mapping) else []
+
+
+def _sampled(paths: Sequence[str], sample: int | None, seed: int) -> set[str]:
     if sample is None or sample >= len(paths):
         return set(paths)
-    return set(random.Random(seed).sample(paths, sample))
+    return set(random.Random(seed).sample([*paths], sample))
 
 
 def _under_rule_of(right: TrainState, live: TrainState) -> tuple[TrainState, list[Finding]]:
