@@ -80,6 +80,24 @@ def test_a_target_with_one_count_refuses_to_set_the_schedule_apart(tmp_path: Pat
         converted(tmp_path, "t5x-out", schedule_step="reset")
     with pytest.raises(InexactError, match="one number"):
         converted(tmp_path, "t5x-out", slot_policy="reset:count")
+    with pytest.raises(InexactError, match="one number"):
+        converted(tmp_path, schedule_step=2, require="estimate", layout="torch-optim")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.torch
+def test_a_schedule_without_a_place_is_noticed_when_the_target_is_read_again(tmp_path: Path) -> None:
+    import torch
+
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    run = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(run, tmp_path / "run.pt")
+    with pytest.raises(InexactError, match="one number"):
+        statekit.convert(tmp_path / "run.pt", tmp_path / "out", to="orbax", layout="optax", schedule_step=5)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_schedule_whose_record_is_in_the_file_is_not_moved_behind_its_back(tmp_path: Path) -> None:

@@ -363,6 +363,13 @@ def test_every_name_that_is_missing_or_unknown_is_listed() -> None:
     assert "encoder/block/0/layer/0/SelfAttention/q/weight" in places[lost[0]]
 
 
+def test_a_number_in_a_name_is_not_taken_for_as_many_layers() -> None:
+    with pytest.raises(StateError) as error:
+        load("t5x-t5:hf-t5").apply(with_param(t5(), "encoder/layers_300000/attention/query/kernel"))
+    assert any("has number 300000" in what for what, _ in error.value.faults)
+    assert len(error.value.faults) < 10
+
+
 def test_a_model_of_both_kinds_is_refused() -> None:
     with pytest.raises(StateError, match="model with mlp"):
         load("t5x-t5:hf-t5").apply(with_param(t5(), "encoder/layers_0/mlp/wi/kernel"))

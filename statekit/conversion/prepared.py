@@ -115,6 +115,12 @@ class Prepared(AbstractContextManager["Prepared"]):
                 if stored.get(key) != meant.get(key)
             )
             faults.check(StateError, "It decodes to another state", place=path)
+            if (
+                _is_set_apart(self.opened.state, self.state)
+                and back.counts.schedule != self.state.counts.schedule
+            ):
+                target = self.layout.name, self.container.name
+                raise _one_count(target, "it was read again without another", self.state)
         except BaseException:
             written.close()
             raise
@@ -319,16 +325,25 @@ def _check_counts(target: tuple[str, str], source: TrainState, state: TrainState
     """
     from statekit.conversion.resume import one_count
 
-    apart = state.counts.schedule - state.counts.updates
     why = one_count(*target)
-    if why is not None and apart and apart != source.counts.schedule - source.counts.updates:
-        raise InexactError(
-            "The target counts updates and the schedule's steps in one number.",
-            place=f"layout {target[0]}, container {target[1]}",
-            expected=f"as many of both: {why}",
-            found=f"{state.counts.updates} updates, the schedule at {state.counts.schedule}",
-            remedy="shift the schedule itself in the program, or choose another layout",
-        )
+    if why is not None and _is_set_apart(source, state):
+        raise _one_count(target, why, state)
+
+
+def _is_set_apart(source: TrainState, state: TrainState) -> bool:
+    """Tells whether the schedule stands elsewhere than the updates done, and didn't so in the source."""
+    apart = state.counts.schedule - state.counts.updates
+    return bool(apart) and apart != source.counts.schedule - source.counts.updates
+
+
+def _one_count(target: tuple[str, str], why: str, state: TrainState) -> InexactError:
+    return InexactError(
+        "The target counts updates and the schedule's steps in one number.",
+        place=f"layout {target[0]}, container {target[1]}",
+        expected=f"as many of both: {why}",
+        found=f"{state.counts.updates} updates, the schedule at {state.counts.schedule}",
+        remedy="shift the schedule itself in the program, or choose another layout",
+    )
 
 
 def _like(layout: Layout, state: TrainState, path: Path) -> TrainState:

@@ -23,6 +23,7 @@ from blake3 import blake3
 from statekit.errors import (
     CommitError,
     Faults,
+    InexactError,
     NotFoundError,
     StatekitError,
     TargetExistsError,
@@ -244,6 +245,8 @@ class Stage:
                 facts = {CHECKPOINT: top_of(written).relative_to(self.path).as_posix(), **records_of(written)}
                 faults = Faults(tensor_faults({"tensors": self.tensors}, written.tensors))
                 faults += self._value_faults(written.tensors) if not faults else []
+        except InexactError:  # what was written is as meant, but the format can't hold what was asked for
+            raise
         except (StatekitError, OSError) as error:
             raise CommitError(
                 "What was written can't be read again.", place=self.target, found=error, remedy=_REPORT

@@ -306,7 +306,12 @@ class ModelMap:
         for entry in entries:
             for path, binding in bound[entry].items():
                 for name in entry.source.numbers:
-                    counts[name] = max(counts.get(name, 0), int(binding[name]) + 1)
+                    number = int(binding[name])
+                    # Every number up to this one is listed: a name may not make that more work than there are names.
+                    if number >= len(shapes):
+                        faults.add(f"has number {number}, and there are {len(shapes)} parameters", path)
+                    else:
+                        counts[name] = max(counts.get(name, 0), number + 1)
                 if (over := entry.unstacked) is not None:
                     axis = next(one["axis"] for one in entry.operations if one["op"] == "unstack")
                     length = shapes[path][axis] if axis < len(shapes[path]) else 0
