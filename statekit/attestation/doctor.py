@@ -209,7 +209,11 @@ def _between(earlier: TrainState, later: TrainState) -> Iterator[Finding]:
     """Yields what is wrong between two steps of a run."""
     compared = compare_states(earlier, later)
     slots = any(later.slots.get(path) for path in later.params)
-    changed = {one.what for one in compared.differences if one.what in ("values", "updates")}
+    changed = {
+        one.what
+        for one in compared.differences
+        if one.what in ("values", "updates") and (one.path or one.item)
+    }
     moved = [one for one in compared.differences if one.what == "values" and one.item]
     if slots and changed and not moved:
         where = [f"slots/{path}" for path in later.slots]

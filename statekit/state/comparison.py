@@ -6,17 +6,19 @@ of. Slots that one of them hasn't made yet are equal to zeros before the first u
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal, TypeAlias
 
-from statekit.state.run import BUFFERS, RunState, run_of
+from statekit.errors import some
+from statekit.state.run import BUFFERS, RunPart, RunState, run_of
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.distance import Distance, distance
 from statekit.tensors.tensor import Tensor, chunks, nbytes, parts_of
-from statekit.tensors.tree import to_json
+from statekit.tensors.tree import Tree, to_json
 
 What: TypeAlias = Literal[
     "rule", "missing", "extra", "shape", "dtype", "values", "updates", "option", "moved", "schedule", "part"
@@ -135,6 +137,7 @@ class _States:
             if not alone and mine is not None and theirs is not None:
                 yield from self._of_param(path)
         yield from self._buffers()
+        yield from self._beside()
         yield from self._counts()
         if alone or kinds[0] != kinds[1]:
             return
@@ -214,6 +217,19 @@ class _States:
         for name in _both(theirs, mine):
             yield from self._pair(f"{BUFFERS}/{name}", name, "", theirs.get(name), mine.get(name))
 
+    def _beside(self) -> Iterator[Difference]:
+        """Yields in what tensors differ that are no parameters and no slots: averages, statistics, summed gradients."""
+        theirs, mine = (
+            dict(_tensors({key: part for key, part in one.extra.items() if key != BUFFERS}, "extra"))
+            for one in (self._right, self._other)
+        )
+        for name in _both(theirs, mine):
+            if name in theirs and name in mine:
+                yield from self._pair(name, "", "", theirs[name], mine[name])
+        for side, alone in zip(self._sides, (theirs.keys() - mine, mine.keys() - theirs), strict=True):
+            if alone:
+                self._unsaid[f"{some(sorted(alone))}: only {side} has it"] = None
+
     def _counts(self) -> Iterator[Difference]:
         """Yields where the schedules' counts differ, though equally many updates are done."""
         right, other = self._right.counts, self._other.counts
@@ -242,11 +258,14 @@ class _States:
                 continue
             for item in ("kind", "at", "last", "parameters"):
                 values = [_plain(getattr(one, item)) for one in (theirs, mine)]
-                if values[0] != values[1] and None not in values:
+                if None in values and values != [None, None]:
+                    silent = self._sides[values.index(None)]
+                    self._unsaid[f"the schedule's {item}: {silent} doesn't say it"] = None
+                elif values[0] != values[1]:
                     yield _differing("schedule", f"{place}/{item}", values, item=item)
-        parts = [{part.what: part for part in one.parts} for one in (right, other)]
-        for what in _both(*parts):
-            each = [one.get(what) for one in parts]
+        parts = [_numbered(one.parts) for one in (right, other)]
+        for what, i in _both(*parts):
+            each = [one.get((what, i)) for one in parts]
             if what not in _PARTS:
                 self._unsaid[f"{what}: records of a run that have no common form"] = None
                 continue
@@ -274,6 +293,25 @@ def is_zero(tensor: Tensor) -> bool:
     if (parts := parts_of(tensor)) is not None:
         return not any(tensor.read(part).any() for part in parts)
     return all(not block.any() for block in chunks(tensor))
+
+
+def _tensors(node: Tree, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a tree with their canonical names."""
+    if isinstance(node, Tensor):
+        yield name, node
+    elif isinstance(node, (Mapping, list, tuple)):
+        for key, one in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from _tensors(one, f"{name}/{key}")
+
+
+def _numbered(parts: Iterable[RunPart]) -> dict[tuple[str, int], RunPart]:
+    """Returns the parts of a run by their kind and their number among those of it."""
+    kinds: Counter[str] = Counter()
+    numbered: dict[tuple[str, int], RunPart] = {}
+    for part in parts:
+        numbered[part.what, kinds[part.what]] = part
+        kinds[part.what] += 1
+    return numbered
 
 
 def _both(right: Iterable[Any], other: Iterable[Any]) -> list[Any]:
