@@ -62,6 +62,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         files: The source's files as they were when it was opened.
         reads: What has to be said of the target to read it again: the model's parameters, where it has none.
         beside: The file of the target's model, if parameters are taken from it; it is closed too.
+        moves_schedule: Whether it was asked that the schedule stands elsewhere.
     """
 
     opened: OpenState
@@ -72,6 +73,7 @@ class Prepared(AbstractContextManager["Prepared"]):
     files: Mapping[str, tuple[int, int, int]]
     reads: Hints = NO_HINTS
     beside: tuple[OpenState, ...] = ()
+    moves_schedule: bool = False
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -115,10 +117,7 @@ class Prepared(AbstractContextManager["Prepared"]):
                 if stored.get(key) != meant.get(key)
             )
             faults.check(StateError, "It decodes to another state", place=path)
-            if (
-                _is_set_apart(self.opened.state, self.state)
-                and back.counts.schedule != self.state.counts.schedule
-            ):
+            if self.moves_schedule and back.counts.schedule != self.state.counts.schedule:
                 target = self.layout.name, self.container.name
                 raise _one_count(target, "it was read again without another", self.state)
         except BaseException:
@@ -190,7 +189,10 @@ def prepare(request: Request) -> Plan:
         for one in (opened, *beside):
             one.close()
         raise
-    _WAITING[id(plan)] = Prepared(opened, state, container, layout, encoded, files, reads, beside)
+    moves_schedule = request.changes is not None and request.changes.schedule_step != "keep"
+    _WAITING[id(plan)] = Prepared(
+        opened, state, container, layout, encoded, files, reads, beside, moves_schedule
+    )
     finalize(plan, _close, id(plan))
     return plan
 
