@@ -10,13 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import statekit.torch
+from statekit.attestation.attest import _by_path
 from statekit.attestation.attestation import Attestation
 from statekit.errors import StateError, UsageError
+from statekit.state.comparison import compare_states
+from statekit.state.train_state import Counts, Group, Optimizer, TrainState
+from statekit.tensors.tensor import in_memory
 from statekit.torch.attestation import only
 
 pytestmark = pytest.mark.torch
@@ -409,3 +414,14 @@ def test_several_optimizers_are_not_attested_by_their_first() -> None:
     assert only(["one"], "optimizer") == "one"
     with pytest.raises(UsageError, match="one optimizer"):
         only(["one", "two"], "optimizer")
+
+
+def test_what_is_said_of_parameters_by_name_follows_their_names() -> None:
+    def excluding(path: str) -> TrainState:
+        param = in_memory(np.ones(4, np.float32))
+        group = Group((path,), {"exclude_from_weight_decay": {path: True}})
+        return TrainState({path: param}, {path: {}}, Optimizer("lamb", "optax", (group,)), Counts(0, 0))
+
+    for right, live in (("a/w", "a.w"), ("a.w", "a/w")):
+        pair = _by_path(excluding(right)), _by_path(excluding(live))
+        assert compare_states(*pair).differences == ()

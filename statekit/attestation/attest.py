@@ -21,6 +21,7 @@ from statekit.errors import StateError, StatekitError, UsageError
 from statekit.maps.links import carried_through
 from statekit.maps.model_map import maps_of
 from statekit.state.comparison import Difference, compare_states
+from statekit.state.options import BY_NAME
 from statekit.state.run import BUFFERS
 from statekit.state.schema import WEIGHTS
 from statekit.state.stored_params import as_params
@@ -142,7 +143,17 @@ def _by_path(state: TrainState) -> TrainState:
     if all(path_of(path) == path for path in state.params):
         return state
     groups = tuple(
-        replace(group, paths=tuple(path_of(path) for path in group.paths)) for group in state.optimizer.groups
+        replace(
+            group,
+            paths=tuple(path_of(path) for path in group.paths),
+            hyperparameters={
+                name: {path_of(path): one for path, one in value.items()}
+                if name in BY_NAME and isinstance(value, Mapping)
+                else value
+                for name, value in group.hyperparameters.items()
+            },
+        )
+        for group in state.optimizer.groups
     )
     return replace(
         state,
