@@ -194,6 +194,16 @@ def test_what_was_rounded_is_measured_in_the_report(tmp_path: Path) -> None:
     assert converted(tmp_path, "c.pt", loss_scale=0.25).measured[0].rounded == 0
 
 
+@pytest.mark.torch
+def test_moments_that_the_rule_keeps_as_its_parameters_are_asked_for_with_them(tmp_path: Path) -> None:
+    """torch's load_state_dict casts a float32 moment of a bfloat16 parameter, without a word."""
+    run = COMPACT / "torch_formats" / "adamw_trainer" / "checkpoint"
+    to: dict[str, Any] = {"to": "torch", "layout": "torch-optim"}
+    with pytest.raises(UsageError, match="beside these parameters"):
+        statekit.convert(run, tmp_path / "out.pt", param_dtype="bfloat16", **to)
+    statekit.convert(run, tmp_path / "out.pt", param_dtype="bfloat16", slot_dtype="bfloat16", **to)
+
+
 def test_a_dtype_that_the_rule_does_not_keep_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="t5x keeps it in float32, not in bfloat16 @ v_row"):
         converted(tmp_path, slot_dtype="bfloat16")

@@ -51,6 +51,11 @@ def test_copies_have_the_slots_of_the_one_and_the_first_is_it(
     same(again, squares, read(one))
 
 
+def test_of_copies_along_an_axis_that_was_averaged_away_there_is_no_first() -> None:
+    with pytest.raises(InexactError, match="v_col has averaged away"):
+        KeepFirst(3, 0).of([piece_of(np.ones((3, 4)), Rule((Axis.ROW, Axis.COLUMN), "given"))])
+
+
 @settings(max_examples=120)
 @given(st.data())
 def test_new_places_are_what_the_rule_says_and_the_factors_are_those_of_the_longer_axis(

@@ -194,14 +194,18 @@ def check_dtypes(state: TrainState, changes: Changes) -> None:
             begun = replace(trial, dtype=state.params[path].dtype).begun()[1][path]
             for name, slot in state.slots.get(path, {}).items():
                 asked = any(fnmatchcase(name, pattern) for pattern in changes.slot_dtype)
-                if asked and name in begun and begun[name].dtype != slot.dtype:
+                if (
+                    (asked or changes.param_dtype is not None)
+                    and name in begun
+                    and begun[name].dtype != slot.dtype
+                ):
                     kept[name] = f"{trial.variant} keeps it in {begun[name].dtype}, not in {slot.dtype}"
     faults = Faults((why, name) for name, why in kept.items())
     faults.check(
         UsageError,
-        "The rule doesn't keep slots in that dtype",
-        place=option("slot_dtype"),
-        remedy="name those that it may: --slot-dtype SLOT=DTYPE; or another layout",
+        "The rule doesn't keep slots in that dtype beside these parameters",
+        place=option("slot_dtype" if changes.slot_dtype else "param_dtype"),
+        remedy="name those that it keeps so: --slot-dtype SLOT=DTYPE; or another layout",
     )
 
 

@@ -311,7 +311,7 @@ def _without_model(
 
 def _check_changed(target: tuple[str, str], source: TrainState, state: TrainState, request: Request) -> None:
     """Refuses a target that can't go on with what was changed: with its dtypes, or with counts that were set apart."""
-    if request.changes is not None and request.changes.slot_dtype:
+    if request.changes is not None and (request.changes.slot_dtype or request.changes.param_dtype):
         from statekit.conversion.next_update import check_dtypes
 
         check_dtypes(state, request.changes)

@@ -11,13 +11,13 @@ from typing import Literal, TypeAlias
 
 from statekit.errors import StateError
 from statekit.maps.along_axis import averaged_over, means, rescaled
-from statekit.maps.operations import OfEach, Operation, Piece, reranked, share_of
+from statekit.maps.operations import OfEach, Operation, Piece, Unstack, reranked, share_of
 from statekit.state.exactness import Exactness
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Rule
 from statekit.tensors.places import Padded, Picked, Reconstructed, Repeated
 from statekit.tensors.tensor import DTYPES, Tensor, widens
-from statekit.tensors.views import Mean, Scaled, Slice, cast, mean_over
+from statekit.tensors.views import Mean, Scaled, cast, mean_over
 
 New: TypeAlias = Literal["zeros", "mean"]
 """What new places along an axis are: zeros, or the mean of those that there were."""
@@ -97,15 +97,8 @@ class KeepFirst(Operation):
             return piece
         if len(shape) <= at or shape[at] != self.count:
             raise StateError(f"has shape {shape}, and not {self.count} copies along axis {at}")
-        slots = {}
-        for name, slot in piece.slots.items():
-            kept = piece.kept(name)
-            if kept is None:
-                slots[name] = reranked(share_of(piece, name, 1 / self.count), len(shape) - 1)
-            else:
-                slots[name] = Slice(slot, kept.index(at), 0) if at in kept else slot
-        rule = piece.rule and Rule((*piece.rule.axes[:at], *piece.rule.axes[at + 1 :]), piece.rule.known_from)
-        return replace(piece, param=Slice(piece.param, at, 0), slots=slots, rule=rule)
+        (first,) = Unstack(at, 0).of([piece])
+        return first
 
     def __str__(self) -> str:
         where = "" if self.axis is None else f" along axis {self.axis}"
