@@ -41,6 +41,9 @@ Optax: Orbax) and converted. Then, in the target's library:
 `difference` is the largest one in the end, in that measure. Only what stands here was run this way; a container or
 layout that is missing has lines (`converters/resume.json`) that this table says nothing about.
 
+Weights alone (`torch-weights`, `tf2-weights` and so on) have no row, as no optimizer goes on from them. Their lines
+load a model; tests/test_weights.py runs those of PyTorch's files, safetensors and TensorFlow's objects.
+
 What a run has stands under `model`. PyTorch's are `module`: one group of AdamW; `groups`: matrices with weight decay
 and vectors without; `LinearLR` and `LambdaLR`: a schedule of torch's, of which the first is made again by the printed
 lines and the second's function, `lr_lambda`, is the program's; `tied and frozen`: an output layer with the embedding's
