@@ -117,3 +117,18 @@ def test_nothing_is_found_in_what_the_originals_wrote(system: str) -> None:
         if (folder / "checkpoint").is_dir():
             for one in doctor(folder / "checkpoint"):
                 assert one.passed, (folder.name, [finding.to_json() for finding in one.findings])
+
+
+@pytest.mark.torch
+def test_two_biases_that_are_added_have_the_same_moments_honestly(tmp_path: Path) -> None:
+    import torch
+
+    model = torch.nn.LSTM(4, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(3, 1, 4))[0].sum().backward()
+        optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    [one] = doctor(tmp_path / "run.pt")
+    assert "slots-duplicated" not in [finding.name for finding in one.findings]

@@ -161,10 +161,18 @@ def _of_values(state: TrainState, values: dict[tuple[str, str], _Values]) -> Ite
         key
         for keys in by_digest.values()
         if len({values[path, ""].digest for path, _ in keys}) > 1
+        and not _are_added(state, [path for path, _ in keys])
         for key in keys
     ]
     if same:
         yield fault("slots-duplicated", named(same), "its own of each parameter", "the same bits")
+
+
+def _are_added(state: TrainState, paths: Sequence[str]) -> bool:
+    """Tells whether these may be vectors of one module that are added, as an LSTM's biases: their gradients are one."""
+    return all(len(state.params[path].shape) == 1 for path in paths) and (
+        len({path.rpartition("/")[0] for path in paths}) == 1
+    )
 
 
 _LEAST = 32
