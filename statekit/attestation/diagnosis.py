@@ -288,6 +288,7 @@ class _Diagnosis:
         for item, each in by_item.items():
             is_rate = item == "learning_rate"
             name = "groups-exchanged" if exchanged else "learning-rate" if is_rate else "hyperparameter"
+            # mypy can't infer the type of a lambda that has a default.
             yield from _gathered(name, each, lambda value, item=item: f"{item} {value!r}")  # type: ignore[misc]
         yield from _gathered("frozen", self._of("moved"), lambda moved: "trained" if moved else "frozen")
 
