@@ -132,7 +132,8 @@ the manifest's options; what it can't do is refused by name.
   asked for, and the report measures how far values are off. Slots only have dtypes that the rule keeps, counts none;
   where it keeps them as its parameters, as PyTorch's AdamW does, a `--param-dtype` wants its `--slot-dtype`.
 - `--loss-scale C`: the loss is C times what it was: a slot that grows with the p-th power of gradients is times C^p.
-  A C^p that the slot's dtype can't hold is refused.
+  A C^p that the slot's dtype can't hold is refused. Gradients that wait for their update (Keras' accumulators, the
+  `acc_grads` of Optax' MultiSteps) are times C too, and tensors beside the optimizer that nobody knows are named.
 
 `load_optimizer` takes `slot_policy`, `drop_slots_of` and `loss_scale` among its overrides, and
 `init_missing=["head.*"]`: slots of these parameters begin anew where the checkpoint lacks them or has them in another

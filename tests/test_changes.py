@@ -17,11 +17,13 @@ import statekit
 from goldens import COMPACT
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.cli.main import DONE, FAILED, USAGE, main
-from statekit.conversion.changes import Changes, changed, measured_in
+from statekit.conversion.changed import changed
+from statekit.conversion.changes import Changes
 from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.next_update import measured
 from statekit.conversion.open_state import open_state
+from statekit.conversion.rounded import measured_in
 from statekit.errors import InexactError, StatekitError, UsageError
 from statekit.optim.run import load, mover
 from statekit.state.schema import WEIGHTS, load_schema, schema_names
@@ -442,6 +444,44 @@ def test_what_stands_beside_gradients_is_named() -> None:
         (),
     )
     assert any("epsilon=1e-08" in str(one) for one in done)
+
+
+def waiting(*, position: int = 2) -> TrainState:
+    """Returns a run of Keras between two updates, with gradients that wait and an average of its parameters."""
+    state = case("adamw", "keras").before(2)
+    summed = {path: in_memory(np.full(one.shape, 3, np.float32)) for path, one in state.params.items()}
+    home = {"iteration": 2 * 3 + position, "gradient_accumulators": summed, "derived_v": summed}
+    buffers = {"mean": in_memory(np.full(4, 3, np.float32))}
+    extra = {"keras": home, "buffers": buffers, "torch": {"ema": dict(summed), "sums": dict(summed)}}
+    return replace(state, extra=extra).with_hyperparameters(gradient_accumulation_steps=3)
+
+
+def test_gradients_that_wait_for_their_update_follow_the_scale_and_what_is_unknown_is_named() -> None:
+    state = waiting()
+    after, done = changed(state, Changes(loss_scale=0.25), ())
+    path = next(iter(state.params))
+    home, beside = after.extra["keras"], after.extra["torch"]
+    assert float(home["gradient_accumulators"][path].read().flat[0]) == 3 * 0.25
+    assert float(home["derived_v"][path].read().flat[0]) == 3 * 0.25**2
+    assert home["iteration"] == 8
+    for kept in (after.extra["buffers"]["mean"], beside["ema"][path], beside["sums"][path]):
+        assert float(kept.read().flat[0]) == 3
+    (strange,) = [one for one in done if "nobody knows" in one.said]
+    assert strange.names == tuple(f"extra/torch/sums/{p}" for p, one in state.params.items() if one.shape)
+
+
+@pytest.mark.parametrize("position", [0, 2])
+def test_keras_refuses_to_count_anew_between_two_updates(position: int) -> None:
+    """Its one number says how many gradients wait too: they would go into the first update beside all of its own."""
+    from statekit.converters.layouts.keras.state import calls_of
+
+    state, _ = changed(waiting(position=position), Changes(slot_policy={"count": "reset"}), ())
+    home = state.extra["keras"]
+    if position:
+        with pytest.raises(InexactError, match="between two of them"):
+            calls_of(state, home)
+    else:
+        assert calls_of(state, home) == 0
 
 
 # The next update

@@ -13,11 +13,15 @@ import pytest
 from test_orbax_read import IDS, RECORDED
 
 from formats import plain_state, values
+from statekit.conversion.changed import changed
+from statekit.conversion.changes import Changes
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.converters.containers.orbax.container import CONTAINER as ORBAX
 from statekit.converters.layouts.optax.layout import LAYOUT
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
+from statekit.maps.links import carried_through
+from statekit.maps.model_map import maps_of
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.tensors.tree import Tree, tensor_names, to_json
@@ -220,6 +224,27 @@ def test_an_unfinished_accumulation_is_kept() -> None:
     assert state.counts.updates == 5
     assert "optax/tree/opt_state/acc_grads/scale" in tensor_names(dict(state.extra))
     assert any("acc_grads" in said for said in state.assumptions)
+
+
+def test_gradients_that_wait_follow_the_scale_of_the_loss_and_no_map() -> None:
+    whole = {
+        "mini_step": count(1),
+        "gradient_step": count(5),
+        "inner_opt_state": [adam(), None, None],
+        "acc_grads": like(PARAMS),
+    }
+    state = decoded({"params": PARAMS, "opt_state": whole})
+    scaled, done = changed(state, Changes(loss_scale=0.5), ())
+    tree = LAYOUT.encode(scaled).tree["opt_state"]
+    for name, before in tensor_names({"": like(PARAMS)}).items():
+        after = tensor_names({"": tree["acc_grads"]})[name]
+        np.testing.assert_array_equal(after.read(), before.read() * np.float32(0.5))
+    assert any(one.said.startswith("acc_grads times 0.5") for one in done)
+    renamed, _ = carried_through(state, maps_of(None, {}, {"scale": "weight"}))
+    with pytest.raises(
+        InexactError, match=r"don't follow.*(?s:.*)is of no parameter @ opt_state/acc_grads/scale"
+    ):
+        LAYOUT.encode(renamed)
 
 
 def test_what_is_known_and_from_where() -> None:

@@ -12,7 +12,8 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from statekit.conversion.changes import Change, Changes, changed, option, patterns
+from statekit.conversion.changed import changed
+from statekit.conversion.changes import Change, Changes, option, patterns
 from statekit.conversion.next_update import Trial
 from statekit.errors import Faults, UsageError, some
 from statekit.optim.run import counts_apart, steps_for

@@ -44,7 +44,8 @@ from statekit.tensors.tensor import nbytes
 from statekit.tensors.tree import Tree, tensor_names
 
 if TYPE_CHECKING:  # entered only where something is asked for
-    from statekit.conversion.changes import Changes, Measured
+    from statekit.conversion.changes import Changes
+    from statekit.conversion.rounded import Measured
 
 
 @dataclass(frozen=True, repr=False)
@@ -211,7 +212,7 @@ def convert(
 def _measured(plan: Plan, tree: Tree) -> tuple[Measured, ...]:
     if not plan.changed:
         return ()
-    from statekit.conversion.changes import measured_in
+    from statekit.conversion.rounded import measured_in
 
     return measured_in(tensor_names(tree).values())
 

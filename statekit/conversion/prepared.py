@@ -276,7 +276,7 @@ def _changed(opened: OpenState, request: Request) -> tuple[TrainState, tuple[Cha
     state = opened.state.with_step_offset(request.step_offset)
     if request.changes is None:
         return state, ()
-    from statekit.conversion.changes import changed
+    from statekit.conversion.changed import changed
 
     return changed(state, request.changes, opened.makers)
 
@@ -302,7 +302,7 @@ def _without_model(
     encoded: Encoded, container: str, state: TrainState, changes: tuple[Change, ...]
 ) -> tuple[Encoded, tuple[Change, ...], Hints]:
     """Returns a state in native form without parameters, all that was changed, and what to read it again by."""
-    from statekit.conversion.changes import without_model
+    from statekit.conversion.changed import without_model
 
     encoded, left = without_model(encoded, container, state)
     model = {path.replace("/", "."): param for path, param in state.params.items()}

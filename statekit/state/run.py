@@ -194,6 +194,7 @@ PLACES: tuple[tuple[str, Part], ...] = (
     ("*/mini_step", "accumulation"),
     ("*/gradient_step", "accumulation"),
     ("*/acc_grads", "accumulation"),
+    ("*/gradient_accumulators", "accumulation"),
     ("*/ema", "averages"),
     ("*/model_avg", "averages"),
     ("*/rng", "random"),
@@ -211,8 +212,17 @@ PLACES: tuple[tuple[str, Part], ...] = (
 """Pattern of a record's canonical name -> what it is; the first that fits is meant.
 
 Source: transformers trainer_callback.py, `TrainerState`; accelerate utils/constants.py; Lightning
-checkpoint_connector.py, `dump_checkpoint`; icefall checkpoint.py, `save_checkpoint`; optax transforms/_accumulation.py.
+checkpoint_connector.py, `dump_checkpoint`; icefall checkpoint.py, `save_checkpoint`; optax transforms/_accumulation.py;
+keras-team/keras keras/src/optimizers/base_optimizer.py, `_accumulated_gradients`.
 """
+GRADIENTS: Mapping[str, int] = {
+    "*/acc_grads": 1,
+    "*/acc_grads/*": 1,
+    "*/gradient_accumulators/*": 1,
+    "*/derived_v/*": 2,
+}
+"""Pattern of what is made of gradients and no slot -> their power in it: sums or means of those that wait for their
+update, and the second moments that Keras makes of its factors."""
 
 
 def run_of(extra: Mapping[str, Tree]) -> RunState:

@@ -185,6 +185,24 @@ def mapped(tree: Tree, change: Callable[[Any], Any]) -> Tree:
     return change(tree)
 
 
+def with_leaves(tree: Tree, leaves: Mapping[Path, Any]) -> Tree:
+    """Returns a tree with other leaves under some of its paths, as `walk` has them."""
+    below: dict[Any, dict[Path, Any]] = {}
+    for path, leaf in leaves.items():
+        if not path:
+            return leaf
+        below.setdefault(path[0], {})[path[1:]] = leaf
+    if isinstance(tree, Record):
+        parts: dict[str, Any] = {key: with_leaves(getattr(tree, key), inner) for key, inner in below.items()}
+        return replace(tree, **parts)
+    if isinstance(tree, Mapping):
+        return {**tree, **{key: with_leaves(tree[key], inner) for key, inner in below.items()}}
+    if isinstance(tree, (list, tuple)):
+        each = [with_leaves(part, below[i]) if i in below else part for i, part in enumerate(tree)]
+        return each if isinstance(tree, list) else tuple(each)
+    return tree
+
+
 def to_json(tree: Tree, path: Path = ()) -> Any:
     """Returns a JSON view of a tree: readable, with what JSON lacks tagged by a key that begins with `$`.
 

@@ -409,11 +409,24 @@ def variables_of(
 
 
 def calls_of(state: TrainState, home: Mapping[str, Any]) -> int:
-    """Returns how often the optimizer was called: more often than it made updates while it accumulates gradients."""
+    """Returns how often the optimizer was called: more often than it made updates while it accumulates gradients.
+
+    Raises:
+        InexactError: Updates were counted anew between two of them, where gradients wait for the next.
+    """
     group = state.optimizer.groups[0].hyperparameters if state.optimizer.groups else {}
     periods = group.get("gradient_accumulation_steps") or 1
     calls = int(home.get("iteration", 0))
-    return calls if calls // periods == state.counts.updates else state.counts.updates * periods
+    if calls // periods == state.counts.updates:
+        return calls
+    if calls % periods:
+        raise InexactError(
+            "Updates can't be counted anew between two of them: gradients wait for the next, and Keras has one number.",
+            expected=f"iterations that {periods} gradient_accumulation_steps divide",
+            found=calls,
+            remedy="save the run after an update",
+        )
+    return state.counts.updates * periods
 
 
 NO_RATE = "nobody said the learning rate: it is NaN, to be set before training goes on"

@@ -94,6 +94,8 @@ from statekit.tensors.tree import Path, Tree, nested, walk
 
 Specified: TypeAlias = Mapping[str, Mapping[str, Any]]
 """By schema, the hyperparameters that were told."""
+WAITING = "acc_grads"
+"""The field of `optax.MultiSteps` with the gradients that wait for their update."""
 _HELD = ("adafactor", "adamw", "lamb")
 _SCHEDULED = re.compile(r"scheduler|^initial_lr$")
 """Names under which others keep that a scheduler moves the rate."""
@@ -115,10 +117,26 @@ def encoded(state: TrainState) -> Encoded:
         )
     form = own_form(state, VARIANT)
     if form is not None and not any(_foreign(state)):
+        Faults(_strayed(form, state)).check(
+            InexactError,
+            "Gradients that wait for their update (acc_grads) don't follow parameters under other names or axes",
+            remedy="save the run after an update, and convert from optax without MultiSteps around it",
+        )
         return in_own_form(state, VARIANT, _with_given(form, state), _contents(state))
     faults = Faults(_faults(state))
     faults.check(InexactError, "Optax can't hold the state")
     return placed(state, VARIANT, _opt_state(state), _contents(state), dict(_inexact(state)))
+
+
+def _strayed(form: Tree, state: TrainState) -> Iterator[tuple[str, str]]:
+    """Yields the gradients in a form that are of no parameter of the state."""
+    for path, leaf in leaves(form):
+        if WAITING in path and is_tensor(leaf):
+            name = "/".join(map(str, path[path.index(WAITING) + 1 :]))
+            param = state.params.get(name)
+            if param is None or param.shape != leaf.shape:
+                of_what = "of no parameter" if param is None else f"of shape {leaf.shape}, not {param.shape}"
+                yield f"is {of_what}", "/".join(map(str, path))
 
 
 def _foreign(state: TrainState) -> Iterator[str]:

@@ -1,0 +1,561 @@
+"""Carries out what a user wants changed of a run, and says of each change in a sentence what it did, by name."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from statekit.conversion.changes import COUNT, FLOATS, Change, Changes, Policy, option
+from statekit.conversion.contracts import Encoded
+from statekit.errors import Faults, UsageError, meant, some
+from statekit.state.exactness import Exactness
+from statekit.state.run import BESIDE, BUFFERS, GRADIENTS, SIDE_BY_SIDE, run_of
+from statekit.state.schedules.called import KEY as CALLED
+from statekit.state.schema import WEIGHTS, OptimizerSchema, load_schema
+from statekit.state.stored_params import MASTER, check_known, decoded
+from statekit.state.train_state import Counts, Group, Optimizer, StepOffset, TrainState
+from statekit.tensors.tensor import DTYPES, Cast, DType, Filled, Tensor, float_info, widens
+from statekit.tensors.tree import walk, with_leaves, without
+from statekit.tensors.views import Scaled, cast
+
+_OF_RUN = (BESIDE, SIDE_BY_SIDE, "param_groups", CALLED)
+"""What `extra` holds of a run that weights alone leave behind."""
+
+
+def changed(
+    state: TrainState, asked: Changes, makers: Iterable[str]
+) -> tuple[TrainState, tuple[Change, ...]]:
+    """Returns a state with changes made, and what they were.
+
+    Args:
+        state: The state.
+        asked: What shall be changed.
+        makers: The variants that may have made it, where it doesn't say which.
+
+    Raises:
+        UsageError: Something that is named isn't there, or can't be changed so; names it.
+        InexactError: Nobody said how parameters are stored that shall go on alone.
+    """
+    if state.optimizer.schema == WEIGHTS and asked.options != ["param_dtype"] and not asked.params_only:
+        raise UsageError(
+            "The source holds weights alone: there are no slots and no counts to be changed.",
+            place=", ".join(map(option, asked.options)),
+            expected=option("param_dtype"),
+        )
+    done: list[Change] = []
+    if asked.params_only:
+        check_known(state, makers)
+        state = _params_only(state.each(decoded), done)
+    state = _frozen(state, asked.drop_slots_of, done)
+    state = _by_policy(state, asked.slot_policy, done)
+    state = _at_schedule(state, asked.schedule_step, done)
+    if asked.loss_scale is not None:
+        state = _rescaled(state, asked.loss_scale, done)
+    if asked.slot_dtype:
+        state = _slots_cast(state, asked.slot_dtype, done)
+    if asked.param_dtype is not None:
+        state = _params_cast(state, DTYPES[asked.param_dtype], done)
+    return state, tuple(done)
+
+
+def without_model(encoded: Encoded, container: str, state: TrainState) -> tuple[Encoded, Change]:
+    """Returns a state in native form without its parameters, and what that leaves behind.
+
+    Args:
+        encoded: The state in native form.
+        container: The target's.
+        state: The state.
+
+    Raises:
+        UsageError: The target has no form of an optimizer's state alone.
+    """
+    place = encoded.parts.get("model")
+    if container != "torch" or place is None:
+        raise UsageError(
+            "The target has no form of an optimizer's state without its parameters.",
+            place=option("state_only"),
+            expected="--to torch, and --layout torch-optim, torch-fqn or torch-fqn-flat",
+            found=container,
+        )
+
+    def alone(form: Encoded) -> Encoded:
+        parts = {name: keys for name, keys in form.parts.items() if name != "model"}
+        return replace(form, tree=without(form.tree, form.parts["model"]), parts=parts)
+
+    said = f"{len(state.params)} parameters are left behind: the model has them from elsewhere"
+    made = Change(
+        option("state_only"), said, tuple(f"params/{path}" for path in state.params), Exactness.LOSSY
+    )
+    return alone(encoded), made
+
+
+def _params_only(state: TrainState, done: list[Change]) -> TrainState:
+    slots = [f"{path}/{name}" for path, tensors in state.slots.items() for name in tensors]
+    slots += [f"groups/{i}/{n}" for i, group in enumerate(state.optimizer.groups) for n in group.slots]
+    kept = {key: part for key, part in state.extra.items() if key not in (*_OF_RUN, "buffers")}
+    beside = [f"extra/{key}" for key in state.extra if key in _OF_RUN]
+    buffers: Mapping[str, Tensor] = state.extra.get("buffers") or {}
+    done.append(
+        Change(
+            option("params_only"),
+            f"the optimizer is left behind, {len(slots)} slots and all counts; the next update is a new one's first",
+            (*slots, *beside),
+            Exactness.LOSSY,
+        )
+    )
+    at = state.counts.schedule
+    params = {**state.params, **buffers}
+    return TrainState(params, {}, Optimizer(WEIGHTS, None, ()), Counts(at, at), {}, kept)
+
+
+def _frozen(state: TrainState, patterns: Iterable[str], done: list[Change]) -> TrainState:
+    moved = [path for group in state.optimizer.groups for path in group.paths]
+    gone: dict[str, None] = {}
+    for pattern in patterns:
+        fitting = [path for path in moved if fnmatchcase(path, pattern)]
+        if not fitting:
+            raise UsageError(
+                "No parameter that is moved has such a name.",
+                place=option("drop_slots_of"),
+                found=pattern,
+                expected=some(moved),
+                remedy=meant(pattern, moved),
+            )
+        gone.update(dict.fromkeys(fitting))
+    if not gone:
+        return state
+    if len(gone) == len(moved):
+        raise UsageError(
+            "No parameter would be left for the optimizer.",
+            place=option("drop_slots_of"),
+            remedy="to leave the optimizer behind: --params-only",
+        )
+    slots = [f"{path}/{name}" for path in gone for name in state.slots.get(path, {})]
+    done.append(
+        Change(
+            option("drop_slots_of"),
+            f"frozen: {len(gone)} of {len(moved)} parameters keep their values, without their {len(slots)} slots",
+            tuple(gone),
+            Exactness.LOSSY,
+        )
+    )
+    groups = tuple(_without(group, gone) for group in state.optimizer.groups)
+    kinds = [state.optimizer.kind(group) for group in state.optimizer.groups]
+    return replace(
+        state,
+        slots={path: tensors for path, tensors in state.slots.items() if path not in gone},
+        rules={path: rule for path, rule in state.rules.items() if path not in gone},
+        optimizer=Optimizer.of(groups, kinds),
+        counts=replace(
+            state.counts, behind={path: n for path, n in state.counts.behind.items() if path not in gone}
+        ),
+    )
+
+
+def _without(group: Group, gone: Collection[str]) -> Group:
+    """Returns a group without some of its parameters, and without what was said of them by path."""
+    said = {
+        name: {key: one for key, one in value.items() if key not in gone}
+        if isinstance(value, Mapping)
+        else value
+        for name, value in group.hyperparameters.items()
+    }
+    return replace(group, paths=tuple(p for p in group.paths if p not in gone), hyperparameters=said)
+
+
+def _by_policy(state: TrainState, policy: Mapping[str, Policy], done: list[Change]) -> TrainState:
+    ways: dict[str, Policy] = {}
+    known = _slots_of(state)
+    for pattern, way in policy.items():
+        names = [name for name in (*known, COUNT) if fnmatchcase(name, pattern)]
+        if pattern != COUNT and COUNT in names:
+            names.remove(COUNT)
+        if not names:
+            raise UsageError(
+                "The state has no slot of that name.",
+                place=option("slot_policy"),
+                found=pattern,
+                expected=", ".join((*known, COUNT)),
+                remedy=meant(pattern, (*known, COUNT)),
+            )
+        ways.update(dict.fromkeys(names, way))
+    if ways.get(COUNT) == "drop":
+        raise UsageError(
+            "A run can't go on without a count.", place=option("slot_policy"), expected="reset:count"
+        )
+    dropped = [name for name, way in ways.items() if way == "drop"]
+    reset = [name for name, way in ways.items() if way == "reset" and name != COUNT]
+    if dropped:
+        state = state.each(lambda part: _dropped(part, [n for n in dropped if n in _slots_of(part)], done))
+    for name in reset:
+        state = state.each(partial(_reset, name=name, done=done))
+    if reset and ways.get(COUNT) != "reset":
+        same = [name for name in known if name not in reset and name not in dropped and _decided(state, name)]
+        if any(_decided(state, name) for name in reset) and same:
+            done.append(
+                Change(
+                    option("slot_policy"),
+                    f"{', '.join(same)} stay: 'reset:v*' means all second moments",
+                    (),
+                    Exactness.BITWISE,
+                )
+            )
+    return _recounted(state, done) if ways.get(COUNT) == "reset" else state
+
+
+def _slots_of(state: TrainState) -> tuple[str, ...]:
+    """Returns the names of the slots that a state has, of parameters and of groups."""
+    names = [name for tensors in state.slots.values() for name in tensors]
+    return tuple(dict.fromkeys([*names, *(n for group in state.optimizer.groups for n in group.slots)]))
+
+
+def _decided(state: TrainState, slot: str) -> bool:
+    """Tells whether a slot is one of several forms of the same thing, by how its parameter is factored."""
+    schemas = [load_schema(schema) for schema, _ in state.optimizer.kinds]
+    decides = [spec.get("decides", {}) for one in schemas for spec in one.hyperparameters.values()]
+    return any(slot in one.get("factoring", ()) for one in decides)
+
+
+def _dropped(state: TrainState, names: Collection[str], done: list[Change]) -> TrainState:
+    """Returns a state without some slots, and with what switches them off; refuses what a rule needs."""
+    schema, faults = load_schema(state.optimizer.schema), Faults()
+    off: dict[str, Any] = {}
+    for name in names:
+        switch = next((key for key in schema.hyperparameters if name in _existing(schema, key)), None)
+        if switch is None:
+            if name != MASTER:
+                faults.add("the rule can't go on without it", name)
+            continue
+        together = [one for one in _existing(schema, switch) if one in _slots_of(state) and one not in names]
+        if together:
+            faults.add(f"goes with {', '.join(together)}", name)
+        off[switch] = _off(schema, switch)
+    faults.check(
+        UsageError,
+        f"Slots of {schema.name} can't be dropped",
+        place=option("slot_policy"),
+        remedy="reset begins them anew: --slot-policy " + ",".join(f"reset:{n}" for n in names),
+    )
+    if not names:
+        return state
+    gone = [f"{path}/{n}" for path, tensors in state.slots.items() for n in tensors if n in names]
+    switched = ", ".join(f"{key}={value}" for key, value in off.items())
+    what = "parameters go on without their float32 masters" if list(names) == [MASTER] else "the run goes on"
+    done.append(
+        Change(
+            option("slot_policy"),
+            f"{', '.join(names)} dropped; {what}{f' with {switched}' if switched else ''}",
+            tuple(gone),
+            Exactness.LOSSY,
+        )
+    )
+    groups = tuple(
+        replace(group, slots={n: slot for n, slot in group.slots.items() if n not in names})
+        for group in state.optimizer.groups
+    )
+    slots = {
+        path: {n: slot for n, slot in tensors.items() if n not in names}
+        for path, tensors in state.slots.items()
+    }
+    state = replace(state, slots=slots, optimizer=replace(state.optimizer, groups=groups))
+    return state.with_hyperparameters(**off) if off else state
+
+
+def _existing(schema: OptimizerSchema, name: str) -> tuple[str, ...]:
+    return tuple(schema.hyperparameters[name].get("decides", {}).get("existence", ()))
+
+
+def _off(schema: OptimizerSchema, name: str) -> Any:
+    """Returns the value with which a hyperparameter is off."""
+    spec = schema.hyperparameters[name]
+    return None if "null" in spec["type"] else spec["off"][0] if "off" in spec else False
+
+
+def _reset(state: TrainState, name: str, done: list[Change]) -> TrainState:
+    """Returns a state in which a slot has the value that the rule begins with."""
+    schema = load_schema(state.optimizer.schema)
+    if name not in _slots_of(state):
+        return state
+    init = schema.slots[name].init
+    if name == MASTER:
+        state = replace(state, slots={path: _remastered(state, path) for path in state.slots})
+        touched = [path for path, tensors in state.slots.items() if name in tensors]
+        said = "masters are the parameters, widened: the digits that only masters had are lost"
+        done.append(Change(option("slot_policy"), said, tuple(touched), Exactness.LOSSY))
+        return state
+    if not isinstance(init, (int, float)):
+        raise UsageError(
+            f"{name} has no value to begin with: {init or 'it first exists with the value of its recurrence'}.",
+            place=option("slot_policy"),
+            found=f"reset:{name}",
+            expected=f"keep:{name}",
+        )
+    touched = [f"{path}/{name}" for path, tensors in state.slots.items() if name in tensors]
+    touched += [f"groups/{i}/{name}" for i, one in enumerate(state.optimizer.groups) if name in one.slots]
+    note = schema.data["slots"][name].get("note")
+    done.append(
+        Change(
+            option("slot_policy"),
+            f"{name} begins anew with {init:g}{f'. {note}' if note else ''}",
+            tuple(touched),
+            Exactness.LOSSY,
+        )
+    )
+
+    def anew(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            n: Filled(slot.shape, slot.dtype, init, "begins anew, as asked") if n == name else slot
+            for n, slot in tensors.items()
+        }
+
+    groups = tuple(replace(group, slots=anew(group.slots)) for group in state.optimizer.groups)
+    return replace(
+        state,
+        slots={path: anew(tensors) for path, tensors in state.slots.items()},
+        optimizer=replace(state.optimizer, groups=groups),
+    )
+
+
+def _remastered(state: TrainState, path: str) -> dict[str, Tensor]:
+    return {
+        name: Cast(state.params[path], slot.dtype) if name == MASTER else slot
+        for name, slot in state.slots[path].items()
+    }
+
+
+def _recounted(state: TrainState, done: list[Change]) -> TrainState:
+    """Returns a state that has made no update, as its corrections of moments count; its schedule stays."""
+    before = state.counts
+    offset = any(group.hyperparameters.get("step_offset") for group in state.optimizer.groups)
+    also = ", and step_offset with it" if offset else ""
+    done.append(
+        Change(
+            option("slot_policy"),
+            f"the updates done are 0 instead of {before.updates}{also}; the schedule stands at {before.schedule}",
+            ("counts/updates",),
+            Exactness.LOSSY,
+        )
+    )
+    state = replace(state, counts=Counts(0, before.schedule))
+    return state.with_step_offset(0) if offset else state
+
+
+def _at_schedule(state: TrainState, asked: StepOffset, done: list[Change]) -> TrainState:
+    if asked == "keep":
+        return state
+    at = 0 if asked == "reset" else asked
+    stored = [
+        one for one in run_of(state.extra).schedules if one.at is not None and one.place != f"extra/{CALLED}"
+    ]
+    if stored:
+        raise UsageError(
+            "The checkpoint holds the schedule's own record, which says where it stands in its system's own way.",
+            place=option("schedule_step"),
+            found=", ".join(f"{one.kind or 'a schedule'} at {one.at} ({one.place})" for one in stored),
+            expected="keep",
+            remedy="begin the schedule anew in the program, without loading its record",
+        )
+    done.append(
+        Change(
+            option("schedule_step"),
+            f"the learning-rate schedule stands at {at} instead of {state.counts.schedule}",
+            ("counts/schedule",),
+            Exactness.LOSSY,
+        )
+    )
+    return replace(state, counts=replace(state.counts, schedule=at, says_schedule=True))
+
+
+def _rescaled(state: TrainState, scale: float, done: list[Change]) -> TrainState:
+    """Returns a state as a run has it whose gradients were `scale` times as large from the start."""
+    faults = Faults()
+    state = state.each(lambda part: _part_rescaled(part, scale, done, faults))
+    state = replace(state, extra=_extra_rescaled(state, scale, done, faults))
+    faults.check(UsageError, f"The loss can't be {scale:g} times as large", place=option("loss_scale"))
+    return state
+
+
+def _part_rescaled(state: TrainState, scale: float, done: list[Change], faults: Faults) -> TrainState:
+    schema, powers = load_schema(state.optimizer.schema), dict[str, int]()
+
+    def scaled(name: str, tensor: Tensor, group: Group, where: str) -> Tensor:
+        powers[f"{where}/{name}"] = power = schema.gradient_power(name, _settings(state, group))
+        return _times(tensor, scale, power, f"{where}/{name}", faults)
+
+    slots, groups = {**state.slots}, []
+    for i, group in enumerate(state.optimizer.groups):
+        for path in group.paths:
+            if path in slots:
+                slots[path] = {n: scaled(n, slot, group, path) for n, slot in slots[path].items()}
+        groups.append(
+            replace(
+                group, slots={n: scaled(n, slot, group, f"groups/{i}") for n, slot in group.slots.items()}
+            )
+        )
+    done += _scalings(powers, scale, {name: name.rpartition("/")[2] for name in powers})
+    if any(powers.values()) and (beside := _beside_gradients(state, schema)):
+        said = f"stays as it is, though it stands beside gradients {scale:g} times as large: {beside}"
+        done.append(Change(option("loss_scale"), said, (), Exactness.BITWISE))
+    optimizer = replace(state.optimizer, groups=tuple(groups))
+    return replace(state, slots=slots, optimizer=optimizer)
+
+
+def _extra_rescaled(state: TrainState, scale: float, done: list[Change], faults: Faults) -> Any:
+    """Returns what lies beside an optimizer, where gradients may wait for their update; says what nobody knows of."""
+    paths = {path: leaf for path, leaf in walk(state.extra) if isinstance(leaf, Tensor)}
+    tensors = {"/".join(map(str, ("extra", *path))): (path, leaf) for path, leaf in paths.items()}
+    forms = {name: form for name in tensors for form in GRADIENTS if fnmatchcase(name, form)}
+    powers = {name: GRADIENTS[form] for name, form in forms.items()}
+    made = {}
+    for name, power in powers.items():
+        path, tensor = tensors[name]
+        made[path] = _times(tensor, scale, power, name, faults)
+    done += _scalings(powers, scale, {name: form.strip("*/") for name, form in forms.items()})
+    known = [f"extra/{BUFFERS}", *(part.place for part in run_of(state.extra).parts)]
+    strange = tuple(
+        name
+        for name, (_, tensor) in tensors.items()
+        if name not in powers
+        and tensor.shape
+        and tensor.dtype.name in FLOATS
+        and not any(name == place or name.startswith(f"{place}/") for place in known)
+    )
+    if strange:
+        said = "as it was: nobody knows whether the scale of the loss is in it"
+        done.append(Change(option("loss_scale"), said, strange, Exactness.LOSSY))
+    return with_leaves(state.extra, made)
+
+
+def _times(tensor: Tensor, scale: float, power: int, name: str, faults: Faults) -> Tensor:
+    """Returns a tensor of gradients to some power under another scale; notices where its dtype can't have it."""
+    if not power or (isinstance(tensor, Filled) and not tensor.value):
+        return tensor
+    factor, (least, most) = _power_of(scale, power), _factors(tensor.dtype)
+    if not least <= factor <= most:
+        limits = f"its {tensor.dtype.name} takes factors from {least:.3g} to {most:.3g}"
+        faults.add(f"would be times {factor:g}, and {limits}", name)
+    return Scaled(tensor, factor)
+
+
+def _scalings(powers: Mapping[str, int], scale: float, called: Mapping[str, str]) -> Iterator[Change]:
+    """Yields what a scale does to tensors, one change for each power of gradients; `called` is what each is."""
+    exact = math.frexp(scale)[0] == 0.5
+    how = "a power of two: no digit is lost inside the dtype's range" if exact else "each rounded once"
+    for power in sorted({*powers.values()}):
+        names = tuple(name for name in powers if powers[name] == power)
+        kinds = ", ".join(dict.fromkeys(called[name] for name in names))
+        if power:
+            said = f"times {_power_of(scale, power):g}, the loss's scale to the power {power} ({how})"
+            exactness = Exactness.BITWISE if exact else Exactness.ROUNDING
+            yield Change(option("loss_scale"), f"{kinds} {said}", names, exactness)
+        else:
+            said = "as they are: the scale of the loss is not in them"
+            yield Change(option("loss_scale"), f"{kinds} {said}", (), Exactness.BITWISE)
+
+
+def _power_of(scale: float, power: int) -> float:
+    """Returns a power of a scale in float64: infinite, or 0, where that can't hold it."""
+    with np.errstate(over="ignore", under="ignore"):
+        return float(np.float64(scale) ** power)
+
+
+def _factors(dtype: DType) -> tuple[float, float]:
+    """Returns the least and the largest number that a slot may be times: beyond them 1 becomes 0 or infinite.
+
+    The least is also one that float64, in which products are made, has in full precision. Whole numbers take only 1.
+    """
+    if dtype.kind in "biu":
+        return 1.0, 1.0
+    limits = float_info(dtype)
+    return max(float(limits.smallest_subnormal), sys.float_info.min), float(limits.max)
+
+
+def _settings(state: TrainState, group: Group) -> dict[str, Any]:
+    schema, variant = load_schema(state.optimizer.schema), state.optimizer.variant
+    usual = {} if variant is None else schema.settings(variant)
+    return {**{name: spec.get("if_absent") for name, spec in schema.hyperparameters.items()}, **usual} | dict(
+        group.hyperparameters
+    )
+
+
+def _beside_gradients(state: TrainState, schema: OptimizerSchema) -> str:
+    """Returns the hyperparameters that are compared with gradients, or added to their moments, with their values."""
+    names = [name for name, spec in schema.hyperparameters.items() if spec.get("beside_gradients")]
+    said = dict.fromkeys(
+        (name, value)
+        for group in state.optimizer.groups
+        for name in names
+        if (value := _settings(state, group).get(name))
+    )
+    return ", ".join(f"{name}={value!r}" for name, value in said)
+
+
+def _slots_cast(state: TrainState, asked: Mapping[str, str], done: list[Change]) -> TrainState:
+    known = {**{n: s for t in state.slots.values() for n, s in t.items()}}
+    known |= {n: slot for group in state.optimizer.groups for n, slot in group.slots.items()}
+    faults, dtypes = Faults(), dict[str, DType]()
+    for pattern, named in asked.items():
+        fitting = [name for name in known if fnmatchcase(name, pattern)]
+        if not fitting:
+            faults.add(f"is no slot of the state, which has {', '.join(known)}", pattern)
+        kept = {name: why for name in fitting if (why := _keeps_dtype(state, name, known[name].dtype))}
+        if len(kept) == len(fitting):
+            faults += [(f"{why} isn't rounded to {named}", name) for name, why in kept.items()]
+        dtypes.update({name: DTYPES[named] for name in fitting if name not in kept})
+    faults.check(UsageError, "Slots can't have such a dtype", place=option("slot_dtype"))
+    slots = {
+        path: {n: cast(slot, dtypes.get(n, slot.dtype)) for n, slot in tensors.items()}
+        for path, tensors in state.slots.items()
+    }
+    for name, dtype in dtypes.items():
+        each = {f"{path}/{name}": tensors[name] for path, tensors in state.slots.items() if name in tensors}
+        done += _cast_changes("slot_dtype", name, each, dtype)
+    changed_state = replace(state, slots=slots)
+    return changed_state.each(lambda part: _told_dtypes(part, dtypes))
+
+
+def _keeps_dtype(state: TrainState, name: str, dtype: DType) -> str:
+    """Returns why a slot keeps its dtype whatever is asked for; an empty text if it can have another."""
+    if dtype.name not in FLOATS:
+        return f"counts, in {dtype.name}: a count"
+    if name == MASTER:
+        return "is the parameters in full precision: a master"
+    if any(name in group.slots for group in state.optimizer.groups):
+        return "belongs to a whole group, whose rule sets its dtype: it"
+    return ""
+
+
+def _told_dtypes(state: TrainState, dtypes: Mapping[str, DType]) -> TrainState:
+    """Returns a state whose hyperparameters say the dtypes that its slots have by now, where one decides them."""
+    for name, spec in load_schema(state.optimizer.schema).hyperparameters.items():
+        decided = [slot for slot in spec.get("decides", {}).get("dtype", ()) if slot in dtypes]
+        if decided and any(name in group.hyperparameters for group in state.optimizer.groups):
+            state = state.with_hyperparameters(**{name: dtypes[decided[0]].name})
+    return state
+
+
+def _params_cast(state: TrainState, dtype: DType, done: list[Change]) -> TrainState:
+    floats = {path: param for path, param in state.params.items() if param.dtype.name in FLOATS}
+    done += _cast_changes("param_dtype", "parameters", floats, dtype)
+    return replace(state, params={**state.params, **{p: cast(one, dtype) for p, one in floats.items()}})
+
+
+def _cast_changes(name: str, what: str, tensors: Mapping[str, Tensor], target: DType) -> Iterator[Change]:
+    """Yields what a cast does to tensors, one change for each dtype that they come from."""
+    half = float(float_info(target).eps) / 2
+    sources = dict.fromkeys(tensor.dtype for tensor in tensors.values())
+    for source in (one for one in sources if one != target):
+        if widens(source, target):
+            does, exactness = "every value stays", Exactness.BITWISE
+        else:
+            does = f"rounded from {source.name}, each is off by up to {half:g} of itself"
+            exactness = Exactness.LOSSY
+        names = tuple(path for path, tensor in tensors.items() if tensor.dtype == source)
+        yield Change(option(name), f"{what} in {target.name}: {does}", names, exactness)

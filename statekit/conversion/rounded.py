@@ -1,0 +1,76 @@
+"""How far what was rounded because somebody asked for it is from what it was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from statekit.tensors.tensor import Tensor, blocks
+from statekit.tensors.views import Narrowed, Scaled
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How far what was rounded because somebody asked for it is from what it was made of.
+
+    Attributes:
+        asked: The operation: `narrowed` or `scaled`.
+        values: How many values went through it.
+        rounded: How many of them came out as other numbers.
+        largest: The largest difference among those that stayed finite and didn't become 0, relative to the exact value.
+        lost: How many became infinite, or 0.
+    """
+
+    asked: str
+    values: int = 0
+    rounded: int = 0
+    largest: float = 0.0
+    lost: int = 0
+
+    def __str__(self) -> str:
+        said = f"{self.asked}: {self.rounded} of {self.values} values are other numbers"
+        largest = f", by up to {self.largest:.3g} of themselves" if self.largest else ""
+        return f"{said}{largest}{f'; {self.lost} became infinite or 0' if self.lost else ''}"
+
+    def and_block(self, block: Any, exact: Any) -> Measured:
+        """Returns it with a block of values beside what they would be exactly, in float64."""
+        values = block.astype(np.float64)
+        other = values != exact
+        other &= ~(np.isnan(values) & np.isnan(exact))
+        lost = other & (np.isinf(values) | (values == 0))
+        near = other & ~lost
+        largest = float(np.max(np.abs(values[near] / exact[near] - 1))) if near.any() else 0.0
+        return replace(
+            self,
+            values=self.values + values.size,
+            rounded=self.rounded + int(other.sum()),
+            largest=max(self.largest, largest),
+            lost=self.lost + int(lost.sum()),
+        )
+
+
+def measured_in(tensors: Iterable[Tensor]) -> tuple[Measured, ...]:
+    """Reads what changes rounded in some tensors, and returns how far it is off; nothing else is read."""
+    made: dict[str, Measured] = {}
+    for one in {id(one): one for tensor in tensors for one in _rounded_in(tensor)}.values():
+        name, factor = ("scaled", one.factor) if isinstance(one, Scaled) else ("narrowed", 1.0)
+        so_far = made.get(name, Measured(name))
+        for index in blocks(one):
+            exact = one.tensor.read(index).astype(np.float64) * factor
+            so_far = so_far.and_block(one.read(index), exact)
+        made[name] = so_far
+    return tuple(made.values())
+
+
+def _rounded_in(tensor: Any) -> Iterator[Narrowed | Scaled]:
+    """Yields what changes rounded among all that a tensor is made of."""
+    if isinstance(tensor, (Narrowed, Scaled)):
+        yield tensor
+    if is_dataclass(tensor):
+        for one in fields(tensor):
+            part = getattr(tensor, one.name)
+            for inner in part if isinstance(part, (list, tuple)) else (part,):
+                yield from _rounded_in(inner)
