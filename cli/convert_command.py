@@ -25,6 +25,7 @@ from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import Report, convert, plan
 from statekit.conversion.plan import Plan
 from statekit.conversion.resume import next_update, of_plan, resume_lines, unsaid
+from statekit.errors import Faults, UsageError
 from statekit.files.stage import Progress
 from statekit.maps.links import StateMap
 from statekit.state.schema import WEIGHTS
@@ -49,10 +50,35 @@ def _renaming(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]
 def _maps(name: str | None, config: tuple[str, ...], rename: dict[str, str]) -> tuple[StateMap, ...]:
     if not (name or config or rename):
         return ()
-    from statekit.converters.formats.hparams import read_hparams
     from statekit.maps.model_map import maps_of
 
-    return maps_of(name, read_hparams(config).values, rename)
+    return maps_of(name, _config(config, name), rename)
+
+
+def _config(arguments: tuple[str, ...], name: str | None) -> dict[str, Any]:
+    """Returns what `--config` says, by the map's names; later ones win."""
+    from statekit.converters.formats.hparams import read_gin, read_hparams, read_text
+    from statekit.maps.model_map import settings_in
+
+    settings, faults = settings_in(name), Faults()
+    values: dict[str, Any] = {}
+    unread: dict[str, str] = {}
+    for argument in arguments:
+        if not argument.endswith(".gin") or "=" in argument:
+            values |= settings.translated(read_hparams([argument]).values, faults)
+            continue
+        path = Path(argument)
+        bound = {one: vars(read_gin(read_text(path), path, one)) for one in settings.gin}
+        read, others = settings.of_gin(bound, faults)
+        if not read and not others:
+            faults.add(f"binds nothing of {' or '.join(settings.gin) or 'a model of the map'}", argument)
+        values, unread = values | read, unread | others
+    faults += [
+        (f"is {one:.80}, which is no plain value", key) for key, one in unread.items() if key not in values
+    ]
+    remedy = "say it: --config KEY=VALUE"
+    faults.check(UsageError, "The configuration can't be taken", place="--config", remedy=remedy)
+    return values
 
 
 @click.command("convert")

@@ -70,6 +70,8 @@ def _counts(plan: Plan) -> Iterator[str]:
 def _options(plan: Plan) -> Iterator[tuple[str, str]]:
     for one in plan.options.get("maps", ()):
         said = [f"{key}={value}" for key, value in one.get("config", {}).items()]
+        for file, values in one.get("beside", {}).items():
+            said.append(f"and from {file} " + ", ".join(f"{key}={value}" for key, value in values.items()))
         renamed = [f"{pattern}={replacement}" for pattern, replacement in one.get("rename", ())]
         yield ("map", ", ".join([one["name"], *said])) if "name" in one else ("renamed", ", ".join(renamed))
     for layout, why in plan.options.get("passed_over", {}).items():

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from statekit.budget import Account
 from statekit.converters.formats.hparams import SCHEDULE_IN_GIN, read_gin, read_gin_call, read_text
 from statekit.errors import BudgetError, Faults, FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.checkpoint import FILES_BESIDE, STEPS, Checkpoint, Finding
@@ -262,8 +263,8 @@ def gin_settings(step: Path, files: Files) -> tuple[dict[str, Any], tuple[Findin
     """Reads the gin file in a step's folder or in its run's.
 
     Returns:
-        File, values, references and what was left out; `schedule`, the call that makes the learning rate's. Empty if
-        there is no file. What was odd.
+        File, values, references and what was left out; `model`, what it binds of the model; `schedule`, the call that
+        makes the learning rate's. Empty if there is no file. What was odd.
     """
     folder = step if step.is_dir() else step.parent
     path = find_gin([folder, folder.parent])
@@ -272,6 +273,7 @@ def gin_settings(step: Path, files: Files) -> tuple[dict[str, Any], tuple[Findin
     try:
         text = read_text(path, files)
         settings = read_gin(text, path, account=files.account)
+        model = _of_model(text, path, files.account)
         schedule = read_gin_call(text, path, *SCHEDULE_IN_GIN, files.account)
     except BudgetError:
         raise
@@ -282,8 +284,19 @@ def gin_settings(step: Path, files: Files) -> tuple[dict[str, Any], tuple[Findin
         "values": dict(settings.values),
         "references": dict(settings.references),
         "left_out": list(settings.left_out),
+        "model": model,
         **({} if schedule is None else {"schedule": vars(schedule)}),
     }, ()
+
+
+def _of_model(text: str, path: Path, account: Account) -> dict[str, Any]:
+    """Returns what a gin file binds of a model, by the configurables that maps know."""
+    from statekit.maps.settings import gin_configurables  # entered where there is a gin file
+
+    bound = {name: read_gin(text, path, name, account) for name in gin_configurables()}
+    return {
+        name: {"values": dict(one.values), "references": dict(one.references)} for name, one in bound.items()
+    }
 
 
 _MAX_FILE_NAME = 255

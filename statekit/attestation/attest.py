@@ -13,6 +13,7 @@ from typing import Any
 from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.diagnosis import diagnosed, fault
 from statekit.conversion.contracts import Exactness, Hints
+from statekit.conversion.model_settings import with_beside
 from statekit.conversion.open_state import OpenState, open_state
 from statekit.conversion.rule_change import change_rule
 from statekit.dropin.by_name import path_of
@@ -79,7 +80,8 @@ def attest(
     with _opened(Path(path), step, hints, order) as (opened, ordered):
         right = as_params(opened.state)[0]
         if map is not None or config:
-            right = carried_through(right, maps_of(map, config, builds=False))[0]
+            maps = with_beside(maps_of(map, config, builds=False), opened)
+            right = carried_through(right, maps)[0]
         right = _by_path(renamed(right, names or {}, path))
         each, said = list(findings), [*unchecked, *(one.what for one in opened.checkpoint.findings)]
         place = str(opened.checkpoint.path)

@@ -14,6 +14,7 @@ from typing import Any
 
 from statekit.conversion.checkpoints_at import Place, checkpoints_at
 from statekit.conversion.contracts import NO_HINTS, Hints
+from statekit.conversion.model_settings import with_beside
 from statekit.conversion.open_state import OpenState, open_state
 from statekit.errors import UsageError, printable
 from statekit.files.checkpoint import STEPS
@@ -144,7 +145,7 @@ def _compared(
         opened = [stack.enter_context(open_state(path, step=step, hints=hints)) for path in paths]
         first, second = (as_params(one.state)[0] for one in opened)
         if name is not None or config:
-            first = carried_through(first, maps_of(name, config))[0]
+            first = carried_through(first, with_beside(maps_of(name, config), opened[0]))[0]
         compared = compare_states(first, second, on_tensor=on_tensor)
         same = [one.checkpoint.path for one in opened]
         has_steps = any(one.checkpoint.meta.get(STEPS) for one in opened)

@@ -36,11 +36,11 @@ from statekit.conversion.rule_change import (
 )
 from statekit.conversion.target import check_apart, choose_container, layouts_for, written_as
 from statekit.errors import Faults, InexactError, StateError, UsageError
-from statekit.files.checkpoint import Checkpoint
+from statekit.files.checkpoint import PRETRAINED, Checkpoint
 from statekit.files.integrity import files_of, proven
 from statekit.files.stage import TargetKind
-from statekit.maps.links import carried_through
-from statekit.state.run import Schedule, run_of
+from statekit.maps.links import StateMap, carried_through
+from statekit.state.run import BESIDE, Schedule, run_of
 from statekit.state.schema import load_schema
 from statekit.state.stored_params import MASTER, as_params, check_known, decoded
 from statekit.state.train_state import StepOffset, TrainState
@@ -149,7 +149,8 @@ def prepare(request: Request) -> Plan:
         if not keeps_encoding and not _is_stored_as_moved(state):
             check_known(state, opened.makers)
             state = state.each(decoded)
-        state, mapped = carried_through(state, request.maps) if request.maps else (state, ())
+        maps = _knowing(request.maps, opened)
+        state, mapped = carried_through(state, maps) if maps else (state, ())
         state, changes, beside = _with_missing(state, changes, request)
         rule_change = rule_change_to(card, state, opened.layout)
         if rule_change is not None:
@@ -166,7 +167,7 @@ def prepare(request: Request) -> Plan:
         reads = NO_HINTS
         if request.changes is not None and request.changes.state_only:
             encoded, changes, reads = _without_model(encoded, container.name, state, changes)
-        options = _options(request, opened.state, passed_over)
+        options = _options(request, maps, opened.state, passed_over)
         target = Side(container.name, layout.name, encoded.step)
         keeps = container.target_kind == "folder" or isinstance(container, KeepsManifest)
         plan = build_plan(
@@ -243,7 +244,18 @@ def _stat(path: Path) -> os.stat_result | None:
         return None
 
 
-def _options(request: Request, state: TrainState, passed_over: Mapping[str, str]) -> dict[str, Any]:
+def _knowing(maps: tuple[StateMap, ...], opened: OpenState) -> tuple[StateMap, ...]:
+    """Returns maps that know what stands beside a checkpoint of its model."""
+    if not maps:
+        return maps
+    from statekit.conversion.model_settings import with_beside
+
+    return with_beside(maps, opened)
+
+
+def _options(
+    request: Request, maps: tuple[StateMap, ...], state: TrainState, passed_over: Mapping[str, str]
+) -> dict[str, Any]:
     """Returns what was asked for that changes the result, as it stands in a plan; `state` is the source's."""
     return {
         "hparams": dict(request.hints.hyperparameters),
@@ -260,10 +272,20 @@ def _options(request: Request, state: TrainState, passed_over: Mapping[str, str]
         "require": request.require.name.lower(),
         **({"like": request.like.name} if request.like is not None else {}),
         **({"passed_over": passed_over} if passed_over else {}),
-        **({"maps": [one.to_json() for one in request.maps]} if request.maps else {}),
+        **({"maps": [one.to_json() for one in maps]} if maps else _made_by_map(state)),
         **({"accept_damaged": True} if request.hints.accept_damaged else {}),
         **({"changes": request.changes.to_json()} if request.changes is not None else {}),
     }
+
+
+def _made_by_map(state: TrainState) -> dict[str, Any]:
+    """Returns the class of a model that an earlier map made, as its files name it; nothing without one."""
+    files = (state.extra.get(BESIDE) or {}).get(PRETRAINED)
+    config = files.get("config.json") if isinstance(files, Mapping) else None
+    names = config.get("architectures") if isinstance(config, Mapping) else None
+    return (
+        {"model_class": names[0]} if isinstance(names, list) and names and isinstance(names[0], str) else {}
+    )
 
 
 def _offset(state: TrainState, asked: StepOffset) -> int | None:

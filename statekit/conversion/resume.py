@@ -60,6 +60,8 @@ class Place:
         converted: Whether statekit wrote it; None where its step or a manifest in its folder tells.
         folder: The folder that `files` are named in, where `path` is one of them.
         map_name: The map that made its model; "" without one.
+        model_class: The class of the model that an earlier map made; "" where none is known.
+        map_knows: What that was said, or had beside the source, of the model.
         loss_scale: How many times as large the loss is from there on, as its moments were rescaled for; None if not.
         state_only: Whether it holds an optimizer's state without parameters.
     """
@@ -76,6 +78,8 @@ class Place:
     converted: bool | None = None
     folder: Path | None = None
     map_name: str = ""
+    map_knows: frozenset[str] = frozenset()
+    model_class: str = ""
     loss_scale: float | None = None
     state_only: bool = False
 
@@ -96,6 +100,8 @@ def of_plan(plan: Plan, files: Iterable[str] = ()) -> Place:
         by_path,
         plan.run,
         map_name=_map_name(plan.options),
+        map_knows=_map_knows(plan.options),
+        model_class=_model_class(plan.options),
         loss_scale=_loss_scale(plan.options),
         state_only=_is_state_only(plan.options),
     )
@@ -142,6 +148,8 @@ def of_checkpoint(opened: OpenState) -> Place:
         converted,
         folder,
         _map_name(options),
+        _map_knows(options),
+        _model_class(options),
         _loss_scale(options),
         _is_state_only(options),
     )
@@ -181,6 +189,22 @@ def _map_name(options: Mapping[str, Any]) -> str:
     """Returns the map that made a target's model, by what was asked for; "" without one."""
     names = [one["name"] for one in options.get("maps", ()) if isinstance(one, Mapping) and "name" in one]
     return str(names[-1]) if names else ""
+
+
+def _model_class(options: Mapping[str, Any]) -> str:
+    """Returns the class of the model that an earlier map made; "" where none is known."""
+    name = options.get("model_class")
+    return name if isinstance(name, str) else ""
+
+
+def _map_knows(options: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the settings that maps were told of a target's model, or had beside the source."""
+    maps = [one for one in options.get("maps", ()) if isinstance(one, Mapping)]
+    said = [
+        *(one.get("config", {}) for one in maps),
+        *(b for one in maps for b in one.get("beside", {}).values()),
+    ]
+    return frozenset(key for one in said for key in one)
 
 
 def _by_path(container: str, layout: str, source: str | None, options: Mapping[str, Any]) -> bool:
@@ -371,13 +395,22 @@ def _model_lines(place: Place, step: Path, paths: Iterable[str], no_rate: bool) 
         no_rate: Whether nobody knows the learning rate.
     """
     pretrained = None
-    if place.map_name:
-        from statekit.maps.model_map import pretrained_of
+    if place.map_name or place.model_class:
+        from statekit.maps.model_map import pretrained_class, pretrained_of
 
-        pretrained = pretrained_of(place.map_name)
+        of_map = pretrained_of(place.map_name) if place.map_name else None
+        pretrained = of_map or pretrained_class(place.model_class)
     if pretrained is None:
         return dict.fromkeys(
-            ("model_class", "model_folder", "after_loading", "remark", "trainers_rate", "pretrained")
+            (
+                "model_class",
+                "model_folder",
+                "after_loading",
+                "assumed",
+                "remark",
+                "trainers_rate",
+                "pretrained",
+            )
         )
     run = step.parent if (step.parent / pretrained.main).is_file() else step
     after = [line for path, line in pretrained.after_loading.items() if path in paths]
@@ -385,6 +418,7 @@ def _model_lines(place: Place, step: Path, paths: Iterable[str], no_rate: bool) 
         "model_class": pretrained.class_name,
         "model_folder": _quoted(run if place.step is None else place.path),
         "after_loading": "\n".join(after) or None,
+        "assumed": ", ".join(pretrained.assumed(place.map_knows) if place.map_name else ()) or None,
         "remark": pretrained.remark or None,
         "pretrained": "",
         "trainers_rate": "" if no_rate else None,

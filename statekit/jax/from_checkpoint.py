@@ -14,6 +14,7 @@ import optax
 
 from statekit.conversion.at_loading import changed_at_loading
 from statekit.conversion.contracts import Hints
+from statekit.conversion.model_settings import with_beside
 from statekit.conversion.open_state import state_to_load
 from statekit.dropin.by_name import path_of, renamed_path
 from statekit.dropin.matching import Given, copy_fault, match_faults, renamed, require_resumable
@@ -116,7 +117,9 @@ def load_optimizer(
     model = _model(leaves_of(params), names)
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         state = carried_to_load(
-            as_params(opened.state)[0], maps_of(map, config, builds=False, model=model), require
+            as_params(opened.state)[0],
+            with_beside(maps_of(map, config, builds=False, model=model), opened),
+            require,
         )
         require_resumable(state, path, HOME, MAKERS)
         state = renamed(state, names or {}, path)
@@ -266,7 +269,10 @@ def load_params(
     model = _model(leaves, names)
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         state = carried_to_load(
-            as_params(opened.state)[0], maps_of(map, config, builds=False, model=model), require, slots=False
+            as_params(opened.state)[0],
+            with_beside(maps_of(map, config, builds=False, model=model), opened),
+            require,
+            slots=False,
         )
         state = renamed(state, names or {}, path)
         stored, dtypes = state.params, {path_of(name): leaf.dtype for name, leaf in leaves.by_name.items()}

@@ -26,6 +26,7 @@ from statekit.maps.links import Carried, Link, StateMap, carried
 from statekit.maps.modules import FLATTEN, KINDS, Modules, TargetModel, kind_faults, said_faults
 from statekit.maps.operations import Merge, Operation, Part, Permute, Stack, Unstack
 from statekit.maps.pretrained import Model, Pretrained, Rule
+from statekit.maps.settings import Settings, known_settings, settings_of
 from statekit.maps.sizes import Factor, KeepFirst, Recast, Replicate, Resize, Unfactor
 from statekit.state.run import BESIDE
 from statekit.state.train_state import Axis, TrainState
@@ -145,6 +146,9 @@ class ModelMap:
         refused: Names of the source that the target can't hold, each with the reason.
         needed: Names of the configuration that the operations take, each with what it is.
         config: What was said of them, and of the target's model.
+        beside: What stands beside a checkpoint of them, by the map's names; `config` goes before it.
+        beside_in: The file that has it.
+        settings: What both sides call them, and where the source has them.
         pretrained: What the target's library builds its model from.
         keys: All names of the configuration that its file knows, of either side.
         modules: The kinds of modules that it knows instead of lines; None if it has lines.
@@ -160,6 +164,9 @@ class ModelMap:
     refused: tuple[tuple[Template, str], ...] = ()
     needed: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    beside_in: str = ""
+    settings: Settings = field(default_factory=Settings)
     pretrained: Pretrained | None = None
     keys: frozenset[str] = frozenset()
     modules: Modules | None = None
@@ -167,7 +174,26 @@ class ModelMap:
 
     def to_json(self) -> dict[str, Any]:
         """Returns what was asked for, as it stands in a plan."""
-        return {"name": self.name, "config": dict(self.config)}
+        beside = {"beside": {self.beside_in: dict(self.beside)}} if self.beside else {}
+        return {"name": self.name, "config": dict(self.config), **beside}
+
+    def with_beside(self, values: Mapping[str, Any], file: str) -> ModelMap:
+        """Returns a map that knows what stands beside a checkpoint, as far as it needs it and nobody said it.
+
+        Args:
+            values: The settings, by the map's names.
+            file: What has them, for people.
+        """
+        takes = (
+            self.needed.keys() | self.choices.keys() | (self.pretrained.keys if self.pretrained else set())
+        )
+        beside = {key: one for key, one in values.items() if key in takes and key not in self.config}
+        return replace(self, beside=beside, beside_in=file)
+
+    @property
+    def known(self) -> Mapping[str, Any]:
+        """What is known of the model: what was said, and what stands beside the checkpoint."""
+        return {**self.beside, **self.config}
 
     @overload
     def apply(self, state: TrainState) -> Carried: ...
@@ -227,7 +253,7 @@ class ModelMap:
         """Returns a state with what the target's library builds its model from, instead of the source's such files."""
         state = result.state
         model = replace(model, shapes={path: param.shape for path, param in state.params.items()})
-        made, taken = pretrained.made(model, self.config, self.name)
+        made, taken = pretrained.made(model, self.known, self.name, self.beside_in)
         beside = {**state.extra.get(BESIDE, {}), PRETRAINED: made}
         extra = {**state.extra, BESIDE: beside}
         return replace(result, state=replace(state, extra=extra, assumptions=(*state.assumptions, *taken)))
@@ -275,7 +301,7 @@ class ModelMap:
             for entry, paths in bound.items():
                 if entry.when is not None and entry.when[0] == choice and paths:
                     seen.setdefault(entry.when[1], {}).update(dict.fromkeys(paths))
-            said = self.config.get(choice)
+            said = self.known.get(choice)
             alike = len(seen) > 1 and len({frozenset(paths) for paths in seen.values()}) == 1
             if len(seen) > 1 and not alike:
                 (one, of_one), (other, _) = list(seen.items())[:2]
@@ -372,7 +398,7 @@ class ModelMap:
             case "permute":
                 return Permute(tuple(one["order"]))
             case "merge":
-                return Merge(axis, self.config.get(one["outer"]))
+                return Merge(axis, self.known.get(one["outer"]))
             case "part":
                 return Part(axis, self._said(one["outer"]))
             case "unstack":
@@ -396,7 +422,7 @@ class ModelMap:
         shares = one.get("shares", [1] * lengths[over])
         if one["op"] == "split":
             return Split(axis, tuple(map(self._size, shares)), places[over], turns)
-        is_said = all(size in self.config for size in shares if isinstance(size, str))
+        is_said = all(size in self.known for size in shares if isinstance(size, str))
         return Concatenate(axis, lengths[over], tuple(map(self._size, shares)) if is_said else None, turns)
 
     def _size(self, size: int | str) -> int:
@@ -405,13 +431,13 @@ class ModelMap:
         return REST if size in _REST else self._said(size)
 
     def _said(self, name: str) -> int:
-        if name not in self.config:
+        if name not in self.known:
             raise UsageError(
                 f"The map {self.name} needs to know {name}, which no checkpoint says: {self.needed[name]}.",
                 place="--config",
                 remedy=f"say it: --config {name}=..., or --config config.json with the model's",
             )
-        return int(self.config[name])
+        return int(self.known[name])
 
 
 def _bindings(fields: Sequence[str], ranges: Mapping[str, Sequence[str | int]]) -> list[dict[str, str | int]]:
@@ -533,7 +559,9 @@ def _unfitting(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield from ((fault, place) for one in steps for fault in _unsound(one, config, words))
     for i, kind in enumerate(data.get("modules", ())):
         yield from ((fault, f"modules/{i}/{place}") for fault, place in kind_faults(kind))
-    for side in ("source", "target"):
+    for side in _SIDES:
+        if (codebase := data[side].get("settings")) is not None and codebase not in known_settings():
+            yield f"is {codebase!r:.80}, expected one of {', '.join(known_settings())}", f"{side}/settings"
         for fault, place in _unmade(data, data[side].get("pretrained", {}).get("files", {})):
             yield fault, f"{side}/pretrained/files/{place}"
 
@@ -582,6 +610,12 @@ def pretrained_of(name: str) -> Pretrained | None:
     return load(name).pretrained if name in map_names() else None
 
 
+def pretrained_class(name: str) -> Pretrained | None:
+    """Returns what builds a class of a library, by its name; None if no map is of it."""
+    made = (pretrained_of(one) for one in map_names())
+    return next((one for one in made if one is not None and one.class_name == name), None)
+
+
 def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str, Any]) -> ModelMap:
     """Reads a map in one of its directions."""
     source, target = ("target", "source") if turned else ("source", "target")
@@ -609,12 +643,14 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
     of_modules = {FLATTEN, KINDS} if modules else set()
     choices = data.get("choices", {})
     pretrained = Pretrained.read(data[target].get("pretrained"))
+    settings = settings_of(data[source].get("settings"), data[target].get("settings"))
+    faults = Faults()
     said = {
         key: value
-        for key, value in config.items()
+        for key, value in settings.translated(config, faults).items()
         if value is not None and (key in needed or key in of_modules or key in choices or pretrained)
     }
-    faults = Faults(
+    faults += (
         (f"is {said[key]!r:.80}, expected a number from 1 on", key)
         for key in needed
         if key in said and (type(said[key]) is not int or said[key] < 1)
@@ -636,6 +672,9 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
         refused,
         needed,
         said,
+        {},
+        "",
+        settings,
         pretrained,
         frozenset(needed).union(
             of_modules,
@@ -710,13 +749,16 @@ def maps_of(
             "There is no map that could take a configuration.", place="--config", remedy="name it: --map"
         )
     renaming = (Renaming(tuple(rename.items())),) if rename else ()
+    if config:
+        config = settings_in(name).translated(config, faults := Faults())
+        faults.check(UsageError, f"The map {name} can't take its configuration", place="--config")
     maps = [load(one, config) for one in chained(name)]
     if not builds:
         maps = [replace(one, pretrained=None) for one in maps]
     if maps and model is not None:
         maps[-1] = replace(maps[-1], model=model)
     if config and _MODEL_TYPE not in config and not any(one.pretrained for one in maps):
-        known = {key for one in maps for key in one.keys}
+        known = set[str]().union(*(one.keys for one in maps), settings_in(name).meant)
         unused = Faults(("isn't used, nor known to the map", key) for key in config if key not in known)
         unused.check(
             UsageError,
@@ -727,6 +769,13 @@ def maps_of(
     return (*renaming, *maps)
 
 
+def settings_in(name: str | None) -> Settings:
+    """Returns what the codebases of a map, or of several joined, call the settings of their models."""
+    files = [data_of(one)[0] for one in chained(name)]
+    return settings_of(*(data[side].get("settings") for data in files for side in _SIDES))
+
+
+_SIDES = ("source", "target")
 _MODEL_TYPE = "model_type"
 """What a model's whole config.json has, most of which a map passes over. Source: transformers, `PretrainedConfig`."""
 

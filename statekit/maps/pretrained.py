@@ -7,7 +7,7 @@ is taken instead of it is told.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -60,14 +60,15 @@ class Pretrained:
         return cls(data["class"], data["files"], data.get("after_loading", {}), data.get("remark", ""))
 
     def made(
-        self, model: Model, said: Mapping[str, Any], name: str
+        self, model: Model, said: Mapping[str, Any], name: str, beside: str = ""
     ) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Returns the files' contents, and what was taken that nobody knows, in sentences.
 
         Args:
             model: The model.
-            said: The values of `--config`.
+            said: The values of `--config`, and of the file beside the checkpoint.
             name: The map's, for errors.
+            beside: That file, if there is one.
 
         Raises:
             StateError: What was said contradicts the checkpoint; lists every key.
@@ -92,8 +93,8 @@ class Pretrained:
         faults.check(
             StateError,
             f"What was said of the model isn't what the map {name} makes of the checkpoint",
-            place="--config",
-            remedy="leave it out, or name the checkpoint of that model",
+            place=f"--config and {beside} beside the checkpoint" if beside else "--config",
+            remedy="leave it out, or name the checkpoint of that model; --config goes before what stands beside it",
         )
         missing.check(
             UsageError,
@@ -104,6 +105,16 @@ class Pretrained:
         others = {key: value for key, value in said.items() if key not in values}
         files[self.main].update(others)
         return files, tuple(self._sentences(values, said, others))
+
+    def assumed(self, known: Container[str]) -> Iterator[str]:
+        """Yields what a model gets that nobody said, each with why, given the keys that are known of it."""
+        for _, key, rule in self._rules():
+            if "assumed" in rule and key not in known:
+                yield (
+                    f"{key}={rule['is']!r} ({rule['assumed']})"
+                    if "is" in rule
+                    else f"{key} ({rule['assumed']})"
+                )
 
     @property
     def main(self) -> str:
@@ -144,11 +155,19 @@ def _value(rule: Rule, model: Model, values: Mapping[str, Any]) -> tuple[Any, Ca
     if "length" in rule:
         return _length(rule, model.shapes, values), _never
     if "choice" in rule:
-        others = list(rule["of"].values()) if "assumed" in rule else None
-        return rule["of"][
-            model.chosen[rule["choice"]]
-        ], lambda said: others is not None and said not in others
+        chosen = model.chosen[rule["choice"]]
+        return rule["of"][chosen], lambda said: "assumed" in rule and _is_of(said, rule, chosen)
     return rule.get("is"), lambda said: True
+
+
+def _is_of(said: object, rule: Rule, chosen: str) -> bool:
+    """Tells whether a value may be that of an alternative, and of no other."""
+    known: Mapping[str, object] = rule["of"]
+    others = [value for one, value in known.items() if one != chosen]
+    like: Mapping[str, str] = rule.get("like", {})
+    return said not in others and all(
+        fnmatchcase(str(said), pattern) is (one == chosen) for one, pattern in like.items()
+    )
 
 
 def _never(said: object) -> bool:

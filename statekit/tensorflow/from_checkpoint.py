@@ -12,6 +12,7 @@ import keras
 from statekit.arrays.backend import backend
 from statekit.conversion.at_loading import changed_at_loading
 from statekit.conversion.contracts import Hints
+from statekit.conversion.model_settings import with_beside
 from statekit.conversion.open_state import OpenState, changing, state_to_load
 from statekit.conversion.registry import detect_container
 from statekit.dropin.by_name import renamed_path
@@ -120,7 +121,7 @@ def load_optimizer(
     )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         maps = maps_of(map, config, builds=False, model=_model(_trainable(variables), names))
-        state = carried_to_load(as_params(opened.state)[0], maps, require)
+        state = carried_to_load(as_params(opened.state)[0], with_beside(maps, opened), require)
         require_resumable(state, path, HOME, MAKERS, "Keras moves the variables of a model by one")
         names = names or ({} if map else _renumbered(opened, _trainable(variables)))
         model_has = {
@@ -348,7 +349,7 @@ def load_params(
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         names = names or ({} if map else _renumbered(opened, wanted))
         maps = maps_of(map, config, builds=False, model=_model(wanted, names))
-        state = carried_to_load(as_params(opened.state)[0], maps, require, slots=False)
+        state = carried_to_load(as_params(opened.state)[0], with_beside(maps, opened), require, slots=False)
         sources = {normal(p): p for p in state.params}
         targets = {normal(renamed_path(path_of(v), names or {})): v for v in wanted}
         faults = [

@@ -12,6 +12,7 @@ import torch
 
 from statekit.conversion.at_loading import changed_at_loading
 from statekit.conversion.contracts import Hints
+from statekit.conversion.model_settings import with_beside
 from statekit.conversion.open_state import changing, state_to_load
 from statekit.conversion.registry import layout
 from statekit.dropin.by_name import path_of, renamed_path
@@ -139,7 +140,7 @@ def load_optimizer(
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         state = as_params(opened.state)[0]
         if maps:
-            state = carried_to_load(state, maps, require)
+            state = carried_to_load(state, with_beside(maps, opened), require)
         require_resumable(state, path, HOME, MAKERS)
         state = renamed(state, names or {}, path)
         model_has = {
@@ -251,7 +252,7 @@ def load_params(
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         state = as_params(opened.state)[0]
         if maps:
-            state = carried_to_load(state, maps, require, slots=False)
+            state = carried_to_load(state, with_beside(maps, opened), require, slots=False)
         state = renamed(state, names or {}, path)
         fitted = _fitted(state, opened.makers, model, path)
         with changing("the model"):

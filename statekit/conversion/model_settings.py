@@ -1,0 +1,70 @@
+"""What a map needs to know of a model, from what lies beside its checkpoint, or in it.
+
+T5X writes its gin file beside its checkpoints; Hugging Face's folders have a config.json, and nanoGPT's files their
+model_args. What the user says goes before what lies there; what neither says is asked for by the map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from statekit.budget import Account
+from statekit.conversion.open_state import OpenState
+from statekit.errors import Faults, UsageError
+from statekit.maps.links import StateMap
+from statekit.maps.model_map import ModelMap
+from statekit.tensors.tensor import Tensor, nbytes
+from statekit.tensors.tree import loose_json
+
+
+def with_beside(maps: Iterable[StateMap], opened: OpenState) -> tuple[StateMap, ...]:
+    """Returns maps that know what a checkpoint, or the files beside it, say of its model.
+
+    Raises:
+        UsageError: They say what the map has no word for, and the user didn't say it otherwise.
+        FormatError: They can't be read.
+    """
+    maps = tuple(maps)
+    first = next((one for one in maps if isinstance(one, ModelMap)), None)
+    if first is None:
+        return maps
+    values, file = _beside(first, opened)
+    return tuple(one.with_beside(values, file) if isinstance(one, ModelMap) else one for one in maps)
+
+
+def _beside(first: ModelMap, opened: OpenState) -> tuple[dict[str, Any], str]:
+    """Returns the settings that lie beside a checkpoint, by the map's names, and what has them."""
+    settings, faults = first.settings, Faults()
+    gin = opened.checkpoint.meta.get("gin") or {}
+    values, _ = settings.of_gin(gin.get("model", {}), faults, first.config)
+    where = Path(gin["file"]).name if values else ""
+    for place in () if values else settings.places:
+        keys = place.split("/")
+        record = _record(_at(opened.state.extra, keys), place, Account(opened.budget))
+        asked = {name: one for name, one in record.items() if settings.key(name) not in first.config}
+        values, where = settings.translated(asked, faults), keys[-1]
+        if values:
+            break
+    faults.check(
+        UsageError,
+        "What lies beside the checkpoint says of the model what the map has no word for",
+        place=where or Path(gin.get("file", "")).name,
+        remedy="say it in the map's words: --config KEY=VALUE",
+    )
+    return {key: one for key, one in values.items() if one is not None}, where
+
+
+def _at(tree: Any, keys: Sequence[str]) -> Any:
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def _record(part: Any, place: str, account: Account) -> Mapping[str, Any]:
+    """Returns a record of settings, which may stand in a file's bytes; nothing where there is none."""
+    if isinstance(part, Tensor):
+        account.hold(nbytes(part), "A file of settings", place)
+        part = loose_json(part.read().tobytes(), place, account)
+    return part if isinstance(part, Mapping) else {}

@@ -1,0 +1,124 @@
+"""What codebases call the settings of their models, in a map's words: from a config of theirs, said or lying there.
+
+A map takes Hugging Face's names, or its own. `converters/settings.json` says which of them a codebase's own names mean,
+in what files it keeps these, and where they stand in the state of a checkpoint that has them itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from statekit.errors import Faults
+
+Word = str | Mapping[str, Any] | None
+"""The map's name for a setting; with `values`, theirs and ours, where these differ too; None where it needs none."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a codebase says what its model is.
+
+    Attributes:
+        keys: Its name for a setting -> the map's.
+        gin: The configurables that a gin file of its binds them to.
+        places: Where a record of them stands in a state's `extra`, by slashes.
+    """
+
+    keys: Mapping[str, Word] = field(default_factory=dict)
+    gin: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
+
+    def key(self, name: str) -> str | None:
+        """Returns the map's name for a setting; None if it has none."""
+        word = self.keys.get(name)
+        return word["key"] if isinstance(word, Mapping) else word
+
+    @property
+    def meant(self) -> frozenset[str]:
+        """All names of the map that the codebase has one for."""
+        return frozenset(key for name in self.keys if (key := self.key(name)) is not None)
+
+    def translated(self, values: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
+        """Returns settings by the map's names; those that it doesn't know stay as they are.
+
+        Args:
+            values: The settings, by this codebase's names or the map's.
+            faults: What the map has no word for is added to it, and what is said twice.
+        """
+        made: dict[str, Any] = {}
+        for name, value in values.items():
+            if name in self.keys and self.keys[name] is None:
+                continue
+            key, one = self.key(name) or name, self._value(name, value)
+            if one is _UNKNOWN:
+                faults.add(f"is {value!r:.80}, which the map has no word for; say {key}", name)
+            elif made.setdefault(key, one) != one:
+                faults.add(f"is {value!r:.80}, and {key} is said to be {made[key]!r:.80}", name)
+        return made
+
+    def _value(self, name: str, value: Any) -> Any:
+        word = self.keys.get(name)
+        if not isinstance(word, Mapping):
+            return value
+        return next((ours for theirs, ours in word["values"] if theirs == value), _UNKNOWN)
+
+    def of_gin(
+        self, bound: Mapping[str, Mapping[str, Any]], faults: Faults, said: Container[str] = ()
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Returns what a gin file says of a model, by the map's names, and what of it is no plain value.
+
+        Args:
+            bound: Configurable -> `values` and `references` that the file binds, by name.
+            faults: What the map has no word for is added to it, and what the configurables don't agree on.
+            said: The map's names for what nobody needs to look up.
+        """
+        values: dict[str, Any] = {}
+        unread: dict[str, str] = {}
+        for part in (bound[name] for name in self.gin if name in bound):
+            known = {name: one for name, one in part["values"].items() if name in self.keys}
+            asked = {name: one for name, one in known.items() if self.key(name) not in said}
+            for key, one in self.translated(asked, faults).items():
+                if values.setdefault(key, one) != one:
+                    faults.add(f"is {values[key]!r:.80} and {one!r:.80}", key)
+            for name, text in part["references"].items():
+                if (meant := self.key(name)) is not None:
+                    unread[meant] = text
+        return values, unread
+
+
+_UNKNOWN = object()
+
+
+def settings_of(*names: str | None) -> Settings:
+    """Returns how codebases say what their models are: the first in its checkpoints too, all of them by `--config`."""
+    each = [Settings() if name is None else _known()[name] for name in names]
+    keys: dict[str, Word] = {}
+    for one in reversed(each):
+        keys |= one.keys
+    gin = dict.fromkeys(name for one in each for name in one.gin)
+    return Settings(keys, tuple(gin), each[0].places if each else ())
+
+
+def gin_configurables() -> tuple[str, ...]:
+    """Returns what gin files bind the settings of a model to, of all codebases."""
+    return tuple(name for one in _known().values() for name in one.gin)
+
+
+def known_settings() -> Iterator[str]:
+    """Yields the names of the codebases whose settings are known."""
+    yield from _known()
+
+
+@cache
+def _known() -> dict[str, Settings]:
+    text = resources.files("statekit.converters").joinpath("settings.json").read_text(encoding="utf-8")
+    return {
+        name: Settings(one["keys"], tuple(one.get("gin", ())), tuple(one.get("places", ())))
+        for name, one in json.loads(text).items()
+        if name != "facts"
+    }
