@@ -511,9 +511,11 @@ def test_a_layout_that_was_asked_for_isnt_passed_over(tmp_path: Path) -> None:
 
 def test_heads_of_joined_kernels_are_asked_for_by_name(tmp_path: Path) -> None:
     statekit.convert(scanned(), tmp_path / "hf.pt", map="t5x-t5-scanned:hf-umt5", hparams=said_of(scanned()))
-    with pytest.raises(UsageError, match="needs to know num_heads"):
-        with statekit.open(tmp_path / "hf.pt") as opened:  # its weights; its config.json says them
-            load("hf-umt5:t5x-t5-scanned").apply(opened.state)
+    with (
+        statekit.open(tmp_path / "hf.pt") as opened,  # its weights alone; its config.json says them
+        pytest.raises(UsageError, match="needs to know num_heads"),
+    ):
+        load("hf-umt5:t5x-t5-scanned").apply(opened.state)
     with pytest.raises(UsageError, match="expected a number"):
         load("hf-umt5:t5x-t5-scanned", {"num_heads": "four"})
 

@@ -14,7 +14,7 @@ from test_maps import said_of, scanned, t5
 import statekit
 from goldens import COMPACT
 from statekit.cli.main import main
-from statekit.errors import StateError, UsageError
+from statekit.errors import StateError, StatekitError, UsageError
 from statekit.maps.model_map import load, settings_in
 
 if TYPE_CHECKING:
@@ -153,6 +153,15 @@ def test_a_folder_of_hugging_face_says_its_heads_itself(tmp_path: Path) -> None:
             one, tmp_path / "t5x", to="t5x", map="hf-umt5:t5x-t5-scanned", require="statistics"
         )
         assert plan.options["maps"][0]["beside"] == {"config.json": {"num_heads": 4}}
+    (tmp_path / "hf" / "statekit.json").unlink()
+    hostile = {
+        '{"num_heads": "four"}': "expected a number", '{"num_heads": 0}': "expected a number", "[4]": "needs to know",
+        "{}": "needs to know", '{"num_': "JSON",
+    }  # fmt: skip
+    for text, why in hostile.items():
+        (tmp_path / "hf" / "checkpoint-1000" / "config.json").write_text(text)
+        with pytest.raises(StatekitError, match=why):
+            statekit.plan(tmp_path / "hf", tmp_path / "t5x", to="t5x", map="hf-umt5:t5x-t5-scanned")
 
 
 def test_a_head_that_umt5_would_scale_is_told_of_a_file_and_of_what_is_made_of_it(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
@@ -183,11 +183,20 @@ class ModelMap:
         Args:
             values: The settings, by the map's names.
             file: What has them, for people.
+
+        Raises:
+            UsageError: One isn't a value that the map takes.
         """
         takes = (
             self.needed.keys() | self.choices.keys() | (self.pretrained.keys if self.pretrained else set())
         )
         beside = {key: one for key, one in values.items() if key in takes and key not in self.config}
+        Faults(_no_lengths(beside, self.needed)).check(
+            UsageError,
+            f"The map {self.name} can't take what lies beside the checkpoint",
+            place=file,
+            remedy="say it: --config KEY=VALUE",
+        )
         return replace(self, beside=beside, beside_in=file)
 
     @property
@@ -616,6 +625,13 @@ def pretrained_class(name: str) -> Pretrained | None:
     return next((one for one in made if one is not None and one.class_name == name), None)
 
 
+def _no_lengths(values: Mapping[str, Any], needed: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yields the settings that operations need and can't take."""
+    for key in needed:
+        if key in values and (type(values[key]) is not int or values[key] < 1):
+            yield f"is {values[key]!r:.80}, expected a number from 1 on", key
+
+
 def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str, Any]) -> ModelMap:
     """Reads a map in one of its directions."""
     source, target = ("target", "source") if turned else ("source", "target")
@@ -650,11 +666,7 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
         for key, value in settings.translated(config, faults).items()
         if value is not None and (key in needed or key in of_modules or key in choices or pretrained)
     }
-    faults += (
-        (f"is {said[key]!r:.80}, expected a number from 1 on", key)
-        for key in needed
-        if key in said and (type(said[key]) is not int or said[key] < 1)
-    )
+    faults += _no_lengths(said, needed)
     faults += said_faults(said) if modules else ()
     faults.check(UsageError, f"The map {name} can't take its configuration", place="--config")
     refused = tuple(
