@@ -19,7 +19,7 @@ StatekitError
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 
@@ -63,6 +63,25 @@ class StatekitError(Exception):
     def line(self) -> str:
         """The text in one line, for a place where it stands among others."""
         return " ".join(str(self).split())
+
+    def rename(self, change: Callable[[str], str]) -> None:
+        """Says all of it anew, where files have other names for the user than for what raised it."""
+
+        def renamed(part: object) -> object:
+            text = change(str(part))
+            if text == str(part):
+                return part
+            return Lines(text) if isinstance(part, Lines) else text
+
+        StatekitError.__init__(
+            self,
+            change(self.subject),
+            place=renamed(self.place),
+            expected=renamed(self.expected),
+            found=renamed(self.found),
+            remedy=change(self.remedy),
+        )
+        self.faults = tuple((change(what), change(place)) for what, place in self.faults)
 
     def __str__(self) -> str:  # OSError and KeyError subclasses would format their arguments otherwise
         return str(self.args[0])

@@ -163,7 +163,9 @@ def verdict(traced: Traced, done: subprocess.CompletedProcess[str], counts: Coun
     counts["harmless"] += done.returncode == 0
     if done.returncode not in (0, 3) or (done.returncode == 0 and not traced.target.exists()):
         return f"ended with {done.returncode}"
-    if done.returncode and ("Error: " not in done.stderr or "statekit itself" in done.stderr):
+    if done.returncode and (
+        "Error: " not in done.stderr or "statekit itself" in done.stderr or ".statekit-" in done.stderr
+    ):
         return f"says {done.stderr}"
     if traced.target.exists():
         try:

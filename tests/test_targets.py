@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -9,14 +10,26 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from samples import state_writer, target_name, writable
 
 from goldens import GOLDEN
 from statekit.cli.main import FAILED, STOPPED, STOPPING, Stopped, main, stoppable
+from statekit.conversion.contracts import Exactness
 from statekit.conversion.convert import convert, plan
-from statekit.errors import RefusedError, TargetExistsError
+from statekit.conversion.plan import Plan
+from statekit.errors import CommitError, FormatError, RefusedError, TargetExistsError
+from statekit.files.manifest import FILE
+from statekit.files.stage import Stage, staged
+from statekit.state.schema import WEIGHTS
+from statekit.state.train_state import Counts, Optimizer, TrainState
+from statekit.tensors.tensor import in_memory
 
 ADAMW = GOLDEN / "torch_formats/adamw_legacy/checkpoint/checkpoint.pt"
 
@@ -181,3 +194,93 @@ def test_temporary_data_lies_beside_the_target(careless: bool, tmp_path: Path) -
     elsewhere = json.loads(done.stdout)
     assert len(elsewhere) >= 15
     assert any(elsewhere.values()) == careless, elsewhere
+
+
+WRITABLE = writable()
+
+
+def planned(to: str, folder: Path) -> Plan:
+    """Plans the conversion of a sample to its own container."""
+    row, target = WRITABLE[to], folder / target_name(to)
+    (folder / "source").mkdir()
+    source = row.sample_in(folder / "source").path
+    return plan(source, target, to=to, layout=row.layout, hints=row.hints, require=Exactness.LOSSY)
+
+
+def said(caught: pytest.ExceptionInfo[CommitError], target: Path) -> str:
+    """Returns an error's text, which names the target and no temporary folder, of which nothing is left."""
+    text = str(caught.value)
+    assert str(target) in text and ".statekit-" not in text, text
+    assert {path.name for path in target.parent.iterdir()} == {"source"}
+    return text
+
+
+@pytest.mark.parametrize("to", WRITABLE)
+def test_what_cant_be_read_again_is_said_of_the_target(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(stage: Stage, *arguments: Any) -> Any:
+        written = [path for path in stage.path.rglob("*") if path.is_file()] or [stage.path]
+        largest = max(written, key=lambda path: (path.name != FILE, path.stat().st_size))
+        os.truncate(largest, largest.stat().st_size // 2)
+        return verify(stage, *arguments)
+
+    verify, work = Stage._verify, planned(to, tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(CommitError) as caught:
+        patch.setattr(Stage, "_verify", cut)
+        convert(work)
+    said(caught, tmp_path / target_name(to))
+
+
+@pytest.mark.parametrize("to", WRITABLE)
+def test_a_disk_that_fails_is_said_of_the_target(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    @contextmanager
+    def failing_from_now_on(*arguments: Any, **options: Any) -> Iterator[Stage]:
+        with staged(*arguments, **options) as stage:
+            for call in ("write", "fsync"):
+                monkeypatch.setattr(os, call, fail)
+            yield stage
+
+    work = planned(to, tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(CommitError, match="Input/output error") as caught:
+        patch.setattr("statekit.conversion.convert.staged", failing_from_now_on)
+        convert(work)
+    monkeypatch.undo()
+    said(caught, tmp_path / target_name(to))
+
+
+def test_what_a_library_says_of_its_files_is_said_of_the_target(tmp_path: Path) -> None:
+    """Of tensorstore's messages, too, which name the files that it makes by itself."""
+    (tmp_path / "source").mkdir()
+    source = WRITABLE["orbax"].sample_in(tmp_path / "source").path
+    lines = "import resource, signal, sys; from statekit.cli.main import main;"
+    lines += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500));"
+    lines += "sys.exit(main(sys.argv[1:]))"
+    target = tmp_path / "target"
+    line = [sys.executable, "-c", lines, "convert", str(source), str(target), "--to", "orbax"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == FAILED and "OCDBT" in done.stderr
+    assert str(target) in done.stderr and ".statekit-" not in done.stderr
+
+
+def test_a_name_that_no_manifest_can_hold_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="isn't Unicode"):
+        state_writer("torch", "torch-weights", lambda: named("half\udcff"))(tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("name", ["", "a//b", "b/"])
+def test_a_name_with_an_empty_part_is_refused_before_orbax_writes_it(name: str, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="empty part"):
+        state_writer("orbax", "jax-weights", lambda: named(name))(tmp_path)
+
+
+def named(name: str) -> TrainState:
+    """Returns a state of one parameter, of a name."""
+    params = {name: in_memory(np.ones(3, np.float32))}
+    return TrainState(params, {}, Optimizer(WEIGHTS, None, ()), Counts(0, 0))

@@ -8,7 +8,6 @@ names.
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from statekit.files.integrity import files_of, manifest_place, records_of, top_o
 from statekit.files.manifest import CHECKPOINT, RECORDS, SEALED, file_entry, sealed, tensor_entry, to_text
 from statekit.files.source import Files
 from statekit.files.stage import Entries, OnProgress, Progress, permissions, silent, unknown_fields
-from statekit.files.temporary import make_temporary, sweep
+from statekit.files.temporary import beside, sweep
 from statekit.tensors.digest import tensor_digest
 from statekit.tensors.tensor import nbytes
 
@@ -253,14 +252,10 @@ def _write(place: Path, manifest: Mapping[str, Any], mode: int) -> None:
         CommitError: It can't be written.
     """
     sweep(place.parent)
-    with writing(place):
-        temporary = make_temporary(place.parent)
-        try:
-            new = temporary / place.name
-            with new_file(new) as output:
-                output.write(to_text(manifest).encode("ascii"))
-            new.chmod(stat.S_IMODE(new.stat().st_mode) & mode)
-            os.replace(new, place)
-            sync_folder(place.parent)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    with beside(place) as temporary, writing(place):
+        new = temporary / place.name
+        with new_file(new) as output:
+            output.write(to_text(manifest).encode("ascii"))
+        new.chmod(stat.S_IMODE(new.stat().st_mode) & mode)
+        os.replace(new, place)
+        sync_folder(place.parent)

@@ -23,6 +23,7 @@ from blake3 import blake3
 from statekit.errors import (
     CommitError,
     Faults,
+    FormatError,
     InexactError,
     NotFoundError,
     StatekitError,
@@ -49,10 +50,11 @@ from statekit.files.manifest import (
     unnamed_files,
 )
 from statekit.files.source import read_small, walked
-from statekit.files.temporary import make_temporary, remove_temporary, sweep
+from statekit.files.temporary import beside, sweep
 from statekit.files.whole_file import FindChecked, complete, nothing_checked, unknown_rest
 from statekit.tensors.digest import tensor_bytes, tensor_digest
 from statekit.tensors.tensor import Tensor
+from statekit.tensors.typed import is_unicode
 
 TargetKind: TypeAlias = Literal["file", "folder"]
 
@@ -151,7 +153,12 @@ class Stage:
 
         Raises:
             UsageError: A tensor of this name was streamed already.
+            FormatError: It has half of a character in its name, which no manifest can hold.
         """
+        if not is_unicode(name):
+            raise FormatError(
+                "A tensor's name isn't Unicode.", place=name, remedy="rename the parameter (--rename, --map)"
+            )
         if name in self.tensors:
             raise UsageError("A tensor is written twice.", place=name)
         hasher = blake3()
@@ -227,7 +234,7 @@ class Stage:
             again = parse(read_small(place), place)
         except StatekitError as error:
             raise CommitError(
-                "The manifest can't be read again.", place=self.target, found=error, remedy=_REPORT
+                "The manifest can't be read again.", place=self.target, found=error.line, remedy=_REPORT
             ) from error
         if again["digest"] != manifest["digest"]:
             raise CommitError("The manifest isn't what was meant.", place=self.target, remedy=_REPORT)
@@ -248,8 +255,9 @@ class Stage:
         except InexactError:  # what was written is as meant, but the format can't hold what was asked for
             raise
         except (StatekitError, OSError) as error:
+            reason = error.line if isinstance(error, StatekitError) else error
             raise CommitError(
-                "What was written can't be read again.", place=self.target, found=error, remedy=_REPORT
+                "What was written can't be read again.", place=self.target, found=reason, remedy=_REPORT
             ) from error
         faults.check(CommitError, "What was written isn't what was meant", place=self.target, remedy=_REPORT)
         return facts
@@ -342,20 +350,12 @@ def staged(
     check_target(target, kind, replace=replace, foreign=foreign)
     sweep(target.parent)
     _check_space(target, total)
-    with writing(target):
-        temporary = make_temporary(target.parent)
-    try:
+    with beside(target) as temporary:
         path = temporary / target.name
         if kind == "folder":
             with writing(target):
                 path.mkdir()  # ordinary permissions: the folder around it lets nobody in until the rename
         yield Stage(path, target, kind, replace, mode, total, fields, on_progress or silent)
-    finally:
-        try:
-            remove_temporary(temporary)
-        except BaseException:  # a signal meanwhile
-            remove_temporary(temporary)
-            raise
 
 
 def check_target(target: Path, kind: TargetKind, *, replace: bool, foreign: bool = False) -> None:

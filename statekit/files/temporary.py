@@ -1,4 +1,7 @@
-"""Temporary folders beside a target: made with an owner record, swept only when the owner is provably dead."""
+"""Temporary folders beside a target: made with an owner record, swept only when the owner is provably dead.
+
+Nobody else hears of them: what goes wrong in one is said of the place that its files would have had.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,54 @@ import socket
 import stat
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from statekit.files.durable import sync, sync_folder
+from statekit.errors import StatekitError
+from statekit.files.durable import sync, sync_folder, writing
 
 OWNER_FILE = ".statekit-owner.json"
 _NAME = re.compile(r"\.statekit-tmp-[0-9a-f]{32}")
+_STEP = re.compile(r"/(\.statekit-tmp-[0-9a-f]*)")
+"""A temporary folder's part of a path, which may be cut off in a library's message."""
 _ABANDONED_SECONDS = 3600.0
 _OWNER_BYTES = 4096
+
+
+@contextmanager
+def beside(target: Path) -> Iterator[Path]:
+    """Gives a temporary folder beside a target, which is gone at the end.
+
+    An error that names a file in it is said of the target's own folder, as the user knows no other.
+
+    Raises:
+        CommitError: The folder can't be made.
+    """
+    with writing(target):
+        folder = make_temporary(target.parent)
+    try:
+        with _named_as_beside(folder):
+            yield folder
+    finally:
+        try:
+            remove_temporary(folder)
+        except BaseException:  # a signal meanwhile
+            remove_temporary(folder)
+            raise
+
+
+@contextmanager
+def _named_as_beside(folder: Path) -> Iterator[None]:
+    def shown(text: str) -> str:
+        return _STEP.sub(lambda match: "" if folder.name.startswith(match[1]) else match[0], text)
+
+    try:
+        yield
+    except StatekitError as error:
+        error.rename(shown)
+        raise
 
 
 def make_temporary(parent: Path) -> Path:

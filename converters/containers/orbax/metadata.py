@@ -183,8 +183,11 @@ def document_of(tree: Tree) -> dict[str, Any]:
 
     Raises:
         UsageError: The tree holds what Orbax can't.
+        FormatError: A name has an empty part, which can't be read again.
     """
     entries = {}
+    nameless = Faults(("has an empty part", "/".join(map(str, path))) for path, _ in walk(tree) if "" in path)
+    nameless.check(FormatError, "Names can't be those of an Orbax tree", remedy="rename the parameters")
     for path, leaf in walk(tree):
         keys = [{"key": str(key), "key_type": _SEQUENCE if isinstance(key, int) else _DICT} for key in path]
         entries[str(tuple(map(str, path)))] = {"key_metadata": keys, "value_metadata": _value(path, leaf)}

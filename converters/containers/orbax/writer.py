@@ -38,7 +38,7 @@ def write_item(stage: Stage, folder: str, tree: Tree, name: str = "") -> str:
 
     Raises:
         UsageError: The tree holds what Orbax can't.
-        FormatError: Two names give the same array.
+        FormatError: Two names give the same array, or one has an empty part.
     """
     tensors = tensor_names(tree)
     if not tensors and _is_json(tree):
@@ -121,7 +121,7 @@ def _told(root: Path) -> Iterator[None]:
         try:
             yield
         except ValueError as error:
-            raise OSError(errno.EIO, str(error).splitlines()[0][:400]) from error
+            raise OSError(errno.EIO, str(error).splitlines()[0]) from error
 
 
 def _values(stage: Stage, name: str, tensor: Tensor, array: str) -> Iterator[tuple[str, bytes]]:
