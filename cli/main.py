@@ -94,6 +94,10 @@ class Verb(NamedTuple):
 VERBS = {
     "inspect": Verb("statekit.cli.inspect_command", "Shows what a checkpoint holds."),
     "convert": Verb("statekit.cli.convert_command", "Converts a checkpoint to another system."),
+    "verify": Verb(
+        "statekit.cli.verify_command",
+        "Proves that a checkpoint goes on with the run of another, or where it doesn't.",
+    ),
     "diff": Verb("statekit.cli.diff_command", "Says in what two checkpoints differ, or where two runs part."),
     "doctor": Verb(
         "statekit.cli.doctor_command", "Finds silent faults of checkpoints: they load, and go on wrong."

@@ -47,6 +47,7 @@ LOADERS = {
     "statekit.arrays.backend": "the module of a framework, in the same room",
     "statekit": "the modules of the names it offers, each also imported for type checkers",
     "statekit.cli.main": "the module of a verb, in the same room",
+    "statekit.verify.natives": "the module that runs a class, in the same room",
 }
 """Modules that import others by a name which this test can't read."""
 

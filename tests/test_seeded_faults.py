@@ -25,11 +25,11 @@ from statekit.optim.steps import Execution
 from statekit.state.constants import variant_constants
 from statekit.state.train_state import Counts, TrainState
 from statekit.tensors.tensor import Array, Tensor
-from statekit.testing.step_cases import chosen
 from statekit.testing.steps import tensors
 from statekit.verify.intervals import Interval, IntervalBackend
 from statekit.verify.recording import Rate, open_recording
 from statekit.verify.replay import named
+from statekit.verify.sampling import chosen
 from statekit.verify.verdict import compare
 
 Mistake = Callable[[TrainState], TrainState]

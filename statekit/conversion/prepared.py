@@ -63,6 +63,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         reads: What has to be said of the target to read it again: the model's parameters, where it has none.
         beside: The file of the target's model, if parameters are taken from it; it is closed too.
         moves_schedule: Whether it was asked that the schedule stands elsewhere.
+        carried: The state under the target's names as the source's rule still has it.
     """
 
     opened: OpenState
@@ -74,6 +75,7 @@ class Prepared(AbstractContextManager["Prepared"]):
     reads: Hints = NO_HINTS
     beside: tuple[OpenState, ...] = ()
     moves_schedule: bool = False
+    carried: TrainState | None = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -152,7 +154,7 @@ def prepare(request: Request) -> Plan:
         maps = _knowing(request.maps, opened)
         state, mapped = carried_through(state, maps) if maps else (state, ())
         state, changes, beside = _with_missing(state, changes, request)
-        rule_change = rule_change_to(card, state, opened.layout)
+        carried, rule_change = state, rule_change_to(card, state, opened.layout)
         if rule_change is not None:
             rule_change.check(request.require, lambda: _nearest(opened, request))
             state = rule_change.state
@@ -192,7 +194,7 @@ def prepare(request: Request) -> Plan:
         raise
     moves_schedule = request.changes is not None and request.changes.schedule_step != "keep"
     _WAITING[id(plan)] = Prepared(
-        opened, state, container, layout, encoded, files, reads, beside, moves_schedule
+        opened, state, container, layout, encoded, files, reads, beside, moves_schedule, carried
     )
     finalize(plan, _close, id(plan))
     return plan

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from statekit.conversion.contracts import Exactness
 from statekit.errors import Faults, InexactError
@@ -61,6 +61,29 @@ class Difference:
     def to_json(self) -> dict[str, Any]:
         """Returns the difference as it stands in a plan."""
         return {**vars(self), "exactness": self.exactness.name.lower()}
+
+
+Fate: TypeAlias = Literal["equal", "idle", "compensated", "rounding", "semantic"]
+"""What becomes of a respect in which rules may part. `idle`: it changes nothing here; `semantic`: another update."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One respect in which two rules may part, and what becomes of it.
+
+    Attributes:
+        what: Key of the schema's differences or hyperparameters.
+        source: The source's form or value.
+        target: The target's.
+        fate: What becomes of it.
+        why: In a sentence; empty where they are equal.
+    """
+
+    what: str
+    source: Any
+    target: Any
+    fate: Fate
+    why: str
 
 
 @dataclass(frozen=True)
@@ -223,10 +246,8 @@ class Bridge:
             group: The group.
             on: Hyperparameters that are on, as its slots show, though nobody said so: a number stays unknown.
         """
-        usual = {**self.schema.settings(self.source), **dict.fromkeys(RATE_NAMES)}
-        shown = {name: True if self._is_boolean(name) else UNKNOWN for name in on}
-        settings = {**usual, **group.hyperparameters, **shown}
-        bridges = [one for one in self.schema.data.get("bridges", ()) if self._fits(one, settings)]
+        settings = self._settings(group, on)
+        bridges = self._bridges(settings)
         covered = {key for one in bridges for key in one["covers"]}
         carried = self._carried(settings)
         settable = self.schema.variant(self.target)["defaults"]
@@ -244,6 +265,71 @@ class Bridge:
             ),
             shift,
         )
+
+    def _settings(self, group: Group, on: Iterable[str]) -> dict[str, Any]:
+        """Returns the source's hyperparameters, as far as they are known or usual."""
+        usual = {**self.schema.settings(self.source), **dict.fromkeys(RATE_NAMES)}
+        shown = {name: True if self._is_boolean(name) else UNKNOWN for name in on}
+        return {**usual, **group.hyperparameters, **shown}
+
+    def _bridges(self, settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Returns what hyperparameters make up for, of such a run."""
+        return [one for one in self.schema.data.get("bridges", ()) if self._fits(one, settings)]
+
+    def compared(self, group: Group, on: Iterable[str] = ()) -> Iterator[Compared]:
+        """Yields every respect in which the two rules may part, with what becomes of it; those that are equal too.
+
+        Args:
+            group: The group.
+            on: As in `over`.
+        """
+        side, settings = self.over(group, on), self._settings(group, on)
+        bridges = self._bridges(settings)
+        because = {key: one["because"] for one in bridges for key in one["covers"]}
+        worse = {one.what: one for one in side.differences}
+        here, there = (variant_constants(self.schema.name, one) for one in (self.source, self.target))
+        for key, spec in self.schema.data["differences"].items():
+            fate, why = self._fate(key, spec, (here[key], there[key]), worse, because, settings)
+            yield Compared(key, here[key], there[key], fate, why)
+        theirs = {**self.schema.settings(self.target), **side.values}
+        for name, spec in self.schema.hyperparameters.items():
+            if name in RATE_NAMES and name not in because:
+                continue
+            values = settings.get(name), theirs.get(name)
+            fate, why = self._fate(name, spec, values, worse, because, settings)
+            if side.shift and "instead" in spec:
+                fate, why = "compensated", "it is taken off the count of updates"
+            elif fate == "idle" and self._split_later(name):
+                fate, why = "compensated", "groups of their own have no decay"
+            yield Compared(name, *values, fate, why)
+
+    def _fate(
+        self,
+        what: str,
+        spec: Mapping[str, Any],
+        values: tuple[Any, Any],
+        worse: Mapping[str, Difference],
+        because: Mapping[str, str],
+        settings: Mapping[str, Any],
+    ) -> tuple[Fate, str]:
+        """Returns what becomes of one respect, and why."""
+        meaning = str(spec["meaning"])
+        if what in worse:
+            return ("rounding" if worse[what].exactness <= Exactness.ROUNDING else "semantic"), meaning
+        if _same(*values):
+            return "equal", ""
+        if what in because:
+            return "compensated", because[what]
+        if EFFECTS[spec["effect"]] <= Exactness.BITWISE:
+            return "idle", f"it changes no update: {meaning}"
+        if any(all(_among(value, some) for value in values) for some in spec.get("alike", ())):
+            return "idle", f"both do the same: {meaning}"
+        off = spec.get("off", ())
+        if off and all(_among(value, off) for value in values):
+            return "idle", "both mean that it is off"
+        if not self._matters(spec, settings):
+            return "idle", f"it plays no part in this run: {meaning}"
+        return "idle", f"the target takes the source's: {meaning}"
 
     def _is_boolean(self, name: str) -> bool:
         return "boolean" in self.schema.hyperparameters[name]["type"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -199,21 +199,6 @@ def case(
         for update in range(updates)
     )
     return Case(initial(bare), grads)
-
-
-def chosen(state: TrainState, paths: Sequence[str]) -> TrainState:
-    """Returns a state of some of its parameters only, in this order."""
-    groups = tuple(
-        replace(group, paths=tuple(path for path in paths if path in group.paths))
-        for group in state.optimizer.groups
-    )
-    return replace(
-        state,
-        params={path: state.params[path] for path in paths},
-        slots={path: state.slots[path] for path in paths},
-        rules={path: state.rules[path] for path in paths if path in state.rules},
-        optimizer=replace(state.optimizer, groups=groups),
-    )
 
 
 def _settings(schema: str, variant: str, full: bool, dtype: str) -> dict[str, Any]:

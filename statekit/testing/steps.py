@@ -29,9 +29,10 @@ from statekit.optim.steps import Execution, Scene
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, Tensor
-from statekit.testing.step_cases import EMPTY, RATE, Case, chosen
+from statekit.testing.step_cases import EMPTY, RATE, Case
 from statekit.testing.step_reach import first_index, reach
 from statekit.verify.replay import named
+from statekit.verify.sampling import chosen
 from statekit.verify.verdict import compare
 
 Grads: TypeAlias = Mapping[str, Array]

@@ -80,7 +80,7 @@ def compare(
         return Row(step, path, tensor, 0.0, 0.0, 0.0, 0.0, 0, 0.0, 0.0, wrong, recorded.size, "shape")
     mine, theirs, old = (x.astype(np.float64) for x in (ours, recorded, before))
     with np.errstate(all="ignore"):
-        outside = ~(_inside(mine, bound) & _inside(theirs, bound))
+        outside = ~(inside(mine, bound) & inside(theirs, bound))
         apart = gap(mine, theirs)
         moved = float(np.max(np.nan_to_num(np.abs(theirs - old), nan=0.0, posinf=0.0)))
         width = np.nan_to_num(bound.high - bound.low, nan=0.0, posinf=0.0)
@@ -103,7 +103,8 @@ def compare(
         )
 
 
-def _inside(value: Array, bound: Interval) -> Array:
+def inside(value: Array, bound: Interval) -> Array:
+    """Tells of each element whether it lies in its interval; where that is NaN, whether it is NaN too."""
     absent = np.isnan(bound.low) | np.isnan(bound.high)
     return np.where(absent, np.isnan(value), (value >= bound.low) & (value <= bound.high))
 

@@ -1,0 +1,294 @@
+"""`statekit verify`: whether a checkpoint goes on with the run of the one that it was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from statekit.arrays.backend import BACKEND_NAMES
+from statekit.cli import output
+from statekit.cli.arguments import complete_maps, hints_options, local_file, read_step, step_option
+from statekit.cli.main import DONE, WANTING
+from statekit.cli.output import Screen, Table
+from statekit.conversion.contracts import Exactness, Hints
+from statekit.errors import UsageError, some
+from statekit.state.train_state import StepOffset
+from statekit.verify.certificate import Certificate
+from statekit.verify.verification import STEPS, verify
+
+MAX_ROWS = 40
+_SAYS = {
+    "bit-exact": "The same run: every bit is kept, and every update has the same bits.",
+    "within the rounding bound": "The same run: updates differ by no more than rounding.",
+    "semantic difference": "Another rule goes on: its updates aren't the run's, by what is named below.",
+    "not comparable": "The state is the same; whether its updates are, couldn't be shown.",
+    "refuted": "NOT the same run.",
+}
+
+
+@click.command("verify")
+@click.argument("source", metavar="[SRC", required=False, type=click.Path(), callback=local_file)
+@click.argument("target", metavar="DST]", required=False, type=click.Path(), callback=local_file)
+@click.option(
+    "--repeat",
+    metavar="CERT",
+    type=click.Path(path_type=Path),
+    help="Do what a certificate says again, and compare.",
+)
+@click.option(
+    "--steps",
+    metavar="K",
+    type=click.IntRange(0),
+    default=STEPS,
+    show_default=True,
+    help="Updates of each run; 0: none.",
+)
+@click.option(
+    "--gradients",
+    metavar="all|random|adversarial|FILE",
+    default="all",
+    show_default=True,
+    help="What both sides are stepped on; FILE: safetensors with <update>/<parameter>, by the target's names.",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(BACKEND_NAMES),
+    default="numpy",
+    show_default=True,
+    help="Where our steps run.",
+)
+@click.option(
+    "--all", "everything", is_flag=True, help="Step every element of every parameter, not a sample."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the sample and the gradients.")
+@click.option(
+    "--require",
+    type=click.Choice([e.name.lower() for e in Exactness if e < Exactness.REFUSED]),
+    default=Exactness.ROUNDING.name.lower(),
+    show_default=True,
+    help="The least exactness that passes.",
+)
+@step_option
+@click.option(
+    "--map",
+    "map_name",
+    metavar="SOURCE:TARGET|FILE",
+    shell_complete=complete_maps,
+    help="The map that DST was made with, where it doesn't say it.",
+)
+@click.option("--config", multiple=True, metavar="FILE|KEY=VALUE", help="What the map was told of the model.")
+@click.option(
+    "--step-offset",
+    metavar="keep|reset|N",
+    callback=read_step,
+    default="keep",
+    help="As in convert, where DST doesn't say it.",
+)
+@click.option(
+    "--certificate",
+    "to",
+    metavar="FILE.json",
+    type=click.Path(path_type=Path),
+    help="Write the certificate here.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@hints_options
+def command(
+    source: Path | None,
+    target: Path | None,
+    repeat: Path | None,
+    steps: int,
+    gradients: str,
+    backend: str,
+    everything: bool,
+    seed: int,
+    require: str,
+    step: int | None,
+    map_name: str | None,
+    config: tuple[str, ...],
+    step_offset: StepOffset,
+    to: Path | None,
+    as_json: bool,
+    hints: Hints,
+) -> int:
+    """Proves that DST goes on with the run of SRC, or says where it doesn't.
+
+    Of any systems. Every tensor of both is read and digested, and each of DST is held against the one that SRC becomes
+    there; the two implementations' rules are compared field by field; then both sides are stepped on the same
+    gradients, by torch.optim's, Transformers', Optax' or Keras' own class where that is installed, and every element is
+    held against the bound of the arithmetic (docs/bounds.md). Faults that are put into this very state must be seen by
+    it. The exit code is 1 if DST is refuted, or less exact than --require.
+    """
+    if (repeat is None) == (source is None or target is None) or (
+        repeat is not None and source is not None and target is None
+    ):
+        raise UsageError(
+            "Two checkpoints or a certificate are needed.", expected="SRC DST, or --repeat CERT [SRC DST]"
+        )
+    from statekit.converters.formats.hparams import read_hparams
+
+    with output.progress() as bar:
+        task, done = bar.add_task("reading", total=None), [0]
+
+        def tell(phase: str, name: str, size: int) -> None:
+            done[0] += size
+            bar.update(task, description=f"{phase} {name}", completed=done[0])
+
+        if repeat is not None:
+            return _repeat(repeat, source, target, tell, as_json)
+        assert source is not None and target is not None  # said above
+        made = verify(
+            source,
+            target,
+            hints=hints,
+            on_progress=tell,
+            steps=steps,
+            gradients=gradients,
+            backend=backend,
+            everything=everything,
+            seed=seed,
+            require=Exactness[require.upper()],
+            step=step,
+            map=map_name,
+            config=read_hparams(config).values or None,
+            step_offset=step_offset,
+        )
+    if to is not None:
+        made.save(to)
+    show(made, to, as_json)
+    return DONE if made.passed else WANTING
+
+
+def show(made: Certificate, to: Path | None = None, as_json: bool = False) -> None:
+    """Prints a certificate: the verdict first."""
+    if as_json:
+        output.print_json("verify", made.to_json())
+        return
+    _show(output.screen(), made.data, made.counts())
+    if to is not None:
+        output.screen().say(f"The certificate is {to}, digest {made.digest}.")
+
+
+def _repeat(path: Path, source: Path | None, target: Path | None, tell: Any, as_json: bool) -> int:
+    from statekit.verify.repetition import repeated
+
+    done = repeated(path, source, target, tell)
+    if as_json:
+        output.print_json(
+            "verify", {"repeats": done.same, "differs": list(done.differs), **done.again.to_json()}
+        )
+    else:
+        screen = output.screen()
+        screen.say(
+            f"{path}: {'it comes out the same' if done.same else 'it comes out otherwise'}.", bold=True
+        )
+        screen.show_list("Other than in the certificate:", done.differs)
+        screen.show_list("Other, as another machine or other versions may have it:", done.notes)
+    return DONE if done.same and done.again.passed else WANTING
+
+
+def _show(screen: Screen, data: Mapping[str, Any], counts: Mapping[str, int]) -> None:
+    verdict, replay = data["verdict"], data["replay"]
+    screen.say(f"{verdict['whole'].upper()}. {_SAYS[verdict['whole']]}", bold=True)
+    screen.say()
+    for name, side in (("from", "source"), ("to", "target")):
+        one = data["identity"][side]
+        at = "" if one["step"] is None else f", step {one['step']}"
+        screen.say(f"{name:<6}{data['asked'][side]}")
+        size = f"{output.plural(len(one['tensors']), 'tensor')}, {output.size(one['bytes'])}"
+        screen.say(f"{one['container']}, {one['layout']}{at}; {size}", indent=6)
+    screen.show_list("Against it:", verdict["because"][:MAX_ROWS])
+    if len(verdict["because"]) > MAX_ROWS:
+        screen.say(f"and {len(verdict['because']) - MAX_ROWS} more; --json lists them", indent=2)
+    screen.title("State")
+    screen.say(f"{', '.join(f'{count} {one}' for one, count in counts.items())}", indent=2)
+    pairs, back = data["map"]["bijection"], data["map"]["round_trip"]
+    whole = "each once" if not pairs["faults"] else "NOT each once"
+    screen.say(f"{pairs['elements']} elements of parameters and slots, {whole}", indent=2)
+    if back["done"]:
+        ends = "to the same bits" if not back["differ"] else f"to others: {some(back['differ'])}"
+        screen.say(
+            f"back in the source's form {output.plural(back['tensors'], 'tensor')} come {ends}", indent=2
+        )
+    else:
+        screen.say(f"not taken back: {back['because']}", indent=2)
+    _show_rule(screen, data["rule"])
+    if replay["stepped"]:
+        _show_replay(screen, replay)
+        _show_controls(screen, data["controls"])
+    else:
+        screen.title("Updates")
+        screen.say(f"none: {replay['because']}", indent=2)
+    screen.show_list("Not compared:", data["not_compared"])
+    screen.show_list("Assumed:", data["assumptions"])
+    screen.say()
+
+
+def _show_rule(screen: Screen, rule: Mapping[str, Any]) -> None:
+    screen.title("Rule")
+    if rule["from"] == rule["to"]:
+        screen.say(f"{rule['from']} on both sides", indent=2)
+    else:
+        screen.say(
+            f"{rule['from']} to {rule['to']}: {rule['exactness']}; {rule['equal']} fields are equal", indent=2
+        )
+    active = [one for one in rule["fields"] if one["fate"] != "idle"]
+    if active:
+        table = Table(("field", "source", "target", "", "why"), drop=("why",))
+        for one in sorted(active, key=lambda one: one["fate"] != "semantic"):
+            table.add_row(one["what"], _value(one["source"]), _value(one["target"]), one["fate"], one["why"])
+        screen.show(table)
+    idle = [one["what"] for one in rule["fields"] if one["fate"] == "idle"]
+    if idle:
+        screen.say(f"other, without an effect here: {some(idle)}", indent=2)
+
+
+def _show_replay(screen: Screen, replay: Mapping[str, Any]) -> None:
+    screen.title("Updates")
+    sample = replay["sample"]
+    screen.say(f"source  {replay['source']}", indent=2)
+    screen.say(f"target  {replay['target']}", indent=2)
+    parts = [f"{output.plural(len(sample['stepped']), 'parameter')}, {replay['updates']} updates each"]
+    if sample["stands_for"]:
+        parts.append(f"standing for {len(sample['stands_for'])} more of their kind")
+    if sample["windows"]:
+        parts.append(f"of {len(sample['windows'])} a window")
+    if sample["stands_for"] or sample["windows"]:
+        parts.append(f"drawn with seed {sample['seed']}; --all takes all")
+    screen.say("; ".join(parts), indent=2)
+    table = Table(
+        ("gradients", "outside", "ULP", "/update", "/bound", "equal bits"),
+        right=("outside", "ULP", "/update", "/bound", "equal bits"),
+    )
+    for row in replay["probes"]:
+        total = sum(row["histogram"])
+        outside = row["outside"]["target"] + row["outside"]["source"]
+        equal = f"{100 * row['histogram'][0] / total:.0f}%" if total else "-"
+        table.add_row(
+            row["name"],
+            str(outside),
+            *(f"{float(row[name]):.2g}" for name in ("ulps", "relative", "ratio")),
+            equal,
+        )
+    screen.show(table)
+    for one in replay["notes"]:
+        screen.say(one, indent=2)
+
+
+def _show_controls(screen: Screen, controls: Sequence[Mapping[str, Any]]) -> None:
+    screen.title("Faults put into this state")
+    screen.say(
+        f"seen in the updates: {', '.join(one['name'] for one in controls if one['detected']) or 'none'}",
+        indent=2,
+    )
+    unseen = [one for one in controls if not one["detected"]]
+    for one in unseen:
+        screen.say(f"this proves nothing about: {one['name']}; {one['because']}", indent=2)
+
+
+def _value(value: Any) -> str:
+    text = str(value)
+    return text if len(text) < 28 else f"{text[:25]}..."

@@ -1,0 +1,114 @@
+"""The certificate of a conversion: what was compared, what came of it, and the digest over all of it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from statekit.errors import FormatError, NotFoundError, printable
+from statekit.tensors.digest import json_digest
+from statekit.verify.identity import VERDICTS, Verdict
+
+FORMAT, VERSION = "statekit-certificate", 1
+_PARTS = ("asked", "command", "versions", "verdict", "identity", "map", "rule", "replay", "controls")
+
+
+@dataclass(frozen=True, repr=False)
+class Certificate:
+    """What a verification showed.
+
+    Attributes:
+        data: Everything but the digest, as `schemas/statekit-certificate.schema.json` has it.
+    """
+
+    data: Mapping[str, Any]
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of the whole."""
+        whole: Verdict = self.data["verdict"]["whole"]
+        return whole
+
+    @property
+    def passed(self) -> bool:
+        """Whether the run goes on as exactly as was required."""
+        return bool(self.data["verdict"]["passed"])
+
+    @property
+    def digest(self) -> str:
+        """The BLAKE3 digest of its canonical JSON."""
+        return json_digest(self.data)
+
+    @property
+    def tensors(self) -> Mapping[str, Verdict]:
+        """The verdict of each tensor of the target, by canonical name."""
+        return {row["name"]: row["verdict"] for row in self.data["map"]["tensors"]}
+
+    def counts(self) -> dict[str, int]:
+        """Returns how many tensors each verdict is said of, from the best to the worst."""
+        counts = Counter(self.tensors.values())
+        return {one: counts[one] for one in VERDICTS if counts[one]}
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        return {**self.data, "digest": self.digest}
+
+    def text(self) -> str:
+        """Returns it as the text of a file: each record of a list in a line of its own."""
+        return _laid_out(self.to_json()) + "\n"
+
+    def save(self, path: Path) -> None:
+        """Writes it to a file."""
+        path.write_text(self.text(), encoding="utf-8")
+
+    def __repr__(self) -> str:
+        asked = self.data["asked"]
+        return printable(f"<Certificate {asked['source']} -> {asked['target']}: {self.verdict}>")
+
+
+def read_certificate(path: Path) -> Certificate:
+    """Reads a certificate, and proves its digest.
+
+    Raises:
+        NotFoundError: There is none.
+        FormatError: It isn't one, or was changed.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise NotFoundError("There is no such certificate.", place=path, remedy="check the path") from error
+    except ValueError as error:
+        raise FormatError("A certificate is JSON.", place=path, found=str(error)) from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
+        raise FormatError(
+            "This is no certificate of this version.", place=path, expected=f"{FORMAT} {VERSION}"
+        )
+    if missing := [name for name in _PARTS if name not in data]:
+        raise FormatError("A certificate lacks parts.", place=path, expected=", ".join(missing))
+    stated = data.pop("digest", None)
+    made = Certificate(data)
+    if made.digest != stated:
+        raise FormatError(
+            "A certificate was changed since it was made.", place=path, expected=stated, found=made.digest
+        )
+    return made
+
+
+def _laid_out(node: Any, depth: int = 0) -> str:
+    """Returns JSON in which what fits into a line, and each record of a list, has one."""
+    flat = json.dumps(node, ensure_ascii=True, allow_nan=False)
+    inside, end = "\n" + " " * (depth + 1), "\n" + " " * depth
+    if depth >= 3 or len(flat) < 100:
+        return flat
+    if isinstance(node, dict):
+        parts = [f"{json.dumps(key)}: {_laid_out(value, depth + 1)}" for key, value in node.items()]
+        return "{" + inside + ("," + inside).join(parts) + end + "}"
+    if isinstance(node, list) and all(isinstance(part, (dict, list)) for part in node):
+        return (
+            "[" + inside + ("," + inside).join(json.dumps(part, allow_nan=False) for part in node) + end + "]"
+        )
+    return flat

@@ -1,0 +1,122 @@
+"""The classes that go on with a checkpoint in its own framework, where they are installed.
+
+A state, or the part of it that is stepped, is written in the checkpoint's own layout, and the real class loads that
+file by its own means and makes the updates: torch.optim's, Transformers', Optax', Keras', or statekit's drop-ins.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol, TypeAlias
+
+from statekit.errors import StatekitError
+from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import Array
+
+Rates: TypeAlias = tuple[float | None, ...]
+Updates: TypeAlias = Sequence[Mapping[str, Array]]
+
+
+class Native(Protocol):
+    """A class that makes updates."""
+
+    def __call__(self, state: TrainState, updates: Updates, rates: Rates) -> TrainState:
+        """Returns a state after updates, one for each gradients by path.
+
+        Args:
+            state: The state before, in memory.
+            updates: Gradients by path, of each update.
+            rates: Learning rate of each group; None where the rule has its own.
+
+        Raises:
+            StatekitError: The class doesn't take the state.
+        """
+
+
+@dataclass(frozen=True)
+class Class:
+    """Where a class is, and what runs it.
+
+    Attributes:
+        name: The class, as it is imported.
+        packages: What it needs.
+        module: The module of ours that runs it.
+        sqrt_units: How far its square roots may be from the exact ones, in units of 2^-24.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    module: str
+    sqrt_units: float = 2.0
+
+    @property
+    def is_here(self) -> bool:
+        """Whether what it needs is installed."""
+        return all(importlib.util.find_spec(name) is not None for name in self.packages)
+
+    @property
+    def title(self) -> str:
+        """Its name with the versions of what it runs on."""
+        return f"{self.name} ({', '.join(f'{name} {installed(name)}' for name in self.packages)})"
+
+    def runner(self, schema: str, variant: str) -> Native:
+        """Returns what runs it on states of a variant."""
+        make: Callable[[str, str], Any] = import_module(f"statekit.verify.natives.{self.module}").runner
+        runs: Native = make(self.name, variant)
+        return runs
+
+
+_TORCH = (
+    "torch-optim",
+    "torch-fqn",
+    "torch-fqn-flat",
+    "deepspeed",
+    "megatron",
+    "megatron-float16",
+    "megatron-distributed",
+)
+_KERAS = ("keras", "tf2-keras")
+CLASSES: Mapping[tuple[str, str, str], Class] = {
+    **{
+        (layout, "adamw", "torch"): Class("torch.optim.AdamW", ("torch",), "torch_classes")
+        for layout in _TORCH
+    },
+    **{
+        (layout, "adafactor", "torch"): Class("torch.optim.Adafactor", ("torch",), "torch_classes")
+        for layout in _TORCH
+    },
+    **{
+        (layout, "adafactor", "hf"): Class(
+            "transformers.optimization.Adafactor", ("transformers", "torch"), "torch_classes"
+        )
+        for layout in _TORCH
+    },
+}
+"""By layout, schema and variant, the class that goes on with such a file."""
+DROP_INS: Mapping[str, Class] = {
+    "statekit-torch": Class("statekit.torch", ("torch",), "torch_drop_ins"),
+}
+"""By layout, statekit's own classes, which follow any variant that is stepped."""
+
+
+def class_of(layout: str, schema: str, variant: str) -> Class | None:
+    """Returns the class that goes on with files of a layout; None if there is none that statekit runs."""
+    return CLASSES.get((layout, schema, variant)) or DROP_INS.get(layout)
+
+
+def installed(package: str) -> str:
+    """Returns the version of a package; of TensorFlow, whatever it is published as."""
+    for name in (package, f"{package}-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+class NotTakenError(StatekitError):
+    """A class doesn't take the part of a state that is stepped."""

@@ -1,0 +1,86 @@
+"""A certificate made again: whether the same comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from statekit.verify.certificate import Certificate, read_certificate
+from statekit.verify.verification import Asked, OnProgress, certificate
+
+_PLACES = ("source", "target")
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """A certificate beside one that was made now.
+
+    Attributes:
+        again: The new one.
+        differs: What speaks against the old one: other content, or another verdict.
+        notes: What another machine, or another version of a library, may make otherwise within the bound.
+    """
+
+    again: Certificate
+    differs: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether everything that the certificate claims came out again."""
+        return not self.differs
+
+
+def repeated(
+    path: Path,
+    source: Path | None = None,
+    target: Path | None = None,
+    on_progress: OnProgress = lambda phase, name, size: None,
+) -> Repetition:
+    """Does again what a certificate says.
+
+    Args:
+        path: The certificate.
+        source: Where its source lies now; as it says if None.
+        target: Where its target lies now.
+        on_progress: As in `verify`.
+
+    Raises:
+        NotFoundError, FormatError: It can't be read, or was changed.
+        As `verify`.
+    """
+    old = read_certificate(path)
+    asked = Asked.from_json(old.data["asked"])
+    asked = replace(asked, source=source or asked.source, target=target or asked.target)
+    again = certificate(asked, on_progress=on_progress)
+    return Repetition(again, tuple(_differences(old, again)), tuple(_notes(old.data, again.data)))
+
+
+def _differences(old: Certificate, again: Certificate) -> Iterator[str]:
+    for side in _PLACES:
+        one, other = (each.data["identity"][side]["root"] for each in (old, again))
+        if one != other:
+            yield f"the {side}'s content has the digest {other}, {one} in the certificate"
+    if old.verdict != again.verdict:
+        yield f"the verdict is {again.verdict}, {old.verdict} in the certificate"
+    before, after = old.tensors, again.tensors
+    for name in {**before, **after}:
+        if before.get(name) != after.get(name):
+            yield f"{name}: {after.get(name)}, {before.get(name)} in the certificate"
+    detected = [{one["name"]: one["detected"] for one in each.data["controls"]} for each in (old, again)]
+    for name in {**detected[0], **detected[1]}:
+        if detected[0].get(name) and not detected[1].get(name):
+            yield f"the fault {name!r} isn't seen any more"
+
+
+def _notes(old: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
+    for name in {**old["versions"], **again["versions"]}:
+        one, other = old["versions"].get(name), again["versions"].get(name)
+        if one != other:
+            yield f"{name} {other}, {one} in the certificate"
+    probes = zip(old["replay"].get("probes", ()), again["replay"].get("probes", ()), strict=False)
+    for one, other in probes:
+        if one != other:
+            yield f"on gradients {one['name']}: up to {other['ulps']} ULP, {one['ulps']} in the certificate"

@@ -1,0 +1,419 @@
+"""The replay of a verification: both sides through every probe, each tensor's worst, and the controls beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from statekit.arrays.backend import Backend
+from statekit.arrays.numpy_backend import NumpyBackend
+from statekit.errors import StatekitError
+from statekit.optim.run import store
+from statekit.state.exactness import Exactness
+from statekit.state.factoring import swapped
+from statekit.state.train_state import TrainState
+from statekit.tensors.distance import gap, ulp
+from statekit.tensors.tensor import Array
+from statekit.verify.controls import Control, controls_of
+from statekit.verify.identity import Verdict
+from statekit.verify.natives import Rates, class_of
+from statekit.verify.probes import Kind, Probe, drawn, gradients_of, probe_of
+from statekit.verify.sampling import Sample, sampled
+from statekit.verify.stepping import (
+    EDGES,
+    Bounds,
+    Key,
+    Side,
+    arrays,
+    bounds,
+    rates_of,
+    run,
+)
+
+KINDS: Mapping[str, tuple[Kind, ...]] = {
+    "all": ("random", "adversarial"), "random": ("random",), "adversarial": ("adversarial",)
+}  # fmt: skip
+"""What `--gradients` names; all else is a file."""
+
+
+@dataclass(frozen=True)
+class Worst:
+    """One tensor over all probes.
+
+    Attributes:
+        unequal: Elements in which the sides differ, of all probes.
+        ulps: Their largest difference.
+        relative: Over the largest movement.
+        ratio: Over the width of the bound.
+        faults: What was wrong, a sentence each.
+        parted: By how much of a movement the two rules part; 0 where they don't.
+    """
+
+    unequal: int = 0
+    ulps: float = 0.0
+    relative: float = 0.0
+    ratio: float = 0.0
+    faults: tuple[str, ...] = ()
+    parted: float = 0.0
+
+    def with_(self, other: Worst) -> Worst:
+        """Returns the worse of both in everything."""
+        return Worst(
+            self.unequal + other.unequal,
+            max(self.ulps, other.ulps),
+            max(self.relative, other.relative),
+            max(self.ratio, other.ratio),
+            (*self.faults, *other.faults),
+            max(self.parted, other.parted),
+        )
+
+
+@dataclass
+class _Ran:
+    """What a probe showed of all tensors."""
+
+    tensors: dict[Key, Worst] = field(default_factory=dict)
+    histogram: list[int] = field(default_factory=lambda: [0] * (len(EDGES) + 1))
+    outside: dict[str, int] = field(default_factory=lambda: {"source": 0, "target": 0, "rule": 0})
+    undecided: int = 0
+
+
+class SideBySide:
+    """A source and a target that are stepped.
+
+    Args:
+        carried: The source's state under the target's names, by the source's rule.
+        expected: The same as the target's rule should have it.
+        actual: What the target holds.
+        layouts: Of both.
+        allowed: How far the rules are known to part: beyond rounding no agreement is expected.
+    """
+
+    def __init__(
+        self,
+        carried: TrainState,
+        expected: TrainState,
+        actual: TrainState,
+        layouts: tuple[str, str],
+        allowed: Exactness,
+    ) -> None:
+        self._states, self._layouts, self._allowed = (carried, expected, actual), layouts, allowed
+        self._notes: list[str] = []
+
+    def run(
+        self,
+        gradients: str,
+        updates: int,
+        xp: Backend,
+        seed: int,
+        everything: bool,
+        tell: Callable[[str], object],
+    ) -> tuple[dict[str, Any], dict[str, tuple[Verdict, str]], list[dict[str, Any]]]:
+        """Steps both sides.
+
+        Returns:
+            The replay as a certificate has it; the verdict and the reason of each tensor, by canonical name; and what
+            became of each control.
+
+        Raises:
+            UnknownRuleError: A step needs what nobody said.
+        """
+        sample = sampled(self._states[1], seed, everything)
+        before, right, there = (sample.of(state) for state in self._states)
+        rates, said = rates_of(right)
+        self._notes += said
+        sides = self._side(before, self._layouts[0]), self._side(there, self._layouts[1])
+        twin = self._twin(sample)
+        pending = {control.name: control for control in controls_of(right)}
+        wrong = {name: control.make(right, twin) for name, control in pending.items()}
+        seen: dict[str, dict[str, Any]] = {}
+        worst: dict[Key, Worst] = {}
+        rows = []
+        with _probes(gradients, right, sample, updates, seed) as probes:
+            for probe in probes:
+                tell(probe.name)
+                ran, bound = self._probe(probe, xp, sides, before, right, rates)
+                for key, one in ran.tensors.items():
+                    worst[key] = worst.get(key, Worst()).with_(one)
+                rows.append(_row(probe, ran))
+                for name in [name for name in pending if name not in seen and wrong[name] is not None]:
+                    tell(f"{probe.name}, control: {name}")
+                    if (detected := _detected(wrong[name], bound, probe, rates)) is not None:
+                        seen[name] = {"by": probe.name, **detected}
+        data = {
+            "stepped": True,
+            "updates": updates,
+            "gradients": gradients,
+            "sample": sample.to_json(),
+            "rates": list(rates),
+            "source": sides[0].title,
+            "target": sides[1].title,
+            "classes_of_ulp": [*EDGES, "more"],
+            "probes": rows,
+            "tensors": [_summary(key, one) for key, one in worst.items()],
+            "notes": self._notes,
+        }
+        return (
+            data,
+            self._verdicts(worst, sample),
+            [_said(one, wrong[n], seen.get(n), right) for n, one in pending.items()],
+        )
+
+    def _side(self, state: TrainState, layout: str) -> Side:
+        """Returns what steps a state: its own class, where it is installed and takes it, or our step."""
+        schema, variant = state.optimizer.kinds[0]
+        kind = class_of(layout, schema, str(variant))
+        ours = f"statekit.optim.{schema}, variant {variant}"
+        if state.optimizer.several:
+            return Side(state, "statekit.optim, each optimizer by its own step")
+        if kind is None:
+            return Side(state, ours)
+        if not kind.is_here:
+            self._notes.append(f"{kind.name} isn't installed: {ours} steps in its place")
+            return Side(state, ours)
+        return Side(state, kind.title, kind.runner(schema, str(variant)), kind.sqrt_units)
+
+    def _twin(self, sample: Sample) -> TrainState:
+        """Returns a state in which what is stepped has the slots of another parameter of its kind, if there is one."""
+        expected = self._states[1]
+        others = {path: other for other, path in sample.stands_for.items()}
+        paths = tuple(others.get(path, path) for path in sample.paths)
+        windows = {others.get(path, path): window for path, window in sample.windows.items()}
+        there = Sample(paths, windows).of(expected)
+        slots = {
+            path: there.slots[other]
+            for path, other in zip(sample.paths, paths, strict=True)
+            if other in there.slots
+        }
+        return replace(sample.of(expected), slots=slots) if slots else sample.of(expected)
+
+    def _probe(
+        self,
+        probe: Probe,
+        xp: Backend,
+        sides: tuple[Side, Side],
+        before: TrainState,
+        right: TrainState,
+        rates: Rates,
+    ) -> tuple[_Ran, Bounds]:
+        alike = before.optimizer.kinds == right.optimizer.kinds
+        roots = max(xp.sqrt_units, *(side.sqrt_units for side in sides))
+        names = _relabelling(before, right)
+        of_target = bounds(right, probe.updates, rates, roots)
+        of_source = of_target if alike else bounds(before, probe.updates, rates, roots)
+        ours = sides[0].after(xp, probe.updates, rates)
+        try:
+            theirs = sides[1].after(xp, probe.updates, rates)
+        except StatekitError:
+            raise
+        except Exception as error:  # whatever a framework raises: it doesn't take what the target holds
+            fault = f"{sides[1].title} doesn't go on with it: {type(error).__name__}: {error}"
+            return _Ran({key: Worst(faults=(fault,)) for key in of_target.intervals}), of_target
+        starts = arrays(before)
+        ran = _Ran()
+        for key in of_target.intervals:
+            other = names(key)
+            sides_of_it = _Sides(key, other, theirs.get(key), ours.get(other), starts.get(other))
+            one = _compared(sides_of_it, of_target, None if alike else of_source, len(probe.updates), ran)
+            ran.tensors[key] = self._judged(one, probe, alike)
+        return ran, of_target
+
+    def _judged(self, one: _Compared, probe: Probe, alike: bool) -> Worst:
+        faults = []
+        if one.target:
+            faults.append(
+                f"{one.target} elements leave the bound of the target's rule on {probe.name}: {one.example}"
+            )
+        if one.source:
+            faults.append(
+                f"{one.source} elements of the source's side leave the bound of its own rule on {probe.name}"
+            )
+        parted = one.parted if one.rule else 0.0
+        if one.rule and self._allowed <= Exactness.ROUNDING and not (probe.is_extreme and not alike):
+            faults.append(
+                f"the two rules part by {one.parted:.2g} of an update on {probe.name}, which no difference explains"
+            )
+        return Worst(one.unequal, one.ulps, one.relative, one.ratio, tuple(faults), parted)
+
+    def _verdicts(self, worst: Mapping[Key, Worst], sample: Sample) -> dict[str, tuple[Verdict, str]]:
+        verdicts: dict[str, tuple[Verdict, str]] = {}
+        for (path, name), one in worst.items():
+            verdict: tuple[Verdict, str] = "bit-exact", ""
+            if one.faults:
+                verdict = "refuted", one.faults[0]
+            elif self._allowed > Exactness.ROUNDING:
+                verdict = (
+                    "semantic difference",
+                    "the target's rule makes other updates, as the rule difference says",
+                )
+            elif one.unequal:
+                verdict = "within the rounding bound", "bits kept; its updates differ by rounding"
+            for other in (path, *(key for key, stepped in sample.stands_for.items() if stepped == path)):
+                key = f"params/{other}" if name == "param" else f"slots/{other}/{name}"
+                # What stands for others says of their rule, not of their values: these have digests.
+                verdicts[f"{path}/{name}" if path.startswith("groups/") else key] = verdict
+        return verdicts
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """One tensor: what the two rules call it, and its values; None where a side hasn't it."""
+
+    key: Key
+    other: Key
+    theirs: Array | None
+    ours: Array | None
+    before: Array | None
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """One tensor after a probe; numbers are those of `Worst`, and elements that leave a bound."""
+
+    source: int = 0
+    target: int = 0
+    rule: int = 0
+    parted: float = 0.0
+    unequal: int = 0
+    ulps: float = 0.0
+    relative: float = 0.0
+    ratio: float = 0.0
+    example: str = ""
+
+
+def _compared(it: _Sides, bound: Bounds, of_source: Bounds | None, updates: int, ran: _Ran) -> _Compared:
+    """Compares one tensor after a probe, element by element."""
+    interval = bound.intervals[it.key]
+    size = int(np.size(interval.low))
+    if it.theirs is None or it.theirs.shape != np.shape(interval.low):
+        ran.outside["target"] += size
+        return _Compared(target=size, unequal=size, example="it isn't there, or has another shape")
+    beyond = bound.beyond(it.key, it.theirs)
+    target, example = int(np.sum(beyond)), ""
+    ran.outside["target"] += target
+    ran.undecided += int(np.sum(bound.undecided(it.key)))
+    if target:
+        at = tuple(int(i) for i in np.argwhere(beyond)[0])
+        low, high = (np.broadcast_to(end, beyond.shape)[at] for end in (interval.low, interval.high))
+        example = f"{list(at)} is {float(it.theirs[at]):.9g}, beyond [{low:.9g}, {high:.9g}]"
+    if it.ours is None or it.before is None or it.ours.shape != it.theirs.shape:
+        return _Compared(target=target, example=example)
+    rule_of_source = bound if of_source is None else of_source
+    source = int(np.sum(rule_of_source.beyond(it.key if of_source is None else it.other, it.ours)))
+    ran.outside["source"] += source
+    with np.errstate(all="ignore"):
+        ours, theirs = it.ours.astype(np.float64), it.theirs.astype(np.float64)
+        apart, unit = gap(theirs, ours), ulp(ours, it.ours.dtype)
+        ulps = np.where(apart == 0, 0.0, apart / unit)
+        moves = np.abs(ours - it.before.astype(np.float64))
+        moved = float(np.max(moves[np.isfinite(moves)], initial=0.0))
+        width = np.nan_to_num(interval.high - interval.low, nan=0.0, posinf=0.0)
+        ratio = np.where((apart == 0) | bound.undecided(it.key), 0.0, apart / width)
+        rule, parted = 0, 0.0
+        if of_source is not None and it.other in of_source.exact:
+            exact = of_source.exact[it.other].astype(np.float64)
+            between = gap(exact, bound.exact[it.key].astype(np.float64))
+            rule = int(np.sum(bound.beyond(it.key, exact) & ~(between <= updates * unit)))
+            parted = _over(float(np.max(between, initial=0.0)), moved)
+    ran.outside["rule"] += rule
+    ran.histogram = [a + b for a, b in zip(ran.histogram, _classes(ulps), strict=True)]
+    return _Compared(
+        source,
+        target,
+        rule,
+        parted,
+        int(np.count_nonzero(apart)),
+        float(np.max(ulps, initial=0.0)),
+        _over(float(np.max(apart, initial=0.0)), moved),
+        float(np.max(ratio, initial=0.0)),
+        example,
+    )
+
+
+def _over(top: float, bottom: float) -> float:
+    return top / bottom if bottom else float(np.inf if top else 0.0)
+
+
+def _classes(ulps: Any) -> list[int]:
+    """Returns how many elements differ by no more than each edge, and by more than the one before; the rest last."""
+    places = np.searchsorted(np.asarray(EDGES), np.nan_to_num(ulps.ravel(), nan=np.inf), side="left")
+    return [int(n) for n in np.bincount(places, minlength=len(EDGES) + 1)]
+
+
+@contextmanager
+def _probes(
+    gradients: str, state: TrainState, sample: Sample, updates: int, seed: int
+) -> Iterator[Iterator[Probe]]:
+    if gradients in KINDS:
+        yield drawn(state, KINDS[gradients], updates, seed)
+        return
+    with gradients_of(Path(gradients)) as given:
+        yield iter([probe_of(given, sample, state, updates)])
+
+
+def _relabelling(before: TrainState, right: TrainState) -> Callable[[Key], Key]:
+    """Returns what the source's rule calls a tensor that has another name in the target's."""
+    names = {"v_row": "v_col", "v_col": "v_row"}
+    turned = {
+        path
+        for path, rule in right.rules.items()
+        if rule.factored and path in before.rules and before.rules[path].axes == swapped(rule.axes)
+    }
+    return lambda key: (key[0], names.get(key[1], key[1])) if key[0] in turned else key
+
+
+def _detected(wrong: TrainState | None, bound: Bounds, probe: Probe, rates: Rates) -> dict[str, Any] | None:
+    """Returns where a wrong state is seen after a probe; None if it isn't."""
+    assert wrong is not None
+    xp = NumpyBackend()
+    after = arrays(store(xp, run(xp, wrong, probe.updates, rates), wrong))
+    outside = {key: count for key, count in bound.outside(after).items() if count}
+    if not outside:
+        return None
+    (path, name), count = max(outside.items(), key=lambda pair: pair[1])
+    return {
+        "tensors": len(outside),
+        "elements": sum(outside.values()),
+        "most_in": f"{path} {name}",
+        "there": count,
+    }
+
+
+def _said(
+    control: Control, wrong: TrainState | None, seen: Mapping[str, Any] | None, right: TrainState
+) -> dict[str, Any]:
+    """Returns what became of a control, as a certificate has it."""
+    row: dict[str, Any] = {"name": control.name, "detected": seen is not None}
+    if seen is not None:
+        return {**row, "in_the_update": dict(seen)}
+    if wrong is None:
+        return {**row, "because": f"nothing to see it by: {control.lacks}"}
+    changed = arrays(wrong)
+    differ = [key for key, value in arrays(right).items() if changed[key].tobytes() != value.tobytes()]
+    by = "its bits" if differ else "names and numbers beside tensors"
+    return {**row, "because": f"no update of the probes leaves the bound; it is seen by {by} alone"}
+
+
+def _row(probe: Probe, ran: _Ran) -> dict[str, Any]:
+    each = ran.tensors.values()
+    return {
+        "name": probe.name,
+        "updates": len(probe.updates),
+        "outside": ran.outside,
+        "undecided": ran.undecided,
+        "ulps": max((one.ulps for one in each), default=0.0),
+        "relative": max((one.relative for one in each), default=0.0),
+        "ratio": max((one.ratio for one in each), default=0.0),
+        "histogram": ran.histogram,
+    }
+
+
+def _summary(key: Key, one: Worst) -> dict[str, Any]:
+    numbers = {"ulps": one.ulps, "relative": one.relative, "ratio": one.ratio}
+    parted = {"parted": one.parted} if one.parted else {}
+    return {"path": key[0], "tensor": key[1], "unequal": one.unequal, **numbers, **parted}

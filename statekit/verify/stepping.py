@@ -1,0 +1,145 @@
+"""Both sides of a conversion stepped on the same gradients, and held against the bound of their arithmetic.
+
+Source and target start from one state: the source's, under its own rule, and what the target's file holds, under the
+target's. Each runs where its own class is installed, else by our step. An interval runs beside each of them through all
+updates (docs/bounds.md), so that whatever lies within is rounding; and the source's rule in float64 must lie in the
+interval of the target's: there two rules part, not two roundings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from statekit.arrays.backend import Backend
+from statekit.arrays.numpy_backend import ORACLE
+from statekit.optim.run import Live, load, mover, store
+from statekit.state.options import stored_rate
+from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import Array
+from statekit.verify.intervals import Interval, IntervalBackend
+from statekit.verify.natives import Native, Rates, Updates
+from statekit.verify.replay import named
+from statekit.verify.verdict import inside
+
+Key: TypeAlias = tuple[str, str]
+Arrays: TypeAlias = Mapping[Key, Array]
+RATE = float(np.float32(0.01))
+"""The learning rate of a group that nobody says one of: the same on both sides, and stated."""
+EDGES = (0.0, 0.5, 1.0, 2.0, 4.0, 16.0, 256.0, 65536.0)
+"""Upper ends of the classes of a histogram of ULP; the last class has what lies beyond."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a conversion in motion.
+
+    Attributes:
+        state: What it starts from: the part that is stepped, in memory.
+        title: What makes its updates.
+        native: The class that makes them; our step if None.
+        sqrt_units: How far its square roots may be from the exact ones.
+    """
+
+    state: TrainState
+    title: str
+    native: Native | None = None
+    sqrt_units: float = 0.0
+
+    def after(self, xp: Backend, updates: Updates, rates: Rates) -> Arrays:
+        """Returns every tensor after updates."""
+        if self.native is not None:
+            return arrays(self.native(self.state, updates, rates))
+        live = run(xp, self.state, updates, rates)
+        return arrays(store(xp, live, self.state))
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What arithmetic can make of a state by a rule, after the updates of a probe.
+
+    Where an interval is NaN, as infinity may have met zero on the way, and float64 gives a number, nothing is decided.
+
+    Attributes:
+        intervals: Of each tensor.
+        exact: The same in float64.
+    """
+
+    intervals: Mapping[Key, Interval]
+    exact: Arrays
+
+    def beyond(self, key: Key, values: Array) -> Array:
+        """Tells of each element of a tensor whether it leaves the bound."""
+        with np.errstate(all="ignore"):
+            leaves: Array = ~inside(values.astype(np.float64), self.intervals[key]) & ~self.undecided(key)
+            return leaves
+
+    def undecided(self, key: Key) -> Array:
+        """Tells of each element whether its interval says nothing."""
+        bound = self.intervals[key]
+        unknown = np.isnan(bound.low) | np.isnan(bound.high)
+        decided: Array = unknown & ~np.isnan(self.exact[key].astype(np.float64))
+        return decided
+
+    def outside(self, values: Arrays) -> dict[Key, int]:
+        """Returns how many elements of each tensor leave the bound; all of one that isn't there."""
+        counts = {}
+        for key, bound in self.intervals.items():
+            value = values.get(key)
+            alike = value is not None and value.shape == bound.low.shape
+            counts[key] = (
+                int(np.sum(self.beyond(key, value))) if value is not None and alike else bound.low.size
+            )
+        return counts
+
+
+def rates_of(state: TrainState) -> tuple[Rates, tuple[str, ...]]:
+    """Returns the learning rate of each group for the steps, and what is said of those that are made up."""
+    rates, said = list[float | None](), list[str]()
+    for i, group in enumerate(state.optimizer.groups):
+        rate = stored_rate(group.hyperparameters)
+        if isinstance(rate, (int, float)) and not isinstance(rate, bool) and rate > 0 and np.isfinite(rate):
+            rates.append(float(np.float32(rate)))
+        elif group.hyperparameters.get("relative_step"):
+            rates.append(None)
+        else:
+            rates.append(RATE)
+            said.append(
+                f"group {i} is stepped with a learning rate of 0.01, as neither side says one to go on with"
+            )
+    return tuple(rates), tuple(said)
+
+
+def run(xp: Backend, state: TrainState, updates: Updates, rates: Rates) -> Live:
+    """Returns a state's arrays after updates by our step.
+
+    Raises:
+        UnknownRuleError: A factor rule or a hyperparameter is unknown.
+        StateError: There is no step of it.
+    """
+    move, live = mover(xp, state), load(xp, state)
+    with np.errstate(all="ignore"):
+        for grads in updates:
+            live = move(live, {path: xp.asarray(grad) for path, grad in grads.items()}, rates)
+    return live
+
+
+def bounds(state: TrainState, updates: Updates, rates: Rates, sqrt_units: float) -> Bounds:
+    """Returns the interval of every element after updates, as compiled or fused arithmetic may have it."""
+    live = run(IntervalBackend(True, sqrt_units=sqrt_units), state, updates, rates)
+    return Bounds(named(live.params, live.slots, live.shared), in_float64(state, updates, rates))
+
+
+def arrays(state: TrainState) -> Arrays:
+    """Returns the values of every tensor of a state."""
+    groups = [group.slots for group in state.optimizer.groups]
+    return {key: tensor.read() for key, tensor in named(state.params, state.slots, groups).items()}
+
+
+def in_float64(state: TrainState, updates: Updates, rates: Rates) -> Arrays:
+    """Returns every tensor after updates in float64; what is stored is rounded to its dtype."""
+    live = run(ORACLE, state, updates, rates)
+    return {key: np.asarray(value) for key, value in named(live.params, live.slots, live.shared).items()}

@@ -1,0 +1,580 @@
+"""verify: whether a checkpoint that was made of another goes on with the same run.
+
+Everything passes through what `convert` would do: the plan is made anew from the source, and what the target holds is
+held against it, by name and bit by bit; then both are stepped. What a fault looks like is asked of this very state.
+"""
+
+from __future__ import annotations
+
+import platform
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from statekit.arrays.backend import backend
+from statekit.conversion import registry
+from statekit.conversion.changes import Changes
+from statekit.conversion.contracts import NO_HINTS, Exactness, Hints
+from statekit.conversion.open_state import OpenState, open_state
+from statekit.conversion.plan import Plan, Request
+from statekit.conversion.prepared import Prepared, carried_out, prepare
+from statekit.conversion.rule_change import Bridge, Compared, RuleChange
+from statekit.errors import StatekitError, UsageError
+from statekit.maps.links import StateMap
+from statekit.maps.model_map import Renaming, load
+from statekit.state.comparison import Difference, compare_states
+from statekit.state.schema import WEIGHTS, load_schema
+from statekit.state.stored_params import as_params
+from statekit.state.train_state import StepOffset, TrainState
+from statekit.tensors.digest import json_digest
+from statekit.tensors.tree import to_json
+from statekit.verify.certificate import FORMAT, VERSION, Certificate
+from statekit.verify.identity import VERDICTS, Bijection, Reader, Row, Verdict, bijection, compared
+from statekit.verify.natives import installed
+from statekit.verify.side_by_side import SideBySide
+
+STEPS = 3
+"""Updates of each probe, unless somebody says another number."""
+GRADIENTS = ("all", "random", "adversarial")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is verified, and how; with it a certificate can be made again.
+
+    Attributes:
+        source: The checkpoint that was converted.
+        target: What it became.
+        steps: Updates of each probe; 0 leaves them out.
+        gradients: Kinds of probes, `all`, `random` or `adversarial`; or a file of gradients.
+        backend: Where our steps run.
+        everything: Whether every element of every parameter is stepped.
+        seed: Of all that is drawn.
+        require: The least exactness that passes.
+        step: Step of the source's folder.
+        map: The map that was used, where the target doesn't say it.
+        config: What the map was told.
+        hparams: What the source doesn't say.
+        variant: Whose rule it is, where the files can't tell.
+        step_offset: Where the decay of the second moment was made to start, where the target doesn't say it.
+    """
+
+    source: Path
+    target: Path
+    steps: int = STEPS
+    gradients: str = "all"
+    backend: str = "numpy"
+    everything: bool = False
+    seed: int = 0
+    require: Exactness = Exactness.ROUNDING
+    step: int | None = None
+    map: str | None = None
+    config: Mapping[str, Any] | None = None
+    hparams: Mapping[str, Any] | None = None
+    variant: str | None = None
+    step_offset: StepOffset = "keep"
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as it stands in a certificate."""
+        data = {**vars(self), "source": str(self.source), "target": str(self.target)}
+        return {**to_json(data), "require": self.require.name.lower()}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Asked:
+        """Returns what a certificate was asked for."""
+        paths = {name: Path(data[name]) for name in ("source", "target")}
+        return Asked(**{**data, **paths, "require": Exactness[data["require"].upper()]})
+
+    @property
+    def command(self) -> str:
+        """The line that does it again."""
+        usual = Asked(self.source, self.target)
+        words = ["statekit", "verify", str(self.source), str(self.target)]
+        for name, value in vars(self).items():
+            if name in ("source", "target") or value == getattr(usual, name) or value in (None, {}):
+                continue
+            if name == "everything":
+                words.append("--all")
+            elif isinstance(value, Mapping):
+                words += [word for key, one in value.items() for word in (f"--{name}", f"{key}={one}")]
+            else:
+                said = value.name.lower() if isinstance(value, Exactness) else str(value)
+                words += [f"--{name.replace('_', '-')}", said]
+        return shlex.join(words)
+
+
+OnProgress = Callable[[str, str, int], object]
+"""Told a phase, what is at hand, and its size in bytes; 0 of what is no tensor."""
+
+
+def verify(
+    source: str | PathLike[str],
+    target: str | PathLike[str],
+    *,
+    hints: Hints = NO_HINTS,
+    on_progress: OnProgress = lambda phase, name, size: None,
+    **asked: Any,
+) -> Certificate:
+    """Proves that a checkpoint goes on with the run of another, or says where it doesn't.
+
+    Args:
+        source: The checkpoint that was converted.
+        target: What it became, by statekit or by anyone.
+        hints: What neither says.
+        on_progress: As `OnProgress`.
+        **asked: The other fields of `Asked`.
+
+    Raises:
+        NotFoundError, FormatError, StateError: One of them can't be read, or has no canonical form.
+        UnknownRuleError: A step needs what nobody said; names it.
+        UsageError: The options don't go together.
+    """
+    made = Asked(
+        Path(source), Path(target), hparams=dict(hints.hyperparameters), variant=hints.variant, **asked
+    )
+    if made.steps < 0:
+        raise UsageError(
+            "A number of updates is wanted.", place="--steps", expected="0 or more", found=made.steps
+        )
+    return certificate(made, hints, on_progress)
+
+
+def certificate(
+    asked: Asked, hints: Hints = NO_HINTS, on_progress: OnProgress = lambda *said: None
+) -> Certificate:
+    """Returns the certificate of what was asked for; errors are those of `verify`."""
+    hints = replace(hints, hyperparameters=dict(asked.hparams or {}), variant=asked.variant)
+    with _opened(asked, hints) as (prepared, plan, target, said):
+        return _Verification(asked, prepared, plan, target, said, on_progress).certificate()
+
+
+@contextmanager
+def _opened(asked: Asked, hints: Hints) -> Iterator[tuple[Prepared, Plan, OpenState, list[str]]]:
+    """Opens both sides: the target as it is, the source as a conversion to such a target makes it."""
+    with ExitStack() as stack:
+        target = stack.enter_context(open_state(asked.target, hints=_of_target(hints)))
+        card = registry.container_card(target.checkpoint.container)
+        if card.target_kind is None:
+            raise UsageError(
+                f"statekit only reads {card.name}, so nothing says what it should hold.",
+                place=asked.target,
+                remedy="convert it to a container that is written, and verify that",
+            )
+        request, said = _request(asked, hints, target)
+        plan = prepare(request)
+        prepared = stack.enter_context(carried_out(plan))
+        yield prepared, plan, target, said
+
+
+def _of_target(hints: Hints) -> Hints:
+    """Returns what is said of the target too: how it is read, not what the source's files lack."""
+    return replace(hints, hyperparameters={}, variant=None, schedule=None)
+
+
+def _request(asked: Asked, hints: Hints, target: OpenState) -> tuple[Request, list[str]]:
+    """Returns the conversion that makes such a target: as the target's manifest has it, or as is asked."""
+    said: list[str] = []
+    options: Mapping[str, Any] = (target.checkpoint.manifest or {}).get("options") or {}
+    maps, offset, changes = _maps(asked), asked.step_offset, None
+    if options:
+        if not maps:
+            maps = tuple(_map_of(one) for one in options.get("maps", ()))
+        if offset == "keep":
+            offset = (options.get("step_offset") or {}).get("asked", "keep")
+        if (record := options.get("changes")) is not None:
+            if "init_missing" in record:
+                raise UsageError(
+                    "What began anew by a file of the model can't be told from the manifest.",
+                    place=asked.target,
+                )
+            changes = Changes.of(record)
+        hints = replace(
+            hints,
+            hyperparameters={**(options.get("hparams") or {}), **hints.hyperparameters},
+            variant=hints.variant or options.get("variant"),
+            param_names=hints.param_names or _names(options.get("param_names")),
+            names_from=hints.names_from or options.get("names_from"),
+            schedule=hints.schedule or options.get("schedule"),
+            model_key=hints.model_key or options.get("model_key"),
+            optimizer_key=hints.optimizer_key or options.get("optimizer_key"),
+        )
+        said.append("what was asked for is as the target's manifest has it")
+    request = Request(
+        asked.source,
+        asked.target,
+        None,
+        target.checkpoint.container,
+        target.layout,
+        asked.step,
+        hints,
+        offset,
+        Exactness.LOSSY,  # what is less exact is named here, and not refused before it is looked at
+        maps=maps,
+        changes=changes,
+    )
+    return request, said
+
+
+def _names(stored: Sequence[str] | None) -> tuple[str, ...] | None:
+    return None if stored is None else tuple(stored)
+
+
+def _maps(asked: Asked) -> tuple[StateMap, ...]:
+    if asked.map is None:
+        return ()
+    from statekit.maps.model_map import maps_of
+
+    return maps_of(asked.map, dict(asked.config or {}))
+
+
+def _map_of(record: Mapping[str, Any]) -> StateMap:
+    """Returns a map as a plan's options have it."""
+    if "rename" in record:
+        return Renaming(tuple((str(one), str(other)) for one, other in record["rename"]))
+    return load(str(record["name"]), dict(record.get("config") or {}))
+
+
+@dataclass(frozen=True)
+class _Replayed:
+    """What stepping showed."""
+
+    data: Mapping[str, Any]
+    verdicts: Mapping[str, tuple[Verdict, str]]
+    controls: Sequence[Mapping[str, Any]]
+    why_not: str = ""
+
+
+class _Verification:
+    """Two checkpoints that are held against each other."""
+
+    def __init__(
+        self,
+        asked: Asked,
+        prepared: Prepared,
+        plan: Plan,
+        target: OpenState,
+        said: list[str],
+        tell: OnProgress,
+    ) -> None:
+        self._asked, self._plan, self._tell = asked, plan, tell
+        self._source, self._target = prepared.opened, target
+        assert prepared.carried is not None  # `prepare` made it
+        self._carried = as_params(prepared.carried)[0]
+        self._expected = as_params(prepared.state)[0]
+        self._said = said
+        self._actual, self._unsaid = _completed(as_params(target.state)[0], self._expected)
+
+    def certificate(self) -> Certificate:
+        asked, plan = self._asked, self._plan
+        reader = Reader(lambda name, size: self._tell("reading", name, size))
+        sides = [reader.digests(one.checkpoint) for one in (self._source, self._target)]
+        rows = compared(self._expected, self._actual, plan, reader)
+        pairs = bijection(rows, self._expected, self._source.checkpoint, self._target.checkpoint)
+        there_and_back = self._round_trip(reader)
+        differences = compare_states(
+            self._expected, self._actual, by_value=lambda path: False, sides=("the source", "the target")
+        )
+        beside = [one for one in differences.differences if _is_beside(one)]
+        replayed = self._replay(reader)
+        verdict, tensors = self._verdict(rows, beside, pairs, there_and_back, replayed)
+        data = {
+            "format": FORMAT,
+            "version": VERSION,
+            "asked": asked.to_json(),
+            "command": asked.command,
+            "versions": _versions(replayed.data),
+            "verdict": verdict,
+            "identity": {
+                "root": json_digest([one.root for one in sides]),
+                **{
+                    name: {
+                        **_side(one),
+                        "bytes": each.bytes,
+                        "root": each.root,
+                        "tensors": dict(each.entries),
+                    }
+                    for name, one, each in zip(
+                        ("source", "target"), (self._source, self._target), sides, strict=True
+                    )
+                },
+            },
+            "map": {
+                "tensors": tensors,
+                "bijection": pairs.to_json(),
+                "round_trip": there_and_back,
+                "dropped": dict(plan.dropped),
+                "kept": list(plan.kept),
+            },
+            "rule": {
+                **self._rule(),
+                "settings": [one.to_json() for one in beside],
+            },
+            "replay": dict(replayed.data),
+            "controls": list(replayed.controls),
+            "not_compared": [*differences.unsaid, *self._unsaid],
+            "assumptions": list(dict.fromkeys((*plan.assumptions, *self._said))),
+        }
+        return Certificate(_plain(data))
+
+    def _round_trip(self, reader: Reader) -> dict[str, Any]:
+        """Takes the target back to the source's form, and compares bits, where every tensor is said to keep them."""
+        source = self._source
+        if self._plan.exactness > Exactness.BITWISE:
+            worst = self._plan.exactness.name.lower()
+            return {
+                "done": False,
+                "because": f"the conversion is of the class {worst}, which claims no way back",
+            }
+        if registry.container_card(source.checkpoint.container).target_kind is None:
+            return {"done": False, "because": f"statekit only reads {source.checkpoint.container}"}
+        try:
+            with _back(self._plan.request, self._asked, source, self._target) as prepared:
+                state = as_params(prepared.state)[0]
+                origin = as_params(source.state)[0]
+                rows = compared(origin, state, self._plan, reader)
+        except StatekitError as error:
+            return {"done": False, "because": error.line}
+        wrong = [row.name for row in rows if row.verdict == "refuted"]
+        return {"done": True, "tensors": len(rows), "differ": wrong}
+
+    def _rule(self) -> dict[str, Any]:
+        change = self._plan.rule_change
+        fields: list[dict[str, Any]] = []
+        equal = 0
+        for part, other in zip(self._carried.parts(), self._expected.parts(), strict=True):
+            for one in _fields(part, other, change):
+                if one.fate == "equal":
+                    equal += 1
+                else:
+                    fields.append({**to_json(vars(one)), "schema": part.optimizer.schema})
+        kinds = [
+            " and ".join(f"{s}/{v or 'unknown'}" for s, v in x.optimizer.kinds)
+            for x in (self._carried, self._expected)
+        ]
+        return {
+            "from": change.source if change else kinds[0],
+            "to": change.target if change else kinds[1],
+            "exactness": (change.exactness if change else Exactness.BITWISE).name.lower(),
+            "equal": equal,
+            "fields": [dict(one) for one in {json_digest(one): one for one in fields}.values()],
+            "compensated": list(change.compensated_by) if change else [],
+        }
+
+    def _replay(self, reader: Reader) -> _Replayed:
+        if self._asked.steps == 0:
+            return _unstepped("no updates were asked for")
+        if any(schema == WEIGHTS for schema, _ in self._expected.optimizer.kinds):
+            return _unstepped("there is no optimizer")
+        if {*self._expected.params} != {*self._actual.params}:
+            return _unstepped("the target has other parameters")
+        carried = _settled(self._carried, self._plan.rule_change)
+        for state in (carried, self._expected):
+            for schema, variant in state.optimizer.kinds:
+                if variant is None:
+                    raise UsageError(
+                        "A step needs to know whose rule it is, and the files can't tell.",
+                        place="--variant",
+                        expected=", ".join(load_schema(schema).stepped),
+                        remedy="name it, or leave the steps out with --steps 0",
+                    )
+                if variant not in load_schema(schema).stepped:
+                    return _unstepped(f"statekit has no step of {schema}'s variant {variant}")
+        asked = self._asked
+        both = SideBySide(carried, self._expected, self._actual, self._layouts, self._rule_exactness)
+        return _Replayed(
+            *both.run(
+                asked.gradients,
+                asked.steps,
+                backend(asked.backend),
+                asked.seed,
+                asked.everything,
+                lambda name: self._tell("stepping", name, 0),
+            )
+        )
+
+    @property
+    def _layouts(self) -> tuple[str, str]:
+        return self._source.layout, self._target.layout
+
+    @property
+    def _rule_exactness(self) -> Exactness:
+        change = self._plan.rule_change
+        return change.exactness if change is not None else Exactness.BITWISE
+
+    def _verdict(
+        self,
+        rows: list[Row],
+        beside: list[Difference],
+        pairs: Bijection,
+        there_and_back: Mapping[str, Any],
+        replayed: _Replayed,
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        because, verdicts, tensors = list[str](), list[Verdict](), list[dict[str, Any]]()
+        for row in rows:
+            stepped, why = replayed.verdicts.get(row.name, (row.verdict, ""))
+            worst = max((row.verdict, stepped), key=VERDICTS.index)
+            reason = row.reason if worst == row.verdict and row.reason else why
+            tensors.append({**row.to_json(), "verdict": worst, **({"reason": reason} if reason else {})})
+            verdicts.append(worst)
+            if worst == "refuted":
+                because.append(f"{row.name}: {reason}")
+        for one in beside:
+            because.append(
+                f"{one.place}: {_shown(one.actual)} in the target, {_shown(one.expected)} by the source"
+            )
+        because += [
+            f"back in the source's form {name} is another" for name in there_and_back.get("differ", ())
+        ]
+        because += pairs.faults
+        whole: Verdict = max(verdicts, key=VERDICTS.index, default="bit-exact")
+        if because:
+            whole = "refuted"
+        elif self._rule_exactness > Exactness.ROUNDING or self._plan.exactness > Exactness.ROUNDING:
+            whole = "semantic difference"
+        elif replayed.why_not and self._expected.optimizer.schema != WEIGHTS:
+            whole = "not comparable"
+        elif self._rule_exactness == Exactness.ROUNDING and whole == "bit-exact":
+            whole = "within the rounding bound"
+        allowed = max(self._rule_exactness, self._plan.exactness) <= self._asked.require
+        data = {
+            "whole": whole,
+            "passed": whole != "refuted" and allowed,
+            "exactness": max(self._rule_exactness, self._plan.exactness).name.lower(),
+            "because": list(dict.fromkeys(because)),
+            "not_stepped": replayed.why_not,
+            "proves_nothing_about": [one["name"] for one in replayed.controls if not one["detected"]],
+        }
+        return data, tensors
+
+
+def _is_beside(one: Difference) -> bool:
+    """Tells whether a difference isn't in a tensor of the state, which is compared by its digest."""
+    in_tensor = one.what in ("missing", "extra", "shape", "dtype", "values")
+    return one.what in ("updates", "option", "moved", "rule") or (
+        in_tensor and one.place.startswith("extra/")
+    )
+
+
+def _completed(actual: TrainState, expected: TrainState) -> tuple[TrainState, list[str]]:
+    """Returns a target's state in which what its file doesn't say is as it should be, and what that is."""
+    known = {path: group for group in expected.optimizer.groups for path in group.paths}
+    said: dict[str, None] = {}
+    groups = []
+    for group in actual.optimizer.groups:
+        other = known.get(group.paths[0]) if group.paths else None
+        if other is None:
+            groups.append(group)
+            continue
+        missing = {n: v for n, v in other.hyperparameters.items() if n not in group.hyperparameters}
+        said.update(
+            {f"{name}: the target doesn't say it; it is stepped with the source's": None for name in missing}
+        )
+        groups.append(replace(group, hyperparameters={**group.hyperparameters, **missing}))
+    variant = actual.optimizer.variant or expected.optimizer.variant
+    rules = {**expected.rules, **actual.rules} if {*expected.params} == {*actual.params} else actual.rules
+    rules = {path: _known(rules[path], expected.rules.get(path)) for path in rules}
+    optimizer = replace(actual.optimizer, variant=variant, groups=tuple(groups))
+    return replace(actual, optimizer=optimizer, rules=rules), list(said)
+
+
+def _known(rule: Any, other: Any) -> Any:
+    """Returns a rule that is known where the source's is, and says the same."""
+    return other if other is not None and other.axes == rule.axes else rule
+
+
+def _settled(state: TrainState, change: RuleChange | None) -> TrainState:
+    """Returns a state with the variant and the hyperparameters that the plan took it to have."""
+    if change is None or state.optimizer.several:
+        return state
+    schema, variant = load_schema(state.optimizer.schema), change.source
+    usual = schema.settings(variant)
+    offered = schema.variant(variant)["defaults"]
+    groups = []
+    for group in state.optimizer.groups:
+        on = state.switched_on(group)
+        taken = {n: usual[n] for n in offered if n not in group.hyperparameters and n not in on}
+        groups.append(replace(group, hyperparameters={**taken, **group.hyperparameters}))
+    return replace(state, optimizer=replace(state.optimizer, variant=variant, groups=tuple(groups)))
+
+
+def _fields(source: TrainState, target: TrainState, change: RuleChange | None) -> Iterator[Compared]:
+    """Yields every respect in which the rules of two states may part; none where nobody knows whose they are."""
+    names = source.optimizer.variant or (change.source if change else None), target.optimizer.variant
+    if None in names or source.optimizer.schema == WEIGHTS:
+        return
+    before, after = map(str, names)
+    has = {
+        "batch_axes": any("BATCH" in rule.to_json()["axes"] for rule in source.rules.values()),
+        "behind": bool(source.counts.behind),
+    }
+    bridge = Bridge(load_schema(source.optimizer.schema), before, after, has)
+    for group in source.optimizer.groups:
+        yield from bridge.compared(group, source.switched_on(group))
+
+
+@contextmanager
+def _back(request: Request, asked: Asked, source: OpenState, target: OpenState) -> Iterator[Prepared]:
+    """Opens a target as the source of a conversion back; nothing is written."""
+    backward = Request(
+        asked.target,
+        asked.source.with_name(f"{asked.source.name}-again"),
+        target.checkpoint.container,
+        source.checkpoint.container,
+        source.layout,
+        None,
+        _of_target(request.hints),
+        require=Exactness.LOSSY,
+        maps=tuple(_turned(one) for one in reversed(request.maps)),
+    )
+    with carried_out(prepare(backward)) as prepared:
+        yield prepared
+
+
+def _turned(one: StateMap) -> StateMap:
+    """Returns a map the other way.
+
+    Raises:
+        UsageError: Nobody knows it: names were changed by patterns.
+    """
+    record = one.to_json()
+    if "name" not in record:
+        raise UsageError("Names that patterns changed have no way back.", place="--rename")
+    first, _, second = str(record["name"]).partition(":")
+    return load(f"{second}:{first}", dict(record["config"]))
+
+
+def _side(opened: OpenState) -> dict[str, Any]:
+    checkpoint = opened.checkpoint
+    return {"container": checkpoint.container, "layout": opened.layout, "step": checkpoint.step}
+
+
+def _unstepped(why: str) -> _Replayed:
+    return _Replayed({"stepped": False, "because": why}, {}, (), why)
+
+
+def _versions(replay: Mapping[str, Any]) -> dict[str, str]:
+    packages = ["statekit", "numpy", "ml_dtypes"]
+    return {"python": platform.python_version(), **{name: installed(name) for name in packages}}
+
+
+def _shown(value: object) -> str:
+    return "nothing" if value is None else str(value)
+
+
+def _plain(node: Any) -> Any:
+    """Returns data as JSON holds it: numbers that aren't finite as strings."""
+    if isinstance(node, Mapping):
+        return {str(key): _plain(one) for key, one in node.items()}
+    if isinstance(node, (list, tuple)):
+        return [_plain(one) for one in node]
+    if isinstance(node, float):
+        return node if np.isfinite(node) else str(node)
+    if isinstance(node, (np.integer, np.floating)):
+        return _plain(node.item())
+    return node if node is None or isinstance(node, (str, int, bool)) else str(node)
