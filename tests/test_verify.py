@@ -46,8 +46,8 @@ def test_a_conversion_to_torch_is_the_same_run(made: Certificate) -> None:
 def test_every_fault_put_into_the_state_is_seen(made: Certificate) -> None:
     assert {one["name"]: one["detected"] for one in made.data["controls"]} == dict.fromkeys(
         (
-            "cold start", "permuted slots", "wrong step", "row and column exchanged", "epsilon1 moved", "epsilon2 moved",
-            "moments rounded to bfloat16", "second moment dropped", "momentum zeroed",
+            "cold start", "permuted slots", "wrong step", "row and column exchanged", "epsilon1 moved",
+            "epsilon2 moved", "moments rounded to bfloat16", "second moment dropped", "momentum zeroed",
         ),
         True,
     )  # fmt: skip
