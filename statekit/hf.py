@@ -5,7 +5,6 @@ trainer.add_callback(statekit.hf.AttestCallback("run/checkpoint-500"))
 
 from __future__ import annotations
 
-from os import PathLike
 from typing import Any
 
 from statekit.errors import MissingExtraError
@@ -13,7 +12,7 @@ from statekit.errors import MissingExtraError
 try:
     from transformers.trainer_callback import TrainerCallback
 
-    from statekit.attestation.attestation import Attestation
+    from statekit.attestation.once import AttestsOnce
     from statekit.torch.attestation import attest, unwrapped
 except ModuleNotFoundError as error:
     if error.name in ("torch", "transformers"):
@@ -25,7 +24,7 @@ except ModuleNotFoundError as error:
 __all__ = ["AttestCallback"]
 
 
-class AttestCallback(TrainerCallback):  # type: ignore[misc]  # its base is untyped
+class AttestCallback(AttestsOnce, TrainerCallback):  # type: ignore[misc]  # its base is untyped
     """Attests a run of Trainer before its first update, when all is loaded.
 
     Args:
@@ -37,10 +36,6 @@ class AttestCallback(TrainerCallback):  # type: ignore[misc]  # its base is unty
         result: What was found; None before the first update.
     """
 
-    def __init__(self, path: str | PathLike[str], *, strict: bool = True, **options: Any) -> None:
-        self.path, self.strict, self.options = path, strict, options
-        self.result: Attestation | None = None
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Forgets what was said of an earlier run."""
         self.result = None
@@ -51,18 +46,15 @@ class AttestCallback(TrainerCallback):  # type: ignore[misc]  # its base is unty
         Raises:
             StateError: With `strict`, the live run isn't the checkpoint's.
         """
-        if self.result is not None:
-            return
         optimizer = given["optimizer"]
-        self.result = attest(
-            optimizer,
-            unwrapped(given["model"]).named_parameters(),
-            self.path,
-            scheduler=given.get("lr_scheduler"),
-            scaler=getattr(optimizer, "scaler", None),
-            **self.options,
+        self._once(
+            lambda: attest(
+                optimizer,
+                unwrapped(given["model"]).named_parameters(),
+                self.path,
+                scheduler=given.get("lr_scheduler"),
+                scaler=getattr(optimizer, "scaler", None),
+                **self.options,
+            ),
+            state.is_world_process_zero,
         )
-        if state.is_world_process_zero or not self.result.passed:
-            print(self.result)
-        if self.strict:
-            self.result.check()

@@ -5,7 +5,6 @@ trainer = lightning.Trainer(callbacks=[statekit.lightning.AttestCallback("run/la
 
 from __future__ import annotations
 
-from os import PathLike
 from typing import Any
 
 from statekit.errors import MissingExtraError
@@ -13,7 +12,7 @@ from statekit.errors import MissingExtraError
 try:
     from lightning.pytorch.callbacks import Callback
 
-    from statekit.attestation.attestation import Attestation
+    from statekit.attestation.once import AttestsOnce
     from statekit.torch.attestation import attest, only
 except ModuleNotFoundError as error:
     if error.name in ("torch", "lightning"):
@@ -25,7 +24,7 @@ except ModuleNotFoundError as error:
 __all__ = ["AttestCallback"]
 
 
-class AttestCallback(Callback):  # type: ignore[misc]  # its base is untyped
+class AttestCallback(AttestsOnce, Callback):  # type: ignore[misc]  # its base is untyped
     """Attests a run of Lightning before its first update, when all is loaded.
 
     Args:
@@ -36,10 +35,6 @@ class AttestCallback(Callback):  # type: ignore[misc]  # its base is untyped
     Attributes:
         result: What was found; None before the first update.
     """
-
-    def __init__(self, path: str | PathLike[str], *, strict: bool = True, **options: Any) -> None:
-        self.path, self.strict, self.options = path, strict, options
-        self.result: Attestation | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Forgets what was said of an earlier run."""
@@ -52,18 +47,15 @@ class AttestCallback(Callback):  # type: ignore[misc]  # its base is untyped
             StateError: With `strict`, the live run isn't the checkpoint's.
             UsageError: The run has several optimizers or schedulers.
         """
-        if self.result is not None:
-            return
         schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
-        self.result = attest(
-            only(trainer.optimizers, "optimizer"),
-            pl_module.named_parameters(),
-            self.path,
-            scheduler=only(schedules, "scheduler") if schedules else None,
-            scaler=getattr(trainer.precision_plugin, "scaler", None),
-            **self.options,
+        self._once(
+            lambda: attest(
+                only(trainer.optimizers, "optimizer"),
+                pl_module.named_parameters(),
+                self.path,
+                scheduler=only(schedules, "scheduler") if schedules else None,
+                scaler=getattr(trainer.precision_plugin, "scaler", None),
+                **self.options,
+            ),
+            trainer.is_global_zero,
         )
-        if trainer.is_global_zero or not self.result.passed:
-            print(self.result)
-        if self.strict:
-            self.result.check()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.diagnosis import diagnosed, fault
@@ -19,16 +18,16 @@ from statekit.conversion.rule_change import change_rule
 from statekit.dropin.by_name import path_of
 from statekit.dropin.matching import renamed
 from statekit.errors import StateError, StatekitError, UsageError
-from statekit.maps.links import carried_through
-from statekit.maps.model_map import maps_of
+from statekit.maps.links import StateMap, carried_to_load
 from statekit.state.comparison import Difference, compare_states
+from statekit.state.exactness import Level
 from statekit.state.options import BY_NAME
 from statekit.state.run import BUFFERS
 from statekit.state.schema import WEIGHTS
 from statekit.state.stored_params import as_params
 from statekit.state.train_state import TrainState
 
-_ORDERED = (
+ORDERED = (
     "The checkpoint numbers its parameters and nothing in it tells which they are; they are taken in the order of the "
     "live optimizer, so that an order which is wrong can't be seen."
 )
@@ -42,11 +41,13 @@ def attest(
     findings: Iterable[Finding] = (),
     unchecked: Iterable[str] = (),
     names: Mapping[str, str] | None = None,
-    map: str | None = None,
-    config: Mapping[str, Any] | None = None,
+    maps: Sequence[StateMap] = (),
+    require: Level = "rounding",
+    shows_schedule: bool = False,
+    whole_model: bool = True,
     step: int | None = None,
     hints: Hints,
-    order: Sequence[str] | None = None,
+    instead: tuple[Hints, str] | None = None,
     sample: int | None = None,
     seed: int = 0,
     strict: bool = False,
@@ -59,12 +60,14 @@ def attest(
         findings: What is wrong with the live run apart from its state.
         unchecked: What the caller couldn't compare, a sentence each.
         names: Names in the checkpoint by the caller's, where they differ.
-        map: From the checkpoint's model to that of another codebase.
-        config: What the map needs to know of the model.
+        maps: From the checkpoint's model to that of another codebase.
+        require: The least exactness that the maps may have.
+        shows_schedule: Whether the live state has its schedule if there is one, so that none is a fault.
+        whole_model: Whether all of the model is given, so that what isn't trained is missing if it isn't there.
         step: Which step of a run's folder; the newest if None.
         hints: What the checkpoint doesn't say.
-        order: Names in the checkpoint in the order of the live optimizer, which is taken where the checkpoint only
-            numbers its parameters and nothing else tells which they are.
+        instead: What the live run makes of those where the checkpoint can't be decoded otherwise, and what is assumed
+            then, one sentence.
         sample: How many parameters are compared by value, drawn with `seed`; all if None. Names, shapes, dtypes,
             counts and hyperparameters are compared of all.
         seed: Of the sample.
@@ -73,15 +76,15 @@ def attest(
     Raises:
         StateError: With `strict`, the live run isn't the checkpoint's; or the checkpoint can't be decoded.
         UsageError: A sample of less than one, or names that don't fit.
+        InexactError: A map is less exact than required; lists every parameter.
         NotFoundError, FormatError: The checkpoint can't be read.
     """
     if sample is not None and sample < 1:
         raise UsageError("A sample has at least one parameter.", place="sample", found=sample)
-    with _opened(Path(path), step, hints, order) as (opened, ordered):
+    with _opened(Path(path), step, hints, instead) as (opened, assumed):
         right = as_params(opened.state)[0]
-        if map is not None or config:
-            maps = with_beside(maps_of(map, config, builds=False), opened)
-            right = carried_through(right, maps)[0]
+        if maps:
+            right = carried_to_load(right, with_beside(maps, opened), require)
         right = _by_path(renamed(right, names or {}, path))
         each, said = list(findings), [*unchecked, *(one.what for one in opened.checkpoint.findings)]
         place = str(opened.checkpoint.path)
@@ -105,15 +108,18 @@ def attest(
             compared = compare_states(
                 right, state, by_value=lambda path: not path or path in chosen, sides=sides
             )
-            lacking = [one for one in compared.differences if _is_one_sided(one)]
-            each += diagnosed(right, state, [one for one in compared.differences if one not in lacking])
-            said += [*compared.unsaid, *(_lack(one) for one in lacking)]
+            needed = right.params if whole_model else _trained(right)
+            lacking = [one for one in compared.differences if _is_one_sided(one, needed, shows_schedule)]
+            assumed = [one for one in compared.differences if _is_assumed(right, one)]
+            apart = [one for one in compared.differences if one not in lacking and one not in assumed]
+            each += diagnosed(right, state, apart)
+            said += [*compared.unsaid, *(_lack(one) for one in lacking), *map(_assumption, assumed)]
             result = Attestation(
                 place,
                 right.counts.updates,
                 tuple(each),
                 tuple(dict.fromkeys(said)),
-                (*right.assumptions, *ordered),
+                (*right.assumptions, *assumed),
                 len(right.params),
                 compared.tensors,
                 compared.bytes_read,
@@ -125,17 +131,17 @@ def attest(
 
 @contextmanager
 def _opened(
-    path: Path, step: int | None, hints: Hints, order: Sequence[str] | None
+    path: Path, step: int | None, hints: Hints, instead: tuple[Hints, str] | None
 ) -> Iterator[tuple[OpenState, tuple[str, ...]]]:
-    """Opens a checkpoint; where nothing tells which parameters it means, they are taken in an order, which is said."""
+    """Opens a checkpoint; where it doesn't tell what it means, as the live run has it, which is said."""
     said: tuple[str, ...] = ()
     try:
         opened = open_state(path, step=step, hints=hints)
     except StateError:
-        if order is None or hints.param_names is not None:
+        if instead is None:
             raise
-        opened = open_state(path, step=step, hints=replace(hints, param_names=tuple(order)))
-        said = (_ORDERED,)
+        opened = open_state(path, step=step, hints=instead[0])
+        said = (instead[1],)
     with opened:
         yield opened, said
 
@@ -197,14 +203,36 @@ def _under_rule_of(right: TrainState, live: TrainState) -> tuple[TrainState, lis
     ]
 
 
-def _is_one_sided(one: Difference) -> bool:
-    """Tells whether only one side has what need not be given; a scaler that the checkpoint lost is a fault."""
+def _trained(state: TrainState) -> list[str]:
+    return [path for group in state.optimizer.groups for path in group.paths]
+
+
+def _is_one_sided(one: Difference, needed: Container[str], shows_schedule: bool) -> bool:
+    """Tells whether only one side has what need not be given; a scaler that the checkpoint lost is a fault.
+
+    Args:
+        one: The difference.
+        needed: The parameters that must be given.
+        shows_schedule: Whether the live run's schedule is given if it has one.
+    """
     if one.what == "part":
         return one.actual is None
-    is_buffer = one.place.startswith(f"{BUFFERS}/") and one.what in ("missing", "extra")
-    return is_buffer or (one.what == "schedule" and None in (one.expected, one.actual))
+    if one.what == "schedule":
+        return one.expected is None or (one.actual is None and not shows_schedule)
+    is_frozen = one.what == "missing" and one.place == f"params/{one.path}" and one.path not in needed
+    return is_frozen or (one.place.startswith(f"{BUFFERS}/") and one.what in ("missing", "extra"))
+
+
+def _is_assumed(right: TrainState, one: Difference) -> bool:
+    """Tells whether it is a hyperparameter that the checkpoint doesn't say, so that the usual one stands for it."""
+    group = right.group_of(one.path) if one.what == "option" else None
+    return group is not None and group.known_from.get(one.item) == "assumed"
+
+
+def _assumption(one: Difference) -> str:
+    return f"{one.item}: the checkpoint doesn't say it; {one.expected!r} is usual, {one.actual!r} is live"
 
 
 def _lack(one: Difference) -> str:
-    name = BUFFERS if one.place.startswith(BUFFERS) else one.item or one.what
+    name = BUFFERS if one.place.startswith(BUFFERS) else one.item or (one.place if one.path else one.what)
     return f"the {name}: {_LACKS[one.actual is None]}"

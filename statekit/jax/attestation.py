@@ -9,7 +9,11 @@ from typing import Any
 from statekit.attestation.attest import attest as attested
 from statekit.attestation.attestation import Attestation
 from statekit.conversion.contracts import Hints
+from statekit.jax.from_checkpoint import model_of
+from statekit.jax.leaves import leaves_of
 from statekit.jax.live import live_state
+from statekit.maps.model_map import maps_of
+from statekit.state.exactness import Level
 
 
 def attest(
@@ -27,6 +31,7 @@ def attest(
     hparams: Mapping[str, Any] | None = None,
     map: str | None = None,
     config: Mapping[str, Any] | None = None,
+    require: Level = "rounding",
     follow_links: bool = False,
     budget: int | None = None,
 ) -> Attestation:
@@ -50,6 +55,7 @@ def attest(
         hparams: What the checkpoint doesn't say, in the original system's names.
         map: As in `load_optimizer`.
         config: As in `load_optimizer`.
+        require: As in `load_optimizer`.
         follow_links: As in `load_optimizer`.
         budget: As in `load_optimizer`.
 
@@ -58,6 +64,7 @@ def attest(
 
     Raises:
         StateError: With `strict`, the live run isn't the checkpoint's; or the checkpoint can't be decoded.
+        InexactError: A map is less exact than required; lists every parameter.
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
@@ -66,8 +73,8 @@ def attest(
         path,
         lambda opened: live_state(params, opt_state),
         names=names,
-        map=map,
-        config=config,
+        maps=maps_of(map, config, builds=False, model=model_of(leaves_of(params), names)),
+        require=require,
         step=step,
         hints=hints,
         sample=sample,

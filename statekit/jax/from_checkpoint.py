@@ -114,7 +114,7 @@ def load_optimizer(
         follow_links=follow_links,
         budget=budget,
     )
-    model = _model(leaves_of(params), names)
+    model = model_of(leaves_of(params), names)
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         state = carried_to_load(
             as_params(opened.state)[0],
@@ -266,7 +266,7 @@ def load_params(
         budget=budget,
     )
     leaves = leaves_of(params)
-    model = _model(leaves, names)
+    model = model_of(leaves, names)
     with state_to_load(Path(path), step=step, hints=hints) as opened:
         state = carried_to_load(
             as_params(opened.state)[0],
@@ -295,7 +295,7 @@ def load_params(
         return leaves.tree(placed)
 
 
-def _model(leaves: Leaves, names: Mapping[str, str] | None) -> TargetModel:
+def model_of(leaves: Leaves, names: Mapping[str, str] | None) -> TargetModel:
     """Returns the model that leaves are of, by their paths in the checkpoint."""
     theirs = {path_of(mine): path_of(name) for mine, name in (names or {}).items()}
     return TargetModel(frozenset(renamed_path(path_of(name), theirs) for name in leaves.by_name))

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
+
 from statekit.errors import some
 from statekit.state.run import BUFFERS, RunPart, RunState, run_of
 from statekit.state.schema import WEIGHTS
@@ -208,7 +210,7 @@ class _States:
                     self._unsaid[f"{name}: {self._sides[int(has[0])]} doesn't say it"] = None
                     continue
                 values = [_value(one.hyperparameters[name], path) for one in (theirs, mine)]
-                if values[0] != values[1]:
+                if not _same_number(*values):
                     yield _differing("option", f"groups/{path}/{name}", values, path, name)
 
     def _buffers(self) -> Iterator[Difference]:
@@ -258,6 +260,11 @@ class _States:
                 continue
             for item in ("kind", "at", "last", "parameters"):
                 values = [_plain(getattr(one, item)) for one in (theirs, mine)]
+                if item == "parameters":  # where nothing tells the kind, nothing tells these
+                    values = [
+                        value or None if one.kind is None else value
+                        for value, one in zip(values, (theirs, mine), strict=True)
+                    ]
                 if None in values and values != [None, None]:
                     silent = self._sides[values.index(None)]
                     self._unsaid[f"the schedule's {item}: {silent} doesn't say it"] = None
@@ -328,6 +335,14 @@ def _value(value: Any, path: str) -> Any:
     if isinstance(value, Mapping) and path in value:
         value = value[path]
     return _plain(value)
+
+
+def _same_number(right: Any, other: Any) -> bool:
+    """Tells whether two values are equal, or one is the other as float32, in which some systems keep numbers."""
+    if right == other or not (isinstance(right, float) and isinstance(other, float)):
+        return bool(right == other)
+    with np.errstate(over="ignore"):
+        return float(np.float32(right)) == other or right == float(np.float32(other))
 
 
 def _plain(value: Any) -> Any:

@@ -14,7 +14,18 @@ from statekit.tensorflow.keras_backend import require_tensorflow
 
 require_tensorflow()  # before what follows (hence E402) imports Keras, which settles its backend for good
 
+from statekit.tensorflow.attestation import AttestCallback, attest  # noqa: E402 - after the backend
 from statekit.tensorflow.from_checkpoint import load_optimizer, load_params  # noqa: E402 - after the backend
 from statekit.tensorflow.optimizers import LAMB, LANS, Adafactor, AdamW, ScaledAdam  # noqa: E402 - after it
 
-__all__ = ["LAMB", "LANS", "Adafactor", "AdamW", "ScaledAdam", "load_optimizer", "load_params"]
+__all__ = [
+    "LAMB",
+    "LANS",
+    "Adafactor",
+    "AdamW",
+    "AttestCallback",
+    "ScaledAdam",
+    "attest",
+    "load_optimizer",
+    "load_params",
+]

@@ -109,7 +109,7 @@ def load_optimizer(
         CorruptError: What is read isn't what its manifest or a checksum says.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    order = _order(Path(path), variables, param_names)
+    order = order_of(Path(path), variables, param_names)
     hints = Hints.given(
         hparams,
         variant,
@@ -120,10 +120,10 @@ def load_optimizer(
         budget=budget,
     )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
-        maps = maps_of(map, config, builds=False, model=_model(_trainable(variables), names))
+        maps = maps_of(map, config, builds=False, model=model_of(_trainable(variables), names))
         state = carried_to_load(as_params(opened.state)[0], with_beside(maps, opened), require)
         require_resumable(state, path, HOME, MAKERS, "Keras moves the variables of a model by one")
-        names = names or ({} if map else _renumbered(opened, _trainable(variables)))
+        names = names or ({} if map else renumbered(opened, _trainable(variables)))
         model_has = {
             renamed_path(path_of(v), names): (tuple(v.shape), dtype_named(str(v.dtype)))
             for v in _trainable(variables)
@@ -145,7 +145,7 @@ def load_optimizer(
     return optimizer
 
 
-def _order(path: Path, variables: Variables, given: Sequence[str] | None) -> Sequence[str] | None:
+def order_of(path: Path, variables: Variables, given: Sequence[str] | None) -> Sequence[str] | None:
     """Returns the names given, or those of a model's trainable variables if a file of Keras numbers them."""
     if given is not None:
         return given
@@ -154,7 +154,7 @@ def _order(path: Path, variables: Variables, given: Sequence[str] | None) -> Seq
     return tuple(map(path_of, variables.trainable_variables))
 
 
-def _renumbered(opened: OpenState, variables: Sequence[Any]) -> dict[str, str]:
+def renumbered(opened: OpenState, variables: Sequence[Any]) -> dict[str, str]:
     """Returns names in one of Keras' own files by the variables' paths, where Keras has numbered layers anew since."""
     mine, theirs = [path_of(variable) for variable in variables], list(opened.state.params)
     if opened.layout not in KERAS_LAYOUTS or {*mine} <= {*theirs}:
@@ -249,7 +249,7 @@ def _moved(
     return {path: mine[key] for key, path in moved.items()}
 
 
-def _model(variables: Iterable[Any], names: Mapping[str, str] | None) -> TargetModel:
+def model_of(variables: Iterable[Any], names: Mapping[str, str] | None) -> TargetModel:
     """Returns the model that variables are of, by their paths in the checkpoint."""
     return TargetModel(frozenset(normal(renamed_path(path_of(v), names or {})) for v in variables))
 
@@ -336,7 +336,7 @@ def load_params(
     """
     model = isinstance(variables, keras.Model)
     wanted = list(variables.variables if isinstance(variables, keras.Model) else variables)
-    order = _order(Path(path), variables, param_names)
+    order = order_of(Path(path), variables, param_names)
     hints = Hints.given(
         hparams,
         None,
@@ -347,8 +347,8 @@ def load_params(
         budget=budget,
     )
     with state_to_load(Path(path), step=step, hints=hints) as opened:
-        names = names or ({} if map else _renumbered(opened, wanted))
-        maps = maps_of(map, config, builds=False, model=_model(wanted, names))
+        names = names or ({} if map else renumbered(opened, wanted))
+        maps = maps_of(map, config, builds=False, model=model_of(wanted, names))
         state = carried_to_load(as_params(opened.state)[0], with_beside(maps, opened), require, slots=False)
         sources = {normal(p): p for p in state.params}
         targets = {normal(renamed_path(path_of(v), names or {})): v for v in wanted}

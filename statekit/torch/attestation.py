@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
 import torch
 
+from statekit.attestation.attest import ORDERED
 from statekit.attestation.attest import attest as attested
 from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.diagnosis import fault
+from statekit.conversion.contracts import Hints
 from statekit.errors import StateError, StatekitError, UsageError
-from statekit.torch.from_checkpoint import NamedParameters, hints_of, pairs_of
+from statekit.state.exactness import Level
+from statekit.torch.from_checkpoint import NamedParameters, hints_of, maps_to, pairs_of
 from statekit.torch.live import live_state
 from statekit.torch.sharding import is_sharded
 
@@ -34,6 +38,7 @@ def attest(
     hparams: Mapping[str, Any] | None = None,
     map: str | None = None,
     config: Mapping[str, Any] | None = None,
+    require: Level = "rounding",
     follow_links: bool = False,
     budget: int | None = None,
 ) -> Attestation:
@@ -60,6 +65,7 @@ def attest(
         hparams: What the checkpoint doesn't say, in the original system's names.
         map: As in `load_optimizer`.
         config: As in `load_optimizer`.
+        require: As in `load_optimizer`.
         follow_links: As in `load_optimizer`.
         budget: As in `load_optimizer`.
 
@@ -69,13 +75,15 @@ def attest(
     Raises:
         StateError: With `strict`, the live run isn't the checkpoint's; or the checkpoint can't be decoded; or, of
             sharded parameters, another process failed.
+        InexactError: A map is less exact than required; lists every parameter.
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
     inner = _innermost(optimizer, "optimizer", torch.optim.Optimizer)
     pairs = pairs_of(named_parameters)
+    maps = maps_to(map, config, pairs, names)
     hints = hints_of(
-        [] if map is not None or config else pairs,
+        [] if maps else pairs,
         names or {},
         param_names,
         None,
@@ -99,11 +107,11 @@ def attest(
             lambda opened: live_state(params, inner, beside),
             findings=[*_strangers(inner, params), *_drives_another(moved, inner)],
             names=names,
-            map=map,
-            config=config,
+            maps=maps,
+            require=require,
             step=step,
             hints=hints,
-            order=_order(inner, params, names or {}),
+            instead=_in_order(hints, inner, params, names or {}),
             sample=sample,
             seed=seed,
         )
@@ -179,13 +187,18 @@ def _innermost(outer: Any, name: str, kind: type = object) -> Any:
     return outer
 
 
-def _order(
-    optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor], names: Mapping[str, str]
-) -> list[str] | None:
-    """Returns the checkpoint's names in the order of a live optimizer; None if it moves something else too."""
+def _in_order(
+    hints: Hints,
+    optimizer: torch.optim.Optimizer,
+    params: Mapping[str, torch.Tensor],
+    names: Mapping[str, str],
+) -> tuple[Hints, str] | None:
+    """Returns hints with the checkpoint's names in the order of a live optimizer; None if it moves others too."""
     known = {id(param): names.get(name, name) for name, param in params.items()}
     order = [known.get(id(param)) for group in optimizer.param_groups for param in group["params"]]
-    return None if None in order else [name for name in order if name is not None]
+    if hints.param_names is not None or None in order:
+        return None
+    return replace(hints, param_names=tuple(name for name in order if name is not None)), ORDERED
 
 
 def _strangers(optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor]) -> list[Finding]:

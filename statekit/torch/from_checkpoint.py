@@ -132,7 +132,7 @@ def load_optimizer(
         if fault := rate_fault(rate):
             raise UsageError("This can't be a learning rate.", place="lr", found=fault)
     pairs = pairs_of(named_parameters)
-    maps = _maps(map, config, pairs, names)
+    maps = maps_to(map, config, pairs, names)
     model = [] if maps else pairs  # the checkpoint has other ones
     hints = hints_of(
         model, names or {}, param_names, names_from, hparams, variant, accept_damaged, follow_links, budget
@@ -244,7 +244,7 @@ def load_params(
         FormatError: The bytes can't be trusted, or no format fits.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    maps = _maps(map, config, tensors, names, _classes(model))
+    maps = maps_to(map, config, tensors, names, _classes(model))
     pairs = [] if maps else list(model.named_parameters())
     hints = hints_of(
         pairs, names or {}, param_names, names_from, hparams, None, accept_damaged, follow_links, budget
@@ -299,7 +299,7 @@ def _fitted(
     return pairs
 
 
-def _maps(
+def maps_to(
     name: str | None,
     config: Mapping[str, Any] | None,
     tensors: Iterable[tuple[str, torch.Tensor]],

@@ -168,7 +168,7 @@ HOME = "keras"
 SCHEMAS = {"Adam": "adamw", "AdamW": "adamw", "Lamb": "lamb", "Adafactor": "adafactor"}
 """Class in a config -> schema."""
 _NAMES = {"adam": "Adam", "adam_w": "AdamW", "lamb": "Lamb", "adafactor": "Adafactor"}
-_DECAY = "weight_decay_rate"
+_DECAY, _PERIODS = "weight_decay_rate", "gradient_accumulation_steps"
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,8 @@ def state_of(parts: Parts, key: str, known: ManifestRecord | None, hints: Hints)
     else:
         groups = (Group(tuple(parts.moved), settings.values, settings.known_from),)
         notes = [*parts.notes, *notes]
-    periods = next((g.hyperparameters.get("gradient_accumulation_steps") for g in groups), None) or 1
+    periods = next((g.hyperparameters.get(_PERIODS) for g in groups), None)
+    periods = hints.hyperparameters.get(_PERIODS, periods) or 1
     calls = int(numbered_slots.iteration.read())
     if calls < 0:
         raise StateError("The optimizer's iteration is negative.", found=calls)
@@ -286,13 +287,7 @@ def state_of(parts: Parts, key: str, known: ManifestRecord | None, hints: Hints)
         "gradient_accumulators": accumulated,
     }
     extra: dict[str, Any] = {key: {name: part for name, part in home.items() if part not in ({}, None)}}
-    made = (parts.named.config or {}).get(RATE)
-    if isinstance(made, Mapping) and isinstance(made.get("config"), Mapping):
-        extra[CALLED] = {
-            "function": str(made.get("class_name")),
-            "arguments": dict(made["config"]),
-            "whole": True,
-        }
+    extra |= called_by(parts.named.config)
     state = TrainState(
         {**parts.moved, **parts.frozen},
         slots_of,
@@ -303,6 +298,15 @@ def state_of(parts: Parts, key: str, known: ManifestRecord | None, hints: Hints)
         tuple(notes),
     )
     return hints.applied(state)
+
+
+def called_by(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns what an optimizer's config says of a schedule in the place of its rate, for a state's extra."""
+    made = (config or {}).get(RATE)
+    if not isinstance(made, Mapping) or not isinstance(made.get("config"), Mapping):
+        return {}
+    said = {"function": str(made.get("class_name")), "arguments": dict(made["config"]), "whole": True}
+    return {CALLED: said}
 
 
 @cache

@@ -34,7 +34,7 @@ from statekit.converters.layouts.keras.layout import (
     with_config,
 )
 from statekit.converters.layouts.keras.like import laid_out_like
-from statekit.converters.layouts.keras.state import ACCUMULATOR, HOME, ITERATION, RATE, calls_of
+from statekit.converters.layouts.keras.state import ACCUMULATOR, HOME, ITERATION, RATE, called_by, calls_of
 from statekit.converters.layouts.keras.variables import (
     VARIABLES,
     Order,
@@ -216,7 +216,7 @@ def own_state(
         Optimizer(optimizer.schema, variant, groups),
         Counts(updates, known.schedule if known else calls, behind),
         rules,
-        {**extra, HOME: home},
+        {**extra, **called_by(optimizer.config), HOME: home},
         tuple(notes),
     )
     return hints.applied(state)

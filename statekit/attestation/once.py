@@ -1,0 +1,45 @@
+"""What the callbacks of all trainers share: they attest once, before a run's first update, and say what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from os import PathLike
+from typing import Any
+
+from statekit.attestation.attestation import Attestation
+
+
+class AttestsOnce:
+    """Attests a run before its first update, when all is loaded.
+
+    Args:
+        path: The checkpoint that the run goes on from.
+        strict: Whether to raise what is wrong, or to print it alone.
+        **options: Those of the framework's `attest`.
+
+    Attributes:
+        result: What was found; None before the first update.
+    """
+
+    def __init__(self, path: str | PathLike[str], *, strict: bool = True, **options: Any) -> None:
+        super().__init__()
+        self.path, self.strict, self.options = path, strict, options
+        self.result: Attestation | None = None
+
+    def _once(self, attest: Callable[[], Attestation], speaks: bool = True) -> None:
+        """Attests, the first time.
+
+        Args:
+            attest: Attests.
+            speaks: Whether this process prints what passed; what didn't, each does.
+
+        Raises:
+            StateError: With `strict`, the live run isn't the checkpoint's.
+        """
+        if self.result is not None:
+            return
+        self.result = attest()
+        if speaks or not self.result.passed:
+            print(self.result)
+        if self.strict:
+            self.result.check()

@@ -1,0 +1,192 @@
+"""Whether a live run in Keras is the run of its checkpoint: any of Keras' optimizers that a layout knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from statekit.attestation.attest import attest as attested
+from statekit.attestation.attestation import Attestation, Finding
+from statekit.attestation.diagnosis import fault
+from statekit.attestation.once import AttestsOnce
+from statekit.conversion.contracts import Hints
+from statekit.conversion.open_state import OpenState
+from statekit.conversion.registry import detect_container
+from statekit.errors import Faults, UsageError
+from statekit.maps.model_map import maps_of
+from statekit.state.exactness import Level
+from statekit.state.train_state import TrainState
+from statekit.tensorflow.from_checkpoint import Variables, model_of, order_of, renumbered
+from statekit.tensorflow.live import canonical_names, live_state
+from statekit.tensorflow.naming import path_of, twice
+from statekit.tensorflow.optimizer import SchemaOptimizer
+
+
+def attest(
+    optimizer: Any,
+    variables: Variables,
+    path: str | PathLike[str],
+    *,
+    strict: bool = False,
+    sample: int | None = None,
+    seed: int = 0,
+    names: Mapping[str, str] | None = None,
+    param_names: Sequence[str] | None = None,
+    variant: str | None = None,
+    step: int | None = None,
+    hparams: Mapping[str, Any] | None = None,
+    map: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    require: Level = "rounding",
+    follow_links: bool = False,
+    budget: int | None = None,
+) -> Attestation:
+    """Compares a live run with the checkpoint that it goes on from, by name and bit for bit.
+
+    Call it after all is loaded and before the first update. Nothing is changed. Compared are variables, every slot with
+    its dtype, averages, the count of updates, hyperparameters, the learning rate and its schedule.
+
+    Args:
+        optimizer: What makes the updates: Keras' own, or one of `statekit.tensorflow`; built or not.
+        variables: The model, or its variables; those that aren't trained are compared where they are given.
+        path: Anything statekit reads: a `.keras` or `.weights.h5` file, one of `tf.train.Checkpoint`, a torch file.
+        strict: Whether to raise what is wrong.
+        sample: How many variables are compared by value, drawn with `seed`; all if None.
+        seed: Of the sample.
+        names: Names in the checkpoint by the variables' paths, where they differ; those that the optimizer was loaded
+            with if None.
+        param_names: As in `load_optimizer`.
+        variant: As in `load_optimizer`.
+        step: Which step of a run's folder; the newest if None.
+        hparams: What the checkpoint doesn't say, in the original system's names.
+        map: As in `load_optimizer`.
+        config: As in `load_optimizer`.
+        require: As in `load_optimizer`.
+        follow_links: As in `load_optimizer`.
+        budget: As in `load_optimizer`.
+
+    Returns:
+        The verdict with every finding. `print` shows it, `.json()` is for programs.
+
+    Raises:
+        StateError: With `strict`, the live run isn't the checkpoint's; or the checkpoint can't be decoded.
+        UsageError: Variables have one path; lists every one.
+        InexactError: A map is less exact than required; lists every parameter.
+        NotFoundError: Nothing is there.
+        FormatError: The bytes can't be trusted, or no format fits.
+    """
+    given = _floating(variables)
+    Faults(("is the path of several variables", one) for one in twice(path_of(v) for v in given)).check(
+        UsageError, "The variables can't be told apart", remedy="give layers names of their own"
+    )
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    names = names or canonical_names(optimizer)
+    hints = Hints.given(
+        hparams,
+        variant,
+        order_of(Path(path), variables, param_names),
+        follow_links=follow_links,
+        budget=budget,
+    )
+
+    said = _periods(Path(path), hints, optimizer)
+    if said:
+        hints = replace(hints, hyperparameters={**hints.hyperparameters, _PERIODS: said})
+
+    def live(opened: OpenState) -> TrainState:
+        here = {} if names or map else renumbered(opened, given)
+        return live_state({here.get(path_of(one), path_of(one)): one for one in given}, optimizer)
+
+    return attested(
+        path,
+        live,
+        findings=_strangers(optimizer, given),
+        unchecked=[f"{_PERIODS}: the checkpoint doesn't say it"] if said else (),
+        names=names,
+        maps=maps_of(map, config, builds=False, model=model_of(given, names)),
+        require=require,
+        shows_schedule=True,
+        whole_model=isinstance(variables, keras.Model),
+        step=step,
+        hints=hints,
+        instead=_numbered(
+            hints, optimizer, [names.get(path_of(one), path_of(one)) for one in given if one.trainable]
+        ),
+        sample=sample,
+        seed=seed,
+        strict=strict,
+    )
+
+
+class AttestCallback(AttestsOnce, keras.callbacks.Callback):  # type: ignore[misc]  # its base is untyped
+    """Attests a run of `fit` before its first update: `model.fit(..., callbacks=[AttestCallback("run.keras")])`.
+
+    Args:
+        path: The checkpoint that the run goes on from.
+        strict: Whether to raise what is wrong, or to print it alone.
+        **options: Those of `statekit.tensorflow.attest`.
+
+    Attributes:
+        result: What was found; None before the first update.
+    """
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Forgets what was said of an earlier run."""
+        self.result = None
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Attests, the first time.
+
+        Raises:
+            StateError: With `strict`, the live run isn't the checkpoint's.
+        """
+        self._once(lambda: attest(self.model.optimizer, self.model, self.path, **self.options))
+
+
+_PERIODS = "gradient_accumulation_steps"
+_KEPT = ("use_ema", "amsgrad", _PERIODS)
+"""Arguments that decide which variables an optimizer of Keras has."""
+_NUMBERED = (
+    "The checkpoint numbers the optimizer's variables and nothing in it tells what they are; they are taken for those "
+    "of the live optimizer, in its order."
+)
+
+
+def _periods(path: Path, hints: Hints, optimizer: Any) -> int | None:
+    """Returns over how many calls the live optimizer accumulates, where a file of Keras' weights counts calls alone."""
+    silent = (
+        detect_container(path)[0].name in ("keras-h5", "tf-bundle") and _PERIODS not in hints.hyperparameters
+    )
+    return optimizer.gradient_accumulation_steps if silent else None
+
+
+def _numbered(hints: Hints, optimizer: Any, order: Sequence[str]) -> tuple[Hints, str] | None:
+    """Returns hints with what the live optimizer keeps, of which parameters; None where it is none of Keras' own."""
+    if isinstance(optimizer, SchemaOptimizer):
+        return None
+    config = optimizer.get_config()
+    kept = {name: config[name] for name in _KEPT if config.get(name)}
+    return replace(
+        hints,
+        hyperparameters={**kept, **hints.hyperparameters},
+        param_names=hints.param_names if hints.param_names is not None else tuple(order),
+    ), _NUMBERED
+
+
+def _floating(variables: Variables) -> list[Any]:
+    """Returns what is compared: of a model its weights, without the seeds of random generators."""
+    every = variables.weights if isinstance(variables, keras.Model) else list(variables)
+    return [one for one in every if "float" in str(getattr(one.dtype, "name", one.dtype))]
+
+
+def _strangers(optimizer: Any, variables: Sequence[Any]) -> list[Finding]:
+    known = {id(one) for one in variables}
+    strange = [path_of(one) for one in optimizer._trainable_variables if id(one) not in known]
+    if not strange:
+        return []
+    return [fault("optimizer-elsewhere", strange, "the model's variables", f"{len(strange)} others")]

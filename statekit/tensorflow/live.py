@@ -1,0 +1,159 @@
+"""What is live in Keras, in the form in which checkpoints are read: so that the layouts decode it too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from statekit.arrays.backend import backend
+from statekit.conversion import registry
+from statekit.conversion.contracts import NO_HINTS
+from statekit.dropin.matching import renamed
+from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
+from statekit.state.options import FACTOR, RATE_NAMES
+from statekit.state.train_state import Group, TrainState
+from statekit.tensorflow.naming import path_of
+from statekit.tensorflow.optimizer import SchemaOptimizer
+from statekit.tensors.tensor import DTYPES, Array, DType, Index, Shape, index_shape, normal_index
+
+LIVE = Path("the live run")
+
+
+@dataclass(frozen=True)
+class LiveVariable:
+    """A variable in memory, on whatever device.
+
+    Attributes:
+        value: Keras' variable, or TensorFlow's.
+        name: What it is called.
+    """
+
+    value: Any
+    name: str
+
+    @property
+    def shape(self) -> Shape:
+        """The shape."""
+        return tuple(self.value.shape)
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype."""
+        return DTYPES[getattr(self.value.dtype, "name", self.value.dtype)]
+
+    @property
+    def grain(self) -> Shape:
+        """The whole."""
+        return self.shape
+
+    def read(self, index: Index | None = None) -> Array:
+        """Reads a block; no more of it is copied."""
+        bounds = normal_index(index, self.shape)
+        value = self.value.value if isinstance(self.value, keras.Variable) else self.value
+        block = backend("tensorflow").numpy(value[bounds] if bounds else value)
+        return block.reshape(index_shape(bounds))
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes it."""
+        return {"op": "live", "name": self.name, "shape": list(self.shape), "dtype": self.dtype.name}
+
+
+def live_state(variables: Mapping[str, Any], optimizer: Any) -> TrainState:
+    """Returns the canonical state of what is live.
+
+    An optimizer that hasn't been built has no slots, and moves every variable that can be trained.
+
+    Args:
+        variables: The model's variables by name, those that aren't trained too.
+        optimizer: What makes the updates: Keras' own, or statekit's.
+
+    Raises:
+        StateError: The state breaks its layout's rules; or no layout knows the optimizer.
+    """
+    trained = [one for one in variables.values() if one.trainable]
+    built = optimizer if optimizer.built else _begun(optimizer, trained)
+    moved = built._trainable_variables
+    ids = {id(one) for one in moved}
+    name_of = {id(one): name for name, one in variables.items()}
+    names = canonical_names(built)
+    name_of |= {id(one): names[path_of(one)] for one in moved if path_of(one) in names}
+    rest = [one for one in variables.values() if id(one) not in ids]
+    ordered = [one for one in [*moved, *rest] if id(one) in name_of]
+    places = [(str(i), "vars", "0") for i in range(len(ordered))]
+    said = [
+        [list(place), name_of[id(one)], id(one) in ids] for place, one in zip(places, ordered, strict=True)
+    ]
+    made = keras.saving.serialize_keras_object(optimizer)
+    attributes = {
+        "config.json": {"compile_config": {"optimizer": made}},
+        "statekit_keras": {"variables": said},
+    }
+    tree = {
+        ATTRIBUTES: attributes,
+        **{str(i): {"vars": {"0": LiveVariable(one, name_of[id(one)])}} for i, one in enumerate(ordered)},
+        "optimizer": {"vars": {key: LiveVariable(one, key) for key, one in _kept(optimizer, built).items()}},
+    }
+    checkpoint = Checkpoint("keras", LIVE, tree)
+    layout, _ = registry.detect_layout(checkpoint)
+    state = registry.decoded(layout, checkpoint, NO_HINTS)
+    mine = {name: name_of[id(one)] for name, one in variables.items() if name_of[id(one)] != name}
+    state = renamed(state, mine, LIVE)
+    if isinstance(made["config"]["learning_rate"], Mapping):
+        state = _with_rate(state, optimizer)
+    return state if optimizer.built else _without_slots(state)
+
+
+def canonical_names(optimizer: Any) -> dict[str, str]:
+    """Returns what an optimizer of statekit calls its variables after their checkpoint, where that is another name."""
+    named = optimizer._paths.by_name if isinstance(optimizer, SchemaOptimizer) else {}
+    return {path: name for path, name in named.items() if path != name}
+
+
+def _kept(optimizer: Any, built: Any) -> dict[str, Any]:
+    """Returns an optimizer's variables as it names or numbers them in files.
+
+    Args:
+        optimizer: The live one.
+        built: The same, or where that hasn't been built one like it that has.
+    """
+    if isinstance(built, SchemaOptimizer):
+        return {**built._by_name(), **optimizer._by_name()}
+    rows = list(optimizer.variables)
+    return {
+        str(i): one for i, one in enumerate(rows if built is optimizer else [*rows, *built.variables[2:]])
+    }
+
+
+def _begun(optimizer: Any, variables: Sequence[Any]) -> Any:
+    """Returns an optimizer like one that hasn't been built, which has; with a constant rate, which it keeps second."""
+    begun = type(optimizer).from_config({**optimizer.get_config(), "learning_rate": 0.0})
+    begun.build(variables)
+    return begun
+
+
+def _with_rate(state: TrainState, optimizer: Any) -> TrainState:
+    """Returns the state with the rate of the next update, which a schedule makes."""
+    rate = float(backend("tensorflow").numpy(optimizer.learning_rate))
+    spec = optimizer.spec if isinstance(optimizer, SchemaOptimizer) else None
+    factors = [one.get(FACTOR, 1.0) for one in spec.groups] if spec else []
+
+    def said(i: int, group: Group) -> Group:
+        name = next((n for n in RATE_NAMES if n in group.hyperparameters), RATE_NAMES[0])
+        value = rate * (factors[i] if i < len(factors) else 1.0)
+        return replace(group, hyperparameters={**group.hyperparameters, name: value})
+
+    groups = tuple(said(i, group) for i, group in enumerate(state.optimizer.groups))
+    return replace(state, optimizer=replace(state.optimizer, groups=groups))
+
+
+def _without_slots(state: TrainState) -> TrainState:
+    groups = tuple(replace(group, slots={}) for group in state.optimizer.groups)
+    return replace(
+        state,
+        slots={path: {} for path in state.slots},
+        optimizer=replace(state.optimizer, groups=groups),
+    )
