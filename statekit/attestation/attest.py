@@ -81,7 +81,7 @@ def attest(
     """
     if sample is not None and sample < 1:
         raise UsageError("A sample has at least one parameter.", place="sample", found=sample)
-    with _opened(Path(path), step, hints, instead) as (opened, assumed):
+    with _opened(Path(path), step, hints, instead) as (opened, taken):
         right = as_params(opened.state)[0]
         if maps:
             right = carried_to_load(right, with_beside(maps, opened), require)
@@ -111,7 +111,8 @@ def attest(
             needed = right.params if whole_model else _trained(right)
             lacking = [one for one in compared.differences if _is_one_sided(one, needed, shows_schedule)]
             assumed = [one for one in compared.differences if _is_assumed(right, one)]
-            apart = [one for one in compared.differences if one not in lacking and one not in assumed]
+            said_of = {id(one) for one in (*lacking, *assumed)}
+            apart = [one for one in compared.differences if id(one) not in said_of]
             each += diagnosed(right, state, apart)
             said += [*compared.unsaid, *(_lack(one) for one in lacking), *map(_assumption, assumed)]
             result = Attestation(
@@ -119,7 +120,7 @@ def attest(
                 right.counts.updates,
                 tuple(each),
                 tuple(dict.fromkeys(said)),
-                (*right.assumptions, *assumed),
+                (*right.assumptions, *taken),
                 len(right.params),
                 compared.tensors,
                 compared.bytes_read,
