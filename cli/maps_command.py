@@ -11,7 +11,7 @@ from statekit.cli import output
 from statekit.cli.arguments import complete_maps
 from statekit.cli.output import Screen, Table
 from statekit.maps.model_map import ModelMap, chained, data_of, load, map_names
-from statekit.maps.modules import FLATTEN, KINDS, SAME, Modules
+from statekit.maps.modules import FLATTEN, HEADS, KINDS, SAME, Modules
 
 
 @click.command("maps")
@@ -106,6 +106,7 @@ def _show_modules(stdout: Screen, modules: Modules) -> None:
     images = ", ".join(kind.name for kind in modules.kinds if kind.image)
     asked = [
         f'{KINDS}: what names and axes leave open; {SAME} keeps it as it is: \'{KINDS}={{"tok": "embedding"}}\'',
+        f"{HEADS}: where one side alone has heads along an axis of their own, and the other doesn't show them",
         f"{FLATTEN}: which {dense} layer reads a flattened image, of {images}: '{FLATTEN}={{\"fc\": [4, 4, 8]}}'",
     ]
     stdout.show_list("Needs --config for:", asked)
@@ -121,7 +122,7 @@ def _words(step: Mapping[str, Any]) -> str:
         case "merge":
             return f"axes {step['axis']} and {step['axis'] + 1} merged"
         case "part":
-            return f"axis {step['axis']} parted, by {step['outer']}"
+            return f"axis {step['axis']} parted, by {step.get('outer', HEADS)}"
         case "flattened":
             return f"a flattened image's channels {step['channels']} along axis {step['axis']}"
         case "unstack":

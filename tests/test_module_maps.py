@@ -395,6 +395,82 @@ def test_a_transposed_convolution_of_the_model_isnt_taken_for_a_convolution() ->
     assert {one.exactness for one in taken.mapped} == {Exactness.BITWISE}
 
 
+def attention(query: Any, key: Any, value: Any, x: Any) -> Any:
+    """Returns what torch makes of queries, keys and values by heads, joined again."""
+    each = [part(x).unflatten(-1, (2, 4)).transpose(1, 2) for part in (query, key, value)]
+    return torch.nn.functional.scaled_dot_product_attention(*each).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("of", ["linen", "nnx"])
+def test_attention_of_flax_becomes_linear_layers_that_give_the_same_and_comes_back(
+    of: str, biased: bool
+) -> None:
+    jax = pytest.importorskip("jax")
+    x = np.random.default_rng(0).normal(size=(2, 3, 6)).astype(np.float32)
+    if of == "linen":
+        nn = pytest.importorskip("flax.linen")
+        module = nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=8, use_bias=biased)
+        tree = module.init(jax.random.key(0), x)["params"]
+        expected = module.apply({"params": tree}, x)
+    else:
+        nnx = pytest.importorskip("flax.nnx")
+        module = nnx.MultiHeadAttention(
+            num_heads=2, in_features=6, qkv_features=8, use_bias=biased, decode=False, rngs=nnx.Rngs(0)
+        )
+        expected = module(x)
+        tree = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    tree = {"block": {"attn": tree}, "conv": {"kernel": np.ones((2, 4, 6), np.float32)}}
+    there = load("flax:torch").apply(tree)
+    assert there["conv"]["weight"].shape == (6, 4, 2)
+    layers: dict[str, Any] = {}
+    for name, leaves in there["block"]["attn"].items():
+        weight = torch.from_numpy(np.array(leaves["weight"]))
+        layers[name] = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=biased)
+        layers[name].load_state_dict({one: torch.from_numpy(np.array(leaf)) for one, leaf in leaves.items()})
+    out = layers.pop("out")
+    made = out(attention(**layers, x=torch.from_numpy(x))).detach().numpy()
+    np.testing.assert_allclose(made, expected, atol=1e-6)
+    kinds = {"*/query": "to_heads", "*/key": "to_heads", "*/value": "to_heads", "*/out": "from_heads"}
+    with pytest.raises(UsageError, match="num_heads"):
+        load("torch:flax", {"kinds": kinds}).apply(there)
+    back = load("torch:flax", {"kinds": kinds, "num_heads": 2}).apply(there)
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        (other,) = [one for place, one in jax.tree.leaves_with_path(back) if place == path]
+        np.testing.assert_array_equal(other, leaf)
+
+
+def test_queries_without_biases_arent_taken_for_convolutions_and_what_shapes_leave_open_is_asked_for() -> (
+    None
+):
+    keras = {f"mha/{n}/kernel": (8, 2, 4) for n in ("query", "key", "value")} | {
+        "mha/attention_output/kernel": (2, 4, 8)
+    }
+    there = load("keras:torch").apply(state_of(keras)).state
+    assert {param.shape for param in there.params.values()} == {(8, 8)}
+    assert not there.assumptions
+    grouped = keras | {f"mha/{n}/kernel": (8, 1, 4) for n in ("key", "value")}
+    assert (
+        "mha/attention_output/weight"
+        in load("keras:torch", {"flatten": {}}).apply(state_of(keras)).state.params
+    )
+    there = load("keras:torch").apply(state_of(grouped)).state
+    assert there.params["mha/key/weight"].shape == (4, 8)
+    # Of one head's width here and another there: no attention's.
+    uneven = keras | {"mha/attention_output/kernel": (2, 3, 8)}
+    open_ = {"proj/kernel": (8, 2, 4)}
+    for shapes, name in ((uneven, "mha/query"), (open_, "proj")):
+        with pytest.raises(UsageError, match=f"{name}: conv1d or to_heads or from_heads"):
+            load("keras:torch").apply(state_of(shapes))
+    assert load("keras:torch", {"kinds": {"proj": "to_heads"}}).apply(state_of(open_)).state.params[
+        "proj/weight"
+    ].shape == (8, 8)
+    model = TargetModel(frozenset({"proj/weight"}), {"proj": "Conv1d"})
+    there = replace(load("keras:torch"), model=model).apply(state_of(open_)).state
+    assert there.params["proj/weight"].shape == (4, 2, 8)
+
+
 def test_statistics_beside_the_parameters_go_along_and_what_the_other_side_lacks_is_said() -> None:
     state = state_of({"bn/weight": (4,), "bn/bias": (4,)})
     buffers = {name: in_memory(np.ones(4)) for name in ("bn.running_mean", "bn.running_var")}

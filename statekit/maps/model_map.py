@@ -23,7 +23,7 @@ from statekit.files.source import read_small
 from statekit.maps import json_schema, live
 from statekit.maps.along_axis import REST, Concatenate, Reorder, Split
 from statekit.maps.links import Carried, Link, StateMap, carried
-from statekit.maps.modules import FLATTEN, KINDS, Modules, TargetModel, kind_faults, said_faults
+from statekit.maps.modules import FLATTEN, HEADS, KINDS, Modules, TargetModel, kind_faults, said_faults
 from statekit.maps.operations import Merge, Operation, Part, Permute, Stack, Unstack
 from statekit.maps.pretrained import Model, Pretrained, Rule
 from statekit.maps.settings import Settings, known_settings, settings_of
@@ -656,7 +656,7 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
     ]
     modules = Modules.read(data, source, target, steps)
     needed = {key: str(what) for key, what in data.get("config", {}).items()}
-    of_modules = {FLATTEN, KINDS} if modules else set()
+    of_modules = {FLATTEN, KINDS, HEADS} if modules else set()
     choices = data.get("choices", {})
     pretrained = Pretrained.read(data[target].get("pretrained"))
     settings = settings_of(data[source].get("settings"), data[target].get("settings"))

@@ -16,12 +16,12 @@ from typing import Any
 from statekit.errors import Faults, UsageError
 from statekit.maps.along_axis import Reorder
 from statekit.maps.links import Link
-from statekit.maps.operations import Operation, Permute
+from statekit.maps.operations import Merge, Operation, Part, Permute
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Shape, Tensor
 
-FLATTEN, KINDS = "flatten", "kinds"
-"""What a map by modules is told of a model: images that dense layers read as rows, and kinds of modules by name."""
+FLATTEN, KINDS, HEADS = "flatten", "kinds", "num_heads"
+"""What a map by modules is told of a model: images that dense layers read as rows, kinds of modules by name, heads."""
 SAME = "same"
 """The kind of what keeps its name and axes."""
 _SHOWN = 6
@@ -55,18 +55,28 @@ class Kind:
         leaves: Its tensors.
         image: Whether it gives images, whose channels the two sides have along other axes.
         classes: Names of the target's classes that are of this kind; empty where the map doesn't say.
+        names: Patterns of modules' names, in lower case, by which one is told from others of the same ranks.
+        members: Names of modules that are of this kind where an attention's modules stand together.
+        of_heads: Whether one side has heads along an axis of their own, so that the other's modules don't show it.
     """
 
     name: str
     leaves: tuple[Leaf, ...]
     image: bool = False
     classes: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    members: tuple[str, ...] = ()
+    of_heads: bool = False
 
     def fits(self, ranks: Mapping[str, int]) -> bool:
         """Tells whether a module of these tensors, name -> rank, may be of this kind."""
         known = {leaf.source: leaf.rank for leaf in self.leaves}
         needed = {leaf.source for leaf in self.leaves if not leaf.optional}
         return needed <= ranks.keys() and all(known.get(name) == rank for name, rank in ranks.items())
+
+    def is_called(self, name: str) -> bool:
+        """Tells whether a module's name is one by which this kind is told from others."""
+        return any(fnmatchcase(name.lower(), pattern) for pattern in self.names)
 
     @property
     def reads_rows(self) -> bool:
@@ -118,12 +128,12 @@ class Modules:
         kinds = [
             Kind(
                 one["kind"],
-                tuple(
-                    Leaf(leaf[source], leaf[target], leaf["rank"], turned(leaf), leaf.get("optional", False))
-                    for leaf in one["parameters"]
-                ),
+                tuple(_leaf_of(leaf, source, target, turned(leaf)) for leaf in one["parameters"]),
                 one.get("image", False),
                 tuple(one.get("classes", {}).get(target, ())),
+                tuple(one.get("names", {}).get(source, ())),
+                tuple(one.get("attention", {}).get(source, ())),
+                "attention" in one,
             )
             for one in data["modules"]
         ]
@@ -190,9 +200,17 @@ class Modules:
             steps: list[Operation] = []
             lengths = shape
             for one in leaf.operations:
+                axis = one.get("axis", 0)
                 if one["op"] == "permute":
                     steps.append(Permute(tuple(one["order"])))
                     lengths = tuple(lengths[i] for i in one["order"])
+                elif one["op"] == "merge":
+                    steps.append(Merge(axis))
+                    lengths = (*lengths[:axis], lengths[axis] * lengths[axis + 1], *lengths[axis + 2 :])
+                elif one["op"] == "part":
+                    heads = self._heads_of(name, config)
+                    steps.append(Part(axis, heads))
+                    lengths = (*lengths[:axis], heads, lengths[axis] // heads, *lengths[axis + 1 :])
                 elif (image := flatten.get(name)) is not None:
                     rows = lengths[one["axis"]]
                     if prod(image) != rows:
@@ -224,17 +242,20 @@ class Modules:
             if not any(fnmatchcase(one, pattern) for path in shapes for one in (path, _module(path)))
         ]
         open_: dict[str, list[str]] = {}
-        modules: dict[str, dict[str, int]] = {}
+        modules: dict[str, dict[str, Shape]] = {}
         for path, shape in shapes.items():
             if _said(said, path, _module(path)) != SAME:
-                modules.setdefault(_module(path), {})[_leaf(path)] = len(shape)
-        for name, ranks in modules.items():
+                modules.setdefault(_module(path), {})[_leaf(path)] = shape
+        attention = dict(self._attention(modules))
+        for name, leaves in modules.items():
+            ranks = {leaf: len(shape) for leaf, shape in leaves.items()}
             if why := next((why for pattern, why in self.refused if fnmatchcase(name, pattern)), None):
                 faults.add(f"can't be held by the target: {why}", name)
                 continue
-            fitting = [kind for kind in self.kinds if kind.fits(ranks)]
-            if (one := _said(said, name)) is not None:
-                fitting = [kind for kind in fitting if kind.name == one]
+            one = _said(said, name)
+            fitting = (
+                [attention[name]] if one is None and name in attention else self._fitting(name, ranks, one)
+            )
             if model is not None and (cls := model.classes.get(name)) is not None:
                 fitting = [kind for kind in fitting if not kind.classes or cls in kind.classes]
                 if not fitting:
@@ -258,6 +279,44 @@ class Modules:
                 remedy=f"""say it, by patterns: --config '{KINDS}={{"{first}": "{kinds[-1]}", "*": "{kinds[0]}"}}'""",
             )
 
+    def _fitting(self, name: str, ranks: Mapping[str, int], said: str | None) -> list[Kind]:
+        """Returns the kinds that a module may be of by its tensors, and by its name where these leave several open."""
+        fitting = [kind for kind in self.kinds if kind.fits(ranks)]
+        if said is not None:
+            return [kind for kind in fitting if kind.name == said]
+        if len(fitting) > 1:
+            fitting = [kind for kind in fitting if kind.members or not kind.of_heads]
+        return [kind for kind in fitting if kind.is_called(_leaf(name))] or fitting
+
+    def _attention(self, modules: Mapping[str, Mapping[str, Shape]]) -> Iterator[tuple[str, Kind]]:
+        """Yields the modules that stand together as an attention's, whose heads are axes of their own.
+
+        Queries and keys have heads of one size, and the last module reads what the others make: shapes prove it.
+        """
+        of_heads = [kind for kind in self.kinds if kind.members]
+        for around in dict.fromkeys(name.rpartition("/")[0] for name in modules):
+            at = f"{around}/" if around else ""
+            parts = {
+                one: (kind, kernel)
+                for kind in of_heads
+                for one in kind.members
+                if kind.fits({leaf: len(shape) for leaf, shape in modules.get(at + one, {}).items()})
+                for kernel in [max(modules[at + one].values(), key=len)]
+            }
+            if len(parts) == sum(len(kind.members) for kind in of_heads) == 4:
+                query, key, value, out = (kernel for _, kernel in parts.values())
+                if query[2] == key[2] and key[1] == value[1] and out[:2] == (query[1], value[2]):
+                    yield from ((at + one, kind) for one, (kind, _) in parts.items())
+
+    def _heads_of(self, name: str, config: Mapping[str, Any]) -> int:
+        if HEADS not in config:
+            raise UsageError(
+                f"Nothing tells how many heads stand along an axis of {name}.",
+                place="--config",
+                remedy=f"say it: --config {HEADS}=8",
+            )
+        return int(config[HEADS])
+
     def _ask(self, images: Sequence[str], asked: Sequence[str]) -> None:
         raise UsageError(
             f"The model has convolutions ({', '.join(_few(images))}), and nothing tells whether one of the dense "
@@ -269,14 +328,28 @@ class Modules:
         )
 
 
+def _leaf_of(
+    data: Mapping[str, Any], source: str, target: str, operations: tuple[Mapping[str, Any], ...]
+) -> Leaf:
+    """Reads a tensor of a kind; a map's file has its rank on the source's side."""
+    joined = sum(one["op"] == "merge" for one in data.get("operations", ()))
+    rank = data["rank"] - (joined if source == "target" else 0)
+    return Leaf(data[source], data[target], rank, operations, data.get("optional", False))
+
+
 def kind_faults(kind: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields what a schema can't say of a kind in a map's file: axes that its tensors haven't."""
     for i, leaf in enumerate(kind["parameters"]):
+        rank = leaf["rank"]
         for one in leaf.get("operations", ()):
-            if one["op"] == "permute" and sorted(one["order"]) != list(range(leaf["rank"])):
-                yield f"has order {one['order']} for rank {leaf['rank']}", f"parameters/{i}"
-            if one["op"] == "flattened" and one["axis"] >= leaf["rank"]:
-                yield f"has no axis {one['axis']} for rank {leaf['rank']}", f"parameters/{i}"
+            if one["op"] == "permute" and sorted(one["order"]) != list(range(rank)):
+                yield f"has order {one['order']} for rank {rank}", f"parameters/{i}"
+            if one["op"] == "flattened" and one["axis"] >= rank:
+                yield f"has no axis {one['axis']} for rank {rank}", f"parameters/{i}"
+            if one["op"] == "merge":
+                rank -= 1
+                if one["axis"] >= rank:
+                    yield f"has no axes {one['axis']} and {one['axis'] + 1} to merge", f"parameters/{i}"
 
 
 Turned = Callable[[Mapping[str, Any]], tuple[Mapping[str, Any], ...]]
@@ -284,7 +357,9 @@ Turned = Callable[[Mapping[str, Any]], tuple[Mapping[str, Any], ...]]
 
 def said_faults(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields what in a configuration a map by modules can't take."""
-    kinds, flatten = config.get(KINDS, {}), config.get(FLATTEN, {})
+    kinds, flatten, heads = config.get(KINDS, {}), config.get(FLATTEN, {}), config.get(HEADS, 1)
+    if type(heads) is not int or heads < 1:
+        yield f"is {heads!r:.80}, expected a number from 1 on", HEADS
     if not isinstance(kinds, Mapping) or not all(isinstance(one, str) for one in kinds.values()):
         yield f"is {kinds!r:.80}, expected module -> kind", KINDS
     if not isinstance(flatten, Mapping) or not all(map(_is_image, flatten.values())):
