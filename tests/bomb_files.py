@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 
 import h5py
 
-from statekit.converters.formats.crc32c import crc32c
+from statekit.converters.formats.crc import crc32c
 
 Make: TypeAlias = Callable[[Path], Path]
 

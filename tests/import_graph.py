@@ -16,7 +16,7 @@ from pathlib import Path
 HOMES = {"statekit": "statekit", "converters": "statekit.converters", "cli": "statekit.cli"}
 FLOORS = (
     ("statekit.errors",),
-    ("statekit.budget",),
+    ("statekit.budget", "statekit.pipeline"),
     ("statekit.tensors", "statekit.schemas"),
     ("statekit.state", "statekit.files", "statekit.arrays"),
     ("statekit.conversion.contracts", "statekit.optim"),

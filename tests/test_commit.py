@@ -23,7 +23,6 @@ import pytest
 from statekit.errors import CommitError, FormatError, NotFoundError, TargetExistsError, UsageError
 from statekit.files import durable, manifest
 from statekit.files import stage as commit
-from statekit.files import temporary as leftovers
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import Progress, Stage, staged
 from statekit.tensors.digest import bytes_digest
@@ -493,7 +492,7 @@ def test_too_little_space_is_seen_before_any_work(tmp_path: Path) -> None:
 def leave(parent: Path, *, alive: bool = False) -> Path:
     """Makes a temporary folder as a process makes it that is killed, or still runs."""
     code = (
-        "import sys, pathlib; from statekit.files.temporary import make_temporary;"
+        "import sys, pathlib; from statekit.files.durable import make_temporary;"
         "folder = make_temporary(pathlib.Path(sys.argv[1])); (folder / 'part').write_text('half');"
         "print(folder, flush=True); sys.stdin.read()"
     )
@@ -503,7 +502,7 @@ def leave(parent: Path, *, alive: bool = False) -> Path:
     assert child.stdout is not None and child.stdin is not None
     folder = Path(child.stdout.readline().strip())
     if alive:
-        assert leftovers.sweep(parent) == [] and folder.exists()
+        assert durable.sweep(parent) == [] and folder.exists()
     child.kill()
     child.wait()
     child.stdin.close()
@@ -520,7 +519,7 @@ def test_a_killed_conversions_folder_is_swept_by_the_next(tmp_path: Path) -> Non
 
 def test_a_running_conversions_folder_is_kept(tmp_path: Path) -> None:
     folder = leave(tmp_path, alive=True)
-    assert leftovers.sweep(tmp_path) == [folder]
+    assert durable.sweep(tmp_path) == [folder]
 
 
 @pytest.mark.parametrize(
@@ -538,25 +537,25 @@ def test_a_running_conversions_folder_is_kept(tmp_path: Path) -> None:
 )
 def test_a_foreign_owners_folder_is_kept(tmp_path: Path, change: dict[str, Any]) -> None:
     folder = leave(tmp_path)
-    record = json.loads((folder / leftovers.OWNER_FILE).read_text())
-    (folder / leftovers.OWNER_FILE).write_text(json.dumps({**record, **change}))
-    assert leftovers.sweep(tmp_path) == [] and folder.exists()
+    record = json.loads((folder / durable.OWNER_FILE).read_text())
+    (folder / durable.OWNER_FILE).write_text(json.dumps({**record, **change}))
+    assert durable.sweep(tmp_path) == [] and folder.exists()
 
 
 def test_a_folder_from_before_a_reboot_is_swept(tmp_path: Path) -> None:
     folder = leave(tmp_path)
-    record = json.loads((folder / leftovers.OWNER_FILE).read_text())
+    record = json.loads((folder / durable.OWNER_FILE).read_text())
     assert record["host"] == socket.gethostname()
     earlier = {**record, "pid": os.getpid(), "boot": "an earlier one"}
-    (folder / leftovers.OWNER_FILE).write_text(json.dumps(earlier))
-    assert leftovers.sweep(tmp_path) == [folder]
+    (folder / durable.OWNER_FILE).write_text(json.dumps(earlier))
+    assert durable.sweep(tmp_path) == [folder]
 
 
 def test_a_new_process_with_an_old_pid_is_another_one(tmp_path: Path) -> None:
     folder = leave(tmp_path)
-    record = json.loads((folder / leftovers.OWNER_FILE).read_text())
-    (folder / leftovers.OWNER_FILE).write_text(json.dumps({**record, "pid": os.getpid(), "started": "1"}))
-    assert leftovers.sweep(tmp_path) == [folder]
+    record = json.loads((folder / durable.OWNER_FILE).read_text())
+    (folder / durable.OWNER_FILE).write_text(json.dumps({**record, "pid": os.getpid(), "started": "1"}))
+    assert durable.sweep(tmp_path) == [folder]
 
 
 def test_only_abandoned_empty_folders_go_without_an_owner(tmp_path: Path) -> None:
@@ -565,24 +564,24 @@ def test_only_abandoned_empty_folders_go_without_an_owner(tmp_path: Path) -> Non
         folder.mkdir()
     (full / "data").write_text("whose?")
     for folder in (cut, cut_later):  # the power went before the record was synced
-        (folder / leftovers.OWNER_FILE).write_bytes(b"")
+        (folder / durable.OWNER_FILE).write_bytes(b"")
     (cut_later / "data").write_text("whose?")
     for folder in (old, full, cut, cut_later):
         os.utime(folder, (time.time() - 7200,) * 2)
-    assert leftovers.sweep(tmp_path) == [old, cut]
+    assert durable.sweep(tmp_path) == [old, cut]
 
 
 def test_nothing_else_is_ever_swept(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     dead = leave(tmp_path / "elsewhere")
-    owner = (dead / leftovers.OWNER_FILE).read_text()
+    owner = (dead / durable.OWNER_FILE).read_text()
     names = [".statekit-tmp-", ".statekit-tmp-1234", ".statekit-tmp-" + "g" * 32, "statekit-tmp-" + "a" * 32]
     for name in names:
         (tmp_path / name).mkdir()
-        (tmp_path / name / leftovers.OWNER_FILE).write_text(owner)
+        (tmp_path / name / durable.OWNER_FILE).write_text(owner)
     link = tmp_path / f".statekit-tmp-{'d' * 32}"
     link.symlink_to(dead)
     file = tmp_path / f".statekit-tmp-{'e' * 32}"
     file.write_text(owner)
-    assert leftovers.sweep(tmp_path) == []
+    assert durable.sweep(tmp_path) == []
     alone(tmp_path, *names, link.name, file.name, "elsewhere")

@@ -256,9 +256,9 @@ def _open_below(folder: Path) -> int:
 OPENERS = {"open", "read_bytes", "read_text", "memmap", "mmap", "fromfile", "safe_open", "pread", "preadv"}
 ALLOWED: dict[str, tuple[str, set[str]]] = {
     "statekit/files/source.py": ("the one place", {"os.open", "os.preadv"}),
-    "statekit/files/durable.py": ("makes the target's new files, and opens folders to sync them", {"os.open"}),
-    "statekit/files/temporary.py": (
-        "its own temporary folders' notes, and /proc", {"os.open", "Path(path).read_text"}
+    "statekit/files/durable.py": (
+        "makes the target's new files, opens folders to sync them; its own temporary folders' notes, and /proc",
+        {"os.open", "Path(path).read_text"}
     ),
     "statekit/verify/recorder.py": ("a spool that it made, and what it writes", {"os.pread", "unfinished.open"}),
     "statekit/files/safetensors.py": ("the library that proves a header takes a path only", {"safe_open"}),

@@ -17,7 +17,7 @@ from formats import plain_state, save, values
 from goldens import COMPACT
 from statekit.cli.main import DONE, FAILED, main
 from statekit.conversion.open_state import open_state
-from statekit.files import temporary
+from statekit.files import durable
 
 WINDOWS = """
 import ctypes, click, numpy, rich, shutil, sys, tempfile
@@ -51,8 +51,8 @@ def test_windows_is_refused_in_python_too() -> None:
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Makes this system one like macOS: no renameat2, no /proc, a sync of its own. Returns what was synced by that."""
     monkeypatch.setattr(ctypes, "CDLL", lambda *args, **options: SimpleNamespace())
-    monkeypatch.setattr(temporary, "_line", lambda path: "")
-    monkeypatch.setattr(temporary, "_link", lambda path: "")
+    monkeypatch.setattr(durable, "_line", lambda path: "")
+    monkeypatch.setattr(durable, "_link", lambda path: "")
     descriptors: list[int] = []
 
     def full_sync(descriptor: int, command: int) -> None:
@@ -95,9 +95,9 @@ def test_macos_leaves_temporary_folders_whose_owner_it_cannot_prove_dead(
     tmp_path: Path, synced: list[int]
 ) -> None:
     code = (
-        "import sys; from pathlib import Path; from statekit.files import temporary;"
-        "temporary.make_temporary(Path(sys.argv[1]))"
+        "import sys; from pathlib import Path; from statekit.files import durable;"
+        "durable.make_temporary(Path(sys.argv[1]))"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
-    assert temporary.sweep(tmp_path) == []
+    assert durable.sweep(tmp_path) == []
     assert len(list(tmp_path.iterdir())) == 1

@@ -14,7 +14,7 @@ from tf_files import save
 from goldens import GOLDEN
 from statekit.conversion.registry import detect_container
 from statekit.converters.containers.tf_bundle import CONTAINER
-from statekit.converters.formats.crc32c import crc32c
+from statekit.converters.formats.crc import crc32c
 from statekit.converters.formats.tensor_bundle import entries as tf_entries
 from statekit.converters.formats.tensor_bundle import table as tf_table
 from statekit.converters.formats.tensor_bundle.entries import BundleEntry, entry_bytes, header

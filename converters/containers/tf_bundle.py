@@ -23,7 +23,7 @@ from typing import Any, Literal
 from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.step_folders import check_step
-from statekit.converters.formats.crc32c import crc32c
+from statekit.converters.formats.crc import crc32c
 from statekit.converters.formats.storage import dense
 from statekit.converters.formats.tensor_bundle.entries import (
     STRING,

@@ -12,6 +12,7 @@ import numpy as np
 
 from statekit.budget import Account
 from statekit.errors import CorruptError, FormatError, RefusedError
+from statekit.pipeline import empty
 from statekit.tensors.tensor import BLOCK_BYTES, Array, DType, Index, Shape, Stored, fill, index_shape
 
 MAX_RANK = 64
@@ -76,7 +77,7 @@ class _Window:
         if _dense(shape, self.stride):
             block = self._run(first, math.prod(shape)).reshape(shape)
         else:
-            block = np.empty(shape, self.dtype)
+            block = empty(shape, self.dtype)
             self._gather(block, first)
         if self.conjugate:
             block = block.conj()

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import io
 import struct
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import BinaryIO
 
+from statekit.converters.formats.crc import crc32
 from statekit.converters.formats.decompression import DEFLATE, MOST_OF_ONE, decompressed
 from statekit.errors import CommitError, CorruptError, FormatError, RefusedError
 from statekit.files.source import Part, Source, bytes_at, hold, record, short
 from statekit.files.whole_file import Checked
+from statekit.pipeline import passage
 from statekit.tensors.tensor import BLOCK_BYTES, Array
 
 LOCAL = struct.Struct("<IHHHHHIIIHH")
@@ -96,9 +98,13 @@ class Archive:
         entries, self._directory = _directory(source, deflated)
         self.members = _members(source, entries, self._directory)
         self._checked: set[str] = set()
+        self._passed: dict[str, tuple[int, int]] = {}
+        """How many bytes of a member were read from its first on, and their CRC-32."""
 
     def read(self, name: str, start: int, count: int) -> Array:
         """Reads bytes of a member that is stored: (count,) uint8. Its checksum is compared the first time.
+
+        That is before any byte is given out, or in a passage (statekit/pipeline.py) at its end.
 
         Raises:
             CorruptError: The checksum disagrees, or the bytes lie outside the member.
@@ -107,9 +113,15 @@ class Archive:
         if start < 0 or count < 0 or start + count > member.size:
             raise short(self.source, member.start + start, count)
         piece = self.source.read(member.start + start, count)
-        if name not in self._checked and member.crc:
-            self._compare(member, zlib.crc32(piece.data) if count == member.size else self._crc(member))
-        self._checked.add(name)
+        if member.crc and name not in self._checked:
+            checks = passage()
+            at, crc = self._passed.pop(name, (0, 0)) if start else (0, 0)
+            if at == start and (checks is not None or count == member.size):
+                self._passed[name] = at + count, crc32(piece.data, crc)
+            if checks is not None:
+                checks[self, name] = partial(self.check, name)
+            else:
+                self.check(name)
         return piece
 
     def record(self, name: str, what: str) -> bytes:
@@ -125,7 +137,7 @@ class Archive:
         else:
             data = self._inflated(member, member.packed, what)
         if member.crc:
-            self._compare(member, zlib.crc32(data))
+            self._compare(member, crc32(data))
         self._checked.add(name)
         return data
 
@@ -157,10 +169,10 @@ class Archive:
         return whole.getvalue()
 
     def _crc(self, member: Member) -> int:
-        crc = 0
-        for at in range(0, member.size, BLOCK_BYTES):
+        done, crc = self._passed.pop(member.name, (0, 0))
+        for at in range(done, member.size, BLOCK_BYTES):
             piece = self.source.read(member.start + at, min(BLOCK_BYTES, member.size - at))
-            crc = zlib.crc32(piece.data, crc)
+            crc = crc32(piece.data, crc)
         return crc
 
     def _compare(self, member: Member, crc: int) -> None:
@@ -416,7 +428,7 @@ class ZipWriter:
         self._put(head + raw + extra)
         data_at, crc = self._at, 0
         for block in blocks:
-            crc = zlib.crc32(block, crc)
+            crc = crc32(block, crc)
             self._put(block)
         if self._at - data_at != size:
             raise CommitError(

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from statekit.conversion.target import written_as
 from statekit.errors import CommitError, Faults, StatekitError, TargetExistsError, printable
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.durable import writing
-from statekit.files.integrity import check_no_damage, prove_files, value_fault
+from statekit.files.integrity import check_no_damage, proving_files, value_fault
 from statekit.files.manifest import files_below, tensor_entry
 from statekit.files.stage import (
     Entries,
@@ -155,7 +156,7 @@ def convert(
         checkpoint, tree = prepared.opened.checkpoint, prepared.encoded.tree
         passed = _passed_through(checkpoint, tree)
         rest: dict[str, str] = {}
-        damage = Faults((finding.what, finding.place) for finding in checkpoint.findings if finding.damage)
+        known = Faults((finding.what, finding.place) for finding in checkpoint.findings if finding.damage)
         records: dict[str, Any] = {}
         if plan.kept:
             kept = kept_of(prepared.state.extra, by_leaf(prepared.encoded.dropped, prepared.state.extra))
@@ -165,32 +166,49 @@ def convert(
             digest = _content_digest(checkpoint, _source_digests(rest, passed, streamed))
             names = files_below(stage.path) if stage.kind == "folder" else ()
             changed = _changed(checkpoint, _source_digests(rest, passed, streamed))
-            return {**_manifest_fields(plan, digest, names), **records, **_taken(checkpoint, damage, changed)}
+            return {
+                **_manifest_fields(plan, digest, names),
+                **records,
+                **_taken(checkpoint, damage(), changed),
+            }
 
         def judge(faults: Faults) -> None:
             if not plan.request.hints.accept_damaged:
                 check_no_damage(faults, checkpoint.path)
 
-        damage += prove_files(
-            checkpoint,
-            prepared.opened.budget,
-            lambda name, done, total: tell(Progress("check", name, done, total)),
-        )
-        judge(damage)
-        with staged(
-            plan.request.target,
-            prepared.kind,
-            replace=replace,
-            foreign=replace_foreign,
-            mode=permissions(prepared.places),
-            on_progress=tell,
-            fields=fields,
-            total=plan.bytes,
-        ) as stage:
-            rest.update(_digest_rest(checkpoint, passed, tell))
-            judge(_changed(checkpoint, rest))
-            with writing(stage.target):  # a container may make files by other means than the stage's
-                prepared.container.write(prepared.encoded, stage)
+        @cache
+        def damage() -> Faults:  # of files, once their tensors have been read
+            return Faults([*known, *file_faults()])
+
+        with (
+            proving_files(
+                checkpoint,
+                prepared.opened.budget,
+                lambda name, done, total: tell(Progress("check", name, done, total)),
+            ) as file_faults,
+            staged(
+                plan.request.target,
+                prepared.kind,
+                replace=replace,
+                foreign=replace_foreign,
+                mode=permissions(prepared.places),
+                on_progress=tell,
+                fields=fields,
+                total=plan.bytes,
+                budget=prepared.opened.budget,
+            ) as stage,
+        ):
+            try:
+                rest.update(_digest_rest(checkpoint, passed, tell))
+                judge(_changed(checkpoint, rest))
+                with writing(stage.target):  # a container may make files by other means than the stage's
+                    prepared.container.write(prepared.encoded, stage)
+            except CommitError:
+                raise
+            except StatekitError:  # which a damaged file explains
+                judge(damage())
+                raise
+            judge(damage())
             _check_streamed(plan, stage)
             digests = _source_digests(rest, passed, stage.tensors)
             judge(_changed(checkpoint, digests))

@@ -21,13 +21,12 @@ from statekit.conversion.contracts import Hints
 from statekit.errors import CorruptError, Faults
 from statekit.files.checkpoint import Checkpoint, Proof
 from statekit.files.checksums import of_tensor
-from statekit.files.durable import new_file, sync_folder, writing
+from statekit.files.durable import beside, new_file, sweep, sync_folder, writing
 from statekit.files.file_changes import Change, FileFault, file_faults
 from statekit.files.integrity import files_of, manifest_place, records_of, top_of, value_fault
 from statekit.files.manifest import CHECKPOINT, RECORDS, SEALED, file_entry, sealed, tensor_entry, to_text
 from statekit.files.source import Files
 from statekit.files.stage import Entries, OnProgress, Progress, permissions, silent, unknown_fields
-from statekit.files.temporary import beside, sweep
 from statekit.tensors.digest import tensor_digest
 from statekit.tensors.tensor import nbytes
 

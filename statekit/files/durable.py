@@ -1,7 +1,9 @@
 """Files and names that last: complete and synced when they are closed, renamed without losing any.
 
-Linux can rename without replacing, and swap two names, in one step (`renameat2`); elsewhere the nearest safe sequence
-stands in, as each function says.
+Until then they lie in a temporary folder beside the target, which is made with a record of its owner, and swept only
+when that is provably dead. Nobody else hears of it: what goes wrong in it is said of the place that its files
+would have had. Linux can rename without replacing, and swap two names, in one step (`renameat2`); elsewhere the nearest
+safe sequence stands in, as each function says.
 """
 
 from __future__ import annotations
@@ -10,18 +12,33 @@ import ctypes
 import errno
 import fcntl
 import io
+import json
 import os
+import re
+import shutil
+import socket
+import stat
+import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from statekit.errors import CommitError, StatekitError
+from statekit.pipeline import lane, working
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+OWNER_FILE = ".statekit-owner.json"
+_NAME = re.compile(r"\.statekit-tmp-[0-9a-f]{32}")
+_STEP = re.compile(r"/(\.statekit-tmp-[0-9a-f]*)")
+"""A temporary folder's part of a path, which may be cut off in a library's message."""
+_ABANDONED_SECONDS = 3600.0
+_OWNER_BYTES = 4096
+_WRITTEN_BACK = 32 * 2**20
+"""Bytes after which the system is asked to begin writing them to the disk."""
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _AT_FDCWD = -100
 _NOREPLACE = 1
@@ -30,24 +47,41 @@ _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
 
 class _Output(io.FileIO):
-    """An unbuffered file that writes all it is given, or says as a CommitError why it can't."""
+    """An unbuffered file that writes all it is given, or says as a CommitError why it can't.
+
+    The disk gets it from early on, so that a sync has little left to wait for.
+    """
+
+    _pending = 0
+    taken: Callable[[int, memoryview], object] | None = None
+    """Is given all bytes that are written, and where they stand, while they are."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         view = memoryview(data).cast("B")
         done = 0
-        with writing(self.name):
+        with writing(self.name), working("write"):
+            is_taken = lane("digest", self.taken, self.tell(), view) if self.taken else None
             while done < len(view):
                 done += os.write(self.fileno(), view[done:])
+            if is_taken is not None:
+                is_taken()
+            self._pending += done
+            if self._pending >= _WRITTEN_BACK:
+                _write_back(self.fileno())
+                self._pending = 0
         return done
 
 
 @contextmanager
-def new_file(path: Path, synced: bool = True) -> Iterator[BinaryIO]:
+def new_file(
+    path: Path, synced: bool = True, taken: Callable[[int, memoryview], object] | None = None
+) -> Iterator[BinaryIO]:
     """Makes a file and the folders above it, opens it for writing, and syncs it when the context is left.
 
     Args:
         path: The file.
         synced: False where it is written to once more, and synced then.
+        taken: Is given all bytes that are written, and where they stand, while they are.
 
     Raises:
         CommitError: Making, writing, syncing or closing it failed; also if it exists.
@@ -55,6 +89,7 @@ def new_file(path: Path, synced: bool = True) -> Iterator[BinaryIO]:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         output = _Output(path, "wb", opener=lambda name, _: os.open(name, _NEW, 0o666))
+        output.taken = taken
     try:
         yield cast(BinaryIO, output)
         if synced:
@@ -74,6 +109,11 @@ def sync(descriptor: int) -> None:
     Raises:
         OSError: The sync failed.
     """
+    with working("sync"):
+        _sync(descriptor)
+
+
+def _sync(descriptor: int) -> None:
     through = getattr(fcntl, "F_FULLFSYNC", None)
     if through is not None:
         try:
@@ -83,6 +123,16 @@ def sync(descriptor: int) -> None:
             if error.errno not in (errno.ENOTSUP, errno.ENOTTY, errno.EINVAL):
                 raise
     os.fsync(descriptor)
+
+
+def _write_back(descriptor: int) -> None:
+    """Has the system begin to write what a file has, without waiting; what fails is said by the sync at the end.
+
+    Source: sync_file_range(2): from byte 0, to the end, SYNC_FILE_RANGE_WRITE.
+    """
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if call is not None:
+        call(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), ctypes.c_uint(2))
 
 
 @contextmanager
@@ -205,3 +255,177 @@ def _renameat2(source: Path, target: Path, flags: int) -> bool:
     if code in _UNSUPPORTED:
         return False
     raise OSError(code, os.strerror(code), str(target))
+
+
+@contextmanager
+def beside(target: Path) -> Iterator[Path]:
+    """Gives a temporary folder beside a target, which is gone at the end.
+
+    An error that names a file in it is said of the target's own folder, as the user knows no other.
+
+    Raises:
+        CommitError: The folder can't be made.
+    """
+    with writing(target):
+        folder = make_temporary(target.parent)
+    try:
+        with _named_as_beside(folder):
+            yield folder
+    finally:
+        try:
+            remove_temporary(folder)
+        except BaseException:  # a signal meanwhile
+            remove_temporary(folder)
+            raise
+
+
+@contextmanager
+def _named_as_beside(folder: Path) -> Iterator[None]:
+    def shown(text: str) -> str:
+        return _STEP.sub(lambda match: "" if folder.name.startswith(match[1]) else match[0], text)
+
+    try:
+        yield
+    except StatekitError as error:
+        error.rename(shown)
+        raise
+
+
+def make_temporary(parent: Path) -> Path:
+    """Makes `<parent>/.statekit-tmp-<uuid>/`, open to its owner alone, with a record of who that is.
+
+    The record is synced before anything else is in the folder: what the power takes down is swept, too.
+
+    Raises:
+        OSError: The folder can't be made.
+    """
+    folder = parent / f".statekit-tmp-{uuid.uuid4().hex}"
+    record = json.dumps(_owner(os.getpid())).encode()
+    try:
+        folder.mkdir(mode=0o700)
+        file = os.open(folder / OWNER_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(file, record)
+            sync(file)
+        finally:
+            os.close(file)
+        sync_folder(folder)
+    except BaseException:  # a signal too
+        remove_temporary(folder)
+        raise
+    return folder
+
+
+def remove_temporary(folder: Path) -> None:
+    """Removes a temporary folder as far as it may, its owner's record last: what a power cut brings back is swept."""
+    with suppress(OSError):
+        for entry in folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name != OWNER_FILE:
+                entry.unlink()
+        sync_folder(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep(parent: Path) -> list[Path]:
+    """Removes what killed conversions left in a folder, and returns what it removed.
+
+    A folder goes only if it has a temporary's name, belongs to this user, and its owner was a process of this machine
+    that no longer runs; or if it has no owner record that can be read, holds nothing else and is an hour old.
+    Everything else stays.
+    """
+    removed = []
+    for folder in sorted(parent.iterdir()) if parent.is_dir() else []:
+        if not _NAME.fullmatch(folder.name):
+            continue
+        try:
+            if _swept(folder):
+                removed.append(folder)
+        except OSError:
+            continue  # somebody else sweeps it, or it isn't ours to touch
+    return removed
+
+
+def _swept(folder: Path) -> bool:
+    facts = folder.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
+        return False
+    owner = _read_owner(folder / OWNER_FILE)
+    if not owner:
+        if time.time() - facts.st_mtime < _ABANDONED_SECONDS or {*os.listdir(folder)} - {OWNER_FILE}:
+            return False
+        (folder / OWNER_FILE).unlink(missing_ok=True)
+        folder.rmdir()
+        return True
+    if not _dead(owner):
+        return False
+    remove_temporary(folder)
+    return not folder.exists()
+
+
+def _read_owner(path: Path) -> dict[str, Any]:
+    """Returns an owner record; {} if there is none, or it isn't JSON, as after a power cut."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return {}
+    try:
+        record = json.loads(os.read(file, _OWNER_BYTES))
+    except ValueError:
+        return {}
+    finally:
+        os.close(file)
+    return record if isinstance(record, dict) else {}
+
+
+def _dead(owner: dict[str, Any]) -> bool:
+    """Tells whether the owner provably runs no more: same machine, and since rebooted or without that process."""
+    pid = owner.get("pid")
+    if not isinstance(pid, int) or isinstance(pid, bool) or pid <= 0:
+        return False
+    here = _owner(pid)
+    if owner.keys() != here.keys() or any(owner[key] != here[key] for key in ("host", "machine")):
+        return False
+    if owner["boot"] != here["boot"]:
+        return bool(owner["boot"] and here["boot"])
+    if owner["namespace"] != here["namespace"]:
+        return False  # another container on this machine: its processes can't be seen from here
+    return bool(owner["started"] != here["started"])
+
+
+def _owner(pid: int) -> dict[str, Any]:
+    """Describes a process of this machine so that no other process, now or later, has the same description."""
+    return {
+        "pid": pid,
+        "started": _started(pid),
+        "boot": _line("/proc/sys/kernel/random/boot_id"),
+        "namespace": _link("/proc/self/ns/pid"),
+        "host": socket.gethostname(),
+        "machine": _line("/etc/machine-id"),
+    }
+
+
+def _started(pid: int) -> str:
+    """Returns when a process started (clock ticks since boot), or "" if there is none.
+
+    Source: proc(5), `/proc/[pid]/stat` field 22; the command in field 2 may hold anything up to its last `)`.
+    """
+    fields = _line(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    if len(fields) < 20:
+        return ""
+    return "" if fields[0] in ("Z", "X") else fields[19]
+
+
+def _line(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return str(Path(path).readlink())
+    except OSError:
+        return ""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from statekit.errors import FormatError, NotFoundError
-from statekit.files.source import Files, source_digest
+from statekit.files.source import File, Files, source_digest
 
 SMALL_BYTES = 2**20
 """Files up to this size, in bytes, are digested when a checkpoint is opened; digests of tensors cover larger ones."""
@@ -50,6 +50,7 @@ def file_faults(
     files: Files,
     digested: Collection[Path] | None = None,
     tell: Callable[[Path], object] = lambda path: None,
+    digest: Callable[[File], str] = source_digest,
 ) -> list[FileFault]:
     """Compares files with their entries in a manifest: sizes, and digests.
 
@@ -59,6 +60,7 @@ def file_faults(
         files: Those of the checkpoint that is opened, by whose links they may be reached.
         digested: Those whose bytes are read; small ones if None.
         tell: Gets each file that was read.
+        digest: Gives the digest of one whose bytes are read.
 
     Raises:
         RefusedError: A file lies behind a link out of the checkpoint.
@@ -66,7 +68,7 @@ def file_faults(
     wrong = {}
     for path, entry in entries.items():
         read = entry["bytes"] <= SMALL_BYTES if digested is None else path in digested
-        if (fault := _wrong(path, entry, files, read)) is not None:
+        if (fault := _wrong(path, entry, files, digest if read else None)) is not None:
             wrong[path] = fault
         if read:
             tell(path)
@@ -75,13 +77,15 @@ def file_faults(
     return [_fault(path, what, written, is_copy) for path, what in wrong.items()]
 
 
-def _wrong(path: Path, entry: Mapping[str, Any], files: Files, read: bool) -> _Wrong | None:
+def _wrong(
+    path: Path, entry: Mapping[str, Any], files: Files, digest: Callable[[File], str] | None
+) -> _Wrong | None:
     files.links.check(path)  # no fault of the file, and said with its own remedy
     try:
         source = files.source(path)
         if source.size != entry["bytes"]:
             return _Wrong(f"has {source.size} bytes, expected {entry['bytes']}")
-        return _Wrong("") if read and source_digest(source) != entry["blake3"] else None
+        return _Wrong("") if digest and digest(source) != entry["blake3"] else None
     except (NotFoundError, FormatError) as error:
         return _Wrong(error.subject, True)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from statekit.files.manifest import (
     unnamed_files,
 )
 from statekit.files.source import File, Files, read_small
-from statekit.files.whole_file import whole_file_fault
+from statekit.files.whole_file import Passing, whole_file_fault
 from statekit.tensors.digest import records_digest
 from statekit.tensors.tensor import Tensor
 
@@ -228,10 +229,10 @@ def means_of(checkpoint: Checkpoint) -> Means:
     return Means(None if proof is None else proof.place, is_sealed, dict(sorted(tensors.items())))
 
 
-def _rest_faults(proof: Proof, file: File) -> list[tuple[str, str]]:
+def _rest_faults(proof: Proof, file: File, passing: Passing | None = None) -> list[tuple[str, str]]:
     """Reads a file and compares it with what the manifest inside says of all its bytes, if it does."""
     rest = proof.manifest.get(REST)
-    what = whole_file_fault(file, rest) if rest is not None else ""
+    what = whole_file_fault(file, rest, passing) if rest is not None else ""
     return [(what, f"{file.path}")] if what else []
 
 
@@ -283,13 +284,34 @@ def prove_files(
         budget: The job's.
         tell: Gets the name of each file that has been read, and how many bytes of how many are done.
     """
+    with proving_files(checkpoint, budget, tell) as faults:
+        return faults()
+
+
+@contextmanager
+def proving_files(
+    checkpoint: Checkpoint, budget: Budget, tell: Callable[[str, int, int], object] = _nobody
+) -> Iterator[Callable[[], Faults]]:
+    """Proves files as `prove_files`, by what is read of them in a context for something else, as far as it is.
+
+    Args:
+        checkpoint: An opened checkpoint.
+        budget: The job's.
+        tell: As in `prove_files`.
+
+    Yields:
+        Gives the files that aren't what the manifest says, after reading what nobody else has.
+    """
     proof, done = checkpoint.proof, 0
     if proof is None:
-        return Faults()
+        yield Faults
+        return
     if proof.is_inside:
         with Files(budget, checkpoint.path) as files:
-            file = files.source(proof.place)
-            return Faults(_rest_faults(proof, file) if file.size > SMALL_BYTES else ())
+            file, passing = files.source(proof.place), Passing()
+            with passing.read(file):
+                yield lambda: Faults(_rest_faults(proof, file, passing) if file.size > SMALL_BYTES else ())
+        return
     known = {finding.place for finding in checkpoint.findings if finding.damage}
     large = [
         path for path, entry in proof.files.items() if entry["bytes"] > SMALL_BYTES and f"{path}" not in known
@@ -301,6 +323,16 @@ def prove_files(
         done += proof.files[path]["bytes"]
         tell(path.name, done, total)
 
-    with Files(budget, checkpoint.path) as files:
-        faults = file_faults(proof.files, proof.place, files, large, count)
-    return Faults((fault.what, f"{fault.path}") for fault in faults if f"{fault.path}" not in known)
+    with Files(budget, checkpoint.path) as files, ExitStack() as stack:
+        passings = {path: Passing() for path in large}
+        for path, passing in passings.items():
+            with suppress(StatekitError):  # which comparing it says
+                stack.enter_context(passing.read(files.source(path)))
+
+        def compare() -> Faults:
+            faults = file_faults(
+                proof.files, proof.place, files, large, count, lambda file: passings[file.path].digest(file)
+            )
+            return Faults((fault.what, f"{fault.path}") for fault in faults if f"{fault.path}" not in known)
+
+        yield compare

@@ -23,6 +23,7 @@ import numpy as np
 
 from statekit.errors import CorruptError, Faults, FormatError
 from statekit.files.source import File, Files, bytes_at, opening, record
+from statekit.pipeline import empty
 from statekit.tensors.digest import bytes_digest
 from statekit.tensors.tensor import (
     DTYPES,
@@ -255,7 +256,7 @@ def _proven_by_library(path: Path) -> None:
 def _stored(source: File, name: str, extent: _Extent, data_start: int) -> Stored:
 
     def fetch(index: Index) -> Array:
-        block = np.empty(index_shape(index), extent.dtype)
+        block: Array = empty(index_shape(index), extent.dtype)
         into = block.reshape(-1).view(np.uint8).data
         for offset, run in _runs(extent, index):
             source.read_into(data_start + extent.start + offset, into[:run])

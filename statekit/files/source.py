@@ -32,6 +32,7 @@ from blake3 import blake3
 
 from statekit.budget import Account, Budget
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, UsageError
+from statekit.pipeline import empty, working
 from statekit.tensors.tensor import Array
 
 MOST_OPEN = 64
@@ -501,12 +502,15 @@ class File:
         require(self, start, len(into))
         descriptor, done = self.files.descriptor(self), 0
         while done < len(into):
-            with reading(self.path):
+            with reading(self.path), working("read"):
                 got = os.preadv(descriptor.number, [into[done:]], start + done)
             if not got:
                 raise short(self, start + done, len(into) - done, f"its end; it had {self.size} bytes before")
             done += got
-        self.files.account.read(done)
+        budget = self.files.account.budget
+        budget.read(done)
+        if (tell := budget.listeners.get(self.identity)) is not None:
+            tell(start, into)
 
     def read(self, start: int, count: int) -> Array:
         return filled(self, start, count)
@@ -523,7 +527,7 @@ def filled(source: Source, start: int, count: int) -> Array:
         CorruptError: There are fewer.
     """
     require(source, start, count)
-    whole = np.empty(count, np.uint8)
+    whole = empty((count,), np.uint8)
     source.read_into(start, whole.data)
     return whole
 

@@ -13,13 +13,14 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeAlias
 
 from blake3 import blake3
 
+from statekit.budget import Budget
 from statekit.errors import (
     CommitError,
     Faults,
@@ -32,7 +33,17 @@ from statekit.errors import (
     some,
 )
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.durable import exchange, new_file, rename_new, rename_over_empty, sync_folder, writing
+from statekit.files.durable import (
+    beside,
+    exchange,
+    new_file,
+    rename_new,
+    rename_over_empty,
+    sweep,
+    sync_folder,
+    writing,
+)
+from statekit.files.file_changes import SMALL_BYTES
 from statekit.files.integrity import records_of, top_of
 from statekit.files.manifest import (
     CHECKPOINT,
@@ -49,9 +60,16 @@ from statekit.files.manifest import (
     to_text,
     unnamed_files,
 )
-from statekit.files.source import read_small, walked
-from statekit.files.temporary import beside, sweep
-from statekit.files.whole_file import FindChecked, complete, nothing_checked, unknown_rest
+from statekit.files.source import Files, read_small, walked
+from statekit.files.whole_file import (
+    FindChecked,
+    Passing,
+    complete,
+    nothing_checked,
+    unknown_rest,
+    whole_file_fault,
+)
+from statekit.pipeline import lane, working
 from statekit.tensors.digest import tensor_bytes, tensor_digest
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.typed import is_unicode
@@ -119,9 +137,12 @@ class Stage:
     _total: int = 0
     _fields: Fields = unknown_fields
     _on_progress: OnProgress = silent
+    _budget: Budget | None = None
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
     _kept: dict[str, Any] = field(default_factory=dict)
     _done: int = 0
+    _written: Passing | None = None
+    _rest: dict[str, Any] | None = None
 
     @contextmanager
     def file(self, relative: str = "", synced: bool = True) -> Iterator[BinaryIO]:
@@ -145,7 +166,9 @@ class Stage:
                 expected="a relative name below the folder" if self.kind == "folder" else "no name",
                 found=repr(relative),
             )
-        with new_file(self.path / relative if relative else self.path, synced) as output:
+        self._written = None if synced else Passing()
+        taken = self._written.take if self._written else None
+        with new_file(self.path / relative if relative else self.path, synced, taken) as output:
             yield output
 
     def stream(self, name: str, tensor: Tensor) -> Iterator[memoryview]:
@@ -163,8 +186,9 @@ class Stage:
             raise UsageError("A tensor is written twice.", place=name)
         hasher = blake3()
         for block in tensor_bytes(tensor):
-            hasher.update(block)
+            digested = lane("digest", _digest, hasher, block)  # while it is written
             yield block
+            digested()
             self._done += len(block)
             self._on_progress(Progress("write", name, self._done, self._total))
         self.tensors[name] = tensor_entry(tensor, hasher.hexdigest())
@@ -190,7 +214,7 @@ class Stage:
     ) -> None:
         """Fills the digest of the whole file into the manifest in it, which `manifest` made; as `whole_file` has it."""
         with writing(self.target):
-            complete(self.path, manifest, encode, checked)
+            self._rest = complete(self.path, manifest, encode, checked, self._written)
 
     def commit(self, reopen: Callable[[Path], Checkpoint]) -> Entries:
         """Proves what was written, gives it the target's name, and syncs.
@@ -206,18 +230,18 @@ class Stage:
             TargetExistsError: The target came into being meanwhile.
         """
         with writing(self.target):
-            files = self._file_entries()
             if (
                 self.kind == "folder"
-            ):  # what can be said only of the opened checkpoint is added once it is proven
-                self._write_manifest(files, {})
-                facts = self._verify(reopen)
+            ):  # what can be said only of the opened checkpoint is added once it is proven, as are large files' digests
+                names = files_below(self.path)
+                self._write_manifest({name: _outline(self.path / name) for name in names}, {})
+                facts, files = self._verify(reopen, {name: self.path / name for name in names})
                 (self.path / FILE).unlink()
                 files[FILE] = self._write_manifest(files, facts)
                 for folder, _, _ in walked(self.path, bottom_up=True):
                     sync_folder(Path(folder))
             else:
-                self._verify(reopen)
+                _, files = self._verify(reopen, {self.path.name: self.path})
             self._narrow()
             self._take_name()
         return files
@@ -240,18 +264,40 @@ class Stage:
             raise CommitError("The manifest isn't what was meant.", place=self.target, remedy=_REPORT)
         return file_entry(place)
 
-    def _file_entries(self) -> dict[str, dict[str, Any]]:
-        if self.kind == "file":
-            return {self.path.name: file_entry(self.path)}
-        return {name: file_entry(self.path / name) for name in files_below(self.path)}
+    def _verify(
+        self, reopen: Callable[[Path], Checkpoint], paths: Mapping[str, Path]
+    ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """Compares what was written with what was meant; files are digested as far as they are read for that.
 
-    def _verify(self, reopen: Callable[[Path], Checkpoint]) -> dict[str, Any]:
-        """Compares what was written with what was meant; returns what the manifest says of the opened checkpoint."""
+        Args:
+            reopen: As in `commit`.
+            paths: The files by name.
+
+        Returns:
+            What the manifest says of the opened checkpoint, and the entries of its files.
+        """
         try:
-            with reopen(self.path) as written:
-                facts = {CHECKPOINT: top_of(written).relative_to(self.path).as_posix(), **records_of(written)}
-                faults = Faults(tensor_faults({"tensors": self.tensors}, written.tensors))
-                faults += self._value_faults(written.tensors) if not faults else []
+            with Files(self._budget) as files, ExitStack() as stack:
+                read = {name: (files.source(path), Passing()) for name, path in paths.items()}
+                for file, passing in read.values():
+                    stack.enter_context(passing.read(file))
+                with reopen(self.path) as written:
+                    facts = {
+                        CHECKPOINT: top_of(written).relative_to(self.path).as_posix(),
+                        **records_of(written),
+                    }
+                    faults = Faults(tensor_faults({"tensors": self.tensors}, written.tensors))
+                    faults += self._value_faults(written.tensors) if not faults else []
+                    if self._rest is not None:
+                        faults += [
+                            (what, name)
+                            for name, (file, passing) in read.items()
+                            if (what := whole_file_fault(file, self._rest, passing))
+                        ]
+                entries = {
+                    name: {"bytes": file.size, "blake3": passing.digest(file)}
+                    for name, (file, passing) in read.items()
+                }
         except InexactError:  # what was written is as meant, but the format can't hold what was asked for
             raise
         except (StatekitError, OSError) as error:
@@ -260,7 +306,7 @@ class Stage:
                 "What was written can't be read again.", place=self.target, found=reason, remedy=_REPORT
             ) from error
         faults.check(CommitError, "What was written isn't what was meant", place=self.target, remedy=_REPORT)
-        return facts
+        return facts, entries
 
     def _value_faults(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
         done = 0
@@ -313,6 +359,17 @@ class Stage:
             _remove(old)
 
 
+def _outline(path: Path) -> dict[str, Any]:
+    """Returns a file's entry as far as opening a checkpoint looks at it: a large one without its digest."""
+    size = path.stat().st_size
+    return file_entry(path) if size <= SMALL_BYTES else {"bytes": size, "blake3": ""}
+
+
+def _digest(hasher: blake3, block: memoryview) -> None:
+    with working("digest"):
+        hasher.update(block)
+
+
 _REPORT = "nothing was left at the target; if the disk is sound, please report this as a defect of statekit"
 
 
@@ -327,6 +384,7 @@ def staged(
     on_progress: OnProgress | None = None,
     fields: Fields = unknown_fields,
     total: int = 0,
+    budget: Budget | None = None,
 ) -> Iterator[Stage]:
     """Prepares to write a target; what is written gets the target's name only through `Stage.commit`.
 
@@ -339,6 +397,7 @@ def staged(
         on_progress: Told about every block.
         fields: Gives the manifest's fields that the stage can't know.
         total: Bytes of all tensors that will be written; 0 if unknown.
+        budget: The job's, which opening the target again draws on.
 
     Raises:
         TargetExistsError: The target exists and mustn't be replaced.
@@ -355,7 +414,7 @@ def staged(
         if kind == "folder":
             with writing(target):
                 path.mkdir()  # ordinary permissions: the folder around it lets nobody in until the rename
-        yield Stage(path, target, kind, replace, mode, total, fields, on_progress or silent)
+        yield Stage(path, target, kind, replace, mode, total, fields, on_progress or silent, budget)
 
 
 def check_target(target: Path, kind: TargetKind, *, replace: bool, foreign: bool = False) -> None:

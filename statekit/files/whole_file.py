@@ -9,8 +9,11 @@ file is written with a manifest that knows none of them, and then gets them in t
 
 from __future__ import annotations
 
+import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -20,10 +23,70 @@ from statekit.errors import CommitError
 from statekit.files.durable import sync
 from statekit.files.manifest import REST, sealed
 from statekit.files.source import File, Files
+from statekit.pipeline import ahead, working
+from statekit.tensors.tensor import BLOCK_BYTES
 
 _WIDTH = 20
 _BLOCK = 2**20
+_GAP = 2**16
+"""Bytes that nobody has read, up to which they are read in between."""
+_KEPT = 4
 Spans = Sequence[tuple[int, int]]
+
+
+class Passing:
+    """The BLAKE3 digest of a file, taken from its bytes as they pass by, read or written, in order.
+
+    What passes in another order is read once more at the end.
+    """
+
+    def __init__(self) -> None:
+        self._hasher, self._at = blake3(), 0
+        self._before: deque[tuple[int, blake3]] = deque(maxlen=_KEPT)
+        self._lock = threading.RLock()
+        self._file: File | None = None
+
+    def take(self, start: int, data: memoryview) -> None:
+        """Takes bytes that pass by, and where they stand."""
+        with self._lock:
+            if self._file is not None and self._at < start <= self._at + _GAP:
+                self._file.read(self._at, start - self._at)  # which tells of these bytes
+            if not start <= self._at < start + len(data):
+                return
+            self._before.append((self._at, self._hasher.copy()))
+            with working("digest"):
+                self._hasher.update(data[self._at - start :])
+            self._at = start + len(data)
+
+    @contextmanager
+    def read(self, file: File) -> Iterator[None]:
+        """Takes what is read of a file in a context, by all that draw on the budget of this one."""
+        listeners = file.account.budget.listeners
+        self._file, listeners[file.identity] = file, self.take
+        try:
+            yield
+        finally:
+            del listeners[file.identity]
+            self._file = None
+
+    def digest(self, file: File, spans: Spans = ()) -> str:
+        """Returns the digest of a file, reading what hasn't passed; the bytes of some runs count as zeros."""
+        first = min((start for start, _ in spans), default=file.size)
+        with self._lock:
+            states = [(0, blake3()), *self._before, (self._at, self._hasher)]
+        at, hasher = next((at, state.copy()) for at, state in reversed(states) if at <= first)
+        for block in ahead(_blocks(file, at, spans)):
+            with working("digest"):
+                hasher.update(block)
+        return str(hasher.hexdigest())
+
+
+def _blocks(file: File, at: int, spans: Spans) -> Iterator[memoryview]:
+    for start in range(at, file.size, BLOCK_BYTES):
+        block = file.read(start, min(BLOCK_BYTES, file.size - start))
+        for begin, count in spans:
+            block[max(begin - start, 0) : max(begin + count - start, 0)] = 0
+        yield block.data
 
 
 class Checked(NamedTuple):
@@ -67,7 +130,8 @@ def complete(
     manifest: Mapping[str, Any],
     encode: Callable[[Mapping[str, Any]], bytes],
     checked: FindChecked,
-) -> None:
+    written: Passing | None = None,
+) -> dict[str, Any]:
     """Fills in the digest of a file that was written with a manifest which lacks it, and syncs the file.
 
     Args:
@@ -75,6 +139,10 @@ def complete(
         manifest: The manifest in it.
         encode: Gives a manifest's bytes as they stand in the file.
         checked: Finds the CRC-32 that depends on the manifest.
+        written: What took the file's bytes as they were written.
+
+    Returns:
+        What the manifest now says of the file.
 
     Raises:
         CommitError: The manifest isn't in the file, or isn't alone in it.
@@ -85,9 +153,10 @@ def complete(
         at = _only(file, text)
         run = checked(file, at)
         spans = [(at, len(text)), *((field, 4) for field in (run.fields if run else ()))]
-        digest = _digest(file, spans)
+        digest = (written or Passing()).digest(file, spans)
         fields = {key: value for key, value in manifest.items() if key != "digest"}
-        new = encode(sealed({**fields, REST: _field(digest, file.size, spans)}))
+        rest = _field(digest, file.size, spans)
+        new = encode(sealed({**fields, REST: rest}))
     if len(new) != len(text):
         raise CommitError("A manifest doesn't fit its place.", place=path)
     with path.open("r+b", buffering=0) as raw:
@@ -100,14 +169,16 @@ def complete(
                 output.seek(field)
                 output.write(crc.to_bytes(4, "little"))
         sync(output.fileno())
+    return rest
 
 
-def whole_file_fault(file: File, rest: Mapping[str, Any]) -> str:
+def whole_file_fault(file: File, rest: Mapping[str, Any], passing: Passing | None = None) -> str:
     """Reads a whole file and compares it with what the manifest inside says of it; "" if it fits.
 
     Args:
         file: The file.
         rest: The manifest's field.
+        passing: What took its bytes as they were read, so that they needn't be again.
     """
     try:
         size = int(rest["bytes"])
@@ -118,20 +189,9 @@ def whole_file_fault(file: File, rest: Mapping[str, Any]) -> str:
     if size != file.size:
         return f"has {file.size} bytes, expected {size}"
     fits = all(0 <= start <= start + count <= size for start, count in spans)
-    if not fits or _digest(file, spans) != rest["blake3"]:
+    if not fits or (passing or Passing()).digest(file, spans) != rest["blake3"]:
         return "isn't the file that was written: bytes were changed since, or are damaged"
     return ""
-
-
-def _digest(file: File, spans: Spans) -> str:
-    """Returns the BLAKE3 digest of a file in which some runs of bytes count as zeros."""
-    hasher = blake3()
-    for start in range(0, file.size, _BLOCK):
-        block = file.read(start, min(_BLOCK, file.size - start))
-        for begin, count in spans:
-            block[max(begin - start, 0) : max(begin + count - start, 0)] = 0
-        hasher.update(block.data)
-    return hasher.hexdigest()
 
 
 def _only(file: File, text: bytes) -> int:

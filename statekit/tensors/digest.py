@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
+from statekit.pipeline import ahead, passed, working
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Tensor, chunks, nbytes
 from statekit.tensors.tree import Record, Tree
-
-_END = memoryview(b"")
 
 
 def little_endian(block: Array) -> memoryview:
@@ -28,22 +27,11 @@ def little_endian(block: Array) -> memoryview:
 def tensor_bytes(tensor: Tensor) -> Iterator[memoryview]:
     """Yields the values of a tensor, little-endian and in C order, at most BLOCK_BYTES at a time.
 
-    The next block is read (and inflated) by another thread while the caller is busy with the last one.
+    The next block is read (and inflated) by another thread while the caller is busy with the last one. The bytes may
+    be used before the checksums of the format are compared, which is done at the end.
     """
-    read = map(little_endian, chunks(tensor, BLOCK_BYTES))
-    return _ahead(read) if nbytes(tensor) > BLOCK_BYTES else read
-
-
-def _ahead(blocks: Iterator[memoryview]) -> Iterator[memoryview]:
-    from concurrent.futures import (
-        ThreadPoolExecutor,
-    )  # it brings logging along, which most calls have no use for
-
-    with ThreadPoolExecutor(1, "statekit-read-ahead") as reader:
-        coming = reader.submit(next, blocks, _END)
-        while block := coming.result():
-            coming = reader.submit(next, blocks, _END)
-            yield block
+    read = passed(map(little_endian, chunks(tensor, BLOCK_BYTES)))
+    return ahead(read) if nbytes(tensor) > BLOCK_BYTES else read
 
 
 def bytes_digest(data: bytes) -> str:
@@ -60,7 +48,8 @@ def tensor_digest(tensor: Tensor, on_block: Callable[[int], object] | None = Non
     """
     hasher = blake3()
     for block in tensor_bytes(tensor):
-        hasher.update(block)
+        with working("digest"):
+            hasher.update(block)
         if on_block is not None:
             on_block(len(block))
     return hasher.hexdigest()

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from statekit.errors import FormatError, UsageError
+from statekit.pipeline import empty
 
 Array: TypeAlias = npt.NDArray[Any]
 DType: TypeAlias = np.dtype[Any]
@@ -246,7 +247,7 @@ def row_major(view: Array) -> Array:
     """Returns an array whose values lie in C order: the same one, or a copy made by `fill`."""
     if view.flags.c_contiguous:
         return view
-    ordered = np.empty(view.shape, view.dtype)
+    ordered: Array = empty(view.shape, view.dtype)
     fill(ordered, view)
     return ordered
 

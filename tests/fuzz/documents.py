@@ -159,7 +159,7 @@ def _chunks(kind: str) -> dict[str, bytes]:
 
     import zstandard
 
-    from statekit.converters.formats.crc32c import crc32c
+    from statekit.converters.formats.crc import crc32c
 
     raw = np.arange(6, dtype=np.float32).tobytes()
     places = [(i, k) for i in range(2) for k in range(2)]

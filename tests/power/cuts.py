@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from samples import target_name
 
 from power.disk import Call, Contents, Disk, contents
-from statekit.files.temporary import OWNER_FILE
+from statekit.files.durable import OWNER_FILE
 
 TEMPORARY = ".statekit-tmp-"
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from statekit.budget import Account
-from statekit.converters.formats.crc32c import crc32c
+from statekit.converters.formats.crc import crc32c
 from statekit.converters.formats.storage import MAX_RANK
 from statekit.converters.formats.tensor_bundle.table import masked, to_varint, varint
 from statekit.errors import CorruptError, FormatError

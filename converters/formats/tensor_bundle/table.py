@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
 from statekit.budget import NODE_BYTES, Account
-from statekit.converters.formats.crc32c import crc32c
+from statekit.converters.formats.crc import crc32c
 from statekit.errors import CorruptError, FormatError, RefusedError
 from statekit.files.source import Held, short
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from statekit.budget import Account
-from statekit.converters.formats.crc32c import crc32c
+from statekit.converters.formats.crc import crc32c
 from statekit.converters.formats.decompression import MOST_OF_ONE, PIECE, decompressed, stream_bytes
 from statekit.converters.formats.storage import checked_shape
 from statekit.converters.formats.zarr.stores import Store

@@ -1,0 +1,217 @@
+"""The pipeline of a job: its threads, its buffers, and how long each stage worked.
+
+What happens to the bytes of a checkpoint are stages: they are read, digested, decoded or compressed, written, synced,
+and read and digested again. A stage runs on a thread of its own, a lane, one piece of work after the other, so that
+results and errors come in the order in which they would come from one thread; with one thread there are no lanes. The
+blocks that pass from stage to stage lie in a few buffers, which are used again once nobody refers to them: fresh memory
+costs a third of the time. In goes work, as functions and iterators; out comes what they return, in order.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
+
+StageName: TypeAlias = Literal["read", "digest", "decompress", "compress", "write", "sync"]
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_BUFFER_BYTES = 2**23
+_PAGE = 2**12
+_WORTH = 2**18
+"""Bytes from which on a piece of work goes to another thread, and memory is taken from the buffers."""
+_KEPT = 8
+_AHEAD = 2
+"""Blocks that are read ahead of whoever takes them."""
+
+
+class Times:
+    """How long the stages of a job worked, in seconds of the clock, summed over threads.
+
+    Attributes:
+        threads: How many threads the job may use.
+        worked: Seconds by stage.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.worked: dict[StageName, float] = {}
+        self._began = time.perf_counter()
+        self._lock = threading.Lock()
+
+    def add(self, stage: StageName, seconds: float) -> None:
+        """Notes that a stage worked."""
+        with self._lock:
+            self.worked[stage] = self.worked.get(stage, 0.0) + seconds
+
+    def seconds(self) -> float:
+        """Returns how long the job has been going on."""
+        return time.perf_counter() - self._began
+
+
+def cores() -> int:
+    """Returns how many cores this process may use."""
+    asked = getattr(os, "sched_getaffinity", None)
+    return len(asked(0)) if asked else os.cpu_count() or 1
+
+
+_jobs: list[Times] = []
+_lanes: dict[str, ThreadPoolExecutor] = {}
+_here = threading.local()
+os.register_at_fork(after_in_child=_lanes.clear)  # a fork has none of its parent's threads
+
+
+@contextmanager
+def job(threads: int | None = None) -> Iterator[Times]:
+    """Measures a job, and says how many threads it may use: as many as there are cores if None."""
+    times = Times(threads or cores())
+    _jobs.append(times)
+    try:
+        yield times
+    finally:
+        _jobs.remove(times)
+        _free.clear()
+
+
+def threads() -> int:
+    """Returns how many threads the job at hand may use."""
+    return _jobs[-1].threads if _jobs else cores()
+
+
+@contextmanager
+def working(stage: StageName) -> Iterator[None]:
+    """Measures what a stage does."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        if _jobs:
+            _jobs[-1].add(stage, time.perf_counter() - start)
+
+
+def pool() -> ThreadPoolExecutor:
+    """Returns the threads for pieces of work that don't depend on each other: as many as the job may use."""
+    return _executor("work", threads())
+
+
+def lane(name: str, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Callable[[], _T]:
+    """Begins a piece of work behind what its lane has to do, and returns what waits for its result.
+
+    Without another thread, or on one of the pipeline's own, it is done at once.
+    """
+    if threads() == 1 or getattr(_here, "is_lane", False):
+        result = work(*args, **kwargs)
+        return lambda: result
+    return _executor(name, 1).submit(work, *args, **kwargs).result
+
+
+def _executor(name: str, count: int) -> ThreadPoolExecutor:
+    key = f"{name}-{count}"
+    if key not in _lanes:
+        from concurrent.futures import ThreadPoolExecutor  # brings logging, which most calls have no use for
+
+        _lanes[key] = ThreadPoolExecutor(count, f"statekit-{name}", _enter)
+    return _lanes[key]
+
+
+def _enter() -> None:
+    _here.is_lane = True
+
+
+def ahead(blocks: Iterator[_T]) -> Iterator[_T]:
+    """Yields what an iterator yields, which goes ahead on a lane while the last block is used."""
+    if threads() == 1 or getattr(_here, "is_lane", False):
+        yield from blocks
+        return
+    end: Any = object()
+    coming: deque[Future[_T]] = deque()
+    reader = _executor("read", 1)
+    try:
+        while True:
+            while len(coming) < _AHEAD:
+                coming.append(reader.submit(next, blocks, end))
+            if (block := coming.popleft().result()) is end:
+                return
+            yield block
+            del block  # its buffer is free for the next
+    finally:
+        for one in coming:
+            one.cancel()
+
+
+Checks: TypeAlias = dict[Hashable, Callable[[], object]]
+"""What has to be compared when a passage ends, by what it is about."""
+
+
+def passage() -> Checks | None:
+    """Returns what a passage that is going on has to compare at its end; None if there is none on this thread.
+
+    Who reads in a passage reads to the end, or throws away what it has read: a checksum may be taken on the way, and
+    what it covers be given out before it was compared.
+    """
+    return getattr(_here, "passage", None)
+
+
+def passed(blocks: Iterator[_T]) -> Iterator[_T]:
+    """Yields what an iterator reads, as one passage.
+
+    Raises:
+        CorruptError: At the end, what was read isn't what its checksums say.
+    """
+    checks: Checks = {}
+    end: Any = object()
+    while True:
+        outer, _here.passage = passage(), checks
+        try:
+            block = next(blocks, end)
+        finally:
+            _here.passage = outer
+        if block is end:
+            break
+        yield block
+        del block
+    for check in checks.values():
+        check()
+
+
+_free: deque[bytearray] = deque()
+_lent: dict[int, weakref.ref[npt.NDArray[Any]]] = {}
+
+
+def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Returns an array whose values aren't set, as `numpy.empty`: in a buffer that was used before, if it fits one.
+
+    The buffer is taken back when neither the array nor a view of it is referred to any more.
+    """
+    count = math.prod(shape) * np.dtype(dtype).itemsize
+    if not _WORTH <= count <= _BUFFER_BYTES:
+        return np.empty(shape, dtype)
+    try:
+        memory = _free.pop()
+    except IndexError:
+        memory = bytearray(
+            _BUFFER_BYTES + _PAGE
+        )  # views of an array over it refer to that array, as none of NumPy's
+    start = -np.frombuffer(memory, np.uint8).ctypes.data % _PAGE
+    array: npt.NDArray[Any] = np.ndarray(shape, dtype, memory, start)
+
+    def take_back(_: object) -> None:
+        del _lent[id(memory)]
+        if len(_free) < _KEPT:
+            _free.append(memory)
+
+    _lent[id(memory)] = weakref.ref(array, take_back)
+    return array
