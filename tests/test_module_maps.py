@@ -486,6 +486,20 @@ def test_live_arrays_go_by_modules_too() -> None:
     np.testing.assert_array_equal(there["fc"]["weight"], tree["fc"]["kernel"].T)
 
 
+@pytest.mark.jax
+def test_a_live_state_of_nnx_goes_as_its_arrays_do() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    jax = pytest.importorskip("jax")
+    module = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.LayerNorm(4, rngs=nnx.Rngs(0)))
+    state = nnx.state(module, nnx.Param)
+    there = statekit.maps.load("flax:torch").apply(state)
+    assert jax.tree.structure(there) == jax.tree.structure(
+        statekit.maps.load("flax:torch").apply(nnx.to_pure_dict(state))
+    )
+    assert all(isinstance(one, jax.Array) for one in jax.tree.leaves(there))
+    np.testing.assert_array_equal(there["layers"]["0"]["weight"], module.layers[0].kernel.get_value().T)
+
+
 def test_modules_of_other_names_are_named_once(tmp_path: Path) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
     optimizer = statekit.torch.AdamW(net.named_parameters(), lr=0.1)

@@ -164,6 +164,26 @@ def test_an_array_that_devices_wrote_in_parts_is_read_whole(tmp_path: Path) -> N
     assert ORBAX.open(folder).tensors["a/b"].read().tobytes() == VALUES.tobytes()
 
 
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (("a/value", "b/0/value"), ("a", "b/0")),  # flax.nnx.State
+        (("a/value", "b/c"), ("a/value", "b/c")),
+        (("a/value", "a/b/value"), ("a/value", "a/b/value")),
+        (("value",), ("value",)),
+    ],
+)
+def test_variables_of_nnx_have_the_names_of_their_modules(
+    names: tuple[str, ...], shown: tuple[str, ...], tmp_path: Path
+) -> None:
+    for name in names:
+        write_array(tmp_path / "ckpt" / name.replace("/", "."), VALUES, (2, 3), "zstd")
+    opened = ORBAX.open(write_item(tmp_path / "ckpt", entries(*map(leaf, names), leaf("none", "None", True))))
+    assert sorted(opened.tensors) == sorted(shown)
+    assert all(tensor.read().tobytes() == VALUES.tobytes() for tensor in opened.tensors.values())
+    assert [("flax.nnx.State" in one.what) for one in opened.findings] == [True] * (names != shown)
+
+
 @pytest.mark.parametrize("zarr3", [True, False])
 def test_leaves_of_every_kind(tmp_path: Path, zarr3: bool) -> None:
     opened = ORBAX.open(small(tmp_path / "ckpt", use_zarr3=zarr3))

@@ -34,7 +34,7 @@ def flat(tree: Tree) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], dict
         if name in arrays or not hasattr(array, "shape"):
             what = "stands there twice" if name in arrays else "is no array"
             raise UsageError(f"A tree can't be mapped: {name} {what}.", found=type(array).__name__)
-        arrays[name] = array
+        arrays[name] = _unwrapped(array)
 
     def named(others: Mapping[str, Any]) -> dict[str, Any]:
         if not is_nested:
@@ -49,6 +49,14 @@ def flat(tree: Tree) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], dict
         return root
 
     return arrays, named
+
+
+def _unwrapped(array: Any) -> Any:
+    """Returns the array itself of what holds one as its value: a variable of Flax' nnx."""
+    is_variable = any(cls.__module__.startswith("flax.nnx.") for cls in type(array).__mro__)
+    if not is_variable:
+        return array
+    return array.get_value() if hasattr(array, "get_value") else array.value
 
 
 def _leaves(tree: Tree, path: tuple[str, ...]) -> Iterable[tuple[tuple[str, ...], Any]]:

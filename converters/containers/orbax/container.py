@@ -22,8 +22,8 @@ json_checkpoint_handler.py; _src/serialization/type_handlers.py, `StringHandler`
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -115,8 +115,25 @@ def open_item(folder: Path, opened: Files) -> Item:
     tensors, findings = arrays.open(places)
     leaves: dict[int, Any] = dict(zip(array_entries, tensors, strict=True))
     leaves |= _strings(files, entries)
+    if _are_variables(entries):
+        entries = tuple(replace(one, path=one.path[:-1]) if one.is_array else one for one in entries)
+        said = f"every array lies under {_VALUE!r}, as flax.nnx.State has its variables; names are without it"
+        findings = (*findings, Finding(said, metadata.place))
     tree = tree_of(entries, leaves, metadata.place)
     return Item(tree, findings, _tops({p.prefix for p in places}), metadata.custom)
+
+
+_VALUE = "value"
+"""Source: google/flax flax/nnx/variablelib.py, the only child that a Variable has as a node of a JAX tree."""
+
+
+def _are_variables(entries: Sequence[LeafMetadata]) -> bool:
+    """Tells whether every array is the value of a variable of Flax' nnx, and nothing else lies beside it."""
+    arrays = [one.path for one in entries if one.is_array]
+    around = {one.path[:i] for one in entries for i in range(len(one.path) - 1)}
+    return bool(arrays) and all(
+        len(path) > 1 and path[-1] == _VALUE and path[:-1] not in around for path in arrays
+    )
 
 
 def _arrays(folder: Path, metadata: TreeMetadata | None, opened: Files) -> Arrays:
