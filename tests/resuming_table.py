@@ -116,8 +116,10 @@ CHANGES = """
 is done only where it is named, stands in the plan under `changed` with the parameters and slots that it touches, and in
 the manifest's options; what it can't do is refused by name.
 
-- `--schedule-step keep|reset|N`: where the learning-rate schedule stands. Systems that count updates and schedule in
-  one number (T5X, TensorFlow 1, Keras, MXNet) refuse it, and so does a file with the schedule's own record.
+- `--schedule-step keep|reset|N`: where the learning-rate schedule stands, in files of statekit's own systems, and of
+  Optax where a link counts for it. Systems that count updates and schedule in one number (T5X, TensorFlow 1, Keras,
+  MXNet, Trainer) refuse it, and files that don't say it (`torch.optim`, icefall, Megatron-LM), and so does a source
+  with the schedule's own record.
 - `--slot-policy reset:v`: the slot begins with the rule's initial value; `'reset:v*'` takes `v_row` and `v_col` too,
   `reset:count` the updates done, from which bias corrections count.
 - `--slot-policy drop:m`: the slot is left behind, and what switches it on is off (`beta1=None`); refused where the rule

@@ -82,13 +82,13 @@ def test_a_target_with_one_count_refuses_to_set_the_schedule_apart(tmp_path: Pat
         converted(tmp_path, "t5x-out", schedule_step="reset")
     with pytest.raises(InexactError, match="one number"):
         converted(tmp_path, "t5x-out", slot_policy="reset:count")
-    with pytest.raises(InexactError, match="one number"):
+    with pytest.raises(InexactError, match="no place for where a schedule stands"):
         converted(tmp_path, schedule_step=2, require="estimate", layout="torch-optim")
     assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.torch
-def test_a_schedule_without_a_place_is_noticed_when_the_target_is_read_again(tmp_path: Path) -> None:
+def test_a_schedule_without_a_place_is_refused_in_the_plan(tmp_path: Path) -> None:
     import torch
 
     model = torch.nn.Linear(3, 2)
@@ -97,8 +97,8 @@ def test_a_schedule_without_a_place_is_noticed_when_the_target_is_read_again(tmp
     optimizer.step()
     run = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(run, tmp_path / "run.pt")
-    with pytest.raises(InexactError, match="one number"):
-        statekit.convert(tmp_path / "run.pt", tmp_path / "out", to="orbax", layout="optax", schedule_step=5)
+    with pytest.raises(InexactError, match="no place for where a schedule stands"):
+        statekit.plan(tmp_path / "run.pt", tmp_path / "out", to="orbax", layout="optax", schedule_step=5)
     assert not (tmp_path / "out").exists()
 
 

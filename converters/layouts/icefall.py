@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 import numpy as np
@@ -38,6 +38,7 @@ _SCHEDULER = "scheduler"
 _SHARED = ("model_norms", "model_norm_threshold", "num_clipped")
 _SIZE = ("param_rms", "scale_exp_avg_sq", "scale_grads")
 _LATE_AXIS = ("scale_grads",)
+_NOT_BEGUN = "before its first update ScaledAdam has no slots: they begin anew"
 
 
 @dataclass(frozen=True)
@@ -107,17 +108,18 @@ class Icefall:
                 found=state.optimizer.schema,
             )
         index = {path: i for i, path in enumerate(p for g in state.optimizer.groups for p in g.paths)}
-        several = (
-            len(state.optimizer.groups) > 1
-        )  # shapes alone don't tell then which parameters an index means
+        # Shapes alone don't tell which parameters an index means: of several groups, beside frozen ones, without slots.
+        names = len(state.optimizer.groups) > 1 or len(index) < len(state.params) or not state.counts.updates
+        begun = state.counts.updates or state.counts.schedule  # a run that has made no update has no slots
+        gone = {} if begun else {f"slots/{path}": _NOT_BEGUN for path, one in state.slots.items() if one}
         native: dict[int, dict[str, Any]] = {}
         groups = []
         for group in state.optimizer.groups:
             options = {n: tuple(v) if isinstance(v, list) else v for n, v in group.hyperparameters.items()}
-            named = {"param_names": [_name(path) for path in group.paths]} if several else {}
+            named = {"param_names": [_name(path) for path in group.paths]} if names else {}
             groups.append({**options, **named, "params": [index[path] for path in group.paths]})
             order = _batches(state.params, group)
-            for batch in order if state.counts.updates else ():
+            for batch in order if begun else ():
                 record: dict[str, Any] = {"step": state.counts.updates}
                 if without := [path for path in batch if path not in state.slots]:
                     raise InexactError(
@@ -132,7 +134,8 @@ class Icefall:
             if order:
                 native.setdefault(index[order[0][0]], {}).update(_native_shared(state, group))
         params = {_name(path): tensor for path, tensor in state.params.items()}
-        return join_parts(state.extra, state.counts.updates, params, groups, native, (JOINT,))
+        joined = join_parts(state.extra, state.counts.updates, params, groups, native, (JOINT,))
+        return replace(joined, dropped={**joined.dropped, **gone})
 
 
 class Record(TypedDict, total=False):

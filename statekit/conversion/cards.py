@@ -19,7 +19,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from statekit.conversion.contracts import Container, HoldsSeveral, Layout
+from statekit.conversion.contracts import Container, HoldsSeveral, Layout, StandsIn
 from statekit.errors import StatekitError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.source import first_bytes
@@ -40,17 +40,19 @@ class ContainerCard:
     title: str
     suffixes: tuple[str, ...]
     target_kind: Literal["file", "folder"] | None
+    schedule_in: str | None = None
 
 
 @dataclass(frozen=True)
 class LayoutCard:
-    """A layout, as `Layout` describes it."""
+    """A layout, as `Layout` describes it; `schedule_in` as `StandsIn` has it, None where files don't say it."""
 
     name: str
     title: str
     containers: tuple[str, ...]
     variants: Mapping[str, tuple[str, ...]]
     holds_several: bool | tuple[str, ...] = False
+    schedule_in: str | None = None
 
     def holds(self, schemas: Iterable[str], container: str | None = None) -> bool:
         """Tells whether it holds the state of a run with optimizers of these schemas, in a container or in any."""
@@ -76,20 +78,28 @@ class LayoutCard:
 
 def of_container(container: Container) -> ContainerCard:
     """Returns the card of a loaded container."""
-    return ContainerCard(container.name, container.title, tuple(container.suffixes), container.target_kind)
+    suffixes, kind = tuple(container.suffixes), container.target_kind
+    return ContainerCard(container.name, container.title, suffixes, kind, _schedule_in(container))
 
 
 def of_layout(layout: Layout) -> LayoutCard:
     """Returns the card of a loaded layout."""
     variants = {schema: tuple(names) for schema, names in layout.variants.items()}
     several = layout.holds_several if isinstance(layout, HoldsSeveral) else False
-    return LayoutCard(layout.name, layout.title, tuple(layout.containers), variants, several)
+    containers = tuple(layout.containers)
+    return LayoutCard(layout.name, layout.title, containers, variants, several, _schedule_in(layout))
+
+
+def _schedule_in(one: Container | Layout) -> str | None:
+    return one.schedule_in if isinstance(one, StandsIn) else None
 
 
 def kept_container(name: str) -> ContainerCard | None:
     """Returns the card of one of our own containers; None if there is none."""
     card = _kept()["containers"].get(name)
-    return card and ContainerCard(name, card["title"], tuple(card["suffixes"]), card["target_kind"])
+    return card and ContainerCard(
+        name, card["title"], tuple(card["suffixes"]), card["target_kind"], card["schedule_in"]
+    )
 
 
 def kept_layout(name: str) -> LayoutCard | None:
@@ -100,7 +110,8 @@ def kept_layout(name: str) -> LayoutCard | None:
     variants = {schema: tuple(names) for schema, names in card["variants"].items()}
     several = card.get("holds_several", False)
     several = tuple(several) if isinstance(several, list) else several
-    return LayoutCard(name, card["title"], tuple(card["containers"]), variants, several)
+    containers = tuple(card["containers"])
+    return LayoutCard(name, card["title"], containers, variants, several, card["schedule_in"])
 
 
 def _kept() -> Mapping[str, Mapping[str, Any]]:

@@ -272,6 +272,19 @@ class LikeModel(Protocol):
         """
 
 
+APART = "apart"
+"""Where a schedule stands in files that have a place of its own for it."""
+
+
+@runtime_checkable
+class StandsIn(Protocol):
+    """A layout or container whose files say where a run's schedule stands; others leave that to the program."""
+
+    @property
+    def schedule_in(self) -> str | None:
+        """`apart`, or the name of the one number in which its system counts updates and the schedule's steps."""
+
+
 @runtime_checkable
 class FindsNames(Protocol):
     """A layout that can take the order of parameters from elsewhere, if it is asked to."""

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from statekit.conversion import registry
-from statekit.conversion.cards import LayoutCard
+from statekit.conversion.cards import ContainerCard, LayoutCard
 from statekit.conversion.contracts import (
+    APART,
     NO_HINTS,
     Container,
     Encoded,
@@ -49,6 +50,10 @@ if TYPE_CHECKING:  # entered only where something is asked for
     from statekit.conversion.changes import Change
 
 
+SCHEDULE = "counts/schedule"
+"""Canonical name of where a run's schedule stands."""
+
+
 @dataclass(frozen=True)
 class Prepared(AbstractContextManager["Prepared"]):
     """A conversion up to the first byte: the source open, the state encoded. Leaving the context closes the source.
@@ -62,7 +67,6 @@ class Prepared(AbstractContextManager["Prepared"]):
         files: The source's files as they were when it was opened.
         reads: What has to be said of the target to read it again: the model's parameters, where it has none.
         beside: The file of the target's model, if parameters are taken from it; it is closed too.
-        moves_schedule: Whether it was asked that the schedule stands elsewhere.
         carried: The state under the target's names as the source's rule still has it.
     """
 
@@ -74,7 +78,6 @@ class Prepared(AbstractContextManager["Prepared"]):
     files: Mapping[str, tuple[int, int, int]]
     reads: Hints = NO_HINTS
     beside: tuple[OpenState, ...] = ()
-    moves_schedule: bool = False
     carried: TrainState | None = None
 
     def __exit__(
@@ -119,9 +122,6 @@ class Prepared(AbstractContextManager["Prepared"]):
                 if stored.get(key) != meant.get(key)
             )
             faults.check(StateError, "It decodes to another state", place=path)
-            if self.moves_schedule and back.counts.schedule != self.state.counts.schedule:
-                target = self.layout.name, self.container.name
-                raise _one_count(target, "it was read again without another", self.state)
         except BaseException:
             written.close()
             raise
@@ -161,7 +161,11 @@ def prepare(request: Request) -> Plan:
         if request.like is not None:
             state = _like(layout, state, request.like)
         encoded, state = _encoded(layout, state)
-        _check_changed((layout.name, container.name), opened.state, state, request)
+        if request.changes is not None and (request.changes.slot_dtype or request.changes.param_dtype):
+            from statekit.conversion.next_update import check_dtypes
+
+            check_dtypes(state, request.changes)
+        encoded = _with_schedule(encoded, (card, registry.container_card(container.name)), opened, state)
         if schedules := run_of(state.extra).schedules:
             encoded = replace(encoded, paced=_paced(schedules, state))
         if isinstance(container, Fitting):
@@ -192,9 +196,8 @@ def prepare(request: Request) -> Plan:
         for one in (opened, *beside):
             one.close()
         raise
-    moves_schedule = request.changes is not None and request.changes.schedule_step != "keep"
     _WAITING[id(plan)] = Prepared(
-        opened, state, container, layout, encoded, files, reads, beside, moves_schedule, carried
+        opened, state, container, layout, encoded, files, reads, beside, carried
     )
     finalize(plan, _close, id(plan))
     return plan
@@ -333,43 +336,49 @@ def _without_model(
     return encoded, (*changes, left), Hints(model=model)
 
 
-def _check_changed(target: tuple[str, str], source: TrainState, state: TrainState, request: Request) -> None:
-    """Refuses a target that can't go on with what was changed: with its dtypes, or with counts that were set apart."""
-    if request.changes is not None and (request.changes.slot_dtype or request.changes.param_dtype):
-        from statekit.conversion.next_update import check_dtypes
-
-        check_dtypes(state, request.changes)
-    if request.changes is not None or request.step_offset != "keep":
-        _check_counts(target, source, state)
-
-
-def _check_counts(target: tuple[str, str], source: TrainState, state: TrainState) -> None:
-    """Refuses a target with one count for updates and schedule where these were set apart.
+def _with_schedule(
+    encoded: Encoded, cards: tuple[LayoutCard, ContainerCard], opened: OpenState, state: TrainState
+) -> Encoded:
+    """Returns an encoded state that says where its schedule stands, or why its files don't.
 
     Raises:
-        InexactError: They were, and it has one.
+        InexactError: Schedule and updates were set apart, as was asked, and the target has no place for that.
     """
-    from statekit.conversion.resume import one_count
-
-    why = one_count(*target)
-    if why is not None and _is_set_apart(source, state):
-        raise _one_count(target, why, state)
-
-
-def _is_set_apart(source: TrainState, state: TrainState) -> bool:
-    """Tells whether the schedule stands elsewhere than the updates done, and didn't so in the source."""
+    layout, container = cards
+    target = f"layout {layout.name}, container {container.name}"
     apart = state.counts.schedule - state.counts.updates
-    return bool(apart) and apart != source.counts.schedule - source.counts.updates
+    as_in_source = apart == opened.state.counts.schedule - opened.state.counts.updates
+    place = next((one.schedule_in for one in cards if one.schedule_in not in (None, APART)), None)
+    if not apart or (place is None and layout.schedule_in == APART and SCHEDULE not in encoded.dropped):
+        return encoded
+    if place is not None and not as_in_source:
+        raise InexactError(
+            "The target counts updates and the schedule's steps in one number.",
+            place=target,
+            expected=f"as many of both: {place} is both",
+            found=f"{state.counts.updates} updates, the schedule at {state.counts.schedule}",
+            remedy="shift the schedule itself in the program, or choose another layout",
+        )
+    moved = state.counts.schedule != opened.state.counts.schedule
+    if moved and not as_in_source:
+        raise InexactError(
+            "The target has no place for where a schedule stands.",
+            place=target,
+            found=f"asked for {state.counts.schedule}",
+            remedy="leave --schedule-step out and begin the schedule there in the program, or choose another layout",
+        )
+    if place is not None and place == registry.layout_card(opened.layout).schedule_in:
+        return encoded  # it was kept there before
+    records = [one.place for one in run_of(state.extra).schedules if one.at is not None]
+    if any(not _is_lost(one, encoded.dropped) for one in records):
+        return encoded  # the schedule's own record goes along
+    why = f"{place} counts updates" if place is not None else "its files don't say it"
+    return _without(encoded, {SCHEDULE: f"{why}; begin the schedule at {state.counts.schedule} yourself"})
 
 
-def _one_count(target: tuple[str, str], why: str, state: TrainState) -> InexactError:
-    return InexactError(
-        "The target counts updates and the schedule's steps in one number.",
-        place=f"layout {target[0]}, container {target[1]}",
-        expected=f"as many of both: {why}",
-        found=f"{state.counts.updates} updates, the schedule at {state.counts.schedule}",
-        remedy="shift the schedule itself in the program, or choose another layout",
-    )
+def _is_lost(name: str, dropped: Mapping[str, str]) -> bool:
+    """Tells whether something, or a part of it, or all around it, is dropped."""
+    return any(f"{one}/".startswith(f"{name}/") or f"{name}/".startswith(f"{one}/") for one in dropped)
 
 
 def _like(layout: Layout, state: TrainState, path: Path) -> TrainState:

@@ -218,12 +218,6 @@ def frameworks() -> list[str]:
     return list(_data()["frameworks"])
 
 
-def one_count(layout: str, container: str) -> str | None:
-    """Returns what a target's own system counts updates and the schedule's steps in, if that is one number."""
-    known: Mapping[str, str] = _data()["one_count"]
-    return known.get(layout, known.get(container))
-
-
 def resume_lines(place: Place, state: State, framework: str | None = None) -> list[str]:
     """Returns the lines that go on from a checkpoint in its own system; none if nobody has said them.
 

@@ -378,6 +378,7 @@ class HuggingFaceFolder:
         shard_bytes: Bytes of tensors in a file of the model at most; None where the library reads a single file only.
         step_folder: The name of a step's folder, with `{step}`; "" where folders have no such names.
         companions: Pattern of a file's name that the library always writes beside a model -> what is lost without it.
+        schedule_in: The number in which the library counts updates and the schedule's steps; None if it has none.
         paced: Whether the library's next update takes the learning rate that the optimizer's file has.
     """
 
@@ -391,6 +392,7 @@ class HuggingFaceFolder:
     shard_bytes: int | None = SHARD_BYTES
     step_folder: str = ""
     companions: Mapping[str, str] = field(default_factory=dict)
+    schedule_in: str | None = None
     paced: bool = False
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = "folder"
@@ -428,7 +430,7 @@ class HuggingFaceFolder:
             raise NotFoundError(f"There is no folder of {self.name}.", place=path, remedy="check the path")
         with opening(path, budget) as files:
             tree, meta, findings = _opened(folder.path, files)
-            number = _global_step(tree)
+            number = _global_step(tree) if self.step_folder else None
             if number is not None:
                 check_step(step, number, folder.path)
         meta = {**meta, STEPS: list(folder.steps)}
@@ -495,8 +497,11 @@ class HuggingFaceFolder:
                 place="--layout",
                 found=", ".join(map(str, tree)),
             )
-        number = _global_step(tree) or encoded.step
-        prefix = step_prefix(stage, number, self.step_folder) if self.step_folder else ""
+        prefix = (
+            step_prefix(stage, _global_step(tree) or encoded.step, self.step_folder)
+            if self.step_folder
+            else ""
+        )
         files = tree.pop(FILES) if are_files(tree.get(FILES)) else {}
         if TRAINING_ARGS in files:  # which says them
             tree.pop(TRAINER_ARGUMENTS, None)

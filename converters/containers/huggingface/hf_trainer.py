@@ -107,5 +107,6 @@ CONTAINER = HuggingFaceFolder(
         "scheduler.*": "Trainer begins with an optimizer and a schedule of its own",
         "rng_state*.pth": "Trainer draws other random numbers than the run would have",
     },
+    schedule_in="global_step",
     paced=True,
 )

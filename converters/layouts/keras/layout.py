@@ -71,6 +71,7 @@ class Keras:
         default_factory=lambda: dict.fromkeys(("adafactor", "lamb", "adamw"), (VARIANT,))
     )
     containers: tuple[str, ...] = ("keras-h5", "keras")
+    schedule_in: str = "iterations"
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for an optimizer with numbered variables."""

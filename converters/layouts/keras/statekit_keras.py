@@ -400,6 +400,7 @@ class StatekitKeras:
     name: str = "statekit-keras"
     title: str = "a run with an optimizer of statekit.tensorflow, in Keras' files"
     containers: tuple[str, ...] = ("keras-h5", "keras")
+    schedule_in: str = "iterations"
     variants: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: {schema: load_schema(schema).stepped for schema in CLASSES}
     )

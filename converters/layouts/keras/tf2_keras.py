@@ -66,6 +66,7 @@ class KerasGraph:
     name: str = "tf2-keras"
     title: str = "Keras 3's Adafactor, LAMB, Adam and AdamW in tf.train.Checkpoint"
     containers: tuple[str, ...] = ("tf-bundle",)
+    schedule_in: str = "iterations"
     variants: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: dict.fromkeys(("adafactor", "lamb", "adamw"), (VARIANT,))
     )

@@ -58,6 +58,7 @@ class StatekitGraph:
     name: str = "tf2-statekit"
     title: str = "a run with an optimizer of statekit.tensorflow in tf.train.Checkpoint"
     containers: tuple[str, ...] = ("tf-bundle",)
+    schedule_in: str = "iterations"
     variants: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: {schema: load_schema(schema).stepped for schema in CLASSES}
     )

@@ -452,6 +452,7 @@ class MXNetOptim:
     title: str
     kind: MXNetOptimizer
     containers: tuple[str, ...] = ("mxnet",)
+    schedule_in: str = "num_update"
 
     @property
     def variants(self) -> Mapping[str, tuple[str, ...]]:

@@ -77,6 +77,7 @@ from statekit.converters.layouts.optax.skeleton import (
     COUNT,
     Contents,
     count,
+    counted,
     in_own_form,
     own_form,
     placed,
@@ -122,10 +123,10 @@ def encoded(state: TrainState) -> Encoded:
             "Gradients that wait for their update (acc_grads) don't follow parameters under other names or axes",
             remedy="save the run after an update, and convert from optax without MultiSteps around it",
         )
-        return in_own_form(state, VARIANT, _with_given(form, state), _contents(state))
+        return counted(in_own_form(state, VARIANT, _with_given(form, state), _contents(state)), state)
     faults = Faults(_faults(state))
     faults.check(InexactError, "Optax can't hold the state")
-    return placed(state, VARIANT, _opt_state(state), _contents(state), dict(_inexact(state)))
+    return counted(placed(state, VARIANT, _opt_state(state), _contents(state), dict(_inexact(state))), state)
 
 
 def _strayed(form: Tree, state: TrainState) -> Iterator[tuple[str, str]]:
@@ -404,6 +405,7 @@ class Optax:
         default_factory=lambda: {"adafactor": (VARIANT,), "adamw": (VARIANT,), "lamb": (VARIANT,)}
     )
     containers: tuple[str, ...] = ("orbax", "flax")
+    schedule_in: str = "apart"
     holds_several: bool = True
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:

@@ -17,14 +17,14 @@ keys, a step) goes along from one layout of JAX to the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from statekit.conversion.contracts import Encoded, Exactness
 from statekit.converters.layouts.dropped import dropped_from
-from statekit.converters.layouts.optax.links import Link, is_tensor, leaves, replaced, under
+from statekit.converters.layouts.optax.links import Link, is_tensor, leaves, links, replaced, under
 from statekit.errors import StateError
 from statekit.state.run import COUNTED
 from statekit.state.train_state import TrainState
@@ -275,6 +275,16 @@ def placed(
     tree = {"params": usual_tree(state.params), "opt_state": opt_state}
     dropped = dropped_from(state.extra, (key,), system)
     return Encoded(tree, state.counts.updates, _below("opt_state", exactness), dropped)
+
+
+def counted(encoded: Encoded, state: TrainState) -> Encoded:
+    """Returns a tree that says what it loses where no link counts for a schedule: where that stands."""
+    if state.counts.schedule == state.counts.updates or any(
+        link.kind == "schedule" for link in links(encoded.tree)
+    ):
+        return encoded
+    lost = {"counts/schedule": "the state counts updates only; start the schedule there yourself"}
+    return replace(encoded, dropped={**encoded.dropped, **lost})
 
 
 def _where(state: TrainState, key: str) -> tuple[int, str]:

@@ -25,6 +25,7 @@ class Canonical:
         default_factory=lambda: {**all_variants(schema_names()), WEIGHTS: ()}
     )
     containers: tuple[str, ...] = ("statekit",)
+    schedule_in: str = "apart"
     keeps_masters: bool = True
     keeps_encoding: bool = True
     holds_several: bool = True

@@ -51,6 +51,7 @@ from statekit.converters.layouts.optax.links import (
 from statekit.converters.layouts.optax.skeleton import (
     Contents,
     count,
+    counted,
     in_own_form,
     own_form,
     placed,
@@ -75,6 +76,7 @@ class StatekitJax:
     name: str = "statekit-jax"
     title: str = "params and opt_state of a run with statekit.jax, by canonical slot names"
     containers: tuple[str, ...] = ("orbax", "flax")
+    schedule_in: str = "apart"
     holds_several: bool = True
 
     @property
@@ -151,14 +153,10 @@ class StatekitJax:
         """
         form = own_form(state, _KEY)
         if form is not None:
-            return in_own_form(state, _KEY, form, _contents(state))
+            return counted(in_own_form(state, _KEY, form, _contents(state)), state)
         faults = Faults(_faults(state))
         faults.check(InexactError, "statekit.jax can't hold the state")
-        encoded = placed(state, _KEY, _opt_state(state), _contents(state))
-        if state.counts.schedule == state.counts.updates:
-            return encoded
-        lost = {"counts/schedule": "the state counts updates only; start the schedule there yourself"}
-        return replace(encoded, dropped={**encoded.dropped, **lost})
+        return counted(placed(state, _KEY, _opt_state(state), _contents(state)), state)
 
     def construction(
         self,

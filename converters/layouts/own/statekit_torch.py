@@ -372,6 +372,7 @@ class StatekitTorch:
     name: str = "statekit-torch"
     title: str = "model, optimizer and step of a run with an optimizer of statekit.torch, by parameter name"
     containers: tuple[str, ...] = ("torch", "dcp", "hf-trainer", "accelerate", "safetensors")
+    schedule_in: str = "apart"
     holds_several: bool = True
 
     @property

@@ -51,6 +51,7 @@ class T5XAdafactor:
     title: str = "T5X's Adafactor: target and state/param_states, unused slots as zeros of shape (1,)"
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"adafactor": ("t5x",)})
     containers: tuple[str, ...] = ("t5x", "orbax")
+    schedule_in: str = "state/step"
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at names and shapes only."""

@@ -46,6 +46,7 @@ class TF1Graph:
     name: str
     slots: Mapping[str, str]
     containers: tuple[str, ...] = ("tf-bundle",)
+    schedule_in: str = "global_step"
 
     @property
     def title(self) -> str:

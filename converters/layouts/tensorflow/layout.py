@@ -71,6 +71,7 @@ class TensorFlow1:
     native: Mapping[str, str]
     powers: bool = False
     containers: tuple[str, ...] = ("tf-bundle",)
+    schedule_in: str = "global_step"
 
     @property
     def variants(self) -> Mapping[str, tuple[str, ...]]:

@@ -1,0 +1,129 @@
+"""What becomes of changed counts and frozen parameters in every target: done, or refused in the plan, never later."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from samples import state_writer, target_name
+
+import statekit
+from goldens import COMPACT
+from statekit.conversion import registry
+from statekit.conversion.changes import Changes
+from statekit.conversion.contracts import Exactness
+from statekit.conversion.convert import convert, plan
+from statekit.errors import InexactError
+from statekit.state.schema import WEIGHTS
+from statekit.state.train_state import Axis, TrainState
+from statekit.testing.step_cases import Table, case
+
+R, C, N = Axis.ROW, Axis.COLUMN, Axis.NONE
+PLACES = {
+    "statekit": "apart", "statekit-torch": "apart", "statekit-jax": "linked", "optax": "linked",
+    "t5x": "state/step", "keras": "iterations", "statekit-keras": "iterations", "tf2-keras": "iterations",
+    "tf2-statekit": "iterations", "mesh-tf": "global_step", "mesh-tf-adam": "global_step", "t2t": "global_step",
+    "tf-adam": "global_step", "tf2-t2t": "global_step", "tf2-adam": "global_step", "mxnet-adam": "num_update",
+    "mxnet-lamb": "num_update", "mxnet-lans": "num_update", "icefall": "", "torch-optim": "", "torch-fqn": "",
+    "torch-fqn-flat": "", "megatron": "", "megatron-distributed": "", "megatron-float16": "",
+}  # fmt: skip
+"""Where each layout's files say that a schedule stands: apart, where a link counts for it, in a number that counts
+updates too, or nowhere."""
+MAKERS = {
+    "adafactor": "t5x",
+    "adamw": "torch",
+    "lamb": "optax",
+    "lans": "mxnet_fused",
+    "scaled_adam": "gptsovits",
+}
+TABLE: Table = {
+    "a/kernel": ((4, 6), (R, C)), "a/bias": ((6,), (N,)), "b/kernel": ((5, 6), (R, C)), "b/bias": ((5,), (N,)),
+}  # fmt: skip
+ONLY_READ = ("deepspeed",)
+TRAINER = COMPACT / "torch_formats" / "adamw_trainer" / "checkpoint"
+
+
+def layouts() -> list[str]:
+    cards = map(registry.layout_card, registry.layout_names())
+    return [card.name for card in cards if WEIGHTS not in card.variants or len(card.variants) > 1]
+
+
+def run_for(layout: str) -> TrainState:
+    """Returns a run that a layout holds, of an optimizer that it holds most usually."""
+    schema = next(iter(registry.layout_card(layout).variants))
+    known: dict[str, Any] = {"learning_rate": 0.01}
+    if schema == "adafactor":
+        known |= {"min_dim_size_to_factor": 4}
+    return case(schema, MAKERS[schema], table=TABLE, **known).before(4)
+
+
+def test_every_layout_says_where_a_schedule_stands() -> None:
+    cards = {name: registry.layout_card(name).schedule_in for name in layouts() if name not in ONLY_READ}
+    expected = {name: {"": None, "linked": "apart"}.get(place, place) for name, place in PLACES.items()}
+    assert cards == expected
+    assert registry.container_card("hf-trainer").schedule_in == "global_step"
+
+
+@pytest.mark.parametrize("layout", PLACES)
+def test_counts_and_frozen_parameters_are_done_or_refused_in_the_plan(layout: str, tmp_path: Path) -> None:
+    home, place = registry.layout_card(layout).containers[0], PLACES[layout]
+    source = state_writer("statekit", "statekit", lambda: run_for(layout))(tmp_path)
+
+    def written(name: str, **changes: Any) -> tuple[Any, Any]:
+        target = tmp_path / f"{name}-{target_name(home)}"
+        planned = plan(
+            source, target, to=home, layout=layout, require=Exactness.ESTIMATE, changes=Changes(**changes)
+        )
+        convert(planned)
+        with statekit.open(target) as opened:
+            return planned, replace(opened.state)
+
+    if place == "apart":
+        _, state = written("moved", schedule_step=3)
+        assert (state.counts.updates, state.counts.schedule) == (4, 3)
+        _, state = written("counted", slot_policy={"count": "reset"})
+        assert (state.counts.updates, state.counts.schedule) == (0, 4)
+    else:
+        words = f"{place} is both" if place not in ("", "linked") else "no place for where a schedule stands"
+        with pytest.raises(InexactError, match=words):
+            written("moved", schedule_step=3)
+        if place in ("", "linked"):
+            planned, state = written("counted", slot_policy={"count": "reset"})
+            assert state.counts.updates == 0 and planned.dropped["counts/schedule"]
+        else:
+            with pytest.raises(InexactError, match=words):
+                written("counted", slot_policy={"count": "reset"})
+    _, state = written("anew", slot_policy={"count": "reset"}, schedule_step=0)
+    assert (state.counts.updates, state.counts.schedule) == (0, 0)
+    _, state = written("frozen", drop_slots_of=("a/bias",))
+    moved = {path for group in state.optimizer.groups for path in group.paths}
+    assert len(moved) == 3 and "a/bias" not in moved
+
+
+def test_a_schedule_of_optax_that_counts_by_itself_is_moved(tmp_path: Path) -> None:
+    run = case("adamw", "optax", table=TABLE).before(4)  # without a number for its rate: a schedule gives it
+    source = state_writer("flax", "optax", lambda: run)(tmp_path)
+    statekit.convert(source, tmp_path / "moved", to="flax", schedule_step=2)
+    with statekit.open(tmp_path / "moved") as opened:
+        assert (opened.counts.updates, opened.counts.schedule) == (4, 2)
+
+
+def test_accelerates_folder_is_of_the_step_of_its_optimizer(tmp_path: Path) -> None:
+    """The Trainer's own count, which it keeps for the way back, made a damaged folder of it."""
+    statekit.convert(TRAINER, tmp_path / "out", to="accelerate", slot_policy="reset:count")
+    with statekit.open(tmp_path / "out") as opened:
+        assert opened.counts.updates == 0
+
+
+@pytest.mark.parametrize("slots", ["delta", "exp_avg_sq"])
+def test_icefalls_slots_stay_where_updates_are_counted_anew(slots: str, tmp_path: Path) -> None:
+    (run,) = (COMPACT / "scaled_adam" / "gptsovits_basic").rglob("*.pt")
+    for name, asked in (("anew", {"slot_policy": "reset:count"}), ("frozen", {"drop_slots_of": "dec/zero"})):
+        statekit.convert(run, tmp_path / f"{name}.pt", **asked)
+        with statekit.open(run) as before, statekit.open(tmp_path / f"{name}.pt") as after:
+            assert after.layout == "icefall"
+            for path, kept in after.slots.items():
+                assert (kept[slots].read() == before.slots[path][slots].read()).all()
+        assert len(after.slots) == len(before.slots) - (name == "frozen")
