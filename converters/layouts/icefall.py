@@ -38,7 +38,7 @@ _SCHEDULER = "scheduler"
 _SHARED = ("model_norms", "model_norm_threshold", "num_clipped")
 _SIZE = ("param_rms", "scale_exp_avg_sq", "scale_grads")
 _LATE_AXIS = ("scale_grads",)
-_NOT_BEGUN = "before its first update ScaledAdam has no slots: they begin anew"
+_NOT_BEGUN = "The run has made no update, and icefall keeps no slots before the first: all begin anew."
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Icefall:
         # Shapes alone don't tell which parameters an index means: of several groups, beside frozen ones, without slots.
         names = len(state.optimizer.groups) > 1 or len(index) < len(state.params) or not state.counts.updates
         begun = state.counts.updates or state.counts.schedule  # a run that has made no update has no slots
-        gone = {} if begun else {f"slots/{path}": _NOT_BEGUN for path, one in state.slots.items() if one}
+        notes = () if begun or not any(state.slots.values()) else (_NOT_BEGUN,)
         native: dict[int, dict[str, Any]] = {}
         groups = []
         for group in state.optimizer.groups:
@@ -135,7 +135,7 @@ class Icefall:
                 native.setdefault(index[order[0][0]], {}).update(_native_shared(state, group))
         params = {_name(path): tensor for path, tensor in state.params.items()}
         joined = join_parts(state.extra, state.counts.updates, params, groups, native, (JOINT,))
-        return replace(joined, dropped={**joined.dropped, **gone})
+        return replace(joined, assumptions=(*joined.assumptions, *notes))
 
 
 class Record(TypedDict, total=False):
