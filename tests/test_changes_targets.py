@@ -95,8 +95,16 @@ def test_counts_and_frozen_parameters_are_done_or_refused_in_the_plan(layout: st
         else:
             with pytest.raises(InexactError, match=words):
                 written("counted", slot_policy={"count": "reset"})
-    _, state = written("anew", slot_policy={"count": "reset"}, schedule_step=0)
-    assert (state.counts.updates, state.counts.schedule) == (0, 0)
+    if layout == "icefall":  # whose file of a run that has made no update has nothing that tells it
+        target = tmp_path / "anew.pt"
+        asked = Changes(slot_policy={"count": "reset"}, schedule_step=0)
+        assert any(
+            "before the first" in said
+            for said in plan(source, target, layout=layout, changes=asked).assumptions
+        )
+    else:
+        _, state = written("anew", slot_policy={"count": "reset"}, schedule_step=0)
+        assert (state.counts.updates, state.counts.schedule) == (0, 0)
     _, state = written("frozen", drop_slots_of=("a/bias",))
     moved = {path for group in state.optimizer.groups for path in group.paths}
     assert len(moved) == 3 and "a/bias" not in moved

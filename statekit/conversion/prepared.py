@@ -196,9 +196,7 @@ def prepare(request: Request) -> Plan:
         for one in (opened, *beside):
             one.close()
         raise
-    _WAITING[id(plan)] = Prepared(
-        opened, state, container, layout, encoded, files, reads, beside, carried
-    )
+    _WAITING[id(plan)] = Prepared(opened, state, container, layout, encoded, files, reads, beside, carried)
     finalize(plan, _close, id(plan))
     return plan
 
