@@ -128,7 +128,11 @@ def test_accelerates_folder_is_of_the_step_of_its_optimizer(tmp_path: Path) -> N
 @pytest.mark.parametrize("slots", ["delta", "exp_avg_sq"])
 def test_icefalls_slots_stay_where_updates_are_counted_anew(slots: str, tmp_path: Path) -> None:
     (run,) = (COMPACT / "scaled_adam" / "gptsovits_basic").rglob("*.pt")
-    for name, asked in (("anew", {"slot_policy": "reset:count"}), ("frozen", {"drop_slots_of": "dec/zero"})):
+    ways: dict[str, dict[str, Any]] = {
+        "anew": {"slot_policy": "reset:count"},
+        "frozen": {"drop_slots_of": "dec/zero"},
+    }
+    for name, asked in ways.items():
         statekit.convert(run, tmp_path / f"{name}.pt", **asked)
         with statekit.open(run) as before, statekit.open(tmp_path / f"{name}.pt") as after:
             assert after.layout == "icefall"
