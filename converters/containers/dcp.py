@@ -30,7 +30,7 @@ from statekit.converters.formats.dcp.writer import write_dcp
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import NotFoundError
 from statekit.files.checkpoint import FILES_BESIDE, STEPS, Checkpoint, Finding
-from statekit.files.source import Files, opening, read_small
+from statekit.files.source import Files, listing, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tree import Tree
 
@@ -107,11 +107,10 @@ def steps_below(run: Path, mark: str) -> dict[int, Path]:
 
 
 def _steps_below(run: Path, mark: str) -> Iterator[tuple[int, Path]]:
-    with os.scandir(run) as entries:
-        for entry in entries:
-            match = _STEP.fullmatch(entry.name)
-            if match and (run / entry.name / mark).is_file():
-                yield int(match[1]), run / entry.name
+    for entry in listing(run):
+        match = _STEP.fullmatch(entry.name)
+        if match and (entry / mark).is_file():
+            yield int(match[1]), entry
 
 
 def step_folder(path: Path, step: int | None, mark: str, what: str) -> tuple[Path, int | None, list[int]]:
@@ -159,7 +158,7 @@ class Dcp:
     def detect(self, path: Path) -> Evidence | None:
         """Looks for `.metadata` beside files of pieces, here or in a run's steps."""
         for folder in [path, *reversed(steps_below(path, METADATA).values())]:
-            if (folder / METADATA).is_file() and any(folder.glob("*.distcp")):
+            if (folder / METADATA).is_file() and listing(folder, ".distcp"):
                 return Evidence(10, f"{folder} has {METADATA} and *.distcp")
         return None
 

@@ -28,7 +28,7 @@ from statekit.converters.containers.torch_file import open_torch
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import CorruptError, FormatError, NotFoundError, UsageError
 from statekit.files.checkpoint import FILES_BESIDE, Checkpoint
-from statekit.files.source import opening
+from statekit.files.source import listing, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Shape, Tensor, same_values
 from statekit.tensors.tree import Tree, walk
@@ -64,7 +64,7 @@ class FsdpRanks:
             raise NotFoundError(
                 "There are no files of ranks.", place=path, expected="rank0.pt ...", found=asked
             )
-        entries = sorted((entry for entry in path.iterdir() if _RANK.fullmatch(entry.name)), key=_number)
+        entries = sorted((entry for entry in listing(path) if _RANK.fullmatch(entry.name)), key=_number)
         with opening(path, budget) as files:
             ranks = [open_torch(file, files).tree for file in entries]
             _check(path, [_number(file) for file in entries], ranks)

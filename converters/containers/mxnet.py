@@ -44,7 +44,7 @@ from statekit.converters.formats.mxnet.records import CPU
 from statekit.converters.formats.mxnet.states import read_states, write_states
 from statekit.errors import Faults, FormatError, NotFoundError, StatekitError
 from statekit.files.checkpoint import STEPS, Checkpoint, Finding
-from statekit.files.source import Files, first_bytes, last_bytes, opening
+from statekit.files.source import Files, first_bytes, last_bytes, listing, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Shape, Tensor
 
@@ -119,7 +119,7 @@ def is_params_file(path: Path) -> bool:
 
 def is_params_folder(folder: Path) -> bool:
     """Tells whether a folder holds `.npy` files."""
-    return next(iter(folder.glob(f"*{SUFFIX}")), None) is not None
+    return bool(listing(folder, SUFFIX))
 
 
 def step_of(path: Path) -> int | None:
@@ -176,7 +176,7 @@ def _params_beside(states: Path) -> tuple[Path | None, str]:
     """Returns the parameters that belong to a file of states of another name, and how they were found."""
     folder = states.parent
     every = [p for p in _found(folder, PARAMS, Path.exists) if not p.with_suffix(STATES).is_file()]
-    folders = [one for one in (folder, *sorted(folder.iterdir())) if one.is_dir() and is_params_folder(one)]
+    folders = [one for one in (folder, *listing(folder)) if one.is_dir() and is_params_folder(one)]
     # One that is damaged is an error, not absent.
     candidates = [*(p for p in every if is_params_file(p)), *folders] or every
     if not candidates:
@@ -248,7 +248,7 @@ def _files_in(folder: Path) -> bool:
 
 
 def _found(folder: Path, suffix: str, fits: Callable[[Path], bool]) -> list[Path]:
-    return [p for p in sorted(folder.glob(f"*{suffix}")) if p.is_file() and fits(p)]
+    return [p for p in listing(folder, suffix) if p.is_file() and fits(p)]
 
 
 def _only(candidates: Iterable[Path], folder: Path, suffix: str, better: Callable[[Path], bool]) -> Path:

@@ -20,7 +20,7 @@ from statekit.files.checkpoint import Checkpoint, Finding, Proof
 from statekit.files.file_changes import file_faults
 from statekit.files.manifest import FILE, check_inside, parse_damaged
 from statekit.files.safetensors import open_safetensors, save_safetensors, sharded
-from statekit.files.source import Files, opening, read_small
+from statekit.files.source import Files, listing, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree, from_json, strict_json, tensor_names, to_json
@@ -45,7 +45,7 @@ class StatekitFolder:
         """Looks for the shards' names, else into the manifest: other containers' folders have one too."""
         if not (path / FILE).is_file():
             return None
-        if any(_SHARD.fullmatch(entry.name) for entry in path.iterdir()):
+        if any(_SHARD.fullmatch(entry.name) for entry in listing(path)):
             return Evidence(30, f"a folder with {FILE} and tensors-*.safetensors")
         return Evidence(30, f"{FILE} says so") if _claims(path / FILE) else None
 

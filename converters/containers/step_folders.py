@@ -21,7 +21,7 @@ from statekit.converters.formats.hparams import SCHEDULE_IN_GIN, read_gin, read_
 from statekit.errors import BudgetError, Faults, FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.checkpoint import FILES_BESIDE, STEPS, Checkpoint, Finding
 from statekit.files.manifest import files_below, is_manifest
-from statekit.files.source import Files, first_bytes
+from statekit.files.source import Files, first_bytes, listing
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree, walk
@@ -124,7 +124,7 @@ def find_step(path: Path, step: int | None, kind: StepKind) -> StepFolder:
 
 
 def _among(run: Path, step: int | None) -> StepFolder | None:
-    numbered = {n: entry for entry in sorted(run.iterdir()) if (n := step_number(entry)) is not None}
+    numbered = {n: entry for entry in listing(run) if (n := step_number(entry)) is not None}
     passed: list[Finding] = []
     for number in sorted(numbered, reverse=True) if step is None else [step]:
         kind = kind_of(numbered[number]) if number in numbered else None
@@ -169,7 +169,7 @@ def is_item(folder: Path) -> bool:
 
 def items(step: Path) -> list[Path]:
     """Returns the folders of the Orbax items in a step's folder: trees, and JSON documents beside one."""
-    folders = sorted(entry for entry in step.iterdir() if entry.is_dir())
+    folders = [entry for entry in listing(step) if entry.is_dir()]
     named = [f for f in folders if step_number(f) is None and not _UNFINISHED.fullmatch(f.name)]
     trees = [f for f in named if is_item(f) or (f.name == STATE and _is_map(_head(f / INDEX)))]
     return [f for f in named if f in trees or (trees and (f / JSON_ITEM).is_file())]
@@ -250,7 +250,7 @@ def files_beside(folder: Path, known: set[str], files: Files) -> list[str]:
         files: The checkpoint's files, whose budget holds the names.
     """
     names: list[str] = []
-    for entry in sorted(folder.iterdir()):
+    for entry in listing(folder):
         if entry.name in known or is_manifest(entry.name):
             continue
         below = [f"{entry.name}/{name}" for name in files_below(entry)] if entry.is_dir() else [entry.name]
@@ -384,7 +384,7 @@ def array_names(tree: Tree) -> dict[str, str]:
 def find_gin(folders: Sequence[Path]) -> Path | None:
     """Returns the gin file that configured a run: an operative one first, then `config.gin`, then the only other."""
     for folder in folders:
-        files = sorted(path for path in folder.glob("*.gin") if path.is_file())
+        files = [path for path in listing(folder, ".gin") if path.is_file()]
         operative = [f for f in files if f.name.startswith("operative_config")]
         plain = [f for f in files if f.name == "config.gin"]
         for choice in (operative[-1:], plain, files if len(files) == 1 else []):

@@ -44,7 +44,7 @@ from statekit.converters.formats.tensor_bundle.writer import STATE_FILE, write_b
 from statekit.errors import CorruptError, Faults, FormatError, NotFoundError, StatekitError
 from statekit.files.checkpoint import STEPS, Checkpoint
 from statekit.files.checksums import BUNDLE
-from statekit.files.source import File, Files, last_bytes, opening, read_small, record
+from statekit.files.source import File, Files, last_bytes, listing, opening, read_small, record
 from statekit.files.stage import Stage
 from statekit.tensors.object_graph import GRAPH, Graph
 from statekit.tensors.slices import Extent, bounds
@@ -93,7 +93,7 @@ class TFBundle:
             number = _number(prefix)
             place = prefix.with_name(f"{prefix.name}.index")
             data = sorted(
-                one for one in prefix.parent.iterdir() if one.name.startswith(f"{prefix.name}.data-")
+                one for one in listing(prefix.parent) if one.name.startswith(f"{prefix.name}.data-")
             )
             meta: dict[str, Any] = {"prefix": prefix.name, "shards": shards.count, STEPS: _steps(path)}
             if isinstance(tree.get(GRAPH), bytes):
@@ -181,7 +181,7 @@ def _prefix(path: Path, step: int | None, files: Files | None = None) -> Path:
 
 
 def _in_folder(folder: Path, step: int | None, files: Files | None) -> Path:
-    prefixes = {p.name[: -len(".index")]: _number(p.with_suffix("")) for p in sorted(folder.glob("*.index"))}
+    prefixes = {p.name[: -len(".index")]: _number(p.with_suffix("")) for p in listing(folder, ".index")}
     if step is not None:
         names = [name for name, number in prefixes.items() if number == step]
     else:
@@ -204,8 +204,9 @@ def _in_folder(folder: Path, step: int | None, files: Files | None) -> Path:
 
 def _steps(path: Path) -> list[int]:
     """Returns the steps of a run's folder, by the numbers at the end of its prefixes."""
-    prefixes = path.glob("*.index") if path.is_dir() else ()
-    return sorted(number for one in prefixes if (number := _number(one.with_suffix(""))) is not None)
+    return sorted(
+        number for one in listing(path, ".index") if (number := _number(one.with_suffix(""))) is not None
+    )
 
 
 def _newest(folder: Path, files: Files | None) -> str | None:

@@ -17,6 +17,7 @@ from statekit.conversion.contracts import Container, Hints
 from statekit.conversion.target import source_container
 from statekit.errors import StatekitError, UnknownFormatError, printable
 from statekit.files.checkpoint import STEPS, Checkpoint
+from statekit.files.source import listing
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ def checkpoints_at(path: Path, container: str | None, step: int | None, hints: H
 
 def _numbered(home: Container, path: Path) -> list[Place]:
     """Returns the folders in a run's folder that end with a number and are checkpoints; else the path itself."""
-    entries = sorted(path.iterdir()) if path.is_dir() else []
-    folders = [entry for entry in entries if entry.is_dir() and _NUMBERED.fullmatch(entry.name)]
-    return [Place(home, one) for one in folders if home.detect(one) is not None] or [Place(home, path)]
+    folders = [entry for entry in listing(path) if entry.is_dir() and _NUMBERED.fullmatch(entry.name)]
+    return [Place(home, one) for one in folders if registry.fits(home, one) is not None] or [
+        Place(home, path)
+    ]

@@ -39,7 +39,7 @@ from statekit.errors import (
 )
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import check_undamaged, proven
-from statekit.files.source import first_bytes, reading, walked
+from statekit.files.source import first_bytes, listing, looking, reading, walked
 from statekit.state.schema import load_schema
 from statekit.state.told_schedule import told_schedule, with_own_rate
 from statekit.state.train_state import TrainState
@@ -133,20 +133,31 @@ def detect_container(path: Path) -> tuple[Container, Evidence]:
     """
     with reading(path), suppress(OSError):
         path.lstat()
-    fitting = _fitting(path)
-    if not fitting and not path.exists():  # a prefix of file names isn't there itself
-        raise NotFoundError("There is no such file or folder.", place=path, remedy="check the path")
-    if not fitting:
-        _check_readable(path)
-    if not fitting and path.is_dir() and (inside := checkpoints_inside(path)):
-        raise UnknownFormatError(
-            "The folder isn't a checkpoint, but there are checkpoints in it.",
-            place=path,
-            found=listed(f"{name}: {kind}" for name, kind in inside.items()),
-            remedy="name one of them",
-        )
-    best = _best([(c.name, e) for c, e in fitting], f"{path}", "container", "--from")
-    return fitting[best]
+    with looking(path):
+        fitting = _fitting(path)
+        if not fitting and not path.exists():  # a prefix of file names isn't there itself
+            raise NotFoundError("There is no such file or folder.", place=path, remedy="check the path")
+        if not fitting:
+            _check_readable(path)
+        if not fitting and path.is_dir() and (inside := checkpoints_inside(path)):
+            raise UnknownFormatError(
+                "The folder isn't a checkpoint, but there are checkpoints in it.",
+                place=path,
+                found=listed(f"{name}: {kind}" for name, kind in inside.items()),
+                remedy="name one of them",
+            )
+        best = _best([(c.name, e) for c, e in fitting], f"{path}", "container", "--from")
+        return fitting[best]
+
+
+def fits(container: Container, path: Path) -> Evidence | None:
+    """Asks a container about a path.
+
+    Raises:
+        FormatError: What it would have to look at may not be read.
+    """
+    with looking(path):
+        return container.detect(path)
 
 
 def _check_readable(path: Path) -> None:
@@ -183,7 +194,7 @@ def _asked(
 def checkpoints_inside(folder: Path) -> dict[str, str]:
     """Returns the checkpoints directly in a folder, by name, each with its container and why it is one."""
     inside = {}
-    for entry in islice(sorted(folder.iterdir()), MOST_ENTRIES):
+    for entry in islice(listing(folder), MOST_ENTRIES):
         fitting = _fitting(entry)
         top = max((e.specificity for _, e in fitting), default=0)
         fits = [f"{c.name} ({e.because})" for c, e in fitting if e.specificity == top]
@@ -224,7 +235,8 @@ def opened(
         CorruptError: It isn't what its manifest says, as far as opening looks.
     """
     budget = budget or hints.job_budget()
-    checkpoint = container.open(path, step, budget)
+    with looking(path):
+        checkpoint = container.open(path, step, budget)
     account, close_files = Account(budget), checkpoint.on_close
 
     def close() -> None:
@@ -233,7 +245,8 @@ def opened(
 
     checkpoint = replace(checkpoint, on_close=close)
     try:
-        checkpoint = hints.keyed(proven(checkpoint, budget))
+        with looking(path):
+            checkpoint = hints.keyed(proven(checkpoint, budget))
         count = len(checkpoint.tensors)
         account.hold(TENSOR_BYTES * count, f"What is known of {count} tensors", f"{path}")
         if not hints.accept_damaged:

@@ -24,6 +24,7 @@ from statekit.conversion.rate_code import MATH
 from statekit.conversion.resume_rates import RatesOf, ScheduleLines, schedule_lines
 from statekit.errors import StateError
 from statekit.files.manifest import FILE
+from statekit.files.source import listing
 from statekit.optim.adafactor_forms import AdafactorHyperparameters
 from statekit.state.options import stored_rate
 from statekit.state.run import MEGATRON, RunState, Schedule, run_of
@@ -123,7 +124,7 @@ def of_checkpoint(opened: OpenState) -> Place:
     path = opened.checkpoint.path
     parts = opened.checkpoint.parts
     folder = parts[0].parent if parts else path
-    beside = parts or (sorted(path.iterdir()) if path.is_dir() else ())
+    beside = parts or listing(path)
     files = tuple(part.relative_to(folder).as_posix() for part in beside if part.is_relative_to(folder))
     container, layout = opened.checkpoint.container, opened.layout
     manifest = opened.checkpoint.manifest

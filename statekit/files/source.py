@@ -231,6 +231,37 @@ def reading(place: object) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def looking(place: Path) -> Iterator[None]:
+    """Turns whatever the system refuses to a container into an error of ours: a look at a name, a list of names.
+
+    Raises:
+        NotFoundError, FormatError: As `reading`, of what was looked at.
+    """
+    try:
+        yield
+    except StatekitError:
+        raise
+    except OSError as error:
+        with reading(error.filename or place):
+            raise
+
+
+def listing(folder: Path, ends: str = "") -> list[Path]:
+    """Returns what is in a folder under a name with such an end, sorted; nothing of what is no folder.
+
+    `Path.glob` passes over what it can't list.
+
+    Raises:
+        FormatError: It can't be listed.
+    """
+    with reading(folder):
+        try:
+            return sorted(folder / name for name in os.listdir(folder) if name.endswith(ends))
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return []
+
+
 def walked(
     folder: Path, *, bottom_up: bool = False, links: bool = False
 ) -> Iterator[tuple[str, list[str], list[str]]]:
@@ -347,7 +378,7 @@ def _stored_bytes(links: Links, checkpoint: Path) -> int:
                 continue
             seen.add((facts.st_dev, facts.st_ino))
             if stat.S_ISDIR(facts.st_mode):
-                waiting += path.iterdir()
+                waiting += listing(path)
         except (OSError, StatekitError):  # reading it says what is wrong
             continue
         if stat.S_ISREG(facts.st_mode):

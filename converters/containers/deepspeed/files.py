@@ -23,7 +23,7 @@ from statekit.converters.formats.pytorch.reader import named, read_object
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
 from statekit.files.checkpoint import Finding
 from statekit.files.manifest import inside
-from statekit.files.source import Files, first_bytes
+from statekit.files.source import Files, first_bytes, listing
 from statekit.tensors.tensor import Stored, Tensor
 from statekit.tensors.tree import Tree
 
@@ -73,7 +73,7 @@ def tag_of(folder: Path) -> Tag | None:
     """
     if not folder.is_dir():
         return None
-    names = sorted(entry.name for entry in folder.iterdir())
+    names = [entry.name for entry in listing(folder)]
     models, optimizers = _ranks(folder, names, _MODEL), _ranks(folder, names, _OPTIMIZER)
     if not models:
         return None
@@ -117,7 +117,7 @@ def locate(path: Path, step: int | None = None, files: Files | None = None) -> L
 
 
 def _among(run: Path, step: int | None, files: Files | None) -> Located | None:
-    matches = sorted((int(m[1]), bool(m[2]), e) for e in run.iterdir() if (m := _TAG.fullmatch(e.name)))
+    matches = sorted((int(m[1]), bool(m[2]), e) for e in listing(run) if (m := _TAG.fullmatch(e.name)))
     folders: dict[int, Path] = {}
     for number, _, entry in matches:  # the ranks' own files come before the universal copy of them
         folders.setdefault(number, entry)

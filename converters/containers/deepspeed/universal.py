@@ -18,7 +18,7 @@ from statekit.converters.containers.deepspeed.files import MASTER, UNIVERSAL, op
 from statekit.converters.containers.deepspeed.zero import Shapes
 from statekit.errors import CorruptError, FormatError
 from statekit.files.checkpoint import Finding
-from statekit.files.source import Files
+from statekit.files.source import Files, listing
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Record, Tree
 from statekit.tensors.views import Concatenated, Segment
@@ -49,7 +49,7 @@ def universal_state(
         open_file(folder / _STATE, files, findings), dict, "a dict with param_groups", folder / _STATE
     )
     groups = require(record.get("param_groups"), list, "groups", folder / _STATE)
-    known = {entry.name for entry in folder.iterdir() if entry.is_dir()}
+    known = {entry.name for entry in listing(folder) if entry.is_dir()}
     wanted = {name: shape for group in shapes for name, shape in group.items()}
     if missing := [name for name in wanted if name not in known]:
         raise CorruptError(
@@ -77,7 +77,7 @@ def universal_state(
 def _parameter(
     folder: Path, shape: Shape, step: Any, files: Files, findings: list[Finding]
 ) -> dict[str, Any]:
-    entries = sorted(entry for entry in folder.iterdir() if entry.suffix == ".pt")
+    entries = [entry for entry in listing(folder) if entry.suffix == ".pt"]
     slots: dict[str, Any] = {} if step is None else {_STEP: step}
     for file in entries:
         node = open_file(file, files, findings)

@@ -14,13 +14,17 @@ from pathlib import Path
 
 from statekit.converters.containers.huggingface.folder import TRAINER_STATE, HuggingFaceFolder
 from statekit.converters.containers.huggingface.model import find_model
+from statekit.files.source import listing
 
 
 def _accelerate(folder: Path) -> str:
     model = find_model(folder)
     if model is None or (folder / TRAINER_STATE).is_file():
         return ""
-    others = ["optimizer.bin", *sorted(entry.name for entry in folder.glob("random_states_*.pkl"))]
+    others = [
+        "optimizer.bin",
+        *(entry.name for entry in listing(folder, ".pkl") if entry.name.startswith("random_states_")),
+    ]
     beside = next((name for name in others if (folder / name).is_file()), "")
     return f"{beside} beside {model}" if beside else ""
 

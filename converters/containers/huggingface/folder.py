@@ -54,7 +54,7 @@ from statekit.files.checkpoint import PRETRAINED, SORTED, STEPS, Checkpoint, Fin
 from statekit.files.checksums import ZIP
 from statekit.files.manifest import inside, is_manifest
 from statekit.files.safetensors import save_safetensors
-from statekit.files.source import File, Files, first_bytes, opening, read_small
+from statekit.files.source import File, Files, first_bytes, listing, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import TIES, Stored, Tensor, in_memory, index_shape, ties_of
 from statekit.tensors.tree import Path as Keys
@@ -224,7 +224,7 @@ def _carried(
 ) -> tuple[dict[str, Tensor], tuple[Finding, ...]]:
     carried: dict[str, Tensor] = {}
     findings = []
-    for entry in sorted(folder.iterdir()):
+    for entry in listing(folder):
         if entry.name in read or is_manifest(entry.name):
             continue
         other = entry.name in passed or _MODEL.fullmatch(entry.name)
@@ -443,7 +443,7 @@ class HuggingFaceFolder:
 
         Source: huggingface/accelerate, utils/fsdp_utils.py, `save_fsdp_optimizer`, for the folder of a sharded one.
         """
-        entries = {entry.name: entry.is_dir() for entry in sorted(folder.iterdir())}
+        entries = {entry.name: entry.is_dir() for entry in listing(folder)}
         for pattern, lost in self.companions.items():
             if any(fnmatchcase(name, pattern) for name in entries):
                 continue
@@ -535,7 +535,7 @@ class HuggingFaceFolder:
             return None
         if self.fits(path):
             return _Folder(path)
-        entries = [(int(m[1]), entry) for entry in path.iterdir() if (m := _STEP.fullmatch(entry.name))]
+        entries = [(int(m[1]), entry) for entry in listing(path) if (m := _STEP.fullmatch(entry.name))]
         steps = {number: entry for number, entry in sorted(entries) if entry.is_dir() and self.fits(entry)}
         if not steps:
             return None
@@ -625,7 +625,7 @@ def _global_step(tree: Tree) -> int | None:
 
 
 def _check_single(folder: Path) -> None:
-    several = sorted(entry.name for entry in folder.iterdir() if _SEVERAL.fullmatch(entry.name))
+    several = sorted(entry.name for entry in listing(folder) if _SEVERAL.fullmatch(entry.name))
     if several:
         raise FormatError(
             "A folder holds several models or optimizers; statekit converts one of each.",

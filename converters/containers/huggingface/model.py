@@ -21,7 +21,7 @@ from statekit.converters.containers.torch_file import open_torch
 from statekit.errors import CorruptError, Faults, FormatError
 from statekit.files.manifest import inside
 from statekit.files.safetensors import open_safetensors, save_safetensors, sharded
-from statekit.files.source import Files, read_small
+from statekit.files.source import Files, listing, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor, nbytes
 from statekit.tensors.tree import strict_json
@@ -72,7 +72,7 @@ def find_model(folder: Path) -> str | None:
     if known is not None:
         return known
     for suffix in (f"{_SAFE}{INDEX}", _SAFE):
-        files = [entry.name for entry in folder.iterdir() if entry.name.endswith(suffix) and entry.is_file()]
+        files = [entry.name for entry in listing(folder, suffix) if entry.is_file()]
         if files:
             return files[0] if len(files) == 1 else None
     return None

@@ -56,7 +56,7 @@ from statekit.converters.formats.msgpack.reader import parse as parse_msgpack
 from statekit.converters.formats.zarr.stores import FolderStore, open_store, read_whole
 from statekit.errors import CorruptError, Faults, FormatError
 from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.files.source import Files, opening
+from statekit.files.source import Files, listing, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tree import Tree, strict_json
 
@@ -233,7 +233,9 @@ class OrbaxFolder:
             _require_all(step_folder.path, {folder.name for folder in folders}, files)
             trees: dict[str, Tree] = {folder.name: item.tree for folder, item in opened.items()}
             tree = trees[folders[0].name] if len(folders) == 1 else trees
-            known = set(_OWN_FILES) | {e.name for e in step_folder.path.glob("ocdbt.process_*")}
+            known = set(_OWN_FILES) | {
+                e.name for e in listing(step_folder.path) if e.name.startswith("ocdbt.process_")
+            }
             for folder, item in opened.items():
                 known |= item.names if folder == step_folder.path else {folder.name}
             meta = {

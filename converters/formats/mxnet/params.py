@@ -23,7 +23,7 @@ from statekit.converters.formats.storage import dense
 from statekit.converters.formats.zip_archive import Archive, ZipForm, ZipWriter
 from statekit.errors import CorruptError, FormatError
 from statekit.files.checksums import ZIP
-from statekit.files.source import Files, Source, bytes_at
+from statekit.files.source import Files, Source, bytes_at, listing
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import DTYPES, Array, DType, Shape, Stored, Tensor, nbytes
 from statekit.tensors.tree import MAX_NAME_BYTES
@@ -93,7 +93,7 @@ def read_params(source: Source) -> Params:
 
 def npy_files(folder: Path) -> list[Path]:
     """Returns the `.npy` files of a folder, sorted by the names of their arrays."""
-    return sorted((file for file in folder.glob(f"*{SUFFIX}") if file.is_file()), key=lambda file: file.stem)
+    return sorted((file for file in listing(folder, SUFFIX) if file.is_file()), key=lambda file: file.stem)
 
 
 def read_npy_folder(folder: Path, files: Files) -> Params:
