@@ -131,9 +131,9 @@ def test_folders_are_listed_in_one_place() -> None:
     }
     assert calls == {
         "statekit/conversion/cards.py": ["scandir"],  # a glance, which decides nothing
+        "statekit/files/durable.py": ["iterdir", "iterdir", "listdir"],
         "statekit/files/source.py": ["listdir", "walk"],
         "statekit/files/stage.py": ["iterdir"],  # of a target, which counts as full then
-        "statekit/files/temporary.py": ["iterdir", "iterdir", "listdir"],
     }
 
 
