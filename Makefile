@@ -76,6 +76,7 @@ package: $(READY)
 	@$(BIN)/python tests/installing.py
 
 bench: $(READY)
+	@$(BIN)/python tests/benchmarks/limit.py --page
 	@$(BIN)/python tests/benchmarks/convert.py
 	@$(BIN)/python tests/benchmarks/opening.py
 	@$(BIN)/python tests/benchmarks/transposes.py

@@ -149,6 +149,12 @@ def _config(arguments: tuple[str, ...], name: str | None) -> dict[str, Any]:
     "--replace", is_flag=True, help="Put the result in the place of what statekit wrote there before."
 )
 @click.option("--replace-foreign", is_flag=True, help="Put it in the place of any file or folder there.")
+@click.option(
+    "--threads",
+    type=click.IntRange(1, 256),
+    metavar="N",
+    help="How many threads work on it; as many as there are cores by default.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     source: Path,
@@ -168,6 +174,7 @@ def command(
     dry_run: bool,
     replace: bool,
     replace_foreign: bool,
+    threads: int | None,
     as_json: bool,
 ) -> None:
     """Converts a checkpoint to another system.
@@ -189,7 +196,9 @@ def command(
         maps=_maps(map_name, config, rename),
         changes=changes,
     )
-    report = None if dry_run else _carry_out(planned, replace, replace_foreign)
+    report = None if dry_run else _carry_out(planned, replace, replace_foreign, threads)
+    if report and report.times and click.get_current_context().find_root().params["debug"]:
+        click.echo("\n".join(report.times.lines()), err=True)
     if as_json:
         output.print_json("convert", _as_json(planned, report))
         return
@@ -203,7 +212,7 @@ def command(
         _show_report(stdout, report)
 
 
-def _carry_out(planned: Plan, replace: bool, replace_foreign: bool) -> Report:
+def _carry_out(planned: Plan, replace: bool, replace_foreign: bool, threads: int | None) -> Report:
     with output.progress() as bar:
         task = bar.add_task("", total=None)
 
@@ -215,7 +224,9 @@ def _carry_out(planned: Plan, replace: bool, replace_foreign: bool) -> Report:
                 total=progress.total or None,
             )
 
-        return convert(planned, replace=replace, replace_foreign=replace_foreign, on_progress=tell)
+        return convert(
+            planned, replace=replace, replace_foreign=replace_foreign, threads=threads, on_progress=tell
+        )
 
 
 def _asks_more(planned: Plan) -> bool:

@@ -143,7 +143,11 @@ class Verbs(click.Group):
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="statekit", message="statekit %(version)s")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.option(
+    "--debug",
+    is_flag=True,
+    help="Show the traceback of an error, and how long each stage worked and waited.",
+)
 def statekit(debug: bool) -> None:
     """Moves the optimizer state of a training run between frameworks.
 

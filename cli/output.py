@@ -296,15 +296,22 @@ def progress(unit: str = "bytes", needed: bool = True) -> AbstractContextManager
     if not needed or not sys.stderr.isatty():
         return _NoBar()
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    amount = (
-        DownloadColumn() if unit == "bytes" else TextColumn("{task.completed:.0f}/{task.total:.0f} " + unit)
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
     )
+
+    counted = TextColumn("{task.completed:.0f}/{task.total:.0f} " + unit)
+    # Stages wait for each other: this is the speed of the slowest.
+    amount = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (counted,)
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
-        amount,
+        *amount,
         TimeRemainingColumn(),
         console=Console(stderr=True, markup=False, emoji=False, highlight=False),
         transient=True,

@@ -275,6 +275,7 @@ def convert(
     *,
     replace: bool = False,
     replace_foreign: bool = False,
+    threads: int | None = None,
     on_progress: Callable[[Progress], object] | None = None,
     **options: Any,
 ) -> Report:
@@ -285,6 +286,7 @@ def convert(
         target: Where the result shall be.
         replace: Whether a target that statekit wrote may be replaced; it stays until the new one is proven and synced.
         replace_foreign: Whether any other file or folder may be replaced, too.
+        threads: How many threads work on it; as many as there are cores for this process if None.
         on_progress: Told about every block.
         **options: Those of `plan`.
 
@@ -312,7 +314,9 @@ def convert(
         raise UsageError("A conversion needs a target.", expected="convert(source, target), or convert(plan)")
     else:
         planned = plan(source, target, **options)
-    return converted(planned, replace=replace, replace_foreign=replace_foreign, on_progress=on_progress)
+    return converted(
+        planned, replace=replace, replace_foreign=replace_foreign, threads=threads, on_progress=on_progress
+    )
 
 
 def replay(

@@ -44,11 +44,13 @@ class Times:
     Attributes:
         threads: How many threads the job may use.
         worked: Seconds by stage.
+        seconds: How long the job took, once it is done.
     """
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self.worked: dict[StageName, float] = {}
+        self.seconds = 0.0
         self._began = time.perf_counter()
         self._lock = threading.Lock()
 
@@ -57,9 +59,15 @@ class Times:
         with self._lock:
             self.worked[stage] = self.worked.get(stage, 0.0) + seconds
 
-    def seconds(self) -> float:
-        """Returns how long the job has been going on."""
-        return time.perf_counter() - self._began
+    def end(self) -> None:
+        """Notes that the job is done."""
+        self.seconds = time.perf_counter() - self._began
+
+    def lines(self) -> Iterator[str]:
+        """Yields how long each stage worked and waited for others, that which worked longest first."""
+        yield f"{self.seconds:.2f} s on {self.threads} thread{'s' * (self.threads > 1)}:"
+        for stage, worked in sorted(self.worked.items(), key=lambda item: -item[1]):
+            yield f"  {stage:<10} worked {worked:.2f} s, waited {max(0.0, self.seconds - worked):.2f} s"
 
 
 def cores() -> int:
@@ -82,6 +90,7 @@ def job(threads: int | None = None) -> Iterator[Times]:
     try:
         yield times
     finally:
+        times.end()
         _jobs.remove(times)
         _free.clear()
 
@@ -93,13 +102,16 @@ def threads() -> int:
 
 @contextmanager
 def working(stage: StageName) -> Iterator[None]:
-    """Measures what a stage does."""
-    start = time.perf_counter()
+    """Measures what a stage does, without what it has another stage do meanwhile on the same thread."""
+    start, outer = time.perf_counter(), getattr(_here, "inner", 0.0)
+    _here.inner = 0.0
     try:
         yield
     finally:
+        spent = time.perf_counter() - start
         if _jobs:
-            _jobs[-1].add(stage, time.perf_counter() - start)
+            _jobs[-1].add(stage, spent - _here.inner)
+        _here.inner = outer + spent
 
 
 def pool() -> ThreadPoolExecutor:

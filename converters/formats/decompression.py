@@ -13,6 +13,7 @@ from typing import IO, cast
 
 from statekit.errors import CorruptError
 from statekit.files.source import Source, as_file, byte_of, bytes_at
+from statekit.pipeline import working
 from statekit.tensors.tensor import Array
 
 PIECE = 2**20
@@ -45,9 +46,14 @@ def decompressed(value: Source, compressor: str, what: str) -> Iterator[bytes]:
         BudgetError: They become more than the bytes explain that are stored.
     """
     pieces = _unzstd(value, what) if compressor == ZSTD else _inflated(value, _WBITS[compressor], what)
-    for piece in pieces:
+    while piece := _decoded(pieces):
         value.account.decode(len(piece), what, byte_of(value, 0))
         yield piece
+
+
+def _decoded(pieces: Iterator[bytes]) -> bytes:
+    with working("decompress"):
+        return next(pieces, b"")
 
 
 def stream_bytes(value: Source, compressor: str, size: int) -> int:

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from dataclasses import replace as replace_in
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ from statekit.files.stage import (
     staged,
 )
 from statekit.maps.links import StateMap
+from statekit.pipeline import Times, job
 from statekit.state.train_state import StepOffset
 from statekit.tensors.digest import json_digest, tensor_digest
 from statekit.tensors.tensor import nbytes
@@ -63,6 +65,7 @@ class Report:
         source_digest: Digest of the source's tensors.
         source_proven: How many tensors of the source had a digest in its manifest, and fit it.
         measured: How far what was rounded, because it was asked for, is from what it was made of.
+        times: How long each stage worked.
     """
 
     target: Path
@@ -74,6 +77,7 @@ class Report:
     source_digest: str
     source_proven: int
     measured: tuple[Measured, ...] = ()
+    times: Times | None = None
 
     def __repr__(self) -> str:
         return printable(f"<Report {self.target}: {self.bytes} bytes, {self.verified} tensors verified>")
@@ -128,6 +132,7 @@ def convert(
     *,
     replace: bool = False,
     replace_foreign: bool = False,
+    threads: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> Report:
     """Carries out a plan: writes beside the target, proves what was written, gives it the target's name.
@@ -137,6 +142,8 @@ def convert(
         replace: Whether an existing target may be replaced that statekit wrote; it stays until the new one is proven
             and synced.
         replace_foreign: Whether any other file or folder may be replaced, too.
+        threads: How many threads work on it; as many as there are cores for this process if None. The result is the
+            same with any number.
         on_progress: Told about every block.
 
     Raises:
@@ -145,8 +152,12 @@ def convert(
         CorruptError: The source isn't what its manifest says.
         CommitError: Writing failed, or what was written isn't what was meant; nothing was left at the target.
     """
+    with job(threads) as times:
+        return replace_in(_converted(plan, replace, replace_foreign, on_progress or silent), times=times)
+
+
+def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgress) -> Report:
     began = time.monotonic()
-    tell = on_progress or silent
     kind = written_as(registry.container(plan.target.container), plan.request.target).target_kind or "file"
     replace = replace or replace_foreign
     check_target(plan.request.target, kind, replace=replace, foreign=replace_foreign)

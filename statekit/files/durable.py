@@ -59,10 +59,11 @@ class _Output(io.FileIO):
     def write(self, data: ReadableBuffer, /) -> int:
         view = memoryview(data).cast("B")
         done = 0
-        with writing(self.name), working("write"):
+        with writing(self.name):
             is_taken = lane("digest", self.taken, self.tell(), view) if self.taken else None
-            while done < len(view):
-                done += os.write(self.fileno(), view[done:])
+            with working("write"):
+                while done < len(view):
+                    done += os.write(self.fileno(), view[done:])
             if is_taken is not None:
                 is_taken()
             self._pending += done

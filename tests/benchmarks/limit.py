@@ -74,7 +74,8 @@ said = Hints(**json.loads(hints))
 report = convert(plan(pathlib.Path(source), pathlib.Path(target), to=container, layout=layout, hints=said))
 seconds = time.perf_counter() - start
 cpu = sum(resource.getrusage(resource.RUSAGE_SELF)[:2]) - cpu
-print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": peak() - before, "stages": {}, "bytes": report.plan.bytes}))
+taken = {"seconds": seconds, "cpu": cpu, "peak": peak() - before}
+print(json.dumps({**taken, "stages": report.times.worked, "bytes": report.plan.bytes}))
 """
 
 
@@ -84,7 +85,7 @@ class Taken(NamedTuple):
     seconds: float
     cpu: float
     peak: float = 0.0
-    stages: Mapping[str, tuple[float, float]] = MappingProxyType({})
+    stages: Mapping[str, float] = MappingProxyType({})
     bytes: int = 0
 
 
@@ -131,13 +132,13 @@ def removed(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def made_state(pair: Sequence[str], gigabytes: float) -> TrainState:
-    """Returns a state that both containers of a pair can hold."""
+def made_state(pair: Sequence[str], gigabytes: float, side: int = SIDE) -> TrainState:
+    """Returns a state that both containers of a pair can hold, of square matrices."""
     if "t5x" in pair:
-        return state(max(1, round(gigabytes * GB / (2 * 4 * SIDE * SIDE))), SIDE, SIDE)
-    count = max(1, round(gigabytes * GB / (3 * 4 * SIDE * SIDE)))
+        return state(max(1, round(gigabytes * GB / (2 * 4 * side * side))), side, side)
+    count = max(1, round(gigabytes * GB / (3 * 4 * side * side)))
     variant = registry.layout(LAYOUTS[pair[0 if pair[0] != "statekit" else 1]]).variants["adamw"][0]
-    return moments("adamw", variant, count, SIDE)
+    return moments("adamw", variant, count, side)
 
 
 def layout_of(container: str, pair: Sequence[str]) -> str:
@@ -167,39 +168,60 @@ def measured(work: Path, pair: tuple[str, str], gigabytes: float, rounds: int) -
     return taken
 
 
+HEAD = """
+| from, to | GB | limit, GB/s | statekit, GB/s | share of it | limit, cores' s/GB | statekit's | MiB | work by stage |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
 def row(pair: tuple[str, str], taken: Sequence[tuple[Taken, Taken]]) -> str:
     """Returns a row of the table."""
-
-    def median(values: list[float]) -> float:
-        return statistics.median(values)
-
-    size = taken[0][1].bytes / GB
-    ours, peer = median([b.seconds for _, b in taken]), median([a.seconds for a, _ in taken])
-    shares = sorted(a.seconds / b.seconds for a, b in taken)
-    cpus = median([a.cpu for a, _ in taken]) / size, median([b.cpu for _, b in taken]) / size
-    peak = max(b.peak for _, b in taken)
-    stages = taken[0][1].stages
-    worked = ", ".join(f"{name} {spent:.2f} s" for name, (spent, _) in stages.items())
-    return (
-        f"| {pair[0]} to {pair[1]} | {size:.2f} | {size / peer:.2f} | {size / ours:.2f} | {median(shares):.2f} "
-        f"({shares[0]:.2f} to {shares[-1]:.2f}) | {cpus[0]:.2f} | {cpus[1]:.2f} | {peak:.0f} | {worked} |"
+    size, peers, ours = taken[0][1].bytes / GB, [peer for peer, _ in taken], [one for _, one in taken]
+    speeds = [size / statistics.median(one.seconds for one in side) for side in (peers, ours)]
+    shares = sorted(peer.seconds / one.seconds for peer, one in taken)
+    processor = [statistics.median(one.cpu for one in side) / size for side in (peers, ours)]
+    stages = min(ours, key=lambda one: one.seconds).stages
+    longest = sorted(stages.items(), key=lambda item: -item[1])
+    cells = (
+        f"{pair[0]} to {pair[1]}",
+        f"{size:.2f}",
+        *(f"{speed:.2f}" for speed in speeds),
+        f"{statistics.median(shares):.2f} ({shares[0]:.2f} to {shares[-1]:.2f})",
+        *(f"{one:.2f}" for one in processor),
+        f"{max(one.peak for one in ours):.0f}",
+        ", ".join(f"{name} {spent / sum(stages.values()):.0%}" for name, spent in longest),
     )
+    return f"| {' | '.join(cells)} |\n"
 
 
 def main() -> None:
     """Measures, and prints or writes the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--pairs", default=MAIN)
+    parser.add_argument("--pairs", default=MAIN, help="SOURCE:TARGET,...; 'all' for each container to itself")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder")
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--folder", help="where to put the files (default: a temporary folder)")
+    parser.add_argument("--page", action="store_true", help="write the table into docs/performance.md")
     arguments = parser.parse_args()
-    out = Console(width=200)
+    out, table, began = Console(width=200), HEAD, time.monotonic()
+    texts = [f"{name}:{name}" for name in LAYOUTS] if arguments.pairs == "all" else arguments.pairs.split(",")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        for text in arguments.pairs.split(","):
+        for text in texts:
+            if time.monotonic() - began > 60 * arguments.minutes:
+                out.print(
+                    f"{text} and what follows is left out: {arguments.minutes:g} minutes are over",
+                    markup=False,
+                )
+                break
             source, _, target = text.partition(":")
             taken = measured(Path(folder), (source, target), arguments.gigabytes, arguments.rounds)
-            out.print(row((source, target), taken), markup=False)
+            table += (line := row((source, target), taken))
+            out.print(line, markup=False, end="")
+    if arguments.page:
+        page = PAGE.read_text(encoding="utf-8")
+        before, _, rest = page.partition(BEGIN)
+        PAGE.write_text(before + BEGIN + table + "\n" + END + rest.partition(END)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":

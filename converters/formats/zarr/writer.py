@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any, Literal
 
 from statekit.converters.formats.zarr.array import Header
 from statekit.converters.formats.zarr.headers import header_json
 from statekit.files.stage import Stage
+from statekit.pipeline import lane, working
 from statekit.tensors.digest import little_endian
 from statekit.tensors.tensor import Filled, Shape, Tensor, blocks, positions
 
@@ -119,6 +120,17 @@ def _compressed(chunk: Iterator[memoryview], header: Header) -> Iterator[bytes]:
         encoder = _deflating(header.level).compressobj(
             header.level, zlib.DEFLATED, 31
         )  # its header names no time
-    for piece in chunk:
-        yield encoder.compress(piece)
+
+    def compress(piece: memoryview) -> bytes:
+        with working("compress"):
+            return bytes(encoder.compress(piece))
+
+    compressed: Callable[[], bytes] | None = None
+    for piece in chunk:  # while one is compressed, the next is read and the last one written
+        coming = lane("compress", compress, piece)
+        if compressed is not None:
+            yield compressed()
+        compressed = coming
+    if compressed is not None:
+        yield compressed()
     yield encoder.flush()
