@@ -119,9 +119,7 @@ def checkpoints_options(command: Callable[..., Any]) -> Callable[..., Any]:
     The command gets `checkpoints`, `container`, `step`, `follow_links` and `budget`.
     """
     added = (
-        click.argument(
-            "checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True, callback=_local_files
-        ),
+        click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True, callback=local_files),
         from_option("container", "What the files are, if it can't be told."),
         click.option("--step", type=int, metavar="N", help="One step of a run's folder. Default: all."),
         _follow_links_option,
@@ -130,7 +128,8 @@ def checkpoints_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return functools.reduce(lambda made, add: add(made), reversed(added), command)
 
 
-def _local_files(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[Path, ...]:
+def local_files(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[Path, ...]:
+    """Turns arguments into paths of this machine, as `local_file` does."""
     return tuple(path for value in values if (path := local_file(ctx, param, value)) is not None)
 
 

@@ -2,51 +2,85 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
 from statekit.attestation.doctor import Examination, doctor
+from statekit.attestation.file_faults import FAULTS
 from statekit.cli import output
-from statekit.cli.arguments import checkpoints_options
+from statekit.cli.arguments import completing, from_option, hints_options, local_files
 from statekit.cli.main import DONE, WANTING
-from statekit.cli.output import Screen
+from statekit.cli.output import Screen, Table
 from statekit.conversion.contracts import Hints
 from statekit.errors import some
 
 
 @click.command("doctor")
-@checkpoints_options
+@click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True, callback=local_files)
+@from_option("container", "What the files are, if it can't be told.")
+@click.option("--step", type=int, metavar="N", help="One step of a run's folder. Default: all.")
+@click.option(
+    "--ignore",
+    multiple=True,
+    metavar="FINDING",
+    shell_complete=completing(lambda: FAULTS),
+    help="A finding that is meant to be so, by its name: it is noted, and no failure. May be repeated.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@hints_options
 def command(
-    checkpoints: tuple[Path, ...], container: str | None, step: int | None, as_json: bool, **reading: Any
+    checkpoints: tuple[Path, ...],
+    container: str | None,
+    step: int | None,
+    ignore: tuple[str, ...],
+    as_json: bool,
+    hints: Hints,
 ) -> int:
     """Finds silent faults of checkpoints: they load, and go on wrong.
 
     CHECKPOINT is of any system that `statekit formats` lists, or a run's folder, whose steps are looked at one by one
-    and held against each other. Found are moments that are zero, not finite, negative, another parameter's, or those of
-    an earlier step; slots in fewer bits than their parameters; masters that don't fit; files of several steps; a
-    step_offset after the step; hyperparameters that changed. The exit code is 1 if anything was found.
+    and held against each other; so are several checkpoints of one run. Found are moments that are zero, not finite,
+    negative, another parameter's, of few bits or those of an earlier step; halves of a factored moment that don't fit,
+    or stand in each other's place; scales, masters and powers that don't fit; parameters without a state; counts that
+    were lost or rounded; files of several steps, damaged or with parts missing; groups that have each other's options,
+    and hyperparameters that changed. Every value is read once. The exit code is 1 if anything was found.
     """
-    hints = Hints.given(**reading)
-    each = [one for path in checkpoints for one in doctor(path, container=container, step=step, hints=hints)]
+    with output.progress() as bar:
+        task = bar.add_task("reading", total=None)
+        done = [0]
+
+        def tell(name: str, size: int) -> None:
+            bar.update(task, description=name, completed=done[0])
+            done[0] += size
+
+        each = doctor(
+            *checkpoints, container=container, step=step, hints=hints, ignore=ignore, on_tensor=tell
+        )
     passed = all(one.passed for one in each)
     if as_json:
         output.print_json("doctor", {"passed": passed, "checkpoints": [one.to_json() for one in each]})
         return DONE if passed else WANTING
-    screen = output.screen()
-    for one in each:
-        _show(screen, one)
+    _show(output.screen(), each)
     return DONE if passed else WANTING
 
 
-def _show(screen: Screen, one: Examination) -> None:
-    count = output.plural(len(one.findings), "finding") if one.findings else "nothing found"
-    screen.title(f"{one.path}, {one.updates} updates done: {count}")
-    for finding in one.findings:
-        screen.say(f"{finding.name}: {finding.subject}", indent=2)
-        rows = {"at": some(finding.where), "expected": finding.expected, "found": finding.found}
-        for name, text in {**rows, "do": finding.remedy}.items():
-            screen.say(f"{name}: {text}", indent=4)
-    screen.show_list("Odd, and may be right:", one.notes)
+def _show(screen: Screen, each: Sequence[Examination]) -> None:
+    for one in each:
+        count = output.plural(len(one.findings), "finding") if one.findings else "nothing found"
+        done = "" if one.updates is None else f", {one.updates} updates done"
+        screen.title(f"{one.path}{done}: {count}")
+        for finding in one.findings:
+            table = Table((finding.name, finding.subject))
+            rows = {
+                "at": some(finding.where),
+                "expected": finding.expected,
+                "found": finding.found,
+                "why it matters": finding.why,
+                "what to do": finding.remedy,
+            }
+            for name, text in rows.items():
+                table.add_row(name, text)
+            screen.show(table)
+        screen.show_list("Odd, and may be right:", one.notes)

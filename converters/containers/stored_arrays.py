@@ -158,16 +158,15 @@ class Arrays:
                 faults.add(f"{file} is missing, and nothing else says shape and dtype", place.prefix)
                 continue
             if data is None:
-                findings.append(
-                    Finding(f"{file} is missing; shape, dtype and chunks are taken from the index", where)
-                )
+                what = f"{file} is missing; shape, dtype and chunks are taken from the index"
+                findings.append(Finding(what, where, kind="absent"))
                 header = self._reread(header)
             stated = place.header.shape if place.header is not None else place.written
             whole = place.header is not None or stated is None
             if stated not in (None, header.shape) and (whole or not _is_part(stated, header.shape)):
                 faults.add(f"has shape {header.shape}, in the index {stated}", place.prefix)
             absent = absent_chunks(store, place.prefix, header)
-            findings += [Finding("absent, read as fill", f"{where}/{key}") for key in absent]
+            findings += [Finding("absent, read as fill", f"{where}/{key}", kind="absent") for key in absent]
             tensors.append(open_array(store, place.prefix, header, place.name))
         faults.check(
             CorruptError,

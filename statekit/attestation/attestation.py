@@ -12,7 +12,7 @@ from statekit.errors import StateError, listed, printable, some
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault of a live run.
+    """A fault of a live run, or of files.
 
     Attributes:
         name: Which, as docs/resume_bugs.md lists them.
@@ -21,6 +21,7 @@ class Finding:
         expected: What the checkpoint has, of the first of these.
         found: What is live there.
         remedy: What to do.
+        why: What becomes of a run that goes on with it, where files alone are looked at.
     """
 
     name: str
@@ -29,10 +30,12 @@ class Finding:
     expected: str
     found: str
     remedy: str
+    why: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the finding as plain data."""
-        return {**vars(self), "where": list(self.where)}
+        fields = {name: value for name, value in vars(self).items() if value or name != "why"}
+        return {**fields, "where": list(self.where)}
 
     def __str__(self) -> str:
         rows = [

@@ -123,35 +123,6 @@ FAULTS: Mapping[str, Fault] = {
         "The loss scaler isn't the checkpoint's: updates are skipped until it has found its scale again.",
         "save and load scaler.state_dict(), after everything that steps or skips",
     ),
-    "files": Fault("Reading the files met something odd.", "find the whole files of one step"),
-    "moments-zero": Fault(
-        "Moments are zero everywhere, though updates were done.",
-        "they were never saved, or made anew before saving: go on from another step",
-    ),
-    "not-finite": Fault("Values aren't finite.", "go on from a step before they were; they don't heal"),
-    "second-moment-negative": Fault(
-        "Second moments are negative, as no mean of squares is.",
-        "the slot is another one, or damaged: look at the names that it was saved under",
-    ),
-    "slots-narrow": Fault(
-        "Slots are stored in fewer bits than their parameters, and no option of the optimizer says so.",
-        "save them in the dtype in which they are moved: what was rounded off is lost",
-    ),
-    "slots-duplicated": Fault(
-        "Parameters of different values have one another's slots to the bit.",
-        "one tensor was saved in the place of several: go on from another step",
-    ),
-    "step-offset": Fault(
-        "The second moment's decay begins after the step: the next update makes it NaN.",
-        "set step_offset to at most the step",
-    ),
-    "moments-stale": Fault(
-        "Not one slot has changed since the step before, but weights or counts have.",
-        "the saver kept handles of the first state: save the live one; the moments of later steps are lost",
-    ),
-    "hyperparameter-changed": Fault(
-        "Hyperparameters aren't those of the step before.", "check that this was meant, as after a restart"
-    ),
     "broken": Fault(
         "The live state breaks its own rules.", "check that the state was loaded into the right parameters"
     ),

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from statekit.attestation.attestation import Finding
-from statekit.attestation.diagnosis import fault, stale_masters
+from statekit.attestation.file_faults import FAULTS, fault
+from statekit.attestation.one_step import narrow_counts, odd, of_one_step
+from statekit.attestation.reading import OnTensor, readings
+from statekit.attestation.two_steps import Step, are_of_one_run, between_steps
 from statekit.conversion.checkpoints_at import Place, checkpoints_at
 from statekit.conversion.contracts import NO_HINTS, Hints
 from statekit.conversion.open_state import OpenState, open_state
-from statekit.errors import printable
-from statekit.state.comparison import compare_states
-from statekit.state.schema import WEIGHTS, load_schema
-from statekit.state.train_state import TrainState
-from statekit.tensors.digest import tensor_digest
-from statekit.tensors.tensor import Tensor, chunks, nbytes
+from statekit.errors import (
+    FormatError,
+    NotFoundError,
+    RefusedError,
+    StateError,
+    StatekitError,
+    UnknownFormatError,
+    UsageError,
+    meant,
+    printable,
+)
+from statekit.state.stored_slots import PLACEHOLDER
 
-SECOND_MOMENTS = frozenset({"v", "v_row", "v_col", "v_max", "exp_avg_sq", "scale_exp_avg_sq"})
-"""Slots that are means of squares, or the largest of such."""
-_RATES = ("learning_rate", "lr")
+_ONCE = frozenset({"slots-missing"})
+"""Faults that a checkpoint shows by itself, and beside the step before once more."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,15 +40,17 @@ class Examination:
 
     Attributes:
         path: The checkpoint.
-        updates: Updates done.
+        updates: Updates done; None where the files make no state.
         findings: Its faults.
-        notes: What is odd and may be right, a sentence each.
+        notes: What is odd and may be right, what can't be told, and what was to be ignored, a sentence each.
+        bytes_read: Bytes of values that were read, each once.
     """
 
     path: Path
-    updates: int
+    updates: int | None
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
+    bytes_read: int = 0
 
     @property
     def passed(self) -> bool:
@@ -58,180 +67,122 @@ class Examination:
 
 
 def doctor(
-    path: str | PathLike[str],
-    *,
+    *paths: str | PathLike[str],
     container: str | None = None,
     step: int | None = None,
     hints: Hints = NO_HINTS,
+    ignore: Collection[str] = (),
+    on_tensor: OnTensor = lambda name, size: None,
 ) -> tuple[Examination, ...]:
-    """Looks for silent faults in the checkpoints at a path; of a run's folder in each step, and between steps.
+    """Looks for silent faults in checkpoints, and between those that are steps of one run.
 
-    Reads every value once; of several steps, the slots of each twice.
+    Reads every value once, block by block. Steps of one run are those of the same parameters and the same optimizer:
+    each is held against the one before it, by the updates done.
 
     Args:
-        path: A checkpoint, a run's folder, or a folder of files that are checkpoints.
+        *paths: Checkpoints, runs' folders, or folders of files that are checkpoints.
         container: Name of the container; found by the content if None.
         step: A step of a run's folder; all of them if None.
         hints: What the checkpoints don't say.
+        ignore: Names of findings that are meant to be so: they become notes.
+        on_tensor: Told the name and the size in bytes of each tensor before it is read.
 
     Raises:
         NotFoundError: Nothing is there.
-        FormatError, StateError: One of them can't be read, or has no canonical form.
+        UnknownFormatError: No container or no layout fits.
+        StateError: A checkpoint leaves something open that only hints tell.
+        UsageError: There is no finding of a name that is to be ignored.
     """
-    each, before = list[Examination](), None
-    for place in checkpoints_at(Path(path), container, step, hints):
-        with _opened(place, hints) as opened:
-            findings = [*_of_files(opened), *_of_state(opened.state)]
+    for name in ignore:
+        if name not in FAULTS:
+            known = ", ".join(FAULTS)
+            raise UsageError(
+                "No finding has that name.", expected=known, found=name, remedy=meant(name, FAULTS)
+            )
+    places = [place for path in paths for place in checkpoints_at(Path(path), container, step, hints)]
+    each = list[Examination]()
+    with ExitStack() as stack:
+        before: tuple[Step, ExitStack] | None = None
+        for place in _by_updates(places, hints):
+            inner = stack.enter_context(ExitStack())
+            try:
+                opened = inner.enter_context(_opened(place, hints))
+            except (StateError, FormatError, NotFoundError) as error:
+                if step is not None and isinstance(error, NotFoundError):  # the step that was asked for
+                    raise
+                each.append(Examination(place.path, None, _of_no_state(place, hints, error), ()))
+                continue
+            now = Step(opened.state, readings(opened.state, on_tensor))
+            findings = list(of_one_step(opened, now.read))
             if before is not None:
-                with _opened(before, hints) as earlier:
-                    findings += _between(earlier.state, opened.state)
-            updates, notes = opened.state.counts.updates, tuple(_odd(opened.state))
-            each.append(Examination(opened.checkpoint.path, updates, tuple(findings), notes))
-        before = place if place.step is not None else None
+                earlier, files = before
+                if are_of_one_run(earlier.state, now.state) and _follows(earlier, now, place):
+                    before_names = {one.name for one in findings}
+                    findings += (
+                        one for one in between_steps(earlier, now) if one.name not in before_names & _ONCE
+                    )
+                files.close()
+            before = now, inner
+            each.append(_examined(opened, findings, now, ignore))
     return tuple(each)
+
+
+def _examined(
+    opened: OpenState, findings: Sequence[Finding], now: Step, ignore: Collection[str]
+) -> Examination:
+    kept = tuple(one for one in findings if one.name not in ignore)
+    ignored = [f"ignored: {one.name}: {one.subject}" for one in findings if one.name in ignore]
+    notes = (*odd(opened), *ignored)
+    updates = opened.state.counts.updates
+    return Examination(opened.checkpoint.path, updates, kept, notes, now.read.bytes_read)
 
 
 def _opened(place: Place, hints: Hints) -> OpenState:
     return open_state(place.path, container=place.container.name, step=place.step, hints=hints)
 
 
-def _of_files(opened: OpenState) -> Iterator[Finding]:
-    for one in opened.checkpoint.findings:
-        yield fault("files", [one.place], "files of one step, whole", one.what)
-
-
-def _of_state(state: TrainState) -> Iterator[Finding]:
-    if state.optimizer.schema == WEIGHTS:
+def _by_updates(places: Sequence[Place], hints: Hints) -> Iterator[Place]:
+    """Yields checkpoints in the order of a run: of a run's folder that of its steps, of files that of their updates."""
+    if len(places) < 2 or all(place.step is not None for place in places):
+        yield from places
         return
-    values = {name: _Values.of(tensor) for name, tensor in _tensors(state)}
-    yield from _of_values(state, values)
-    yield from _narrow(state)
-    yield from stale_masters(state)
-    for i, group in enumerate(state.optimizer.groups):
-        offset = group.hyperparameters.get("step_offset")
-        if isinstance(offset, int) and offset > state.counts.updates:
-            yield fault("step-offset", [f"groups/{i}/step_offset"], f"at most {state.counts.updates}", offset)
+    counted: list[tuple[int, Place]] = []
+    for place in places:
+        try:
+            with _opened(place, hints) as opened:
+                counted.append((opened.state.counts.updates, place))
+        except (StateError, FormatError, NotFoundError):  # which is said when its turn comes
+            counted.append((0, place))
+    yield from (place for _, place in sorted(counted, key=lambda pair: pair[0]))
 
 
-@dataclass(frozen=True)
-class _Values:
-    """What is known of a tensor after it was read once."""
-
-    digest: str
-    is_zero: bool
-    is_finite: bool
-    is_negative: bool
-
-    @staticmethod
-    def of(tensor: Tensor) -> _Values:
-        zero, finite, negative = True, True, False
-        for block in chunks(tensor):
-            if block.dtype.kind in "fV":
-                finite = finite and bool(np.isfinite(block).all())
-            negative = negative or (block.dtype.kind != "b" and bool((block < 0).any()))
-            zero = zero and not block.any()
-        return _Values(tensor_digest(tensor), zero, finite, negative)
+def _follows(earlier: Step, now: Step, place: Place) -> bool:
+    """Tells whether a checkpoint is a later step: of a run's folder it is, a file if it has done more updates."""
+    return place.step is not None or now.state.counts.updates > earlier.state.counts.updates
 
 
-def _tensors(state: TrainState) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Yields parameters, under their path and "", and slots under path and name."""
-    for path, param in state.params.items():
-        yield (path, ""), param
-        yield from (((path, name), slot) for name, slot in state.slots.get(path, {}).items())
+def _of_no_state(place: Place, hints: Hints, error: StatekitError) -> tuple[Finding, ...]:
+    """Returns why a checkpoint makes no state: damage, or values that no optimizer would save.
 
-
-def _of_values(state: TrainState, values: dict[tuple[str, str], _Values]) -> Iterator[Finding]:
-    def named(keys: Sequence[tuple[str, str]]) -> list[str]:
-        return [f"slots/{path}/{slot}" if slot else f"params/{path}" for path, slot in keys]
-
-    if wrong := [key for key, one in values.items() if not one.is_finite]:
-        yield fault("not-finite", named(wrong), "finite values", "NaN or Inf")
-    if wrong := [key for key, one in values.items() if key[1] in SECOND_MOMENTS and one.is_negative]:
-        yield fault("second-moment-negative", named(wrong), "zero or more", "less than zero")
-    for slot in dict.fromkeys(slot for _, slot in values if slot):
-        keys = [key for key in values if key[1] == slot]
-        if state.counts.updates and all(values[key].is_zero for key in keys):
-            yield fault("moments-zero", named(keys), f"values after {state.counts.updates} updates", "zeros")
-    by_digest: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for key, one in values.items():
-        path, slot = key
-        if slot and not one.is_zero and nbytes(state.slots[path][slot]) > _LEAST:
-            by_digest.setdefault((slot, one.digest), []).append(key)
-    same = [
-        key
-        for keys in by_digest.values()
-        if len({values[path, ""].digest for path, _ in keys}) > 1
-        and not _are_added(state, [path for path, _ in keys])
-        for key in keys
-    ]
-    if same:
-        yield fault("slots-duplicated", named(same), "its own of each parameter", "the same bits")
-
-
-def _are_added(state: TrainState, paths: Sequence[str]) -> bool:
-    """Tells whether these may be vectors of one module that are added, as an LSTM's biases: their gradients are one."""
-    return all(len(state.params[path].shape) == 1 for path in paths) and (
-        len({path.rpartition("/")[0] for path in paths}) == 1
-    )
-
-
-_LEAST = 32
-"""Bytes: smaller slots may well be equal by chance."""
-
-
-def _narrow(state: TrainState) -> Iterator[Finding]:
-    """Yields floating-point slots that are narrower than their parameters, unless an option asks for that."""
-    for group in state.optimizer.groups:
-        schema = load_schema(state.optimizer.kind(group)[0])
-        asked = {
-            slot
-            for name, spec in schema.hyperparameters.items()
-            if group.hyperparameters.get(name) is not None
-            for slot in spec.get("decides", {}).get("dtype", ())
-        }
-        narrow = [
-            (path, name, slot)
-            for path in group.paths
-            for name, slot in state.slots.get(path, {}).items()
-            if slot.dtype.kind in "fV"
-            and name not in asked
-            and slot.dtype.itemsize < state.params[path].dtype.itemsize
-        ]
-        if narrow:
-            path, _, slot = narrow[0]
-            where = [f"slots/{path}/{name}" for path, name, _ in narrow]
-            yield fault("slots-narrow", where, state.params[path].dtype.name, slot.dtype.name)
-
-
-def _odd(state: TrainState) -> Iterator[str]:
-    behind = state.counts.behind
-    if behind:
-        counts = ", ".join(map(str, sorted({*behind.values()})))
-        yield (
-            f"{len(behind)} of {len(state.params)} parameters have done {counts} updates, the others "
-            f"{state.counts.updates}: without a gradient in the others, or their state was lost"
-        )
-
-
-def _between(earlier: TrainState, later: TrainState) -> Iterator[Finding]:
-    """Yields what is wrong between two steps of a run."""
-    compared = compare_states(earlier, later)
-    slots = any(later.slots.get(path) for path in later.params)
-    changed = {
-        one.what
-        for one in compared.differences
-        if one.what in ("values", "updates") and (one.path or one.item)
-    }
-    moved = [one for one in compared.differences if one.what == "values" and one.item]
-    if slots and changed and not moved:
-        where = [f"slots/{path}" for path in later.slots]
-        yield fault("moments-stale", where, "other values than at the step before", "the same bits")
-    options: dict[str, list[Any]] = {}
-    for one in compared.differences:
-        if one.what == "option" and one.item not in _RATES:
-            options.setdefault(one.item, []).append(one)
-    for item, each in options.items():
-        where = [one.place for one in each]
-        yield fault(
-            "hyperparameter-changed", where, f"{item} {each[0].expected!r}", f"{item} {each[0].actual!r}"
-        )
+    Raises:
+        StatekitError: That error: what the checkpoint leaves open the user may know, or nothing is known of it.
+    """
+    if "--" in error.remedy or isinstance(
+        error, RefusedError
+    ):  # an option is the remedy, or nothing may be read
+        raise error
+    faults = error.faults or ((error.subject, str(error.place or place.path)),)
+    where = [at for _, at in faults]
+    said = f"{error.subject} {'; '.join(dict.fromkeys(what for what, _ in faults))}"
+    unknown = isinstance(error, UnknownFormatError)
+    if isinstance(error, (FormatError, NotFoundError)) and not unknown:
+        name = "parts-missing" if isinstance(error, NotFoundError) else "damaged"
+        return (fault(name, where, error.expected or "what was written", said),)
+    with place.opened(hints, hints.job_budget()) as checkpoint:
+        counts = tuple(narrow_counts(checkpoint.tensors))
+    if unknown:
+        if counts:
+            return counts
+        raise error
+    name = "placeholders" if any(str(PLACEHOLDER) in what for what, _ in faults) else "undecodable"
+    return counts or (fault(name, where, error.expected or "what the optimizer would save", said),)

@@ -76,9 +76,17 @@ def disagreements(checkpoint: Checkpoint, state: TrainState) -> tuple[Finding, .
         state: The state that it decodes to.
     """
     return tuple(
-        Finding(what, f"{checkpoint.path}")
+        Finding(what, f"{checkpoint.path}", kind="mixed")
         for what in (*_of_records(checkpoint), *_of_counts(checkpoint, state))
     )
+
+
+def said_steps(checkpoint: Checkpoint, state: TrainState) -> Iterator[Said]:
+    """Yields every step that is said beside the optimizer's own count: by a name, a trainer's record, a schedule."""
+    yield from (said for said in (_named(checkpoint), _recorded(checkpoint)) if said is not None)
+    for schedule in run_of(state.extra).schedules:
+        if schedule.at is not None:
+            yield Said(schedule.at, schedule.place)
 
 
 def _of_records(checkpoint: Checkpoint) -> Iterator[str]:

@@ -5,14 +5,14 @@ n containers and k layouts make n * k formats: everything goes native -> canonic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from statekit.budget import Budget, Limits
 from statekit.errors import Faults, UsageError
-from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
+from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint, Finding
 from statekit.files.stage import Stage
 from statekit.state.exactness import Exactness as Exactness  # noqa: PLC0414 - part of the contract
 from statekit.state.options import checked_hparams, is_known
@@ -375,6 +375,14 @@ class Describes(Protocol):
 
     def describe(self, checkpoint: Checkpoint) -> Contents | None:
         """Looks at names and shapes; None if nothing can be said."""
+
+
+@runtime_checkable
+class Examines(Protocol):
+    """A layout whose files say something twice, once beside the state, so that they may contradict it."""
+
+    def examine(self, checkpoint: Checkpoint, state: TrainState) -> Iterator[Finding]:
+        """Yields what contradicts the state; reads scalars only. `kind` is the name of the fault."""
 
 
 class Layout(Protocol):

@@ -41,11 +41,14 @@ class Finding:
         place: Where.
         damage: Whether it contradicts the checkpoint's manifest: whoever opens it decides whether to go on
             (statekit/files/integrity.py).
+        kind: `absent` where values are made up because nothing is stored, `mixed` where files speak for different
+            steps, or the name of another fault; "" of a remark.
     """
 
     what: str
     place: str
     damage: bool = False
+    kind: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ Source: tensorflow/tensorflow, python/checkpoint/checkpoint.py; python/training/
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from statekit.converters.layouts.tensorflow.layout import TensorFlow1
 from statekit.converters.layouts.tensorflow.names import GLOBAL_STEP
 from statekit.converters.layouts.tensorflow.powers import POWERS
 from statekit.errors import InexactError, StateError
-from statekit.files.checkpoint import Checkpoint
+from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.state.train_state import TrainState
 from statekit.tensors.object_graph import GRAPH, SAVE_COUNTER, SLOT, SUFFIX, Builder, Graph, Slot
 from statekit.tensors.tensor import Tensor, in_memory
@@ -85,6 +85,10 @@ class TF1Graph:
         others = {key: value for key, value in checkpoint.tree.items() if key not in {*keys.values(), GRAPH}}
         home = {"objects": checkpoint.tree[GRAPH], "keys": keys, "others": others}
         return replace(state, extra={**state.extra, HOME: home})
+
+    def examine(self, checkpoint: Checkpoint, state: TrainState) -> Iterator[Finding]:
+        """Yields what the layout of TensorFlow 1 does."""
+        return self.inner.examine(checkpoint, state)
 
     def encode(self, state: TrainState) -> Encoded:
         """Returns the flat tree of keys.

@@ -31,9 +31,9 @@ from statekit.converters.layouts.tensorflow.names import (
     saved_name,
     sorted_names,
 )
-from statekit.converters.layouts.tensorflow.powers import POWERS, held_betas, new_powers
+from statekit.converters.layouts.tensorflow.powers import POWERS, contradicting_powers, held_betas, new_powers
 from statekit.errors import Faults, InexactError, StateError
-from statekit.files.checkpoint import Checkpoint
+from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape, first_entry, labels, map_entries, swapped
 from statekit.state.schema import load_schema
@@ -263,6 +263,10 @@ class TensorFlow1:
                 faults.add(fault, path)
             else:
                 yield path, rule
+
+    def examine(self, checkpoint: Checkpoint, state: TrainState) -> Iterator[Finding]:
+        """Yields powers of betas that aren't those of the run."""
+        return contradicting_powers(checkpoint, state) if self.powers else iter(())
 
     def _groups(
         self, named: Named, slots: Mapping[str, Any], variant: str | None, momentum: bool, updates: int

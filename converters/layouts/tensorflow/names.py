@@ -20,7 +20,7 @@ from itertools import accumulate
 from typing import Any, TypeAlias
 
 from statekit.converters.layouts.tensorflow.powers import POWERS
-from statekit.converters.layouts.tensorflow.slices import numbers
+from statekit.converters.layouts.tensorflow.slices import joined, numbers
 from statekit.errors import StateError
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.typed import Name, typed
@@ -68,7 +68,7 @@ def sorted_names(tree: Any, pattern: re.Pattern[str], place: object) -> Named:
         StateError: It isn't variables by name.
     """
     typed(tree, dict[Name, Variable], place, "The checkpoint doesn't hold variables by name", StateError)
-    flat, parts = _parted(tree, pattern)
+    flat, parts = _parted(tree, pattern, place)
     tensors = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
     params: dict[str, Tensor] = {}
     slots: dict[str, dict[str, Tensor]] = {}
@@ -121,9 +121,13 @@ def saved_name(whole: str, path: str, scope: str, suffix: str) -> str:
 
 
 def _parted(
-    tree: Mapping[str, Any], pattern: re.Pattern[str]
+    tree: Mapping[str, Any], pattern: re.Pattern[str], place: object
 ) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
-    """Returns a tree in which each part of a partitioned variable is one by itself: `w/part_0`, `w/part_0/Adam`."""
+    """Returns a tree in which each part of a partitioned variable is one by itself: `w/part_0`, `w/part_0/Adam`.
+
+    Raises:
+        StateError: Parts don't make up their variable.
+    """
     flat: dict[str, Any] = {}
     parts: dict[str, tuple[str, str]] = {}
     scopes = _scopes(tree, pattern)
@@ -138,6 +142,11 @@ def _parted(
             flat[slot or path] = tensor
             if slot is None:
                 parts[path] = name, spec
+    wholes: dict[str, dict[str, Any]] = {}
+    for path, (name, spec) in parts.items():
+        wholes.setdefault(name, {})[spec] = flat[path]
+    for name, slices in wholes.items():  # one that isn't there has no number either
+        joined(name, slices, place)
     return flat, parts
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from statekit.errors import Faults
-from statekit.state.train_state import Group
+from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 
 POWERS: Mapping[str, str] = {"beta1_power": "beta1", "beta2_power": "beta2"}
@@ -22,6 +23,8 @@ _TINY = np.finfo(np.float32).tiny
 """What is smaller TensorFlow's threads flush to zero."""
 _BLOCK = 2**20
 _DIGITS = 7
+_USUAL = 5
+"""Decimals that people give a beta at most. After few updates, any power is that of a beta of 7."""
 
 
 def power_after(beta: float, updates: int) -> np.float32:
@@ -72,6 +75,33 @@ def held_betas(
         for beta, values in powers.items()
         if len(values) == 1 and (values[0] or power_after(assumed[beta], updates))
     }
+
+
+def contradicting_powers(checkpoint: Checkpoint, state: TrainState) -> Iterator[Finding]:
+    """Yields the powers of a checkpoint that aren't those of the run's betas after the updates done.
+
+    One that underflowed tells nothing. A product rounds once with each factor, in whatever order they are multiplied.
+    """
+    updates = state.counts.updates
+    for name, tensor in checkpoint.tensors.items():
+        beta = next((POWERS[part] for part in reversed(name.split("/")) if part in POWERS), None)
+        if beta is None or tensor.shape != () or tensor.dtype != np.float32:
+            continue
+        power = float(tensor.read())
+        values = {group.hyperparameters.get(beta) for group in state.optimizer.groups}
+        (value,) = values if len(values) == 1 else (None,)
+        if isinstance(value, (int, float)):
+            due = float(power_after(value, updates))
+            agrees = abs(power - due) <= (updates + 2) * 2.0**-23 * due or not power
+            said = f"{beta} {value:g} after {updates} updates makes {due:g}"
+            inferred = all(group.known_from.get(beta) == "file" for group in state.optimizer.groups)
+            if agrees and inferred and round(value, _USUAL) != value:
+                agrees, said = False, f"after {updates} updates it would be of a {beta} of {value}"
+        else:
+            agrees = not power or len(values) > 1
+            said = f"it is of no {beta} after {updates} updates"
+        if not agrees:
+            yield Finding(f"is {power:g}: {said}", name, kind="powers-disagree")
 
 
 def new_powers(groups: Sequence[Group], updates: int, faults: Faults) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,508 @@
+"""What is wrong with one checkpoint, as its own values, shapes, rules and counts show."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from statekit.attestation.attestation import Finding
+from statekit.attestation.file_faults import fault
+from statekit.attestation.reading import Key, Reading, Readings, is_ambiguous, place, precision
+from statekit.conversion import registry
+from statekit.conversion.agreement import said_steps
+from statekit.conversion.contracts import Examines
+from statekit.conversion.open_state import OpenState
+from statekit.errors import some
+from statekit.state.constants import variant_constants
+from statekit.state.factoring import by_shape, swapped
+from statekit.state.schema import WEIGHTS, load_schema
+from statekit.state.stored_params import MASTER
+from statekit.state.stored_slots import FACTORED
+from statekit.state.train_state import Axis, Group, TrainState
+from statekit.tensors.tensor import DTYPES, Tensor, bytes_of, nbytes
+
+SMALL = 16
+"""Bytes: smaller tensors may well be equal by chance."""
+_SKIPPED = 0.5
+"""How far the means of v_row and v_col may be apart, of the larger, where NaNs may be skipped in each by itself.
+
+There is no bound: each NaN leaves out a share of one update. In the recording of T5X that skips some it is 0.013."""
+_DECAY = ("weight_decay_rate", "weight_decay", "wd")
+
+
+def of_one_step(opened: OpenState, read: Readings) -> Iterator[Finding]:
+    """Yields what is wrong with a checkpoint.
+
+    Args:
+        opened: The checkpoint.
+        read: What its values are like.
+    """
+    yield from _of_files(opened, read)
+    yield from _not_finite(opened.state, read)
+    for state in opened.state.parts():
+        if state.optimizer.schema != WEIGHTS:
+            for check in _CHECKS:
+                yield from check(state, read.tensors)
+    yield from _counts(opened)
+
+
+def odd(opened: OpenState) -> Iterator[str]:
+    """Yields what is odd about a checkpoint and may be right, or can't be told from it, a sentence each."""
+    for one in opened.checkpoint.findings:
+        if not one.damage and not one.kind:
+            yield f"{one.what} @ {one.place}"
+    state = opened.state
+    if behind := state.counts.behind:
+        counts = ", ".join(map(str, sorted({*behind.values()})))
+        yield (
+            f"{len(behind)} of {len(state.params)} parameters have done {counts} updates, the others "
+            f"{state.counts.updates}: without a gradient in the others, or their state was lost"
+        )
+    moved = {path for group in state.optimizer.groups for path in group.paths}
+    if moved and (still := [path for path in state.params if path not in moved]):
+        yield f"{some(still)}: in no group and without slots, so taken as frozen"
+    square = [path for path, rule in state.rules.items() if is_ambiguous(rule, state.params[path].shape)]
+    if square and any(FACTORED[0] in state.slots.get(path, {}) for path in square):
+        yield (
+            f"v_row and v_col have the same shape in {some(square)}: whether they are exchanged can't be told from one "
+            "step, only from two of a run"
+        )
+
+
+def _of_files(opened: OpenState, read: Readings) -> Iterator[Finding]:
+    by_kind: dict[str, list[Any]] = {}
+    meaning = registry.layout(opened.layout)
+    seen = meaning.examine(opened.checkpoint, opened.state) if isinstance(meaning, Examines) else ()
+    for one in (*opened.checkpoint.findings, *seen):
+        name = (
+            "damaged" if one.damage else {"mixed": "files", "absent": "values-absent"}.get(one.kind, one.kind)
+        )
+        by_kind.setdefault(name, []).append(one)
+    expected = {"files": "files of one step, whole", "damaged": "what was written"}
+    for name, each in by_kind.items():
+        for what in dict.fromkeys(one.what for one in each) if name else ():
+            where = [one.place for one in each if one.what == what]
+            yield fault(name, where, expected.get(name, "values of the run"), what)
+    for error in dict.fromkeys(read.damaged.values()):
+        where = [place(key) for key, one in read.damaged.items() if one is error]
+        yield fault("damaged", where, "what was written", error.line)
+
+
+def _not_finite(state: TrainState, read: Readings) -> Iterator[Finding]:
+    # A threshold is infinite until there is one; the mean of no elements is NaN.
+    thresholds = {
+        name
+        for schema, _ in state.optimizer.kinds
+        if schema != WEIGHTS
+        for name, slot in load_schema(schema).slots.items()
+        if slot.shape == "group"
+    }
+    empty = {path for path, param in state.params.items() if not math.prod(param.shape)}
+    wrong = [
+        place((path, name))
+        for (path, name), one in read.tensors.items()
+        if not one.is_finite and path not in empty and name not in thresholds
+    ]
+    if wrong:
+        yield fault("not-finite", wrong, "finite values", "NaN or Inf")
+
+
+def _keys(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[tuple[str, str, Reading]]:
+    """Yields every slot of parameters with elements: path, name, and what its values are like."""
+    for path, slots in state.slots.items():
+        for name in slots:
+            if (path, name) in read and (param := read.get((path, ""))) is not None and param.size:
+                yield path, name, read[path, name]
+
+
+def _squares(state: TrainState, group: Group) -> set[str]:
+    """Returns the slots that are means of squares of gradients, or the largest of such."""
+    schema = load_schema(state.optimizer.kind(group)[0])
+    return {name for name, slot in schema.data["slots"].items() if slot["gradient_power"]["power"] == 2}
+
+
+def _negative(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
+    squares = {path: _squares(state, group) for group in state.optimizer.groups for path in group.paths}
+    wrong = [
+        place((path, name))
+        for path, name, one in _keys(state, read)
+        if one.is_negative and name in squares.get(path, ())
+    ]
+    if wrong:
+        yield fault("second-moment-negative", wrong, "zero or more", "less than zero")
+
+
+def _zero(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
+    """Yields moments that are zero after updates, and those that aren't before any."""
+    each = list(_keys(state, read))
+    if not state.counts.updates:
+        kept = [
+            place((path, name))
+            for path, name, one in each
+            if not one.is_zero and load_schema(_schema(state, path)).slots[name].init == 0
+        ]
+        if kept:
+            yield fault("moments-of-no-update", kept, "zeros before the first update", "values")
+        return
+    for name in dict.fromkeys(name for _, name, _ in each):
+        ones = [(path, one) for path, other, one in each if other == name]
+        due = [(path, one) for path, one in ones if state.counts.updates >= _first_value(state, path, name)]
+        if due and all(one.is_zero for _, one in due):
+            where = [place((path, name)) for path, _ in due]
+            yield fault("moments-zero", where, f"values after {state.counts.updates} updates", "zeros")
+            continue
+        where = [place((path, name)) for path, one in due if one.is_zero and _never_zero(state, path, name)]
+        if where:
+            yield fault("second-moment-zero", where, "at least epsilon1", "zeros")
+
+
+def _first_value(state: TrainState, path: str, name: str) -> int:
+    """Returns after how many updates a slot has its first value."""
+    if name != "scale_exp_avg_sq":
+        return 1
+    group = state.group_of(path)
+    period = None if group is None else group.hyperparameters.get("size_update_period")
+    return 2 * period if isinstance(period, int) else 2**62
+
+
+def _never_zero(state: TrainState, path: str, name: str) -> bool:
+    """Tells whether epsilon is added to every square that a slot is the mean of."""
+    group = state.group_of(path)
+    if group is None or name not in (*FACTORED, "v") or state.counts.behind.get(path) == 0:
+        return False
+    schema, variant = state.optimizer.kind(group)
+    epsilon = group.hyperparameters.get("epsilon1")
+    if schema != "adafactor" or variant is None or not isinstance(epsilon, (int, float)):
+        return False
+    added = variant_constants(schema, variant)["epsilon1_place"] == "added_to_square"
+    # What is below the least number of the slot's dtype is zero in it.
+    return added and epsilon > 1e-37 and state.slots[path][name].dtype == np.float32
+
+
+def _schema(state: TrainState, path: str) -> str:
+    group = state.group_of(path)
+    return state.optimizer.schema if group is None else state.optimizer.kind(group)[0]
+
+
+def _duplicated(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
+    by_digest: dict[tuple[str, str], list[str]] = {}
+    for path, name, one in _keys(state, read):
+        if not one.is_zero and nbytes(state.slots[path][name]) >= SMALL:
+            by_digest.setdefault((name, one.digest), []).append(path)
+    same = [
+        place((path, name))
+        for (name, _), paths in by_digest.items()
+        if len({read[path, ""].digest for path in paths}) > 1 and not _are_added(state, paths)
+        for path in paths
+    ]
+    if same:
+        yield fault("slots-duplicated", same, "its own of each parameter", "the same bits")
+
+
+def _are_added(state: TrainState, paths: Sequence[str]) -> bool:
+    """Tells whether these may be vectors of one module that are added, as an LSTM's biases: their gradients are one."""
+    return all(len(state.params[path].shape) == 1 for path in paths) and (
+        len({path.rpartition("/")[0] for path in paths}) == 1
+    )
+
+
+def _missing(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
+    """Yields parameters that lack what others of their group have, unless a rule or their size says so."""
+    if not state.counts.updates:
+        return
+    for group in state.optimizer.groups:
+        bare = [path for path in group.paths if not state.slots.get(path) and state.params[path].shape]
+        bare = [path for path in bare if math.prod(state.params[path].shape)]
+        having = [path for path in group.paths if state.slots.get(path)]
+        if bare and having:
+            names = ", ".join(dict.fromkeys(name for path in having for name in state.slots[path]))
+            yield fault("slots-missing", [f"slots/{path}" for path in bare], names, "nothing")
+        whole = [{*state.slots[path]} for path in having]
+        common = set.union(*whole) - {"v", *FACTORED, MASTER} if whole else set[str]()
+        lacking = {
+            path: common - names
+            for path, names in zip(having, whole, strict=True)
+            if common - names and math.prod(state.params[path].shape) > 1
+        }
+        if lacking:
+            where = [f"slots/{path}/{name}" for path, names in lacking.items() for name in sorted(names)]
+            yield fault("slots-missing", where, "the slots that others have", "nothing")
+
+
+_PART = re.compile(r"(.+)/part_(\d+)", re.DOTALL)
+"""The path of a part of a variable: layouts call it so where a system partitions variables."""
+
+
+def _parts(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
+    """Yields parts of variables that are missing, or have no slots where the others have."""
+    parts: dict[str, dict[int, str]] = {}
+    for path in state.params:
+        if match := _PART.fullmatch(path):
+            parts.setdefault(match[1], {})[int(match[2])] = path
+    moved = {path for group in state.optimizer.groups for path in group.paths}
+    for name, numbered in parts.items():
+        gone = [f"params/{name}/part_{i}" for i in range(max(numbered)) if i not in numbered]
+        if gone:
+            yield fault("parts-missing", gone, f"parts 0 to {max(numbered)}", "others")
+        bare = [path for path in numbered.values() if path not in moved]
+        if 0 < len(bare) < len(numbered):
+            yield fault(
+                "slots-missing",
+                [f"slots/{path}" for path in bare],
+                "the slots that other parts have",
+                "nothing",
+            )
+
+
+def _narrow(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
+    """Yields floating-point slots that are narrower than their parameters, unless an option asks for that."""
+    for group in state.optimizer.groups:
+        schema = load_schema(state.optimizer.kind(group)[0])
+        asked = {
+            slot
+            for name, spec in schema.hyperparameters.items()
+            if group.hyperparameters.get(name) is not None
+            for slot in spec.get("decides", {}).get("dtype", ())
+        }
+        narrow = [
+            (path, name, slot)
+            for path in group.paths
+            for name, slot in state.slots.get(path, {}).items()
+            if slot.dtype.kind in "fV"
+            and name not in asked
+            and slot.dtype.itemsize < state.params[path].dtype.itemsize
+        ]
+        if narrow:
+            path, _, slot = narrow[0]
+            where = [f"slots/{path}/{name}" for path, name, _ in narrow]
+            yield fault("slots-narrow", where, state.params[path].dtype.name, slot.dtype.name)
+
+
+def _masters(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
+    stale = {path: one for path, name, one in _keys(state, read) if name == MASTER and one.unrounded}
+    if stale:
+        (first, *_) = stale.values()
+        where = [f"slots/{path}/{MASTER}" for path in stale]
+        seen = f"{first.unrounded} of {first.size} elements that round to something else"
+        yield fault("master-stale", where, "a master that rounds to its parameter", seen)
+
+
+def _factors(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
+    """Yields factored moments whose two halves can't be of one second moment, or stand in each other's place."""
+    apart: dict[str, float] = {}
+    for path, rule in state.rules.items():
+        row, column = (read.get((path, name)) for name in FACTORED)
+        if row is None or column is None or row.means is None or column.means is None or not row.is_finite:
+            continue
+        if not column.is_finite or row.means.shape != column.means.shape or not row.means.size:
+            continue
+        largest = np.maximum(np.abs(row.means), np.abs(column.means))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            gap = np.where(largest > 0, np.abs(row.means - column.means) / largest, 0.0).max()
+        if gap > max(_bound(state, path, rule.axes), _SKIPPED if _may_skip_nan(state, path) else 0.0):
+            apart[path] = max(float(gap), apart.get(path, 0.0))
+    if apart:
+        worst = max(apart, key=lambda path: apart[path])
+        where = [
+            place((path, name)) for path in sorted(apart, key=lambda path: -apart[path]) for name in FACTORED
+        ]
+        yield fault(
+            "factors-disagree", where, "equal means of v_row and v_col", f"{apart[worst]:.3g} of them apart"
+        )
+    exchanged = [path for path in state.rules if _against_shape(state, path)]
+    if exchanged:
+        where = [place((path, name)) for path in exchanged for name in FACTORED]
+        axes = by_shape(_form(state, exchanged[0]) or {}, state.params[exchanged[0]].shape, True)
+        labels = [", ".join(a.value for a in one) for one in (axes, state.rules[exchanged[0]].axes)]
+        yield fault("factors-exchanged", where, *labels)
+
+
+def _bound(state: TrainState, path: str, axes: Sequence[Axis]) -> float:
+    """Returns how far the means of v_row and v_col may be apart by rounding, relative to them.
+
+    Both average the same squares with the same weights. Each update rounds a half at most three times, which decays as
+    the squares do, over at most as many updates as were done; each mean rounds once for each number that it adds up.
+    """
+    shape = state.params[path].shape
+    added = sum(n for n, axis in zip(shape, axes, strict=True) if axis in (Axis.ROW, Axis.COLUMN))
+    unit = max(
+        precision(tensor) for tensor in (state.params[path], *map(state.slots[path].get, FACTORED)) if tensor
+    )
+    return 2 * unit * (3 * max(1, state.counts.updates) + added)
+
+
+def _may_skip_nan(state: TrainState, path: str) -> bool:
+    """Tells whether NaNs may have been left out of v_row and of v_col, each by itself: nobody said that none are."""
+    group = state.group_of(path)
+    name = "skip_nan_updates"
+    return group is not None and (
+        bool(group.hyperparameters.get(name)) or group.known_from.get(name) == "assumed"
+    )
+
+
+def _form(state: TrainState, path: str) -> Mapping[str, Any] | None:
+    group = state.group_of(path)
+    if group is None:
+        return None
+    schema, variant = state.optimizer.kind(group)
+    return variant_constants("adafactor", variant) if schema == "adafactor" and variant else None
+
+
+def _against_shape(state: TrainState, path: str) -> bool:
+    """Tells whether a matrix is factored the other way round than its implementation would, which goes by size."""
+    rule, shape, form = state.rules[path], state.params[path].shape, _form(state, path)
+    if form is None or len(shape) != 2 or not rule.factored or is_ambiguous(rule, shape):
+        return False
+    return rule.axes == swapped(by_shape(form, shape, True)) and FACTORED[0] in state.slots.get(path, {})
+
+
+def _scales(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
+    """Yields ScaledAdam's scales that aren't those of their parameters.
+
+    Since its last refresh a parameter has moved by delta with each update, which shrinks by beta1 at most unless a step
+    cancels it; a factor of 2 leaves room for that.
+    """
+    wrong: dict[str, tuple[float, float]] = {}
+    lost: list[str] = []
+    for path, slots in state.slots.items():
+        param, scale, moved = (read.get((path, name)) for name in ("", "param_rms", "delta"))
+        if param is None or scale is None or param.squares is None or scale.squares is None or not param.size:
+            continue
+        if not (param.is_finite and scale.is_finite):
+            continue
+        rms, kept = math.sqrt(param.squares / param.size), math.sqrt(scale.squares)
+        step = math.sqrt((moved.squares if moved and moved.squares else 0.0) / param.size)
+        period, updates = _period(state, path), state.counts.behind.get(path, state.counts.updates)
+        since = updates % period + 1 if updates >= period else updates
+        room = 2 * since * step + rms * (2.0**-6 + 4 * precision(slots["param_rms"]))
+        if abs(rms - kept) > room:
+            wrong[path] = (rms, kept)
+        if _lost(state, read, path, period):
+            lost.append(path)
+    if wrong:
+        rms, kept = next(iter(wrong.values()))
+        where = [place((path, "param_rms")) for path in wrong]
+        yield fault(
+            "scale-statistics", where, f"about {rms:.4g}, the parameter's root mean square", f"{kept:.4g}"
+        )
+    if lost:
+        where = [place((path, "scale_exp_avg_sq")) for path in lost]
+        yield fault("scale-statistics", where, "what scale_grads of the last period give at least", "less")
+
+
+def _period(state: TrainState, path: str) -> int:
+    group = state.group_of(path)
+    period = None if group is None else group.hyperparameters.get("size_update_period")
+    return period if isinstance(period, int) else 4
+
+
+def _lost(state: TrainState, read: Mapping[Key, Reading], path: str, period: int) -> bool:
+    """Tells whether the scale's second moment is less than what its last period alone has brought it."""
+    updates, group = state.counts.behind.get(path, state.counts.updates), state.group_of(path)
+    grads, moment = (read.get((path, name)) for name in ("scale_grads", "scale_exp_avg_sq"))
+    beta2 = None if group is None else group.hyperparameters.get("beta2")
+    if (
+        grads is None
+        or moment is None
+        or grads.squares is None
+        or not grads.size
+        or not isinstance(beta2, float)
+    ):
+        return False
+    if updates < 2 * period or updates % period:  # rows of two periods stand mixed
+        return False
+    least = (1 - beta2**period) * grads.squares / grads.size
+    value = float(state.slots[path]["scale_exp_avg_sq"].read().reshape(-1)[0])
+    return value < least * (1 - 2.0**-4)
+
+
+def _offsets(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
+    for i, group in enumerate(state.optimizer.groups):
+        offset = group.hyperparameters.get("step_offset")
+        if isinstance(offset, int) and offset > state.counts.updates:
+            yield fault("step-offset", [f"groups/{i}/step_offset"], f"at most {state.counts.updates}", offset)
+
+
+def _groups(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
+    """Yields groups that decay vectors alone beside others that don't decay matrices."""
+    decayed: dict[bool, list[Group]] = {True: [], False: []}
+    for group in state.optimizer.groups:
+        rates = [group.hyperparameters[name] for name in _DECAY if name in group.hyperparameters]
+        if group.paths and len(rates) == 1 and isinstance(rates[0], (int, float)):
+            decayed[bool(rates[0])].append(group)
+    ranks = {
+        key: {len(state.params[path].shape) > 1 for group in groups for path in group.paths}
+        for key, groups in decayed.items()
+    }
+    if ranks == {True: {False}, False: {True}}:
+        where = [path for groups in decayed.values() for group in groups for path in group.paths]
+        yield fault("groups-exchanged", where, "weight decay of matrices", "weight decay of vectors alone")
+
+
+_Check = Callable[[TrainState, Mapping[Key, Reading]], Iterator[Finding]]
+_CHECKS: tuple[_Check, ...] = (
+    _zero,
+    _negative,
+    _factors,
+    _duplicated,
+    _missing,
+    _parts,
+    _narrow,
+    _masters,
+    _scales,
+    _groups,
+    _offsets,
+)
+
+
+def _counts(opened: OpenState) -> Iterator[Finding]:
+    """Yields counts that are stored in few bits, or that were."""
+    state, checkpoint = opened.state, opened.checkpoint
+    if state.optimizer.schema == WEIGHTS or not state.counts.updates:
+        return
+    known = {bytes_of(tensor) for tensor in _values(state)}
+    counts = {state.counts.updates, state.counts.schedule, *state.counts.behind.values()} - {0}
+    yield from narrow_counts(
+        {name: tensor for name, tensor in checkpoint.tensors.items() if bytes_of(tensor) not in known}, counts
+    )
+    for said in said_steps(checkpoint, state):
+        for name in _FEW_BITS:
+            rounded = float(np.asarray(said.step, np.float64).astype(DTYPES[name]).astype(np.float64))
+            if said.step != state.counts.updates == rounded:
+                expected = f"{said.step}, as {said.place} says"
+                yield fault("count-rounded", ["updates"], expected, state.counts.updates)
+                return
+
+
+def narrow_counts(
+    tensors: Mapping[str, Tensor], counts: Collection[float] | None = None
+) -> Iterator[Finding]:
+    """Yields scalars of few bits that are counts.
+
+    Args:
+        tensors: By name, without those that parameters and slots are made of.
+        counts: What the counts are; None if nobody knows: then every whole number from 1 on may be one.
+    """
+    narrow = []
+    for name, tensor in tensors.items():
+        if math.prod(tensor.shape) == 1 and tensor.dtype.name in _FEW_BITS:
+            value = float(tensor.read().reshape(-1)[0])
+            if value in counts if counts is not None else value >= 1 and value.is_integer():
+                narrow.append((name, tensor.dtype.name))
+    if narrow:
+        yield fault("count-narrow", [name for name, _ in narrow], "an integer, or float32", narrow[0][1])
+
+
+_FEW_BITS = ("bfloat16", "float16")
+
+
+def _values(state: TrainState) -> Iterable[Tensor]:
+    yield from state.params.values()
+    for slots in state.slots.values():
+        yield from slots.values()
+    for group in state.optimizer.groups:
+        yield from group.slots.values()

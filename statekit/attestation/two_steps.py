@@ -1,0 +1,190 @@
+"""What is wrong between two steps of a run: what should have moved and hasn't, and what shouldn't have and has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from statekit.attestation.attestation import Finding
+from statekit.attestation.file_faults import fault
+from statekit.attestation.one_step import SMALL
+from statekit.attestation.reading import Key, Readings, place
+from statekit.state.comparison import compare_states
+from statekit.state.schema import WEIGHTS
+from statekit.state.stored_params import MASTER
+from statekit.state.stored_slots import FACTORED
+from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import Array, nbytes
+
+_PER_UPDATE = ("learning_rate", "rescale_grad")
+"""Hyperparameters that may be others with every update."""
+_LAGGING = frozenset({"param_rms", "scale_exp_avg_sq", "average", "v_max", MASTER})
+"""Slots that don't move with every update, or with their parameter alone."""
+_LEAST_SKETCH = 16
+_CLEARLY = 0.5
+"""How much nearer v_row must be to the earlier v_col than to the earlier v_row: far from chance among 16 values."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A checkpoint of a run that was read."""
+
+    state: TrainState
+    read: Readings
+
+
+def are_of_one_run(earlier: TrainState, later: TrainState) -> bool:
+    """Tells whether two states may be steps of one run: of one optimizer, and of mostly the same parameters."""
+    shapes = [{(path, param.shape) for path, param in one.params.items()} for one in (earlier, later)]
+    schemas = [{schema for schema, _ in one.optimizer.kinds} for one in (earlier, later)]
+    common = shapes[0] & shapes[1]
+    return 2 * len(common) > max(map(len, shapes)) and schemas[0] == schemas[1] != {WEIGHTS}
+
+
+def between_steps(earlier: Step, later: Step) -> Iterator[Finding]:
+    """Yields what is wrong between two steps of a run.
+
+    Args:
+        earlier: The one before.
+        later: The one after.
+    """
+    gone = [place((path, "")) for path in earlier.state.params if path not in later.state.params]
+    if gone:
+        yield fault("parts-missing", gone, "the parameters of the step before", "nothing")
+    lost = [
+        place((path, name))
+        for path, slots in earlier.state.slots.items()
+        if path in later.state.params
+        for name in slots
+        if name not in later.state.slots.get(path, {})
+    ]
+    if lost:
+        yield fault("slots-missing", lost, "the slots of the step before", "nothing")
+    yield from _of_values(earlier, later)
+    yield from _exchanged(earlier, later)
+    yield from _options(earlier.state, later.state)
+
+
+def _of_values(earlier: Step, later: Step) -> Iterator[Finding]:
+    params = {path: _same(earlier, later, path, "") for path in later.state.params}
+    slots = {
+        (path, name): same
+        for path, each in later.state.slots.items()
+        for name in each
+        if (same := _same(earlier, later, path, name)) is not None
+    }
+    moved = {path for path, same in params.items() if same is False}
+    before, after = earlier.state.counts.updates, later.state.counts.updates
+    moments = {
+        path: [
+            same
+            for (of, name), same in slots.items()
+            if of == path and name not in _LAGGING and not later.read.tensors[of, name].is_zero
+        ]
+        for path in later.state.params
+    }
+    stale = {path for path, same in moments.items() if same and all(same)}
+    live = {path for path, same in moments.items() if same and not all(same)}
+    updated = {path for path in stale if _count(later, path) != _count(earlier, path)}
+    if stale and not live and (moved or before != after):
+        where = [f"slots/{path}" for path in stale]
+        yield fault("moments-stale", where, "other values than at the step before", "the same bits")
+    else:
+        where = [f"slots/{path}" for path in later.state.params if path in stale & moved]
+        where += [
+            place(key)
+            for key, same in slots.items()
+            if same and key[0] in live and key[1] not in _LAGGING and _moves(later, key)
+        ]
+        if where:
+            yield fault("moments-stale", where, "other values than at the step before", "the same bits")
+    if live and not moved and not _resting(later.state):
+        where = [place((path, "")) for path in live]
+        yield fault("weights-stale", where, "other values than at the step before", "the same bits")
+    elif mixed := [path for path in later.state.params if path in updated - moved and live]:
+        where = [place((path, "")) for path in mixed]
+        yield fault("tensors-stale", where, "other values than at the step before", "the same bits")
+    if live and before == after:
+        yield fault("count-stale", ["updates"], f"more than {before}", after)
+
+
+def _same(earlier: Step, later: Step, path: str, name: str) -> bool | None:
+    """Tells whether a tensor has the bits of the step before; None where that can't be said, or is chance."""
+    digests = [one.read.digest(path, name) for one in (earlier, later)]
+    tensor = later.state.slots[path][name] if name else later.state.params[path]
+    if None in digests or nbytes(tensor) < SMALL:
+        return None
+    return digests[0] == digests[1]
+
+
+def _moves(one: Step, key: Key) -> bool:
+    """Tells whether a slot that an update reaches has other bits after it: in few bits a decay may round to nothing."""
+    path, name = key
+    return not one.read.tensors[key].is_zero and one.state.slots[path][name].dtype.itemsize >= 4
+
+
+def _count(one: Step, path: str) -> int:
+    return one.state.counts.behind.get(path, one.state.counts.updates)
+
+
+def _resting(state: TrainState) -> bool:
+    """Tells whether a learning rate of zero, or a rounding to few bits, may keep parameters where they are."""
+    rates = [group.hyperparameters.get("learning_rate") for group in state.optimizer.groups]
+    return 0 in rates or any(param.dtype.itemsize < 4 for param in state.params.values())
+
+
+def _exchanged(earlier: Step, later: Step) -> Iterator[Finding]:
+    """Yields factored parameters whose v_row goes on where v_col stood a step before, and the other way round."""
+    exchanged = []
+    for path, rule in later.state.rules.items():
+        before = earlier.state.rules.get(path)
+        if before is not None and before.factored and rule.factored and before.axes != rule.axes:
+            exchanged.append(path)
+            continue
+        sketches = [
+            [
+                None if (one := step.read.tensors.get((path, name))) is None else one.sketch
+                for name in FACTORED
+            ]
+            for step in (earlier, later)
+        ]
+        (row, column), (next_row, next_column) = sketches
+        if (
+            row is None
+            or column is None
+            or next_row is None
+            or next_column is None
+            or len(row) < _LEAST_SKETCH
+        ):
+            continue
+        straight = _apart(row, next_row) + _apart(column, next_column)
+        across = _apart(row, next_column) + _apart(column, next_row)
+        if across < _CLEARLY * straight:
+            exchanged.append(path)
+    if exchanged:
+        where = [place((path, name)) for path in exchanged for name in FACTORED]
+        yield fault(
+            "factors-exchanged", where, "v_row and v_col as at the step before", "each in the other's place"
+        )
+
+
+def _apart(one: Array, other: Array) -> float:
+    """Returns how far two moments are apart in shape, whatever their size: the mean square of their logarithms' gap."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gap = np.log(np.abs(one)) - np.log(np.abs(other))
+    gap = gap[np.isfinite(gap)]
+    return float(np.var(gap)) if gap.size else 0.0
+
+
+def _options(earlier: TrainState, later: TrainState) -> Iterator[Finding]:
+    options: dict[str, list[Any]] = {}
+    for one in compare_states(earlier, later, by_value=lambda path: False).differences:
+        if one.what == "option" and one.item not in _PER_UPDATE:
+            options.setdefault(one.item, []).append(one)
+    for item, each in options.items():
+        where = [one.place for one in each]
+        values = (f"{item} {value!r}" for value in (each[0].expected, each[0].actual))
+        yield fault("hyperparameter-changed", where, *values)
