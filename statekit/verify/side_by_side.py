@@ -16,9 +16,10 @@ from statekit.errors import StatekitError
 from statekit.optim.run import store
 from statekit.state.exactness import Exactness
 from statekit.state.factoring import swapped
+from statekit.state.stored_params import encoded_paths
 from statekit.state.train_state import TrainState
 from statekit.tensors.distance import gap, ulp
-from statekit.tensors.tensor import Array
+from statekit.tensors.tensor import Array, float_info
 from statekit.verify.controls import Control, controls_of
 from statekit.verify.identity import Verdict
 from statekit.verify.natives import Rates, class_of
@@ -39,6 +40,8 @@ KINDS: Mapping[str, tuple[Kind, ...]] = {
     "all": ("random", "adversarial"), "random": ("random",), "adversarial": ("adversarial",)
 }  # fmt: skip
 """What `--gradients` names; all else is a file."""
+_SINGLE = 256.0
+"""Roundings in units of float32, up to which nothing is stored in low precision: bfloat16 has 2^16 in one."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +131,13 @@ class SideBySide:
         rates, said = rates_of(right)
         self._notes += said
         sides = self._side(before, self._layouts[0]), self._side(there, self._layouts[1])
+        if encoded_paths(right) != encoded_paths(before):
+            self._notes.append("parameters that one side stores encoded are held to the target's bound alone")
         twin = self._twin(sample)
         pending = {control.name: control for control in controls_of(right)}
         wrong = {name: control.make(right, twin) for name, control in pending.items()}
         seen: dict[str, dict[str, Any]] = {}
-        worst: dict[Key, Worst] = {}
+        worst = {key: Worst(faults=(why,)) for key, why in _as_loaded(sides[1], rates).items()}
         rows = []
         with _probes(gradients, right, sample, updates, seed) as probes:
             for probe in probes:
@@ -215,15 +220,22 @@ class SideBySide:
             fault = f"{sides[1].title} doesn't go on with it: {type(error).__name__}: {error}"
             return _Ran({key: Worst(faults=(fault,)) for key in of_target.intervals}), of_target
         starts = arrays(before)
+        encoded = {*encoded_paths(right)} ^ {*encoded_paths(before)}
         ran = _Ran()
         for key in of_target.intervals:
             other = names(key)
-            sides_of_it = _Sides(key, other, theirs.get(key), ours.get(other), starts.get(other))
-            one = _compared(sides_of_it, of_target, None if alike else of_source, len(probe.updates), ran)
+            has_other_form = key[1] == "param" and key[0] in encoded
+            mine = None if has_other_form else ours.get(other)
+            sides_of_it = _Sides(key, other, theirs.get(key), mine, starts.get(other))
+            grain = _grain(right, key[0])
+            one = _compared(
+                sides_of_it, of_target, None if alike else of_source, grain * len(probe.updates), ran
+            )
             ran.tensors[key] = self._judged(one, probe, alike)
         return ran, of_target
 
     def _judged(self, one: _Compared, probe: Probe, alike: bool) -> Worst:
+        """Returns what a tensor's values after a probe say of it."""
         faults = []
         if one.target:
             faults.append(
@@ -286,8 +298,45 @@ class _Compared:
     example: str = ""
 
 
-def _compared(it: _Sides, bound: Bounds, of_source: Bounds | None, updates: int, ran: _Ran) -> _Compared:
-    """Compares one tensor after a probe, element by element."""
+def _grain(state: TrainState, path: str) -> float:
+    """Returns the rounding unit of what a parameter is stored in, with its slots, in units of float32's."""
+    stored = [*state.slots.get(path, {}).values(), *([state.params[path]] if path in state.params else [])]
+    units = [float(float_info(one.dtype).eps) for one in stored if "float" in one.dtype.name]
+    return max(units, default=float(np.finfo(np.float32).eps)) / float(np.finfo(np.float32).eps)
+
+
+def _as_loaded(side: Side, rates: Rates) -> dict[Key, str]:
+    """Returns which tensors a class has otherwise than its file once it has loaded it, and how."""
+    if side.native is None:
+        return {}
+    try:
+        there = arrays(side.native(side.state, (), rates))
+    except StatekitError:
+        raise
+    except Exception:  # whatever a framework raises is said of the updates
+        return {}
+    faults = {}
+    for key, stored in arrays(side.state).items():
+        value = there.get(key)
+        if value is not None and value.dtype != stored.dtype:
+            faults[key] = (
+                f"{side.title} casts it from {stored.dtype.name} to {value.dtype.name} when it loads it"
+            )
+        elif value is not None and value.tobytes() != stored.tobytes():
+            faults[key] = f"{side.title} has other values once it has loaded it"
+    return faults
+
+
+def _compared(it: _Sides, bound: Bounds, of_source: Bounds | None, roundings: float, ran: _Ran) -> _Compared:
+    """Compares one tensor after a probe, element by element.
+
+    Args:
+        it: Its values.
+        bound: Of the target's rule.
+        of_source: Of the source's, if that is another.
+        roundings: How many units of float32 storing may have rounded away in the updates.
+        ran: What is summed over all tensors.
+    """
     interval = bound.intervals[it.key]
     size = int(np.size(interval.low))
     if it.theirs is None or it.theirs.shape != np.shape(interval.low):
@@ -318,7 +367,11 @@ def _compared(it: _Sides, bound: Bounds, of_source: Bounds | None, updates: int,
         if of_source is not None and it.other in of_source.exact:
             exact = of_source.exact[it.other].astype(np.float64)
             between = gap(exact, bound.exact[it.key].astype(np.float64))
-            rule = int(np.sum(bound.beyond(it.key, exact) & ~(between <= updates * unit)))
+            # In low precision the two in float64 part by what they stored in between, as exact as that is.
+            stored = roundings * (
+                unit + (moved * float(np.finfo(np.float32).eps) if roundings > _SINGLE else 0.0)
+            )
+            rule = int(np.sum(bound.beyond(it.key, exact) & ~(between <= stored)))
             parted = _over(float(np.max(between, initial=0.0)), moved)
     ran.outside["rule"] += rule
     ran.histogram = [a + b for a, b in zip(ran.histogram, _classes(ulps), strict=True)]
