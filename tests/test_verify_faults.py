@@ -67,6 +67,10 @@ def state_of(path: Path, family: str) -> TrainState:
         return replace(store(xp, load(xp, state), state), extra={})
 
 
+def written(state: TrainState, folder: Path) -> Path:
+    return state_writer("statekit", "statekit", lambda: state)(folder)
+
+
 Fault = Callable[[TrainState], tuple[TrainState, str] | None]
 """Makes a wrong state of a right one, and says what must be named; None where the family has no such thing."""
 
@@ -234,7 +238,7 @@ def test_a_fault_is_refuted_and_named(family: str, folder: Path) -> None:
         kinds += 1
         place = folder / f"{family}-{number}"
         place.mkdir()
-        target = state_writer("statekit", "statekit", lambda made=made: made[0])(place)
+        target = written(made[0], place)
         try:
             verdict = verify(source, target, hints=FAMILIES[family].hints, steps=0).data["verdict"]
         except Exception as error:  # a file that makes no state is refused by name
@@ -250,7 +254,7 @@ def test_the_same_state_written_without_a_fault_is_not_refuted(family: str, fold
     source = source_of(family, folder)
     place = folder / f"{family}-right"
     place.mkdir()
-    target = state_writer("statekit", "statekit", lambda: state_of(source, family))(place)
+    target = written(state_of(source, family), place)
     made = verify(source, target, hints=FAMILIES[family].hints, steps=1, gradients="random")
     assert made.passed, made.data["verdict"]["because"]
     assert set(made.tensors.values()) <= {"bit-exact", "within the rounding bound"}

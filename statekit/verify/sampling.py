@@ -18,7 +18,7 @@ from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Index, Shape, Tensor, in_memory
 
-WINDOW = 2**13
+WINDOW = 2**14
 """Elements of a parameter that are stepped of a large one."""
 
 
@@ -130,7 +130,7 @@ def _window(shape: Shape, rng: np.random.Generator) -> tuple[tuple[int, int], ..
     sides = list(shape)
     while math.prod(sides) > WINDOW:
         longest = sides.index(max(sides))
-        sides[longest] = (sides[longest] + 1) // 2
+        sides[longest] = 1 << (sides[longest] - 1).bit_length() - 1  # the power of two below
     if sides == list(shape):
         return None
     starts = [int(rng.integers(whole - side + 1)) for whole, side in zip(shape, sides, strict=True)]

@@ -130,7 +130,7 @@ class SideBySide:
         before, right, there = (sample.of(state) for state in self._states)
         rates, said = rates_of(right)
         self._notes += said
-        sides = self._side(before, self._layouts[0]), self._side(there, self._layouts[1])
+        sides = self._side(before, self._layouts[0], rates), self._side(there, self._layouts[1], rates)
         if encoded_paths(right) != encoded_paths(before):
             self._notes.append("parameters that one side stores encoded are held to the target's bound alone")
         twin = self._twin(sample)
@@ -169,7 +169,7 @@ class SideBySide:
             [_said(one, wrong[n], seen.get(n), right) for n, one in pending.items()],
         )
 
-    def _side(self, state: TrainState, layout: str) -> Side:
+    def _side(self, state: TrainState, layout: str, rates: Rates) -> Side:
         """Returns what steps a state: its own class, where it is installed and takes it, or our step."""
         schema, variant = state.optimizer.kinds[0]
         kind = class_of(layout, schema, str(variant))
@@ -181,7 +181,15 @@ class SideBySide:
         if not kind.is_here:
             self._notes.append(f"{kind.name} isn't installed: {ours} steps in its place")
             return Side(state, ours)
-        return Side(state, kind.title, kind.runner(schema, str(variant)), kind.sqrt_units)
+        side = Side(state, kind.title, kind.runner(schema, str(variant)), kind.sqrt_units)
+        try:  # whether it takes what is stepped; what a framework raises is said of the updates
+            side.after(NumpyBackend(), (), rates)
+        except StatekitError as error:
+            self._notes.append(f"{kind.name} isn't run: {error.line}; {ours} steps in its place")
+            return Side(state, ours)
+        except Exception:
+            return side
+        return side
 
     def _twin(self, sample: Sample) -> TrainState:
         """Returns a state in which what is stepped has the slots of another parameter of its kind, if there is one."""

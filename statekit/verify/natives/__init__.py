@@ -13,7 +13,6 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol, TypeAlias
 
-from statekit.errors import StatekitError
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array
 
@@ -80,6 +79,8 @@ _TORCH = (
     "megatron-distributed",
 )
 _KERAS = ("keras", "tf2-keras")
+_OF_KERAS = ("keras", "tensorflow", "h5py")
+_OF_OPTAX = ("optax", "jax", "flax")
 CLASSES: Mapping[tuple[str, str, str], Class] = {
     **{
         (layout, "adamw", "torch"): Class("torch.optim.AdamW", ("torch",), "torch_classes")
@@ -95,10 +96,22 @@ CLASSES: Mapping[tuple[str, str, str], Class] = {
         )
         for layout in _TORCH
     },
+    **{
+        ("optax", name, "optax"): Class(f"optax.{name}", _OF_OPTAX, "jax_classes")
+        for name in ("adamw", "adafactor", "lamb")
+    },
+    **{
+        (layout, name, "keras"): Class(f"keras.optimizers.{kind}", _OF_KERAS, "keras_classes", 8.0)
+        for layout in _KERAS
+        for name, kind in (("adamw", "AdamW"), ("adafactor", "Adafactor"), ("lamb", "Lamb"))
+    },
 }
 """By layout, schema and variant, the class that goes on with such a file."""
 DROP_INS: Mapping[str, Class] = {
     "statekit-torch": Class("statekit.torch", ("torch",), "torch_drop_ins"),
+    "statekit-jax": Class("statekit.jax", _OF_OPTAX, "jax_classes"),
+    "statekit-keras": Class("statekit.tensorflow", _OF_KERAS, "tensorflow_drop_ins", 8.0),
+    "tf2-statekit": Class("statekit.tensorflow", _OF_KERAS, "tensorflow_drop_ins", 8.0),
 }
 """By layout, statekit's own classes, which follow any variant that is stepped."""
 
@@ -116,7 +129,3 @@ def installed(package: str) -> str:
         except PackageNotFoundError:
             continue
     return "unknown"
-
-
-class NotTakenError(StatekitError):
-    """A class doesn't take the part of a state that is stepped."""

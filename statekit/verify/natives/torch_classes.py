@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from statekit.arrays.backend import backend
-from statekit.conversion import registry
-from statekit.files.stage import staged
 from statekit.state.train_state import TrainState
 from statekit.torch.live import live_state
 from statekit.verify.natives import Native, Rates, Updates
+from statekit.verify.natives.files import written
 
 
 def runner(name: str, variant: str) -> Native:
@@ -23,7 +22,7 @@ def runner(name: str, variant: str) -> Native:
 
     def run(state: TrainState, updates: Updates, rates: Rates) -> TrainState:
         with tempfile.TemporaryDirectory() as folder:
-            path = written(state, "torch-optim", Path(folder))
+            path = written(state, "torch", "torch-optim", Path(folder))
             saved = torch.load(path, weights_only=True)
         params = params_of(state)
         groups = [{"params": [params[one] for one in group.paths]} for group in state.optimizer.groups]
@@ -41,15 +40,6 @@ def _class(name: str) -> Any:
 
         return getattr(optimization, kind)
     return getattr(torch.optim, kind)
-
-
-def written(state: TrainState, layout: str, folder: Path) -> Path:
-    """Writes a state as a torch file, and returns where."""
-    path, container = folder / "part.pt", registry.container("torch")
-    with staged(path, "file") as stage:
-        container.write(registry.layout(layout).encode(state), stage)
-        stage.commit(container.open)
-    return path
 
 
 def params_of(state: TrainState) -> dict[str, torch.nn.Parameter]:

@@ -8,7 +8,8 @@ from pathlib import Path
 import statekit.torch
 from statekit.state.train_state import TrainState
 from statekit.verify.natives import Native, Rates, Updates
-from statekit.verify.natives.torch_classes import moved, params_of, written
+from statekit.verify.natives.files import written
+from statekit.verify.natives.torch_classes import moved, params_of
 
 
 def runner(name: str, variant: str) -> Native:
@@ -18,7 +19,7 @@ def runner(name: str, variant: str) -> Native:
         params = params_of(state)
         named = [(path.replace("/", "."), param) for path, param in params.items()]
         with tempfile.TemporaryDirectory() as folder:
-            path = written(state, "statekit-torch", Path(folder))
+            path = written(state, "torch", "statekit-torch", Path(folder))
             optimizer = statekit.torch.load_optimizer(path, named, variant=variant)
         return moved(optimizer, params, updates, rates)
 
