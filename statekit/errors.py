@@ -236,11 +236,11 @@ def listed(lines: Iterable[str]) -> Lines:
     return Lines("".join(f"\n    {printable(line)}" for line in lines))
 
 
-def _fault_list(faults: Iterable[tuple[str, str]]) -> Lines:
-    """Renders all faults of one input, one `what @ place` a line; many places with one fault are one line.
+def _fault_list(faults: Iterable[tuple[str, str]], folds: bool) -> Lines:
+    """Renders all faults of one input, one `what @ place` a line; many places with one fault are one line if it folds.
 
     Example:
-        >>> print(_fault_list([("has no slots", f"layers_{i}") for i in range(52)]))
+        >>> print(_fault_list([("has no slots", f"layers_{i}") for i in range(52)], True))
         <BLANKLINE>
             has no slots @ 52 places: layers_0, layers_1, layers_2 and 49 more
     """
@@ -249,7 +249,7 @@ def _fault_list(faults: Iterable[tuple[str, str]]) -> Lines:
         places.setdefault(what, []).append(place)
     lines: list[str] = []
     for what, named in places.items():
-        folded = len(named) > MOST_NAMED
+        folded = folds and len(named) > MOST_NAMED
         lines += (
             [f"{what} @ {len(named)} places: {some(named)}"] if folded else [f"{what} @ {p}" for p in named]
         )
@@ -276,8 +276,15 @@ class Faults:
             has shape (2,), expected (3,) @ encoder/b
     """
 
-    def __init__(self, faults: Iterable[tuple[str, str]] = ()) -> None:
-        self._faults = list(faults)
+    def __init__(self, faults: Iterable[tuple[str, str]] = (), folds: bool = True) -> None:
+        """Begins with some.
+
+        Args:
+            faults: What is wrong, and where.
+            folds: Whether many places with one fault are said in one line, with the first of them; not where the user
+                has to do something about each.
+        """
+        self._faults, self._folds = list(faults), folds
 
     def add(self, what: str, place: str) -> None:
         """Notes what is wrong, and where."""
@@ -335,7 +342,11 @@ class Faults:
                 1.0 -> 0.9 @ beta1
         """
         listing = error(
-            subject, place=place, expected=expected, found=_fault_list(self._faults), remedy=remedy
+            subject,
+            place=place,
+            expected=expected,
+            found=_fault_list(self._faults, self._folds),
+            remedy=remedy,
         )
         listing.faults = tuple(self._faults)
         return listing

@@ -251,3 +251,111 @@ def test_gpt2_keeps_its_weights_the_other_way_round_with_their_moments(tmp_path:
     with torch.no_grad():
         assert torch.allclose(linear, model.transformer.h[0].attn.c_proj(x), atol=1e-6)
     assert torch.equal(live["lm_head.weight"], live["transformer.wte.weight"])
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+    "num_key_value_heads": PAIRS, "head_dim": 2 * HALF, "num_experts_per_tok": 2, "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+QWEN = {**SIZES, "moe_intermediate_size": 16, "num_experts": 4, "norm_topk_prob": True, "rms_norm_eps": 1e-6}
+GPT_OSS = {
+    **SIZES, "intermediate_size": 16, "num_local_experts": 4, "sliding_window": 8, "swiglu_limit": 7.0,
+    "layer_types": ["sliding_attention", "full_attention"], "rms_norm_eps": 1e-5,
+}  # fmt: skip
+EXPERTS = "moe.routed_experts.inner_experts"
+
+
+def of_qwen(weights: Mapping[str, torch.Tensor], x: torch.Tensor, expert: int) -> torch.Tensor:
+    """Returns what an expert of the first layer makes, as torchtitan has it."""
+    gate, up, down = (weights[f"layers.0.{EXPERTS}.{n}"][expert] for n in ("w1_EFD", "w3_EFD", "w2_EDF"))
+    return (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+
+def of_gpt_oss(weights: Mapping[str, torch.Tensor], x: torch.Tensor, expert: int) -> torch.Tensor:
+    """Returns what an expert of the first layer makes, as torchtitan has it: gates and ups in turns."""
+    names = ("mlp1_weight_EGD", "mlp1_bias_EG", "mlp2_weight_EDF", "mlp2_bias_ED")
+    first, bias, second, last = (weights[f"layers.0.{EXPERTS}.{n}"][expert] for n in names)
+    both = x @ first.T + bias
+    gate, up = both[..., ::2].clamp(max=7.0), both[..., 1::2].clamp(-7.0, 7.0)
+    return (gate * torch.sigmoid(1.702 * gate) * (up + 1)) @ second.T + last
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "said", "of_expert"),
+    [
+        ("Qwen3Moe", "torchtitan-qwen3-moe:hf-qwen3-moe", QWEN, of_qwen),
+        ("GptOss", "torchtitan-gpt-oss:hf-gpt-oss", GPT_OSS, of_gpt_oss),
+    ],
+)
+def test_experts_of_torchtitan_go_on_in_hugging_face_with_their_moments(
+    cls: str, name: str, said: dict[str, Any], of_expert: Any, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{cls}ForCausalLM")(getattr(transformers, f"{cls}Config")(**said)).eval()
+    with torch.no_grad():
+        for one in model.parameters():
+            one.normal_(std=0.2)
+    theirs, ours = name.split(":")
+    weights = load(f"{ours}:{theirs}").apply(dict(model.named_parameters()))
+    weights.pop("lm_head.weight", None) if model.config.tie_word_embeddings else None
+    x, every = torch.randn(5, WIDTH), torch.ones(5, 1)
+    with torch.no_grad():
+        made = model.model.layers[0].mlp.experts(x, torch.full((5, 1), 3), every)
+        assert apart(made, of_expert(weights, x, 3)) <= LOGITS
+    params = trained(weights, tmp_path / "run.pt")
+    with pytest.raises(UsageError) as error:
+        statekit.convert(tmp_path / "run.pt", tmp_path / "hf", to="hf-trainer", map=name)
+    asked = {place for _, place in error.value.faults}
+    assert asked and all(key in str(error.value) for key in asked)  # each by its name
+    report = statekit.convert(
+        tmp_path / "run.pt",
+        tmp_path / "hf",
+        to="hf-trainer",
+        map=name,
+        config={key: said[key] for key in asked},
+    )
+    assert {one.exactness for one in report.plan.mapped} == {Exactness.BITWISE}
+    loaded = type(model).from_pretrained(tmp_path / "hf").eval()
+    model.load_state_dict(load(name).apply(params), strict=False)
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+    bias = {f"layers.{i}.moe.expert_bias": torch.zeros(4) for i in range(LAYERS)}
+    with pytest.raises(StateError, match="without a loss"):
+        load(name).apply({**params, **bias})
+    older = {
+        key.replace(EXPERTS, "moe.experts").removesuffix("_EFD").removesuffix("_EDF"): one
+        for key, one in params.items()
+    }
+    older = {
+        key.removesuffix("_EGD").removesuffix("_EG").removesuffix("_ED"): one for key, one in older.items()
+    }
+    assert load(name).apply(older).keys() == load(name).apply(params).keys()
+
+
+def test_every_name_that_a_map_doesnt_know_is_said_in_the_error_itself() -> None:
+    """A model with biases in its attention, as Qwen2 has them, is none that torchtitan has."""
+    biases = {
+        f"layers.{i}.attention.qkv_linear.{n}.bias": torch.zeros(8)
+        for i in range(LAYERS)
+        for n in ("wq", "wk", "wv")
+    }
+    with pytest.raises(StateError) as error:
+        load("torchtitan-llama:hf-llama", SAID).apply({**titan(), **biases})
+    assert all(name.replace(".", "/") in str(error.value) for name in biases)
+
+
+def test_buffers_are_left_behind_by_name_or_refused_with_the_reason(tmp_path: Path) -> None:
+    trained(titan(norms=True), tmp_path / "run.pt")
+    saved = torch.load(tmp_path / "run.pt")
+    saved["model"]["freqs_cis"] = torch.ones(3)
+    torch.save(saved, tmp_path / "run.pt")
+    with statekit.open(tmp_path / "run.pt") as opened:
+        there, _ = carried_through(opened.state, maps_of("torchtitan-qwen3:hf-qwen3", builds=False))
+    assert "buffers" not in there.extra
+    assert "freqs_cis" in there.assumptions[-1]
+    saved["model"]["layers.0.moe.expert_bias"] = torch.ones(4)
+    torch.save(saved, tmp_path / "run.pt")
+    with statekit.open(tmp_path / "run.pt") as opened, pytest.raises(StateError, match="without a loss"):
+        load("torchtitan-qwen3-moe:hf-qwen3-moe").apply(opened.state)

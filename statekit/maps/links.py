@@ -100,7 +100,7 @@ def carried(
     for link in links:
         for source in link.sources:
             of.setdefault(source, []).append(link.target)
-    faults, refused = Faults(), Faults()
+    faults, refused = Faults(folds=False), Faults()
     targets = [link.target for link in links]
     faults += [
         ("would be the name of two parameters", name) for name in {*targets} if targets.count(name) > 1

@@ -225,8 +225,10 @@ class ModelMap:
         if self.modules is not None:
             state = self.modules.gathered(state)
         shapes = {path: param.shape for path, param in state.params.items()}
-        faults = Faults()
+        faults = Faults(folds=False)
         links, model = self._links(shapes, faults)
+        if self.modules is None:
+            state = self._without_buffers(state, faults)
         state = replace(state, assumptions=(*state.assumptions, *model.taken))
         for name, path in state.extra.get(TIES, {}).items():
             if self.old_ties.get(name) != path:
@@ -235,11 +237,24 @@ class ModelMap:
         result = carried(state, links, self._ties_of(links), self.name)
         return result if self.pretrained is None else self._with_files(result, self.pretrained, model)
 
+    def _without_buffers(self, state: TrainState, faults: Faults) -> TrainState:
+        """Returns a state without buffers, whose names are the source's, and says so; adds those that are refused."""
+        buffers = state.extra.get(_BUFFERS) or {}
+        for name in buffers:
+            for template, why in self.refused:
+                if template.binding(name.replace(".", "/")) is not None:
+                    faults.add(f"can't be held by the target: {why}", name)
+        if not buffers:
+            return state
+        said = f"The map leaves behind what no optimizer moves and it has no name for: {', '.join(buffers)}."
+        extra = {key: one for key, one in state.extra.items() if key != _BUFFERS}
+        return replace(state, extra=extra, assumptions=(*state.assumptions, said))
+
     def _live(self, tree: Mapping[str, Any]) -> dict[str, Any]:
         """Returns live arrays under the other side's names."""
         arrays, named = live.flat(tree)
         arrays = live.apart(arrays, self.old_ties)
-        faults = Faults()
+        faults = Faults(folds=False)
         links, _ = self._links({path: tuple(array.shape) for path, array in arrays.items()}, faults)
         self._check(faults)
         result = live.made(arrays, links)
@@ -454,6 +469,8 @@ def _bindings(fields: Sequence[str], ranges: Mapping[str, Sequence[str | int]]) 
     return [dict(zip(fields, values, strict=True)) for values in product(*(ranges[name] for name in fields))]
 
 
+_BUFFERS = "buffers"
+"""Where a state's `extra` has a model's tensors that no optimizer moves, by their own names."""
 _OTHER_CHANNELS = {"first": "last", "last": "first"}
 _SIZES = ("outer", "turns", "count", "from", "to")
 _REST = ("rest", "all")

@@ -74,7 +74,7 @@ class Pretrained:
             StateError: What was said contradicts the checkpoint; lists every key.
             UsageError: A key is needed that nothing tells; lists every one.
         """
-        faults, missing = Faults(), Faults()
+        faults, missing = Faults(folds=False), Faults(folds=False)
         values: dict[str, Any] = {}
         files: dict[str, dict[str, Any]] = {}
         for file, key, rule in self._rules():
