@@ -93,25 +93,23 @@ class Traced:
         ]
         return subprocess.run(line, capture_output=True, text=True, timeout=SECONDS, check=False)
 
-    def calls(self) -> Iterator[tuple[str, int, str]]:
-        """Yields the calls on the source and in the target's folder: name, number in its thread, and all of it."""
+    def calls(self) -> Iterator[tuple[str, int, str, str]]:
+        """Yields the calls on the source and in the target's folder: name, number in its thread, file, all of it."""
         seen = Counter[tuple[str, str]]()
+        below = rf'[<"]((?:{re.escape(str(self.source))}|{re.escape(str(self.folder))}/)[^>"]*)[>"]'
         for line in self.log.read_text(errors="replace").splitlines():
             if match := _LINE.match(line):
                 thread, name, rest = match.groups()
                 seen[thread, name] += 1
-                if str(self.source) in rest or f"{self.folder}/" in rest:
-                    yield name, seen[thread, name], rest
+                if files := re.findall(below, rest):  # and not in what is written, as in a message
+                    yield name, seen[thread, name], files[0], rest
 
 
 def points(traced: Traced) -> list[tuple[str, int, str]]:
     """Returns which calls to make fail and how, of each name on each file some."""
     groups: dict[tuple[str, str], list[int]] = {}
-    for name, number, rest in traced.calls():
-        files = re.findall(
-            rf'[<"]((?:{re.escape(str(traced.source))}|{re.escape(str(traced.folder))}/)[^>"]*)', rest
-        )
-        groups.setdefault((name, files[0]), []).append(number)
+    for name, number, file, _ in traced.calls():
+        groups.setdefault((name, file), []).append(number)
     drawn = [
         (name, numbers[place], code)
         for (name, _), numbers in groups.items()
@@ -143,7 +141,7 @@ def swept(traced: Traced, drawn: list[tuple[str, int, str]]) -> Seen:
         began = time.monotonic()
         done = traced.run(f"{name}:error={code}:when={number}")
         seen.seconds = max(seen.seconds, time.monotonic() - began)
-        failed = [rest for _, _, rest in traced.calls() if "(INJECTED)" in rest]
+        failed = [rest for *_, rest in traced.calls() if "(INJECTED)" in rest]
         if failed:  # of several threads, another one may have come first
             bad = verdict(traced, done, seen.counts)
             seen.bad += [f"{name} {number} {code}: {bad}: {failed[0][:200]}"] * bool(bad)
@@ -216,6 +214,17 @@ def test_a_few_calls_fail(tmp_path: Path) -> None:
     # others of these calls, and other names' calls, may fail without harm: where a format is told, or at the end
     seen = swept(conversion, [first[name] for name in ("mkdir", "write", "fsync", "renameat2")])
     assert not seen.bad and seen.counts["caught"] == 4, seen
+
+
+def test_what_is_printed_is_no_call_on_a_file(tmp_path: Path) -> None:
+    """With a short path the text that goes to stdout shows all of it."""
+    conversion = Traced(tmp_path / "s", tmp_path / "t", tmp_path / "t" / "target", (), tmp_path / "log")
+    on_target = f'7 write(5<{conversion.target}>, "PK"..., 64) = 64'
+    printed = (
+        f'7 write(1<pipe:[31]>, "  source  {conversion.source}\\n  target  {conversion.target}\\n", 32) = 32'
+    )
+    conversion.log.write_text(f"{printed}\n{on_target}\n")
+    assert points(conversion) == [("write", 2, code) for code in CODES["write"]]
 
 
 def test_a_target_that_is_torn_would_be_seen(tmp_path: Path) -> None:
