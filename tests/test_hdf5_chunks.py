@@ -10,6 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from counting import calls
 
 from statekit.budget import Budget, Limits
 from statekit.converters.formats.hdf5 import chunks as hdf5_chunks
@@ -134,3 +135,24 @@ def test_a_chunk_larger_than_the_budget_is_refused_by_its_place(tmp_path: Path) 
         assert "`held`" in str(caught.value)
         assert "--budget" in str(caught.value)
         opened.close()
+
+
+def test_an_empty_group_takes_little_work(tmp_path: Path) -> None:
+    """Half of it was a look at the names of what it holds, and another at those of the file's writer."""
+
+    def work(groups: int) -> int:
+        path = tmp_path / f"{groups}.h5"
+        with h5py.File(path, "w") as file:
+            for number in range(groups):
+                file.create_group(f"layers/{number}")
+
+        def opened() -> None:
+            with Files() as files:
+                open_hdf5(files.source(path), "file").close()
+
+        opened()
+        return calls(opened)
+
+    few, many = work(100), work(300)
+    assert (many - few) / 200 < 400
+    assert many < 3.2 * few  # and no more with their number

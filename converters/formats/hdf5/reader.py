@@ -211,12 +211,13 @@ class _Reader:
 
         address = self._met(group, name, depth)
         members: list[tuple[tuple[int, int], str, Any]] = []
-        named = self._names.of(address) if self._names else {}
-        named = named if all(key in named for key in group) else {}
+        keys = list(group)
+        named = self._names.of(address) if self._names and len(keys) > 1 else {}  # one needs no order
+        named = named if all(key in named for key in keys) else {}
         firsts = []
-        for key in group:
+        for key in keys:
             path = f"{name}/{key}" if name else key
-            if not isinstance(group.get(key, getlink=True), h5py.HardLink):
+            if group.id.links.get_info(key.encode("utf-8", "surrogateescape")).type != h5py.h5l.TYPE_HARD:
                 raise RefusedError(
                     "An HDF5 file links to something elsewhere.",
                     place=f"{path} in {self._place}",
@@ -259,11 +260,13 @@ class _Reader:
         return address
 
     def _attributes(self, item: Any, name: str) -> dict[str, Any]:
-        count, place = len(item.attrs), f"{name} in {self._place}"
+        attributes, place = item.attrs, f"{name} in {self._place}"
+        if not (count := len(attributes)):
+            return {}
         self._source.account.step(count * _ATTRIBUTE_STEPS, "An HDF5 file", place)
         self._source.account.nodes(count, "An HDF5 file", place)
         return {
-            str(key): self._plain(item.attrs, key, f"{name}@{key} in {self._place}") for key in item.attrs
+            str(key): self._plain(attributes, key, f"{name}@{key} in {self._place}") for key in attributes
         }
 
     def _plain(self, attributes: Any, key: str, place: str) -> Any:
