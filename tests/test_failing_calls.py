@@ -22,7 +22,7 @@ from reliability_table import Row, note
 from samples import target_name, writable
 from soak import DONE, proven
 
-from statekit.conversion.contracts import NO_HINTS
+from statekit.conversion.contracts import NO_HINTS, Hints
 from statekit.errors import StatekitError
 
 READING = ("openat", "getdents64", "read", "pread64", "preadv", "preadv2")
@@ -182,9 +182,11 @@ def verdict(traced: Traced, done: subprocess.CompletedProcess[str], counts: Coun
     return f"kept {kept}" if kept or again.returncode else ""
 
 
-PLAIN = {name: row for name, row in writable().items() if row.hints == NO_HINTS}
-CASES = {**{name: (row, row.layout) for name, row in PLAIN.items()}, "statekit": (PLAIN["t5x"], "statekit")}
-"""Container -> a sample of which the command line needs to be told nothing, and the layout that is written."""
+SAMPLES = writable()
+CASES = {name: (row, row.layout) for name, row in SAMPLES.items()} | {
+    "statekit": (SAMPLES["t5x"], "statekit")
+}
+"""Container -> a sample of which the command line needs to be told no more than a variant, and the written layout."""
 
 
 def traced(name: str, work: Path) -> Traced:
@@ -194,6 +196,9 @@ def traced(name: str, work: Path) -> Traced:
     (work / "targets").mkdir()
     target = work / "targets" / target_name(name)
     options = ("--to", name, "--layout", layout, "--require", "lossy")
+    if row.hints != NO_HINTS:
+        assert row.hints == Hints(variant=row.hints.variant)
+        options += ("--variant", str(row.hints.variant))
     conversion = Traced(row.sample_in(work / "source").path, target.parent, target, options, work / "log")
     for _ in range(2):  # the first may compile modules
         done = conversion.run()
