@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar
 
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 StageName: TypeAlias = Literal["read", "digest", "decompress", "compress", "write", "sync"]
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_A = TypeVar("_A")
+_POOL = "work"
+_AT_ONCE = 8
+"""Pieces of shared work at once at most, each of which may hold a few blocks."""
 
 _BUFFER_BYTES = 2**23
 _PAGE = 2**12
@@ -114,9 +118,28 @@ def working(stage: StageName) -> Iterator[None]:
         _here.inner = outer + spent
 
 
-def pool() -> ThreadPoolExecutor:
-    """Returns the threads for pieces of work that don't depend on each other: as many as the job may use."""
-    return _executor("work", threads())
+def can_share() -> bool:
+    """Tells whether work that nobody waits for yet may go to another thread: not what such a one does itself."""
+    return threads() > 1 and getattr(_here, "lane", "") != _POOL
+
+
+def shared(work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Callable[[], _T]:
+    """Begins a piece of work that depends on no other, and returns what waits for its result."""
+    if not can_share():
+        result = work(*args, **kwargs)
+        return lambda: result
+    return _executor(_POOL, threads()).submit(work, *args, **kwargs).result
+
+
+def each(work: Callable[[_A], _T], items: Iterable[_A]) -> Iterator[_T]:
+    """Yields what work makes of each item, in their order; a few are under way at once."""
+    coming: deque[Callable[[], _T]] = deque()
+    for item in items:
+        coming.append(shared(work, item))
+        if len(coming) >= min(threads(), _AT_ONCE):
+            yield coming.popleft()()
+    while coming:
+        yield coming.popleft()()
 
 
 def lane(name: str, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Callable[[], _T]:
@@ -124,7 +147,7 @@ def lane(name: str, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs)
 
     Without another thread, or on one of the pipeline's own, it is done at once.
     """
-    if threads() == 1 or getattr(_here, "is_lane", False):
+    if threads() == 1 or hasattr(_here, "lane"):
         result = work(*args, **kwargs)
         return lambda: result
     return _executor(name, 1).submit(work, *args, **kwargs).result
@@ -135,17 +158,17 @@ def _executor(name: str, count: int) -> ThreadPoolExecutor:
     if key not in _lanes:
         from concurrent.futures import ThreadPoolExecutor  # brings logging, which most calls have no use for
 
-        _lanes[key] = ThreadPoolExecutor(count, f"statekit-{name}", _enter)
+        _lanes[key] = ThreadPoolExecutor(count, f"statekit-{name}", _enter, (name,))
     return _lanes[key]
 
 
-def _enter() -> None:
-    _here.is_lane = True
+def _enter(name: str) -> None:
+    _here.lane = name
 
 
 def ahead(blocks: Iterator[_T]) -> Iterator[_T]:
     """Yields what an iterator yields, which goes ahead on a lane while the last block is used."""
-    if threads() == 1 or getattr(_here, "is_lane", False):
+    if threads() == 1 or hasattr(_here, "lane"):
         yield from blocks
         return
     end: Any = object()

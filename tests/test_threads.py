@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from limit import LAYOUTS, made_state
 from synthetic import write_neutral
 
 from statekit.conversion.convert import Report, convert, plan
+from statekit.errors import CorruptError, StatekitError
 from statekit.tensors.tensor import BLOCK_BYTES
 
 SIDE = 1500
 """Of a matrix that is more than one block, and no whole number of them."""
+TWO_CHUNKS = 2200
+"""Of one that Orbax has in two chunks, each more than a block."""
 ANEW = {"orbax"}
 """Their files say when they were written."""
 
@@ -28,7 +34,8 @@ def files(path: Path) -> dict[str, bytes]:
 def test_any_number_of_threads_writes_and_reads_the_same(container: str, tmp_path: Path) -> None:
     assert BLOCK_BYTES < 4 * SIDE * SIDE
     source = tmp_path / "source"
-    write_neutral(source, made_state((container, "statekit"), 0, SIDE))
+    side = TWO_CHUNKS if container == "orbax" else SIDE
+    write_neutral(source, made_state((container, "statekit"), 0, side))
 
     def both(number: int) -> tuple[Report, Report, Path, Path]:
         folder = tmp_path / f"{number}"
@@ -43,3 +50,50 @@ def test_any_number_of_threads_writes_and_reads_the_same(container: str, tmp_pat
     assert files(one[3]) == files(four[3])
     if container not in ANEW:
         assert files(one[2]) == files(four[2])
+
+
+def refused(source: Path, folder: Path, number: int) -> StatekitError:
+    """Converts, and returns why that failed; nothing may be left."""
+    folder.mkdir()
+    with pytest.raises(StatekitError) as caught:
+        convert(plan(source, folder / "target", to="torch"), threads=number)
+    assert not [*folder.iterdir()]
+    return caught.value
+
+
+@pytest.mark.torch
+def test_damage_is_refused_in_the_same_words_and_nothing_is_left(tmp_path: Path) -> None:
+    neutral, source = tmp_path / "neutral", tmp_path / "t5x"
+    write_neutral(neutral, made_state(("t5x", "statekit"), 0, SIDE))
+    convert(plan(neutral, source, to="t5x"))
+    chunk = max((file for file in source.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    data = bytearray(chunk.read_bytes())
+    data[len(data) // 2] ^= 1
+    chunk.write_bytes(data)
+    one, four = (refused(source, tmp_path / f"{number}", number) for number in (1, 4))
+    assert (type(one), str(one)) == (CorruptError, str(four))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("call", ["write", "preadv", "fsync"])
+def test_a_failing_call_ends_all_stages_in_the_same_words(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    write_neutral(source, made_state(("statekit", "torch"), 0, SIDE))
+    whole = getattr(os, call)
+
+    def failing(number: int, *args: Any) -> Any:
+        if is_large(number):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return whole(number, *args)
+
+    def is_large(number: int) -> bool:
+        return os.fstat(number).st_size > BLOCK_BYTES
+
+    errors = []
+    for threads in (1, 4):
+        monkeypatch.setattr(os, call, failing)
+        errors.append(str(refused(source, tmp_path / f"{threads}", threads)).replace(f"/{threads}/", "/"))
+        monkeypatch.setattr(os, call, whole)
+    assert errors[0] == errors[1]

@@ -42,7 +42,7 @@ from statekit.files.stage import (
 from statekit.maps.links import StateMap
 from statekit.pipeline import Times, job
 from statekit.state.train_state import StepOffset
-from statekit.tensors.digest import json_digest, tensor_digest
+from statekit.tensors.digest import json_digest, tensor_digests
 from statekit.tensors.tensor import nbytes
 from statekit.tensors.tree import Tree, tensor_names
 
@@ -336,16 +336,13 @@ def _digest_rest(checkpoint: Checkpoint, passed: Mapping[str, str], tell: OnProg
     streamed = set(passed.values())
     rest = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in streamed}
     total, done = sum(map(nbytes, rest.values())), 0
-    digests = {}
-    for name, tensor in rest.items():
 
-        def count(size: int, name: str = name) -> None:
-            nonlocal done
-            done += size
-            tell(Progress("check", name, done, total))
+    def count(name: str, size: int) -> None:
+        nonlocal done
+        done += size
+        tell(Progress("check", name, done, total))
 
-        digests[name] = tensor_digest(tensor, count)
-    return digests
+    return dict(tensor_digests(rest, count))
 
 
 def _source_digests(rest: Mapping[str, str], passed: Mapping[str, str], streamed: Entries) -> dict[str, str]:

@@ -70,7 +70,7 @@ from statekit.files.whole_file import (
     whole_file_fault,
 )
 from statekit.pipeline import lane, working
-from statekit.tensors.digest import tensor_bytes, tensor_digest
+from statekit.tensors.digest import tensor_bytes, tensor_digests
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.typed import is_unicode
 
@@ -310,14 +310,14 @@ class Stage:
 
     def _value_faults(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
         done = 0
-        for name, tensor in tensors.items():
 
-            def tell(size: int, name: str = name) -> None:
-                nonlocal done
-                done += size
-                self._on_progress(Progress("verify", name, done, self._done))
+        def tell(name: str, size: int) -> None:
+            nonlocal done
+            done += size
+            self._on_progress(Progress("verify", name, done, self._done))
 
-            if tensor_digest(tensor, tell) != self.tensors[name]["blake3"]:
+        for name, digest in tensor_digests(tensors, tell):
+            if digest != self.tensors[name]["blake3"]:
                 yield "reads back with other values than were written", name
 
     def _narrow(self) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 from blake3 import blake3
 
-from statekit.pipeline import ahead, passed, working
+from statekit.pipeline import ahead, each, passed, working
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Tensor, chunks, nbytes
 from statekit.tensors.tree import Record, Tree
 
@@ -53,6 +55,32 @@ def tensor_digest(tensor: Tensor, on_block: Callable[[int], object] | None = Non
         if on_block is not None:
             on_block(len(block))
     return hasher.hexdigest()
+
+
+def tensor_digests(
+    tensors: Mapping[str, Tensor], on_block: Callable[[str, int], object]
+) -> Iterator[tuple[str, str]]:
+    """Yields the name and BLAKE3 digest of each tensor, in their order.
+
+    Those that are decoded from chunks are read several at once, others one after the other, as they lie in files.
+
+    Args:
+        tensors: What to read.
+        on_block: Told the name of a tensor, and the number of bytes of each block.
+    """
+    for is_chunked, group in groupby(
+        tensors.items(), lambda item: getattr(item[1], "chunk", None) is not None
+    ):
+        if not is_chunked:
+            for name, tensor in group:
+                yield name, tensor_digest(tensor, partial(on_block, name))
+            continue
+        chunked = dict(group)
+        for (name, tensor), digest in zip(
+            chunked.items(), each(tensor_digest, chunked.values()), strict=True
+        ):
+            on_block(name, nbytes(tensor))
+            yield name, digest
 
 
 def canonical_json(document: Any) -> bytes:

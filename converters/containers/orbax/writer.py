@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from statekit.converters.containers.step_folders import JSON_ITEM, TREE_METADATA
 from statekit.converters.formats.zarr.writer import encoded_chunks, header_bytes, header_for
 from statekit.files.durable import writing
 from statekit.files.stage import Stage
+from statekit.pipeline import working
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree, tensor_names, walk
 
@@ -102,16 +102,33 @@ def _write_database(
         spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{root}/"}}
         database = ts.KvStore.open(spec).result()
     transaction, size = ts.Transaction(), 0
-    for leaf, tensor in tensors.items():
-        for key, value in _values(stage, f"{name}{leaf}", tensor, arrays[leaf]):
-            with _told(root):
-                database.with_transaction(transaction).write(key, value).result()
-                size += len(value)
-                if size >= _COMMIT_BYTES:  # each commit is a version of the database, and frees what it held
-                    transaction.commit_sync()
-                    transaction, size = ts.Transaction(), 0
-    with _told(root):
-        transaction.commit_sync()
+    commits: list[Any] = []
+    try:
+        for leaf, tensor in tensors.items():
+            for key, value in _values(stage, f"{name}{leaf}", tensor, arrays[leaf]):
+                with _told(root):
+                    database.with_transaction(transaction).write(key, value).result()
+                    size += len(value)
+                    if (
+                        size >= _COMMIT_BYTES
+                    ):  # each commit is a version of the database, and frees what it held
+                        _wait(commits)
+                        commits.append(transaction.commit_async())  # while the next is compressed
+                        transaction, size = ts.Transaction(), 0
+        with _told(root):
+            _wait(commits)
+            transaction.commit_sync()
+    except BaseException:
+        with suppress(Exception):  # nothing may be written any more when the folder is removed
+            _wait(commits)
+        raise
+
+
+def _wait(commits: list[Any]) -> None:
+    """Waits for a commit, if one is under way."""
+    while commits:
+        with working("write"):
+            commits.pop().result()
 
 
 @contextmanager
@@ -128,6 +145,4 @@ def _values(stage: Stage, name: str, tensor: Tensor, array: str) -> Iterator[tup
     header = header_for(tensor, "zstd", CHUNK_BYTES)
     yield f"{array}/.zarray", header_bytes(header)
     for key, pieces in encoded_chunks(stage, name, tensor, header):
-        whole = io.BytesIO()
-        whole.writelines(pieces)
-        yield f"{array}/{key}", whole.getvalue()
+        yield f"{array}/{key}", b"".join(pieces)

@@ -12,12 +12,10 @@ Source: zarr-specs, codec `sharding_indexed` version 1.0.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,9 +26,10 @@ from statekit.converters.formats.crc import crc32c
 from statekit.converters.formats.decompression import MOST_OF_ONE, PIECE, decompressed, stream_bytes
 from statekit.converters.formats.storage import checked_shape
 from statekit.converters.formats.zarr.stores import Store
-from statekit.errors import CorruptError, FormatError, RefusedError
+from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
 from statekit.files.checksums import OF_COMPRESSORS
 from statekit.files.source import Part, Source, bytes_at, hold
+from statekit.pipeline import can_share, each, passage, shared
 from statekit.tensors.tensor import (
     Array,
     DType,
@@ -45,6 +44,9 @@ from statekit.tensors.tensor import (
 
 SLAB = 8 * 2**20
 """How much of a chunk is held to cut a block out of it, in bytes. A chunk up to this size is always read to its end."""
+
+AHEAD = 64 * 2**20
+"""Bytes of the next chunk that are decoded while one is read: a chunk of T5X."""
 
 CHUNK_STEPS = 128
 """Steps of work that looking for a chunk takes which is absent, or of which a block has next to nothing."""
@@ -97,9 +99,30 @@ class DecodedStream:
         hold(value, 0, self.needs, "A chunk that is decoded")
         self._pieces = decompressed(value, compressor, "A chunk")
         self._held = memoryview(b"")
-        self._place = value.place
+        self._early: Callable[[], deque[bytes]] | None = None
+        self._ready = deque[bytes]()
+        self._value, self._place = value, value.place
         self._size = size
         self.position = 0
+
+    def start(self) -> None:
+        """Has another thread decode the beginning."""
+        ahead = min(AHEAD, self._size)
+        self._value.account.hold(ahead, "A chunk that is decoded ahead", self._place)
+        self.needs += ahead
+        self._early = shared(self._decode, ahead)
+
+    def _decode(self, count: int) -> deque[bytes]:
+        pieces = deque[bytes]()
+        while count > 0 and (piece := next(self._pieces, b"")):
+            pieces.append(piece)
+            count -= len(piece)
+        return pieces
+
+    def _next(self) -> bytes:
+        if self._early is not None:
+            self._ready, self._early = self._early(), None
+        return self._ready.popleft() if self._ready else next(self._pieces, b"")
 
     def seek(self, position: int) -> None:
         while self.position < position:
@@ -121,7 +144,7 @@ class DecodedStream:
             CorruptError: There is more or less than declared, or the checksum disagrees.
         """
         self.seek(self._size)
-        if len(self._held) or next(self._pieces, b""):
+        if len(self._held) or self._next():
             raise CorruptError(
                 "A chunk is longer than declared.", place=self._place, expected=f"{self._size} bytes"
             )
@@ -132,7 +155,7 @@ class DecodedStream:
 
     def _more(self) -> memoryview:
         if not len(self._held):
-            self._held = memoryview(next(self._pieces, b""))
+            self._held = memoryview(self._next())
             if not len(self._held):
                 raise CorruptError(
                     "A chunk is shorter than declared.",
@@ -434,11 +457,6 @@ _AT_ONCE = 256
 """Chunks of a block that are looked for before they are decoded."""
 
 
-@functools.cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count() or 1, "statekit-zarr")
-
-
 class _Reader:
     """Reads blocks of one array.
 
@@ -469,7 +487,7 @@ class _Reader:
             if len(jobs) == 1:
                 self._copy(jobs[0])
             else:
-                for _ in _pool().map(self._copy, jobs):
+                for _ in each(self._copy, jobs):
                     pass
         return np.empty(index_shape(index), self._header.dtype) if out is None else out
 
@@ -547,6 +565,7 @@ class _Reader:
             stream = None
         if stream is None:
             stream = open_stream(value, compressor, size)
+        self._begin_next(position, compressor)
         copy_block(stream, header.chunks, index, out)
         if stream.position == size:
             stream.finish()
@@ -554,6 +573,27 @@ class _Reader:
             account.free(stream.needs)
         else:
             account.keep((self, position), stream, stream.needs)
+
+    def _begin_next(self, position: tuple[int, ...], compressor: str) -> None:
+        """Has the next chunk decoded by another thread, if the array is read to its end one after the other."""
+        header, account = self._header, self._store.account
+        cut = [axis for axis, count in enumerate(header.grid()) if count > 1]
+        if passage() is None or not can_share() or len(cut) != 1 or header.shards is not None:
+            return
+        following = tuple(n + (axis == cut[0]) for axis, n in enumerate(position))
+        if following[cut[0]] == header.grid()[cut[0]]:
+            return
+        stream = account.kept((self, following))
+        try:
+            if stream is None and (value := self._value(following, {})) is not None:
+                stream = open_stream(value, compressor, header.chunk_bytes())
+                stream.start()
+        except StatekitError:  # said when its turn comes
+            if stream is not None:
+                account.free(stream.needs)
+            return
+        if stream is not None:
+            account.keep((self, following), stream, stream.needs)
 
     def _empty(self) -> Array:
         return np.empty(self._header.chunks, self._header.dtype)

@@ -15,13 +15,14 @@ from typing import Any, Protocol
 from statekit.budget import Account
 from statekit.errors import CorruptError, NotFoundError, RefusedError, UsageError
 from statekit.files.source import Files, Held, Source, filled, record, require, walked
+from statekit.pipeline import threads
 from statekit.tensors.tensor import Array
 
 _PROBE = 8 * 2**20
 """An OCDBT value up to this size is read at once; a larger one in spans. In bytes."""
 
-_CACHE = 64 * 2**20
-"""How many bytes of an OCDBT database's inner nodes are kept."""
+_CACHED_PART = 8
+"""The part of the bytes that a job may hold which an OCDBT database's inner nodes are kept in: 64 MiB by default."""
 
 _URL_COPIES = {"gs": "gcloud storage cp -r {} .", "s3": "aws s3 cp --recursive {} checkpoint"}
 
@@ -144,7 +145,14 @@ class OcdbtStore:
 
         _check_files(folder, files)
         root = os.path.realpath(folder)
-        context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE}})
+        cached, limit = files.account.budget.limits.held // _CACHED_PART, {"limit": threads()}
+        context = ts.Context(
+            {
+                "cache_pool": {"total_bytes_limit": cached},
+                "file_io_concurrency": limit,
+                "data_copy_concurrency": limit,
+            }
+        )
         spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{root}/"}}
         try:
             return OcdbtStore(str(folder), ts.KvStore.open(spec, context=context).result(), files)
