@@ -35,8 +35,8 @@ _AT_ONCE = 8
 
 _BUFFER_BYTES = 2**23
 _PAGE = 2**12
-_WORTH = 2**18
-"""Bytes from which on a piece of work goes to another thread, and memory is taken from the buffers."""
+_WORTH = 2**20
+"""Bytes from which on memory is taken from the buffers; what is smaller has no fresh pages each time anyway."""
 _KEPT = 8
 _AHEAD = 2
 """Blocks that are read ahead of whoever takes them."""
@@ -227,12 +227,12 @@ _lent: dict[int, weakref.ref[npt.NDArray[Any]]] = {}
 
 
 def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Returns an array whose values aren't set, as `numpy.empty`: in a buffer that was used before, if it fits one.
+    """Returns an array whose values aren't set, as `numpy.empty`: in a job in a buffer of the job's, if it fits one.
 
     The buffer is taken back when neither the array nor a view of it is referred to any more.
     """
     count = math.prod(shape) * np.dtype(dtype).itemsize
-    if not _WORTH <= count <= _BUFFER_BYTES:
+    if not _jobs or not _WORTH <= count <= _BUFFER_BYTES:
         return np.empty(shape, dtype)
     try:
         memory = _free.pop()
@@ -245,7 +245,7 @@ def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
     def take_back(_: object) -> None:
         del _lent[id(memory)]
-        if len(_free) < _KEPT:
+        if _jobs and len(_free) < _KEPT:
             _free.append(memory)
 
     _lent[id(memory)] = weakref.ref(array, take_back)

@@ -32,20 +32,22 @@ VIEWS: dict[str, Callable[[Array], Any]] = {
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_buffer_isnt_lent_twice_while_something_refers_to_it(view: str) -> None:
-    array = empty((MIB,), np.uint8)
-    place, kept = address(array), VIEWS[view](array)
-    del array
-    others = [empty((MIB,), np.uint8) for _ in range(20)]
-    assert place not in map(address, others)
-    del kept
+    with job():
+        array = empty((MIB,), np.uint8)
+        place, kept = address(array), VIEWS[view](array)
+        del array
+        others = [empty((MIB,), np.uint8) for _ in range(20)]
+        assert place not in map(address, others)
+        del kept
 
 
 def test_a_buffer_is_used_again_and_begins_at_a_page() -> None:
     places = set()
-    for _ in range(5):
-        array = empty((3, MIB), np.float16)
-        places.add(address(array))
-        del array
+    with job():
+        for _ in range(5):
+            array = empty((3, MIB), np.float16)
+            places.add(address(array))
+            del array
     assert len(places) == 1
     assert not places.pop() % 4096
 
