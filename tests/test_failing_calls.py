@@ -195,7 +195,7 @@ def traced(name: str, work: Path) -> Traced:
     (work / "source").mkdir()
     (work / "targets").mkdir()
     target = work / "targets" / target_name(name)
-    options = ("--to", name, "--layout", layout, "--require", "lossy")
+    options: tuple[str, ...] = ("--to", name, "--layout", layout, "--require", "lossy")
     if row.hints != NO_HINTS:
         assert row.hints == Hints(variant=row.hints.variant)
         options += ("--variant", str(row.hints.variant))
