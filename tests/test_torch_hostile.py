@@ -6,7 +6,6 @@ import pickle
 import resource
 import struct
 import zipfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,8 @@ from torch_files import legacy_bytes, number, read_all, save, tensor, torch_zip
 
 from statekit.budget import Budget, Limits
 from statekit.converters.containers.torch_file import CONTAINER
+from statekit.converters.formats import zip_archive
+from statekit.converters.formats.crc import crc32
 from statekit.converters.formats.pytorch import reader as torch_reader
 from statekit.converters.formats.pytorch.reader import LEGACY_MAGIC
 from statekit.errors import BudgetError, CorruptError, FormatError, RefusedError, UsageError
@@ -296,14 +297,14 @@ def test_flips_of_values_are_caught_by_the_checksum(tmp_path: Path) -> None:
 def test_the_checksum_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = torch_zip(tmp_path / "a.pt", tensor() + b".")
     seen: list[int] = []
-    real = zlib.crc32
+    real = crc32
 
     def counting(data: bytes, start: int = 0) -> int:
         seen.append(len(data))
         return real(data, start)
 
     with CONTAINER.open(path) as checkpoint:
-        monkeypatch.setattr(zlib, "crc32", counting)
+        monkeypatch.setattr(zip_archive, "crc32", counting)
         for _ in range(3):
             checkpoint.tree.read((slice(0, 2),))
     assert seen == [16]

@@ -277,17 +277,18 @@ def torch_tree() -> Any:
 _STORAGES = {"data/0": 24, "data/1": 4, "data/2": 24, "data/3": 4, "data/4": 16}
 
 
-def _torch_files(pickle: bytes) -> bytes:
+def torch_files(pickle: bytes) -> bytes:
+    """Returns a torch file of this pickle, with the storages of `torch_tree`."""
     return _torch_zip(pickle, **{name: bytes(range(count)) for name, count in _STORAGES.items()})
 
 
 def _torch_calls_changed(_: Any, random: Random) -> bytes:
     """Changes the tree of calls that a torch file's pickle makes."""
-    return _torch_files(pickles.pickled(changed_tree(_torch_tree(), random)))
+    return torch_files(pickles.pickled(changed_tree(_torch_tree(), random)))
 
 
 def _torch_opcodes_changed(_: Any, random: Random) -> bytes:
-    return _torch_files(pickles.changed_opcodes(_pieces(pickles.pickled(_torch_tree())), random))
+    return torch_files(pickles.changed_opcodes(_pieces(pickles.pickled(_torch_tree())), random))
 
 
 def _torch_storages_changed(_: Any, random: Random) -> bytes:
@@ -666,7 +667,7 @@ READERS = (
     Reader("tf object graph", cache(_graph_samples), _read_graph),
     Reader(
         "torch zip",
-        cache(lambda: [_torch_files(pickles.pickled(_torch_tree()))]),
+        cache(lambda: [torch_files(pickles.pickled(_torch_tree()))]),
         _read_torch,
         (
             _torch_calls_changed,

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from fuzz import documents, pickles
-from fuzz.binaries import dcp_tree, npz_of
+from fuzz.binaries import dcp_tree, npz_of, torch_files, torch_tree
 from fuzz.changing import at, put
 from fuzz.readers import READERS
 from statekit.tensors.tree import Record
@@ -41,7 +41,13 @@ def _npy(shape: str) -> bytes:
     return npz_of(f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".encode())
 
 
+def _storage_in_a_key() -> bytes:
+    """Returns a torch file with a dict in which a storage is a part of a key."""
+    return torch_files(pickles.pickled({(torch_tree()["loose"], 0): 1}))
+
+
 BYTES: dict[str, list[bytes]] = {
+    "torch zip": [_storage_in_a_key()],
     "mxnet params": [_npy(f"b'{'x' * 3000}'"), _npy(f"({'9, ' * 3000})")],
     "hdf5": [_endless_heap()],
     "array specs": [

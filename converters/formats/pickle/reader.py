@@ -274,6 +274,8 @@ class Machine:
             return tuple(map(freeze, value))
         if isinstance(value, Record):
             return Record(value.name, tuple(map(freeze, value.args)), freeze(value.state))
+        if value is not None and not isinstance(value, (str, int, float, bytes, Tensor)):
+            raise self.broken(f"a {value.__class__.__name__} in the key of a dict")
         return value
 
 
