@@ -11,7 +11,8 @@ import pytest
 import statekit
 from goldens import COMPACT
 from statekit.conversion.at_loading import changed_at_loading
-from statekit.errors import StateError, UsageError
+from statekit.conversion.prepared import carried_out
+from statekit.errors import CorruptError, StateError, StatekitError, UsageError
 from statekit.tensors.tensor import DTYPES
 from statekit.testing.step_cases import case
 
@@ -212,3 +213,59 @@ def test_buffers_of_the_targets_model_are_no_parameters(
     torch.optim.AdamW(new.parameters()).load_state_dict(out["optimizer"])
     new.load_state_dict(out["model"])
     assert torch.equal(new.state_dict()["1.running_mean"], model.state_dict()["1.running_mean"])
+
+
+def with_head(tmp_path: Path) -> Path:
+    """Saves a model that has one parameter more than the run, with a manifest beside it."""
+    from safetensors.torch import save_file
+
+    path = tmp_path / "model.safetensors"
+    save_file({name: param.detach() * 3 for name, param in parameters(**{"head.kernel": (16, 12)})}, path)
+    statekit.seal(path)
+    return path
+
+
+@pytest.mark.torch
+def test_the_file_of_the_targets_model_is_proven_and_stands_in_the_lineage(tmp_path: Path) -> None:
+    model = with_head(tmp_path)
+    statekit.convert(RUN, tmp_path / "out.pt", hparams=TOLD, init_missing=model)
+    alone = statekit.convert(model, tmp_path / "alone.pt")
+    with statekit.open(tmp_path / "out.pt") as opened:
+        manifest = opened.checkpoint.manifest
+        assert manifest is not None
+        (entry,) = manifest["beside"]
+        assert entry == {
+            "name": "model.safetensors",
+            "container": "safetensors",
+            "layout": "torch-weights",
+            "step": None,
+            "digest": alone.source_digest,
+        }
+    data = bytearray(model.read_bytes())
+    at = data.index(np.float32(3).tobytes() * 16)
+    data[at] ^= 1
+    model.write_bytes(data)
+    with pytest.raises(CorruptError, match=r"model\.safetensors"):
+        statekit.convert(RUN, tmp_path / "other.pt", hparams=TOLD, init_missing=model)
+    assert not (tmp_path / "other.pt").exists()
+    statekit.convert(RUN, tmp_path / "other.pt", hparams=TOLD, init_missing=model, accept_damaged=True)
+    with statekit.open(tmp_path / "other.pt") as opened:
+        assert opened.checkpoint.manifest is not None and opened.checkpoint.manifest["damage"]
+
+
+@pytest.mark.torch
+def test_the_file_of_the_targets_model_is_part_of_the_job_and_told_what_it_needs(tmp_path: Path) -> None:
+    import torch
+
+    model = with_head(tmp_path)
+    planned = statekit.plan(RUN, tmp_path / "out.pt", hparams=TOLD, init_missing=model)
+    with carried_out(planned) as prepared:
+        (beside,) = prepared.beside
+        assert beside.budget is prepared.opened.budget and str(model) in prepared.files
+    two = tmp_path / "two.pt"
+    weights = {name: param.detach() for name, param in parameters(**{"head.kernel": (16, 12)})}
+    torch.save({"ours": {"net": weights}, "theirs": {"net": weights}}, two)
+    with pytest.raises(StatekitError, match="ours/net or theirs/net: --model-key says which"):
+        statekit.plan(RUN, tmp_path / "out.pt", hparams=TOLD, init_missing=two)
+    asked: dict[str, Any] = {"init_missing": two, "model_key": "ours/net"}
+    assert statekit.plan(RUN, tmp_path / "out.pt", hparams=TOLD, **asked).changed

@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, Any
 from statekit.conversion import registry
 from statekit.conversion.contracts import NO_HINTS, Exactness, Hints
 from statekit.conversion.kept import FIELD, by_leaf, kept_of, to_field
-from statekit.conversion.plan import Plan, Request
+from statekit.conversion.open_state import OpenState
+from statekit.conversion.plan import Plan, Request, Side
 from statekit.conversion.prepared import carried_out, prepare
 from statekit.conversion.resume import in_manifest, resume_lines
 from statekit.conversion.target import written_as
 from statekit.errors import CommitError, Faults, StatekitError, TargetExistsError, printable
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.durable import writing
-from statekit.files.integrity import check_no_damage, proving_files, value_fault
+from statekit.files.integrity import check_no_damage, prove_files, proving_files, value_fault
 from statekit.files.manifest import files_below, tensor_entry
 from statekit.files.stage import (
     Entries,
@@ -169,6 +170,7 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
         rest: dict[str, str] = {}
         known = Faults((finding.what, finding.place) for finding in checkpoint.findings if finding.damage)
         records: dict[str, Any] = {}
+        lineage: list[dict[str, Any]] = []
         if plan.kept:
             kept = kept_of(prepared.state.extra, by_leaf(prepared.encoded.dropped, prepared.state.extra))
             records = {FIELD: to_field(kept.extra)}
@@ -179,6 +181,7 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
             changed = _changed(checkpoint, _source_digests(rest, passed, streamed))
             return {
                 **_manifest_fields(plan, digest, names),
+                **({"beside": lineage} if lineage else {}),
                 **records,
                 **_taken(checkpoint, damage(), changed),
             }
@@ -210,6 +213,12 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
             ) as stage,
         ):
             try:
+                for one in prepared.beside:
+                    wrong, entry = _proven_beside(one, tell)
+                    lineage.append(entry)
+                    if not plan.request.hints.accept_damaged:
+                        check_no_damage(wrong, one.checkpoint.path)
+                    known += wrong
                 rest.update(_digest_rest(checkpoint, passed, tell))
                 judge(_changed(checkpoint, rest))
                 with writing(stage.target):  # a container may make files by other means than the stage's
@@ -236,6 +245,21 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
             - len(_changed(checkpoint, digests)),
             measured=_measured(plan, tree),
         )
+
+
+def _proven_beside(opened: OpenState, tell: OnProgress) -> tuple[Faults, dict[str, Any]]:
+    """Reads the whole of a file that values are taken from beside the source: what contradicts it, and its entry."""
+    checkpoint = opened.checkpoint
+    wrong = Faults((finding.what, finding.place) for finding in checkpoint.findings if finding.damage)
+    wrong += prove_files(checkpoint, opened.budget)
+    digests = _digest_rest(checkpoint, {}, tell)
+    wrong += _changed(checkpoint, digests)
+    side = Side(checkpoint.container, opened.layout, checkpoint.step)
+    return wrong, {
+        "name": checkpoint.path.name,
+        **side.to_json(),
+        "digest": _content_digest(checkpoint, digests),
+    }
 
 
 def _measured(plan: Plan, tree: Tree) -> tuple[Measured, ...]:

@@ -202,6 +202,7 @@ def open_state(
     layout: str | None = None,
     step: int | None = None,
     hints: Hints = NO_HINTS,
+    budget: Budget | None = None,
 ) -> OpenState:
     """Opens a checkpoint and decodes it; reads headers and scalars only.
 
@@ -211,6 +212,7 @@ def open_state(
         layout: Name of its layout; found by its names if None.
         step: Which step of a run's folder; the newest if None.
         hints: What the checkpoint doesn't say.
+        budget: The job's that it is opened for; its own if None.
 
     Raises:
         NotFoundError: Nothing is there, or no such step or name.
@@ -219,7 +221,7 @@ def open_state(
         StateError: The names break the layout.
     """
     named, seen, layout = chosen_container(path, container, layout)
-    budget = hints.job_budget()
+    budget = budget or hints.job_budget()
     checkpoint = registry.opened(named, path, step, hints, budget)
     try:
         return _decoded(checkpoint, seen, layout, hints, budget)

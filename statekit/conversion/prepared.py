@@ -36,7 +36,7 @@ from statekit.conversion.rule_change import (
     joined_rule_change,
 )
 from statekit.conversion.target import check_apart, choose_container, layouts_for, written_as
-from statekit.errors import Faults, InexactError, StateError, UsageError
+from statekit.errors import Faults, InexactError, StateError, StatekitError, UnknownFormatError, UsageError
 from statekit.files.checkpoint import PRETRAINED, Checkpoint
 from statekit.files.integrity import files_of, proven
 from statekit.files.stage import TargetKind
@@ -93,7 +93,8 @@ class Prepared(AbstractContextManager["Prepared"]):
     @property
     def is_current(self) -> bool:
         """Whether the source's files are as they were."""
-        return self.files == _facts_of(self.opened.checkpoint)
+        each = (_facts_of(one.checkpoint) for one in (self.opened, *self.beside))
+        return self.files == {name: fact for facts in each for name, fact in facts.items()}
 
     @property
     def places(self) -> Iterator[Path]:
@@ -153,7 +154,7 @@ def prepare(request: Request) -> Plan:
             state = state.each(decoded)
         maps = _knowing(request.maps, opened)
         state, mapped = carried_through(state, maps) if maps else (state, ())
-        state, changes, beside = _with_missing(state, changes, request)
+        state, changes, beside = _with_missing(state, changes, opened, request)
         carried, rule_change = state, rule_change_to(card, state, opened.layout)
         if rule_change is not None:
             rule_change.check(request.require, lambda: _nearest(opened, request))
@@ -191,7 +192,7 @@ def prepare(request: Request) -> Plan:
             opened.state.counts.updates,
         )
         plan.check()
-        files = _facts_of(opened.checkpoint)
+        files = {name: fact for one in (opened, *beside) for name, fact in _facts_of(one.checkpoint).items()}
     except BaseException:
         for one in (opened, *beside):
             one.close()
@@ -307,20 +308,36 @@ def _changed(opened: OpenState, request: Request) -> tuple[TrainState, tuple[Cha
 
 
 def _with_missing(
-    state: TrainState, changes: tuple[Change, ...], request: Request
+    state: TrainState, changes: tuple[Change, ...], opened: OpenState, request: Request
 ) -> tuple[TrainState, tuple[Change, ...], tuple[OpenState, ...]]:
     """Returns a state with all that a file of the target's model has, what was changed, and that file, open."""
     if request.changes is None or request.changes.init_missing is None:
         return state, changes, ()
     from statekit.conversion.at_loading import begun_from
 
-    model = open_state(request.changes.init_missing)
+    model = _model_beside(request.changes.init_missing, opened, request.hints)
     try:
         state, made = begun_from(state, model.state)
     except BaseException:
         model.close()
         raise
     return state, (*changes, made), (model,)
+
+
+def _model_beside(path: Path, opened: OpenState, said: Hints) -> OpenState:
+    """Opens a file of the target's model, in the source's job and as far trusted as it.
+
+    What is said of the source is said of the file too, where it needs it.
+    """
+    trust = replace(NO_HINTS, accept_damaged=said.accept_damaged, follow_links=said.follow_links)
+    keyed = replace(trust, model_key=said.model_key, optimizer_key=said.optimizer_key)
+    faults: list[StatekitError] = []
+    for hints in (trust, keyed, said):
+        try:
+            return open_state(path, hints=hints, budget=opened.budget)
+        except (UnknownFormatError, StateError, UsageError) as error:
+            faults.append(error)
+    raise faults[0]
 
 
 def _without_model(
