@@ -28,7 +28,6 @@ from statekit.conversion.resume import next_update, of_plan, resume_lines, unsai
 from statekit.errors import Faults, UsageError
 from statekit.files.stage import Progress
 from statekit.maps.links import StateMap
-from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import StepOffset
 
 if TYPE_CHECKING:  # entered only where something is asked for
@@ -204,8 +203,8 @@ def command(
         return
     stdout = output.screen()
     show_plan(stdout, planned, tensors=dry_run)
-    if _asks_more(planned):
-        show_measured(stdout, _next(planned), planned.run.schedules)
+    if planned.next_update:
+        show_measured(stdout, planned.next_update, planned.run.schedules)
     else:
         show_next(stdout, planned.state, planned.run.schedules)
     if report:
@@ -229,30 +228,13 @@ def _carry_out(planned: Plan, replace: bool, replace_foreign: bool, threads: int
         )
 
 
-def _asks_more(planned: Plan) -> bool:
-    """Tells whether somebody asked for what the next update depends on, so that it is measured and shown in full."""
-    request = planned.request
-    changes = request.changes is not None or request.step_offset != "keep"
-    return changes and planned.state["schema"] != WEIGHTS
-
-
-def _next(planned: Plan) -> list[dict[str, Any]]:
-    schedules = planned.run.schedules
-    if not _asks_more(planned):
-        return next_update(planned.state, schedules)
-    from statekit.conversion.next_update import measured
-
-    rule_change = planned.rule_change.to_json() if planned.rule_change is not None else None
-    return measured(planned.state, schedules, planned.request.changes, rule_change)
-
-
 def _as_json(planned: Plan, report: Report | None) -> dict[str, Any]:
     return {
         "plan": planned.to_json(),
         "plan_digest": planned.digest,
         "findings": [vars(finding) for finding in planned.findings],
         "report": report.to_json() if report else None,
-        "next_update": _next(planned),
+        "next_update": [*planned.next_update] or next_update(planned.state, planned.run.schedules),
         "resume": resume_lines(of_plan(planned, report.files if report else ()), planned.state),
     }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from samples import ROWS, Row
 
 import statekit
@@ -497,6 +497,42 @@ def rows(
 
 
 GIN = ("--hparams", "beta1=0.9", "--hparams", "min_dim_size_to_factor=8")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("step_offset", "3"), ("schedule_step", "2"), ("slot_policy", "reset:v*"), ("state_only", None),
+        ("drop_slots_of", "token_embedder/*"), ("param_dtype", "float64"), ("slot_dtype", "m=bfloat16"),
+        ("loss_scale", "0.5"), ("init_missing", "model.safetensors"), ("params_only", None),
+    ],
+)  # fmt: skip
+def test_each_option_says_what_the_next_update_will_use(
+    option: str, value: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, hints = RUN, {"hparams": TOLD}
+    if option == "state_only":
+        source, hints = COMPACT / "torch_formats" / "adamw_trainer" / "checkpoint", {"layout": "torch-optim"}
+    if option == "init_missing":
+        save_file({"head": np.ones((9, 8), np.float32)}, tmp_path / "model.safetensors")
+        value = str(tmp_path / "model.safetensors")
+    line = ["convert", str(source), str(tmp_path / "out.pt"), "--dry-run", f"--{option.replace('_', '-')}"]
+    line += [] if value is None else [value]
+    line += GIN if source == RUN else ("--layout", "torch-optim")
+    assert main(line) == DONE
+    text = capsys.readouterr().out
+    assert main([*line, "--json"]) == DONE
+    shown = json.loads(capsys.readouterr().out)["next_update"]
+    asked: Any = {"step_offset": 3, "schedule_step": 2, "loss_scale": 0.5}.get(option, value or True)
+    planned = statekit.plan(source, tmp_path / "out.pt", **hints, **{option: asked})
+    if option == "params_only":
+        assert "a new optimizer" in text and not shown and not planned.next_update
+        return
+    assert "The next update:" in text and "effective count" in text and "loaded second moment" in text
+    assert json.loads(json.dumps(planned.next_update)) == shown
+    for row in shown:
+        assert {"learning_rate", "schedule", "decay", "counted", "discarded", "begun_anew"} <= row.keys()
+        assert row["discarded"] is not None or row["unknown"]
 
 
 def test_after_a_reset_the_first_update_discards_the_loaded_second_moment(

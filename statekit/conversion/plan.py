@@ -132,6 +132,8 @@ class Plan:
         request: What was asked for, with paths; not part of the digest.
         empty: Names of the target's leaves that hold nothing; not part of the digest.
         changed: What was changed of the run as it was asked for.
+        next_update: What the next update of each group will use, as `statekit.conversion.next_update.measured` has it,
+            where something was asked that it depends on; not part of the digest.
     """
 
     source: Side
@@ -149,6 +151,7 @@ class Plan:
     request: Request
     empty: tuple[str, ...] = field(default=(), repr=False, compare=False)
     changed: tuple[Change, ...] = ()
+    next_update: tuple[Mapping[str, Any], ...] = field(default=(), repr=False, compare=False)
 
     @property
     def bytes(self) -> int:

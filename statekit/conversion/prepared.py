@@ -42,7 +42,7 @@ from statekit.files.integrity import files_of, proven
 from statekit.files.stage import TargetKind
 from statekit.maps.links import StateMap, carried_through
 from statekit.state.run import BESIDE, Schedule, run_of
-from statekit.state.schema import load_schema
+from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.stored_params import MASTER, as_params, check_known, decoded
 from statekit.state.train_state import StepOffset, TrainState
 
@@ -192,6 +192,7 @@ def prepare(request: Request) -> Plan:
             opened.state.counts.updates,
         )
         plan.check()
+        plan = _with_next_update(plan)
         files = {name: fact for one in (opened, *beside) for name, fact in _facts_of(one.checkpoint).items()}
     except BaseException:
         for one in (opened, *beside):
@@ -305,6 +306,17 @@ def _changed(opened: OpenState, request: Request) -> tuple[TrainState, tuple[Cha
     from statekit.conversion.changed import changed
 
     return changed(state, request.changes, opened.makers)
+
+
+def _with_next_update(plan: Plan) -> Plan:
+    """Returns a plan that says what the next update will use, where somebody asked for what that depends on."""
+    request = plan.request
+    if (request.changes is None and request.step_offset == "keep") or plan.state["schema"] == WEIGHTS:
+        return plan
+    from statekit.conversion.next_update import measured
+
+    change = plan.rule_change.to_json() if plan.rule_change is not None else None
+    return replace(plan, next_update=tuple(measured(plan.state, plan.run.schedules, request.changes, change)))
 
 
 def _with_missing(
