@@ -480,6 +480,24 @@ def test_statistics_beside_the_parameters_go_along_and_what_the_other_side_lacks
     assert "num_batches_tracked" in result.assumptions[0]
 
 
+def test_whatever_stays_behind_beside_the_parameters_is_said_with_each_reason() -> None:
+    state = state_of({"bn/weight": (4,), "bn/bias": (4,), "bn/running_var": (4,)})
+    ones, count = in_memory(np.ones(4)), in_memory(np.array(3))
+    buffers = {
+        "bn.running_mean": ones,
+        "bn.running_var": ones,
+        "bn.num_batches_tracked": count,
+        "bn.kind": "sync",
+    }
+    result = load("torch:keras").apply(replace(state, extra={"buffers": buffers})).state
+    assert [said.removeprefix("The map leaves behind ") for said in result.assumptions] == [
+        "buffers/bn/running_var (a parameter has its name).",
+        "buffers/bn.kind (no tensor of a module).",
+        "bn/num_batches_tracked (the other side counts no batches; torch.nn.BatchNorm reads it only with "
+        "momentum=None).",
+    ]
+
+
 def test_live_arrays_go_by_modules_too() -> None:
     tree = {"fc": {"kernel": np.arange(6.0).reshape(2, 3), "bias": np.zeros(3)}}
     there = statekit.maps.load("flax:torch").apply(tree)

@@ -19,6 +19,7 @@ from statekit.maps.links import Link
 from statekit.maps.operations import Merge, Operation, Part, Permute
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Shape, Tensor
+from statekit.tensors.tree import walk
 
 FLATTEN, KINDS, HEADS = "flatten", "kinds", "num_heads"
 """What a map by modules is told of a model: images that dense layers read as rows, kinds of modules by name, heads."""
@@ -150,14 +151,23 @@ class Modules:
         What the other side hasn't is left out, and said.
         """
         extra, params = dict(state.extra), dict(state.params)
+        gone: dict[str, list[str]] = {}
         for place in self.beside:
-            tensors = dict(_tensors(_taken(extra, place.split("/"))))
-            params |= {path: one for path, one in tensors.items() if path not in params}
-        gone = [path for path in params if _leaf(path) in self.left and path not in state.slots]
-        words = [f"{', '.join(_few(gone))} ({self.left[_leaf(gone[0])]})"] if gone else []
+            part = _taken(extra, place.split("/"))
+            for path, one in _tensors(part):
+                if path in params:
+                    gone.setdefault("a parameter has its name", []).append(f"{place}/{path}")
+                params.setdefault(path, one)
+            for keys, leaf in walk(part):
+                if _is_other(leaf):
+                    gone.setdefault("no tensor of a module", []).append("/".join(map(str, (place, *keys))))
+        for path in [path for path in params if _leaf(path) in self.left and path not in state.slots]:
+            gone.setdefault(self.left[_leaf(path)], []).append(path)
+            del params[path]
+        words = [f"{', '.join(_few(names))} ({why})" for why, names in gone.items()]
         return replace(
             state,
-            params={path: param for path, param in params.items() if path not in gone},
+            params=params,
             extra=extra,
             assumptions=(*state.assumptions, *(f"The map leaves behind {word}." for word in words)),
         )
@@ -410,6 +420,11 @@ def _taken(extra: dict[str, Any], keys: Sequence[str]) -> Any:
         return extra.pop(key)
     extra[key] = inner = dict(part)
     return _taken(inner, below)
+
+
+def _is_other(leaf: Any) -> bool:
+    """Tells whether a leaf holds something that is no tensor."""
+    return leaf is not None and not isinstance(leaf, (Tensor, Mapping, list, tuple))
 
 
 def _tensors(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Tensor]]:
