@@ -147,6 +147,12 @@ def swapped(optimizer: Any) -> None:
             slots["v_row"], slots["v_col"] = slots["v_col"], slots["v_row"]
 
 
+def permuted(optimizer: Any) -> None:
+    """Turns round what one matrix keeps by row: each of its rows gets another's."""
+    slots = next(slots for slots in optimizer.state.values() if "v_row" in slots)
+    slots["v_row"] = slots["v_row"].flip(0)
+
+
 class Recorded(transformers.Trainer):  # type: ignore[misc]  # its base is untyped
     """Trains on the recorded batches, one after the other, at T5X's loss and rates."""
 
@@ -257,10 +263,11 @@ def main(bundle: Path, folder: Path, kind: str) -> None:
     straight = load_optimizer(run.checkpoint, model.named_parameters(), map=run.kind[2], hparams=hparams)
     result["straight"] = errors(run, model, straight, mapped)
 
-    model.load_state_dict(torch.load(folder / "run.pt", weights_only=True)["model"])
-    optimizer = load_optimizer(folder / "run.pt", model.named_parameters())
-    swapped(optimizer)
-    result["swapped"] = errors(run, model, optimizer, mapped)
+    for mistake in (swapped, permuted):
+        model.load_state_dict(torch.load(folder / "run.pt", weights_only=True)["model"])
+        optimizer = load_optimizer(folder / "run.pt", model.named_parameters())
+        mistake(optimizer)
+        result[mistake.__name__] = errors(run, model, optimizer, mapped)
 
     model.load_state_dict(torch.load(folder / "run.pt", weights_only=True)["model"])
     cold = Adafactor(

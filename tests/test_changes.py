@@ -510,9 +510,9 @@ GIN = ("--hparams", "beta1=0.9", "--hparams", "min_dim_size_to_factor=8")
 def test_each_option_says_what_the_next_update_will_use(
     option: str, value: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, hints = RUN, {"hparams": TOLD}
+    source, said = RUN, dict[str, Any](hparams=TOLD)
     if option == "state_only":
-        source, hints = COMPACT / "torch_formats" / "adamw_trainer" / "checkpoint", {"layout": "torch-optim"}
+        source, said = COMPACT / "torch_formats" / "adamw_trainer" / "checkpoint", {"layout": "torch-optim"}
     if option == "init_missing":
         save_file({"head": np.ones((9, 8), np.float32)}, tmp_path / "model.safetensors")
         value = str(tmp_path / "model.safetensors")
@@ -524,7 +524,7 @@ def test_each_option_says_what_the_next_update_will_use(
     assert main([*line, "--json"]) == DONE
     shown = json.loads(capsys.readouterr().out)["next_update"]
     asked: Any = {"step_offset": 3, "schedule_step": 2, "loss_scale": 0.5}.get(option, value or True)
-    planned = statekit.plan(source, tmp_path / "out.pt", **hints, **{option: asked})
+    planned = statekit.plan(source, tmp_path / "out.pt", **said, **{option: asked})
     if option == "params_only":
         assert "a new optimizer" in text and not shown and not planned.next_update
         return

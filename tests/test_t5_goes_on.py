@@ -80,7 +80,7 @@ def test_a_head_of_its_own_doesnt_go_into_a_model_that_ties_it(result: Any) -> N
     assert apart or result["tied"] == "loaded"
 
 
-@pytest.mark.parametrize("mistake", ["swapped", "cold"])
+@pytest.mark.parametrize("mistake", ["swapped", "permuted", "cold"])
 def test_mistakes_with_the_slots_are_noticed(result: Any, mistake: str) -> None:
     assert result[mistake]["loss"] > LOSS
     assert result[mistake]["weights"] > WEIGHTS
