@@ -212,6 +212,61 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+SIDES = {"left": "A", "right": "B"}
+"""What begins the options of one of two checkpoints -> how its argument is called."""
+
+
+def sides_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options that say of one of two checkpoints what it doesn't, below `hints_options`.
+
+    The command gets `hints` as those of each: what is said of one side goes before what is said of both.
+    """
+
+    @functools.wraps(command)
+    def run(*args: Any, hints: Hints, **options: Any) -> Any:
+        each = []
+        for side in SIDES:
+            hparams, variant, names, schedule = (
+                options.pop(f"{side}_{name}") for name in ("hparams", "variant", "param_names", "schedule")
+            )
+            said = _hints(hparams, variant, names)
+            each.append(
+                replace(
+                    hints,
+                    hyperparameters={**hints.hyperparameters, **said.hyperparameters},
+                    variant=said.variant or hints.variant,
+                    param_names=hints.param_names if said.param_names is None else said.param_names,
+                    schedule=hints.schedule if schedule is None else _schedule(schedule),
+                )
+            )
+        return command(*args, hints=tuple(each), **options)
+
+    for side, of in SIDES.items():
+        for option in (
+            click.option(
+                f"--{side}-hparams",
+                multiple=True,
+                metavar="FILE|KEY=VALUE",
+                help=f"As --hparams, of {of} alone.",
+            ),
+            click.option(
+                f"--{side}-variant",
+                metavar="NAME",
+                shell_complete=complete_variants,
+                help=f"As --variant, of {of} alone.",
+            ),
+            click.option(
+                f"--{side}-param-names",
+                type=click.Path(path_type=Path),
+                metavar="FILE",
+                help=f"As --param-names, of {of} alone.",
+            ),
+            click.option(f"--{side}-schedule", metavar="CALL|FILE", help=f"As --schedule, of {of} alone."),
+        ):
+            run = option(run)
+    return run
+
+
 def read_step(ctx: click.Context, param: click.Parameter, value: str) -> StepOffset:
     """Turns `keep`, `reset` or a number into a place in a count; a callback for click."""
     if value in STEPS:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from statekit.cli import output
-from statekit.cli.arguments import complete_maps, hints_options, local_file
+from statekit.cli.arguments import complete_maps, hints_options, local_file, sides_options
 from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen, Table
 from statekit.conversion.contracts import Hints
@@ -33,15 +33,16 @@ _TENSORS = ("missing", "extra", "shape", "dtype", "values")
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @hints_options
+@sides_options
 def command(
-    left: Path, right: Path, step: int | None, map_name: str | None, as_json: bool, hints: Hints
+    left: Path, right: Path, step: int | None, map_name: str | None, as_json: bool, hints: tuple[Hints, Hints]
 ) -> int:
     """Says in what two checkpoints differ, or where two runs part.
 
     A and B are of any systems that `statekit formats` lists. Both are brought to canonical form and compared tensor by
     tensor: names, shapes, dtypes, bits; then updates done, groups, hyperparameters by parameter, and the schedule. Of
-    two runs' folders all steps that both have are compared up to the first that differs. The exit code is 1 if anything
-    does.
+    two runs' folders all steps that both have are compared up to the first that differs. What is said of the files is
+    of both, but for what begins with --left or --right. The exit code is 1 if anything differs.
     """
     with output.progress() as bar:
         task = bar.add_task("reading", total=None)
@@ -73,6 +74,7 @@ def _show(screen: Screen, result: Diff) -> None:
             screen.say(f"and {len(tensors) - MAX_ROWS} more; --json lists them")
     others = [one for one in result.differences if one.what not in _TENSORS]
     screen.show_list("Beside tensors:", _gathered(others))
+    screen.show_list("Written otherwise, and the same:", result.normalised)
     screen.show_list("Not compared:", result.unsaid)
     screen.say()
     count = output.plural(result.tensors, "tensor")

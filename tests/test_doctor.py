@@ -250,10 +250,10 @@ def conversions(row: Row, folder: Path, targets: Iterable[str]) -> int:
         path = folder / "to" / target / samples.target_name(target)
         path.parent.mkdir(parents=True)
         try:
-            statekit.convert(sample.path, path, to=target, source_container=sample.container, hints=row.hints)
+            statekit.convert(sample.path, path, to=target, from_=sample.container, variant=row.hints.variant)
         except (StatekitError, KeyError):
             continue
-        assert_honest(path, row.name, hints=Hints(variant=row.hints.variant))
+        assert_honest(path, row.name)
         done += 1
     return done
 
@@ -263,7 +263,7 @@ def conversions(row: Row, folder: Path, targets: Iterable[str]) -> int:
     "row", samples.ROWS, ids=lambda row: f"{row.sample.container}-{row.layout}-{row.name[:12]}"
 )
 def test_nothing_is_found_in_any_valid_conversion(row: Row, tmp_path: Path) -> None:
-    conversions(row, tmp_path, samples.writable())
+    assert conversions(row, tmp_path, samples.writable())
 
 
 @pytest.mark.torch
@@ -498,3 +498,85 @@ def test_a_finding_that_is_meant_to_be_is_ignored_by_its_name(
     assert main(["doctor", path, "--ignore", "not-finite"]) == DONE
     assert "ignored: not-finite" in capsys.readouterr().out
     assert main(["doctor", path, "--ignore", "not-finit"]) not in (DONE, WANTING)
+
+
+def forgotten(earlier: TrainState, later: TrainState) -> TrainState:
+    """Drops the first moment of every parameter, as a saver does that doesn't know its name."""
+    slots = {path: {n: slot for n, slot in each.items() if n != "m"} for path, each in later.slots.items()}
+    return replace(later, slots=slots)
+
+
+def reordered(state: TrainState) -> TrainState | None:
+    """Gives two parameters of one shape each other's state, as a loader by position does."""
+    first, second = next(
+        (one, other)
+        for one in state.slots
+        for other in state.slots
+        if one != other
+        and state.params[one].shape == state.params[other].shape
+        and np.prod(state.params[one].shape) > 8
+    )
+    louder = in_memory(state.params[second].read() * np.asarray(64, state.params[second].dtype))
+    slots = {**state.slots, first: state.slots[second], second: state.slots[first]}
+    return replace(state, params={**state.params, second: louder}, slots=slots)
+
+
+BUGS: dict[str, tuple[str, str, faulty.Change, str]] = {
+    "unsloth-zoo#1150": ("accelerate", "torch-optim", faulty.bare, "slots-missing"),
+    "unsloth-zoo#964": ("hf-trainer", "torch-optim", faulty.zeroed, "moments-zero"),
+    "keras#13027": ("keras", "keras", faulty.uncounted, "moments-of-no-update"),
+    "pytorch#43706": ("accelerate", "torch-optim", faulty.narrowed, "slots-narrow"),
+    "asi#2714": ("flax", "optax", faulty.narrowed, "slots-narrow"),
+    "pytorch#1489": ("torch", "icefall", reordered, "scale-statistics"),
+}
+"""Public bug whose run was saved again -> container and layout, what it does to the state, and what is found."""
+BUGS_BETWEEN: dict[str, tuple[str, Callable[[TrainState, TrainState], TrainState | None], str]] = {
+    "RL#3312": ("safetensors", faulty.stale_moments, "moments-stale"),
+    "DeepSpeed#8608": ("accelerate", forgotten, "slots-missing"),
+    "Automodel#3882": ("accelerate", faulty.redecayed, "hyperparameter-changed"),
+    "Megatron-LM#6920": ("accelerate", faulty.stale_tensors, "tensors-stale"),
+}
+"""The same between two steps."""
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_public_bug_is_found_in_files(bug: str, tmp_path: Path) -> None:
+    container, layout, change, name = BUGS[bug]
+    row = row_of(container, layout)
+    path = faulty.faulty(row, tmp_path, change)
+    assert path is not None
+    assert name in found(examined(row, path))
+    assert f"{bug}]" in (Path(__file__).parents[1] / "docs" / "resume_bugs.md").read_text()
+
+
+@pytest.mark.parametrize("bug", BUGS_BETWEEN)
+def test_a_public_bug_is_found_between_two_steps(bug: str, tmp_path: Path) -> None:
+    container, change, name = BUGS_BETWEEN[bug]
+    row = next(row for row in ROWS if row.sample.container == container)
+    first = faulty.faulty(row, tmp_path / "first", lambda state: state)
+    path = faulty.faulty(row, tmp_path / "later", lambda state: change(state, faulty.evolved(state)))
+    assert first is not None and path is not None
+    assert {name, "undecodable"} & found(examined(row, first, path))
+    assert f"{bug}]" in (Path(__file__).parents[1] / "docs" / "resume_bugs.md").read_text()
+
+
+def test_a_name_or_a_record_of_another_step_is_found_unless_it_may_be_meant(tmp_path: Path) -> None:
+    """A program that counts from 0 calls the checkpoint after 101 updates 100; a trainer's record doesn't."""
+    shutil.copytree(T5X / "checkpoint_4", tmp_path / "checkpoint_3")
+    assert found(doctor(tmp_path / "checkpoint_3")) == set()
+    place = tmp_path / "checkpoint-3"
+    shutil.copytree(COMPACT / "torch_formats" / "adamw_trainer" / "checkpoint" / "checkpoint-4", place)
+    record = json.loads((place / "trainer_state.json").read_text())
+    (place / "trainer_state.json").write_text(json.dumps({**record, "global_step": 3}))
+    assert found(doctor(place)) == {"files"}
+
+
+def test_counts_that_differ_between_ranks_are_found(tmp_path: Path) -> None:
+    row = row_of("dcp", "torch-fqn")
+
+    def late(state: TrainState) -> TrainState:
+        return replace(state, counts=replace(state.counts, behind={next(iter(state.params)): 2}))
+
+    path = faulty.faulty(row, tmp_path, late)
+    assert path is not None
+    assert found(examined(row, path)) == {"files"}

@@ -39,6 +39,7 @@ class Diff:
         tensors: How many tensors were compared by value.
         bytes_read: Bytes of values that were read of the first.
         unsaid: What couldn't be compared, a sentence each.
+        normalised: What is written otherwise and means the same, a sentence each.
     """
 
     left: Path
@@ -49,6 +50,7 @@ class Diff:
     tensors: int
     bytes_read: int
     unsaid: tuple[str, ...]
+    normalised: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -77,6 +79,7 @@ class Diff:
             "first": self.first and self.first.place,
             "differences": [one.to_json() for one in self.differences],
             "not_compared": list(self.unsaid),
+            "normalised": list(self.normalised),
         }
 
 
@@ -87,7 +90,7 @@ def diff(
     step: int | None = None,
     map: str | None = None,
     config: Mapping[str, Any] | None = None,
-    hints: Hints = NO_HINTS,
+    hints: Hints | tuple[Hints, Hints] = NO_HINTS,
     on_tensor: OnTensor = lambda name, size: None,
 ) -> Diff:
     """Compares two checkpoints of any systems; of two runs' folders step by step, up to the first that differs.
@@ -98,7 +101,7 @@ def diff(
         step: A step of the folders; of two runs all that both have, if None.
         map: From the first one's model to that of the second's codebase, e.g. `t5x-t5:hf-t5`.
         config: What the map needs to know of the model.
-        hints: What both checkpoints don't say.
+        hints: What both checkpoints don't say, or of each what it doesn't.
         on_tensor: Told the name and the size in bytes of each tensor before it is compared.
 
     Raises:
@@ -107,7 +110,8 @@ def diff(
         UsageError: Two runs have no step in common.
     """
     paths = Path(left), Path(right)
-    places = [_steps(path, step, hints) for path in paths]
+    each = (hints, hints) if isinstance(hints, Hints) else hints
+    places = [_steps(path, step, said) for path, said in zip(paths, each, strict=True)]
     if step is None and all(len(one) > 1 for one in places):
         common = [number for number in places[0] if number in places[1]]
         if not common:
@@ -118,9 +122,9 @@ def diff(
                 remedy="name one checkpoint of each",
             )
     else:
-        return _compared(paths, step, (map, config, hints), on_tensor, ())
+        return _compared(paths, step, (map, config, each), on_tensor, ())
     for i, number in enumerate(common):
-        made = _compared(paths, number, (map, config, hints), on_tensor, tuple(common[:i]))
+        made = _compared(paths, number, (map, config, each), on_tensor, tuple(common[:i]))
         if not made.equal:
             break
     return made
@@ -136,13 +140,16 @@ def _steps(path: Path, step: int | None, hints: Hints) -> dict[int, Place]:
 def _compared(
     paths: tuple[Path, Path],
     step: int | None,
-    asked: tuple[str | None, Mapping[str, Any] | None, Hints],
+    asked: tuple[str | None, Mapping[str, Any] | None, tuple[Hints, Hints]],
     on_tensor: OnTensor,
     done: tuple[int, ...],
 ) -> Diff:
-    name, config, hints = asked
+    name, config, each = asked
     with ExitStack() as stack:
-        opened = [stack.enter_context(open_state(path, step=step, hints=hints)) for path in paths]
+        opened = [
+            stack.enter_context(open_state(path, step=step, hints=hints))
+            for path, hints in zip(paths, each, strict=True)
+        ]
         first, second = (as_params(one.state)[0] for one in opened)
         if name is not None or config:
             first = carried_through(first, with_beside(maps_of(name, config), opened[0]))[0]
@@ -158,6 +165,7 @@ def _compared(
         compared.tensors,
         compared.bytes_read,
         compared.unsaid,
+        compared.normalised,
     )
 
 

@@ -15,8 +15,10 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from statekit.errors import some
-from statekit.state.run import BUFFERS, RunPart, RunState, run_of
-from statekit.state.schema import WEIGHTS
+from statekit.state.factoring import swapped
+from statekit.state.rates import Rates
+from statekit.state.run import BUFFERS, RunPart, RunState, Schedule, run_of
+from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.distance import Distance, distance
 from statekit.tensors.tensor import Tensor, chunks, nbytes, parts_of
@@ -28,6 +30,8 @@ What: TypeAlias = Literal[
 """In what something differs. `missing`: only the right state has it; `extra`: only the other has it."""
 _PARTS = ("scaler", "accumulation")
 """Parts of a run whose records are compared; of the others only whether they are there can be said."""
+_TURNED = {"v_row": "v_col", "v_col": "v_row"}
+_OTHER_WAY = "v_row and v_col: each calls the other's row column; compared by the axes that are averaged away"
 _UNMADE = (
     "slots that only one has before the first update, of parameters whose values weren't read: zeros are none"
 )
@@ -72,12 +76,14 @@ class Comparison:
         tensors: How many tensors were compared by value.
         bytes_read: Bytes of the right state's values that were read for it.
         unsaid: What only one of them says, so that it can't be compared, a sentence each.
+        normalised: What is written otherwise and means the same, a sentence each.
     """
 
     differences: tuple[Difference, ...]
     tensors: int
     bytes_read: int
     unsaid: tuple[str, ...]
+    normalised: tuple[str, ...] = ()
 
 
 def compare_states(
@@ -120,10 +126,12 @@ class _States:
         self._right, self._other, self._by_value, self._on_tensor = right, other, by_value, on_tensor
         self._read, self._sides = _Read(), sides
         self._unsaid: dict[str, None] = {}
+        self._normalised: dict[str, None] = {}
 
     def compared(self) -> Comparison:
         differences = tuple(self._all())
-        return Comparison(differences, self._read.tensors, self._read.size, tuple(self._unsaid))
+        read = self._read
+        return Comparison(differences, read.tensors, read.size, tuple(self._unsaid), tuple(self._normalised))
 
     def _all(self) -> Iterator[Difference]:
         right, other = self._right, self._other
@@ -154,6 +162,9 @@ class _States:
         if due != done:
             yield Difference("updates", f"updates/{path}", due, done, path)
         slots = [one.slots.get(path, {}) for one in (right, other)]
+        if self._is_turned(path):
+            slots[1] = {_TURNED.get(name, name): slot for name, slot in slots[1].items()}
+            self._normalised[_OTHER_WAY] = None
         for name in _both(*slots):
             theirs, mine = (each.get(name) for each in slots)
             place = f"slots/{path}/{name}"
@@ -165,6 +176,13 @@ class _States:
                 if is_zero(present):
                     continue
             yield from self._pair(place, path, name, theirs, mine)
+
+    def _is_turned(self, path: str) -> bool:
+        """Tells whether one calls row what the other calls column: then it is the axes that say what is the same."""
+        theirs, mine = (one.rules.get(path) for one in (self._right, self._other))
+        return (
+            theirs is not None and mine is not None and theirs.factored and swapped(mine.axes) == theirs.axes
+        )
 
     def _pair(
         self, place: str, path: str, item: str, right: Tensor | None, other: Tensor | None
@@ -191,7 +209,7 @@ class _States:
     def _rules(self) -> Iterator[Difference]:
         for path in self._right.rules:
             theirs, mine = self._right.rules[path], self._other.rules.get(path)
-            if mine is not None and theirs.axes != mine.axes:
+            if mine is not None and theirs.axes != mine.axes and not self._is_turned(path):
                 labels = [", ".join(axis.value for axis in one.axes) for one in (theirs, mine)]
                 yield _differing("rule", f"rules/{path}", labels, path)
 
@@ -210,8 +228,19 @@ class _States:
                     self._unsaid[f"{name}: {self._sides[int(has[0])]} doesn't say it"] = None
                     continue
                 values = [_value(one.hyperparameters[name], path) for one in (theirs, mine)]
-                if not _same_number(*values):
+                if _same_number(*values):
+                    continue
+                if not any(values) and self._is_off(path, theirs, name):
+                    self._normalised[f"{name}: {values[0]!r} and {values[1]!r} both switch it off"] = None
+                else:
                     yield _differing("option", f"groups/{path}/{name}", values, path, name)
+
+    def _is_off(self, path: str, group: Group, name: str) -> bool:
+        """Tells whether a hyperparameter decides on slots of a parameter that neither has."""
+        spec = load_schema(self._right.optimizer.kind(group)[0]).hyperparameters.get(name, {})
+        decided = {*spec.get("decides", {}).get("existence", ())}
+        states = self._right, self._other
+        return bool(decided) and not any(decided & one.slots.get(path, {}).keys() for one in states)
 
     def _buffers(self) -> Iterator[Difference]:
         each = [one.extra.get(BUFFERS) for one in (self._right, self._other)]
@@ -245,8 +274,11 @@ class _States:
             self._unsaid[f"the schedule's count: {silent} doesn't say it"] = None
 
     def _group_slots(self) -> Iterator[Difference]:
-        pairs = zip_longest(self._right.optimizer.groups, self._other.optimizer.groups)
-        for i, pair in enumerate(pairs):
+        theirs, mine = (one.optimizer.groups for one in (self._right, self._other))
+        by_paths = {frozenset(group.paths): group for group in mine}
+        if len(theirs) == len(mine) and {frozenset(group.paths) for group in theirs} == by_paths.keys():
+            mine = tuple(by_paths[frozenset(group.paths)] for group in theirs)  # in whatever order they are
+        for i, pair in enumerate(zip_longest(theirs, mine)):
             slots = [dict(one.slots) if one else {} for one in pair]
             for name in _both(*slots):
                 yield from self._pair(f"groups/{i}/{name}", "", name, slots[0].get(name), slots[1].get(name))
@@ -255,6 +287,13 @@ class _States:
         for i, (theirs, mine) in enumerate(zip_longest(right.schedules, other.schedules)):
             place = f"schedule/{i}"
             if theirs is None or mine is None:
+                (alone,) = (one for one in (theirs, mine) if one is not None)
+                if alone.kind is None and alone.at is None:
+                    self._unsaid["a schedule that isn't told: only one has its place"] = None
+                    continue
+                if _is_constant(alone):
+                    self._normalised["a schedule that never changes the rate: the other has none"] = None
+                    continue
                 kinds = [one and (one.kind or "unknown") for one in (theirs, mine)]
                 yield _differing("schedule", place, kinds)
                 continue
@@ -300,6 +339,12 @@ def is_zero(tensor: Tensor) -> bool:
     if (parts := parts_of(tensor)) is not None:
         return not any(tensor.read(part).any() for part in parts)
     return all(not block.any() for block in chunks(tensor))
+
+
+def _is_constant(schedule: Schedule) -> bool:
+    """Tells whether a schedule gives the same rate for ever."""
+    pieces = [piece for rates in schedule.rates if isinstance(rates, Rates) for piece in rates.pieces]
+    return len(schedule.rates) == len(pieces) > 0 and all(piece.kind == "constant" for piece in pieces)
 
 
 def _tensors(node: Tree, name: str) -> Iterator[tuple[str, Tensor]]:
