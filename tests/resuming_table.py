@@ -125,7 +125,8 @@ the manifest's options; what it can't do is refused by name.
 - `--slot-policy drop:m`: the slot is left behind, and what switches it on is off (`beta1=None`); refused where the rule
   needs it.
 - `--params-only`: the optimizer is left behind, and the target is of weights alone. `--state-only`: the parameters are,
-  as in `torch.save(optimizer.state_dict())`; for files of PyTorch's own optimizers.
+  as in `torch.save(optimizer.state_dict())`; for files of PyTorch's own optimizers (`torch-optim`, `torch-fqn`). Other
+  targets refuse it and say why.
 - `--init-missing FILE`: parameters that a file of the target's model has, and the source lacks or has in another shape,
   are taken from it, and their slots begin anew, in the run's only group.
 - `--drop-slots-of GLOB`: freezes parameters: they keep their values, in no group and without slots. PyTorch's files

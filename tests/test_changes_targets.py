@@ -15,7 +15,7 @@ from statekit.conversion import registry
 from statekit.conversion.changes import Changes
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.convert import convert, plan
-from statekit.errors import InexactError
+from statekit.errors import InexactError, UsageError
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import Axis, TrainState
 from statekit.testing.step_cases import Table, case
@@ -42,6 +42,8 @@ TABLE: Table = {
     "a/kernel": ((4, 6), (R, C)), "a/bias": ((6,), (N,)), "b/kernel": ((5, 6), (R, C)), "b/bias": ((5,), (N,)),
 }  # fmt: skip
 ONLY_READ = ("deepspeed",)
+ALONE = {("torch-optim", "torch"), ("torch-fqn", "torch")}
+"""Layouts with containers that hold the state of an optimizer without its parameters."""
 TRAINER = COMPACT / "torch_formats" / "adamw_trainer" / "checkpoint"
 
 
@@ -108,6 +110,23 @@ def test_counts_and_frozen_parameters_are_done_or_refused_in_the_plan(layout: st
     _, state = written("frozen", drop_slots_of=("a/bias",))
     moved = {path for group in state.optimizer.groups for path in group.paths}
     assert len(moved) == 3 and "a/bias" not in moved
+
+
+@pytest.mark.parametrize("layout", PLACES)
+def test_a_state_without_its_parameters_is_refused_with_a_reason_where_nobody_could_load_it(
+    layout: str, tmp_path: Path
+) -> None:
+    source = state_writer("statekit", "statekit", lambda: run_for(layout))(tmp_path)
+    for home in registry.layout_card(layout).containers:
+        # Keras' .keras wants a model's config first, and one safetensors file holds no optimizer anyway.
+        if (layout, home) in ALONE or home in ("fsdp1-ranks", "keras", "safetensors"):
+            continue
+        with pytest.raises(UsageError, match="no form of an optimizer's state") as caught:
+            statekit.plan(
+                source, tmp_path / "out", to=home, layout=layout, require="estimate", state_only=True
+            )
+        reason = str(caught.value.found).partition(": ")[2]
+        assert reason and reason != "its files are loaded with them"
 
 
 def test_a_schedule_of_optax_that_counts_by_itself_is_moved(tmp_path: Path) -> None:

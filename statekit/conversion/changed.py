@@ -14,6 +14,7 @@ import numpy as np
 
 from statekit.conversion.changes import COUNT, FLOATS, Change, Changes, Policy, option
 from statekit.conversion.contracts import Encoded
+from statekit.conversion.resume import needs_weights
 from statekit.errors import Faults, UsageError, meant, some
 from statekit.state.exactness import Exactness
 from statekit.state.run import BESIDE, BUFFERS, GRADIENTS, SIDE_BY_SIDE, run_of
@@ -65,24 +66,25 @@ def changed(
     return state, tuple(done)
 
 
-def without_model(encoded: Encoded, container: str, state: TrainState) -> tuple[Encoded, Change]:
+def without_model(encoded: Encoded, target: tuple[str, str], state: TrainState) -> tuple[Encoded, Change]:
     """Returns a state in native form without its parameters, and what that leaves behind.
 
     Args:
         encoded: The state in native form.
-        container: The target's.
+        target: The target's layout and container.
         state: The state.
 
     Raises:
-        UsageError: The target has no form of an optimizer's state alone.
+        UsageError: The target has no form of an optimizer's state alone; says why.
     """
-    place = encoded.parts.get("model")
-    if container != "torch" or place is None:
+    why = needs_weights(*target)
+    if why is not None:
         raise UsageError(
             "The target has no form of an optimizer's state without its parameters.",
             place=option("state_only"),
-            expected="--to torch, and --layout torch-optim, torch-fqn or torch-fqn-flat",
-            found=container,
+            expected="--to torch, and --layout torch-optim or torch-fqn",
+            found=f"layout {target[0]}, container {target[1]}: {why}",
+            remedy="convert the whole run",
         )
 
     def alone(form: Encoded) -> Encoded:

@@ -173,7 +173,7 @@ def prepare(request: Request) -> Plan:
             encoded = container.fitted(encoded)
         reads = NO_HINTS
         if request.changes is not None and request.changes.state_only:
-            encoded, changes, reads = _without_model(encoded, container.name, state, changes)
+            encoded, changes, reads = _without_model(encoded, (layout.name, container.name), state, changes)
         options = _options(request, maps, opened.state, passed_over)
         target = Side(container.name, layout.name, encoded.step)
         keeps = container.target_kind == "folder" or isinstance(container, KeepsManifest)
@@ -353,12 +353,12 @@ def _model_beside(path: Path, opened: OpenState, said: Hints) -> OpenState:
 
 
 def _without_model(
-    encoded: Encoded, container: str, state: TrainState, changes: tuple[Change, ...]
+    encoded: Encoded, target: tuple[str, str], state: TrainState, changes: tuple[Change, ...]
 ) -> tuple[Encoded, tuple[Change, ...], Hints]:
     """Returns a state in native form without parameters, all that was changed, and what to read it again by."""
     from statekit.conversion.changed import without_model
 
-    encoded, left = without_model(encoded, container, state)
+    encoded, left = without_model(encoded, target, state)
     model = {path.replace("/", "."): param for path, param in state.params.items()}
     return encoded, (*changes, left), Hints(model=model)
 

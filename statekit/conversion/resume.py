@@ -219,6 +219,14 @@ def frameworks() -> list[str]:
     return list(_data()["frameworks"])
 
 
+def needs_weights(layout: str, container: str) -> str | None:
+    """Returns why a target has no form of an optimizer's state without its parameters; None if it has one."""
+    if _data()["alone_in"].get(layout) == container:
+        return None
+    known: Mapping[str, str] = _data()["whole"]
+    return known.get(container, known.get(layout, "its files are loaded with them"))
+
+
 def resume_lines(place: Place, state: State, framework: str | None = None) -> list[str]:
     """Returns the lines that go on from a checkpoint in its own system; none if nobody has said them.
 
