@@ -359,3 +359,29 @@ def test_buffers_are_left_behind_by_name_or_refused_with_the_reason(tmp_path: Pa
     torch.save(saved, tmp_path / "run.pt")
     with statekit.open(tmp_path / "run.pt") as opened, pytest.raises(StateError, match="without a loss"):
         load("torchtitan-qwen3-moe:hf-qwen3-moe").apply(opened.state)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("layers.1.feed_forward.w2.weight", "intermediate_size"),
+        ("layers.0.attention.qkv_linear.wv.weight", "num_key_value_heads"),
+        ("tok_embeddings.weight", "hidden_size"),
+        ("lm_head.weight", "vocab_size"),
+    ],
+)
+def test_a_transposed_weight_contradicts_the_others_by_name(name: str, key: str, tmp_path: Path) -> None:
+    weights = titan()
+    weights[name] = weights[name].T.contiguous()
+    with pytest.raises(StateError) as error:
+        load("torchtitan-llama:hf-llama", SAID).apply(weights)
+    assert key in {place for _, place in error.value.faults}
+    trained(weights, tmp_path / "run.pt")
+    with pytest.raises(StateError, match="along axis"):
+        statekit.plan(
+            tmp_path / "run.pt",
+            tmp_path / "hf",
+            map="torchtitan-llama:hf-llama",
+            config=SAID,
+            to="hf-trainer",
+        )

@@ -26,7 +26,7 @@ def flat(tree: Tree) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], dict
         UsageError: Two arrays have one path, or something in the tree is no array.
     """
     is_nested = any(isinstance(one, Mapping) for one in tree.values())
-    has_dots = not is_nested and not any("/" in name for name in tree)
+    has_dots = not is_nested and not any("/" in str(name) for name in tree)
     arrays: dict[str, Any] = {}
     for path, array in _leaves(tree, ()):
         name = "/".join(path)

@@ -255,9 +255,12 @@ class ModelMap:
         arrays, named = live.flat(tree)
         arrays = live.apart(arrays, self.old_ties)
         faults = Faults(folds=False)
-        links, _ = self._links({path: tuple(array.shape) for path, array in arrays.items()}, faults)
+        links, model = self._links({path: tuple(array.shape) for path, array in arrays.items()}, faults)
         self._check(faults)
         result = live.made(arrays, links)
+        if self.pretrained is not None:
+            shapes = {path: tuple(array.shape) for path, array in result.items()}
+            self.pretrained.check(replace(model, shapes=shapes), self.known, self.name)
         return named({**result, **{name: result[path] for name, path in self._ties_of(links).items()}})
 
     def _ties_of(self, links: Sequence[Link]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from statekit.errors import Faults, StateError, UsageError
+from statekit.errors import Faults, StateError, UsageError, some
 from statekit.tensors.tensor import Shape
 
 Rule = Mapping[str, Any]
@@ -106,6 +106,30 @@ class Pretrained:
         files[self.main].update(others)
         return files, tuple(self._sentences(values, said, others))
 
+    def check(self, model: Model, said: Mapping[str, Any], name: str) -> None:
+        """Refuses a model whose parameters contradict one another, or what was said, whatever else nobody says.
+
+        Raises:
+            StateError: They do; lists every key.
+        """
+        faults = Faults(folds=False)
+        values: dict[str, Any] = {}
+        for _, key, rule in self._rules():
+            if "per" in rule and rule["per"] not in values:
+                continue  # a number of heads, say, that nobody has to know here
+            try:
+                proven, _ = _value(rule, model, values)
+            except StateError as error:
+                faults.add(error.subject, key)
+                continue
+            if (value := said.get(key, proven)) is not None:
+                values[key] = value
+        faults.check(
+            StateError,
+            f"The parameters aren't those of one model that the map {name} makes",
+            remedy="a weight may be transposed, or of another model",
+        )
+
     def assumed(self, known: Container[str]) -> Iterator[str]:
         """Yields what a model gets that nobody said, each with why, given the keys that are known of it."""
         for _, key, rule in self._rules():
@@ -176,12 +200,20 @@ def _never(said: object) -> bool:
 
 def _length(rule: Rule, shapes: Mapping[str, Shape], values: Mapping[str, Any]) -> int | None:
     """Returns the length of an axis that parameters have in common, or of what it is a multiple of."""
-    fitting = {path: shape for path, shape in shapes.items() if fnmatchcase(path, rule["length"])}
-    if short := [f"{path} {list(shape)}" for path, shape in fitting.items() if len(shape) <= rule["axis"]]:
-        raise StateError(f"can't be told: there is no axis {rule['axis']} of {', '.join(short)}")
-    lengths = {shape[rule["axis"]]: path for path, shape in fitting.items()}
+    places = [(rule["length"], rule["axis"]), *((one["length"], one["axis"]) for one in rule.get("also", ()))]
+    fitting = [
+        (path, axis, shape)
+        for pattern, axis in places
+        for path, shape in shapes.items()
+        if fnmatchcase(path, pattern)
+    ]
+    if short := [f"{axis} of {path} {list(shape)}" for path, axis, shape in fitting if len(shape) <= axis]:
+        raise StateError(f"can't be told: there is no axis {', '.join(short)}")
+    lengths: dict[int, list[str]] = {}
+    for path, axis, shape in fitting:
+        lengths.setdefault(shape[axis], []).append(f"{path} along axis {axis}")
     if len(lengths) > 1:
-        several = ", ".join(f"{length} ({path})" for length, path in lengths.items())
+        several = "; ".join(f"{length}: {some(named)}" for length, named in lengths.items())
         raise StateError(f"can't be told: the parameters have {several}")
     length = next(iter(lengths), None)
     if length is None or "per" not in rule:
