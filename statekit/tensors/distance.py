@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from statekit.tensors.tensor import Array, DType, Index, Tensor, blocks, common, float_info, whole
+from statekit.pipeline import ahead, passed
+from statekit.tensors.tensor import (
+    BLOCK_BYTES,
+    Array,
+    DType,
+    Index,
+    Tensor,
+    blocks,
+    common,
+    float_info,
+    nbytes,
+    whole,
+)
 
 
 @dataclass(frozen=True)
@@ -65,11 +77,17 @@ def distance(right: Tensor, other: Tensor, parts: Sequence[Index] | None = None)
         >>> print(distance(in_memory(one), in_memory(two)))
         1 of 3 elements differ, by up to 2.1e+06 ULP, 0.25 of the largest value
     """
-    total, each = Distance(), (whole(right.shape),) if parts is None else parts
-    for block in blocks(right):
-        for part in each:
-            if (index := common(block, part)) is not None:
-                total = _joined(total, _of_block(right.read(index), other.read(index), index))
+    each = (whole(right.shape),) if parts is None else parts
+
+    def read() -> Iterator[tuple[Index, Array, Array]]:
+        for block in blocks(right):
+            for part in each:
+                if (index := common(block, part)) is not None:
+                    yield index, right.read(index), other.read(index)
+
+    pairs, total = passed(read()), Distance()
+    for index, theirs, mine in ahead(pairs) if nbytes(right) > BLOCK_BYTES else pairs:
+        total = _joined(total, _of_block(theirs, mine, index))
     return total
 
 
