@@ -32,6 +32,7 @@ from statekit.state.train_state import StepOffset
 
 if TYPE_CHECKING:  # entered only where something is asked for
     from statekit.conversion.changes import Changes
+    from statekit.verify.certificate import Certificate
 
 PHASES = {"check": "checking the source", "write": "writing", "verify": "reading again"}
 
@@ -154,6 +155,18 @@ def _config(arguments: tuple[str, ...], name: str | None) -> dict[str, Any]:
     metavar="N",
     help="How many threads work on it; as many as there are cores by default.",
 )
+@click.option(
+    "--verify",
+    "proves",
+    is_flag=True,
+    help="Prove then that TARGET goes on with the same run.",
+)
+@click.option(
+    "--certificate",
+    metavar="FILE.json",
+    type=click.Path(path_type=Path),
+    help="Write what --verify shows here.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     source: Path,
@@ -174,13 +187,17 @@ def command(
     replace: bool,
     replace_foreign: bool,
     threads: int | None,
+    proves: bool,
+    certificate: Path | None,
     as_json: bool,
-) -> None:
+) -> int:
     """Converts a checkpoint to another system.
 
     SOURCE is a checkpoint of any system, or a run's folder. What TARGET becomes is said by --to, by its suffix (.pt),
     or by a word in its name (torch-ckpt, t5x-ckpt). It takes its name when all is written, read again and compared.
     """
+    if (dry_run and proves) or (certificate is not None and not proves):
+        raise click.UsageError("--certificate goes with --verify, and --verify with what is written.")
     planned = plan(
         source,
         target,
@@ -198,9 +215,11 @@ def command(
     report = None if dry_run else _carry_out(planned, replace, replace_foreign, threads)
     if report and report.times and click.get_current_context().find_root().params["debug"]:
         click.echo("\n".join(report.times.lines()), err=True)
+    made = _proven(planned, map_name, config, certificate) if proves else None
     if as_json:
-        output.print_json("convert", _as_json(planned, report))
-        return
+        data = _as_json(planned, report)
+        output.print_json("convert", data if made is None else {**data, "certificate": made.to_json()})
+        return 0 if made is None or made.passed else 1
     stdout = output.screen()
     show_plan(stdout, planned, tensors=dry_run)
     if planned.next_update:
@@ -209,6 +228,44 @@ def command(
         show_next(stdout, planned.state, planned.run.schedules)
     if report:
         _show_report(stdout, report)
+    if made is None:
+        return 0
+    from statekit.cli.verify_command import show
+
+    stdout.say()
+    show(made, certificate)
+    return 0 if made.passed else 1
+
+
+def _proven(
+    planned: Plan, map_name: str | None, config: tuple[str, ...], certificate: Path | None
+) -> Certificate:
+    """Returns what verifying the target shows; it is written to a file if one is named."""
+    from statekit.converters.formats.hparams import read_hparams
+    from statekit.verify.verification import verify
+
+    request = planned.request
+    with output.progress() as bar:
+        task, done = bar.add_task("verifying", total=None), [0]
+
+        def tell(phase: str, name: str, size: int) -> None:
+            done[0] += size
+            bar.update(task, description=f"{phase} {name}", completed=done[0])
+
+        made = verify(
+            request.source,
+            request.target,
+            hints=request.hints,
+            on_progress=tell,
+            require=request.require,
+            step=request.step,
+            map=map_name,
+            config=read_hparams(config).values or None,
+            step_offset=request.step_offset,
+        )
+    if certificate is not None:
+        made.save(certificate)
+    return made
 
 
 def _carry_out(planned: Plan, replace: bool, replace_foreign: bool, threads: int | None) -> Report:

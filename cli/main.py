@@ -102,6 +102,9 @@ VERBS = {
     "doctor": Verb(
         "statekit.cli.doctor_command", "Finds silent faults of checkpoints: they load, and go on wrong."
     ),
+    "cold-start": Verb(
+        "statekit.cli.cold_start_command", "Says how far a new optimizer's first updates are from the run's."
+    ),
     "check": Verb("statekit.cli.check_command", "Proves every byte that a manifest or a checksum covers."),
     "seal": Verb("statekit.cli.seal_command", "Writes a manifest beside a checkpoint as it is."),
     "resume": Verb("statekit.cli.resume_command", "Prints the code that goes on from a checkpoint."),

@@ -22,7 +22,7 @@ from statekit.state.options import RATE_NAMES
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.stored_params import entered
 from statekit.state.train_state import Axis, Group, Rule, TrainState
-from statekit.tensors.tensor import Tensor
+from statekit.tensors.tensor import DTYPES, Tensor
 from statekit.tensors.views import Mean
 
 EFFECTS: Mapping[str, Exactness] = {
@@ -196,7 +196,8 @@ def change_rule(state: TrainState, source: str, target: str) -> RuleChange:
         differences.update({one.what: one for one in side.differences})
         compensated_by.update(dict.fromkeys(side.compensated_by))
         shift = max(shift, side.shift)
-        groups += [replace(group, hyperparameters=side.values, known_from=side.known_from)]
+        values = {**side.values, **_dtypes(state, group, side.values, target)}
+        groups += [replace(group, hyperparameters=values, known_from=side.known_from)]
     if variant_constants(bridge.schema.name, target).get("decay_exclusions") == "groups":
         groups = [
             part
@@ -211,6 +212,24 @@ def change_rule(state: TrainState, source: str, target: str) -> RuleChange:
     moved = _relabelled(moved, target)
     worst_first = sorted([*differences.values(), *refactored], key=lambda one: -one.exactness)
     return RuleChange(source, target, moved, tuple(worst_first), tuple(compensated_by))
+
+
+def _dtypes(state: TrainState, group: Group, values: Mapping[str, Any], target: str) -> dict[str, str]:
+    """Returns the dtype of slots that the source keeps as the parameter is, where the target has to be told a dtype."""
+    schema = load_schema(state.optimizer.schema)
+    dtypes: dict[str, str] = {}
+    for name, value in values.items():
+        slots = schema.hyperparameters[name].get("decides", {}).get("dtype", ())
+        if not slots or not isinstance(value, str) or value in DTYPES:
+            continue
+        there = {
+            slot.dtype.name
+            for path in group.paths
+            for known, slot in state.slots.get(path, {}).items()
+            if known in slots
+        }
+        dtypes[name] = there.pop() if len(there) == 1 else schema.variant(target)["defaults"][name]
+    return dtypes
 
 
 def _has(state: TrainState) -> Mapping[str, bool]:

@@ -1,0 +1,85 @@
+"""`statekit cold-start`: how far the first updates of a new optimizer are from those of the run that goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from statekit.cli import output
+from statekit.cli.arguments import checkpoint_options
+from statekit.cli.output import Screen, Table
+from statekit.conversion.contracts import Hints
+from statekit.verify.cold_start import ALIKE, UPDATES, ColdStart, cold_start
+
+MAX_ROWS = 40
+
+
+@click.command("cold-start")
+@click.option(
+    "--updates", type=int, metavar="K", default=UPDATES, show_default=True, help="How many are looked at."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the sample and the gradients.")
+@click.option(
+    "--all", "everything", is_flag=True, help="Step every element of every parameter, not a sample."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@checkpoint_options
+def command(
+    checkpoint: Path,
+    container: str | None,
+    layout: str | None,
+    step: int | None,
+    hints: Hints,
+    updates: int,
+    seed: int,
+    everything: bool,
+    as_json: bool,
+) -> None:
+    """Says how far the first updates of a cold start are from the continued run's, for each layer.
+
+    A cold start has the checkpoint's weights and a new optimizer. Both get the same random gradients, as large as those
+    that made the second moment, and the same learning rate.
+    """
+    with output.progress("updates") as bar:
+        task = bar.add_task("stepping", total=2 * updates)
+        result = cold_start(
+            checkpoint,
+            container=container,
+            layout=layout,
+            step=step,
+            hints=hints,
+            updates=updates,
+            seed=seed,
+            everything=everything,
+            on_update=lambda update: bar.advance(task),
+        )
+    if as_json:
+        output.print_json("cold-start", result.to_json())
+        return
+    _show(output.screen(), result, updates)
+
+
+def _show(screen: Screen, result: ColdStart, updates: int) -> None:
+    first, last = result.median(0), result.median(updates - 1)
+    screen.say(
+        f"Without its optimizer's state the run's first update is off by {first:.0%} of its size, the {updates}th by "
+        f"{last:.0%} (median of the layers).",
+        bold=True,
+    )
+    screen.say(f"{result.path}, {output.plural(result.updates, 'update')} done")
+    screen.say()
+    table = Table(
+        ("layer", "first: off by", "cosine", "size", f"{updates}th: off by", f"alike ({ALIKE:.0%}) from"),
+        right=("first: off by", "cosine", "size", f"{updates}th: off by", f"alike ({ALIKE:.0%}) from"),
+        drop=("size", "cosine"),
+    )
+    for one in result.layers[:MAX_ROWS]:
+        name = one.path if not one.stands_for else f"{one.path} (and {one.stands_for} of its kind)"
+        alike = "later" if one.alike_from is None else f"update {one.alike_from}"
+        numbers = f"{one.apart[0]:.1%}", f"{one.cosine[0]:.3f}", f"{one.size[0]:.2f}x", f"{one.apart[-1]:.1%}"
+        table.add_row(name, *numbers, alike)
+    screen.show(table)
+    if len(result.layers) > MAX_ROWS:
+        screen.say(f"and {len(result.layers) - MAX_ROWS} more; --json lists them")
+    screen.show_list("Said beside:", result.notes)
