@@ -55,10 +55,11 @@ def repeated(
     asked = Asked.from_json(old.data["asked"])
     asked = replace(asked, source=source or asked.source, target=target or asked.target)
     again = certificate(asked, on_progress=on_progress)
-    return Repetition(again, tuple(_differences(old, again)), tuple(_notes(old.data, again.data)))
+    return Repetition(again, tuple(differences(old, again)), tuple(_notes(old.data, again.data)))
 
 
-def _differences(old: Certificate, again: Certificate) -> Iterator[str]:
+def differences(old: Certificate, again: Certificate) -> Iterator[str]:
+    """Yields what speaks against a certificate that was made again: other content, or another verdict."""
     for side in _PLACES:
         one, other = (each.data["identity"][side]["root"] for each in (old, again))
         if one != other:

@@ -25,10 +25,12 @@ from statekit.conversion.open_state import OpenState, open_state
 from statekit.conversion.plan import Plan, Request
 from statekit.conversion.prepared import Prepared, carried_out, prepare
 from statekit.conversion.rule_change import Bridge, Compared, RuleChange
-from statekit.errors import StatekitError, UsageError
+from statekit.errors import StatekitError, UsageError, some
 from statekit.maps.links import StateMap
 from statekit.maps.model_map import Renaming, load
 from statekit.state.comparison import Difference, compare_states
+from statekit.state.constants import variant_constants
+from statekit.state.factoring import by_shape, swapped
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.stored_params import as_params
 from statekit.state.train_state import StepOffset, TrainState
@@ -373,7 +375,9 @@ class _Verification:
             return _unstepped("there is no optimizer")
         if {*self._expected.params} != {*self._actual.params}:
             return _unstepped("the target has other parameters")
-        carried = _settled(self._carried, self._plan.rule_change)
+        carried, said = _decided(_settled(self._carried, self._plan.rule_change))
+        self._said += said
+        expected, actual = (_as_decided(one, carried) for one in (self._expected, self._actual))
         for state in (carried, self._expected):
             for schema, variant in state.optimizer.kinds:
                 if variant is None:
@@ -386,7 +390,7 @@ class _Verification:
                 if variant not in load_schema(schema).stepped:
                     return _unstepped(f"statekit has no step of {schema}'s variant {variant}")
         asked = self._asked
-        both = SideBySide(carried, self._expected, self._actual, self._layouts, self._rule_exactness)
+        both = SideBySide(carried, expected, actual, self._layouts, self._rule_exactness)
         return _Replayed(
             *both.run(
                 asked.gradients,
@@ -501,6 +505,39 @@ def _settled(state: TrainState, change: RuleChange | None) -> TrainState:
         taken = {n: usual[n] for n in offered if n not in group.hyperparameters and n not in on}
         groups.append(replace(group, hyperparameters={**taken, **group.hyperparameters}))
     return replace(state, optimizer=replace(state.optimizer, variant=variant, groups=tuple(groups)))
+
+
+def _decided(state: TrainState) -> tuple[TrainState, list[str]]:
+    """Returns a state whose factor rules are known where its variant's own rule by shape is what was assumed."""
+    rules, paths = dict(state.rules), list[str]()
+    for part in state.parts():
+        schema, variant = part.optimizer.schema, part.optimizer.variant
+        form = variant_constants(schema, str(variant)) if variant is not None else {}
+        if "factored_axes" not in form or form["factored_rank"] == "two_or_rule":
+            continue
+        for group in part.optimizer.groups:
+            least = group.hyperparameters.get("min_dim_size_to_factor") or 0
+            factored = group.hyperparameters.get("factored", True)
+            for path in group.paths:
+                rule = part.rules.get(path)
+                if rule is None or rule.known_from != "assumed":
+                    continue
+                if by_shape(form, part.params[path].shape, factored, least) == rule.axes:
+                    rules[path] = replace(rule, known_from="given")
+                    paths.append(path)
+    said = [f"factored as the variant does it by shape: {some(paths)}"] if paths else []
+    return replace(state, rules=rules), said
+
+
+def _as_decided(state: TrainState, carried: TrainState) -> TrainState:
+    """Returns a state whose rules are known where the source's are, and average the same axes."""
+    rules = dict(state.rules)
+    for path, rule in state.rules.items():
+        other = carried.rules.get(path)
+        alike = other is not None and rule.axes in (other.axes, swapped(other.axes))
+        if other is not None and alike and other.known_from != "assumed":
+            rules[path] = replace(rule, known_from="given")
+    return replace(state, rules=rules)
 
 
 def _fields(source: TrainState, target: TrainState, change: RuleChange | None) -> Iterator[Compared]:
