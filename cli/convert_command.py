@@ -213,7 +213,7 @@ def command(
         changes=changes,
     )
     report = None if dry_run else _carry_out(planned, replace, replace_foreign, threads)
-    if report and report.times and click.get_current_context().find_root().params["debug"]:
+    if report and report.times and click.get_current_context().find_root().params.get("debug"):
         click.echo("\n".join(report.times.lines()), err=True)
     made = _proven(planned, map_name, config, certificate) if proves else None
     if as_json:
