@@ -16,6 +16,7 @@ import click
 import numpy as np
 
 from statekit.arrays.backend import Backend, backend
+from statekit.arrays.intervals import Interval
 from statekit.cli import convert_command, demo_t5, inspect_command, output
 from statekit.cli.arguments import local_file
 from statekit.cli.loss_plot import Curve, Panel, picture
@@ -27,7 +28,6 @@ from statekit.optim.run import Live, Move, Rates, store
 from statekit.optim.steps import Arrays, Execution
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, Tensor
-from statekit.verify.intervals import Interval
 from statekit.verify.recording import Recording, open_recording
 from statekit.verify.replay import Replay, Subject, replay
 from statekit.verify.verdict import Row, compare

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from statekit.arrays.intervals import IntervalBackend
 from statekit.jax.leaves import leaves_of
 from statekit.jax.states import STATES, State
 from statekit.jax.transformation import OptimizerSpec, slots_of
 from statekit.optim.run import load, mover
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import Tensor, in_memory
-from statekit.verify.intervals import IntervalBackend
 from statekit.verify.replay import named
 from statekit.verify.verdict import compare
 

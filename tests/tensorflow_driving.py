@@ -12,13 +12,13 @@ import numpy as np
 import tensorflow as tf
 
 from statekit.arrays.backend import backend
+from statekit.arrays.intervals import IntervalBackend
 from statekit.errors import StatekitError
 from statekit.optim.run import load, mover
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 from statekit.tensorflow.from_checkpoint import built
 from statekit.tensors.tensor import DTYPES, Array
-from statekit.verify.intervals import IntervalBackend
 from statekit.verify.recording import Recording, Trajectory, open_recording
 from statekit.verify.replay import named
 from statekit.verify.verdict import Row, compare

@@ -13,6 +13,7 @@ import pytest
 from goldens import GOLDEN, bundles
 from replaying import everywhere, judged, mistaken, outside, present, shortened, swapped
 from statekit.arrays.backend import backend
+from statekit.arrays.intervals import Interval, IntervalBackend
 from statekit.arrays.numpy_backend import ORACLE
 from statekit.errors import NotFoundError
 from statekit.optim import adafactor
@@ -21,7 +22,6 @@ from statekit.optim.adafactor_storage import noise
 from statekit.state.constants import variant_constants
 from statekit.state.train_state import Group, Rule
 from statekit.tensors.tensor import DTYPES
-from statekit.verify.intervals import Interval, IntervalBackend
 from statekit.verify.recording import from_json, open_recording, to_json
 from statekit.verify.replay import Subject, free_run
 from statekit.verify.systems import t2t

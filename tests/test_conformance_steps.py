@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from replaying import BACKENDS, COMPILING, marks
 from statekit.arrays.backend import backend
+from statekit.arrays.intervals import IntervalBackend
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.optim import adamw, run
 from statekit.optim.run import STEPPED
@@ -20,7 +21,6 @@ from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis
 from statekit.testing.step_cases import TABLE, Case, Table, case
 from statekit.testing.steps import COSTLY, LAWS, Law, Trial, require_refusal
-from statekit.verify.intervals import IntervalBackend
 
 EVERY = {**LAWS, **COSTLY}
 VARIANTS = [(schema, variant) for schema in STEPPED for variant in load_schema(schema).stepped]

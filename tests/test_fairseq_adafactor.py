@@ -9,13 +9,13 @@ import pytest
 
 from replaying import everywhere
 from statekit.arrays.backend import Backend, backend
+from statekit.arrays.intervals import Interval, IntervalBackend
 from statekit.optim import adafactor
 from statekit.optim.run import initial, load, mover, store
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, in_memory
-from statekit.verify.intervals import Interval, IntervalBackend
 
 SHAPES = {"embed": (4, 6), "bias": (7,), "heads": (3, 4, 5)}
 SLOTS = {2: ("v_row", "v_col", "m"), 3: ("v_row", "v_col", "m"), 1: ("v", "m")}

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from statekit.arrays.intervals import UNIT, Interval, IntervalBackend, gamma
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.tensors.tensor import DTYPES, Array
-from statekit.verify.intervals import UNIT, Interval, IntervalBackend, gamma
 
 STRICT, COMPILED = IntervalBackend(), IntervalBackend(contracted=True)
 NUMPY = NumpyBackend()

@@ -11,6 +11,7 @@ import pytest
 
 from replaying import everywhere, marks
 from statekit.arrays.backend import BACKEND_NAMES, Backend, backend
+from statekit.arrays.intervals import UNIT, IntervalBackend, scaled_norm_error
 from statekit.arrays.numpy_backend import ORACLE
 from statekit.errors import StateError, UnknownRuleError
 from statekit.optim import lans
@@ -18,7 +19,6 @@ from statekit.optim.run import initial, load, mover, store
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import Array, in_memory
-from statekit.verify.intervals import UNIT, IntervalBackend, scaled_norm_error
 
 FUSED, UNFUSED = "mxnet_fused", "mxnet_unfused"
 EXACT = {"beta1": 0.875, "beta2": 0.9375, "epsilon": 2.0**-20, "wd": 0.25}

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from statekit.arrays.backend import BACKEND_NAMES, Backend, backend
+from statekit.arrays.intervals import UNIT, IntervalBackend
 from statekit.arrays.numpy_backend import ORACLE
 from statekit.arrays.promotion import promoted
 from statekit.errors import StateError, UnknownRuleError
@@ -22,7 +23,6 @@ from statekit.optim.scaled_adam_forms import corrected_updates
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import DTYPES, Array, in_memory
-from statekit.verify.intervals import UNIT, IntervalBackend
 
 DEFAULTS: dict[str, Any] = dict(load_schema("scaled_adam").variants["zip2025"]["defaults"])
 NEWEST, SEED = "zip2025", "gptsovits"

@@ -17,6 +17,7 @@ import pytest
 from goldens import GOLDEN
 from replaying import BACKENDS, COMPILING, marks, present
 from statekit.arrays.backend import Backend, backend
+from statekit.arrays.intervals import Interval, IntervalBackend
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.optim import adafactor, adafactor_forms, adamw, lamb, lans, scaled_adam, scaled_adam_forms
 from statekit.optim.run import Move, load, mover, store
@@ -26,7 +27,6 @@ from statekit.state.constants import variant_constants
 from statekit.state.train_state import Counts, TrainState
 from statekit.tensors.tensor import Array, Tensor
 from statekit.testing.steps import tensors
-from statekit.verify.intervals import Interval, IntervalBackend
 from statekit.verify.recording import Rate, open_recording
 from statekit.verify.replay import named
 from statekit.verify.sampling import chosen

@@ -14,6 +14,7 @@ import torch
 
 import statekit.torch
 from statekit.arrays.backend import backend
+from statekit.arrays.intervals import Interval
 from statekit.errors import StateError
 from statekit.optim.run import load, mover, settled_group, steps_of
 from statekit.optim.steps import Scene
@@ -25,7 +26,6 @@ from statekit.testing.step_cases import Case, Table, case
 from statekit.torch.fast import batching, followed, numba_runner
 from statekit.torch.fast.adafactor import FastAdafactor
 from statekit.torch.fast.dispatch import FAST, FastMove, fast_path
-from statekit.verify.intervals import Interval
 from statekit.verify.replay import named
 from statekit.verify.verdict import compare
 

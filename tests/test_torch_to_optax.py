@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import statekit
+from statekit.arrays.intervals import IntervalBackend
 from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.resume import of_plan, resume_lines
 from statekit.optim.run import load, mover
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, in_memory
-from statekit.verify.intervals import IntervalBackend
 
 pytestmark = [pytest.mark.torch, pytest.mark.jax]
 BEFORE, MORE = 6, 20

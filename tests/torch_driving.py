@@ -14,6 +14,7 @@ import torch
 from goldens import GOLDEN
 from replaying import present
 from statekit.arrays.backend import backend
+from statekit.arrays.intervals import IntervalBackend
 from statekit.conversion.registry import layout
 from statekit.errors import StatekitError
 from statekit.optim.run import load, mover, store
@@ -23,7 +24,6 @@ from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Array
 from statekit.torch.from_checkpoint import OPTIMIZERS
-from statekit.verify.intervals import IntervalBackend
 from statekit.verify.recording import Recording, Trajectory, open_recording
 from statekit.verify.replay import Subject, free_run, named
 from statekit.verify.verdict import Row, compare

@@ -193,6 +193,14 @@ def parts_are_attested(mesh: Any, rank: int, folder: Path) -> None:
         result = statekit.torch.attest(optimizer, model.named_parameters(), folder / "run.pt")
         return [f"{one.name} @ {one.where[0]}" for one in result.findings]
 
+    def a_step() -> tuple[int, list[str]]:
+        with statekit.torch.attested_step(optimizer, model.named_parameters(), folder / "run.pt") as step:
+            optimizer.zero_grad()
+            model(torch.ones(4, 9)).sum().backward()
+            optimizer.step()
+        assert step.result is not None
+        return step.result.stepped, [f"{one.name} @ {one.where[0]}" for one in step.result.findings]
+
     assert "optimizer-empty" in names()[0]
     everything = distributed.StateDictOptions(full_state_dict=True)
     distributed.set_model_state_dict(model, whole_file["model"], options=everything)
@@ -203,6 +211,17 @@ def parts_are_attested(mesh: Any, rank: int, folder: Path) -> None:
     by_name: Any = {"state": state, "param_groups": groups}
     distributed.set_optimizer_state_dict(model, optimizer, by_name, options=everything)
     assert names() == []
+    assert a_step() == (4, [])  # each process steps its own part
+    distributed.set_model_state_dict(model, whole_file["model"], options=everything)
+    distributed.set_optimizer_state_dict(model, optimizer, by_name, options=everything)
+    if rank == 1:
+        own_part(optimizer.state[next(model.parameters())]["exp_avg"])[0].mul_(2)
+    assert a_step()[1] == [
+        "slot-differs @ slots/0/weight/m on rank 1",
+        "update-differs @ slots/0/weight/m on rank 1",
+    ]
+    distributed.set_model_state_dict(model, whole_file["model"], options=everything)
+    distributed.set_optimizer_state_dict(model, optimizer, by_name, options=everything)
     if rank == 1:
         own_part(optimizer.state[next(model.parameters())]["exp_avg"])[0].mul_(2)
     assert names() == ["slot-differs @ slots/0/weight/m on rank 1"]

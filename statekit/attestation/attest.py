@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
@@ -79,6 +79,64 @@ def attest(
         InexactError: A map is less exact than required; lists every parameter.
         NotFoundError, FormatError: The checkpoint can't be read.
     """
+    with attesting(
+        path,
+        live,
+        findings=findings,
+        unchecked=unchecked,
+        names=names,
+        maps=maps,
+        require=require,
+        shows_schedule=shows_schedule,
+        whole_model=whole_model,
+        step=step,
+        hints=hints,
+        instead=instead,
+        sample=sample,
+        seed=seed,
+    ) as sides:
+        result = sides.result
+    if strict:
+        result.check()
+    return result
+
+
+@dataclass(frozen=True)
+class Sides:
+    """A checkpoint and the live run that goes on from it, while the checkpoint is open.
+
+    Attributes:
+        result: Whether they are the same run.
+        right: The checkpoint's state, as the live optimizer's rule goes on with it.
+        live: The live state; None where it breaks its own rules.
+        decode: Gives the live state as it has become since.
+    """
+
+    result: Attestation
+    right: TrainState
+    live: TrainState | None
+    decode: Callable[[], TrainState]
+
+
+@contextmanager
+def attesting(
+    path: str | PathLike[str],
+    live: Callable[[OpenState], TrainState],
+    *,
+    findings: Iterable[Finding] = (),
+    unchecked: Iterable[str] = (),
+    names: Mapping[str, str] | None = None,
+    maps: Sequence[StateMap] = (),
+    require: Level = "rounding",
+    shows_schedule: bool = False,
+    whole_model: bool = True,
+    step: int | None = None,
+    hints: Hints,
+    instead: tuple[Hints, str] | None = None,
+    sample: int | None = None,
+    seed: int = 0,
+) -> Iterator[Sides]:
+    """Compares a live run with a checkpoint, and keeps that open; arguments and errors are those of `attest`."""
     if sample is not None and sample < 1:
         raise UsageError("A sample has at least one parameter.", place="sample", found=sample)
     with _opened(Path(path), step, hints, instead) as (opened, taken):
@@ -88,6 +146,7 @@ def attest(
         right = _by_path(renamed(right, names or {}, path))
         each, said = list(findings), [*unchecked, *(one.what for one in opened.checkpoint.findings)]
         place = str(opened.checkpoint.path)
+        state: TrainState | None = None
         try:
             state = _by_path(live(opened))
         except StatekitError as error:
@@ -99,7 +158,7 @@ def attest(
             right, more = _under_rule_of(right, state)
             each += more
             paths = [*right.params, *_buffers(right)]
-            chosen = _sampled(paths, sample, seed)
+            chosen = sampled(paths, sample, seed)
             if sample is not None:
                 said.append(
                     f"values of {len(paths) - len(chosen)} of {len(paths)} parameters (sample={sample})"
@@ -125,9 +184,7 @@ def attest(
                 compared.tensors,
                 compared.bytes_read,
             )
-    if strict:
-        result.check()
-    return result
+        yield Sides(result, right, state, lambda: _by_path(live(opened)))
 
 
 @contextmanager
@@ -180,7 +237,8 @@ def _buffers(state: TrainState) -> list[str]:
     return [str(name) for name in buffers] if isinstance(buffers, Mapping) else []
 
 
-def _sampled(paths: Sequence[str], sample: int | None, seed: int) -> set[str]:
+def sampled(paths: Sequence[str], sample: int | None, seed: int) -> set[str]:
+    """Returns some of the paths, drawn with a seed; all if None."""
     if sample is None or sample >= len(paths):
         return set(paths)
     return set(random.Random(seed).sample([*paths], sample))

@@ -61,6 +61,7 @@ class Attestation:
         params: How many parameters there are.
         tensors: How many tensors were compared by value.
         bytes_read: Bytes of the checkpoint's values that were read for it.
+        stepped: Of how many parameters the next update was compared too.
     """
 
     checkpoint: str
@@ -71,6 +72,7 @@ class Attestation:
     params: int
     tensors: int
     bytes_read: int
+    stepped: int = 0
 
     @property
     def passed(self) -> bool:
@@ -138,7 +140,8 @@ class Attestation:
         compared = (
             f"{self.params} parameters; {self.tensors} tensors compared by value with {self.checkpoint}."
         )
-        rows = [printable(f"{verdict} {compared}")]
+        updates = f" The next update of {self.stepped} parameters was compared." if self.stepped else ""
+        rows = [printable(f"{verdict} {compared}{updates}")]
         rows += [str(one) for one in self.findings]
         rows += [printable(f"Not compared: {one}.") for one in self.unchecked]
         rows += [printable(f"Assumed: {one}") for one in self.assumptions]

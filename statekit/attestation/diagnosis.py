@@ -123,6 +123,11 @@ FAULTS: Mapping[str, Fault] = {
         "The loss scaler isn't the checkpoint's: updates are skipped until it has found its scale again.",
         "save and load scaler.state_dict(), after everything that steps or skips",
     ),
+    "update-differs": Fault(
+        "The update isn't the one that the rule makes of the checkpoint's state and these gradients.",
+        "look for what the optimizer keeps beside its state: powers of betas that were taken when it was made, "
+        "hyperparameters that are used before they are restored, a copy of the state elsewhere",
+    ),
     "broken": Fault(
         "The live state breaks its own rules.", "check that the state was loaded into the right parameters"
     ),

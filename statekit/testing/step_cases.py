@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from statekit.arrays.backend import Backend
+from statekit.arrays.intervals import Interval, IntervalBackend
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.optim.run import counts_apart, initial, load, mover, store
 from statekit.optim.steps import Execution
@@ -18,7 +19,6 @@ from statekit.state.constants import variant_constants
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Array, Shape, in_memory
-from statekit.verify.intervals import Interval, IntervalBackend
 from statekit.verify.replay import named
 
 R, C, B, N = Axis.ROW, Axis.COLUMN, Axis.BATCH, Axis.NONE

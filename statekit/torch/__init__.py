@@ -20,6 +20,7 @@ try:
     from statekit.torch.lans import LANS
     from statekit.torch.partition import Partition
     from statekit.torch.scaled_adam import ScaledAdam
+    from statekit.torch.step_attestation import attested_step
 except ModuleNotFoundError as error:
     if error.name == "torch":
         raise MissingExtraError(
@@ -35,6 +36,7 @@ __all__ = [
     "Partition",
     "ScaledAdam",
     "attest",
+    "attested_step",
     "load_optimizer",
     "load_params",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
@@ -79,6 +79,68 @@ def attest(
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
+    run = live_run(
+        optimizer,
+        named_parameters,
+        scheduler=scheduler,
+        scaler=scaler,
+        names=names,
+        param_names=param_names,
+        variant=variant,
+        step=step,
+        hparams=hparams,
+        map=map,
+        config=config,
+        require=require,
+        follow_links=follow_links,
+        budget=budget,
+    )
+    result = run.gathered(lambda: attested(path, **run.arguments, sample=sample, seed=seed))
+    if strict:
+        result.check()
+    return result
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """A run in memory, as it is held against a checkpoint.
+
+    Attributes:
+        params: The model's parameters by name.
+        optimizer: What makes the updates, without wrappers.
+        arguments: Those of `statekit.attestation.attest.attest` that are the run's.
+    """
+
+    params: Mapping[str, torch.Tensor]
+    optimizer: torch.optim.Optimizer
+    arguments: Mapping[str, Any]
+
+    def gathered(self, of_this_process: Callable[[], Attestation]) -> Attestation:
+        """Returns what was found here, or of sharded parameters what all processes found; all of them call it."""
+        sharded = any(is_sharded(param) for param in self.params.values())
+        if sharded and torch.distributed.is_initialized():
+            return _of_all_processes(of_this_process)
+        return of_this_process()
+
+
+def live_run(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: NamedParameters,
+    *,
+    scheduler: Any = None,
+    scaler: Any = None,
+    names: Mapping[str, str] | None = None,
+    param_names: Sequence[str] | None = None,
+    variant: str | None = None,
+    step: int | None = None,
+    hparams: Mapping[str, Any] | None = None,
+    map: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    require: Level = "rounding",
+    follow_links: bool = False,
+    budget: int | None = None,
+) -> LiveRun:
+    """Returns a run as it is held against a checkpoint; arguments are those of `attest`."""
     inner = _innermost(optimizer, "optimizer", torch.optim.Optimizer)
     pairs = pairs_of(named_parameters)
     maps = maps_to(map, config, pairs, names)
@@ -100,29 +162,17 @@ def attest(
         beside["scheduler"] = moved.state_dict()
     if scaler is not None and (state := scaler.state_dict()):  # one that is switched off has none
         beside["scaler"] = state
-
-    def of_this_process() -> Attestation:
-        return attested(
-            path,
-            lambda opened: live_state(params, inner, beside),
-            findings=[*_strangers(inner, params), *_drives_another(moved, inner)],
-            names=names,
-            maps=maps,
-            require=require,
-            step=step,
-            hints=hints,
-            instead=_in_order(hints, inner, params, names or {}),
-            sample=sample,
-            seed=seed,
-        )
-
-    if any(is_sharded(param) for param in params.values()) and torch.distributed.is_initialized():
-        result = _of_all_processes(of_this_process)
-    else:
-        result = of_this_process()
-    if strict:
-        result.check()
-    return result
+    arguments = {
+        "live": lambda opened: live_state(params, inner, beside),
+        "findings": [*_strangers(inner, params), *_drives_another(moved, inner)],
+        "names": names,
+        "maps": maps,
+        "require": require,
+        "step": step,
+        "hints": hints,
+        "instead": _in_order(hints, inner, params, names or {}),
+    }
+    return LiveRun(params, inner, arguments)
 
 
 def _of_all_processes(of_this_process: Callable[[], Attestation]) -> Attestation:

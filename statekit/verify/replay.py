@@ -3,7 +3,7 @@
 Two results. The *free run* goes from the start to the end on the recorded gradients, each step from our own result of
 the one before. The *verdict* goes step by step: from the recorded state of step s-1 one step, compared per element
 with the recorded state of step s, against the interval that the declared arithmetic can reach
-(statekit.verify.intervals).
+(statekit.arrays.intervals).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from statekit.arrays.backend import Backend
+from statekit.arrays.intervals import IntervalBackend
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.conversion.contracts import Hints
 from statekit.conversion.open_state import open_state
@@ -29,7 +30,6 @@ from statekit.state.train_state import TrainState
 from statekit.tensors.distance import gap
 from statekit.tensors.tensor import DTYPES, Tensor, in_memory, widens
 from statekit.tensors.tree import Tree
-from statekit.verify.intervals import IntervalBackend
 from statekit.verify.recorder import write_trajectory
 from statekit.verify.recording import Recording, Trajectory
 from statekit.verify.start_state import native_state, told

@@ -15,12 +15,12 @@ from typing import TypeAlias
 import numpy as np
 
 from statekit.arrays.backend import Backend
+from statekit.arrays.intervals import Interval, IntervalBackend
 from statekit.arrays.numpy_backend import ORACLE
 from statekit.optim.run import Live, load, mover, store
 from statekit.state.options import stored_rate
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array
-from statekit.verify.intervals import Interval, IntervalBackend
 from statekit.verify.natives import Native, Rates, Updates
 from statekit.verify.replay import named
 from statekit.verify.verdict import inside

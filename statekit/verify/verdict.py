@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from statekit.arrays.intervals import Interval
 from statekit.tensors.distance import gap, ulp
 from statekit.tensors.tensor import Array
-from statekit.verify.intervals import Interval
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,7 @@ def compare(
 
 def inside(value: Array, bound: Interval) -> Array:
     """Tells of each element whether it lies in its interval; where that is NaN, whether it is NaN too."""
-    absent = np.isnan(bound.low) | np.isnan(bound.high)
-    return np.where(absent, np.isnan(value), (value >= bound.low) & (value <= bound.high))
+    return bound.encloses(value)
 
 
 def _over(top: Array, bottom: Array) -> Array:

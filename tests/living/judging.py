@@ -13,10 +13,10 @@ from living.drop_ins import Tensors, drop_in, follows
 from living.originals import RUNS, Arrays, Case, Sparse
 from living.there_and_back import lost
 from statekit.arrays.backend import Backend, backend
+from statekit.arrays.intervals import Interval, IntervalBackend, gamma
 from statekit.optim.run import kernels_contract, load, mover, store
 from statekit.optim.steps import Repeated
 from statekit.state.train_state import TrainState
-from statekit.verify.intervals import Interval, IntervalBackend, gamma
 from statekit.verify.replay import named
 from statekit.verify.verdict import compare
 

@@ -1,21 +1,23 @@
 """A float64 interval for every element that float32 arithmetic could return: the derived bound of a step.
 
 `IntervalBackend` runs the same text as every other backend, but a value is the pair of the smallest and the largest
-float64 that an implementation in the declared arithmetic can reach. What is declared, per operation (u = 2^-24):
+float64 that an implementation in the declared arithmetic can reach.
 
-- `+ - * / sqrt` are correctly rounded in float32. Endpoints are computed in float64 and rounded to float32, which is
-  exact (double rounding is innocuous: 53 >= 2*24 + 2 bits; Figueroa 1995). Rounding is monotone, so the rounded
-  endpoints enclose every rounded result. Where an implementation compiles (`contracted`), a product may stay unrounded
-  (fused multiply-add) and a division may be a product with a reciprocal: endpoints are widened by 2u instead.
-- `power` is no IEEE operation: 4 units in the last place, the most that a common libm declares for `powf`
-  (CUDA C++ Programming Guide, appendix on mathematical functions; glibc, SLEEF and XLA on CPUs stay below). A power
-  of 1 is exactly 1 (C17, F.10.4.4), unless it may be computed as a reciprocal root.
-- a sum of n terms may run in any order: its error is at most gamma * sum|x|,
-  gamma = min((n-1) u, 6 sqrt(n-1) u) / (1 - n u).
-  The first is Higham, Accuracy and Stability, section 4.2; the second holds with probability above 1 - 2 exp(-18)
-  for rounding errors of mean zero (Higham and Mary 2019, theorem 2.4).
-- a result below the normal range may be flushed to zero.
-- `narrow` and `rounded` round to nearest even, so both neighbours are admitted at a tie and only there.
+What is declared, per operation (u = 2^-24):
+
+ - `+ - * / sqrt` are correctly rounded in float32. Endpoints are computed in float64 and rounded to float32, which is
+   exact (double rounding is innocuous: 53 >= 2*24 + 2 bits; Figueroa 1995). Rounding is monotone, so the rounded
+   endpoints enclose every rounded result. Where an implementation compiles (`contracted`), a product may stay unrounded
+   (fused multiply-add) and a division may be a product with a reciprocal: endpoints are widened by 2u instead.
+ - `power` is no IEEE operation: 4 units in the last place, the most that a common libm declares for `powf`
+   (CUDA C++ Programming Guide, appendix on mathematical functions; glibc, SLEEF and XLA on CPUs stay below). A power
+   of 1 is exactly 1 (C17, F.10.4.4), unless it may be computed as a reciprocal root.
+ - a sum of n terms may run in any order: its error is at most gamma * sum|x|,
+   gamma = min((n-1) u, 6 sqrt(n-1) u) / (1 - n u).
+   The first is Higham, Accuracy and Stability, section 4.2; the second holds with probability above 1 - 2 exp(-18)
+   for rounding errors of mean zero (Higham and Mary 2019, theorem 2.4).
+ - a result below the normal range may be flushed to zero.
+ - `narrow` and `rounded` round to nearest even, so both neighbours are admitted at a tie and only there.
 
 docs/bounds.md has the derivation.
 """
@@ -74,6 +76,11 @@ class Interval:
     contracted: bool = False
 
     __array_ufunc__ = None
+
+    def encloses(self, values: Array) -> Array:
+        """Tells of each of some values whether it lies in its interval; where that is NaN, whether it is NaN too."""
+        absent = np.isnan(self.low) | np.isnan(self.high)
+        return np.where(absent, np.isnan(values), (values >= self.low) & (values <= self.high))
 
     def __neg__(self) -> Interval:
         return Interval(-self.high, -self.low, self.dtype, self.contracted)

@@ -1,0 +1,279 @@
+"""Whether an update of a live run is the one that its rule makes of the checkpoint's state and the run's gradients.
+
+Each sampled parameter is stepped from the checkpoint's state by the reference text, over intervals: what comes out is
+everything that the rule's arithmetic can return (docs/bounds.md), and what the live run made must lie in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from statekit.arrays.backend import Value
+from statekit.arrays.intervals import UNIT, Interval, IntervalBackend
+from statekit.attestation.attestation import Finding
+from statekit.attestation.diagnosis import fault
+from statekit.errors import StatekitError
+from statekit.optim.adafactor import COMPOUNDING
+from statekit.optim.gradient_clipping import Limits
+from statekit.optim.run import counts_apart, initial, load, mover
+from statekit.state.constants import variant_constants
+from statekit.state.hyperparameters import settled
+from statekit.state.options import stored_rate
+from statekit.state.schema import WEIGHTS, load_schema
+from statekit.state.train_state import Group, TrainState
+from statekit.tensors.tensor import Array, Index, Tensor, in_memory, normal_index, parts_of
+
+LARGEST = 1 << 22
+"""Elements: of a larger parameter whose elements move by themselves, so many are stepped."""
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A gradient as the optimizer gets it.
+
+    Attributes:
+        value: The gradient; of a sharded parameter, the part that this process has.
+        divisor: What the optimizer itself divides it by, as a fused kernel does with a loss scale.
+    """
+
+    value: Array
+    divisor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What is stepped.
+
+    Attributes:
+        blocks: The block of each parameter; the whole where the rule needs it.
+        unchecked: What isn't, and why, a sentence each.
+    """
+
+    blocks: Mapping[str, Index]
+    unchecked: tuple[str, ...]
+
+
+def chosen_blocks(right: TrainState, live: TrainState, paths: Iterable[str]) -> Chosen:
+    """Returns which of some parameters can be stepped here, and what is stepped of each.
+
+    Where a rule takes the gradients of a group together, all of that group are stepped.
+
+    Args:
+        right: The checkpoint's state, under the live rule.
+        live: The live state; its sharded parameters are stepped where this process has them.
+        paths: The sample.
+    """
+    asked = {*paths}
+    said: list[str] = []
+    blocks: dict[str, Index] = {}
+    for group in right.optimizer.groups:
+        wanted = [path for path in group.paths if path in asked and path in live.params]
+        if not wanted:
+            continue
+        schema, variant = right.optimizer.kind(group)
+        if schema == WEIGHTS or variant not in load_schema(schema).stepped:
+            said.append(
+                f"the update of {schema}, variant {variant or 'unknown'}: statekit has no step for it"
+            )
+            continue
+        together = _acts_together(schema, str(variant), group)
+        alone = schema == "adamw" and not together
+        for path in group.paths if together else wanted:
+            index, why = _block(live.params[path], alone)
+            if index is None:
+                said.append(f"the update of {path}: {why}")
+            else:
+                blocks[path] = index
+        if together and any(path not in blocks for path in group.paths):
+            blocks = {path: index for path, index in blocks.items() if path not in group.paths}
+    return Chosen(blocks, tuple(said))
+
+
+def _acts_together(schema: str, variant: str, group: Group) -> bool:
+    """Tells whether a rule takes a group's gradients together, so that no part of it can be stepped by itself."""
+    if schema == "scaled_adam":
+        return True
+    constants = variant_constants(schema, variant)
+    compounds = constants.get("lr_source") == COMPOUNDING
+    return compounds or ("gradient_clipping" in constants and settled(Limits, schema, variant, group).any)
+
+
+def _block(param: Tensor, alone: bool) -> tuple[Index | None, str]:
+    """Returns which block of a parameter is stepped, and where none is, why."""
+    parts = parts_of(param)
+    if parts is not None and not alone:
+        return None, "its rule takes the parameter as a whole, and this process has a part"
+    if parts is not None and len(parts) != 1:
+        return None, "this process has several parts of it"
+    whole = normal_index(parts[0] if parts else None, param.shape)
+    size = math.prod(cut.stop - cut.start for cut in whole)
+    if size <= LARGEST:
+        return whole, ""
+    if not alone:
+        return None, f"its rule takes all of its {size} elements at once, more than {LARGEST}"
+    rows = max(LARGEST // max(size // (whole[0].stop - whole[0].start), 1), 1)
+    return (slice(whole[0].start, whole[0].start + rows), *whole[1:]), ""
+
+
+def update_findings(
+    right: TrainState,
+    after: TrainState,
+    chosen: Chosen,
+    grads: Mapping[str, Gradient],
+    moved: Container[str],
+    sqrt_units: float,
+) -> tuple[list[Finding], list[str], int]:
+    """Returns in what an update isn't that of the rule, what couldn't be stepped, and how many tensors were compared.
+
+    Args:
+        right: The checkpoint's state, under the live rule.
+        after: The live state after one update.
+        chosen: What is stepped.
+        grads: Gradients of what is stepped, by path.
+        moved: The parameters that have a gradient; others aren't moved.
+        sqrt_units: How far the framework's square roots may be from the exact ones, in units of 2^-24.
+    """
+    try:
+        before, said = _restricted(right, after, chosen.blocks)
+        bounds = IntervalBackend(True, sqrt_units=sqrt_units)
+        rates = tuple(map(_rate, before.optimizer.groups))
+        given = {path: _interval(bounds, grads[path]) for path in before.params if path in grads}
+        bound = mover(bounds, before)(load(bounds, before), given, rates)
+    except StatekitError as error:
+        return [], [f"the update: {error.line}"], 0
+    rows = [
+        _outside(f"params/{path}", after.params[path].read(chosen.blocks[path]), bound.params[path])
+        for path in before.params
+    ]
+    rows += [row for path in before.params for row in _slots(path, before, after, bound.slots[path], chosen)]
+    wrong = sorted((row for row in rows if row.count), key=lambda row: row.farthest, reverse=True)
+    each = []
+    if wrong:
+        first = wrong[0]
+        apart = f"{first.count} of {first.size} elements outside, {first.example}"
+        each.append(
+            fault("update-differs", [row.place for row in wrong], "within the rule's rounding", apart)
+        )
+    each += _steps(right, after, moved)
+    return each, said, len(rows)
+
+
+def _restricted(
+    right: TrainState, after: TrainState, blocks: Mapping[str, Index]
+) -> tuple[TrainState, list[str]]:
+    """Returns the checkpoint's state of what is stepped, with the live rate where the checkpoint says none."""
+    groups, said = [], []
+    for group in right.optimizer.groups:
+        paths = tuple(path for path in group.paths if path in blocks)
+        if not paths:
+            continue
+        hyper = dict(group.hyperparameters)
+        live = after.group_of(paths[0])
+        rate = None if live is None else stored_rate(live.hyperparameters)
+        if stored_rate(hyper) is None and rate is not None:
+            hyper["learning_rate"] = rate
+            said.append(
+                "the learning rate of the update: the checkpoint doesn't say it, the live one is taken"
+            )
+        groups.append(replace(group, paths=paths, hyperparameters=hyper))
+    moved = [path for group in groups for path in group.paths]
+    params = {path: _read(right.params[path], blocks[path]) for path in moved}
+    slots = {
+        path: {
+            name: _read(slot, blocks[path] if slot.shape == right.params[path].shape else None)
+            for name, slot in right.slots.get(path, {}).items()
+        }
+        for path in moved
+    }
+    state = replace(
+        right,
+        params=params,
+        slots=slots,
+        optimizer=replace(right.optimizer, groups=tuple(groups)),
+        counts=replace(right.counts, behind={p: n for p, n in right.counts.behind.items() if p in params}),
+        rules={path: rule for path, rule in right.rules.items() if path in params},
+        extra={},
+    )
+    if not right.counts.updates and not any(slots.values()):
+        state = initial(state)
+    return state, list(dict.fromkeys(said))
+
+
+def _read(tensor: Tensor, index: Index | None) -> Tensor:
+    return in_memory(tensor.read(index))
+
+
+def _rate(group: Group) -> Any:
+    rate = stored_rate(group.hyperparameters)
+    return rate.read().item() if isinstance(rate, Tensor) else rate
+
+
+def _interval(bounds: IntervalBackend, grad: Gradient) -> Value:
+    value = bounds.asarray(grad.value)
+    if grad.divisor == 1.0:
+        return value
+    ends = value.low / grad.divisor, value.high / grad.divisor
+    exact = math.frexp(grad.divisor)[0] == 0.5  # by a power of two nothing is rounded
+    low, high = np.minimum(*ends), np.maximum(*ends)
+    room = 0.0 if exact else 2 * UNIT
+    return Interval(low - np.abs(low) * room, high + np.abs(high) * room, value.dtype, True)
+
+
+@dataclass(frozen=True)
+class _Outside:
+    """Elements of a tensor that aren't what the rule can make: how many, how far over the largest value, and one."""
+
+    place: str
+    count: int
+    size: int
+    farthest: float
+    example: str
+
+
+def _outside(place: str, live: Array, bound: Interval) -> _Outside:
+    values = live.astype(np.float64)
+    wrong = ~bound.encloses(values)
+    if not wrong.any():
+        return _Outside(place, 0, values.size, 0.0, "")
+    low, high = (np.broadcast_to(end, values.shape) for end in (bound.low, bound.high))
+    at = tuple(int(i) for i in np.argwhere(wrong)[0])
+    with np.errstate(all="ignore"):
+        apart = np.nan_to_num(np.maximum(low - values, values - high), nan=np.inf)
+        largest = float(np.max(np.abs(np.nan_to_num(high, posinf=0.0)))) or 1.0
+    example = f"{list(at)}: {values[at]:.9g}, the rule makes [{low[at]:.9g}, {high[at]:.9g}]"
+    return _Outside(place, int(wrong.sum()), values.size, float(np.max(apart)) / largest, example)
+
+
+def _slots(
+    path: str, before: TrainState, after: TrainState, bound: Mapping[str, Any], chosen: Chosen
+) -> Iterator[_Outside]:
+    for name in before.slots.get(path, {}):
+        live = after.slots.get(path, {}).get(name)
+        if live is not None:
+            index = chosen.blocks[path] if live.shape == after.params[path].shape else None
+            yield _outside(f"slots/{path}/{name}", live.read(index), bound[name])
+
+
+def _steps(right: TrainState, after: TrainState, moved: Container[str]) -> Iterator[Finding]:
+    """Yields the parameters whose count isn't one more than the checkpoint's."""
+    wrong: list[tuple[str, int, int]] = []
+    for group in right.optimizer.groups:
+        schema, variant = right.optimizer.kind(group)
+        apart = variant is not None and counts_apart(schema, variant)
+        for path in group.paths:
+            if path not in after.params:
+                continue
+            due, done = (one.counts.behind.get(path, one.counts.updates) for one in (right, after))
+            due += path in moved or not apart
+            if due != done:
+                wrong.append((f"updates/{path}", due, done))
+    if wrong:
+        places = [place for place, _, _ in wrong]
+        yield fault(
+            "step", places, f"{wrong[0][1]} updates done after one more", f"{wrong[0][2]} updates done"
+        )

@@ -1,0 +1,182 @@
+"""Whether the next update of a live run in PyTorch is the one that its rule makes of the checkpoint's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import torch
+
+from statekit.arrays.backend import backend
+from statekit.attestation.attest import Sides, attesting, sampled
+from statekit.attestation.attestation import Attestation
+from statekit.attestation.update import Chosen, Gradient, chosen_blocks, update_findings
+from statekit.dropin.by_name import path_of
+from statekit.errors import UsageError
+from statekit.tensors.tensor import Index
+from statekit.torch.attestation import LiveRun, live_run
+from statekit.torch.from_checkpoint import NamedParameters
+from statekit.torch.sharding import own_part
+
+SQRT_UNITS = 2.0
+"""How far square roots of PyTorch may be from the exact ones, in units of 2^-24 (docs/bounds.md)."""
+
+
+@dataclass
+class AttestedStep:
+    """What came of an attested step.
+
+    Attributes:
+        result: What was found of the state before the update, and of the update; None within the block.
+    """
+
+    result: Attestation | None = None
+
+
+@contextmanager
+def attested_step(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: NamedParameters,
+    path: str | PathLike[str],
+    *,
+    sample: int | None = 32,
+    seed: int = 0,
+    strict: bool = False,
+    **options: Any,
+) -> Iterator[AttestedStep]:
+    """Compares a live run with its checkpoint, as `attest`, and then the run's next update with that of its rule.
+
+        with statekit.torch.attested_step(optimizer, model.named_parameters(), "ckpt") as step:
+            loss.backward()
+            optimizer.step()
+        print(step.result)
+
+    The gradients are those that the optimizer gets: unscaled and clipped, if that is done before. Sampled parameters
+    are stepped from the checkpoint's state, with its hyperparameters; what the run has made of them must lie within
+    what the rule's arithmetic can return. That shows what the state can't: powers of betas that were cached before
+    the count was restored, a hyperparameter that is used once before it is restored. The first update in the block
+    that isn't skipped is taken. An optimizer whose rule no schema has is attested for its state alone, which is said;
+    so is what a rule takes as a whole where this process has a part.
+
+    Args:
+        optimizer: As in `attest`.
+        named_parameters: As in `attest`.
+        path: As in `attest`.
+        sample: How many parameters are stepped, drawn with `seed`; all if None. Where a rule takes the gradients of a
+            group together, those of the group are. The state is compared whole.
+        seed: Of the sample.
+        strict: Whether to raise what is wrong, after the block.
+        **options: Other arguments of `attest`.
+
+    Raises:
+        UsageError: No update was made in the block.
+        StateError: With `strict`, the state or the update isn't the checkpoint's; others as of `attest`.
+    """
+    run = live_run(optimizer, named_parameters, **options)
+    step = AttestedStep()
+    with attesting(path, **run.arguments) as sides:
+        state = run.gathered(lambda: sides.result)
+        watch = _Watch(run, sides, sample, seed)
+        with watch.watching():
+            yield step
+        if watch.result is None:
+            raise UsageError(
+                "The block has ended without an update.",
+                place="statekit.torch.attested_step",
+                expected="a call of optimizer.step() that isn't skipped",
+                remedy="call it in the block; a loss scaler skips updates whose gradients aren't finite: try the next",
+            )
+        made = watch.result
+        step.result = run.gathered(lambda: replace(made, findings=(*state.findings, *made.findings)))
+    if strict:
+        step.result.check()
+
+
+class _Watch:
+    """Looks at an optimizer's next update."""
+
+    def __init__(self, run: LiveRun, sides: Sides, sample: int | None, seed: int) -> None:
+        self._run, self._sides = run, sides
+        self._params = {path_of(name): param for name, param in run.params.items()}
+        self._grads: dict[str, Gradient] = {}
+        self._moved: set[str] = set()
+        self._depth = 0  # the step of a derived class calls that of its base, and both call the hooks
+        self._chosen = Chosen({}, ("the update: the live state can't be read",))
+        if sides.live is not None:
+            paths = [path for group in sides.right.optimizer.groups for path in group.paths]
+            self._chosen = chosen_blocks(sides.right, sides.live, sampled(paths, sample, seed))
+        self.result: Attestation | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Has the optimizer call before and after its updates."""
+        hooks = (
+            self._run.optimizer.register_step_pre_hook(self._before),
+            self._run.optimizer.register_step_post_hook(self._after),
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Takes the gradients; where a closure makes them, as soon as it has."""
+        self._depth += 1
+        if self.result is not None or self._depth > 1:
+            return None
+        closure = kwargs.get("closure") or next((one for one in args[1:] if callable(one)), None)
+        if closure is None:
+            self._take()
+            return None
+
+        def taking() -> Any:
+            loss = closure()
+            self._take()
+            return loss
+
+        kept = {name: one for name, one in kwargs.items() if name != "closure"}
+        rest = [one for one in args[1:] if one is not closure]
+        return (args[0], *rest), {**kept, "closure": taking}
+
+    def _take(self) -> None:
+        scale = getattr(
+            self._run.optimizer, "grad_scale", None
+        )  # a fused kernel divides by the loss scale itself
+        divisor = 1.0 if scale is None else float(scale)
+        self._grads = {
+            path: Gradient(_block_of(grad, index), divisor)
+            for path, index in self._chosen.blocks.items()
+            if (grad := self._params[path].grad) is not None
+        }
+        self._moved = {path for path, param in self._params.items() if param.grad is not None}
+
+    def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        skipped = getattr(optimizer, "found_inf", None)
+        if self.result is not None or self._depth or (skipped is not None and float(skipped)):
+            return
+        sides, chosen = self._sides, self._chosen
+        units = max(SQRT_UNITS, backend("torch").sqrt_units)
+        each, said, tensors = update_findings(
+            sides.right, sides.decode(), chosen, self._grads, self._moved, units
+        )
+        result = sides.result
+        self.result = replace(
+            result,
+            findings=tuple(each),
+            unchecked=(*result.unchecked, *chosen.unchecked, *said),
+            tensors=result.tensors + tensors,
+            stepped=len(chosen.blocks) if tensors else 0,
+        )
+
+
+def _block_of(grad: torch.Tensor, index: Index) -> Any:
+    """Returns a copy of a block of a gradient; of a sharded one it lies in this process's part."""
+    local, start = own_part(grad.to_dense() if grad.is_sparse else grad)
+    inside = tuple(slice(cut.start - i, cut.stop - i) for cut, i in zip(index, start, strict=True))
+    return np.array(backend("torch").numpy(local[inside]))
