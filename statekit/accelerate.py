@@ -10,7 +10,7 @@ from typing import Any
 
 from statekit.attestation.attestation import Attestation
 from statekit.torch.attestation import attest as attest_torch
-from statekit.torch.attestation import only, unwrapped
+from statekit.torch.attestation import only
 
 __all__ = ["attest"]
 
@@ -34,7 +34,7 @@ def attest(
     """
     return attest_torch(
         only(accelerator._optimizers, "optimizer"),
-        unwrapped(only(accelerator._models, "model")).named_parameters(),
+        only(accelerator._models, "model"),
         path,
         scheduler=only(accelerator._schedulers, "scheduler") if accelerator._schedulers else None,
         scaler=accelerator.scaler,

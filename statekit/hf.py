@@ -13,7 +13,7 @@ try:
     from transformers.trainer_callback import TrainerCallback
 
     from statekit.attestation.once import AttestsOnce
-    from statekit.torch.attestation import attest, unwrapped
+    from statekit.torch.attestation import attest
 except ModuleNotFoundError as error:
     if error.name in ("torch", "transformers"):
         raise MissingExtraError(
@@ -50,7 +50,7 @@ class AttestCallback(AttestsOnce, TrainerCallback):  # type: ignore[misc]  # its
         self._once(
             lambda: attest(
                 optimizer,
-                unwrapped(given["model"]).named_parameters(),
+                given["model"],
                 self.path,
                 scheduler=given.get("lr_scheduler"),
                 scaler=getattr(optimizer, "scaler", None),

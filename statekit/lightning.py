@@ -51,7 +51,7 @@ class AttestCallback(AttestsOnce, Callback):  # type: ignore[misc]  # its base i
         self._once(
             lambda: attest(
                 only(trainer.optimizers, "optimizer"),
-                pl_module.named_parameters(),
+                trainer.model,
                 self.path,
                 scheduler=only(schedules, "scheduler") if schedules else None,
                 scaler=getattr(trainer.precision_plugin, "scaler", None),

@@ -23,6 +23,8 @@ from statekit.state.comparison import compare_states
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import in_memory
 from statekit.torch.attestation import only
+from statekit.torch.live import LiveSlice
+from statekit.torch.sharding import FlatPart
 
 pytestmark = pytest.mark.torch
 
@@ -347,3 +349,25 @@ def test_what_is_said_of_parameters_by_name_follows_their_names() -> None:
     for right, live in (("a/w", "a.w"), ("a.w", "a/w")):
         pair = _by_path(excluding(right)), _by_path(excluding(live))
         assert compare_states(*pair).differences == ()
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4), (3, 1, 2)])
+def test_a_flat_slice_is_read_as_the_blocks_that_it_is(shape: tuple[int, ...]) -> None:
+    whole = np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape)
+    for start in range(whole.size + 1):
+        for stop in range(start, whole.size + 1):
+            part = FlatPart(shape, start, stop - start)
+            live = LiveSlice(torch.from_numpy(whole.reshape(-1)[start:stop].copy()), part, "w")
+            values = [live.read(block) for block in live.parts]
+            assert all(np.array_equal(v, whole[b]) for v, b in zip(values, live.parts, strict=True))
+            assert np.array_equal(
+                np.concatenate([np.zeros(0), *(v.ravel() for v in values)]), range(start, stop)
+            )
+
+
+def test_numbers_of_numpy_are_compared_and_not_left_out(tmp_path: Path) -> None:
+    run = trained(made())
+    path = saved(run, tmp_path / "run.pt")
+    for group in run.optimizer.param_groups:
+        group["weight_decay"] = np.float32(0.3)
+    assert "hyperparameter" in {one.name for one in attested(run, path).findings}

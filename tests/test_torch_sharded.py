@@ -49,10 +49,11 @@ def test_checkpoints_go_round(tmp_path: Path) -> None:
     run_sharded(checkpoints_go_round, tmp_path)
 
 
-def test_parts_are_attested_where_they_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flat", [False, True], ids=["FSDP2", "FSDP1"])
+def test_parts_are_attested_where_they_are(flat: bool, tmp_path: Path) -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     train(model, optimizer, 0, 2)
     saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save({**saved, "names": [name for name, _ in model.named_parameters()]}, tmp_path / "run.pt")
-    run_sharded(parts_are_attested, tmp_path)
+    run_sharded(parts_are_attested, tmp_path, flat)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -48,6 +48,7 @@ def attest(
     step: int | None = None,
     hints: Hints,
     instead: tuple[Hints, str] | None = None,
+    elsewhere: Collection[str] = (),
     sample: int | None = None,
     seed: int = 0,
     strict: bool = False,
@@ -68,6 +69,7 @@ def attest(
         hints: What the checkpoint doesn't say.
         instead: What the live run makes of those where the checkpoint can't be decoded otherwise, and what is assumed
             then, one sentence.
+        elsewhere: Parameters of which this process has nothing, and others have all.
         sample: How many parameters are compared by value, drawn with `seed`; all if None. Names, shapes, dtypes,
             counts and hyperparameters are compared of all.
         seed: Of the sample.
@@ -92,6 +94,7 @@ def attest(
         step=step,
         hints=hints,
         instead=instead,
+        elsewhere=elsewhere,
         sample=sample,
         seed=seed,
     ) as sides:
@@ -133,6 +136,7 @@ def attesting(
     step: int | None = None,
     hints: Hints,
     instead: tuple[Hints, str] | None = None,
+    elsewhere: Collection[str] = (),
     sample: int | None = None,
     seed: int = 0,
 ) -> Iterator[Sides]:
@@ -143,7 +147,7 @@ def attesting(
         right = as_params(opened.state)[0]
         if maps:
             right = carried_to_load(right, with_beside(maps, opened), require)
-        right = _by_path(renamed(right, names or {}, path))
+        right = _without(_by_path(renamed(right, names or {}, path)), {path_of(one) for one in elsewhere})
         each, said = list(findings), [*unchecked, *(one.what for one in opened.checkpoint.findings)]
         place = str(opened.checkpoint.path)
         state: TrainState | None = None
@@ -228,6 +232,25 @@ def _by_path(state: TrainState) -> TrainState:
         rules={path_of(path): rule for path, rule in state.rules.items()},
         optimizer=replace(state.optimizer, groups=groups),
         counts=replace(state.counts, behind={path_of(path): n for path, n in state.counts.behind.items()}),
+    )
+
+
+def _without(state: TrainState, paths: Collection[str]) -> TrainState:
+    """Returns a state without some of its parameters."""
+    if not paths:
+        return state
+    groups = tuple(
+        replace(group, paths=tuple(path for path in group.paths if path not in paths))
+        for group in state.optimizer.groups
+    )
+    behind = {path: count for path, count in state.counts.behind.items() if path not in paths}
+    return replace(
+        state,
+        params={path: param for path, param in state.params.items() if path not in paths},
+        slots={path: slots for path, slots in state.slots.items() if path not in paths},
+        rules={path: rule for path, rule in state.rules.items() if path not in paths},
+        optimizer=replace(state.optimizer, groups=groups),
+        counts=replace(state.counts, behind=behind),
     )
 
 

@@ -108,16 +108,21 @@ def _block(param: Tensor, alone: bool) -> tuple[Index | None, str]:
     parts = parts_of(param)
     if parts is not None and not alone:
         return None, "its rule takes the parameter as a whole, and this process has a part"
-    if parts is not None and len(parts) != 1:
-        return None, "this process has several parts of it"
-    whole = normal_index(parts[0] if parts else None, param.shape)
-    size = math.prod(cut.stop - cut.start for cut in whole)
+    blocks = [normal_index(part, param.shape) for part in ((None,) if parts is None else parts)]
+    if not blocks:
+        return None, "this process has nothing of it"
+    whole = max(blocks, key=_size)
+    size = _size(whole)
     if size <= LARGEST:
         return whole, ""
     if not alone:
         return None, f"its rule takes all of its {size} elements at once, more than {LARGEST}"
     rows = max(LARGEST // max(size // (whole[0].stop - whole[0].start), 1), 1)
     return (slice(whole[0].start, whole[0].start + rows), *whole[1:]), ""
+
+
+def _size(index: Index) -> int:
+    return math.prod(cut.stop - cut.start for cut in index)
 
 
 def update_findings(

@@ -18,12 +18,12 @@ from statekit.errors import StateError, StatekitError, UsageError
 from statekit.state.exactness import Level
 from statekit.torch.from_checkpoint import NamedParameters, hints_of, maps_to, pairs_of
 from statekit.torch.live import live_state
-from statekit.torch.sharding import is_sharded
+from statekit.torch.sharding import FLAT_PREFIX, FlatPart, flat_parts, is_sharded
 
 
 def attest(
     optimizer: torch.optim.Optimizer,
-    named_parameters: NamedParameters,
+    named_parameters: NamedParameters | torch.nn.Module,
     path: str | PathLike[str],
     *,
     scheduler: Any = None,
@@ -51,7 +51,7 @@ def attest(
 
     Args:
         optimizer: What makes the updates, wrapped or not: torch.optim's, transformers' Adafactor, statekit's.
-        named_parameters: `model.named_parameters()`.
+        named_parameters: `model.named_parameters()`; or the model, which FSDP1 (`use_orig_params=True`) needs.
         path: Anything statekit reads: a Trainer's folder, a torch file, a T5X run.
         scheduler: What moves the learning rate, if something does.
         scaler: The `torch.amp.GradScaler`, if there is one.
@@ -109,15 +109,17 @@ class LiveRun:
         params: The model's parameters by name.
         optimizer: What makes the updates, without wrappers.
         arguments: Those of `statekit.attestation.attest.attest` that are the run's.
+        flat: What this process has of parameters that FSDP1 keeps flat, by their `id`.
     """
 
     params: Mapping[str, torch.Tensor]
     optimizer: torch.optim.Optimizer
     arguments: Mapping[str, Any]
+    flat: Mapping[int, FlatPart]
 
     def gathered(self, of_this_process: Callable[[], Attestation]) -> Attestation:
         """Returns what was found here, or of sharded parameters what all processes found; all of them call it."""
-        sharded = any(is_sharded(param) for param in self.params.values())
+        sharded = bool(self.flat) or any(is_sharded(param) for param in self.params.values())
         if sharded and torch.distributed.is_initialized():
             return _of_all_processes(of_this_process)
         return of_this_process()
@@ -125,7 +127,7 @@ class LiveRun:
 
 def live_run(
     optimizer: torch.optim.Optimizer,
-    named_parameters: NamedParameters,
+    named_parameters: NamedParameters | torch.nn.Module,
     *,
     scheduler: Any = None,
     scaler: Any = None,
@@ -142,7 +144,12 @@ def live_run(
 ) -> LiveRun:
     """Returns a run as it is held against a checkpoint; arguments are those of `attest`."""
     inner = _innermost(optimizer, "optimizer", torch.optim.Optimizer)
-    pairs = pairs_of(named_parameters)
+    flat = flat_parts(named_parameters) if isinstance(named_parameters, torch.nn.Module) else {}
+    is_model = isinstance(named_parameters, torch.nn.Module)
+    named: Any = unwrapped(named_parameters).named_parameters() if is_model else named_parameters
+    every = {name.replace(FLAT_PREFIX, ""): param for name, param in pairs_of(named)}
+    here = {name: param for name, param in every.items() if id(param) not in flat or flat[id(param)].count}
+    pairs = list(here.items())
     maps = maps_to(map, config, pairs, names)
     hints = hints_of(
         [] if maps else pairs,
@@ -155,7 +162,6 @@ def live_run(
         follow_links,
         budget,
     )
-    params = dict(pairs)
     beside: dict[str, Any] = {}
     moved = _innermost(scheduler, "scheduler")
     if moved is not None:
@@ -163,16 +169,17 @@ def live_run(
     if scaler is not None and (state := scaler.state_dict()):  # one that is switched off has none
         beside["scaler"] = state
     arguments = {
-        "live": lambda opened: live_state(params, inner, beside),
-        "findings": [*_strangers(inner, params), *_drives_another(moved, inner)],
+        "live": lambda opened: live_state(here, inner, beside, flat),
+        "findings": [*_strangers(inner, every), *_drives_another(moved, inner)],
         "names": names,
         "maps": maps,
         "require": require,
         "step": step,
         "hints": hints,
-        "instead": _in_order(hints, inner, params, names or {}),
+        "instead": _in_order(hints, inner, every, names or {}),
+        "elsewhere": [name for name in every if name not in here],
     }
-    return LiveRun(params, inner, arguments)
+    return LiveRun(here, inner, arguments, flat)
 
 
 def _of_all_processes(of_this_process: Callable[[], Attestation]) -> Attestation:
@@ -207,11 +214,20 @@ def _line(error: Exception) -> str:
     return error.line if isinstance(error, StatekitError) else f"{type(error).__name__}: {error}"
 
 
+_WRAPPERS = {
+    "DataParallel": "module",
+    "DeepSpeedEngine": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+}
+"""Classes that wrap a model, of torch.nn.parallel, FSDP1, torch.compile and DeepSpeed -> where it is."""
+
+
 def unwrapped(model: Any) -> Any:
-    """Returns the module inside of DistributedDataParallel and torch.compile, whose names are the checkpoint's."""
-    for name in ("module", "_orig_mod") * 2:
-        inner = getattr(model, name, None)
-        model = inner if isinstance(inner, torch.nn.Module) and len([*model.children()]) == 1 else model
+    """Returns the module inside of wrappers, whose names are the checkpoint's."""
+    while (inside := _WRAPPERS.get(type(model).__name__)) is not None:
+        model = getattr(model, inside)
     return model
 
 

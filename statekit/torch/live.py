@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from statekit.arrays.backend import backend
@@ -16,7 +17,7 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, DType, Index, Shape, index_shape, normal_index
 from statekit.tensors.tree import Tree
-from statekit.torch.sharding import is_sharded, own_part
+from statekit.torch.sharding import FlatPart, is_sharded, own_part
 from statekit.torch.slots import dtype_of
 
 LIVE = Path("the live run")
@@ -70,10 +71,62 @@ class LiveTensor:
         return {"op": "live", "name": self.name, "shape": list(self.shape), "dtype": self.dtype.name}
 
 
+@dataclass(frozen=True)
+class LiveSlice:
+    """What this process has of a tensor that FSDP1 keeps flat.
+
+    Attributes:
+        value: The elements that are here, flat.
+        part: Which they are.
+        name: What the tensor is called.
+    """
+
+    value: torch.Tensor
+    part: FlatPart
+    name: str
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the whole."""
+        return self.part.shape
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype."""
+        return dtype_of(self.value)
+
+    @property
+    def grain(self) -> Shape:
+        """The whole."""
+        return self.shape
+
+    @property
+    def parts(self) -> tuple[Index, ...]:
+        """The blocks that this process has."""
+        return self.part.blocks()
+
+    def read(self, index: Index | None = None) -> Array:
+        """Reads a block, which must lie in what this process has."""
+        bounds = normal_index(index, self.shape)
+        places = np.zeros((), np.int64)
+        for cut, length in zip(bounds, self.shape, strict=True):
+            places = places[..., None] * length + np.arange(cut.start, cut.stop)
+        local = backend("torch").numpy(self.value)
+        return np.asarray(local[places.reshape(index_shape(bounds)) - self.part.start])
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes it."""
+        return {"op": "live", "name": self.name, "shape": list(self.shape), "dtype": self.dtype.name}
+
+
 def live_tree(value: Any, name: str = "") -> Tree:
     """Returns what a `state_dict` holds as an inert tree; what is no plain value is left out."""
+    if isinstance(value, LiveSlice):
+        return value
     if isinstance(value, torch.Tensor):
         return LiveTensor(value.detach(), name)
+    if isinstance(value, np.generic):
+        return value.item()
     if isinstance(value, Mapping):
         return {key: live_tree(one, f"{name}/{key}") for key, one in value.items() if _is_plain(one)}
     if isinstance(value, (list, tuple)):
@@ -82,13 +135,15 @@ def live_tree(value: Any, name: str = "") -> Tree:
 
 
 def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(
-        value, (bool, int, float, str, bytes, torch.Tensor, Mapping, list, tuple)
-    )
+    kinds = (bool, int, float, str, bytes, np.generic, torch.Tensor, LiveSlice, Mapping, list, tuple)
+    return value is None or isinstance(value, kinds)
 
 
 def live_state(
-    params: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, beside: Mapping[str, Any]
+    params: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    beside: Mapping[str, Any],
+    flat: Mapping[int, FlatPart] = {},
 ) -> TrainState:
     """Returns the canonical state of what is live.
 
@@ -96,29 +151,31 @@ def live_state(
         params: The model's parameters by name.
         optimizer: What makes the updates; of its tensors, those that aren't among the parameters are left out.
         beside: What else the run has, by the name that it has in checkpoints: states of a scheduler, a scaler.
+        flat: What this process has of parameters that FSDP1 keeps flat, by their `id`.
 
     Raises:
         StateError: The state breaks its layout's rules; or no layout knows the optimizer.
     """
     names = {id(param): name for name, param in params.items()}
-    tree = live_tree(
-        {
-            "model": dict(params),
-            "optimizer": named_state(optimizer, names),
-            **beside,
-        }
-    )
+    model = {
+        name: LiveSlice(param.detach(), flat[id(param)], name) if id(param) in flat else param
+        for name, param in params.items()
+    }
+    tree = live_tree({"model": model, "optimizer": named_state(optimizer, names, flat), **beside})
     checkpoint = Checkpoint("torch", LIVE, tree)
     layout, _ = registry.detect_layout(checkpoint)
     return registry.decoded(layout, checkpoint, NO_HINTS)
 
 
-def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+def named_state(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], flat: Mapping[int, FlatPart] = {}
+) -> dict[str, Any]:
     """Returns an optimizer's `state_dict` in which groups name their parameters; tensors without a name are left out.
 
     Args:
         optimizer: The optimizer.
         names: Name of each parameter by its `id`.
+        flat: What this process has of parameters that FSDP1 keeps flat, by their `id`; of their slots it is as much.
     """
     saved = optimizer.state_dict()
     groups: list[dict[str, Any]] = []
@@ -133,4 +190,16 @@ def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> d
         named = {"params": [index for index, _ in known], "param_names": [name for _, name in known]}
         groups.append({**stored, **named})
     state = {index: slots for index, slots in saved["state"].items() if index not in gone}
+    for group, stored in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        for index, param in zip(stored["params"], group["params"], strict=True):
+            if id(param) in flat and index in state:
+                state[index] = {
+                    name: _sliced(value, flat[id(param)], name) for name, value in state[index].items()
+                }
     return {**saved, "state": state, "param_groups": groups}
+
+
+def _sliced(value: Any, part: FlatPart, name: str) -> Any:
+    """Returns a slot of a flat parameter as the slice that it is, if it has an element for each of it."""
+    is_slice = isinstance(value, torch.Tensor) and tuple(value.shape) == (part.count,)
+    return LiveSlice(value.detach(), part, name) if is_slice else value

@@ -1,10 +1,93 @@
-"""Tensors that processes hold in parts (DTensor, as FSDP2 makes them)."""
+"""Tensors that processes hold in parts: DTensor, as FSDP2 makes them, and the flat slices of FSDP1."""
 
 from __future__ import annotations
 
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from statekit.errors import UsageError
+from statekit.tensors.tensor import Index, Shape
+
+_FSDP = "torch.distributed.fsdp"
+FLAT_PREFIX = "_fsdp_wrapped_module."
+"""What FSDP1 puts into the names of parameters; no checkpoint has it."""
+
+
+@dataclass(frozen=True)
+class FlatPart:
+    """What this process has of a parameter that FSDP1 keeps flat: elements that follow each other, row by row.
+
+    Attributes:
+        shape: Shape of the whole parameter.
+        start: Number of the first element that is here.
+        count: How many are here.
+    """
+
+    shape: Shape
+    start: int
+    count: int
+
+    def blocks(self) -> tuple[Index, ...]:
+        """Returns what is here as blocks of the whole."""
+        return tuple(_blocks(self.shape, self.start, self.start + self.count))
+
+
+def _blocks(shape: Shape, start: int, stop: int) -> Iterator[Index]:
+    """Yields the blocks of an array that its elements from `start` to `stop` are, in row-major order."""
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # all within one row
+        for rest in _blocks(shape[1:], start % row, start % row + stop - start):
+            yield (slice(last, last + 1), *rest)
+        return
+    for rest in _blocks(shape[1:], start % row, row) if start % row else ():
+        yield (slice(first - 1, first), *rest)
+    if first < last:
+        yield (slice(first, last), *(slice(0, n) for n in shape[1:]))
+    for rest in _blocks(shape[1:], 0, stop % row):
+        yield (slice(last, last + 1), *rest)
+
+
+def flat_parts(model: torch.nn.Module) -> dict[int, FlatPart]:
+    """Returns what this process has of each parameter that FSDP1 has flattened, by the parameter's `id`.
+
+    Source: pytorch, torch/distributed/fsdp/_flat_param.py, `FlatParameter`, `_ShardParamInfo`.
+
+    Raises:
+        UsageError: Parameters were flattened without `use_orig_params=True`, so that none of their own is there.
+    """
+    if _FSDP not in sys.modules:
+        return {}
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    parts: dict[int, FlatPart] = {}
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        handle = unit._handle
+        if handle is None or not handle.uses_sharded_strategy:
+            continue
+        flat = handle.flat_param
+        if not handle._use_orig_params:
+            raise UsageError(
+                "FSDP has made one flat parameter of several.",
+                place=", ".join(info.param_name for info in flat._param_infos),
+                expected="FullyShardedDataParallel(..., use_orig_params=True)",
+                remedy="wrap the model so, or attest a run on one process",
+            )
+        rows = zip(flat._params or (), flat._shard_param_infos, flat._shapes, strict=True)
+        for param, info, shape in rows:
+            count = (info.numel_in_shard or 0) if info.in_shard else 0
+            parts[id(param)] = FlatPart(tuple(shape), info.intra_param_start_idx or 0, count)
+    return parts
 
 
 def is_sharded(value: Any) -> bool:

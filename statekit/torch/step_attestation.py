@@ -17,10 +17,11 @@ from statekit.attestation.attestation import Attestation
 from statekit.attestation.update import Chosen, Gradient, chosen_blocks, update_findings
 from statekit.dropin.by_name import path_of
 from statekit.errors import UsageError
-from statekit.tensors.tensor import Index
+from statekit.tensors.tensor import Array, Index
 from statekit.torch.attestation import LiveRun, live_run
 from statekit.torch.from_checkpoint import NamedParameters
-from statekit.torch.sharding import own_part
+from statekit.torch.live import LiveSlice, LiveTensor
+from statekit.torch.sharding import FlatPart
 
 SQRT_UNITS = 2.0
 """How far square roots of PyTorch may be from the exact ones, in units of 2^-24 (docs/bounds.md)."""
@@ -40,7 +41,7 @@ class AttestedStep:
 @contextmanager
 def attested_step(
     optimizer: torch.optim.Optimizer,
-    named_parameters: NamedParameters,
+    named_parameters: NamedParameters | torch.nn.Module,
     path: str | PathLike[str],
     *,
     sample: int | None = 32,
@@ -149,9 +150,9 @@ class _Watch:
         )  # a fused kernel divides by the loss scale itself
         divisor = 1.0 if scale is None else float(scale)
         self._grads = {
-            path: Gradient(_block_of(grad, index), divisor)
+            path: Gradient(_block_of(param.grad, self._run.flat.get(id(param)), index), divisor)
             for path, index in self._chosen.blocks.items()
-            if (grad := self._params[path].grad) is not None
+            if (param := self._params[path]).grad is not None
         }
         self._moved = {path for path, param in self._params.items() if param.grad is not None}
 
@@ -175,8 +176,8 @@ class _Watch:
         )
 
 
-def _block_of(grad: torch.Tensor, index: Index) -> Any:
-    """Returns a copy of a block of a gradient; of a sharded one it lies in this process's part."""
-    local, start = own_part(grad.to_dense() if grad.is_sparse else grad)
-    inside = tuple(slice(cut.start - i, cut.stop - i) for cut, i in zip(index, start, strict=True))
-    return np.array(backend("torch").numpy(local[inside]))
+def _block_of(grad: Any, part: FlatPart | None, index: Index) -> Array:
+    """Returns a copy of a block of a gradient, which lies in what this process has."""
+    if part is not None:
+        return LiveSlice(grad, part, "gradient").read(index)
+    return np.array(LiveTensor(grad.to_dense() if grad.is_sparse else grad, "gradient").read(index))
