@@ -173,7 +173,7 @@ def attesting(
             )
             needed = right.params if whole_model else _trained(right)
             lacking = [one for one in compared.differences if _is_one_sided(one, needed, shows_schedule)]
-            assumed = [one for one in compared.differences if _is_assumed(right, one)]
+            assumed = [one for one in compared.differences if _is_assumed(one, right, state)]
             said_of = {id(one) for one in (*lacking, *assumed)}
             apart = [one for one in compared.differences if id(one) not in said_of]
             each += diagnosed(right, state, apart)
@@ -305,14 +305,16 @@ def _is_one_sided(one: Difference, needed: Container[str], shows_schedule: bool)
     return is_frozen or (one.place.startswith(f"{BUFFERS}/") and one.what in ("missing", "extra"))
 
 
-def _is_assumed(right: TrainState, one: Difference) -> bool:
-    """Tells whether it is a hyperparameter that the checkpoint doesn't say, so that the usual one stands for it."""
-    group = right.group_of(one.path) if one.what == "option" else None
-    return group is not None and group.known_from.get(one.item) == "assumed"
+def _is_assumed(one: Difference, right: TrainState, live: TrainState) -> bool:
+    """Tells whether it is a hyperparameter that one side doesn't say, so that the usual one stands for it."""
+    if one.what != "option":
+        return False
+    groups = (state.group_of(one.path) for state in (right, live))
+    return any(group is not None and group.known_from.get(one.item) == "assumed" for group in groups)
 
 
 def _assumption(one: Difference) -> str:
-    return f"{one.item}: the checkpoint doesn't say it; {one.expected!r} is usual, {one.actual!r} is live"
+    return f"{one.item}: it isn't said on both sides; {one.expected!r} in the checkpoint, {one.actual!r} live"
 
 
 def _lack(one: Difference) -> str:
