@@ -22,6 +22,7 @@ import numpy as np
 from resuming_run import UPDATES, Run
 
 from statekit.conversion import resume
+from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, plan
 
 STEPS = ("loads", "goes_on", "saves", "loads_again")
@@ -114,7 +115,7 @@ def run_cell(cell: str, folder: Path) -> dict[str, Any]:
     source, mine = made(), made()
     result: dict[str, Any] = {
         "container": container, "layout": layout, "model": model, **dict.fromkeys(STEPS, False),
-        "libraries": {name: _version(name) for name in libraries_of(cell)},
+        "libraries": {name: _version(name) for name in libraries_of(cell)}, "attested": {},
     }  # fmt: skip
     path, options = source.source(folder)
     target = folder / NAMES.get(container, "out")
@@ -135,6 +136,10 @@ def run_cell(cell: str, folder: Path) -> dict[str, Any]:
         for theirs, ours in zip(source.values(), mine.loaded(), strict=True):
             np.testing.assert_array_equal(theirs, ours)
         result["loads"] = True
+        result["attested"] |= {
+            "source": findings(mine, path, options.get("hints")),
+            "target": findings(mine, target),
+        }
         source.update(UPDATES)
         mine.update(UPDATES)
         result["difference_going_on"] = distance()
@@ -142,6 +147,7 @@ def run_cell(cell: str, folder: Path) -> dict[str, Any]:
         mine.save(folder)
         result["saves"] = True
         mine.load(folder)
+        result["attested"]["again"] = findings(mine, again(folder))
         source.update(2 * UPDATES)
         mine.update(2 * UPDATES)
         result["difference_in_the_end"] = distance()
@@ -151,6 +157,21 @@ def run_cell(cell: str, folder: Path) -> dict[str, Any]:
     except BaseException:  # as torch.distributed's own CheckpointException is
         result["error"] = _last_words(traceback.format_exc())
     return result
+
+
+def findings(run: Run, path: Path, hints: Hints | None = None) -> list[str]:
+    """Returns what `attest` finds in a run that has been loaded rightly, by name: an alarm is false."""
+    result = run.attested(path, hints or Hints())
+    return [] if result is None else [str(one) for one in result.findings]
+
+
+def again(folder: Path) -> Path:
+    """Returns what a run's own library has saved."""
+    return next(
+        one
+        for one in sorted(folder.iterdir())
+        if one.stem.startswith("again") and one.suffix != ".safetensors"
+    )
 
 
 def _last_words(text: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from resuming_run import RATE, UPDATES, Run, Values
 
+from statekit.attestation.attestation import Attestation
 from statekit.conversion.contracts import Hints
 
 PLAIN: dict[str, Any] = {"min_dim_size_to_factor": 2, "multiply_by_parameter_scale": False}
@@ -80,6 +81,12 @@ class JaxRun(Run):
         if "state" not in self.scope:
             raise AssertionError("the lines give no state")
         return self.values()
+
+    def attested(self, path: Path, hints: Hints) -> Attestation:
+        import statekit.jax
+
+        state, said = self.scope["state"], dict(hints.hyperparameters)
+        return statekit.jax.attest(state["params"], state["opt_state"], path, hparams=said)
 
     def save(self, folder: Path) -> None:
         import orbax.checkpoint as ocp

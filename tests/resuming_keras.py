@@ -7,6 +7,7 @@ from typing import Any
 
 from resuming_run import DECAY, RATE, UPDATES, Run, Values
 
+from statekit.attestation.attestation import Attestation
 from statekit.conversion.contracts import Hints
 from statekit.state.schedules.call_text import parse_call
 
@@ -113,6 +114,12 @@ class KerasRun(Run):
 
     def values(self) -> Values:
         return [v.numpy() for v in self.scope["model"].variables if v.dtype == "float32"]
+
+    def attested(self, path: Path, hints: Hints) -> Attestation:
+        import statekit.tensorflow
+
+        model, said = self.scope["model"], dict(hints.hyperparameters)
+        return statekit.tensorflow.attest(self.optimizer, model, path, hparams=said)
 
     def save(self, folder: Path) -> None:
         import tensorflow as tf

@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from statekit.attestation.attestation import Attestation
+from statekit.conversion.contracts import Hints
+
 RATE, DECAY = 0.01, 0.1
 UPDATES = 3
 
@@ -55,4 +58,8 @@ class Run:
 
     def load(self, folder: Path) -> None:
         """Loads what was saved into a fresh model, by the library's own means."""
+        raise NotImplementedError
+
+    def attested(self, path: Path, hints: Hints) -> Attestation | None:
+        """Returns whether what was loaded is a checkpoint's; None where the run has several optimizers."""
         raise NotImplementedError

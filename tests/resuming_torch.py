@@ -13,6 +13,7 @@ import torch
 import transformers
 from resuming_run import DECAY, RATE, UPDATES, Run, Values
 
+from statekit.attestation.attestation import Attestation
 from statekit.conversion.contracts import Hints
 
 WARM = 5
@@ -213,6 +214,15 @@ class TorchRun(Run):
 
     def values(self) -> Values:
         return [param.detach().numpy().copy() for param in self.scope["model"].parameters()]
+
+    def attested(self, path: Path, hints: Hints) -> Attestation | None:
+        import statekit.torch
+
+        if "optimizers" in self.scope:
+            return None
+        optimizer, model = self.scope["optimizer"], self.scope["model"]
+        names, schedule = hints.param_names, self.scope.get("scheduler")
+        return statekit.torch.attest(optimizer, model, path, scheduler=schedule, param_names=names)
 
     def check_schedule(self) -> None:
         """Asserts that the printed lines made the run's schedules."""

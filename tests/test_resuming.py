@@ -42,6 +42,12 @@ def came_of(results: list[dict[str, Any]]) -> dict[str, tuple[bool, ...]]:
     }
 
 
+def alarms(results: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Returns what `attest` found in runs that were loaded rightly, by cell."""
+    rows = [(one, what, each) for one in results for what, each in one["attested"].items() if each]
+    return {f"{one['container']}/{one['layout']}/{one['model']}: {what}": each for one, what, each in rows}
+
+
 def test_the_page_says_what_was_run() -> None:
     assert resuming_table.TARGET.read_text(encoding="utf-8") == resuming_table.page(PUBLISHED), (
         "`make tables`"
@@ -54,13 +60,16 @@ def test_the_page_says_what_was_run() -> None:
 def test_a_sample_goes_on_by_the_printed_lines_and_through_its_next_save(tmp_path: Path) -> None:
     results = resuming_table.run(tmp_path / "runs", SAMPLE)
     assert {one.get("error") for one in results} == {None}
+    assert alarms(results) == {}
     published = came_of(run_here())
     assert came_of(results) == {cell: published[cell] for cell in SAMPLE}
 
 
 @pytest.mark.slow
 def test_every_cell_is_as_published(tmp_path: Path) -> None:
-    assert came_of(resuming_table.run(tmp_path / "runs")) == came_of(run_here())
+    results = resuming_table.run(tmp_path / "runs")
+    assert came_of(results) == came_of(run_here())
+    assert alarms(results) == {}
 
 
 @pytest.mark.parametrize("spoiled", ["optimizer.load_state_dict(", "model.load_state_dict("])

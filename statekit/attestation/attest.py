@@ -47,7 +47,7 @@ def attest(
     whole_model: bool = True,
     step: int | None = None,
     hints: Hints,
-    instead: tuple[Hints, str] | None = None,
+    instead: Sequence[tuple[Hints, str]] = (),
     elsewhere: Collection[str] = (),
     sample: int | None = None,
     seed: int = 0,
@@ -68,7 +68,7 @@ def attest(
         step: Which step of a run's folder; the newest if None.
         hints: What the checkpoint doesn't say.
         instead: What the live run makes of those where the checkpoint can't be decoded otherwise, and what is assumed
-            then, one sentence.
+            then, one sentence, or none; the first that can be is taken.
         elsewhere: Parameters of which this process has nothing, and others have all.
         sample: How many parameters are compared by value, drawn with `seed`; all if None. Names, shapes, dtypes,
             counts and hyperparameters are compared of all.
@@ -135,7 +135,7 @@ def attesting(
     whole_model: bool = True,
     step: int | None = None,
     hints: Hints,
-    instead: tuple[Hints, str] | None = None,
+    instead: Sequence[tuple[Hints, str]] = (),
     elsewhere: Collection[str] = (),
     sample: int | None = None,
     seed: int = 0,
@@ -193,17 +193,17 @@ def attesting(
 
 @contextmanager
 def _opened(
-    path: Path, step: int | None, hints: Hints, instead: tuple[Hints, str] | None
+    path: Path, step: int | None, hints: Hints, instead: Sequence[tuple[Hints, str]]
 ) -> Iterator[tuple[OpenState, tuple[str, ...]]]:
     """Opens a checkpoint; where it doesn't tell what it means, as the live run has it, which is said."""
-    said: tuple[str, ...] = ()
-    try:
-        opened = open_state(path, step=step, hints=hints)
-    except StateError:
-        if instead is None:
-            raise
-        opened = open_state(path, step=step, hints=instead[0])
-        said = (instead[1],)
+    tries = [(hints, ""), *instead]
+    for i, (one, sentence) in enumerate(tries):
+        try:
+            opened, said = open_state(path, step=step, hints=one), (sentence,) if sentence else ()
+            break
+        except StateError:
+            if i + 1 == len(tries):
+                raise
     with opened:
         yield opened, said
 

@@ -17,7 +17,8 @@ import numpy as np
 from statekit.errors import some
 from statekit.state.factoring import swapped
 from statekit.state.rates import Rates
-from statekit.state.run import BUFFERS, RunPart, RunState, Schedule, run_of
+from statekit.state.run import BUFFERS, KERAS_SCHEDULE, RunPart, RunState, Schedule, run_of
+from statekit.state.schedules.called import KEY as CALLED
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.distance import Distance, distance
@@ -35,6 +36,10 @@ _OTHER_WAY = "v_row and v_col: each calls the other's row column; compared by th
 _UNMADE = (
     "slots that only one has before the first update, of parameters whose values weren't read: zeros are none"
 )
+
+
+_COUNTS = (0, 1, 2, 3, 5, 10, 20, 50, 100, 1000, 10_000, 100_000, 1_000_000)
+"""Updates done at which two schedules of other forms are held against each other."""
 
 
 @dataclass(frozen=True)
@@ -307,7 +312,7 @@ class _States:
                 if None in values and values != [None, None]:
                     silent = self._sides[values.index(None)]
                     self._unsaid[f"the schedule's {item}: {silent} doesn't say it"] = None
-                elif values[0] != values[1]:
+                elif values[0] != values[1] and not self._is_otherwise_said(item, theirs, mine):
                     yield _differing("schedule", f"{place}/{item}", values, item=item)
         parts = [_numbered(one.parts) for one in (right, other)]
         for what, i in _both(*parts):
@@ -318,6 +323,23 @@ class _States:
             values = [None if one is None else _plain(one.value) for one in each]
             if values[0] != values[1]:
                 yield _differing("part", what, values, item=what)
+
+    def _is_otherwise_said(self, item: str, right: Schedule, other: Schedule) -> bool:
+        """Tells whether two forms of a schedule are of one function, or, of two systems, can't be compared."""
+        if item not in ("kind", "parameters"):
+            return False
+        rates = [one.rates for one in (right, other)]
+        if all(each and not any(isinstance(one, str) for one in each) for each in rates):
+            return len(rates[0]) == len(rates[1]) and all(
+                _same_number(mine.rate(count), theirs.rate(count))
+                for mine, theirs in zip(*rates, strict=True)
+                for count in _COUNTS
+                if not isinstance(mine, str) and not isinstance(theirs, str)
+            )
+        if right.kind != other.kind and {right.place, other.place} & {KERAS_SCHEDULE, f"extra/{CALLED}"}:
+            self._unsaid["the schedule: its two forms can't be compared"] = None
+            return True
+        return False
 
 
 def _differing(what: What, place: str, values: Sequence[Any], path: str = "", item: str = "") -> Difference:

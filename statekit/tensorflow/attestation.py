@@ -98,6 +98,8 @@ def attest(
     if said:
         hints = replace(hints, hyperparameters={**hints.hyperparameters, _PERIODS: said})
 
+    order = [names.get(path_of(one), path_of(one)) for one in given if one.trainable]
+
     def live(opened: OpenState) -> TrainState:
         here = {} if names or map else renumbered(opened, given)
         return live_state({here.get(path_of(one), path_of(one)): one for one in given}, optimizer)
@@ -114,9 +116,7 @@ def attest(
         whole_model=isinstance(variables, keras.Model),
         step=step,
         hints=hints,
-        instead=_numbered(
-            hints, optimizer, [names.get(path_of(one), path_of(one)) for one in given if one.trainable]
-        ),
+        instead=_otherwise(hints, param_names, optimizer, order),
         sample=sample,
         seed=seed,
         strict=strict,
@@ -165,17 +165,26 @@ def _periods(path: Path, hints: Hints, optimizer: Any) -> int | None:
     return optimizer.gradient_accumulation_steps if silent else None
 
 
-def _numbered(hints: Hints, optimizer: Any, order: Sequence[str]) -> tuple[Hints, str] | None:
-    """Returns hints with what the live optimizer keeps, of which parameters; None where it is none of Keras' own."""
+def _otherwise(
+    hints: Hints, given: Sequence[str] | None, optimizer: Any, order: Sequence[str]
+) -> list[tuple[Hints, str]]:
+    """Returns what to read a checkpoint with that doesn't fit the model's order: its own, then the live optimizer's.
+
+    Args:
+        hints: The first.
+        given: The names that the user gave.
+        optimizer: The live one.
+        order: Names of the parameters that it moves.
+    """
+    alone = replace(hints, param_names=None if given is None else tuple(given))
+    tries = [(alone, "")] if alone != hints else []
     if isinstance(optimizer, SchemaOptimizer):
-        return None
+        return tries
     config = optimizer.get_config()
     kept = {name: config[name] for name in _KEPT if config.get(name)}
-    return replace(
-        hints,
-        hyperparameters={**kept, **hints.hyperparameters},
-        param_names=hints.param_names if hints.param_names is not None else tuple(order),
-    ), _NUMBERED
+    names = hints.param_names if hints.param_names is not None else tuple(order)
+    known = {**kept, **hints.hyperparameters}
+    return [*tries, (replace(hints, hyperparameters=known, param_names=names), _NUMBERED)]
 
 
 def _floating(variables: Variables) -> list[Any]:

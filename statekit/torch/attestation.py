@@ -258,13 +258,13 @@ def _in_order(
     optimizer: torch.optim.Optimizer,
     params: Mapping[str, torch.Tensor],
     names: Mapping[str, str],
-) -> tuple[Hints, str] | None:
-    """Returns hints with the checkpoint's names in the order of a live optimizer; None if it moves others too."""
+) -> list[tuple[Hints, str]]:
+    """Returns hints with the checkpoint's names in the order of a live optimizer; none if it moves others too."""
     known = {id(param): names.get(name, name) for name, param in params.items()}
     order = [known.get(id(param)) for group in optimizer.param_groups for param in group["params"]]
     if hints.param_names is not None or None in order:
-        return None
-    return replace(hints, param_names=tuple(name for name in order if name is not None)), ORDERED
+        return []
+    return [(replace(hints, param_names=tuple(name for name in order if name is not None)), ORDERED)]
 
 
 def _strangers(optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor]) -> list[Finding]:
