@@ -119,6 +119,51 @@ def test_a_full_second_moment_is_averaged_and_factors_become_what_they_stand_for
         np.testing.assert_allclose(read(twice)[name], slot, rtol=1e-12, err_msg=name)
 
 
+@settings(max_examples=30)
+@given(
+    st.tuples(*[st.integers(2, 4)] * 3),
+    st.sampled_from((ROW, COLUMN, BATCH)),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_axes_of_which_each_slot_has_averaged_another_are_one_only_by_way_of_the_full_second_moment(
+    shape: tuple[int, int, int], third: Axis, swapped: bool, seed: int
+) -> None:
+    """No formula gives the slots: two second moments have the same ones, and other ones once the axes are one."""
+    axes = (COLUMN, ROW, third) if swapped else (ROW, COLUMN, third)
+    rule, rng = Rule(axes, "given"), np.random.default_rng(seed)
+    squares = rng.uniform(1, 2, shape)
+    # What sums to nothing along each axis that is averaged is in no slot.
+    unseen = np.einsum("i,j,k->ijk", *(np.linspace(-1, 1, n) for n in shape[:2]), np.ones(shape[2])) / 2
+    twin = squares + unseen
+    piece = piece_of(squares, rule)
+    for name, slot in statistics(twin, rule).items():
+        if name != "m":
+            np.testing.assert_allclose(slot, read(piece)[name], rtol=1e-13)
+    with pytest.raises(InexactError, match="which can't be one"):
+        Merge(0).of([piece])
+    for axis, slot in ((0, "v_row" if swapped else "v_col"), (1, "v_col" if swapped else "v_row")):
+        with pytest.raises(InexactError, match=f"{slot} has averaged away"):
+            Unstack(axis, 0).of([piece])
+        assert np.abs(np.take(twin, 0, axis) - np.take(squares, 0, axis)).max() > 0.1
+    whole = (shape[0] * shape[1], shape[2])
+    assert np.abs(twin - squares).reshape(whole).max() > 0.1
+
+    (full,) = Unfactor(axes).of([piece])
+    (merged,) = Merge(0).of([full])
+    assert merged.exactness is Exactness.ESTIMATE
+    stands_for = second_moment(read(piece), rule)
+    np.testing.assert_allclose(read(merged)["v"], stands_for.reshape(whole), rtol=1e-13)
+    if third is BATCH:
+        return  # one axis is left to the rule, which factors nothing then
+    labels = Rule((ROW, COLUMN), "given")
+    (factored,) = Factor(labels.axes).of([merged])
+    truth = statistics(squares.reshape(whole), labels)
+    np.testing.assert_allclose(read(factored)["v_col"], truth["v_col"], rtol=1e-13)  # told by the slots
+    np.testing.assert_allclose(read(factored)["v_row"], stands_for.reshape(whole).mean(1), rtol=1e-13)
+    assert np.abs(statistics(twin.reshape(whole), labels)["v_row"] - truth["v_row"]).max() > 0.1
+
+
 def test_a_second_moment_of_zeros_stays_zeros() -> None:
     piece = piece_of(np.zeros((4, 2)), Rule((ROW, COLUMN), "given"))
     (full,) = Unfactor((ROW, COLUMN)).of([piece])
