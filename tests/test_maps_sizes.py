@@ -142,8 +142,8 @@ def test_axes_of_which_each_slot_has_averaged_another_are_one_only_by_way_of_the
             np.testing.assert_allclose(slot, read(piece)[name], rtol=1e-13)
     with pytest.raises(InexactError, match="which can't be one"):
         Merge(0).of([piece])
-    for axis, slot in ((0, "v_row" if swapped else "v_col"), (1, "v_col" if swapped else "v_row")):
-        with pytest.raises(InexactError, match=f"{slot} has averaged away"):
+    for axis, other in ((0, "v_row" if swapped else "v_col"), (1, "v_col" if swapped else "v_row")):
+        with pytest.raises(InexactError, match=f"{other} has averaged away"):
             Unstack(axis, 0).of([piece])
         assert np.abs(np.take(twin, 0, axis) - np.take(squares, 0, axis)).max() > 0.1
     whole = (shape[0] * shape[1], shape[2])
