@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from fuzz import findings, sweep, trees
-from fuzz.changing import leads, put
+from fuzz.changing import at, leads, put
 from fuzz.reader import Reader
 from fuzz.readers import FORMATS, READERS
 from hypothesis import HealthCheck, given, settings
@@ -94,6 +94,21 @@ def test_what_was_found_once_in_a_tree_is_a_value_or_an_error_of_ours(
     if number is None:
         pytest.skip("the compact recordings have no such tree")
     hold(trees.READERS[number], put(trees.sample(number).tree, path, value))
+
+
+@pytest.mark.parametrize(("layout", "target", "path", "value"), findings.PLANS)
+def test_what_was_found_once_in_a_plan_is_a_value_or_an_error_of_ours(
+    layout: str, target: str, path: tuple[Any, ...], value: Any
+) -> None:
+    """`...` stands for nothing: of what is missing from a tree."""
+    fitting = (i for i, row in enumerate(ROWS) if row.layout == layout and row.write)
+    number = next(i for i in fitting if leads(trees.sample(i).tree, path))
+    tree = trees.sample(number).tree
+    if value is ...:
+        path, last = path[:-1], path[-1]
+        value = {key: one for key, one in at(tree, path).items() if key != last}
+    changed = put(tree, path, value)
+    hold(trees.PLAN, (number, target, changed))
 
 
 BROKEN = """

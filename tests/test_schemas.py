@@ -18,8 +18,9 @@ from safetensors import safe_open
 from goldens import COMPACT, GOLDEN, bundles
 from statekit.cli import schemas_command
 from statekit.cli.main import statekit
-from statekit.errors import NotFoundError, UsageError
+from statekit.errors import NotFoundError, StateError, UsageError
 from statekit.state.schema import load_schema, schema_names
+from statekit.tensors.tensor import in_memory
 
 ROOT = Path(__file__).parents[1]
 FILES = ROOT / "schemas"
@@ -455,3 +456,11 @@ def test_document_explains_every_part_and_its_commands_run() -> None:
     assert len(commands) == 4
     for command in commands:
         assert CliRunner().invoke(statekit, command[1:], catch_exceptions=False).exit_code == 0
+
+
+def test_a_tensor_where_a_number_changes_its_sign_is_refused() -> None:
+    """torch's `beta2_decay` is our decay rate turned about: a tensor kept its sign, or ended in a TypeError."""
+    decay = in_memory(np.array(-0.8, np.float32))
+    with pytest.raises(StateError, match="expected a number"):
+        load_schema("adafactor").canonical("torch", {"beta2_decay": decay})
+    assert load_schema("adafactor").canonical("torch", {"beta2_decay": -0.8})["decay_rate"] == 0.8

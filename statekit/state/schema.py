@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from numbers import Real
 from typing import Any
 
 from statekit.errors import Faults, NotFoundError, StateError, meant
@@ -278,6 +279,8 @@ class Spelling:
 
     def fault(self, value: Any) -> str:
         """Returns what is wrong with the argument's form; "" if nothing is."""
+        if self.turned and isinstance(value, Tensor):
+            return "expected a number"
         if self.index is None or (isinstance(value, (list, tuple)) and len(value) == self.length):
             return ""
         return f"expected {self.length} values"
@@ -288,7 +291,7 @@ class Spelling:
 
     def signed(self, value: Any) -> Any:
         """Returns a value with the sign of the other spelling; what isn't a number stays."""
-        is_number = not isinstance(value, (str, bool, list, tuple, Mapping, type(None)))
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
         return -value if self.turned and is_number else value
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from fuzz.changing import changed_bytes, changed_tree
 from fuzz.reader import PLACE, Reader, used
 from statekit.budget import Account
-from statekit.files.source import Held
+from statekit.files.source import Files, Held
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.tensors.tree import Record, to_json
 
@@ -266,6 +267,108 @@ def _read_orbax(data: bytes) -> object:
     )
 
 
+# OCDBT: what our reader makes of a database, whatever tensorstore gives it
+
+
+def _ocdbt_samples() -> list[bytes]:
+    """Returns trees with what a database holds for them: by key how a read ends, and the bytes in hexadecimal."""
+    header = {**ZARRAY, "shape": [2, 3], "compressor": None}
+    text, chunk = json.dumps(header).encode().hex(), bytes(24).hex()
+    entries = {f"('{name}',)": _leaf("jax.Array", name, write_shape=[2, 3]) for name in ("a", "b")}
+    tree = {"tree_metadata": entries, "use_ocdbt": True, "use_zarr3": False}
+    return [
+        json.dumps(
+            {
+                "tree": {**tree, "store_array_data_equal_to_fill_value": complete},
+                "database": {
+                    **{f"{name}/.zarray": ["value", text] for name in ("a", "b")},
+                    **{f"{name}/0.0": ["value", chunk] for name in ("a", "b")},
+                },
+            }
+        ).encode()
+        for complete in (True, False)
+    ]
+
+
+class _Database:
+    """What stands for tensorstore's: a value, one that is large, none, one whose file is gone, or an error."""
+
+    def __init__(self, kept: dict[str, Any]) -> None:
+        self._kept = kept
+
+    def result(self) -> list[bytes]:
+        return [key.encode("utf-8", "surrogatepass") for key in self._kept]
+
+    def list(self) -> Any:
+        return self
+
+    def read(self, key: str, byte_range: slice | None = None) -> Any:
+        stated = self._kept.get(key)
+        ending, text = stated if isinstance(stated, list) and len(stated) == 2 else ("missing", "")
+        data = binary(text)
+        large = _LARGE if ending == "large" else 0
+
+        def result() -> Any:
+            if ending not in ("value", "large", "missing"):
+                raise ValueError(f"{ending}: Error reading {key}")
+            if byte_range is None:
+                return SimpleNamespace(state=ending, value=data)
+            if byte_range.start >= len(data) + large:
+                raise ValueError("OUT_OF_RANGE: Requested byte range is not valid")
+            behind = min(byte_range.stop, len(data) + large) - max(byte_range.start, len(data))
+            return SimpleNamespace(state=ending, value=data[byte_range] + bytes(max(0, behind)))
+
+        return SimpleNamespace(result=result)
+
+
+_LARGE = 9 * 2**20
+"""Bytes beyond which a value is read in spans, and more."""
+
+
+def binary(text: object) -> bytes:
+    """Returns the bytes that text means, or the text's own."""
+    try:
+        return bytes.fromhex(str(text))
+    except ValueError:
+        return str(text).encode("utf-8", "surrogatepass")
+
+
+def _ending_changed(data: bytes, random: Random) -> bytes:
+    """Changes how a read of a database ends, or its bytes."""
+    document = json.loads(data)
+    key = random.choice(list(document["database"]))
+    ending, text = document["database"][key]
+    if random.randrange(2):
+        ending = random.choice(("value", "large", "missing", "NOT_FOUND", "OUT_OF_RANGE", "\ud800"))
+    else:
+        text = changed_bytes(bytes.fromhex(text), random).hex()
+    document["database"][key] = [ending, text]
+    return json.dumps(document).encode()
+
+
+def _read_ocdbt(data: bytes) -> object:
+    from statekit.converters.containers.orbax.metadata import parse, tree_of
+    from statekit.converters.containers.stored_arrays import ArrayPlace, Arrays
+    from statekit.converters.formats.zarr.stores import OcdbtStore
+
+    document = json.loads(data)
+    document = document if isinstance(document, dict) else {}
+    database = document.get("database")
+    metadata = parse(json.dumps(document.get("tree")).encode(), PLACE)
+    entries = metadata.entries()
+    with Files() as files:
+        store = OcdbtStore(PLACE, _Database(database if isinstance(database, dict) else {}), files)
+        store.keys()
+        arrays = {i: entry for i, entry in enumerate(entries) if entry.is_array}
+        places = [
+            ArrayPlace("/".join(map(str, one.path)), one.array, written=one.written)
+            for one in arrays.values()
+        ]
+        tensors, _ = Arrays(store, metadata.zarr_format, metadata.complete).open(places)
+        leaves = {i: 0 for i, entry in enumerate(entries) if entry.kind == "string"}
+        return used(tree_of(entries, {**leaves, **dict(zip(arrays, tensors, strict=True))}, PLACE))
+
+
 # gin, and hyperparameters as people write them
 
 GIN = b"""from t5x import adafactor
@@ -382,6 +485,7 @@ READERS = (
     Reader("zarr chunks", cache(_chunk_samples), _read_chunks, (_changed_chunk,)),
     Reader("array specs", cache(_spec_samples), _read_specs, _CHANGES),
     Reader("orbax metadata", cache(_orbax_samples), _read_orbax, _CHANGES),
+    Reader("ocdbt paths", cache(_ocdbt_samples), _read_ocdbt, (_ending_changed, json_changed, json_changed)),
     Reader("gin", lambda: [GIN], _read_gin, (_changed_lines, _changed_lines, changed_bytes)),
     Reader("hyperparameters", cache(_hparams_samples), _read_hparams, (_changed_lines, changed_bytes)),
 )

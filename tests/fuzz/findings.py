@@ -109,3 +109,10 @@ TREES: list[tuple[str, str, Path, Any]] = [
     ("megatron", "megatron", ("common", "optimizer"), {"param_groups": [5]}),
 ]
 """Container or name of a sample, its layout, a path in its tree, and what stood there."""
+
+PLANS: list[tuple[str, str, tuple[Any, ...], Any]] = [
+    ("statekit-torch", "statekit-jax", ("assumptions",), [[0]]),
+    ("optax", "statekit-jax", ("opt_state", "1"), ({}, {})),
+    ("torch-fqn-flat", "optax", ("optimizer", "state.matrix_twin.exp_avg_sq"), ...),
+]
+"""Layout of a sample, the layout that is planned, a path in its tree, and what stood there; ... for nothing."""

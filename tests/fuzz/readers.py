@@ -7,5 +7,5 @@ from collections.abc import Mapping
 from fuzz import binaries, documents, trees
 from fuzz.reader import Reader
 
-FORMATS = (*binaries.READERS, *documents.READERS)
+FORMATS = (*binaries.READERS, *documents.READERS, trees.PLAN)
 READERS: Mapping[str, Reader] = {reader.name: reader for reader in (*FORMATS, *trees.READERS)}

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import io
+import json
 import shutil
 import tempfile
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from samples import ROWS
 
 from fuzz.changing import changed_tree
 from fuzz.reader import Reader, used_tensor
+from statekit.cli.output import Screen
+from statekit.cli.plan_view import show_plan
 from statekit.conversion import registry
-from statekit.conversion.contracts import Exactness
+from statekit.conversion.contracts import Exactness, Fitting
 from statekit.conversion.plan import Request, Side, build_plan
+from statekit.conversion.prepared import rule_change_to
+from statekit.conversion.target import layouts_for
 from statekit.errors import StatekitError
 from statekit.files.checkpoint import Checkpoint
 from statekit.tensors.tree import tensor_names
@@ -67,4 +75,58 @@ def _reader(number: int) -> Reader:
     return Reader(name, lambda: (sample(number).tree,), partial(_read, number), (changed_tree,))
 
 
+# The plan of a conversion to any layout
+
+
+@cache
+def _plans() -> list[tuple[int, str, Any]]:
+    """Returns rows, of one sample of each optimizer, with every layout that they can be planned to, and their trees."""
+    firsts = {ROWS[number].name: number for number in reversed(range(len(ROWS))) if ROWS[number].write}
+    made = []
+    for number in firsts.values():
+        row, tree = ROWS[number], sample(number).tree
+        kinds = registry.decoded(registry.layout(row.layout), sample(number), row.hints).optimizer.kinds
+        made += [
+            (number, target, tree)
+            for target in registry.layout_names()
+            if all(schema in registry.layout_card(target).variants for schema, _ in kinds)
+        ]
+    return [case for case in made if _is_planned(case)]
+
+
+def _is_planned(case: tuple[int, str, Any]) -> bool:
+    try:
+        return bool(_read_plan(case))
+    except StatekitError:
+        return False
+
+
+def _plan_changed(case: tuple[int, str, Any], random: Random) -> tuple[int, str, Any]:
+    number, target, tree = case
+    return number, target, changed_tree(tree, random)
+
+
+def _read_plan(case: tuple[int, str, Any]) -> object:
+    """Plans to write a tree in a layout, as a conversion does, and shows the plan."""
+    number, target, tree = case
+    row, checkpoint = ROWS[number], replace(sample(number), tree=tree, manifest=None, findings=())
+    state = registry.decoded(registry.layout(row.layout), checkpoint, row.hints)
+    layout, home = registry.layout(target), registry.container(registry.layout_card(target).containers[0])
+    card = layouts_for(home, [schema for schema, _ in state.optimizer.kinds], target, row.layout)[0]
+    rule_change = rule_change_to(card, state, row.layout)
+    if rule_change is not None:
+        state = rule_change.state
+    encoded = layout.encode(state)
+    if isinstance(home, Fitting):
+        encoded = home.fitted(encoded)
+    request = Request(Path("source"), Path("target"), hints=row.hints, require=Exactness.REFUSED)
+    side = Side(home.name, target, encoded.step)
+    plan = build_plan(checkpoint, row.layout, state, encoded, side, {}, request, rule_change)
+    plan.check()
+    with contextlib.redirect_stdout(io.StringIO()):
+        show_plan(Screen(100, False), plan, True)
+    return plan.digest, json.dumps(plan.to_json())
+
+
+PLAN = Reader("plan", _plans, _read_plan, (_plan_changed,))
 READERS = tuple(map(_reader, range(len(ROWS))))

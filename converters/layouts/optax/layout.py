@@ -373,8 +373,18 @@ def _is_scheduled(state: TrainState) -> bool:
 
 
 def _link(state: TrainState, chain: _Chain, *natives: str) -> Tree:
-    """Returns the state of a link: its count, and a tree for each field."""
+    """Returns the state of a link: its count, and a tree for each field.
+
+    Raises:
+        StateError: A parameter has some of its slots and not all.
+    """
     slots = {path: _turned(chain.of, path) for path in chain.paths if path in state.slots}
+    lacking = Faults((f"lacks {one}", path) for path in slots for one in natives if one not in slots[path])
+    lacking.check(
+        StateError,
+        "Optax keeps these of each parameter",
+        remedy="if the checkpoint is complete, --drop-slots-of lets the parameter begin anew",
+    )
     fields = {
         native: usual_tree({path: slots[path][native] if path in slots else None for path in state.params})
         for native in natives

@@ -297,7 +297,9 @@ def _optimizer_part(form: Tree) -> Any:
     if not isinstance(form, Mapping):
         return None
     marks = {
-        key: {mark[0] for _, mark in leaves(part) if isinstance(mark, tuple) and mark}
+        key: {
+            mark[0] for _, mark in leaves(part) if isinstance(mark, tuple) and mark and type(mark[0]) is str
+        }
         for key, part in form.items()
     }
     holding = [key for key, roles in marks.items() if SLOT in roles]

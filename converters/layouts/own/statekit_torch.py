@@ -469,6 +469,9 @@ def _decoded(tree: Any, faults: Faults) -> TrainState | None:
     faults += [
         ("has another form", key) for key, part in entries.items() if not isinstance(part, _FORMS[key])
     ]
+    notes = entries.get("assumptions", [])
+    if isinstance(notes, list):
+        faults += [("is no text", f"assumptions/{i}") for i, one in enumerate(notes) if type(one) is not str]
     if not isinstance(model, Mapping):
         faults.add("there are no parameters", "model")
     if faults or not isinstance(model, Mapping):
@@ -489,7 +492,7 @@ def _decoded(tree: Any, faults: Faults) -> TrainState | None:
     beside = _beside(tree, entries, decoded.updates)
     by_path = {name.replace(".", "/"): paths[one] for name, one in ties.items()}
     parts = {BUFFERS: buffers, TIES: by_path, GROUPS: list(decoded.others), BESIDE: beside}
-    notes = [*entries.get("assumptions", ()), *decoded.notes]
+    notes = [*notes, *decoded.notes]
     if buffers and not ours:
         shown = ", ".join(list(buffers)[:_SHOWN]) + (" ..." if len(buffers) > _SHOWN else "")
         notes.append(f"Entries of model that stand in no parameter group are taken for buffers: {shown}.")
