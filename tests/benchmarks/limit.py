@@ -62,16 +62,14 @@ CONVERSION = """
 import json, pathlib, re, resource, sys, time
 from statekit.conversion.convert import convert, plan
 import statekit.cli.convert_command, msgpack, safetensors, zstandard, concurrent.futures
-source, target, container, layout, hints = sys.argv[1:]
-from statekit.conversion.contracts import Hints
+source, target, container, layout = sys.argv[1:]
 from statekit.conversion import registry
 registry.container(container), registry.layout(layout)
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) / 1024
 before, start = peak(), time.perf_counter()
 cpu = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-said = Hints(**json.loads(hints))
-report = convert(plan(pathlib.Path(source), pathlib.Path(target), to=container, layout=layout, hints=said))
+report = convert(plan(pathlib.Path(source), pathlib.Path(target), to=container, layout=layout))
 seconds = time.perf_counter() - start
 cpu = sum(resource.getrusage(resource.RUSAGE_SELF)[:2]) - cpu
 taken = {"seconds": seconds, "cpu": cpu, "peak": peak() - before}
@@ -120,16 +118,25 @@ def _processor() -> float:
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
-def converted(source: Path, target: Path, container: str, layout: str, hints: dict[str, str]) -> Taken:
+def converted(source: Path, target: Path, container: str, layout: str) -> Taken:
     """Converts in a process of its own."""
-    arguments = [str(source), str(target), container, layout, json.dumps(hints)]
-    made = subprocess.run([sys.executable, "-c", CONVERSION, *arguments], stdout=subprocess.PIPE, check=True)
+    command = [sys.executable, "-c", CONVERSION, str(source), str(target), container, layout]
+    made = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     return Taken(**json.loads(made.stdout))
 
 
 def removed(path: Path) -> None:
     """Removes a file or a folder."""
     shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def neutral(work: Path, pair: Sequence[str], gigabytes: float) -> Path:
+    """Returns a state that both containers of a pair can hold, as statekit's own folder, made once."""
+    made = made_state(pair, gigabytes)
+    folder = work / f"{made.optimizer.schema}-{made.optimizer.variant}"
+    if not folder.exists():
+        write_neutral(folder, made)
+    return folder
 
 
 def made_state(pair: Sequence[str], gigabytes: float, side: int = SIDE) -> TrainState:
@@ -150,21 +157,19 @@ def layout_of(container: str, pair: Sequence[str]) -> str:
 
 def measured(work: Path, pair: tuple[str, str], gigabytes: float, rounds: int) -> list[tuple[Taken, Taken]]:
     """Returns what the peer and the conversion took, in turn."""
-    neutral, source = work / "neutral", work / pair[0]
-    write_neutral(neutral, made_state(pair, gigabytes))
-    if pair[0] == "statekit":
-        neutral.rename(source)
-    else:
-        converted(neutral, source, pair[0], layout_of(pair[0], pair), {})
-        removed(neutral)
+    made = source = neutral(work, pair, gigabytes)
+    if pair[0] != "statekit":
+        source = work / pair[0]
+        converted(made, source, pair[0], layout_of(pair[0], pair))
     taken = []
     for _ in range(rounds):
         peer = copied(source, work / "copy")
         removed(work / "copy")
-        ours = converted(source, work / f"target-{pair[1]}", pair[1], layout_of(pair[1], pair), {})
+        ours = converted(source, work / f"target-{pair[1]}", pair[1], layout_of(pair[1], pair))
         removed(work / f"target-{pair[1]}")
         taken.append((peer, ours))
-    removed(source)
+    if source != made:
+        removed(source)
     return taken
 
 
