@@ -502,6 +502,8 @@ def test_live_arrays_go_by_modules_too() -> None:
     tree = {"fc": {"kernel": np.arange(6.0).reshape(2, 3), "bias": np.zeros(3)}}
     there = statekit.maps.load("flax:torch").apply(tree)
     np.testing.assert_array_equal(there["fc"]["weight"], tree["fc"]["kernel"].T)
+    with pytest.raises(StateError, match="no kind"):
+        statekit.maps.load("flax:torch").apply({1: np.ones(3)})  # type: ignore[dict-item]
 
 
 @pytest.mark.jax

@@ -176,7 +176,7 @@ def test_names_that_collide_when_they_are_joined(container: Container, tmp_path:
 
 
 @pytest.mark.parametrize("container", CONTAINERS.values(), ids=CONTAINERS)
-@pytest.mark.parametrize("name", ["x" * 300, "nul\0", "back\\slash", "a/b", "../up"])
+@pytest.mark.parametrize("name", ["x" * 300, "nul\0", "back\\slash", "a/b", "../up", "half\ud800"])
 def test_names_that_no_folder_can_have(container: Container, tmp_path: Path, name: str) -> None:
     with pytest.raises(FormatError, match="no folder can have"):
         write(container, tree(**{name: 1.0}), tmp_path / "run")

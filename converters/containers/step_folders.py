@@ -369,7 +369,7 @@ def array_names(tree: Tree) -> dict[str, str]:
         name, array = "/".join(map(str, path)), ".".join(map(str, path))
         if array in owners:
             faults.add(f"would lie in the same folder as {owners[array]}", name)
-        if not array.strip(".") or any(c in array for c in "/\\\0") or len(array.encode()) > _MAX_FILE_NAME:
+        if not _is_file_name(array):
             faults.add("has a name that no folder can have", name)
         arrays[name] = array
         owners[array] = name
@@ -379,6 +379,13 @@ def array_names(tree: Tree) -> dict[str, str]:
         remedy="rename the parameters; T5X and Orbax join a path with '.', and nothing tells a.b from a/b then",
     )
     return arrays
+
+
+def _is_file_name(name: str) -> bool:
+    """Tells whether a folder may have a name."""
+    if not name.strip(".") or any(c in "/\\\0" or "\ud800" <= c <= "\udfff" for c in name):
+        return False
+    return len(name.encode()) <= _MAX_FILE_NAME
 
 
 def find_gin(folders: Sequence[Path]) -> Path | None:
