@@ -580,3 +580,13 @@ def test_counts_that_differ_between_ranks_are_found(tmp_path: Path) -> None:
     path = faulty.faulty(row, tmp_path, late)
     assert path is not None
     assert found(examined(row, path)) == {"files"}
+
+
+def test_moments_of_few_bits_that_a_conversion_kept_are_said_and_are_no_finding(tmp_path: Path) -> None:
+    path = faulty.faulty(row_of("flax", "optax"), tmp_path / "source", faulty.narrowed)
+    assert path is not None
+    assert found(doctor(path)) == {"slots-narrow"}
+    statekit.convert(path, tmp_path / "run.statekit", to="statekit")
+    [one] = doctor(tmp_path / "run.statekit")
+    assert one.passed
+    assert any("as the source had them" in note for note in one.notes)

@@ -47,6 +47,8 @@ def of_one_step(opened: OpenState, read: Readings) -> Iterator[Finding]:
         if state.optimizer.schema != WEIGHTS:
             for check in _CHECKS:
                 yield from check(state, read.tensors)
+            if not _is_converted(opened):
+                yield from _narrow(state)
     yield from _counts(opened)
 
 
@@ -62,6 +64,9 @@ def odd(opened: OpenState) -> Iterator[str]:
             f"{len(behind)} of {len(state.params)} parameters have done {counts} updates, the others "
             f"{state.counts.updates}: without a gradient in the others, or their state was lost"
         )
+    for part in state.parts() if _is_converted(opened) else ():
+        for narrow in _narrow(part) if part.optimizer.schema != WEIGHTS else ():
+            yield f"{some(narrow.where)}: {narrow.found} beside {narrow.expected} parameters, as the source had them"
     moved = {path for group in state.optimizer.groups for path in group.paths}
     if moved and (still := [path for path in state.params if path not in moved]):
         yield f"{some(still)}: in no group and without slots, so taken as frozen"
@@ -71,6 +76,12 @@ def odd(opened: OpenState) -> Iterator[str]:
             f"v_row and v_col have the same shape in {some(square)}: whether they are exchanged can't be told from one "
             "step, only from two of a run"
         )
+
+
+def _is_converted(opened: OpenState) -> bool:
+    """Tells whether a manifest proves that a conversion meant the dtypes that are there."""
+    manifest = opened.checkpoint.manifest or {}
+    return bool((manifest.get("source") or {}).get("container"))
 
 
 def _of_files(opened: OpenState, read: Readings) -> Iterator[Finding]:
@@ -258,7 +269,7 @@ def _parts(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
             )
 
 
-def _narrow(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
+def _narrow(state: TrainState) -> Iterator[Finding]:
     """Yields floating-point slots that are narrower than their parameters, unless an option asks for that."""
     for group in state.optimizer.groups:
         schema = load_schema(state.optimizer.kind(group)[0])
@@ -451,7 +462,6 @@ _CHECKS: tuple[_Check, ...] = (
     _duplicated,
     _missing,
     _parts,
-    _narrow,
     _masters,
     _scales,
     _groups,
