@@ -8,7 +8,7 @@ PIP_INSTALL := -m pip --disable-pip-version-check install -qq --constraint const
 
 export JAX_PLATFORMS := cpu
 
-.PHONY: help demo test test-all living fuzz fuzz-atheris soak check format package bench tables clean
+.PHONY: help certificates demo test test-all living fuzz fuzz-atheris soak check format package bench tables clean
 
 help:
 	@echo "make demo      take a T5 that T5X trained and go on in Transformers"
@@ -22,6 +22,7 @@ help:
 	@echo "make format    lay out the code"
 	@echo "make package   build what is published, and try it in empty environments; needs a registry"
 	@echo "make bench     measure memory and speed"
+	@echo "make certificates  convert recorded checkpoints and prove each conversion; write docs/certificates and README's table"
 	@echo "make tables    write converters/cards.json, docs/architecture.md and docs/conversions.md; go on in each target's own library and write docs/resuming.md; replay every recording in every backend and write docs/accuracy.md; write docs/reliability.md from what the suites left"
 	@echo "make clean     remove .venv and what the tools left"
 
@@ -82,6 +83,10 @@ bench: $(READY)
 	@$(BIN)/python tests/benchmarks/transposes.py
 	@$(BIN)/python tests/benchmarks/steps.py
 	@$(BIN)/python tests/benchmarks/tpu_bytes.py
+	@$(BIN)/python tests/benchmarks/verify.py
+
+certificates: $(READY)
+	@$(BIN)/python -W ignore tests/certificates.py
 
 tables: $(READY)
 	@$(BIN)/python tests/cards_table.py

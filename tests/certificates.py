@@ -1,0 +1,192 @@
+"""`make certificates`: proves conversions of recorded checkpoints; writes docs/certificates and README's table.
+
+    python tests/certificates.py [NAME ...]
+
+Sources lie in tests/golden, so a clean clone makes the same certificates. Targets are temporary; `convert` says in the
+certificate how each is made again. Without every framework installed our own step takes the place of a class, and the
+certificate says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from statekit.conversion.contracts import Exactness, Hints
+from statekit.conversion.convert import convert, plan
+from statekit.maps.model_map import maps_of
+from statekit.verify.certificate import Certificate
+from statekit.verify.verification import verify
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs/certificates"
+GOLDEN = "tests/golden"
+BEGIN, END = "<!-- certificates -->", "<!-- /certificates -->"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A conversion that is proven.
+
+    Attributes:
+        name: Of the certificate.
+        title: From what to what, for people.
+        source: Below tests/golden; or the name of the recipe whose target it goes on from.
+        target: Name of the target.
+        to: Container.
+        layout: Layout.
+        hparams: What the source doesn't say.
+        variant: Whose rule it is, where the source can't tell.
+        map: The map, if the model gets other names.
+        config: What the map is told.
+        require: The least exactness that is asked for.
+    """
+
+    name: str
+    title: str
+    source: str
+    target: str
+    to: str
+    layout: str
+    hparams: Mapping[str, Any] = field(default_factory=dict)
+    variant: str | None = None
+    map: str | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    require: Exactness = Exactness.ROUNDING
+
+    @property
+    def hints(self) -> Hints:
+        """What is said of the source."""
+        return Hints(dict(self.hparams), self.variant)
+
+
+_T5X, _BETA1 = "t5x/momentum_f32/checkpoint/checkpoint_4", {"beta1": 0.9}
+_T5 = "t5x_train/t5_11_unscanned/checkpoint/checkpoint_8"
+_T2T, _SAID = "t2t/late_beta1_scaled_extlr/checkpoint", {"beta1": 0.9}
+_MESH = "mesh_tf/adafactor_bf16_master_t5/checkpoint"
+_ICEFALL = "scaled_adam/zipformer2025_basic/checkpoint/checkpoint-6.pt"
+_LANS = "mxnet_lans/fused_bounds_clip_rescale/checkpoint"
+_ADAMW = "torch_formats/adamw_megatron_core/checkpoint/iter_0000004"
+_KERAS = "keras/adamw_ema_schedule_clip/checkpoint/model.keras"
+RECIPES = (
+    Recipe("t5x-torch", "T5X to statekit.torch", _T5X, "t.pt", "torch", "statekit-torch", _BETA1),
+    Recipe(
+        "t5x-hf", "T5X to Transformers' Adafactor", _T5X, "t.pt", "torch", "torch-optim", _BETA1,
+        require=Exactness.STATISTICS,
+    ),
+    Recipe(
+        "t5x-hf-t5", "T5X's T5 to Hugging Face's T5", _T5, "t5", "hf-trainer", "statekit-torch",
+        map="t5x-t5:hf-t5", config={"num_heads": 4},
+    ),
+    Recipe("t5x-optax", "T5X to Optax in Orbax", _T5X, "ckpt", "orbax", "optax", _BETA1),
+    Recipe("t2t-t5x", "Tensor2Tensor to T5X", _T2T, "checkpoint_3", "t5x", "t5x", _SAID, "t2t_late"),
+    Recipe("mesh-t5x", "Mesh-TensorFlow to T5X", _MESH, "checkpoint_4", "t5x", "t5x", {"min_dim_size_to_factor": 8}),
+    Recipe(
+        "mesh-t5x-torch", "the same on to statekit.torch", "mesh-t5x", "t.pt", "torch", "statekit-torch",
+        {"factor_map": [["expert", ["NONE", "ROW", "COLUMN"]], [".*", "HEURISTIC"]], "min_dim_size_to_factor": 8},
+    ),
+    Recipe("icefall-jax", "icefall to statekit.jax", _ICEFALL, "ckpt", "orbax", "statekit-jax", variant="zip2025"),
+    Recipe("lans-torch", "MXNet's LANS to statekit.torch", _LANS, "t.pt", "torch", "statekit-torch"),
+    Recipe("lans-jax", "MXNet's LANS to statekit.jax", _LANS, "ckpt", "orbax", "statekit-jax"),
+    Recipe(
+        "lans-tensorflow", "MXNet's LANS to statekit.tensorflow", _LANS, "t.weights.h5", "keras-h5", "statekit-keras"
+    ),
+    Recipe("adamw-torch-optax", "AdamW: torch to Optax", _ADAMW, "ckpt", "orbax", "optax"),
+    Recipe("adamw-optax-torch", "AdamW: Optax to torch", "adamw-torch-optax", "t.pt", "torch", "torch-optim"),
+    Recipe(
+        "adamw-torch-keras", "AdamW: torch to Keras", _ADAMW, "t.weights.h5", "keras-h5", "keras",
+        require=Exactness.LOSSY,
+    ),
+    Recipe("adamw-keras-torch", "AdamW: Keras to statekit.torch", _KERAS, "t.pt", "torch", "statekit-torch"),
+)  # fmt: skip
+
+
+def made(recipe: Recipe, folder: Path) -> Certificate:
+    """Converts as a recipe says, and returns the certificate; paths in it are relative, as in a clone.
+
+    Args:
+        recipe: The recipe.
+        folder: Where targets are, one folder for each recipe.
+    """
+    other = next((one for one in RECIPES if one.name == recipe.source), None)
+    source = Path(GOLDEN, recipe.source) if other is None else folder / other.name / other.target
+    if other is not None and not source.exists():
+        made(other, folder)
+    target = folder / recipe.name / recipe.target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    maps = maps_of(recipe.map, dict(recipe.config)) if recipe.map else ()
+    convert(
+        plan(
+            source,
+            target,
+            to=recipe.to,
+            layout=recipe.layout,
+            hints=recipe.hints,
+            maps=maps,
+            require=recipe.require,
+        ),
+        replace=True,
+    )
+    return verify(source, target, hints=recipe.hints, require=recipe.require)
+
+
+def table(certificates: Mapping[str, Certificate]) -> str:
+    """Returns README's table."""
+    rows = [
+        "| run | rule | updates by | faults seen | apart at most | verdict |",
+        "|---|---|---|--:|--:|---|",
+    ]
+    for recipe in RECIPES:
+        data = certificates[recipe.name].data
+        replay, controls = data["replay"], data["controls"]
+        by = f"{_by(replay['source'])}, {_by(replay['target'])}" if replay["stepped"] else "none"
+        usual = [one for one in replay.get("probes", ()) if one["name"] == "as large as the run's"]
+        apart = f"{float(usual[0]['relative']):.0e} of an update" if usual else "-"
+        seen = f"{sum(one['detected'] for one in controls)} of {len(controls)}"
+        link = f"[{recipe.title}](docs/certificates/{recipe.name}.json)"
+        rule = data["rule"]["exactness"]
+        rows.append(f"| {link} | {rule} | {by} | {seen} | {apart} | {data['verdict']['whole']} |")
+    return "\n".join(rows)
+
+
+def _by(title: str) -> str:
+    name = title.partition(" (")[0].partition(",")[0]
+    return "our step" if name.startswith("statekit.optim") else f"`{name}`"
+
+
+def main(names: Iterable[str]) -> None:
+    os.chdir(ROOT)
+    FOLDER.mkdir(exist_ok=True)
+    chosen = [one for one in RECIPES if not names or one.name in names]
+    certificates = {}
+    with tempfile.TemporaryDirectory() as folder:
+        os.symlink(ROOT / GOLDEN.partition("/")[0], Path(folder) / "tests")
+        os.chdir(folder)  # so that targets have relative names too
+        for recipe in chosen:
+            certificates[recipe.name] = made(recipe, Path("made"))
+            certificates[recipe.name].save(FOLDER / f"{recipe.name}.json")
+            print(f"{recipe.name}: {certificates[recipe.name].verdict}", flush=True)
+            for why in certificates[recipe.name].data["verdict"]["because"][:3]:
+                print(f"  {why}", flush=True)
+        os.chdir(ROOT)
+    for recipe in RECIPES:
+        if recipe.name not in certificates and (FOLDER / f"{recipe.name}.json").exists():
+            data = json.loads((FOLDER / f"{recipe.name}.json").read_text())
+            data.pop("digest")
+            certificates[recipe.name] = Certificate(data)
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    if BEGIN in text and len(certificates) == len(RECIPES):
+        before, rest = text.split(BEGIN, 1)
+        after = rest.split(END, 1)[1]
+        readme.write_text(f"{before}{BEGIN}\n{table(certificates)}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,133 @@
+"""The certificates in docs/certificates: whole, as their schema says, shown in README, and some of them made again."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import jsonschema
+import pytest
+from certificates import BEGIN, END, FOLDER, RECIPES, ROOT, Recipe, made, table
+
+from goldens import COMPACT
+from statekit.conversion.contracts import Hints
+from statekit.conversion.convert import convert, plan
+from statekit.errors import StatekitError, UnknownRuleError
+from statekit.verify.certificate import read_certificate
+from statekit.verify.repetition import differences
+from statekit.verify.verification import verify
+
+SCHEMA = json.loads((ROOT / "schemas/statekit-certificate.schema.json").read_text())
+AGAIN = ("t5x-torch", "lans-torch")
+"""Those that are made again in every run: they need one framework and take a second."""
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_a_certificate_is_whole_and_passes(recipe: Recipe) -> None:
+    stored = read_certificate(FOLDER / f"{recipe.name}.json")
+    jsonschema.validate(stored.to_json(), SCHEMA)
+    assert stored.passed, stored.data["verdict"]["because"]
+    assert not any(one["in_the_update"] is None for one in stored.data["controls"] if one["detected"])
+
+
+def test_readme_shows_the_certificates() -> None:
+    text = (ROOT / "README.md").read_text()
+    shown = text.split(BEGIN, 1)[1].split(END, 1)[0].strip()
+    assert shown == table({one.name: read_certificate(FOLDER / f"{one.name}.json") for one in RECIPES})
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_certificate_comes_out_the_same_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.symlink(ROOT / "tests", tmp_path / "tests")
+    monkeypatch.chdir(tmp_path)
+    (recipe,) = [one for one in RECIPES if one.name == name]
+    stored = read_certificate(FOLDER / f"{name}.json")
+    assert list(differences(stored, made(recipe, Path("made")))) == []
+
+
+SOURCES = {
+    "t5x/momentum_f32/checkpoint/checkpoint_4": Hints({"beta1": 0.9}),
+    "t5x/momentum_bf16_wd/checkpoint/checkpoint_4": Hints({"beta1": 0.9, "dtype_momentum": "bfloat16"}),
+    "t5x/bf16_params/checkpoint/checkpoint_4": Hints(),
+    "t5x/default_heuristics/checkpoint/checkpoint_3": Hints(),
+    "t5x/scale_map_maxscale_gnorm/checkpoint/checkpoint_4": Hints(),
+    "t5x/multi_optimizer/checkpoint/checkpoint_4": Hints({"beta1": 0.9}),
+    "t5x_train/t5_11_unscanned/checkpoint/checkpoint_8": Hints(),
+    "t2t/late_beta1_scaled_extlr/checkpoint": Hints({"beta1": 0.9}, "t2t_late"),
+    "mxnet_lans/fused_bounds_clip_rescale/checkpoint": Hints(),
+    "mxnet_lans/zero_grad_nan/checkpoint": Hints(),
+    "scaled_adam/zipformer2025_basic/checkpoint/checkpoint-6.pt": Hints(variant="zip2025"),
+    "scaled_adam/zipformer202407_clipping/checkpoint/checkpoint-7.pt": Hints(variant="zip202407"),
+    "scaled_adam/gptsovits_basic/checkpoint/checkpoint-6.pt": Hints(variant="gptsovits"),
+    "torch_formats/adamw_legacy/checkpoint/checkpoint.pt": Hints(),
+    "torch_formats/adamw_trainer/checkpoint/checkpoint-4": Hints(),
+    "torch_formats/adamw_deepspeed_bf16_zero1/checkpoint/global_step4": Hints(),
+    "torch_formats/adafactor_lightning/checkpoint/epoch=0-step=4.ckpt": Hints(),
+    "torch_adafactor/adafactor_bf16/checkpoint/checkpoint.pt": Hints(),
+    "torch_adafactor/adafactor_foreach_eps/checkpoint/checkpoint.pt": Hints(),
+    "hf_adafactor/fixedlr_scale_beta1_wd/checkpoint": Hints(),
+    "hf_adafactor/trainer_linear_wd/checkpoint/checkpoint-4": Hints(),
+    "keras/adamw_ema_schedule_clip/checkpoint/model.keras": Hints(),
+}
+TARGETS = {
+    "statekit": ("statekit", ""), "statekit-torch": ("torch", ".pt"), "torch-optim": ("torch", ".pt"),
+    "torch-fqn": ("dcp", ""), "optax": ("orbax", ""), "statekit-jax": ("flax", ""),
+    "keras": ("keras-h5", ".weights.h5"), "statekit-keras": ("keras-h5", ".weights.h5"), "t5x": ("t5x", ""),
+    "t2t": ("tf-bundle", ""), "mesh-tf": ("tf-bundle", ""), "mxnet-lans": ("mxnet", ""),
+}  # fmt: skip
+CAST = ("torch-optim", "torch-fqn")
+"""Layouts whose class casts slots of T5X's low precision when it loads them: verify says so, by right."""
+QUICK = (
+    ("t5x/bf16_params/checkpoint/checkpoint_4", "statekit"),
+    ("mxnet_lans/zero_grad_nan/checkpoint", "mxnet-lans"),
+    ("scaled_adam/zipformer202407_clipping/checkpoint/checkpoint-7.pt", "statekit"),
+    ("torch_adafactor/adafactor_bf16/checkpoint/checkpoint.pt", "torch-optim"),
+)
+
+
+def alarms(source: str, layout: str, folder: Path) -> list[str]:
+    """Returns what verify says against a conversion that convert makes; nothing of one that it refuses."""
+    container, suffix = TARGETS[layout]
+    target, hints = folder / f"out{suffix}", SOURCES[source]
+    try:
+        convert(plan(COMPACT / source, target, to=container, layout=layout, hints=hints))
+    except StatekitError:
+        return []
+    try:
+        made = verify(COMPACT / source, target, hints=hints, steps=2)
+    except UnknownRuleError:  # asked for by name, which is no alarm
+        return []
+    return [] if made.passed else list(made.data["verdict"]["because"])
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("source", "layout"), QUICK)
+def test_a_valid_conversion_raises_no_alarm(source: str, layout: str, tmp_path: Path) -> None:
+    assert alarms(source, layout, tmp_path) == []
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", ["momentum_bf16_wd", "bf16_params"])
+def test_a_class_that_casts_what_it_loads_is_named(name: str, tmp_path: Path) -> None:
+    source = next(one for one in SOURCES if f"/{name}/" in one)
+    assert any("casts it from" in one for one in alarms(source, "torch-optim", tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.jax
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.filterwarnings("ignore")  # the frameworks' own
+def test_no_valid_conversion_raises_an_alarm(source: str, tmp_path: Path) -> None:
+    low = "bf16" in source and source.startswith("t5x/")
+    raised = {}
+    for layout in TARGETS:
+        if not (low and layout in CAST):
+            (tmp_path / layout).mkdir()
+            raised[layout] = alarms(source, layout, tmp_path / layout)
+    assert {layout: said for layout, said in raised.items() if said} == {}
