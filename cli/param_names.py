@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from statekit.converters.formats.hparams import read_text
 from statekit.converters.layouts.pytorch.parts import model_in
 from statekit.errors import FormatError
 from statekit.tensors.tensor import apart
-from statekit.tensors.tree import tensor_names
+from statekit.tensors.tree import strict_json, tensor_names
 
 
 def read_param_names(path: Path) -> tuple[str, ...]:
@@ -23,7 +22,7 @@ def read_param_names(path: Path) -> tuple[str, ...]:
 
     Raises:
         NotFoundError: No such file.
-        FormatError: It is none of these.
+        FormatError: It is none of these, or (BudgetError) more than may be held.
     """
     if container("torch").detect(path) is not None:
         with container("torch").open(path) as opened:
@@ -37,10 +36,7 @@ def read_param_names(path: Path) -> tuple[str, ...]:
     text = read_text(path)
     if path.suffix != ".json":
         return tuple(line.strip() for line in text.splitlines() if line.strip())
-    try:
-        listed = json.loads(text)
-    except ValueError as error:
-        raise FormatError("A file of names isn't JSON.", place=path, found=error) from None
+    listed = strict_json(text, path)
     nested = isinstance(listed, list) and all(isinstance(group, list) for group in listed)
     names: Any = [name for group in listed for name in group] if nested else listed
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from statekit.cli.param_names import read_param_names
 from statekit.converters.containers.step_folders import find_gin
 from statekit.converters.formats.hparams import Settings, parse_value, read_gin, read_hparams
 from statekit.errors import FormatError, NotFoundError, UsageError
@@ -200,3 +201,23 @@ def test_which_gin_file(tmp_path: Path) -> None:
     assert find_gin([step, tmp_path]) == tmp_path / "operative_config-2.gin"
     (step / "config.gin").touch()
     assert find_gin([step, tmp_path]) == step / "config.gin"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"[" + b"[]," * 5_000_000 + b"[]]",
+        b'["a", NaN]',
+        b'{"a": 1}',
+        b"5",
+    ],
+    ids=["lists in one another", "objects in one another", "many lists", "NaN", "an object", "a number"],
+)
+def test_a_file_of_names_that_is_none_is_refused_within_the_budget(text: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "names.json"
+    path.write_bytes(text)
+    with pytest.raises(FormatError) as caught:
+        read_param_names(path)
+    assert str(path) in str(caught.value)
