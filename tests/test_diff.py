@@ -180,9 +180,13 @@ def assert_same_state(row: Row, folder: Path, target: str) -> bool:
         return False
     source, path, exactness = made
     result = diff(source, path, hints=(Hints(variant=row.hints.variant), NO_HINTS))
-    changed = {(one.what, one.item) for one in result.differences if not one.place.startswith("variant/")}
-    assert not changed, (target, exactness, changed, result.normalised)
-    assert result.equal or exactness is not Exactness.BITWISE
+    changed = {one.what for one in result.differences}
+    if (
+        exactness is Exactness.BITWISE
+    ):  # Megatron-LM goes on with a scheduler alone, where the source has none
+        assert changed <= ({"schedule"} if target == "megatron" else set()), (target, result.differences)
+    else:
+        assert changed <= {"rule", "option", "values", "dtype"}, (target, exactness, changed)
     return True
 
 
