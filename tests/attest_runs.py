@@ -32,6 +32,9 @@ def made(kind: str = "adamw", model: Any = None, exchanged: bool = False) -> Run
     pairs = list(model.named_parameters())
     if kind == "statekit":
         optimizer: Any = statekit.torch.Adafactor(pairs, lr=0.01, variant="t5x", factored=False)
+    elif kind in ("lamb", "lans", "scaled_adam"):
+        names = {"lamb": "LAMB", "lans": "LANS", "scaled_adam": "ScaledAdam"}
+        optimizer = getattr(statekit.torch, names[kind])(pairs, lr=0.01)
     elif kind == "hf":
         from transformers.optimization import Adafactor
 

@@ -147,7 +147,6 @@ def run_cell(cell: str, folder: Path) -> dict[str, Any]:
         mine.save(folder)
         result["saves"] = True
         mine.load(folder)
-        result["attested"]["again"] = findings(mine, again(folder))
         source.update(2 * UPDATES)
         mine.update(2 * UPDATES)
         result["difference_in_the_end"] = distance()
@@ -163,15 +162,6 @@ def findings(run: Run, path: Path, hints: Hints | None = None) -> list[str]:
     """Returns what `attest` finds in a run that has been loaded rightly, by name: an alarm is false."""
     result = run.attested(path, hints or Hints())
     return [] if result is None else [str(one) for one in result.findings]
-
-
-def again(folder: Path) -> Path:
-    """Returns what a run's own library has saved."""
-    return next(
-        one
-        for one in sorted(folder.iterdir())
-        if one.stem.startswith("again") and one.suffix != ".safetensors"
-    )
 
 
 def _last_words(text: str) -> str:

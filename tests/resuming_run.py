@@ -61,5 +61,5 @@ class Run:
         raise NotImplementedError
 
     def attested(self, path: Path, hints: Hints) -> Attestation | None:
-        """Returns whether what was loaded is a checkpoint's; None where the run has several optimizers."""
+        """Returns whether what was loaded is a checkpoint's; None where that can't be asked."""
         raise NotImplementedError

@@ -218,8 +218,8 @@ class TorchRun(Run):
     def attested(self, path: Path, hints: Hints) -> Attestation | None:
         import statekit.torch
 
-        if "optimizers" in self.scope:
-            return None
+        if self.setting.pair or self.container == "hf-trainer" or "optimizer" not in self.scope:
+            return None  # the lines of a Trainer make updates themselves, and a schedule of a pair is another one then
         optimizer, model = self.scope["optimizer"], self.scope["model"]
         names, schedule = hints.param_names, self.scope.get("scheduler")
         return statekit.torch.attest(optimizer, model, path, scheduler=schedule, param_names=names)

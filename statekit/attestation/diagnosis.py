@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from statekit.attestation.attestation import Finding
 from statekit.state.comparison import Difference, is_zero
+from statekit.state.options import RATE_NAMES
 from statekit.state.stored_params import MASTER
 from statekit.state.train_state import TrainState
 from statekit.tensors.digest import tensor_digest
@@ -262,7 +263,7 @@ class _Diagnosis:
         for one in options:
             by_item.setdefault(one.item, []).append(one)
         for item, each in by_item.items():
-            is_rate = item == "learning_rate"
+            is_rate = item in RATE_NAMES
             name = "groups-exchanged" if exchanged else "learning-rate" if is_rate else "hyperparameter"
             # mypy can't infer the type of a lambda that has a default.
             yield from _gathered(name, each, lambda value, item=item: f"{item} {value!r}")  # type: ignore[misc]
