@@ -162,6 +162,6 @@ def controls_of(state: TrainState) -> list[Control]:
         Control("second moment dropped", _dropped, "it has no second moment, or one that is as at the start"),
         Control("momentum zeroed", _zeroed, "it has no momentum, or one of zeros"),
     ]
-    if not EPSILONS or not known & {*EPSILONS}:
+    if not known & {*EPSILONS}:
         made.append(Control("epsilon moved", lambda state, twin: None, "it has no epsilon"))
     return made

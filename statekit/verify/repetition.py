@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from statekit.errors import FormatError
 from statekit.verify.certificate import Certificate, read_certificate
 from statekit.verify.verification import Asked, OnProgress, certificate
 
@@ -52,7 +53,15 @@ def repeated(
         As `verify`.
     """
     old = read_certificate(path)
-    asked = Asked.from_json(old.data["asked"])
+    try:
+        asked = Asked.from_json(old.data["asked"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(
+            "A certificate doesn't say what was asked for.",
+            place=path,
+            expected="schemas/statekit-certificate.schema.json",
+            found=f"{type(error).__name__}: {error}",
+        ) from None
     asked = replace(asked, source=source or asked.source, target=target or asked.target)
     again = certificate(asked, on_progress=on_progress)
     return Repetition(again, tuple(differences(old, again)), tuple(_notes(old.data, again.data)))

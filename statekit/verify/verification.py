@@ -290,7 +290,7 @@ class _Verification:
             "version": VERSION,
             "asked": asked.to_json(),
             "command": asked.command,
-            "versions": _versions(replayed.data),
+            "versions": _versions(),
             "verdict": verdict,
             "identity": {
                 "root": json_digest([one.root for one in sides]),
@@ -595,7 +595,7 @@ def _unstepped(why: str) -> _Replayed:
     return _Replayed({"stepped": False, "because": why}, {}, (), why)
 
 
-def _versions(replay: Mapping[str, Any]) -> dict[str, str]:
+def _versions() -> dict[str, str]:
     packages = ["statekit", "numpy", "ml_dtypes"]
     return {"python": platform.python_version(), **{name: installed(name) for name in packages}}
 
