@@ -30,8 +30,8 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _A = TypeVar("_A")
 _POOL = "work"
-_AT_ONCE = 8
-"""Pieces of shared work at once at most, each of which may hold a few blocks."""
+_AT_ONCE = 3
+"""Pieces of shared work at once at most: each may hold blocks of its own, however many threads there are."""
 
 _BUFFER_BYTES = 2**23
 _PAGE = 2**12

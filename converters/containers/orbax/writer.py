@@ -24,7 +24,7 @@ _TREE = f"{_HANDLERS}pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _JSON = f"{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler"
 CHUNK_BYTES = 16 * 2**20
 """The size above which an array is cut. Orbax takes a device's shard, however large; tensorstore holds one whole."""
-_COMMIT_BYTES = 32 * 2**20
+_COMMIT_BYTES = 16 * 2**20
 
 
 def write_item(stage: Stage, folder: str, tree: Tree, name: str = "") -> str:
