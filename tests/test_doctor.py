@@ -176,8 +176,8 @@ def between(row: Row, folder: Path, names: Iterable[str]) -> set[str]:
             return later
 
         path = faulty.faulty(row, folder / name, changed)
-        if path is not None and faulty.is_kept(name, row, path):
-            names_found = found(examined(row, first, path))
+        names_found = set[str]() if path is None else found(examined(row, first, path))
+        if path is not None and ("undecodable" in names_found or faulty.is_kept(name, row, path)):
             assert {name, "undecodable", "parts-missing"} & names_found, (
                 row.sample.container,
                 name,
