@@ -216,7 +216,7 @@ def assert_honest(path: Path, name: str, **said: Any) -> None:
 
 def recordings() -> list[Path]:
     """Returns every checkpoint of an original, and those of T5X in Orbax too."""
-    folders = {GOLDEN, COMPACT}
+    folders = sorted({GOLDEN, COMPACT})
     each = [meta.parent / "checkpoint" for root in folders for meta in sorted(root.glob("*/*/meta.json"))]
     each += [path for root in folders for path in sorted(root.glob("t5x/*/checkpoint_orbax"))]
     return [path for path in each if path.is_dir()]
