@@ -128,6 +128,13 @@ class Icefall:
                         expected=f"slots of every parameter after {state.counts.updates} updates",
                         found=f"none of {len(without)}",
                     )
+                lacking = Faults(
+                    (f"lacks {slot}", path)
+                    for path in batch
+                    for slot in dict.fromkeys(name for one in batch for name in state.slots[one])
+                    if slot not in state.slots[path]
+                )
+                lacking.check(StateError, "ScaledAdam's file has the slots of equal shape in one tensor")
                 for slot in state.slots[batch[0]]:
                     record[slot] = Stack([state.slots[p][slot] for p in batch], int(slot in _LATE_AXIS))
                 native[index[batch[0]]] = record | dict(state.extra.get(JOINT, {}).get(batch[0], {}))

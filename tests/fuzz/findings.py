@@ -114,5 +114,7 @@ PLANS: list[tuple[str, str, tuple[Any, ...], Any]] = [
     ("statekit-torch", "statekit-jax", ("assumptions",), [[0]]),
     ("optax", "statekit-jax", ("opt_state", "1"), ({}, {})),
     ("torch-fqn-flat", "optax", ("optimizer", "state.matrix_twin.exp_avg_sq"), ...),
+    ("statekit-keras", "icefall", ("optimizer", "vars", "matrix_twin:param_rms"), ...),
+    ("torch-optim", "torch-optim", ("optimizers", 0, "state", 6), Record("os.system", (1,))),
 ]
 """Layout of a sample, the layout that is planned, a path in its tree, and what stood there; ... for nothing."""

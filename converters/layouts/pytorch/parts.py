@@ -316,7 +316,9 @@ def _put_parts(rest: Tree, model: Tree, optimizer: Tree, model_at: Path, optimiz
 def _are_found(tree: Tree, model_at: Path, optimizer_at: Path) -> bool:
     """Tells whether parts of a tree would be found where they are."""
     usual = model_at in (*MODELS, ()) and optimizer_at in OPTIMIZERS
-    return usual or (optimizer_place(tree), model_place(tree, None, optimizer_at)) == (optimizer_at, model_at)
+    return usual or (
+        optimizer_place(tree) == optimizer_at and model_place(tree, None, optimizer_at) == model_at
+    )
 
 
 def are_ties(part: Any, model: Mapping[str, Tensor]) -> bool:
