@@ -23,7 +23,7 @@ from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.converters.containers.flax_msgpack import CONTAINER as FLAX
 from statekit.converters.formats.msgpack import writer
-from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitError
+from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitError, UsageError
 from statekit.tensors.tensor import in_memory
 from statekit.tensors.tree import nested
 from statekit.testing.container_trials import open_proven
@@ -305,6 +305,15 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
             assert open_proven(FLAX, copy).manifest is None
         noticed += values != sound
     assert sound is not None and noticed > 5
+
+
+def test_numbers_of_other_systems_come_back_as_numbers(tmp_path: Path) -> None:
+    """As where a run's data stands, which Orbax keeps as JSON: the manifest names what is read."""
+    tree = {"epoch": 1, "rate": 0.5, "done": False, "name": "run"}
+    check_conformance(FLAX, FLAX.fitted(Encoded(tree, 3)), tmp_path / "run")
+    assert msgpack.unpackb((tmp_path / "run" / "checkpoint_3").read_bytes()) == tree
+    with pytest.raises(UsageError, match="can't hold this value"):
+        check_conformance(FLAX, FLAX.fitted(Encoded({"epoch": 2**64}, 3)), tmp_path / "huge")
 
 
 def test_two_writes_are_equal(tmp_path: Path) -> None:

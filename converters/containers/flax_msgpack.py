@@ -35,7 +35,7 @@ from statekit.files.source import opening
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Stored, in_memory
 from statekit.tensors.tree import Path as Keys
-from statekit.tensors.tree import Tree
+from statekit.tensors.tree import Tree, mapped
 
 _ELSEWHERE = "//GDAPlaceholder:"
 """What stands for an array that several processes wrote into a folder beside the file."""
@@ -74,6 +74,15 @@ class FlaxFile:
             meta = {"generation": "msgpack", SEQUENCES_AS_MAPS: True}
             return step_checkpoint(self.name, step_folder, tree, meta, {step_folder.path.name}, (), files)
 
+    def fitted(self, encoded: Encoded) -> Encoded:
+        """Returns a state whose numbers are tensors, as they are when the file is read again."""
+
+        def change(leaf: Tree) -> Tree:
+            plain = isinstance(leaf, (bool, float)) or (isinstance(leaf, int) and -(2**63) <= leaf < 2**63)
+            return _number(leaf) if plain else leaf
+
+        return replace(encoded, tree=mapped(encoded.tree, change))
+
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes `checkpoint_<step>` as `flax.training.checkpoints` does.
 
@@ -86,6 +95,10 @@ class FlaxFile:
         with stage.file(FOLDER.format(step=encoded.step)) as output:
             for block in gathered(packed(encoded.tree, stage)):
                 output.write(block)
+
+
+def _number(value: float, name: str = "", place: str = "") -> Stored:
+    return replace(in_memory(np.asarray(value), name, place), note=NUMBER)
 
 
 def _with_tensors(node: Any, path: Keys, place: str) -> Tree:
@@ -104,7 +117,7 @@ def _with_tensors(node: Any, path: Keys, place: str) -> Tree:
     if isinstance(node, Stored):
         return replace(node, name=name, note=NUMBER)  # a complex number
     if isinstance(node, (bool, int, float)):
-        return replace(in_memory(np.asarray(node), name, place), note=NUMBER)
+        return _number(node, name, place)
     if isinstance(node, str) and node.startswith(_ELSEWHERE):
         raise RefusedError(
             "An array lies in a folder beside the file, which several processes wrote.",

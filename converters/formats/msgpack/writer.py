@@ -42,13 +42,13 @@ def packed(tree: Tree, stage: Stage, path: Path = ()) -> Iterator[bytes | memory
         for key, child in items.items():
             yield msgpack.packb(str(key))
             yield from packed(child, stage, (*path, key))
-    elif isinstance(tree, (bool, int, float, str, bytes)):
+    elif isinstance(tree, (float, str, bytes)) or (isinstance(tree, int) and -(2**63) <= tree < 2**64):
         yield msgpack.packb(tree)
     else:
         raise UsageError(
             "A Flax checkpoint can't hold this value.",
             place="/".join(map(str, path)),
-            expected="arrays, numbers, text, bytes, None and containers",
+            expected="arrays, numbers of at most 64 bits, text, bytes, None and containers",
             found=type(tree).__name__,
         )
 
