@@ -278,3 +278,19 @@ def test_rounded_params_that_masters_replace_are_said_of_optimizers_side_by_side
     for form in (one for one in forms if one is not None):
         assert {f"low_precision/{path}" for path in state.params} <= form.dropped.keys()
     assert encoded.side_by_side is not None
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_what_is_no_optimizer_in_their_list_keeps_its_place(at: int, tmp_path: Path) -> None:
+    """Between the two it took the place of the first, and the second was lost without a word."""
+    import torch
+
+    file = Run("AdamW").save("list", tmp_path / "run.pt")
+    saved = torch.load(file)
+    saved["optimizers"].insert(at, {"of": "neither"})
+    torch.save(saved, file)
+    back = torch.load(convert(plan(file, tmp_path / "back.pt", layout="torch-optim")).target)
+    assert [{*one} for one in back["optimizers"]] == [{*one} for one in saved["optimizers"]]
+    assert back["optimizers"][at] == {"of": "neither"}
+    for before, after in zip(saved["optimizers"], back["optimizers"], strict=True):
+        assert before.get("state", {}).keys() == after.get("state", {}).keys()

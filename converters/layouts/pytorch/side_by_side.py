@@ -30,6 +30,7 @@ from statekit.converters.layouts.pytorch.parts import (
     part_place,
 )
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
+from statekit.state.run import BESIDE
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Path, Tree, at, loose, put, without
 
@@ -126,11 +127,15 @@ def join_side_by_side(
     model_at = tuple((extra.get(PLACES) or (MODELS[0],))[0])
     tree: Tree = put(kept, model_at, model) if model_at else {**model, **kept}
     above, last = places[0][:-1], [place[-1] for place in places]
-    if last == [*range(len(last))]:
-        tree = put(tree, above, list(optimizers))
-    else:
-        for place, optimizer in zip(places, optimizers, strict=True):
-            tree = put(tree, place, optimizer)
+    for place in places:
+        if at(tree, place) is not None:
+            dropped[f"extra/{BESIDE}/{'/'.join(map(str, place))}"] = "an optimizer stands in its place"
+    if all(isinstance(key, int) for key in last):  # what isn't an optimizer keeps its place among them
+        beside = at(tree, above)
+        beside = list(beside) if isinstance(beside, list | tuple) else []
+        tree = put(tree, above, beside + [None] * (max(last) + 1 - len(beside)))
+    for place, optimizer in zip(places, optimizers, strict=True):
+        tree = put(tree, place, optimizer)
     return Encoded(tree, step, dropped=dropped, parts={"model": model_at})
 
 
@@ -154,14 +159,15 @@ def _model_place(tree: Tree, optimizers: Sequence[Path], key: str | None) -> Pat
 
 
 def _rest(tree: Tree, places: Sequence[Path]) -> Tree:
-    """Returns a tree without the optimizers, and without what held nothing else."""
+    """Returns a tree without the optimizers, and without what held nothing else; None is in their place in a list."""
     last, above = {place[-1] for place in places}, places[0][:-1]
     holder = at(tree, above)
     rest: Tree = (
         {key: part for key, part in holder.items() if key not in last}
         if isinstance(holder, Mapping)
-        else [part for i, part in enumerate(holder) if i not in last]
+        else [None if i in last else part for i, part in enumerate(holder)]
     )
     if not above:
         return rest
-    return put(tree, above, rest) if rest else without(tree, above)
+    empty = all(part is None for part in rest) if isinstance(rest, list) else not rest
+    return without(tree, above) if empty else put(tree, above, rest)

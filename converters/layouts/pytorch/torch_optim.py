@@ -22,6 +22,7 @@ from statekit.converters.layouts.pytorch.contents import contents_of, signature_
 from statekit.converters.layouts.pytorch.param_order import REMEDY, found_order
 from statekit.converters.layouts.pytorch.parts import (
     GROUPS,
+    MOST_PARTS,
     Form,
     Parts,
     StateDict,
@@ -304,6 +305,8 @@ def _as_they_lay(state: TrainState) -> list[tuple[TreePath, list[Group]]]:
     groups, stated = list(state.optimizer.groups), state.extra.get(SIDE_BY_SIDE) or []
     ends = list(itertools.accumulate(count for _, count in stated))
     if not ends or ends[-1] != len(groups):
+        return []
+    if any(isinstance(key, int) and not 0 <= key < MOST_PARTS for place, _ in stated for key in place):
         return []
     sides = [groups[end - count : end] for end, (_, count) in zip(ends, stated, strict=True)]
     if any(len({state.optimizer.kind(group) for group in side}) != 1 for side in sides):
