@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,6 +65,27 @@ def test_blocks_read_ahead_come_in_order_and_then_what_was_raised(count: int) ->
         for block in ahead(counted(20)):
             seen.append(block)
     assert seen == list(range(20))
+
+
+def test_who_gives_up_waits_for_the_block_that_is_being_read() -> None:
+    """What it reads from, it closes next."""
+    begun, going_on, ends = threading.Event(), threading.Event(), []
+
+    def read() -> Iterator[int]:
+        yield 0
+        begun.set()
+        going_on.wait()
+        ends.append("read")
+        yield 1
+
+    with job(2):
+        blocks = ahead(read())
+        next(blocks)
+        begun.wait()
+        threading.Timer(0.05, going_on.set).start()
+        blocks.close()  # type: ignore[attr-defined]  # it is a generator
+        ends.append("given up")
+    assert ends == ["read", "given up"]
 
 
 @pytest.mark.parametrize("count", [1, 4])
