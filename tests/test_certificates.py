@@ -19,8 +19,8 @@ from statekit.verify.repetition import differences
 from statekit.verify.verification import verify
 
 SCHEMA = json.loads((ROOT / "schemas/statekit-certificate.schema.json").read_text())
-AGAIN = ("t5x-torch", "lans-torch")
-"""Those that are made again in every run: they need one framework and take a second."""
+AGAIN = (pytest.param("t5x-torch", marks=pytest.mark.slow), "lans-torch")
+"""Those that are made again: they need one framework."""
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)

@@ -29,10 +29,12 @@ from statekit.verify.stepping import (
     EDGES,
     Bounds,
     Key,
+    Rules,
     Side,
     arrays,
     bounds,
     rates_of,
+    rules,
     run,
 )
 
@@ -219,6 +221,7 @@ class SideBySide:
         names = _relabelling(before, right)
         of_target = bounds(right, probe.updates, rates, roots)
         of_source = of_target if alike else bounds(before, probe.updates, rates, roots)
+        both = None if alike else rules(before, right, probe.updates, rates, roots)
         ours = sides[0].after(xp, probe.updates, rates)
         try:
             theirs = sides[1].after(xp, probe.updates, rates)
@@ -236,9 +239,7 @@ class SideBySide:
             mine = None if has_other_form else ours.get(other)
             sides_of_it = _Sides(key, other, theirs.get(key), mine, starts.get(other))
             grain = _grain(right, key[0])
-            one = _compared(
-                sides_of_it, of_target, None if alike else of_source, grain * len(probe.updates), ran
-            )
+            one = _compared(sides_of_it, of_target, of_source, both, grain * len(probe.updates), ran)
             ran.tensors[key] = self._judged(one, probe, alike)
         return ran, of_target
 
@@ -335,13 +336,16 @@ def _as_loaded(side: Side, rates: Rates) -> dict[Key, str]:
     return faults
 
 
-def _compared(it: _Sides, bound: Bounds, of_source: Bounds | None, roundings: float, ran: _Ran) -> _Compared:
+def _compared(
+    it: _Sides, bound: Bounds, of_source: Bounds, both: Rules | None, roundings: float, ran: _Ran
+) -> _Compared:
     """Compares one tensor after a probe, element by element.
 
     Args:
         it: Its values.
         bound: Of the target's rule.
-        of_source: Of the source's, if that is another.
+        of_source: Of the source's.
+        both: The two rules; None if they are one.
         roundings: How many units of float32 storing may have rounded away in the updates.
         ran: What is summed over all tensors.
     """
@@ -360,8 +364,7 @@ def _compared(it: _Sides, bound: Bounds, of_source: Bounds | None, roundings: fl
         example = f"{list(at)} is {float(it.theirs[at]):.9g}, beyond [{low:.9g}, {high:.9g}]"
     if it.ours is None or it.before is None or it.ours.shape != it.theirs.shape:
         return _Compared(target=target, example=example)
-    rule_of_source = bound if of_source is None else of_source
-    source = int(np.sum(rule_of_source.beyond(it.key if of_source is None else it.other, it.ours)))
+    source = int(np.sum(of_source.beyond(it.key if both is None else it.other, it.ours)))
     ran.outside["source"] += source
     with np.errstate(all="ignore"):
         ours, theirs = it.ours.astype(np.float64), it.theirs.astype(np.float64)
@@ -372,14 +375,14 @@ def _compared(it: _Sides, bound: Bounds, of_source: Bounds | None, roundings: fl
         width = np.nan_to_num(interval.high - interval.low, nan=0.0, posinf=0.0)
         ratio = np.where((apart == 0) | bound.undecided(it.key), 0.0, apart / width)
         rule, parted = 0, 0.0
-        if of_source is not None and it.other in of_source.exact:
-            exact = of_source.exact[it.other].astype(np.float64)
-            between = gap(exact, bound.exact[it.key].astype(np.float64))
+        if both is not None and it.other in both.source:
+            exact = both.source[it.other].astype(np.float64)
+            between = gap(exact, both.target.exact[it.key].astype(np.float64))
             # In low precision the two in float64 part by what they stored in between, as exact as that is.
             stored = roundings * (
                 unit + (moved * float(np.finfo(np.float32).eps) if roundings > _SINGLE else 0.0)
             )
-            rule = int(np.sum(bound.beyond(it.key, exact) & ~(between <= stored)))
+            rule = int(np.sum(both.target.beyond(it.key, exact) & ~(between <= stored)))
             parted = _over(float(np.max(between, initial=0.0)), moved)
     ran.outside["rule"] += rule
     ran.histogram = [a + b for a, b in zip(ran.histogram, _classes(ulps), strict=True)]

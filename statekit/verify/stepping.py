@@ -3,14 +3,15 @@
 Source and target start from one state: the source's, under its own rule, and what the target's file holds, under the
 target's. Each runs where its own class is installed, else by our step. An interval runs beside each of them through all
 updates (docs/bounds.md), so that whatever lies within is rounding; and the source's rule in float64 must lie in the
-interval of the target's: there two rules part, not two roundings.
+interval of the target's: there two rules part, not two roundings. For that both have their hyperparameters in float32,
+which whoever keeps them in float64 has as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -96,6 +97,22 @@ class Bounds:
         return counts
 
 
+@dataclass(frozen=True)
+class Rules:
+    """What two rules make of a probe when both have the same hyperparameters to the last bit.
+
+    PyTorch keeps 0.999 in float64, Optax in float32, where its thousandth power is another by a part in 10^5. A number
+    that float32 has is the same for both, so what parts two rules there is no rounding of numbers.
+
+    Attributes:
+        source: Every tensor by the source's rule in float64, by its names.
+        target: The bound of the target's.
+    """
+
+    source: Arrays
+    target: Bounds
+
+
 def rates_of(state: TrainState) -> tuple[Rates, tuple[str, ...]]:
     """Returns the learning rate of each group for the steps, and what is said of those that are made up."""
     rates, said = list[float | None](), list[str]()
@@ -131,6 +148,29 @@ def bounds(state: TrainState, updates: Updates, rates: Rates, sqrt_units: float)
     """Returns the interval of every element after updates, as compiled or fused arithmetic may have it."""
     live = run(IntervalBackend(True, sqrt_units=sqrt_units), state, updates, rates)
     return Bounds(named(live.params, live.slots, live.shared), in_float64(state, updates, rates))
+
+
+def rules(before: TrainState, right: TrainState, updates: Updates, rates: Rates, sqrt_units: float) -> Rules:
+    """Returns what a source's and a target's rule make of one state; arguments are those of `bounds`."""
+    one, other = _with_numbers_of_float32(before), _with_numbers_of_float32(right)
+    return Rules(in_float64(one, updates, rates), bounds(other, updates, rates, sqrt_units))
+
+
+def _with_numbers_of_float32(state: TrainState) -> TrainState:
+    """Returns a state whose hyperparameters are rounded to float32."""
+    groups = tuple(
+        replace(
+            group, hyperparameters={name: _single(value) for name, value in group.hyperparameters.items()}
+        )
+        for group in state.optimizer.groups
+    )
+    return replace(state, optimizer=replace(state.optimizer, groups=groups))
+
+
+def _single(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_single(one) for one in value)
+    return float(np.float32(value)) if isinstance(value, float) else value
 
 
 def arrays(state: TrainState) -> Arrays:

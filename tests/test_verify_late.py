@@ -1,0 +1,132 @@
+"""`statekit verify` late in a run: float32 powers of a decay are no difference of rules; a moved number is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from samples import state_writer
+
+from goldens import COMPACT
+from statekit.arrays.numpy_backend import NumpyBackend
+from statekit.conversion.contracts import Exactness, Hints
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
+from statekit.optim.run import load, store
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Counts, Group, Optimizer, TrainState
+from statekit.tensors.tensor import in_memory
+from statekit.verify.side_by_side import SideBySide
+from statekit.verify.verification import verify
+
+LATE = 1000
+SHAPE = (24, 16)
+
+
+@cache
+def adamw() -> TrainState:
+    """Returns a run of torch's AdamW in the middle of its training."""
+    draw = np.random.default_rng(1)
+
+    def noise(scale: float) -> Any:
+        return (scale * draw.standard_normal(SHAPE)).astype(np.float32)
+
+    params = {path: in_memory(noise(1.0), path) for path in ("encoder", "decoder")}
+    slots = {
+        path: {"m": in_memory(noise(1e-3), "m"), "v": in_memory(np.square(noise(1e-2)), "v")}
+        for path in params
+    }
+    values = {**load_schema("adamw").variant("torch")["defaults"], "learning_rate": 1e-3}
+    group = Group(tuple(params), values, dict.fromkeys(values, "given"))
+    return TrainState(params, slots, Optimizer("adamw", "torch", (group,)), Counts(LATE, LATE))
+
+
+@cache
+def adafactor() -> TrainState:
+    """Returns a run of T5X that is made late."""
+    with open_state(
+        COMPACT / "t5x/momentum_f32/checkpoint/checkpoint_4", hints=Hints({"beta1": 0.9})
+    ) as opened:
+        xp = NumpyBackend()
+        state = store(xp, load(xp, opened.state), opened.state)
+    return replace(said(state, {"learning_rate": 1e-3}), extra={}, counts=Counts(LATE, LATE))
+
+
+def said(state: TrainState, values: Mapping[str, Any]) -> TrainState:
+    """Returns a state with other hyperparameters."""
+    groups = [
+        replace(group, hyperparameters={**group.hyperparameters, **values})
+        for group in state.optimizer.groups
+    ]
+    return replace(state, optimizer=replace(state.optimizer, groups=tuple(groups)))
+
+
+def under(variant: str, state: TrainState) -> TrainState:
+    """Returns a state under another variant's rule, with all hyperparameters that both have."""
+    defaults = load_schema(state.optimizer.schema).variant(variant)["defaults"]
+    groups = tuple(
+        replace(
+            group,
+            hyperparameters={
+                name: group.hyperparameters.get(name, value) for name, value in defaults.items()
+            },
+        )
+        for group in state.optimizer.groups
+    )
+    return replace(state, optimizer=replace(state.optimizer, variant=variant, groups=groups))
+
+
+def outside(carried: TrainState, expected: TrainState, actual: TrainState | None = None) -> dict[str, int]:
+    """Returns how many elements of all probes leave the source's, the target's bound, and where rules part."""
+    sides = SideBySide(carried, expected, actual or expected, ("statekit", "statekit"), Exactness.ROUNDING)
+    replay, verdicts, _ = sides.run("random", 1, NumpyBackend(), 0, True, lambda _: None)
+    counts = {
+        name: sum(probe["outside"][name] for probe in replay["probes"])
+        for name in ("source", "target", "rule")
+    }
+    assert any(counts.values()) == any(verdict == "refuted" for verdict, _ in verdicts.values())
+    return counts
+
+
+RUNS = {"adamw": (adamw, ("torch", "optax")), "adafactor": (adafactor, ("t5x", "optax"))}
+PAIRS = [(name, *pair) for name, (_, both) in RUNS.items() for pair in (both, both[::-1])]
+
+
+@pytest.mark.parametrize(("name", "source", "target"), PAIRS)
+def test_two_precisions_of_one_rule_are_rounding(name: str, source: str, target: str) -> None:
+    state = RUNS[name][0]()
+    assert outside(under(source, state), under(target, state)) == {"source": 0, "target": 0, "rule": 0}
+
+
+MOVED: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    "adamw": ({"beta2": 0.998}, {"beta1": 0.89}, {"epsilon": 1e-7}, {"weight_decay_rate": 0.011}),
+    "adafactor": ({"decay_rate": 0.79}, {"beta1": 0.89}, {"epsilon1": 1e-6}),
+}
+
+
+@pytest.mark.parametrize(("name", "source", "target"), PAIRS)
+def test_a_moved_number_and_a_step_more_are_seen(name: str, source: str, target: str) -> None:
+    state = RUNS[name][0]()
+    carried, expected = under(source, state), under(target, state)
+    late = replace(expected, counts=Counts(LATE + 1, LATE + 1))
+    for wrong in (late, *(said(expected, values) for values in MOVED[name])):
+        assert outside(carried, wrong)["rule"], "the target's rule itself has it"
+        assert outside(carried, expected, wrong)["target"], "what the target holds has it"
+
+
+@pytest.mark.torch
+@pytest.mark.jax
+def test_a_late_run_is_converted_and_back(tmp_path: Path) -> None:
+    run = state_writer("torch", "torch-optim", adamw)(tmp_path)
+    there, back = tmp_path / "ckpt", tmp_path / "back.pt"
+    convert(plan(run, there, to="orbax", layout="optax"))
+    convert(plan(there, back, to="torch", layout="torch-optim"))
+    for source, target in ((run, there), (there, back)):
+        made = verify(source, target, steps=1, gradients="random")
+        assert made.passed, made.data["verdict"]["because"]
+        assert made.verdict == "within the rounding bound"
