@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +14,9 @@ from statekit.budget import bytes_of
 from statekit.conversion.contracts import Hints
 from statekit.errors import printable
 from statekit.state.train_state import StepOffset
+
+if TYPE_CHECKING:  # entered only where an option names a file
+    from statekit.files.source import Files
 
 FOLLOW_LINKS = (
     "Read what links out of the checkpoint lead to; those in Hugging Face's cache are followed anyway."
@@ -196,17 +199,15 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
         budget: int | None,
         **options: Any,
     ) -> Any:
-        hints = _hints(hparams, variant, param_names)
-        hints = replace(
-            hints,
+        hints = Hints(
             model_key=model_key,
             optimizer_key=optimizer_key,
             names_from=names_from,
-            schedule=_schedule(schedule),
             accept_damaged=accept_damaged,
             follow_links=follow_links,
             budget=budget,
         )
+        hints = _with_said(hints, hparams, variant, param_names, schedule)
         return command(*args, hints=hints, **options)
 
     return run
@@ -229,16 +230,7 @@ def sides_options(command: Callable[..., Any]) -> Callable[..., Any]:
             hparams, variant, names, schedule = (
                 options.pop(f"{side}_{name}") for name in ("hparams", "variant", "param_names", "schedule")
             )
-            said = _hints(hparams, variant, names)
-            each.append(
-                replace(
-                    hints,
-                    hyperparameters={**hints.hyperparameters, **said.hyperparameters},
-                    variant=said.variant or hints.variant,
-                    param_names=hints.param_names if said.param_names is None else said.param_names,
-                    schedule=hints.schedule if schedule is None else _schedule(schedule),
-                )
-            )
+            each.append(_with_said(hints, hparams, variant, names, schedule))
         return command(*args, hints=tuple(each), **options)
 
     for side, of in SIDES.items():
@@ -365,32 +357,45 @@ CHANGES = (
 )
 
 
-def _schedule(text: str | None) -> Mapping[str, Any] | None:
-    if text is None:
-        return None
+def _with_said(
+    hints: Hints,
+    hparams: tuple[str, ...],
+    variant: str | None,
+    param_names: Path | None,
+    schedule: str | None,
+) -> Hints:
+    """Returns hints with what options say too, which goes before; files that they name draw on the job's budget."""
+    if variant is not None:
+        hints = replace(hints, variant=variant)
+    if not hparams and param_names is None and schedule is None:
+        return hints
+    from statekit.files.source import Files
+
+    with Files(hints.job_budget()) as files:
+        if param_names is not None:
+            from statekit.cli.param_names import read_param_names
+
+            hints = replace(hints, param_names=read_param_names(param_names, files))
+        if schedule is not None:
+            hints = replace(hints, schedule=_schedule(schedule, files))
+        if hparams:
+            from statekit.converters.formats.hparams import read_hparams
+
+            settings = read_hparams(hparams, files=files)
+            for note in settings.left_out:
+                click.echo(f"Note: {printable(note)}", err=True)
+            hints = replace(hints, hyperparameters={**hints.hyperparameters, **settings.values})
+    return hints
+
+
+def _schedule(text: str, files: Files) -> Mapping[str, Any]:
     if text.endswith(".gin"):
         from statekit.converters.formats.hparams import read_gin_schedule
 
-        return vars(read_gin_schedule(Path(text)))
+        return vars(read_gin_schedule(Path(text), files))
     from statekit.state.schedules.call_text import parse_call
 
     return parse_call(text)
-
-
-def _hints(hparams: tuple[str, ...], variant: str | None, param_names: Path | None) -> Hints:
-    names = None
-    if param_names is not None:
-        from statekit.cli.param_names import read_param_names
-
-        names = read_param_names(param_names)
-    if not hparams:
-        return Hints(variant=variant, param_names=names)
-    from statekit.converters.formats.hparams import read_hparams
-
-    settings = read_hparams(hparams)
-    for note in settings.left_out:
-        click.echo(f"Note: {printable(note)}", err=True)
-    return Hints(settings.values, variant, names)
 
 
 def local_file(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:

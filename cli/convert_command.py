@@ -32,6 +32,7 @@ from statekit.state.train_state import StepOffset
 
 if TYPE_CHECKING:  # entered only where something is asked for
     from statekit.conversion.changes import Changes
+    from statekit.files.source import Files
     from statekit.verify.certificate import Certificate
 
 PHASES = {"check": "checking the source", "write": "writing", "verify": "reading again"}
@@ -47,15 +48,20 @@ def _renaming(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]
     return pairs
 
 
-def _maps(name: str | None, config: tuple[str, ...], rename: dict[str, str]) -> tuple[StateMap, ...]:
+def _maps(
+    name: str | None, config: tuple[str, ...], rename: dict[str, str], hints: Hints
+) -> tuple[StateMap, ...]:
     if not (name or config or rename):
         return ()
+    from statekit.files.source import Files
     from statekit.maps.model_map import maps_of
 
-    return maps_of(name, _config(config, name), rename)
+    with Files(hints.job_budget()) as files:
+        said = _config(config, name, files)
+    return maps_of(name, said, rename)
 
 
-def _config(arguments: tuple[str, ...], name: str | None) -> dict[str, Any]:
+def _config(arguments: tuple[str, ...], name: str | None, files: Files) -> dict[str, Any]:
     """Returns what `--config` says, by the map's names; later ones win."""
     from statekit.converters.formats.hparams import read_gin, read_hparams, read_text
     from statekit.maps.model_map import settings_in
@@ -65,10 +71,11 @@ def _config(arguments: tuple[str, ...], name: str | None) -> dict[str, Any]:
     unread: dict[str, str] = {}
     for argument in arguments:
         if not argument.endswith(".gin") or "=" in argument:
-            values |= settings.translated(read_hparams([argument]).values, faults)
+            values |= settings.translated(read_hparams([argument], files=files).values, faults)
             continue
         path = Path(argument)
-        bound = {one: vars(read_gin(read_text(path), path, one)) for one in settings.gin}
+        text = read_text(path, files)
+        bound = {one: vars(read_gin(text, path, one, files.account)) for one in settings.gin}
         read, others = settings.of_gin(bound, faults)
         if not read and not others:
             faults.add(f"binds nothing of {' or '.join(settings.gin) or 'a model of the map'}", argument)
@@ -209,7 +216,7 @@ def command(
         step_offset=step_offset,
         require=Exactness[require.upper()],
         like=like,
-        maps=_maps(map_name, config, rename),
+        maps=_maps(map_name, config, rename, hints),
         changes=changes,
     )
     report = None if dry_run else _carry_out(planned, replace, replace_foreign, threads)
@@ -242,9 +249,12 @@ def _proven(
 ) -> Certificate:
     """Returns what verifying the target shows; it is written to a file if one is named."""
     from statekit.converters.formats.hparams import read_hparams
+    from statekit.files.source import Files
     from statekit.verify.verification import verify
 
     request = planned.request
+    with Files(request.hints.job_budget()) as files:
+        said = read_hparams(config, files=files).values
     with output.progress() as bar:
         task, done = bar.add_task("verifying", total=None), [0]
 
@@ -260,7 +270,7 @@ def _proven(
             require=request.require,
             step=request.step,
             map=map_name,
-            config=read_hparams(config).values or None,
+            config=said or None,
             step_offset=request.step_offset,
         )
     if certificate is not None:

@@ -129,7 +129,10 @@ def command(
             "Two checkpoints or a certificate are needed.", expected="SRC DST, or --repeat CERT [SRC DST]"
         )
     from statekit.converters.formats.hparams import read_hparams
+    from statekit.files.source import Files
 
+    with Files(hints.job_budget()) as files:
+        said = read_hparams(config, files=files).values
     with output.progress() as bar:
         task, done = bar.add_task("reading", total=None), [0]
 
@@ -153,7 +156,7 @@ def command(
             require=Exactness[require.upper()],
             step=step,
             map=map_name,
-            config=read_hparams(config).values or None,
+            config=said or None,
             step_offset=step_offset,
         )
     if to is not None:

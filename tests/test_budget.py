@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ from bomb_files import zarr_of, zstd_zeros
 import statekit
 from goldens import bundles
 from statekit.budget import Account, Budget, Limits
+from statekit.cli import main
 from statekit.errors import BudgetError, StatekitError
 
 
@@ -72,6 +74,40 @@ def test_loading_takes_a_budget(framework: str, optimizer: bool) -> None:
     with pytest.raises(StatekitError) as caught:  # a linear layer isn't that model
         load(framework, path, optimizer=optimizer, budget=2**30)
     assert not isinstance(caught.value, BudgetError)
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "text"),
+    [
+        ("--hparams", "said.json", f'{{"decay_rate": 0.8}}{" " * 2**17}'),
+        ("--hparams", "said.gin", "Adafactor.decay_rate = 0.8\n" * 2**12),
+        ("--schedule", "said.gin", "Adafactor.decay_rate = 0.8\n" * 2**12),
+        ("--param-names", "names.txt", "weight\n" * 2**15),
+        ("--param-names", "names.json", json.dumps(["weight"] * 2**12)),
+        ("--config", "config.json", f'{{"num_heads": 12}}{" " * 2**17}'),
+    ],
+)
+def test_files_that_options_name_draw_on_the_jobs_budget(
+    option: str, name: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They had a budget of 512 MiB of their own, whatever `--budget` said."""
+    file = tmp_path / name
+    file.write_text(text)
+    source = f"{bundles('t5x')[0] / 'checkpoint'}"
+    map_name = ["--map", "t5x-t5:hf-t5"] if option == "--config" else []
+    arguments = [
+        "convert",
+        source,
+        f"{tmp_path / 'out.pt'}",
+        "--dry-run",
+        "--json",
+        option,
+        f"{file}",
+        *map_name,
+    ]
+    assert main.main([*arguments, "--budget", "64KiB"]) == main.FAILED
+    error = json.loads(capsys.readouterr().out)
+    assert error["kind"] == "BudgetError" and name in error["place"], error
 
 
 def test_replaying_takes_a_budget() -> None:

@@ -67,23 +67,27 @@ class Call:
     whole: bool = True
 
 
-def read_hparams(arguments: Sequence[str], configurable: str = "Adafactor") -> Settings:
+def read_hparams(
+    arguments: Sequence[str], configurable: str = "Adafactor", files: Files | None = None
+) -> Settings:
     """Reads the values of `--hparams`; later ones win.
 
     Args:
         arguments: Each a `KEY=VALUE`, or the path of a `.json` or `.gin` file.
         configurable: Whose bindings count in a gin file.
+        files: As in `read_text`.
 
     Raises:
         UsageError: An argument is neither, or its value isn't a literal.
         NotFoundError: No such file.
         FormatError: A file doesn't follow its format.
+        BudgetError: A file is more than the job may hold.
     """
     values: dict[str, Any] = {}
     references: dict[str, str] = {}
     left_out: list[str] = []
     for argument in arguments:
-        read = _file_settings(Path(argument), configurable) if _is_file(argument) else _pair(argument)
+        read = _file_settings(Path(argument), configurable, files) if _is_file(argument) else _pair(argument)
         references = {k: v for k, v in {**references, **read.references}.items() if k not in read.values}
         values.update(read.values)
         left_out += read.left_out
@@ -157,11 +161,11 @@ def _pair(argument: str) -> Settings:
     return Settings({name: parse_value(text)})
 
 
-def _file_settings(path: Path, configurable: str) -> Settings:
-    text = read_text(path)
+def _file_settings(path: Path, configurable: str, files: Files | None) -> Settings:
+    text, account = read_text(path, files), files.account if files else None
     if path.suffix == ".gin":
-        return read_gin(text, path, configurable)
-    values = loose_json(text, path)
+        return read_gin(text, path, configurable, account)
+    values = loose_json(text, path, account)
     if not isinstance(values, dict):
         raise FormatError(
             "A file of hyperparameters isn't a JSON object.", place=path, found=type(values).__name__
@@ -174,7 +178,8 @@ def read_text(path: Path, files: Files | None = None) -> str:
 
     Args:
         path: The file.
-        files: Those of the checkpoint that it belongs to; None if the user named it.
+        files: Those of the checkpoint that it belongs to, or those that the user named for a job, whose budget it
+            draws on; one of its own if None.
 
     Raises:
         NotFoundError: No such file.
@@ -248,15 +253,21 @@ def read_gin_call(
     return Call(named, arguments, bool(bound) and not included)
 
 
-def read_gin_schedule(path: Path) -> Call:
+def read_gin_schedule(path: Path, files: Files | None = None) -> Call:
     """Reads the call that makes the learning rate's schedule from a gin file of T5X.
+
+    Args:
+        path: The file.
+        files: As in `read_text`.
 
     Raises:
         UsageError: The gin file says none.
         NotFoundError: No such file.
         FormatError: The file isn't gin.
+        BudgetError: It is more than the job may hold.
     """
-    call = read_gin_call(read_text(path), path, *SCHEDULE_IN_GIN)
+    account = files.account if files else None
+    call = read_gin_call(read_text(path, files), path, *SCHEDULE_IN_GIN, account)
     if call is None:
         raise UsageError(
             "The gin file says no schedule.", place=path, expected=f"{SCHEDULE_IN_GIN[0]} = @...()"
