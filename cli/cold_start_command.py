@@ -36,10 +36,10 @@ def command(
     everything: bool,
     as_json: bool,
 ) -> None:
-    """Says how far the first updates of a cold start are from the continued run's, for each layer.
+    """Says how far a new optimizer's first updates are from the run's.
 
     A cold start has the checkpoint's weights and a new optimizer. Both get the same random gradients, as large as those
-    that made the second moment, and the same learning rate.
+    that made the second moment, and the same learning rate. It is said of each layer.
     """
     with output.progress("updates") as bar:
         task = bar.add_task("stepping", total=2 * updates)

@@ -96,7 +96,7 @@ VERBS = {
     "convert": Verb("statekit.cli.convert_command", "Converts a checkpoint to another system."),
     "verify": Verb(
         "statekit.cli.verify_command",
-        "Proves that a checkpoint goes on with the run of another, or where it doesn't.",
+        "Proves that DST goes on with the run of SRC, or says where not.",
     ),
     "diff": Verb("statekit.cli.diff_command", "Says in what two checkpoints differ, or where two runs part."),
     "doctor": Verb(

@@ -114,7 +114,7 @@ def command(
     as_json: bool,
     hints: Hints,
 ) -> int:
-    """Proves that DST goes on with the run of SRC, or says where it doesn't.
+    """Proves that DST goes on with the run of SRC, or says where not.
 
     Of any systems. Every tensor of both is read and digested, and each of DST is held against the one that SRC becomes
     there; the two implementations' rules are compared field by field; then both sides are stepped on the same
