@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -137,6 +138,59 @@ def test_all_steps_of_a_run_are_sealed_and_checked(tmp_path: Path) -> None:
     report = check(run)
     assert [one.path.name for one in report.checkpoints] == [f"checkpoint-{n}" for n in (2, 3, 4)]
     assert [bool(one.faults) for one in report.checkpoints] == [False, True, True]
+
+
+STEPS_IN = {
+    "accelerate": ("checkpoint_0", "checkpoint_1"),
+    "dcp": ("step-4", "step-8"),
+    "dcp-safetensors": ("step-4", "step-8"),
+    "deepspeed": ("global_step4", "global_step8"),
+    "flax": ("checkpoint_4", "checkpoint_8"),
+    "fsdp1-ranks": ("step_4", "step_8"),
+    "keras": ("step-4.keras", "step-8.keras"),
+    "keras-h5": ("step-4.weights.h5", "step-8.weights.h5"),
+    "megatron": ("iter_0000004", "iter_0000008"),
+    "mxnet": ("net-0004", "net-0008"),
+    "orbax": ("4", "8"),
+    "safetensors": ("step-4", "step-8"),
+    "statekit": ("step_4", "step_8"),
+    "t5x": ("checkpoint_4", "checkpoint_8"),
+    "tf-bundle": ("model.ckpt-4", "model.ckpt-8"),
+    "torch": ("step-4.pt", "step-8.pt"),
+}
+"""Container -> what two steps of a run are called; `hf-trainer` has its test above, as its records say the step too."""
+
+
+def laid_out(row: Row, names: tuple[str, str], folder: Path) -> Path:
+    """Makes a run's folder with a sample as each of two steps."""
+    path, run = row.sample_in(folder).path, folder / "run"
+    parts = {"flax": r"checkpoint_\d+", "mxnet": r"\w+(?=\.(params|states))", "tf-bundle": r"model\.ckpt-\d+"}
+    for name in names:
+        if pattern := parts.get(row.sample.container):  # several files of each step in one folder
+            for file in path.iterdir():
+                if match := re.match(pattern, file.name):
+                    copied(file, run / f"{name}{file.name[match.end() :]}")
+        else:
+            copied(path, run / name)
+    return run
+
+
+@pytest.mark.parametrize("container", STEPS_IN)
+def test_the_steps_of_every_container_are_sealed_and_checked(container: str, tmp_path: Path) -> None:
+    row = next(row for row in ROWS if row.sample.container == container)
+    run = laid_out(row, STEPS_IN[container], tmp_path)
+    assert len(seal(run).checkpoints) == 2
+    assert check(run).passed
+    files = [
+        file
+        for file in run.rglob("*")
+        if f"{file.relative_to(run)}".startswith(STEPS_IN[container][1])
+        and file.is_file()
+        and not is_manifest(file.name)
+    ]
+    largest = max(files, key=lambda file: file.stat().st_size)
+    flip(largest, 4 * largest.stat().st_size)
+    assert [bool(one.faults) for one in check(run).checkpoints] == [False, True]
 
 
 def test_files_of_a_folder_each_have_their_own(tmp_path: Path) -> None:
