@@ -9,14 +9,21 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from bomb_files import zarr_of, zstd_zeros
+from bomb_files import orbax_tensors, zarr_of, zstd_zeros
+from zarr_files import write_array
 
 import statekit
 from goldens import bundles
-from statekit.budget import Account, Budget, Limits
+from statekit.budget import DEFAULT, Account, Budget, Limits
 from statekit.cli import main
+from statekit.conversion import registry
+from statekit.converters.formats.zarr.array import open_array
+from statekit.converters.formats.zarr.headers import parse_zarray
+from statekit.converters.formats.zarr.stores import FolderStore
 from statekit.errors import BudgetError, StatekitError
+from statekit.files.source import Files
 
 
 def test_what_saves_work_makes_room_for_what_is_needed() -> None:
@@ -74,6 +81,21 @@ def test_loading_takes_a_budget(framework: str, optimizer: bool) -> None:
     with pytest.raises(StatekitError) as caught:  # a linear layer isn't that model
         load(framework, path, optimizer=optimizer, budget=2**30)
     assert not isinstance(caught.value, BudgetError)
+
+
+@pytest.mark.jax
+def test_honest_checkpoints_of_many_arrays_and_chunks_take_a_part_of_the_default(tmp_path: Path) -> None:
+    """A 200th of it is enough for 400 arrays of Orbax' database, and for 1 500 chunks of gzip as T5X writes them."""
+    limits = Limits(DEFAULT // 200)
+    folder = orbax_tensors(tmp_path, 400)
+    with registry.container("orbax").open(folder, budget=Budget(limits)) as opened:
+        assert sum(tensor.read().nbytes for tensor in opened.tensors.values()) == 400 * 4
+    array = np.arange(1500 * 256, dtype=np.float32).reshape(1500, 256)
+    write_array(tmp_path / "array", array, (1, 256))
+    with Files(Budget(limits), tmp_path) as files:
+        stated = parse_zarray((tmp_path / "array" / ".zarray").read_bytes(), "array")
+        tensor = open_array(FolderStore(tmp_path, files), "array", stated, "array")
+        assert np.array_equal(tensor.read(), array)
 
 
 @pytest.mark.parametrize(
