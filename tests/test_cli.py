@@ -199,6 +199,8 @@ def test_what_stops_a_verb_is_json_too(
                 "check",
                 "diff",
                 "doctor",
+                "verify",
+                "cold-start",
                 "seal",
                 "resume",
                 "replay",

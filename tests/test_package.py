@@ -35,6 +35,7 @@ def test_the_wheel_holds_every_module_and_nothing_at_its_top_but_statekit(built:
     modules = {
         path.relative_to(ROOT).as_posix() if top == "statekit" else f"statekit/{path.relative_to(ROOT)}"
         for top in FOLDERS
+        if top != "docs"  # whose JSON files are certificates, to look at
         for path in (ROOT / top).rglob("*")
         if path.suffix in {".py", ".json"} or path.name == "py.typed"
     }

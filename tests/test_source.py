@@ -261,6 +261,9 @@ ALLOWED: dict[str, tuple[str, set[str]]] = {
         {"os.open", "Path(path).read_text"}
     ),
     "statekit/verify/recorder.py": ("a spool that it made, and what it writes", {"os.pread", "unfinished.open"}),
+    "statekit/verify/natives/jax_classes.py": (
+        "gives Flax what statekit has just written", {"_file(written(state, 'flax', 'optax', folder)).read_bytes"}
+    ),
     "statekit/files/safetensors.py": ("the library that proves a header takes a path only", {"safe_open"}),
     "converters/formats/zarr/stores.py": ("tensorstore reads databases, and takes a path only", {"ts.KvStore.open"}),
     "converters/containers/orbax/writer.py": ("tensorstore makes the target's database", {"ts.KvStore.open"}),

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from statekit.errors import FormatError, NotFoundError, printable
+from statekit.errors import FormatError, printable
+from statekit.files.source import read_small
 from statekit.tensors.digest import json_digest
+from statekit.tensors.tree import strict_json
 from statekit.verify.identity import VERDICTS, Verdict
 
 FORMAT, VERSION = "statekit-certificate", 1
@@ -77,12 +79,7 @@ def read_certificate(path: Path) -> Certificate:
         NotFoundError: There is none.
         FormatError: It isn't one, or was changed.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise NotFoundError("There is no such certificate.", place=path, remedy="check the path") from error
-    except ValueError as error:
-        raise FormatError("A certificate is JSON.", place=path, found=str(error)) from None
+    data = strict_json(read_small(path), path)
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
         raise FormatError(
             "This is no certificate of this version.", place=path, expected=f"{FORMAT} {VERSION}"
