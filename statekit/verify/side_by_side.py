@@ -189,7 +189,7 @@ class SideBySide:
         except StatekitError as error:
             self._notes.append(f"{kind.name} isn't run: {error.line}; {ours} steps in its place")
             return Side(state, ours)
-        except Exception:
+        except Exception:  # a framework's own: raised again, and said, where the updates are compared
             return side
         return side
 
