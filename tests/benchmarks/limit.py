@@ -4,7 +4,8 @@
 
 In each round one copies a checkpoint (`cp -r`, and `sync` of what came), then takes the BLAKE3 of both with a thread
 for each; then, in a process of its own, the same checkpoint is converted. Figures are medians of the rounds; imports
-aren't counted, as those of the peer aren't. `--page` writes the table into docs/performance.md. No pair is begun after
+aren't counted, as those of the peer aren't. Both begin with memory that was free a moment before: what a virtual machine has
+free for two seconds goes back to its host, and a file written into such takes four times as long. `--page` writes the table into docs/performance.md. No pair is begun after
 `--minutes` are over, which is said.
 """
 
@@ -58,22 +59,32 @@ LAYOUTS = {
 """Containers, each with a layout that is at home in it."""
 MAIN = "torch:torch,safetensors:torch,torch:statekit,statekit:torch,torch:orbax,orbax:torch,statekit:t5x,t5x:statekit"
 
-CONVERSION = """
+WARMING = """
+import os, sys
+folder, size = sys.argv[-2:]
+with open(os.path.join(folder, "warm"), "xb", buffering=0) as file:
+    for _ in range(int(size) >> 23):
+        file.write(bytes(2**23))
+os.remove(os.path.join(folder, "warm"))
+"""
+"""Writes a file and removes it, so that as much memory is at hand."""
+CONVERSION = f"""
 import json, pathlib, re, resource, sys, time
 from statekit.conversion.convert import convert, plan
 import statekit.cli.convert_command, msgpack, safetensors, zstandard, concurrent.futures
-source, target, container, layout = sys.argv[1:]
+source, target, container, layout, folder, size = sys.argv[1:]
 from statekit.conversion import registry
 registry.container(container), registry.layout(layout)
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) / 1024
+{WARMING}
 before, start = peak(), time.perf_counter()
 cpu = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
 report = convert(plan(pathlib.Path(source), pathlib.Path(target), to=container, layout=layout))
 seconds = time.perf_counter() - start
 cpu = sum(resource.getrusage(resource.RUSAGE_SELF)[:2]) - cpu
-taken = {"seconds": seconds, "cpu": cpu, "peak": peak() - before}
-print(json.dumps({**taken, "stages": report.times.worked, "bytes": report.plan.bytes}))
+taken = dict(seconds=seconds, cpu=cpu, peak=peak() - before)
+print(json.dumps(dict(taken, stages=report.times.worked, bytes=report.plan.bytes)))
 """
 
 
@@ -92,6 +103,11 @@ def files_of(path: Path) -> list[Path]:
     return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
 
 
+def size_of(path: Path) -> int:
+    """Returns how many bytes the files at a path have."""
+    return sum(file.stat().st_size for file in files_of(path))
+
+
 def digest(path: Path) -> None:
     """Takes the BLAKE3 of all files at a path."""
     buffer = memoryview(bytearray(BLOCK))
@@ -104,6 +120,7 @@ def digest(path: Path) -> None:
 
 def copied(source: Path, target: Path) -> Taken:
     """Copies, syncs and digests both."""
+    subprocess.run([sys.executable, "-c", WARMING, str(target.parent), str(size_of(source))], check=True)
     start, began = time.perf_counter(), _processor()
     subprocess.run(["cp", "-r", str(source), str(target)], check=True)
     subprocess.run(["sync", *map(str, files_of(target))], check=True)
@@ -120,7 +137,8 @@ def _processor() -> float:
 
 def converted(source: Path, target: Path, container: str, layout: str) -> Taken:
     """Converts in a process of its own."""
-    command = [sys.executable, "-c", CONVERSION, str(source), str(target), container, layout]
+    memory = [str(target.parent), str(size_of(source))]
+    command = [sys.executable, "-c", CONVERSION, str(source), str(target), container, layout, *memory]
     made = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     return Taken(**json.loads(made.stdout))
 
