@@ -4,9 +4,9 @@
 
 In each round one copies a checkpoint (`cp -r`, and `sync` of what came), then takes the BLAKE3 of both with a thread
 for each; then, in a process of its own, the same checkpoint is converted. Figures are medians of the rounds; imports
-aren't counted, as those of the peer aren't. Both begin with memory that was free a moment before: what a virtual machine has
-free for two seconds goes back to its host, and a file written into such takes four times as long. `--page` writes the table into docs/performance.md. No pair is begun after
-`--minutes` are over, which is said.
+aren't counted, as those of the peer aren't. Both begin with memory that was free a moment before: what a virtual
+machine has free for two seconds goes back to its host, and a file written after that takes up to five times as long.
+`--page` writes the table into docs/performance.md. No pair is begun after `--minutes` are over, which is said.
 """
 
 from __future__ import annotations
