@@ -27,6 +27,7 @@ FLOORS = (
     ("statekit.torch", "statekit.jax", "statekit.tensorflow"),
     ("statekit.verify", "statekit.hf", "statekit.lightning", "statekit.accelerate"),
     ("statekit",),
+    ("statekit.service",),
     ("statekit.testing", "statekit.cli"),
     ("statekit.__main__",),
 )

@@ -1,0 +1,90 @@
+"""The application: every route behind the guard, every error as a problem, and what machines ask of a service."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from statekit import __version__
+from statekit.errors import StatekitError
+from statekit.service.web import sign_in
+from statekit.service.web.metrics import Metrics
+from statekit.service.web.problems import Problem, problem_of, problem_of_input
+from statekit.service.web.requests import Requests
+from statekit.service.web.security import Guard, Hosts, Keys, Refused
+
+
+def create_app(
+    keys: Keys,
+    hosts: Hosts,
+    ready: Callable[[], str | None] = lambda: None,
+    jobs: Callable[[], Mapping[str, int]] = dict,
+) -> FastAPI:
+    """Returns the application.
+
+    Args:
+        keys: Who may ask.
+        hosts: Under which names.
+        ready: Returns why the service can't work now; None if it can.
+        jobs: Returns for each state how many jobs there are.
+    """
+    app = FastAPI(
+        title="statekit",
+        version=__version__,
+        openapi_url="/api/v1/openapi.json",
+        docs_url=None,  # its page loads scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    metrics = Metrics(jobs)
+    app.add_middleware(Guard, keys=keys, hosts=hosts)
+    app.add_middleware(Requests, metrics=metrics)
+    app.add_exception_handler(StatekitError, _failed)
+    app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(RequestValidationError, _not_understood)
+    app.include_router(sign_in.router(keys))
+
+    @app.get("/healthz", include_in_schema=False)
+    async def healthy() -> Response:
+        return PlainTextResponse("ok\n")
+
+    @app.get("/readyz", include_in_schema=False)
+    def is_ready() -> Response:
+        reason = ready()
+        if reason is None:
+            return PlainTextResponse("ok\n")
+        return Problem(HTTPStatus.SERVICE_UNAVAILABLE, "The service can't work now.", found=reason).response()
+
+    @app.get("/metrics", include_in_schema=False)
+    def figures() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, StatekitError)
+    return problem_of(error).response()
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if isinstance(error, Refused):
+        return error.problem.response()
+    return Problem(
+        error.status_code,
+        error.detail if error.status_code != HTTPStatus.NOT_FOUND else "There is nothing at this address.",
+        place=request.url.path[:500],
+        headers=dict(error.headers or {}),
+    ).response()
+
+
+def _not_understood(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return problem_of_input(error.errors()).response()
