@@ -1,0 +1,89 @@
+"""Where a run can go on from a checkpoint, how exactly, and by which lines of code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from statekit.conversion import registry
+from statekit.conversion.contracts import Exactness
+from statekit.conversion.open_state import OpenState
+from statekit.conversion.prepared import rule_change_to
+from statekit.conversion.resume import frameworks, of_checkpoint, resume_lines
+from statekit.errors import StateError
+from statekit.state.schema import WEIGHTS
+from statekit.tensors.tree import to_json
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """How a run goes on in one layout.
+
+    Attributes:
+        layout: Its name.
+        title: What it is.
+        containers: What it is written in, the usual one first.
+        exactness: How exactly the run goes on.
+        reasons: Why it isn't equal in real arithmetic, a sentence each.
+        made_up: By which hyperparameters differences are made up for.
+        here: Whether the checkpoint has this layout already.
+    """
+
+    layout: str
+    title: str
+    containers: tuple[str, ...]
+    exactness: Exactness
+    reasons: tuple[str, ...]
+    made_up: tuple[str, ...]
+    here: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        return to_json({**vars(self), "exactness": self.exactness.name.lower()})  # type: ignore[no-any-return]
+
+
+def resumes_in(opened: OpenState) -> tuple[Resumption, ...]:
+    """Returns each layout that holds a checkpoint's optimizers, with how exactly its run goes on there.
+
+    It goes by the rules and by the checkpoint's own hyperparameters, the most exact first; what shapes change, a plan
+    of the conversion says. None of weights alone: they have no run.
+    """
+    state = opened.state
+    if state.optimizer.schema == WEIGHTS:
+        return ()
+    schemas = [schema for schema, _ in state.optimizer.kinds]
+    cards = [card for card in map(registry.layout_card, registry.layout_names()) if card.holds(schemas)]
+    each = []
+    for card in cards:
+        here = card.name == opened.layout
+        change = None if here else rule_change_to(card, state, opened.layout)
+        differences = change.differences if change else ()
+        each.append(
+            Resumption(
+                card.name,
+                card.title,
+                card.containers,
+                change.exactness if change else Exactness.BITWISE,
+                tuple(str(one) for one in differences if one.exactness > Exactness.ROUNDING),
+                tuple(change.compensated_by) if change else (),
+                here,
+            )
+        )
+    return tuple(sorted(each, key=lambda one: (not one.here, one.exactness)))
+
+
+def resume_code(opened: OpenState) -> dict[str, tuple[str, ...]]:
+    """Returns the lines that go on from a checkpoint: by `""` in its own system, else by the name of a framework.
+
+    What nobody has told how to go on from, or can't take its optimizers, is left out.
+    """
+    state, place = to_json(opened.state.to_json()), of_checkpoint(opened)
+    made = {}
+    for framework in ("", *frameworks()):
+        try:
+            lines = resume_lines(place, state, framework or None)
+        except StateError:  # a framework that has no place for several optimizers
+            continue
+        if lines:
+            made[framework] = tuple(lines)
+    return made

@@ -1,0 +1,57 @@
+"""Where a checkpoint can resume: the same answer as a plan's, for every layout of a golden checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import statekit
+from goldens import COMPACT
+from statekit.conversion.contracts import Exactness
+from statekit.conversion.resumes_in import resume_code, resumes_in
+from statekit.errors import InexactError
+
+T5X = COMPACT / "t5x" / "momentum_f32" / "checkpoint" / "checkpoint_4"
+TRAINER = COMPACT / "torch_formats" / "adamw_trainer" / "checkpoint" / "checkpoint-4"
+
+
+def test_its_own_layout_comes_first_and_is_exact() -> None:
+    with statekit.open(T5X) as opened:
+        ways = resumes_in(opened)
+    assert (ways[0].layout, ways[0].exactness, ways[0].here) == ("t5x", Exactness.BITWISE, True)
+    assert [way.exactness for way in ways] == sorted(way.exactness for way in ways)
+    assert all(bool(way.reasons) == (way.exactness > Exactness.ROUNDING) for way in ways)
+
+
+@pytest.mark.parametrize("path", [T5X, TRAINER], ids=["t5x", "trainer"])
+def test_a_plan_to_each_layout_says_the_same(path: Path, tmp_path: Path) -> None:
+    with statekit.open(path) as opened:
+        ways = resumes_in(opened)
+    planned = 0
+    for way in ways:
+        if way.here or way.layout not in {"optax", "statekit-torch", "statekit-jax", "torch-optim"}:
+            continue
+        if way.exactness > Exactness.ROUNDING:
+            with pytest.raises(InexactError):
+                statekit.plan(path, tmp_path / "target", to=way.containers[0], layout=way.layout)
+        else:
+            plan = statekit.plan(path, tmp_path / "target", to=way.containers[0], layout=way.layout)
+            assert (plan.rule_change.exactness if plan.rule_change else Exactness.BITWISE) == way.exactness
+        planned += 1
+    assert planned >= 2
+
+
+def test_hyperparameters_of_the_checkpoint_count() -> None:
+    with statekit.open(T5X) as opened:
+        plain = {way.layout: way.exactness for way in resumes_in(opened)}
+    with statekit.open(T5X, hparams={"step_offset": 100, "multiply_by_parameter_scale": False}) as opened:
+        told_apart = {way.layout: way.exactness for way in resumes_in(opened)}
+    assert plain != told_apart
+
+
+def test_the_code_is_that_of_resume() -> None:
+    with statekit.open(TRAINER) as opened:
+        code = resume_code(opened)
+    assert code[""] == (f'trainer.train(resume_from_checkpoint="{TRAINER}")',)
+    assert {"torch", "jax", "tensorflow"} >= set(code) - {""} >= {"torch", "jax"}
