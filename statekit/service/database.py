@@ -19,9 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
+from alembic.runtime.environment import EnvironmentContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, create_engine, event
@@ -31,6 +31,7 @@ from sqlalchemy.pool import QueuePool
 from statekit.errors import CorruptError, StatekitError, UsageError
 from statekit.files.durable import sync_folder
 from statekit.service.processes import boot_id, is_alive, started_at
+from statekit.service.tables import METADATA
 
 FILE = "catalogue.sqlite"
 OWNER = "server.json"
@@ -70,7 +71,7 @@ class Database:
             raise
 
     def _bring_to_newest(self, migrate: bool) -> None:
-        newest = _scripts(self.engine).get_current_head()
+        newest = _scripts().get_current_head()
         with self.reading() as connection:
             check = connection.exec_driver_sql("PRAGMA quick_check").scalar()
             if check != "ok":
@@ -84,7 +85,7 @@ class Database:
         if current == newest:
             return
         try:
-            current is None or _scripts(self.engine).get_revision(current)
+            current is None or _scripts().get_revision(current)
         except CommandError as error:
             raise UsageError(
                 "A newer statekit has made this catalogue.",
@@ -105,15 +106,22 @@ class Database:
 
     def migrate(self, version: str) -> None:
         """Brings the database to a version, up or down, in one transaction: `head` is the newest, `base` is none."""
-        with self.writing() as connection:
-            connection.exec_driver_sql("PRAGMA defer_foreign_keys=ON")
-            config = _config()
-            config.attributes["connection"] = connection
-            at = MigrationContext.configure(connection).get_current_revision()
-            scripts = ScriptDirectory.from_config(config)
-            ahead = [one.revision for one in scripts.iterate_revisions("head", at or "base")]
-            is_up = version == "head" or version in ahead
-            (command.upgrade if is_up else command.downgrade)(config, version)
+        config = _config()
+        scripts = ScriptDirectory.from_config(config)
+
+        def steps(current: Any, context: MigrationContext) -> Any:
+            ahead = {one.revision for one in scripts.iterate_revisions("head", current or "base")}
+            change = (
+                scripts._upgrade_revs if version == "head" or version in ahead else scripts._downgrade_revs
+            )
+            return change(version, current)
+
+        with (
+            self.writing() as connection,
+            EnvironmentContext(config, scripts, fn=steps) as environment,
+        ):
+            environment.configure(connection=connection, target_metadata=METADATA, render_as_batch=True)
+            environment.run_migrations()
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -195,7 +203,7 @@ def _config() -> Config:
     return config
 
 
-def _scripts(engine: Engine) -> ScriptDirectory:
+def _scripts() -> ScriptDirectory:
     return ScriptDirectory.from_config(_config())
 
 
