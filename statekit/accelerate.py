@@ -23,20 +23,20 @@ def attest(
     Call it after `load_state`, and after whatever else changes the run before its first update.
 
     Args:
-        accelerator: It has prepared a model, an optimizer, and a scheduler if there is one.
+        accelerator: It has prepared a model, optimizers, and schedulers if there are some.
         path: The folder that `save_state` wrote, or anything else that statekit reads.
         strict: Whether to raise what is wrong.
         **options: Those of `statekit.torch.attest`.
 
     Raises:
         StateError: With `strict`, the live run isn't the checkpoint's; or the checkpoint can't be decoded.
-        UsageError: It has prepared several models, optimizers or schedulers.
+        UsageError: It has prepared several models.
     """
     return attest_torch(
-        only(accelerator._optimizers, "optimizer"),
+        accelerator._optimizers,
         only(accelerator._models, "model"),
         path,
-        scheduler=only(accelerator._schedulers, "scheduler") if accelerator._schedulers else None,
+        scheduler=accelerator._schedulers,
         scaler=accelerator.scaler,
         strict=strict,
         **options,

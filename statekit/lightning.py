@@ -13,7 +13,7 @@ try:
     from lightning.pytorch.callbacks import Callback
 
     from statekit.attestation.once import AttestsOnce
-    from statekit.torch.attestation import attest, only
+    from statekit.torch.attestation import attest
 except ModuleNotFoundError as error:
     if error.name in ("torch", "lightning"):
         raise MissingExtraError(
@@ -45,15 +45,14 @@ class AttestCallback(AttestsOnce, Callback):  # type: ignore[misc]  # its base i
 
         Raises:
             StateError: With `strict`, the live run isn't the checkpoint's.
-            UsageError: The run has several optimizers or schedulers.
         """
         schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
         self._once(
             lambda: attest(
-                only(trainer.optimizers, "optimizer"),
+                trainer.optimizers,
                 trainer.model,
                 self.path,
-                scheduler=only(schedules, "scheduler") if schedules else None,
+                scheduler=schedules,
                 scaler=getattr(trainer.precision_plugin, "scaler", None),
                 **self.options,
             ),

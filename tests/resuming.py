@@ -146,6 +146,8 @@ def run_cell(cell: str, folder: Path) -> dict[str, Any]:
         result["goes_on"] = result["difference_going_on"] <= BOUND
         mine.save(folder)
         result["saves"] = True
+        if (saved := mine.saved(folder)) is not None:
+            result["attested"]["next"] = findings(mine, saved)
         mine.load(folder)
         source.update(2 * UPDATES)
         mine.update(2 * UPDATES)

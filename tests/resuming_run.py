@@ -12,6 +12,8 @@ from statekit.conversion.contracts import Hints
 
 RATE, DECAY = 0.01, 0.1
 UPDATES = 3
+SAVED = ("again", "again.pt", "again.ckpt", "again.keras", "again.weights.h5")
+"""What the next save may be called."""
 
 Values = list[Any]
 
@@ -55,6 +57,10 @@ class Run:
     def save(self, folder: Path) -> None:
         """Saves by the library's own means."""
         raise NotImplementedError
+
+    def saved(self, folder: Path) -> Path | None:
+        """Returns what was saved so; None where it isn't all of the run."""
+        return next((folder / name for name in SAVED if (folder / name).exists()), None)
 
     def load(self, folder: Path) -> None:
         """Loads what was saved into a fresh model, by the library's own means."""

@@ -218,11 +218,12 @@ class TorchRun(Run):
     def attested(self, path: Path, hints: Hints) -> Attestation | None:
         import statekit.torch
 
-        if self.setting.pair or self.container == "hf-trainer" or "optimizer" not in self.scope:
-            return None  # the lines of a Trainer make updates themselves, and a schedule of a pair is another one then
-        optimizer, model = self.scope["optimizer"], self.scope["model"]
-        names, schedule = hints.param_names, self.scope.get("scheduler")
-        return statekit.torch.attest(optimizer, model, path, scheduler=schedule, param_names=names)
+        each = [self.scope.get(f"{name}s", self.scope.get(name)) for name in ("optimizer", "scheduler")]
+        if self.container == "hf-trainer" or each[0] is None:
+            return None  # the lines of a Trainer make updates themselves
+        return statekit.torch.attest(
+            each[0], self.scope["model"], path, scheduler=each[1], param_names=hints.param_names
+        )
 
     def check_schedule(self) -> None:
         """Asserts that the printed lines made the run's schedules."""
@@ -230,6 +231,12 @@ class TorchRun(Run):
         made = len(self.scope["schedulers"]) if "schedulers" in self.scope else "scheduler" in self.scope
         if made != (len(paced) if "optimizers" in self.scope else bool(self.setting.schedule or paced)):
             raise AssertionError("the lines make another number of schedules than the run has")
+
+    def saved(self, folder: Path) -> Path | None:
+        # Weights alone lie in safetensors, and Python's numbers, as those that HF's Adafactor counts, in none of DCP's.
+        counts_apart = self.container == "dcp-safetensors" and "hf" in self.kind
+        apart = self.container == "safetensors" or counts_apart
+        return None if apart else super().saved(folder)
 
     def save(self, folder: Path) -> None:
         self.check_schedule()

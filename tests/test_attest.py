@@ -22,7 +22,6 @@ from statekit.errors import StateError, UsageError
 from statekit.state.comparison import compare_states
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import in_memory
-from statekit.torch.attestation import only
 from statekit.torch.live import LiveSlice
 from statekit.torch.sharding import FlatPart
 
@@ -334,10 +333,80 @@ def test_frozen_parameters_are_compared_too(sample: int | None, tmp_path: Path) 
     assert names_and_places() == [("parameter-differs", ("buffers/1.weight",))]
 
 
-def test_several_optimizers_are_not_attested_by_their_first() -> None:
-    assert only(["one"], "optimizer") == "one"
-    with pytest.raises(UsageError, match="one optimizer"):
-        only(["one", "two"], "optimizer")
+def side_by_side() -> tuple[Any, list[Any], list[Any]]:
+    """A model whose matrices and vectors have optimizers of their own, each with its schedule."""
+    model = network()
+    params = [[p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False)]
+    optimizers = [torch.optim.AdamW(params[0], lr=0.1), torch.optim.Adam(params[1], lr=0.01)]
+    schedules = [torch.optim.lr_scheduler.LinearLR(one, 0.5, 1.0, 10) for one in optimizers]
+    return model, optimizers, schedules
+
+
+def test_optimizers_side_by_side_are_attested_together(tmp_path: Path) -> None:
+    model, optimizers, schedules = side_by_side()
+    for _ in range(3):
+        (model(torch.randn(5, 4)) ** 2).sum().backward()
+        for one in (*optimizers, *schedules):
+            one.step()
+    path = tmp_path / "run.pt"
+    parts = {"optimizers": optimizers, "schedulers": schedules}
+    states = {name: [one.state_dict() for one in each] for name, each in parts.items()}
+    torch.save({"model": model.state_dict(), **states}, path)
+
+    def names_of() -> set[str]:
+        result = statekit.torch.attest(optimizers, model, path, scheduler=schedules)
+        return {one.name for one in result.findings}
+
+    assert names_of() == set()
+    optimizers[1].state.clear()
+    assert names_of() == {"slot-missing", "step"}
+    optimizers[1].load_state_dict(states["optimizers"][1])
+    schedules[1].step()
+    assert {"learning-rate", "schedule"} <= names_of()
+    schedules[1] = side_by_side()[2][1]
+    assert "schedule-elsewhere" in names_of()
+    several: Any = optimizers
+    with pytest.raises(UsageError, match="one optimizer"), statekit.torch.attested_step(several, model, path):
+        pass
+
+
+def test_a_schedule_in_another_form_is_held_to_what_it_does(tmp_path: Path) -> None:
+    path = saved(trained(made()), tmp_path / "run.pt")
+
+    def findings(function: Any, updates: int = 3) -> list[tuple[str, str]]:
+        run = loaded(path, made())
+        for group in run.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * function(3)
+        kept = {**run.scheduler.state_dict(), "lr_lambdas": [None, None], "last_epoch": updates}
+        run.scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, function)
+        run.scheduler.load_state_dict(kept)
+        for group in run.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * function(3)
+        return [(one.name, one.found) for one in attested(run, path).findings]
+
+    assert findings(lambda n: 0.5 + 0.05 * min(n, 10)) == []
+    assert findings(lambda n: 1 - 0.5 * max(10 - n, 0) / 10) == []  # another rounding of the same
+    assert findings(lambda n: 0.5 + 0.05 * min(n, 20)) == [
+        ("schedule", "rate after 20 updates 0.15000000000000002")
+    ]
+    assert findings(lambda n: 0.5 + 0.05 * min(n, 10), 4) == [("schedule", "at 4")]
+    assert findings(lambda n: 0.5 + 0.05 * min(n, 10) + 1e-12)[0][0] == "learning-rate"
+    (unknown,) = findings(lambda n: [0.5, 0.55, 0.6, 0.65][n])[-1:]  # it can't be asked of later updates
+    assert unknown[0] == "schedule"
+
+
+def test_weights_alone_prove_no_optimizer(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    run = made()
+    run.model[1].requires_grad_(False)
+    run.optimizer = torch.optim.AdamW([p for p in run.model.parameters() if p.requires_grad], lr=0.1)
+    torch.save(run.model.state_dict(), path)
+    result = statekit.torch.attest(run.optimizer, run.model, path)
+    assert result.passed and "the optimizer: the checkpoint has weights alone" in result.unchecked
+    (run.model(torch.ones(1, 4)) ** 2).sum().backward()
+    run.optimizer.step()
+    names = [one.name for one in statekit.torch.attest(run.optimizer, run.model, path).findings]
+    assert names == ["optimizer-unknown", "parameter-differs"]
 
 
 def test_what_is_said_of_parameters_by_name_follows_their_names() -> None:

@@ -168,6 +168,18 @@ def test_a_consumers_next_step_beside_ours_is_none_of_the_manifests_business(tmp
         assert not [finding for finding in opened.checkpoint.findings if finding.damage]
 
 
+@pytest.mark.parametrize("to", ["accelerate", "hf-trainer", "safetensors"])
+def test_a_file_that_came_later_is_said_and_no_damage(to: str, tmp_path: Path) -> None:
+    target = written(to, tmp_path / "written")
+    shards = [file.parent for file in files_of(target) if file.suffix == ".safetensors"]
+    (shards[0] / "config.json").write_text('{"d_model": 4}')  # as from_pretrained needs it
+    with open_state(target) as opened:
+        assert opened.checkpoint.manifest is not None
+        said = [finding.what for finding in opened.checkpoint.findings if "config.json" in finding.place]
+        assert said == ["the manifest doesn't name this file"]
+    convert(plan(target, tmp_path / "again.statekit"))
+
+
 def test_a_changed_record_of_the_neutral_folder_is_refused_and_accepted_when_asked_for(
     tmp_path: Path,
 ) -> None:

@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 
 from statekit.attestation.attestation import Attestation, Finding
-from statekit.attestation.diagnosis import diagnosed, fault
+from statekit.attestation.diagnosis import diagnosed, fault, is_new
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.model_settings import with_beside
 from statekit.conversion.open_state import OpenState, open_state
@@ -19,7 +19,7 @@ from statekit.dropin.by_name import path_of
 from statekit.dropin.matching import renamed
 from statekit.errors import StateError, StatekitError, UsageError
 from statekit.maps.links import StateMap, carried_to_load
-from statekit.state.comparison import Difference, compare_states
+from statekit.state.comparison import Difference, Rate, compare_states
 from statekit.state.exactness import Level
 from statekit.state.options import BY_NAME
 from statekit.state.run import BUFFERS
@@ -41,9 +41,11 @@ def attest(
     findings: Iterable[Finding] = (),
     unchecked: Iterable[str] = (),
     names: Mapping[str, str] | None = None,
+    remembered: Mapping[str, str] = {},
     maps: Sequence[StateMap] = (),
     require: Level = "rounding",
     shows_schedule: bool = False,
+    live_rates: Mapping[int, Rate] = {},
     whole_model: bool = True,
     step: int | None = None,
     hints: Hints,
@@ -61,9 +63,13 @@ def attest(
         findings: What is wrong with the live run apart from its state.
         unchecked: What the caller couldn't compare, a sentence each.
         names: Names in the checkpoint by the caller's, where they differ.
+        remembered: Names in the checkpoint that the live run was loaded from, by the caller's; those that this one has
+            are taken where no names are given.
         maps: From the checkpoint's model to that of another codebase.
         require: The least exactness that the maps may have.
         shows_schedule: Whether the live state has its schedule if there is one, so that none is a fault.
+        live_rates: Learning rate of the update after so many, by the number of a live group, where a function that no
+            state says makes it.
         whole_model: Whether all of the model is given, so that what isn't trained is missing if it isn't there.
         step: Which step of a run's folder; the newest if None.
         hints: What the checkpoint doesn't say.
@@ -87,9 +93,11 @@ def attest(
         findings=findings,
         unchecked=unchecked,
         names=names,
+        remembered=remembered,
         maps=maps,
         require=require,
         shows_schedule=shows_schedule,
+        live_rates=live_rates,
         whole_model=whole_model,
         step=step,
         hints=hints,
@@ -129,9 +137,11 @@ def attesting(
     findings: Iterable[Finding] = (),
     unchecked: Iterable[str] = (),
     names: Mapping[str, str] | None = None,
+    remembered: Mapping[str, str] = {},
     maps: Sequence[StateMap] = (),
     require: Level = "rounding",
     shows_schedule: bool = False,
+    live_rates: Mapping[int, Rate] = {},
     whole_model: bool = True,
     step: int | None = None,
     hints: Hints,
@@ -147,7 +157,9 @@ def attesting(
         right = as_params(opened.state)[0]
         if maps:
             right = carried_to_load(right, with_beside(maps, opened), require)
-        right = _without(_by_path(renamed(right, names or {}, path)), {path_of(one) for one in elsewhere})
+        known = {path_of(one) for one in (*right.params, *_buffers(right))}
+        names = names or {ours: theirs for ours, theirs in remembered.items() if path_of(theirs) in known}
+        right = _without(_by_path(renamed(right, names, path)), {path_of(one) for one in elsewhere})
         each, said = list(findings), [*unchecked, *(one.what for one in opened.checkpoint.findings)]
         place = str(opened.checkpoint.path)
         state: TrainState | None = None
@@ -161,6 +173,14 @@ def attesting(
         else:
             right, more = _under_rule_of(right, state)
             each += more
+            has_weights_alone = right.optimizer.kinds[0][0] == WEIGHTS != state.optimizer.kinds[0][0]
+            if has_weights_alone:
+                right = _with_frozen_as(right, state)
+                if is_new(state):
+                    said.append("the optimizer: the checkpoint has weights alone")
+                else:
+                    done = f"{state.counts.updates} updates"
+                    each.append(fault("optimizer-unknown", ["optimizer"], "weights alone", done))
             paths = [*right.params, *_buffers(right)]
             chosen = sampled(paths, sample, seed)
             if sample is not None:
@@ -169,12 +189,17 @@ def attesting(
                 )
             sides = "the checkpoint", "the live run"
             compared = compare_states(
-                right, state, by_value=lambda path: not path or path in chosen, sides=sides
+                right,
+                state,
+                by_value=lambda path: not path or path in chosen,
+                sides=sides,
+                rates=live_rates,
             )
             needed = right.params if whole_model else _trained(right)
             lacking = [one for one in compared.differences if _is_one_sided(one, needed, shows_schedule)]
             assumed = [one for one in compared.differences if _is_assumed(one, right, state)]
-            said_of = {id(one) for one in (*lacking, *assumed)}
+            rules = [one for one in compared.differences if has_weights_alone and one.what == "rule"]
+            said_of = {id(one) for one in (*lacking, *assumed, *rules)}
             apart = [one for one in compared.differences if id(one) not in said_of]
             each += diagnosed(right, state, apart)
             said += [*compared.unsaid, *(_lack(one) for one in lacking), *map(_assumption, assumed)]
@@ -252,6 +277,18 @@ def _without(state: TrainState, paths: Collection[str]) -> TrainState:
         optimizer=replace(state.optimizer, groups=groups),
         counts=replace(state.counts, behind=behind),
     )
+
+
+def _with_frozen_as(right: TrainState, live: TrainState) -> TrainState:
+    """Returns a state of weights alone with those beside its parameters that the live run doesn't train."""
+    frozen = {path_of(name): name for name in _buffers(live)}
+    beside = {
+        frozen[path]: param for path, param in right.params.items() if path in frozen.keys() - live.params
+    }
+    buffers = right.extra.get(BUFFERS)
+    kept = dict(buffers) if isinstance(buffers, Mapping) else {}
+    rest = _without(right, {path_of(name) for name in beside})
+    return replace(rest, extra={**right.extra, BUFFERS: {**kept, **beside}})
 
 
 def _buffers(state: TrainState) -> list[str]:

@@ -39,6 +39,10 @@ FAULTS: Mapping[str, Fault] = {
         "load the optimizer's state, not the weights alone; a loader that fills what is there already needs the "
         "optimizer to have its slots first, or skips them in silence",
     ),
+    "optimizer-unknown": Fault(
+        "The live optimizer has made updates, and the checkpoint has weights alone: nothing there tells its state.",
+        "attest with the checkpoint that has the optimizer too; a run that begins anew, before its first update",
+    ),
     "slot-missing": Fault(
         "Parameters lack slots that the checkpoint has.",
         "load the state of every parameter; whatever is missing would begin anew with the next update",
@@ -153,6 +157,15 @@ def diagnosed(right: TrainState, live: TrainState, differences: Sequence[Differe
     return list(_Diagnosis(right, live, differences).findings())
 
 
+def is_new(live: TrainState) -> bool:
+    """Tells whether an optimizer has nothing that an update leaves behind."""
+    return {live.counts.updates, *live.counts.behind.values()} == {0} and _is_all_zero(live)
+
+
+def _is_all_zero(live: TrainState) -> bool:
+    return all(is_zero(slot) for slots in live.slots.values() for slot in slots.values())
+
+
 class _Diagnosis:
     def __init__(self, right: TrainState, live: TrainState, differences: Sequence[Difference]) -> None:
         self._right, self._live, self._all = right, live, differences
@@ -181,14 +194,8 @@ class _Diagnosis:
 
     def _is_empty(self) -> bool:
         """Tells whether the live optimizer has nothing that an update leaves behind."""
-        live = self._live
-        done = {live.counts.updates, *live.counts.behind.values()}
-        has = any(live.slots.get(path) for path in live.params)
         lacks = bool(self._of("missing", slots=True)) or bool(self._of("updates"))
-        return lacks and done == {0} and (not has or self._all_zero())
-
-    def _all_zero(self) -> bool:
-        return all(is_zero(slot) for slots in self._live.slots.values() for slot in slots.values())
+        return lacks and is_new(self._live)
 
     def _of_rule(self) -> Iterator[Finding]:
         for one in self._of("rule"):
@@ -204,7 +211,7 @@ class _Diagnosis:
         if not empty:
             yield from _gathered("slot-missing", self._of("missing", slots=True))
         yield from _gathered("slot-extra", self._of("extra", slots=True))
-        if not (empty and self._all_zero()):
+        if not (empty and _is_all_zero(self._live)):
             yield from self._of_values("slot", slots=True)
 
     def _of_values(self, kind: str, slots: bool) -> Iterator[Finding]:

@@ -10,11 +10,13 @@ names are none of its business: a run goes on in its folder.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from statekit.budget import Account, Budget
 from statekit.errors import BudgetError, CorruptError, Faults, StatekitError
@@ -34,12 +36,11 @@ from statekit.files.manifest import (
     parse,
     tensor_entry,
     tensor_faults,
-    unnamed_files,
 )
 from statekit.files.source import File, Files, read_small
 from statekit.files.whole_file import Passing, whole_file_fault
 from statekit.tensors.digest import records_digest
-from statekit.tensors.tensor import Tensor
+from statekit.tensors.tensor import Stored, Tensor
 
 _REMEDY = (
     "restore the checkpoint from a copy, or seal it anew if it was changed on purpose (`statekit seal`); "
@@ -106,12 +107,9 @@ def _compared(checkpoint: Checkpoint, files: Files) -> Checkpoint:
         proof = _beside(checkpoint, files, findings) or proof
     if proof is None:
         return replace(checkpoint, findings=tuple(findings))
-    findings += [Finding(what, place, True) for what, place in _faults(checkpoint, proof, files)]
-    if proof.place == checkpoint.path / FILE:
-        unnamed = unnamed_files(checkpoint.path, proof.manifest)
-        findings += [
-            Finding("the manifest doesn't name this file", f"{checkpoint.path / name}") for name in unnamed
-        ]
+    later = _later(checkpoint, proof)
+    findings += [Finding(what, place, True) for what, place in _faults(checkpoint, proof, files, later)]
+    findings += [Finding("the manifest doesn't name this file", f"{path}") for path in later]
     trusted = proof.is_whole and not any(finding.damage for finding in findings)
     return replace(
         checkpoint, proof=proof, manifest=proof.manifest if trusted else None, findings=tuple(findings)
@@ -186,19 +184,43 @@ def _is_whole(checkpoint: Checkpoint, place: Path, manifest: Mapping[str, Any]) 
     return is_it or not tensor_faults(manifest, checkpoint.tensors)
 
 
-def _faults(checkpoint: Checkpoint, proof: Proof, files: Files) -> list[tuple[str, str]]:
-    """Returns what contradicts a checkpoint's proof, as far as opening looks."""
+def _faults(
+    checkpoint: Checkpoint, proof: Proof, files: Files, later: Sequence[Path]
+) -> list[tuple[str, str]]:
+    """Returns what contradicts a checkpoint's proof, as far as opening looks; `later` are files it doesn't name."""
     wrong = file_faults(proof.files, proof.place, files) if proof.files else []
     faults = [(fault.what, f"{fault.path}") for fault in wrong]
     if not proof.is_whole:
         return faults
-    faults += tensor_faults(proof.manifest, checkpoint.tensors)
+    tensors = {name: one for name, one in checkpoint.tensors.items() if not _is_bytes_of(one, later)}
+    faults += tensor_faults(proof.manifest, tensors)
     if proof.is_inside and (file := files.source(proof.place)).size <= SMALL_BYTES:
         faults += _rest_faults(proof, file)
     stated = proof.manifest["target"].get("step")
     if checkpoint.is_numbered and None not in (checkpoint.step, stated) and checkpoint.step != stated:
         faults.append((f"is of step {checkpoint.step}, in the manifest {stated}", f"{checkpoint.path}"))
     return faults
+
+
+def _later(checkpoint: Checkpoint, proof: Proof) -> list[Path]:
+    """Returns the files in a checkpoint's folder that the manifest there, or in the run's folder, doesn't name."""
+    top = proof.place.parent
+    if proof.place.name != FILE or not checkpoint.path.is_relative_to(top) or not checkpoint.path.is_dir():
+        return []
+    above = "".join(f"{part}/" for part in checkpoint.path.relative_to(top).parts)
+    names = [f"{above}{name}" for name in files_below(checkpoint.path)]
+    stated = proof.manifest["files"]
+    return [top / name for name in names if name not in stated and not is_manifest(name.rpartition("/")[2])]
+
+
+def _is_bytes_of(tensor: Tensor, later: Sequence[Path]) -> bool:
+    """Tells whether a tensor is the bytes of a whole file that the manifest doesn't name.
+
+    A folder goes on to get other files, as the config that a library needs to load it: they are said, and no damage.
+    """
+    if not isinstance(tensor, Stored) or tensor.dtype != np.uint8 or tensor.chunk is not None:
+        return False
+    return any(tensor.place == f"{path}" and tensor.shape == (path.stat().st_size,) for path in later)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ of. Slots that one of them hasn't made yet are equal to zeros before the first u
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import numpy as np
 
 from statekit.errors import some
 from statekit.state.factoring import swapped
+from statekit.state.options import RATE_NAMES
 from statekit.state.rates import Rates
 from statekit.state.run import BUFFERS, KERAS_SCHEDULE, RunPart, RunState, Schedule, run_of
 from statekit.state.schedules.called import KEY as CALLED
@@ -40,6 +42,10 @@ _UNMADE = (
 
 _COUNTS = (0, 1, 2, 3, 5, 10, 20, 50, 100, 1000, 10_000, 100_000, 1_000_000)
 """Updates done at which two schedules of other forms are held against each other."""
+
+Rate: TypeAlias = Callable[[int], float]
+"""The learning rate of the update after so many."""
+_OTHER_FORM = "schedules of other forms: they give the same rates but for how their formulas round"
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,7 @@ def compare_states(
     by_value: Callable[[str], bool] = lambda path: True,
     on_tensor: Callable[[str, int], object] = lambda name, size: None,
     sides: tuple[str, str] = ("the first", "the second"),
+    rates: Mapping[int, Rate] = {},
 ) -> Comparison:
     """Compares a state with another that is taken for the right one; values are read block by block.
 
@@ -107,8 +114,9 @@ def compare_states(
         by_value: Tells of a parameter whether its values and its slots' are compared, or shapes and dtypes alone.
         on_tensor: Told the name and the size in bytes of each tensor before it is compared.
         sides: What the two are called where only one says something.
+        rates: What schedules of the other do to its groups, by their numbers, where no state says it.
     """
-    return _States(right, other, by_value, on_tensor, sides).compared()
+    return _States(right, other, by_value, on_tensor, sides, rates).compared()
 
 
 @dataclass
@@ -127,9 +135,12 @@ class _States:
         by_value: Callable[[str], bool],
         on_tensor: Callable[[str, int], object],
         sides: tuple[str, str],
+        rates: Mapping[int, Rate],
     ) -> None:
         self._right, self._other, self._by_value, self._on_tensor = right, other, by_value, on_tensor
         self._read, self._sides = _Read(), sides
+        self._runs = run_of(right.extra), run_of(other.extra)
+        self._forms = _forms(right, other, self._runs, rates)
         self._unsaid: dict[str, None] = {}
         self._normalised: dict[str, None] = {}
 
@@ -159,7 +170,8 @@ class _States:
         yield from self._rules()
         yield from self._options()
         yield from self._group_slots()
-        yield from self._run(run_of(right.extra), run_of(other.extra))
+        yield from self._schedules(*(one.schedules for one in self._runs))
+        yield from self._parts(*self._runs)
 
     def _of_param(self, path: str) -> Iterator[Difference]:
         right, other = self._right, self._other
@@ -235,7 +247,9 @@ class _States:
                 values = [_value(one.hyperparameters[name], path) for one in (theirs, mine)]
                 if _same_number(*values):
                     continue
-                if not any(values) and self._is_off(path, theirs, name):
+                if name in RATE_NAMES and path in self._forms and self._forms[path].is_same(*values):
+                    self._normalised[_OTHER_FORM] = None
+                elif not any(values) and self._is_off(path, theirs, name):
                     self._normalised[f"{name}: {values[0]!r} and {values[1]!r} both switch it off"] = None
                 else:
                     yield _differing("option", f"groups/{path}/{name}", values, path, name)
@@ -288,8 +302,11 @@ class _States:
             for name in _both(*slots):
                 yield from self._pair(f"groups/{i}/{name}", "", name, slots[0].get(name), slots[1].get(name))
 
-    def _run(self, right: RunState, other: RunState) -> Iterator[Difference]:
-        for i, (theirs, mine) in enumerate(zip_longest(right.schedules, other.schedules)):
+    def _schedules(self, right: Sequence[Schedule], other: Sequence[Schedule]) -> Iterator[Difference]:
+        if self._forms:
+            yield from _parted(self._forms)
+            return
+        for i, (theirs, mine) in enumerate(zip_longest(right, other)):
             place = f"schedule/{i}"
             if theirs is None or mine is None:
                 (alone,) = (one for one in (theirs, mine) if one is not None)
@@ -314,6 +331,8 @@ class _States:
                     self._unsaid[f"the schedule's {item}: {silent} doesn't say it"] = None
                 elif values[0] != values[1] and not self._is_otherwise_said(item, theirs, mine):
                     yield _differing("schedule", f"{place}/{item}", values, item=item)
+
+    def _parts(self, right: RunState, other: RunState) -> Iterator[Difference]:
         parts = [_numbered(one.parts) for one in (right, other)]
         for what, i in _both(*parts):
             each = [one.get((what, i)) for one in parts]
@@ -340,6 +359,93 @@ class _States:
             self._unsaid["the schedule: its two forms can't be compared"] = None
             return True
         return False
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A parameter's schedule in the forms in which two states have it.
+
+    Attributes:
+        rates: What each does.
+        at: Steps that each has made; None where it doesn't count.
+    """
+
+    rates: tuple[Rate, Rate]
+    at: tuple[int | None, int | None]
+
+    def apart(self) -> tuple[int, float, float] | None:
+        """Returns after how many updates the two give other rates, and these; None if they give the same."""
+        at = [one for one in self.at if one is not None]
+        for count in sorted({*_COUNTS, *at}):
+            first, second = (rate(count) for rate in self.rates)
+            if not self.is_same(first, second):
+                return count, first, second
+        return None
+
+    def is_same(self, right: Any, other: Any) -> bool:
+        """Tells whether two learning rates are the same but for how formulas of one function round.
+
+        A formula makes less than 16 roundings in float64; one that goes on from its last rate, as PyTorch's do, four
+        with each update. None is of more than the highest rate.
+        """
+        if not isinstance(right, float) or not isinstance(other, float):
+            return bool(right == other)
+        highest = max(abs(rate(count)) for rate in self.rates for count in _COUNTS)
+        roundings = 16 + 4 * max(one or 0 for one in self.at)
+        return _same_number(right, other) or abs(right - other) <= roundings * 2.0**-53 * highest
+
+
+def _forms(
+    right: TrainState, other: TrainState, runs: tuple[RunState, RunState], rates: Mapping[int, Rate]
+) -> dict[str, _Form]:
+    """Returns each parameter's schedule where two states have it in other forms; none where one isn't told."""
+    kinds = [[one.kind for one in run.schedules] for run in runs]
+    if kinds[0] == kinds[1] or not all(kinds):
+        return {}
+    groups = [
+        {path: i for i, group in enumerate(one.optimizer.groups) for path in group.paths}
+        for one in (right, other)
+    ]
+    forms: dict[str, _Form] = {}
+    for path in groups[0].keys() & groups[1]:
+        theirs = _rate_of(right.optimizer.groups, runs[0].schedules, groups[0][path], {})
+        mine = _rate_of(other.optimizer.groups, runs[1].schedules, groups[1][path], rates)
+        if theirs is None or mine is None:
+            return {}
+        forms[path] = _Form((theirs[0], mine[0]), (theirs[1], mine[1]))
+    return forms
+
+
+def _rate_of(
+    groups: Sequence[Group], schedules: Sequence[Schedule], number: int, rates: Mapping[int, Rate]
+) -> tuple[Rate, int | None] | None:
+    """Returns what a group's schedule does, and where it stands; None where that isn't told."""
+    schedule = next((one for one in schedules if one.moves(number)), None)
+    if schedule is None:
+        options = groups[number].hyperparameters
+        rate = next((_plain(options[name]) for name in RATE_NAMES if name in options), None)
+        return None if not isinstance(rate, float) else ((lambda updates: rate), None)
+    told = schedule.of_group(number)
+    rate_of = rates.get(number) if isinstance(told, str) else told.rate
+    try:
+        if rate_of is None or not all(math.isfinite(rate_of(count)) for count in _COUNTS):
+            return None
+    except Exception:  # whatever a user's function raises of counts to which the run never comes
+        return None
+    return rate_of, schedule.at
+
+
+def _parted(forms: Mapping[str, _Form]) -> Iterator[Difference]:
+    """Yields where schedules of other forms stand elsewhere, or give other rates; of each kind the first."""
+    for path, form in forms.items():
+        if None not in form.at and form.at[0] != form.at[1]:
+            yield _differing("schedule", f"schedule/{path}/at", form.at, path, "at")
+            break
+    for path, form in forms.items():
+        if (apart := form.apart()) is not None:
+            count, *values = apart
+            yield _differing("schedule", f"schedule/{path}/rate", values, path, f"rate after {count} updates")
+            break
 
 
 def _differing(what: What, place: str, values: Sequence[Any], path: str = "", item: str = "") -> Difference:

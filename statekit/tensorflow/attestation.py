@@ -85,7 +85,7 @@ def attest(
         UsageError, "The variables can't be told apart", remedy="give layers names of their own"
     )
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    names = names or canonical_names(optimizer)
+    remembered = {} if names else canonical_names(optimizer)
     hints = Hints.given(
         hparams,
         variant,
@@ -98,10 +98,11 @@ def attest(
     if said:
         hints = replace(hints, hyperparameters={**hints.hyperparameters, _PERIODS: said})
 
-    order = [names.get(path_of(one), path_of(one)) for one in given if one.trainable]
+    names = names or {}
+    order = [{**remembered, **names}.get(path_of(one), path_of(one)) for one in given if one.trainable]
 
     def live(opened: OpenState) -> TrainState:
-        here = {} if names or map else renumbered(opened, given)
+        here = {} if names or remembered or map else renumbered(opened, given)
         return live_state({here.get(path_of(one), path_of(one)): one for one in given}, optimizer)
 
     return attested(
@@ -110,7 +111,8 @@ def attest(
         findings=_strangers(optimizer, given),
         unchecked=[f"{_PERIODS}: the checkpoint doesn't say it"] if said else (),
         names=names,
-        maps=maps_of(map, config, builds=False, model=model_of(given, names)),
+        remembered=remembered,
+        maps=maps_of(map, config, builds=False, model=model_of(given, {**remembered, **names})),
         require=require,
         shows_schedule=True,
         whole_model=isinstance(variables, keras.Model),

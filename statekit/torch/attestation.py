@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -15,14 +16,18 @@ from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.diagnosis import fault
 from statekit.conversion.contracts import Hints
 from statekit.errors import StateError, StatekitError, UsageError
+from statekit.state.comparison import Rate
 from statekit.state.exactness import Level
 from statekit.torch.from_checkpoint import NamedParameters, hints_of, maps_to, pairs_of
 from statekit.torch.live import live_state
 from statekit.torch.sharding import FLAT_PREFIX, FlatPart, flat_parts, is_sharded
 
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""What makes a run's updates: one optimizer, or all that share its parameters, in the order in which they are saved."""
+
 
 def attest(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     named_parameters: NamedParameters | torch.nn.Module,
     path: str | PathLike[str],
     *,
@@ -50,10 +55,11 @@ def attest(
     part that it has, and nothing but findings is gathered: all processes call it, and all get what each has found.
 
     Args:
-        optimizer: What makes the updates, wrapped or not: torch.optim's, transformers' Adafactor, statekit's.
+        optimizer: What makes the updates, wrapped or not: torch.optim's, transformers' Adafactor, statekit's; of a run
+            that has several all of them, in the order in which they are saved.
         named_parameters: `model.named_parameters()`; or the model, which FSDP1 (`use_orig_params=True`) needs.
         path: Anything statekit reads: a Trainer's folder, a torch file, a T5X run.
-        scheduler: What moves the learning rate, if something does.
+        scheduler: What moves the learning rate, if something does; all of them, if several do.
         scaler: The `torch.amp.GradScaler`, if there is one.
         strict: Whether to raise what is wrong.
         sample: How many parameters are compared by value, drawn with `seed`; all if None.
@@ -107,13 +113,13 @@ class LiveRun:
 
     Attributes:
         params: The model's parameters by name.
-        optimizer: What makes the updates, without wrappers.
+        optimizers: What makes the updates, without wrappers.
         arguments: Those of `statekit.attestation.attest.attest` that are the run's.
         flat: What this process has of parameters that FSDP1 keeps flat, by their `id`.
     """
 
     params: Mapping[str, torch.Tensor]
-    optimizer: torch.optim.Optimizer
+    optimizers: Sequence[torch.optim.Optimizer]
     arguments: Mapping[str, Any]
     flat: Mapping[int, FlatPart]
 
@@ -126,7 +132,7 @@ class LiveRun:
 
 
 def live_run(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     named_parameters: NamedParameters | torch.nn.Module,
     *,
     scheduler: Any = None,
@@ -143,7 +149,7 @@ def live_run(
     budget: int | None = None,
 ) -> LiveRun:
     """Returns a run as it is held against a checkpoint; arguments are those of `attest`."""
-    inner = _innermost(optimizer, "optimizer", torch.optim.Optimizer)
+    inner = [_innermost(one, "optimizer", torch.optim.Optimizer) for one in _all(optimizer)]
     flat = flat_parts(named_parameters) if isinstance(named_parameters, torch.nn.Module) else {}
     is_model = isinstance(named_parameters, torch.nn.Module)
     named: Any = unwrapped(named_parameters).named_parameters() if is_model else named_parameters
@@ -163,14 +169,16 @@ def live_run(
         budget,
     )
     beside: dict[str, Any] = {}
-    moved = _innermost(scheduler, "scheduler")
-    if moved is not None:
-        beside["scheduler"] = moved.state_dict()
+    moved = [_innermost(one, "scheduler") for one in _all(scheduler)]
+    if moved:
+        states = [one.state_dict() for one in moved]
+        beside |= {"scheduler": states[0]} if len(states) == 1 else {"schedulers": states}
     if scaler is not None and (state := scaler.state_dict()):  # one that is switched off has none
         beside["scaler"] = state
     arguments = {
         "live": lambda opened: live_state(here, inner, beside, flat),
         "findings": [*_strangers(inner, every), *_drives_another(moved, inner)],
+        "live_rates": _rates(moved, inner),
         "names": names,
         "maps": maps,
         "require": require,
@@ -241,7 +249,7 @@ def only(parts: Sequence[Any], what: str) -> Any:
         raise UsageError(
             f"A run is attested here that has one {what}.",
             found=f"{len(parts)} of them",
-            remedy="call statekit.torch.attest for each optimizer, with the parameters that it moves",
+            remedy="give statekit.torch.attest all optimizers of a model, and call it for each model",
         )
     return parts[0]
 
@@ -255,23 +263,25 @@ def _innermost(outer: Any, name: str, kind: type = object) -> Any:
 
 def _in_order(
     hints: Hints,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     params: Mapping[str, torch.Tensor],
     names: Mapping[str, str],
 ) -> list[tuple[Hints, str]]:
-    """Returns hints with the checkpoint's names in the order of a live optimizer; none if it moves others too."""
+    """Returns hints with the checkpoint's names in the order of the live optimizers; none if they move others too."""
     known = {id(param): names.get(name, name) for name, param in params.items()}
-    order = [known.get(id(param)) for group in optimizer.param_groups for param in group["params"]]
+    order = [known.get(id(param)) for group in _groups(optimizers) for param in group["params"]]
     if hints.param_names is not None or None in order:
         return []
     return [(replace(hints, param_names=tuple(name for name in order if name is not None)), ORDERED)]
 
 
-def _strangers(optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor]) -> list[Finding]:
+def _strangers(
+    optimizers: Sequence[torch.optim.Optimizer], params: Mapping[str, torch.Tensor]
+) -> list[Finding]:
     known = {id(param) for param in params.values()}
     strange = [
         f"group {i}, {tuple(param.shape)}"
-        for i, group in enumerate(optimizer.param_groups)
+        for i, group in enumerate(_groups(optimizers))
         for param in group["params"]
         if id(param) not in known
     ]
@@ -280,11 +290,43 @@ def _strangers(optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tens
     return [fault("optimizer-elsewhere", strange, "the model's parameters", f"{len(strange)} other tensors")]
 
 
-def _drives_another(scheduler: Any, optimizer: torch.optim.Optimizer) -> list[Finding]:
-    driven = _innermost(getattr(scheduler, "optimizer", None), "optimizer", torch.optim.Optimizer)
-    if driven is None or driven is optimizer:
-        return []
-    name = type(optimizer).__name__
+def _drives_another(schedulers: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]) -> list[Finding]:
+    each = [_driven(one) for one in schedulers]
+    strange = [one for one in each if one is not None and all(one is not mine for mine in optimizers)]
+    names = " and ".join(type(one).__name__ for one in optimizers)
     return [
-        fault("schedule-elsewhere", ["the scheduler"], f"this {name}", f"another {type(driven).__name__}")
+        fault("schedule-elsewhere", ["the scheduler"], f"this {names}", f"another {type(one).__name__}")
+        for one in strange
     ]
+
+
+def _driven(scheduler: Any) -> Any:
+    """Returns the optimizer whose rate a scheduler moves; None if it doesn't say it."""
+    return _innermost(getattr(scheduler, "optimizer", None), "optimizer", torch.optim.Optimizer)
+
+
+def _rates(schedulers: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, Rate]:
+    """Returns what schedules do to groups, by their numbers, where no state says it: those that call a function."""
+    numbers = {id(group): i for i, group in enumerate(_groups(optimizers))}
+    rates: dict[int, Rate] = {}
+    for scheduler in schedulers:
+        bases, functions = getattr(scheduler, "base_lrs", ()), getattr(scheduler, "lr_lambdas", ())
+        groups = getattr(_driven(scheduler), "param_groups", ())
+        for group, base, function in zip(groups, bases, functions, strict=False):
+            if id(group) in numbers:
+                rates[numbers[id(group)]] = partial(_scaled, function, base)
+    return rates
+
+
+def _scaled(function: Callable[[int], float], base: float, updates: int) -> float:
+    return float(base * function(updates))
+
+
+def _all(one_or_several: Any) -> list[Any]:
+    if isinstance(one_or_several, (list, tuple)):
+        return list(one_or_several)
+    return [] if one_or_several is None else [one_or_several]
+
+
+def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    return [group for one in optimizers for group in one.param_groups]

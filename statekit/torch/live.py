@@ -141,7 +141,7 @@ def _is_plain(value: Any) -> bool:
 
 def live_state(
     params: Mapping[str, torch.Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     beside: Mapping[str, Any],
     flat: Mapping[int, FlatPart] = {},
 ) -> TrainState:
@@ -149,7 +149,8 @@ def live_state(
 
     Args:
         params: The model's parameters by name.
-        optimizer: What makes the updates; of its tensors, those that aren't among the parameters are left out.
+        optimizers: What makes the updates, one or several that share the parameters; of their tensors, those that
+            aren't among the parameters are left out.
         beside: What else the run has, by the name that it has in checkpoints: states of a scheduler, a scaler.
         flat: What this process has of parameters that FSDP1 keeps flat, by their `id`.
 
@@ -161,7 +162,9 @@ def live_state(
         name: LiveSlice(param.detach(), flat[id(param)], name) if id(param) in flat else param
         for name, param in params.items()
     }
-    tree = live_tree({"model": model, "optimizer": named_state(optimizer, names, flat), **beside})
+    states = [named_state(one, names, flat) for one in optimizers]
+    parts = {"optimizer": states[0]} if len(states) == 1 else {"optimizers": states}
+    tree = live_tree({"model": model, **parts, **beside})
     checkpoint = Checkpoint("torch", LIVE, tree)
     layout, _ = registry.detect_layout(checkpoint)
     return registry.decoded(layout, checkpoint, NO_HINTS)

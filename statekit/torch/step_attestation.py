@@ -18,7 +18,7 @@ from statekit.attestation.update import Chosen, Gradient, chosen_blocks, update_
 from statekit.dropin.by_name import path_of
 from statekit.errors import UsageError
 from statekit.tensors.tensor import Array, Index
-from statekit.torch.attestation import LiveRun, live_run
+from statekit.torch.attestation import LiveRun, live_run, only
 from statekit.torch.from_checkpoint import NamedParameters
 from statekit.torch.live import LiveSlice, LiveTensor
 from statekit.torch.sharding import FlatPart
@@ -74,10 +74,11 @@ def attested_step(
         **options: Other arguments of `attest`.
 
     Raises:
-        UsageError: No update was made in the block.
+        UsageError: No update was made in the block, or there are several optimizers.
         StateError: With `strict`, the state or the update isn't the checkpoint's; others as of `attest`.
     """
     run = live_run(optimizer, named_parameters, **options)
+    only(run.optimizers, "optimizer")
     step = AttestedStep()
     with attesting(path, **run.arguments) as sides:
         state = run.gathered(lambda: sides.result)
@@ -102,6 +103,7 @@ class _Watch:
 
     def __init__(self, run: LiveRun, sides: Sides, sample: int | None, seed: int) -> None:
         self._run, self._sides = run, sides
+        self._optimizer = run.optimizers[0]
         self._params = {path_of(name): param for name, param in run.params.items()}
         self._grads: dict[str, Gradient] = {}
         self._moved: set[str] = set()
@@ -116,8 +118,8 @@ class _Watch:
     def watching(self) -> Iterator[None]:
         """Has the optimizer call before and after its updates."""
         hooks = (
-            self._run.optimizer.register_step_pre_hook(self._before),
-            self._run.optimizer.register_step_post_hook(self._after),
+            self._optimizer.register_step_pre_hook(self._before),
+            self._optimizer.register_step_post_hook(self._after),
         )
         try:
             yield
@@ -146,7 +148,7 @@ class _Watch:
 
     def _take(self) -> None:
         scale = getattr(
-            self._run.optimizer, "grad_scale", None
+            self._optimizer, "grad_scale", None
         )  # a fused kernel divides by the loss scale itself
         divisor = 1.0 if scale is None else float(scale)
         self._grads = {

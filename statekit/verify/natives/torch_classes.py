@@ -61,4 +61,4 @@ def moved(
             param.grad = xp.asarray(grads[path]) if path in grads else None
         optimizer.step()
     named: dict[str, Any] = {path.replace("/", "."): param for path, param in params.items()}
-    return live_state(named, optimizer, {})
+    return live_state(named, [optimizer], {})
