@@ -425,8 +425,8 @@ def _rate_of(
         options = groups[number].hyperparameters
         rate = next((_plain(options[name]) for name in RATE_NAMES if name in options), None)
         return None if not isinstance(rate, float) else ((lambda updates: rate), None)
-    told = schedule.of_group(number)
-    rate_of = rates.get(number) if isinstance(told, str) else told.rate
+    stated = schedule.of_group(number)
+    rate_of = rates.get(number) if isinstance(stated, str) else stated.rate
     try:
         if rate_of is None or not all(math.isfinite(rate_of(count)) for count in _COUNTS):
             return None
