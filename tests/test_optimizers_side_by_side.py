@@ -17,7 +17,7 @@ from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.inspection import inspect
 from statekit.conversion.open_state import open_state
-from statekit.conversion.prepared import _encoded
+from statekit.conversion.prepared import encoded_in
 from statekit.conversion.resume import of_checkpoint, resume_lines
 from statekit.conversion.resume_rates import RatesOf
 from statekit.errors import InexactError, StateError, UsageError
@@ -273,7 +273,7 @@ def test_rounded_params_that_masters_replace_are_said_of_optimizers_side_by_side
         state = opened.state
         rounded = {path: Cast(tensor, DTYPES["bfloat16"]) for path, tensor in state.params.items()}
         slots = {path: {**state.slots[path], MASTER: tensor} for path, tensor in state.params.items()}
-        encoded, _ = _encoded(registry.layout("torch-optim"), replace(state, params=rounded, slots=slots))
+        encoded, _ = encoded_in(registry.layout("torch-optim"), replace(state, params=rounded, slots=slots))
     forms = [encoded, encoded.by_name, encoded.side_by_side]
     for form in (one for one in forms if one is not None):
         assert {f"low_precision/{path}" for path in state.params} <= form.dropped.keys()

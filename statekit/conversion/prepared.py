@@ -161,7 +161,7 @@ def prepare(request: Request) -> Plan:
             state = rule_change.state
         if request.like is not None:
             state = _like(layout, state, request.like)
-        encoded, state = _encoded(layout, state)
+        encoded, state = encoded_in(layout, state)
         if request.changes is not None and (request.changes.slot_dtype or request.changes.param_dtype):
             from statekit.conversion.next_update import check_dtypes
 
@@ -430,8 +430,12 @@ def _paced(schedules: Sequence[Schedule], state: TrainState) -> Paced:
     return Paced(at, tuple(None if isinstance(one, str) else one.rate(at) for one in rates))
 
 
-def _encoded(layout: Layout, state: TrainState) -> tuple[Encoded, TrainState]:
-    """Returns a state in native form, and as it is there: masters are the parameters of layouts without their place."""
+def encoded_in(layout: Layout, state: TrainState) -> tuple[Encoded, TrainState]:
+    """Returns a state in native form, and as it is there: masters are the parameters of layouts without their place.
+
+    Raises:
+        InexactError: The layout can't hold it.
+    """
     if isinstance(layout, KeepsMasters) or _is_stored_as_moved(state):
         return layout.encode(state), state
     state, left = as_params(state)

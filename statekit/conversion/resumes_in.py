@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from statekit.conversion import registry
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.open_state import OpenState
-from statekit.conversion.prepared import rule_change_to
+from statekit.conversion.prepared import encoded_in, rule_change_to
 from statekit.conversion.resume import frameworks, of_checkpoint, resume_lines
-from statekit.errors import StateError
+from statekit.errors import InexactError, StateError
 from statekit.state.schema import WEIGHTS
 from statekit.tensors.tree import to_json
 
@@ -27,6 +28,8 @@ class Resumption:
         reasons: Why it isn't equal in real arithmetic, a sentence each.
         made_up: By which hyperparameters differences are made up for.
         here: Whether the checkpoint has this layout already.
+        dropped: What it has no place for, by canonical name, each with the reason.
+        refusal: Why it can't take the run as it is, and what to say beside it; None if it can.
     """
 
     layout: str
@@ -36,6 +39,8 @@ class Resumption:
     reasons: tuple[str, ...]
     made_up: tuple[str, ...]
     here: bool
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    refusal: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""
@@ -45,8 +50,8 @@ class Resumption:
 def resumes_in(opened: OpenState) -> tuple[Resumption, ...]:
     """Returns each layout that holds a checkpoint's optimizers, with how exactly its run goes on there.
 
-    It goes by the rules and by the checkpoint's own hyperparameters, the most exact first; what shapes change, a plan
-    of the conversion says. None of weights alone: they have no run.
+    It goes by the rules and by the checkpoint's own hyperparameters, the most exact first, those that can't take it
+    last; what a container can't hold, a plan of the conversion says. None of weights alone: they have no run.
     """
     state = opened.state
     if state.optimizer.schema == WEIGHTS:
@@ -58,6 +63,13 @@ def resumes_in(opened: OpenState) -> tuple[Resumption, ...]:
         here = card.name == opened.layout
         change = None if here else rule_change_to(card, state, opened.layout)
         differences = change.differences if change else ()
+        dropped: Mapping[str, str] = {}
+        refusal = None
+        if not here:
+            try:
+                dropped = encoded_in(registry.layout(card.name), change.state if change else state)[0].dropped
+            except InexactError as error:
+                refusal = str(error)
         each.append(
             Resumption(
                 card.name,
@@ -67,9 +79,11 @@ def resumes_in(opened: OpenState) -> tuple[Resumption, ...]:
                 tuple(str(one) for one in differences if one.exactness > Exactness.ROUNDING),
                 tuple(change.compensated_by) if change else (),
                 here,
+                dropped,
+                refusal,
             )
         )
-    return tuple(sorted(each, key=lambda one: (not one.here, one.exactness)))
+    return tuple(sorted(each, key=lambda one: (one.refusal is not None, not one.here, one.exactness)))
 
 
 def resume_code(opened: OpenState) -> dict[str, tuple[str, ...]]:

@@ -1,1 +1,0 @@
-"""The steps from each version of the database to the next, and back."""

@@ -1,1 +1,0 @@
-"""A module for each step; its number stands in its name."""
